@@ -34,6 +34,7 @@ from tp_engine.errors import RequestError
 from tp_engine.kv_layout import DiskCounters, MoveCounters
 from tp_engine.plan import FloatArray, TokenLogprobs
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
+from tp_engine.sched.adapters import AdapterSlots, AdapterStats
 from tp_engine.sched.speculation import SpeculationCounters
 from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats, SchedulerView, ViewLimits
 
@@ -222,6 +223,7 @@ class FakeEngine:
     orders: list[str] = field(default_factory=list)
     is_paused: bool = False
     weight_version: str = ""
+    adapters: AdapterSlots | None = None
     _sequences: list[_Sequence] = field(default_factory=list)
     _ended: StepOutput = field(default_factory=StepOutput)
 
@@ -285,6 +287,7 @@ class FakeEngine:
             num_host_slots=12,
             num_used_host_slots=3,
             speculation=SpeculationCounters(5, 20, 12, [5, 4, 2, 1], {"ngram": (20, 12)}),
+            adapters=AdapterStats(max_loras=4, running=("one", "two"), waiting=("three",)),
         )
 
     def report(self, view: ViewLimits | None = None) -> EngineReport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tp_engine.adapters import LoRARequest
 from tp_engine.errors import ConfigError, EngineDeadError, RequestError
 from tp_engine.outputs import (
     BeamSearchOutput,
@@ -37,6 +38,7 @@ __all__ = [
     "ConfigError",
     "EmbeddingRequestOutput",
     "EngineDeadError",
+    "LoRARequest",
     "PoolingParams",
     "RequestError",
     "RequestOutput",

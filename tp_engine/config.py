@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tp_engine.adapters import parse_modules
 from tp_engine.device_map import check_devices
 from tp_engine.errors import ConfigError
 from tp_engine.kv_codec import check_codec
@@ -163,6 +164,12 @@ class EngineConfig:
         "JSON object: guess tokens and verify several in one step, which changes none of them: method (ngram, suffix), "
         "num_speculative_tokens, and the keys of docs/serving.md (default: none)",
     )
+    enable_lora: bool = option(False, "serve LoRA adapters beside the model; the model of a request names its adapter")
+    max_loras: int = option(4, "adapters with a slot on the devices; requests of others wait for one")
+    max_lora_rank: int = option(16, "largest rank of an adapter, for which the slots have room")
+    lora_modules: tuple[str, ...] = option(
+        (), "adapters to load at the start: NAME=FOLDER, or a JSON object with name and path", is_of_host=True
+    )
     max_logprobs: int = option(
         MEASURED_LOGPROBS, "most alternatives per token that a request may ask for; -1: no limit"
     )
@@ -206,6 +213,7 @@ class EngineConfig:
             check_devices(self.devices)
         StructuredOutputsDefaults.of(self.structured_outputs_config)
         self._check_speculation()
+        self._check_adapters()
         parts = self.attention_backend.split(":")
         known = ATTENTION_BACKENDS[1:] if len(parts) == 2 else ATTENTION_BACKENDS
         if len(parts) > 2 or any(part not in known for part in parts):
@@ -224,11 +232,20 @@ class EngineConfig:
                 "raise max_num_seqs, or lower num_speculative_tokens"
             )
 
+    def _check_adapters(self) -> None:
+        if parse_modules(self.lora_modules) and not self.enable_lora:
+            raise ConfigError(
+                f"lora_modules is {' '.join(self.lora_modules)!r}, and enable_lora is off: set enable_lora, or leave "
+                "lora_modules out"
+            )
+
     def _check_ranges(self) -> None:
         positive = (
             "tensor_parallel_size",
             "max_num_seqs",
             "max_num_batched_tokens",
+            "max_loras",
+            "max_lora_rank",
             "startup_timeout_s",
             "collective_timeout_s",
             "hang_soft_limit_s",

@@ -4,8 +4,8 @@ A plan carries changes, not state.  Every rank keeps, for each *row* of the pers
 computed tokens, sampling parameters and token ids; applying the plans in order keeps all ranks equal.  A rank applies a
 plan in this order::
 
-    kept -> released -> admitted -> new blocks -> lanes -> stores -> loads -> disk reads and writes begin -> wait
-         -> copies -> state copies -> forward pass over decodes, then prefills -> sample
+    kept -> released -> adapters -> admitted -> new blocks -> lanes -> stores -> loads -> disk reads and writes begin
+         -> wait -> copies -> state copies -> forward pass over decodes, then prefills -> sample
 
 Batch order of a step: all ``decode_rows`` (one token each, all sampled), then all ``prefill_rows`` (``prefill_tokens``
 each; those with ``prefill_samples`` reach the end of their known tokens in this step and are sampled too).
@@ -38,6 +38,9 @@ of the pool in each of the model's G groups of layers (``kv_layout``).  All grou
 The blocks of one row stand together, in the order of its tables.  A model whose layers are all alike has G = 1.  Tables
 are never cut: the entries of blocks that a group's window has left behind stay in the table unread, and the blocks may
 belong to other rows.
+
+An adapter load is a pair (generation, slot): from this step on the slot holds the adapter that the ranks have loaded
+under this number.  Slots are numbered from 1 on.  The ranks forget the generations of ``adapter_drops``.
 
 A copy is a pair of blocks of the pool, source and target, of any group.  All copies of a plan are made at once: each
 source is read as it was before any of them.
@@ -135,7 +138,8 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ``token_ids`` (int32) are all tokens known so far: the ``num_prompt_tokens`` of the prompt, then those generated
     before a preemption.  ``block_ids`` (int32) are the row's tables so far, logical block by logical block as in a
     plan: (K * G,).  The first ``num_computed_tokens`` tokens already hold K/V, except those that a group's window has
-    left behind: the entries of their blocks are 0 and never read.
+    left behind: the entries of their blocks are 0 and never read.  ``adapter`` is the slot of the row's adapter, from 1
+    on; 0 for none.
     """
 
     row: int
@@ -144,6 +148,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_computed_tokens: int
     block_ids: IntArray
     sampling: RowSampling
+    adapter: int = 0
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -177,6 +182,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     disk_reads: IntArray = NO_PAIRS
     disk_writes: IntArray = NO_PAIRS
     order: bytes = b""  # an ``Order`` as JSON
+    adapter_loads: IntArray = NO_PAIRS
+    adapter_drops: IntArray = NO_IDS
     wait_load: int = 0
 
     @property

@@ -39,8 +39,9 @@ class EngineRequest:
     first, equal priorities run in order of arrival.  ``will_continue``: prompts that begin with all its tokens will
     follow, so the K/V of its last, partly filled block is kept too.  ``banned_words`` are the token ids of
     ``params.bad_words``, in every spelling.  A request with ``pooling`` ends with its prompt: its params are greedy and
-    of one token, which means nothing.  ``adapter_generation`` is a number that no other load of any adapter has, 0 for
-    the model alone: its K/V are never taken for those of another.
+    of one token, which means nothing.  ``adapter`` names a LoRA adapter, or is empty.  The scheduler enters the
+    ``adapter_generation`` of what is loaded under that name: a number that no other load of any adapter has, 0 for the
+    model alone.  Its K/V are never taken for those of another.
     """
 
     request_id: str
@@ -52,6 +53,7 @@ class EngineRequest:
     will_continue: bool = False
     banned_words: tuple[tuple[int, ...], ...] = ()
     pooling: Pooling | None = None
+    adapter: str = ""
     adapter_generation: int = 0
 
     @property

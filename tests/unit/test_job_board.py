@@ -83,7 +83,7 @@ def test_lines_and_phases_that_have_no_word_share_one() -> None:
     echoes, inputs = slot.echoes.tolist(), slot.inputs.tolist()
     lines = {name: number for number, name in enumerate(MEMORY_LINES, start=1)}
     phases = {name: float(number) for number, name in enumerate(STARTUP_PHASES, start=1)}
-    slot.note_memory({"host tier": 500, **lines, "adapters": 1 << 40})
+    slot.note_memory({"host tier": 500, **lines, "later_line": 1 << 40})
     slot.note_startup({**phases, "reading adapters": 0.25, "pinning": 0.5})
     assert slot.memory == {**lines, OTHER: 500 + (1 << 40)}
     assert list(slot.startup_s) == [*STARTUP_PHASES, OTHER]

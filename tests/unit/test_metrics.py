@@ -64,6 +64,7 @@ kv_offload_bytes counter direction
 kv_offload_seconds counter direction
 kv_offload_wait_seconds counter
 kv_refused_blocks counter
+lora_requests_info gauge max_lora,running_lora_adapters,waiting_lora_adapters
 num_cached_blocks gauge
 num_free_blocks gauge
 num_live_tokens gauge

@@ -67,6 +67,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         num_computed_tokens=COUNT,
         block_ids=ids(st.integers(0, 9)),
         sampling=samplings(),
+        adapter=COUNT,
     )
     decodes = StepPlan(
         step_id=draw(st.integers(0, 2**63 - 1)),
@@ -97,6 +98,8 @@ def plans(draw: st.DrawFn) -> StepPlan:
         lane_tokens=draw(ids(num_lanes)),
         kept_rows=draw(ids(num_kept)),
         kept_tokens=draw(ids(num_kept)),
+        adapter_loads=draw(arrays.arrays(np.int32, st.tuples(st.integers(0, 4), st.just(2)), elements=INT32)),
+        adapter_drops=draw(ids(st.integers(0, 4))),
         order=draw(st.binary(max_size=40)),
         wait_load=draw(st.integers(0, 2**63 - 1)),
     )
@@ -206,28 +209,28 @@ def resealed(data: bytes) -> bytes:
 
 
 GOLDEN = (
-    "5450535009000000b79f7a0323f6d43530010000010000002a000000000000000700000000000000ff04000004000000"
-    "040000000400000008000000080000000400000004000000010000009c00000002000000000000000000000000000000"
+    "545053500a0000004599f9052d1e24ca30010000010000002a000000000000000700000000000000ff04000004000000"
+    "04000000040000000800000008000000040000000400000001000000a000000002000000000000000000000000000000"
     "080000000000000005000000060000000000000001000000030000000000000003000000000000000100000000000000"
-    "01000000030000000300000000000000000000000000e03f000000000000f03f00000000000000000000000000000000"
-    "0000000000000000000000000000f03ffeffffffffffffff2800000003000000ffffffff000000000100000003000000"
-    "0100000001000000010000000000000001000000020000000b0000000c0000000d000000070000005d50020009000000"
-    "0000c0bf110000001200000000000000"
+    "0100000003000000030000000000000000000000000000000000e03f000000000000f03f000000000000000000000000"
+    "000000000000000000000000000000000000f03ffeffffffffffffff2800000003000000ffffffff0000000001000000"
+    "030000000100000001000000010000000000000001000000020000000b0000000c0000000d000000070000005d500200"
+    "090000000000c0bf1100000012000000"
 )
 
 
 GOLDEN_OF_THREE_GROUPS = (
-    "545053500900000094a4e1331c74e80a58010000010000002a000000000000000700000000000000ff04000004000000"
-    "08000000180000001800000008000000040000000400000001000000a400000002000000000000000000000000000000"
+    "545053500a000000016ab94ee04dd59d58010000010000002a000000000000000700000000000000ff04000004000000"
+    "08000000180000001800000008000000040000000400000001000000a800000002000000000000000000000000000000"
     "0a0000000b0000000c0000000d0000000e0000000f000000050000000600000003000000040000000100000002000000"
     "000000000100000003000000000000000300000000000000010000000000000001000000030000000300000000000000"
-    "000000000000e03f000000000000f03f000000000000000000000000000000000000000000000000000000000000f03f"
-    "feffffffffffffff2800000003000000ffffffff00000000010000000300000003000000010000000100000000000000"
-    "01000000020000000b0000000c0000000d0000000700000008000000090000005d500200090000000000c0bf11000000"
-    "1200000000000000"
+    "00000000000000000000e03f000000000000f03f00000000000000000000000000000000000000000000000000000000"
+    "0000f03ffeffffffffffffff2800000003000000ffffffff000000000100000003000000030000000100000001000000"
+    "0000000001000000020000000b0000000c0000000d0000000700000008000000090000005d500200090000000000c0bf"
+    "1100000012000000"
 )
 GOLDEN_STEADY_OF_TWO_GROUPS = (
-    "5450535009000000161031f66ff0df0848000000000000002a0000000000000007000000000000000600000004000000"
+    "545053500a000000161031f66ff0df0848000000000000002a0000000000000007000000000000000600000004000000"
     "080000000000000001000000000000000700000008000000"
 )
 
@@ -289,18 +292,18 @@ def test_a_new_section_is_a_field_and_a_line() -> None:
     assert codec.encode(WiderPlan(**fields)) == encode_plan(small_plan())
     assert codec.encoded_size(plan) == len(data)
     wider = PlanCodec((*SECTIONS, NumberSection("step_id")))
-    with pytest.raises(PlanError, match="malformed step plan: it has sections 0x4004ff, 22 are known"):
+    with pytest.raises(PlanError, match="malformed step plan: it has sections 0x10004ff, 24 are known"):
         decode_plan(wider.encode(small_plan()))
 
 
 def test_golden_bytes() -> None:
-    """Oracle: bytes written down when version 9 was defined; if they change, the version must change."""
+    """Oracle: bytes written down when version 10 was defined; if they change, the version must change."""
     assert encode_plan(small_plan()).hex() == GOLDEN
     assert_equal(decode_plan(bytes.fromhex(GOLDEN)), small_plan())
 
 
 def test_golden_bytes_of_groups() -> None:
-    """Oracle: bytes written down when version 9 was defined: as in the drawing, with G ids for each new block."""
+    """Oracle: bytes written down when version 10 was defined: as in the drawing, with G ids for each new block."""
     plan = small_plan_of_three_groups()
     assert encode_plan(plan).hex() == GOLDEN_OF_THREE_GROUPS
     assert_equal(decode_plan(bytes.fromhex(GOLDEN_OF_THREE_GROUPS)), plan)
@@ -374,7 +377,8 @@ def test_a_section_that_is_too_long_is_named() -> None:
     """Oracle: each section of a plan of everything in turn, made as long as the plan; and a section of half an item."""
     plan = with_states(moving(small_plan()))
     plan = msgspec.structs.replace(plan, mask_rows=int32(1), masks=int32(-1, 7, 9).reshape(1, 3))
-    plan = msgspec.structs.replace(verifying(plan), order=b"{}")
+    adapted = {"adapter_loads": int32(1, 2).reshape(1, 2), "adapter_drops": int32(3)}
+    plan = msgspec.structs.replace(verifying(plan), order=b"{}", **adapted)
     data, names = encode_plan(plan), [section.name for section in SECTIONS]
     for place, name in enumerate(names):
         longer = bytearray(data)
@@ -415,7 +419,7 @@ def test_errors_give_both_values() -> None:
     data = encode_plan(small_plan())
     with pytest.raises(PlanError, match=r"must be b'TPSP', received b'JUNK'"):
         decode_plan(b"JUNK" + data[4:])
-    with pytest.raises(PlanError, match=r"must be 9, received 1"):
+    with pytest.raises(PlanError, match=r"must be 10, received 1"):
         decode_plan(data[:4] + struct.pack("<I", 1) + data[8:])
     wrong = xxhash.xxh3_64_intdigest(data[16:]) ^ 1
     with pytest.raises(PlanError, match=rf"says {wrong:#018x}, its bytes give {wrong ^ 1:#018x}"):
@@ -435,7 +439,7 @@ def test_wrong_counts_never_read_past_the_end(offset: int, value: int, plan: Ste
         assert "malformed" in str(error) or "step plan lost" in str(error)
 
 
-@pytest.mark.parametrize("offset", range(92, 120, 4))
+@pytest.mark.parametrize("offset", range(96, 124, 4))
 def test_wrong_counts_of_an_admission_are_seen(offset: int) -> None:
     """Oracle: with each of an admission's seven counts made huge and a matching checksum, the plan is malformed."""
     empty = Admission(
@@ -485,7 +489,7 @@ def test_moves_take_eight_bytes_each_and_nothing_where_there_are_none() -> None:
     plan = StepPlan(step_id=1, rows_epoch=5, decode_rows=int32(0, 1))
     before, after = encode_plan(plan, 5), encode_plan(moving(plan), 5)
     assert (len(before), len(after)) == (48, 48 + 16 + 48)
-    assert after[40:64] == struct.pack("<6I", (1 << 21) | (0b1111 << 11), 16, 8, 8, 8, 8)
+    assert after[40:64] == struct.pack("<6I", (1 << 23) | (0b1111 << 11), 16, 8, 8, 8, 8)
     assert after[64:] == struct.pack("<10iq", 8, 1, 9, 2, 3, 7, 40, 3, 4, 41, 5)
     assert_equal(decode_plan(after, 5, plan.decode_rows), moving(plan))
     for place, number, error in ((104, 0, "wait_load is there, and is 0"), (60, 4, "wait_load takes 4 bytes")):

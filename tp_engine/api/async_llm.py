@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from tp_engine.adapters import LoRARequest, load_for
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_search
 from tp_engine.api.input_processor import InputProcessor, Prompt, load_tokenizer, prompt_text
 from tp_engine.api.output_streams import Outputs
@@ -88,13 +89,15 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[SequenceUpdate, None]:
         """Yield what each step adds; the last update carries the whole ``request_output``.
 
         Leaving the loop early aborts the request.  Raises ``RequestError`` for a bad request and ``EngineDeadError``
         when the engine ends before the request does.
         """
-        request = await self._prepare(prompt, params or SamplingParams(), request_id or new_request_id(), priority)
+        request_id = request_id or new_request_id()
+        request = await self._prepare(prompt, params or SamplingParams(), request_id, priority, lora_request)
         async with aclosing(self.stream_request(request, prompt_text(prompt))) as updates:
             async for update in updates:
                 yield update
@@ -114,10 +117,12 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The whole request as it stands after each step, the last one ``finished``.  ``stream`` costs less."""
         request_id = request_id or new_request_id()
-        async with aclosing(self.stream(prompt, params, request_id=request_id, priority=priority)) as updates:
+        stream = self.stream(prompt, params, request_id=request_id, priority=priority, lora_request=lora_request)
+        async with aclosing(stream) as updates:
             async for update in updates:
                 output = update.request_output or self._ready_outputs.so_far(request_id)
                 if output is not None:
@@ -142,6 +147,18 @@ class AsyncLLM:
             return last.request_output
 
         await run_search(search, generate)
+
+    async def load_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
+        """As ``LLM.load_adapter``."""
+        await self.start()
+        await self.engine.act("load_adapter", name=name, path=path, replaces=load_inplace)
+        self.input_processor.adapters[name] = path
+
+    async def unload_adapter(self, name: str) -> None:
+        """As ``LLM.unload_adapter``."""
+        await self.start()
+        await self.engine.act("unload_adapter", name=name)
+        self.input_processor.adapters.pop(name, None)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its stream ends with finish reason ``abort``.  Nothing happens for one that has ended."""
@@ -319,11 +336,22 @@ class AsyncLLM:
                 client.give_up(str(error))
                 await asyncio.to_thread(service.kill)
 
-    async def _prepare(self, prompt: Prompt, params: SamplingParams, request_id: str, priority: int) -> EngineRequest:
+    async def _prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        priority: int,
+        lora: LoRARequest | None = None,
+    ) -> EngineRequest:
         await self.start()
+        load = None if lora is None else load_for(lora, self.input_processor.adapters)
+        if load is not None:
+            await self.load_adapter(load["name"], load["path"], load_inplace=True)
+        name = "" if lora is None else lora.lora_name
 
         def prepare() -> EngineRequest:
-            return self.input_processor.process(prompt, params, request_id=request_id, priority=priority)
+            return self.input_processor.process(prompt, params, request_id=request_id, priority=priority, adapter=name)
 
         if len(prompt_text(prompt) or "") > _LONG_TEXT or params.structured_outputs is not None:
             return await asyncio.get_running_loop().run_in_executor(self._tokenizing, prepare)

@@ -24,13 +24,15 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 class InputProcessor:
     """Tokenizes and checks.  ``tokenizer`` None serves token ids only.  Safe to call from several threads.
 
-    ``chat`` makes the prompts of conversations; replace it to support another chat format.
+    ``chat`` makes the prompts of conversations; replace it to support another chat format.  ``adapters`` are the loaded
+    ones, by name: their folders.
     """
 
     def __init__(self, model_info: ModelInfo, tokenizer: Any | None) -> None:
         self.tokenizer = tokenizer
         self.chat = ChatFormat(tokenizer)
         self._model = model_info
+        self.adapters = dict(model_info.adapters)
         self._structured = StructuredOutputsDefaults.of(model_info.structured_outputs_config)
 
     @property
@@ -49,6 +51,7 @@ class InputProcessor:
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
         pooling: Pooling | None = None,
+        adapter: str = "",
     ) -> EngineRequest:
         """A request that the engine can serve; otherwise raises ``RequestError`` with the reason.
 
@@ -56,6 +59,7 @@ class InputProcessor:
         None becomes the rest of the model's context.  ``arrival_s`` (time.monotonic()) is now unless given.  Text is
         tokenized with ``add_special_tokens``.  ``truncate_prompt_tokens`` keeps so many of the prompt's last tokens; -1
         keeps as many as leave room for ``max_tokens``.  A request with ``pooling`` generates nothing.
+        ``adapter`` names a loaded one.
         """
         arrival_s = time.monotonic() if arrival_s is None else arrival_s
         if params.structured_outputs is not None:
@@ -81,6 +85,7 @@ class InputProcessor:
             arrival_s=arrival_s,
             banned_words=self._banned_words(params.bad_words),
             pooling=pooling,
+            adapter=adapter,
         )
 
     def chat_token_ids(

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from tqdm import tqdm
 
 from tp_engine import env
+from tp_engine.adapters import LoRARequest, load_for
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_searches
 from tp_engine.api.input_processor import InputProcessor, Prompt, prompt_text
 from tp_engine.api.output_streams import Outputs, Processed
@@ -32,6 +33,8 @@ from tp_engine.sched.allocation_monitor import AllocationMonitor
 _MONITOR_S = 0.25
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
+Lora: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
+"""One adapter for all prompts, or one for each."""
 
 
 class LLM(Closing):
@@ -68,21 +71,23 @@ class LLM(Closing):
         *,
         use_tqdm: bool = True,
         priority: int = 0,
+        lora_request: Lora = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; results come in the order of the prompts.
 
         A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.  One
-        ``sampling_params`` serves all prompts; a list must have one for each.  Raises ``RequestError`` for a bad prompt
-        before any prompt runs.
+        ``sampling_params`` serves all prompts; a list must have one for each; so with ``lora_request``, the adapter.
+        Raises ``RequestError`` for a bad prompt before any prompt runs.
         """
         batch = _as_batch(prompts)
         params = _per_prompt(sampling_params, len(batch))
+        adapters = self._adapters_of(lora_request, len(batch))
         arrival_s = time.monotonic()
         requests = [
             self.input_processor.process(
-                prompt, one, request_id=self._next_id(), priority=priority, arrival_s=arrival_s
+                prompt, one, request_id=self._next_id(), priority=priority, arrival_s=arrival_s, adapter=adapter
             )
-            for prompt, one in zip(batch, params, strict=True)
+            for prompt, one, adapter in zip(batch, params, adapters, strict=True)
         ]
         return self._run(requests, [prompt_text(prompt) for prompt in batch], use_tqdm)
 
@@ -92,6 +97,7 @@ class LLM(Closing):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: Lora = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Complete one conversation, or a list of them, through the model's chat template."""
@@ -99,7 +105,7 @@ class LLM(Closing):
             {"prompt_token_ids": self.input_processor.chat_token_ids(conversation, **template_options)}
             for conversation in _as_conversations(messages)
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def beam_search(
         self,
@@ -108,6 +114,7 @@ class LLM(Closing):
         *,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
+        lora_request: Lora = None,
     ) -> list[BeamSearchOutput]:
         """Search every prompt for its ``beam_width`` best sequences; results come in the order of the prompts.
 
@@ -118,10 +125,10 @@ class LLM(Closing):
         if concurrency_limit is not None and concurrency_limit < 1:
             raise RequestError(f"concurrency_limit is {concurrency_limit}; it must be at least 1, or None")
         arrival_s, model = time.monotonic(), self.engine.model_info
-        searches = []
-        for prompt in _as_batch(prompts):
+        searches, batch = [], _as_batch(prompts)
+        for prompt, adapter in zip(batch, self._adapters_of(lora_request, len(batch)), strict=True):
             request = self.input_processor.process(
-                prompt, one_token(params), request_id=self._next_id(), arrival_s=arrival_s
+                prompt, one_token(params), request_id=self._next_id(), arrival_s=arrival_s, adapter=adapter
             )
             searches.append(BeamSearch(request, params, model))
 
@@ -180,6 +187,20 @@ class LLM(Closing):
         self.engine.abort(processed.aborts)
         return processed
 
+    def load_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
+        """Load the PEFT adapter in the folder ``path`` under ``name``.
+
+        ``RequestError``, and nothing has changed, if it can not be served, or if the name is taken and not
+        ``load_inplace``.
+        """
+        act(self.engine, "load_adapter", {"name": name, "path": path, "replaces": load_inplace})
+        self.input_processor.adapters[name] = path
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; ``RequestError`` for an unknown name."""
+        act(self.engine, "unload_adapter", {"name": name})
+        self.input_processor.adapters.pop(name, None)
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; while requests run, change nothing and return False."""
         return self.engine.operator.reset_prefix_cache()
@@ -228,6 +249,26 @@ class LLM(Closing):
         done = self._act("update_weights", weight_version=weight_version, flush_cache=flush_cache, **source)
         version: str = done["weight_version"]
         return version
+
+    def _adapters_of(self, lora: Lora, num_prompts: int) -> list[str]:
+        """The name of each prompt's adapter, empty for none; those that are not loaded are loaded now."""
+        wanted = [lora] * num_prompts if lora is None or isinstance(lora, LoRARequest) else list(lora)
+        if len(wanted) != num_prompts:
+            raise RequestError(
+                f"{len(wanted)} lora_request for {num_prompts} prompts; give one for all, or one for each",
+                param="lora_request",
+            )
+        for one in dict.fromkeys(wanted):
+            load = None if one is None else load_for(one, self.input_processor.adapters)
+            if load is not None:
+                self.load_adapter(load["name"], load["path"], load_inplace=True)
+        loaded = self.input_processor.adapters
+        if other := next((one for one in wanted if one and one.lora_path not in ("", loaded[one.lora_name])), None):
+            raise RequestError(
+                f"lora_request names {other.lora_name!r} with two folders; give each adapter a name of its own",
+                param="lora_request",
+            )
+        return ["" if one is None else one.lora_name for one in wanted]
 
     def _next_id(self) -> str:
         self._num_requests += 1

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 from tp_engine.errors import RequestError
+from tp_engine.sched.adapters import AdapterSlots
 
 
 class Actor(Protocol):
@@ -26,6 +27,8 @@ class Actor(Protocol):
     def order(self, kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]: ...
     def reset_prefix_cache(self) -> bool: ...
     def configuration(self) -> dict[str, Any]: ...
+    @property
+    def adapters(self) -> AdapterSlots | None: ...
 
 
 PAUSE_MODES = ("keep", "abort")
@@ -122,6 +125,38 @@ def update_weights(engine: Actor, arguments: Arguments) -> dict[str, Any]:
     return {"weight_version": engine.weight_version}
 
 
+def load_adapter(engine: Actor, arguments: Arguments) -> dict[str, Any]:
+    """Load the adapter in the folder ``path`` under ``name``; ``replaces`` one that has the name.
+
+    Requests that came before keep what they had.  The ``num_bytes`` that rank 0 keeps of it on the host.
+    """
+    adapters, name = _adapters(engine), arguments["name"]
+    if name in adapters and not arguments.get("replaces"):
+        raise RequestError(
+            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
+            "'load_inplace' to True.",
+            param="lora_name",
+        )
+    generation = adapters.new_generation()
+    result = engine.order("load_adapter", {"path": arguments["path"], "generation": generation})
+    adapters.add(name, generation)
+    return result
+
+
+def unload_adapter(engine: Actor, arguments: Arguments) -> dict[str, Any]:
+    """Forget the adapter ``name``; requests that have it still end with it."""
+    adapters, name = _adapters(engine), arguments["name"]
+    adapters.check_loaded(name)
+    adapters.retire(name)
+    return {}
+
+
+def _adapters(engine: Actor) -> AdapterSlots:
+    if engine.adapters is None:
+        raise RequestError("this engine takes no adapters; start it with --enable-lora")
+    return engine.adapters
+
+
 ACTS: dict[str, Act] = {
     "describe": describe,
     "pause": pause,
@@ -131,6 +166,8 @@ ACTS: dict[str, Act] = {
     "reset_prefix_cache": reset_prefix_cache,
     "start_profile": start_profile,
     "stop_profile": stop_profile,
+    "load_adapter": load_adapter,
+    "unload_adapter": unload_adapter,
 }
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
+from tp_engine.adapters import parse_modules
+from tp_engine.engine.acts import act
 from tp_engine.engine.disk_upkeep import DiskUpkeep, JournalFile, read_contents
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.grammar_queue import GrammarQueue, make_compiler
 from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
+from tp_engine.errors import ConfigError, RequestError
 from tp_engine.ipc.job_board import EchoCheck
 from tp_engine.ipc.plan_channel import PlanPublisher
 from tp_engine.ipc.relay import PlanLink
@@ -65,7 +68,7 @@ def build_engine(
     if job.links is not None:
         job.links.mirrored = echoes.compare_far
     scheduler = Scheduler(_limits(effective, num_blocks, worker), grammars.fill_masks, _tier_reports(job), contents)
-    return Engine(
+    engine = Engine(
         worker=worker,
         scheduler=scheduler,
         grammars=grammars,
@@ -78,6 +81,18 @@ def build_engine(
         leave=lambda: _leave(groups, job, leave),
         upkeep=None if journal is None else DiskUpkeep(scheduler, journal),
     )
+    _load_adapters(engine, effective)
+    return engine
+
+
+def _load_adapters(engine: Engine, effective: EffectiveConfig) -> None:
+    """Load those of ``lora_modules``; ``ConfigError``, and the engine is closed, if one can not be served."""
+    for source in parse_modules(effective.config.lora_modules):
+        try:
+            act(engine, "load_adapter", {"name": source.name, "path": source.path})
+        except RequestError as error:
+            engine.close()
+            raise ConfigError(f"lora_modules has {source.name}={source.path}: {error}") from error
 
 
 def _leave(groups: RankGroups, job: Job, leave: Callable[[bool], None]) -> None:
@@ -120,6 +135,7 @@ def _limits(effective: EffectiveConfig, num_blocks: int, worker: Worker) -> Sche
         has_states=layout.states is not None,
         num_snapshots=effective.num_snapshots,
         speculation=effective.speculation,
+        max_loras=0 if effective.adapters is None else effective.adapters.max_loras,
     )
 
 
@@ -144,6 +160,8 @@ def model_info(effective: EffectiveConfig, num_blocks: int) -> ModelInfo:
         hidden_size=model.hidden_size,
         convert=effective.pooling.convert,
         dimensions=effective.pooling.dimensions,
+        enable_lora=config.enable_lora,
+        adapters={source.name: source.path for source in parse_modules(config.lora_modules)},
     )
 
 

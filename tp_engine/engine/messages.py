@@ -28,7 +28,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     ``model`` and ``tokenizer`` are folders or hub names; ``max_model_len`` counts prompt plus output tokens;
     ``num_blocks`` KV blocks of ``block_size`` tokens exist on every rank.  ``convert`` and ``dimensions`` are those of
-    ``PoolingSpec``.
+    ``PoolingSpec``.  ``adapters`` that are loaded when the engine is ready, by name: their folders.
     """
 
     model: str
@@ -48,6 +48,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int = 0
     convert: str = "none"
     dimensions: tuple[int, ...] | None = None
+    enable_lora: bool = False
+    adapters: dict[str, str] = {}
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):

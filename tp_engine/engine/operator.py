@@ -14,6 +14,7 @@ from tp_engine.engine.job import Job
 from tp_engine.errors import RequestError
 from tp_engine.plan import Order, StepPlan
 from tp_engine.request import StepOutput
+from tp_engine.sched.adapters import AdapterSlots
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.worker.orders import Outcome
 from tp_engine.worker.worker import Worker
@@ -53,6 +54,11 @@ class Operator:
     def has_requests(self) -> bool:
         """Whether a request waits or runs, be the engine paused or not."""
         return self._scheduler.has_unfinished
+
+    @property
+    def adapters(self) -> AdapterSlots | None:
+        """The loaded adapters; None for an engine without slots for some."""
+        return self._scheduler.adapters
 
     def configuration(self) -> dict[str, Any]:
         """The effective configuration, by field."""

@@ -38,7 +38,7 @@ _LAST_WORDS_S = 4.0
 class RankSpec(msgspec.Struct, kw_only=True):
     """What rank 0 tells a rank that it starts, as JSON; ``board`` is the address of the job's board."""
 
-    config: dict[str, str | int | float | bool | None]
+    config: dict[str, str | int | float | bool | tuple[str, ...] | None]
     rank: int
     store_host: str
     store_port: int

@@ -30,7 +30,7 @@ _STOP_TIMEOUT_S = 15.0
 class ServiceSpec(msgspec.Struct, kw_only=True):
     """What the new process is told, as JSON."""
 
-    config: dict[str, str | int | float | bool | None]
+    config: dict[str, str | int | float | bool | tuple[str, ...] | None]
     address: str
     parent_pid: int
     pulse: str

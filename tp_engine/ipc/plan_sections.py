@@ -242,6 +242,7 @@ ADMISSIONS = AdmissionSection(
         "row": "i",
         "num_prompt_tokens": "i",
         "num_computed_tokens": "i",
+        "adapter": "i",
         "sampling.temperature": "d",
         "sampling.top_p": "d",
         "sampling.min_p": "d",
@@ -287,6 +288,8 @@ SECTIONS: tuple[Section, ...] = (
     ArraySection("lane_tokens", per="lane_rows"),
     ArraySection("kept_rows"),
     ArraySection("kept_tokens", per="kept_rows"),
+    ArraySection("adapter_loads", columns=2),
+    ArraySection("adapter_drops"),
     BytesSection("order"),
     NumberSection("wait_load"),
 )

@@ -55,7 +55,7 @@ RECORD_FIELDS = (
     "received_ns", "started_ns", "launched_ns", "done_ns", "plan_checksum",
 )  # fmt: skip
 MEMORY_LINES = (
-    "total", "requested", "weights", "activations", "non_torch", "tables", "cuda_graphs", "states",
+    "total", "requested", "weights", "activations", "non_torch", "tables", "cuda_graphs", "states", "adapters",
     "kv_cache_available", "kv_cache", "kv_host",
 )  # fmt: skip
 STARTUP_PHASES = (

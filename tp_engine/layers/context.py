@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from tp_engine.adapters import AdapterLimits
 from tp_engine.kernels.ops import is_recordable, op
 from tp_engine.model_config.tp_invariant import NUM_SHARDS
 from tp_engine.ranks.collectives import Communicator, SingleRank
@@ -24,7 +25,7 @@ class LayerContext:
 
     ``format_of(names)`` is the format of a linear layer made of the stored modules ``names``.  ``splits_experts``: a
     rank has a part of each expert; otherwise it has some experts whole (expert parallelism).  ``tp_invariant``: sums
-    over columns are those of ``kernels/tree_sum.py``.
+    over columns are those of ``kernels/tree_sum.py``.  With ``adapters``, linear layers have slots for some.
     """
 
     communicator: Communicator
@@ -34,10 +35,16 @@ class LayerContext:
     path: str = ""
     splits_experts: bool = True
     tp_invariant: bool = False
+    adapters: AdapterLimits | None = None
 
     def at(self, name: str) -> LayerContext:
         """The context of the module ``name`` inside of this one; without a name, this one."""
         return replace(self, path=".".join(part for part in (self.path, name) if part))
+
+    @property
+    def unadapted(self) -> LayerContext:
+        """The context of a linear layer that no adapter may change."""
+        return replace(self, adapters=None)
 
     def op(self, name: str) -> Callable[..., Any]:
         """The operation ``name`` of ``kernels.ops``, for this device."""

@@ -114,7 +114,8 @@ class ParallelLMHead(LocalLinear):
         num_rows = padded_vocab_size(vocab_size, context.world_size) // context.world_size
         shape = _vocab_shape(vocab_size, hidden_size, num_rows, context)
         own = context.format_of([context.path])
-        super().__init__(shape, bias=False, context=context, format=own if tied is None else _Tied(own, tied))
+        chosen = own if tied is None else _Tied(own, tied)
+        super().__init__(shape, bias=False, context=context.unadapted, format=chosen)
         self._share_rows = None if tied is None else tied.read_from
         self._communicator = context.communicator
         self.slice = VocabSlice.of_rank(vocab_size, context.communicator.info)

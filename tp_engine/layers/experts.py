@@ -46,9 +46,9 @@ class Router(Layer):
             Part(name=context.at(name).path, stored_rows=rows, rows=Span(0, rows), room=rows) for name, rows in modules
         )
         shape = LinearShape(stored_columns=hidden_size, columns=Span(0, hidden_size), parts=parts)
-        self.linear = LocalLinear(
-            shape, bias=spec.router_bias, context=own.at(spec.router), format=Dense(is_invariant=context.tp_invariant)
-        )
+        chosen = Dense(is_invariant=context.tp_invariant)
+        router = own.unadapted.at(spec.router)
+        self.linear = LocalLinear(shape, bias=spec.router_bias, context=router, format=chosen)
         self.norm = None
         if spec.router_scale is not None:
             rule = NormSpec(name="", tensor=spec.router_scale, eps=spec.router_eps, factor=hidden_size**-0.5)

@@ -21,6 +21,7 @@ from typing import cast
 import torch
 
 from tp_engine.kernels.row_codes import Rows
+from tp_engine.layers.adapters import LinearAdapters
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.formats.base import LinearFormat, Product
 from tp_engine.layers.formats.stored import LinearShape, Part
@@ -36,6 +37,12 @@ class LocalLinear(Layer):
         self, shape: LinearShape, *, bias: bool, context: LayerContext, format: LinearFormat | None = None
     ) -> None:
         super().__init__()
+        self.adapters, self._activation = None, None
+        if context.adapters is not None:  # an adapter's product is added before the activation
+            self.adapters = LinearAdapters(shape, context)
+            self._activation, self._gate = shape.activation, context.op("gate")
+            self._can_record = shape.activation is None or context.can_record("gate")
+            shape = replace(shape, activation=None)
         self.shape, self._dtype = shape, context.dtype
         self._format = context.format_of([part.name for part in shape.parts]) if format is None else format
         for name, parameter in self._format.create(context, shape).items():
@@ -54,13 +61,17 @@ class LocalLinear(Layer):
         assert self._product is None, "finish_loading was called twice"
         weights = {name: weight for name, weight in self.named_parameters(recurse=False) if name != "bias"}
         self._product = self._format.finish(weights, self.shape, self._dtype)
-        self.is_recordable = self._product.is_recordable
+        self.is_recordable = self._product.is_recordable and (self.adapters is None or self._can_record)
         for name in weights:
             delattr(self, name)
 
     def product(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
         """``x`` (N, in), codes only if the product wants them (``wanted_codes``) -> (N, out)."""
-        return self.loaded(cast("torch.Tensor", x), bias)
+        out = self.loaded(cast("torch.Tensor", x), bias)
+        if self.adapters is None:
+            return out
+        self.adapters.add(out, x)
+        return out if self._activation is None else self._gate(out, self._activation)
 
     def forward(self, x: Rows) -> torch.Tensor:
         return self.product(x, self.bias)

@@ -14,6 +14,7 @@ import torch
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import has_triton
 from tp_engine.kernels.row_codes import RowCodes, Rows
+from tp_engine.layers.adapters import has_adapters
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.formats.quantised_products import WantedCodes, wanted_codes
 from tp_engine.layers.linear import LocalLinear
@@ -85,10 +86,10 @@ class Join:
         return joined
 
     def for_readers(self, part: torch.Tensor | None, residual: torch.Tensor) -> Rows:
-        """As when it is called, but of many rows only the codes, if all readers multiply codes and no ``stream_scale``
-        comes before them."""
+        """As when it is called, but of many rows only the codes, if all readers multiply codes, no ``stream_scale``
+        comes before them, and no adapter multiplies the rows."""
         wanted, norm = self._wanted, self._next_norm
-        if wanted is None or norm is None or len(residual) <= wanted.more_than:
+        if wanted is None or norm is None or len(residual) <= wanted.more_than or has_adapters():
             return self(part, residual)
         codes: RowCodes
         if part is None:

@@ -23,8 +23,9 @@ from typing import Any
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
+from tp_engine.model_config.names import CheckpointNames
 from tp_engine.model_config.source import CONFIG_FILE, MODEL_FILES, read_json, resolve_model_folder, stored_names
-from tp_engine.model_config.spec import CheckpointNames, ModelSpec, NormSpec, QkNormSpec
+from tp_engine.model_config.spec import ModelSpec, NormSpec, QkNormSpec
 
 _OWN, _SPECULATORS = "LlamaForCausalLMEagle3", "Eagle3Speculator"
 _LAYER_PATHS = ("midlayer", "layers.0")

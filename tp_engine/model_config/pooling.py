@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tp_engine.errors import ConfigError
+from tp_engine.model_config.names import CheckpointNames
 from tp_engine.model_config.source import CONFIG_FILE
-from tp_engine.model_config.spec import CheckpointNames, ModelSpec
+from tp_engine.model_config.spec import ModelSpec
 
 _MODULES_FILE = "modules.json"
 _BARE_NAMES = ("", "lm_head.")  # of a decoder that was saved without its head: no prefix ``model.``

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from tp_engine.adapters import AdapterLimits
 from tp_engine.attention.base import Backends
+from tp_engine.layers.adapters import LinearAdapters
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.delta import GatedDeltaNet
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_engine.layers.experts import Experts
 from tp_engine.layers.formats import choose_formats
+from tp_engine.layers.linear import LocalLinear
 from tp_engine.layers.norm import Norm
 from tp_engine.layers.residual import Join
 from tp_engine.layers.rotary import RotaryEmbedding
@@ -84,6 +87,20 @@ class CausalLM(nn.Module):
     def state_layers(self) -> list[GatedDeltaNet]:
         """One per layer with a recurrent state, in order."""
         return [module for module in self.modules() if isinstance(module, GatedDeltaNet)]
+
+    @property
+    def adapted_layers(self) -> list[LinearAdapters]:
+        """One per linear layer that adapters may change, in order."""
+        return [adapters for layer in self._linears if (adapters := layer.adapters) is not None]
+
+    def take_adapters(self, other: CausalLM) -> None:
+        """Use the slots of another model of the same spec instead of this one's."""
+        for own, theirs in zip(self._linears, other._linears, strict=True):
+            own.adapters = theirs.adapters
+
+    @property
+    def _linears(self) -> list[LocalLinear]:
+        return [module for module in self.modules() if isinstance(module, LocalLinear)]
 
     @property
     def expert_token_counts(self) -> list[torch.Tensor]:
@@ -184,8 +201,9 @@ def build_model(
     enable_expert_parallel: bool = False,
     tp_invariant: bool = False,
     state_layers: Sequence[int] = (),
+    adapters: AdapterLimits | None = None,
 ) -> CausalLM:
-    """This rank's part of the model, its weights allocated on ``device`` but not yet set.
+    """This rank's part of the model, its weights allocated on ``device`` but not yet set.  ``adapters``: if any.
 
     ``quantization`` and the two after it are ``EngineConfig``'s; the model's ``finish_loading`` quantises.
     """
@@ -196,6 +214,7 @@ def build_model(
         format_of=choose_formats(quantization, spec, tp_invariant=tp_invariant),
         splits_experts=not enable_expert_parallel,
         tp_invariant=tp_invariant,
+        adapters=adapters,
     )
     options: dict[str, Any] = {"backends": backends, "max_model_len": max_model_len, "state_layers": state_layers}
     return CausalLM(spec, context=context, **options).eval()

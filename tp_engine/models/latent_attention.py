@@ -37,7 +37,7 @@ class LatentUp(LocalLinear):
     def __init__(self, spec: LatentSpec, num_heads: int, *, context: LayerContext) -> None:
         own = equal_share(num_heads, context.rank, context.world_size)
         shape = _shape(spec.rank, (context.path, num_heads * spec.up_dim, times(own, spec.up_dim)))
-        super().__init__(shape, bias=False, context=context)
+        super().__init__(shape, bias=False, context=context.unadapted)
         self.query_dim, self.value_dim = spec.query_dim, spec.value_dim
         self._spec, self._num_heads = spec, own.size
         self.up = torch.empty(0)

@@ -40,7 +40,9 @@ class GatedMLP(Layer):
 
     @cached_property
     def _pair(self) -> GatedPair | None:
-        """Both products as one, for many rows, if the weights have it."""
+        """Both products as one, for many rows, if the weights have it and no adapter comes between them."""
+        if self.gate_up_proj.adapters is not None:
+            return None
         return gated_pair(self.gate_up_proj.loaded, self.down_proj.loaded)
 
     def forward(self, x: Rows) -> torch.Tensor:

@@ -29,7 +29,8 @@ class Verdict(enum.Enum):
 
 
 class Admitter:
-    """Fills the rest of a step from the queue, in order; only sequences that wait for a sibling's prompt are passed.
+    """Fills the rest of a step from the queue, in order; only sequences that wait for a sibling's prompt, or for
+    a slot of their adapter, are passed.
 
     It decides one sequence after the other, and gives rows and blocks to many at once.
     """
@@ -39,6 +40,7 @@ class Admitter:
         self._waits = waits
         self._rows = batch.rows
         self._blocks = batch.blocks
+        self._adapters = batch.adapters
         self._entries: list[Entry] = []  # of this step, not seated yet
         self._names: set[BlockName] = set()  # of what they will publish
         self._num_owed = 0  # blocks that they will take
@@ -51,6 +53,8 @@ class Admitter:
         if not self._rows.readiness.num_blocked:
             self._loading.clear()
         self._blocks.expire_all()
+        if self._adapters is not None:
+            self._adapters.begin_step(draft.step_id)
         deferred: list[Sequence] = []
         while draft.budget > 0 and self._rows.num_vacant > len(self._entries) and len(deferred) < _MAX_DEFERRED:
             sequence = self._batch.waiting.pop()
@@ -67,6 +71,8 @@ class Admitter:
             self._batch.waiting.push(sequence)
 
     def _consider(self, draft: StepDraft, sequence: Sequence) -> Verdict:
+        if self._adapters is not None and not self._adapters.may_enter(sequence.adapter):
+            return Verdict.DEFERRED  # no slot is idle
         siblings = sequence.group.running
         if siblings and sequence.can_fork:
             donation = self._donation(sequence, siblings, draft.step_id)
@@ -145,6 +151,8 @@ class Admitter:
 
     def _enter(self, draft: StepDraft, entry: Entry) -> None:
         """The decision is made; siblings must see at once that one of them runs."""
+        if self._adapters is not None:
+            self._adapters.enter(entry.sequence.adapter)
         if len(entry.shared.held):
             entry.shared, entry.must_load = self._blocks.hold(entry.shared)
         self._num_owed += (self._blocks.blocks_for(entry.end) - len(entry.shared.table)) * self._blocks.num_groups
@@ -168,7 +176,8 @@ class Admitter:
                 draft.add_copies(entry.source, table[len(entry.shared.table)])
             if entry.state_source is not None:
                 draft.state_copies.append((entry.state_source, entry.sequence.row))
-            draft.admitted.append(_admission(entry, table))
+            slot = 0 if self._adapters is None else self._adapters.slot(entry.sequence.adapter)
+            draft.admitted.append(_admission(entry, table, slot))
             if entry.must_load:
                 self._rows.readiness.block(entry.sequence.row, Blocked.LOADING)
         self._blocks.publish((entry.sequence, entry.end) for entry in entries if not entry.must_load)
@@ -223,7 +232,7 @@ class Admitter:
             sequence.num_cached_tokens = num_hit_tokens
 
 
-def _admission(entry: Entry, table: IntArray) -> Admission:
+def _admission(entry: Entry, table: IntArray, adapter: int) -> Admission:
     """``table`` (n, G)."""
     sequence = entry.sequence
     return Admission(
@@ -233,4 +242,5 @@ def _admission(entry: Entry, table: IntArray) -> Admission:
         num_computed_tokens=entry.num_computed,
         block_ids=table.reshape(-1),
         sampling=sequence.sampling,
+        adapter=adapter,
     )

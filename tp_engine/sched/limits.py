@@ -42,6 +42,8 @@ class SchedulerLimits:
     is used only after all ranks have reported that they have it; there is no disk then.
 
     ``speculation``: how tokens are guessed, for models without states.
+
+    ``max_loras``: slots for adapters.
     """
 
     num_blocks: int
@@ -60,6 +62,7 @@ class SchedulerLimits:
     max_host_moves: int = 64
     checks_stores: bool = False
     speculation: SpeculativeConfig | None = None
+    max_loras: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):

@@ -76,6 +76,7 @@ class Scheduler:
         self._limits = limits
         self._fill_masks = fill_masks
         self._batch = Batch(limits, TierLinks(reports, contents))
+        self.adapters = self._batch.adapters
         self._builder = StepBuilder(self._batch)
         self._stops = StopChecker()
         self._steady = SteadySteps(self._batch, self._stops)
@@ -117,9 +118,12 @@ class Scheduler:
                 f"request id {request.request_id!r} is in use; choose one that no unfinished request has",
                 param="request_id",
             )
+        request = request if self.adapters is None else self.adapters.resolve(request)
         group = build_group(request, self._limits, self._num_requests, self._roots)
         self._num_requests += 1
         self._groups[request.request_id] = group
+        if self.adapters is not None:
+            self.adapters.begin_request(request.adapter_generation)
         self._stops.watch(group)
         for sequence in group.sequences:
             if request.is_constrained:
@@ -195,6 +199,7 @@ class Scheduler:
             plan = self._schedule_any()
         if plan is not None:
             plan = plan if speculation is None else speculation.hand_over(plan)
+            plan = plan if self.adapters is None else self.adapters.hand_over(plan)
             self._step_id = plan.step_id
             self._departures.append(self._batch.rows.num_departures)
             if self._prefetcher is not None and self._prefetcher.has_work:
@@ -313,9 +318,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that all parts agree; for idle times and tests."""
-        self._batch.rows.check_integrity(self._limits.block_size)
-        self._batch.blocks.check_integrity()
-        self._batch.waiting.check_integrity()
+        self._batch.check_integrity()
         counts = np.array([group.check_integrity() for group in self._groups.values()]).reshape(-1, 3).sum(axis=0)
         num_parked = self._batch.num_parked
         assert counts.tolist() == [self._batch.rows.num_running, len(self._batch.waiting) + num_parked, num_parked]
@@ -388,3 +391,5 @@ class Scheduler:
         if group.num_unfinished == 0:
             del self._groups[group.request.request_id]
             self._stops.unwatch(group)
+            if self.adapters is not None:
+                self.adapters.end_request(group.request.adapter_generation)

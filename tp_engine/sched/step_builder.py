@@ -21,6 +21,7 @@ import numpy as np
 
 from tp_engine.log import get_logger
 from tp_engine.plan import NO_FLAGS, NO_IDS, NO_MASKS, NO_PAIRS, Admission, BoolArray, IntArray, StepPlan
+from tp_engine.sched.adapters import AdapterSlots
 from tp_engine.sched.block_manager import BlockManager
 from tp_engine.sched.constraint import FillMasks
 from tp_engine.sched.decode_run import RowSet
@@ -31,7 +32,8 @@ from tp_engine.sched.lru_queue import BlockIds
 from tp_engine.sched.prefix_cache import identity, is_lost
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.row_state import NO_ROWS, RowState
-from tp_engine.sched.sequence import Entry, Sequence, SequencePhase, WaitingQueue
+from tp_engine.sched.sequence import Entry, Sequence, SequencePhase
+from tp_engine.sched.waiting_queue import WaitingQueue
 
 _logger = get_logger(__name__)
 
@@ -62,6 +64,7 @@ class Batch:
         self.rows = RowState(limits)
         self.blocks = BlockManager(limits, self.rows, links)
         self.waiting = WaitingQueue()
+        self.adapters = AdapterSlots(limits.max_loras) if limits.max_loras else None
         self.counters = SchedulerCounters()
         self.released: list[int] = []
         self.num_parked = 0
@@ -85,6 +88,8 @@ class Batch:
             self.blocks.publish_tail(sequence)
         self.blocks.release(sequence)
         self.released.append(sequence.row)
+        if self.adapters is not None:
+            self.adapters.leave(sequence.adapter)
         self.rows.vacate(sequence, phase)
         sequence.group.running.remove(sequence)
 
@@ -101,6 +106,14 @@ class Batch:
         if sequence.can_fork and start < last < end and sequence.has_waiting_siblings:
             stops.append(last)
         return min(stops, default=end)
+
+    def check_integrity(self) -> None:
+        """Assert that each part agrees with itself."""
+        self.rows.check_integrity(self.limits.block_size)
+        self.blocks.check_integrity()
+        self.waiting.check_integrity()
+        if self.adapters is not None:
+            self.adapters.check_integrity()
 
     def victim(self) -> Sequence:
         """The running sequence that is preempted next: of the lowest priority, the latest."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tp_engine.sched.adapters import AdapterStats
 from tp_engine.sched.row_state import RowState
 from tp_engine.sched.sequence import Sequence
 from tp_engine.sched.speculation import SpeculationCounters
@@ -61,6 +62,7 @@ class SchedulerStats:
     num_disk_failed_blocks: int = 0
     num_refused_blocks: int = 0
     speculation: SpeculationCounters | None = None
+    adapters: AdapterStats | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +141,7 @@ def stats_of(batch: Batch, speculation: SpeculationCounters | None) -> Scheduler
         num_disk_hit_tokens=counters.num_disk_hit_tokens,
         **({} if blocks.tier is None else blocks.tier.stats()),
         speculation=speculation,
+        adapters=None if batch.adapters is None else batch.adapters.stats(),
     )
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from tp_engine import env
+from tp_engine.adapters import adapter_names
 from tp_engine.api.openai.requests import default_model_name
 from tp_engine.api.sampling_defaults import load_generation_defaults
 from tp_engine.config import EngineConfig
@@ -143,6 +144,8 @@ def _start(
     config: EngineConfig, server_config: ServerConfig, stack: contextlib.ExitStack, leftovers: _Leftovers
 ) -> tuple[Engine, FrontendProcess, str]:
     """Bind, start the frontend, load; ``stack`` and ``leftovers`` end what was started."""
+    model_names = server_config.served_model_name or (default_model_name(config.model),)
+    adapter_names(config.lora_modules, model_names)  # errors are reported now
     defaults = load_generation_defaults(  # the frontend loads them too, later; errors are reported now
         config.model,
         config.revision,
@@ -163,7 +166,7 @@ def _start(
         frontend = FrontendProcess.start(
             listener,
             server_config,
-            model_names=server_config.served_model_name or (default_model_name(config.model),),
+            model_names=model_names,
             address=address,
             startup_timeout_s=config.startup_timeout_s,
             pulse=EnginePulse(address=pulse.address, hard_limit_s=config.hang_hard_limit_s),

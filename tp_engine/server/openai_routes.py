@@ -82,9 +82,9 @@ def _add_models(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/v1/models", responses=ANSWERS)
     async def models() -> Response:
-        """The names under which the model is served."""
+        """The names under which the model is served, and its adapters."""
         max_model_len = state.healthy_llm().model_info.max_model_len
-        cards = [_model_card(state, name, max_model_len) for name in state.model_names]
+        cards = [_model_card(state, name, max_model_len) for name in (*state.model_names, *state.adapters)]
         return json_reply({"object": "list", "data": cards})
 
     @app.get("/v1/models/{name:path}", responses=ANSWERS)
@@ -96,4 +96,7 @@ def _add_models(app: FastAPI, state: ServerState) -> None:
 
 def _model_card(state: ServerState, name: str, max_model_len: int) -> dict[str, object]:
     card: dict[str, object] = {"id": name, "object": "model", "created": state.created, "owned_by": "tp_engine"}
-    return card | {"root": state.model_names[0], "parent": None, "max_model_len": max_model_len}
+    root, parent = state.model_names[0], None
+    if name in state.adapters:
+        root, parent = state.adapters[name], state.model_names[0]
+    return card | {"root": root, "parent": parent, "max_model_len": max_model_len}

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from tp_engine import __version__
 from tp_engine.api.openai.errors import HttpError
@@ -41,11 +41,30 @@ class PrefetchBody(BaseModel):
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
 
 
+class LoadAdapterBody(BaseModel):
+    """``POST /v1/load_lora_adapter``: a name for clients, and the adapter's folder as every host finds it."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    lora_name: str = Field(min_length=1, max_length=1024)
+    lora_path: str = Field(min_length=1)
+    load_inplace: bool = False
+
+
+class UnloadAdapterBody(BaseModel):
+    """``POST /v1/unload_lora_adapter``: the name of a loaded adapter."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    lora_name: str = Field(min_length=1, max_length=1024)
+
+
 def add_operator_routes(app: FastAPI, state: ServerState) -> None:
-    """Health (``/health``, ``/load``, ...), ``/metrics``, and actions (``/abort``, ``/start_profile``, ...)."""
+    """Health (``/health``, ``/load``, ...), ``/metrics``, actions (``/abort``, ``/start_profile``, ...), adapters."""
     _add_status(app, state)
     _add_metrics(app, state)
     _add_control(app, state)
+    _add_adapters(app, state)
 
 
 def _add_status(app: FastAPI, state: ServerState) -> None:
@@ -148,6 +167,30 @@ def _add_control(app: FastAPI, state: ServerState) -> None:
                 "versions": _versions(),
             }
         )
+
+
+def _add_adapters(app: FastAPI, state: ServerState) -> None:
+    """With vLLM's bodies and answers."""
+
+    @app.post("/v1/load_lora_adapter", **takes(LoadAdapterBody))
+    async def load(request: Request) -> Response:
+        """Load an adapter, which may replace one of its name; 400, and nothing has changed, if it can not be served."""
+        body = await read_body(LoadAdapterBody, request, state.config)
+        if body.lora_name in state.model_names:
+            raise RequestError(f"{body.lora_name!r} names the model; give the adapter another name", param="lora_name")
+        await state.llm.load_adapter(body.lora_name, body.lora_path, load_inplace=body.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @app.post("/v1/unload_lora_adapter", **takes(UnloadAdapterBody))
+    async def unload(request: Request) -> Response:
+        """Unload an adapter; requests that have it end with it.  404 for an unknown name."""
+        body = await read_body(UnloadAdapterBody, request, state.config)
+        if state.llm.model_info.enable_lora and body.lora_name not in state.adapters:
+            raise RequestError(
+                f"The lora adapter '{body.lora_name}' cannot be found.", param="lora_name", code="model_not_found"
+            )
+        await state.llm.unload_adapter(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 def public_fields(config: Any) -> dict[str, Any]:

@@ -112,11 +112,19 @@ class ServerState:
         """The name to answer with; ``RequestError`` (404) for a model that is not served."""
         if asked is None or asked in self.model_names:
             return asked or self.model_names[0]
+        adapters = self.adapters
+        if asked in adapters:
+            return asked
         raise RequestError(
-            f"the model {asked[:200]!r} does not exist; this server has {', '.join(self.model_names)}",
+            f"the model {asked[:200]!r} does not exist; this server has {', '.join((*self.model_names, *adapters))}",
             param="model",
             code="model_not_found",
         )
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The loaded adapters, by name: their folders."""
+        return {} if self._llm is None else self._llm.input_processor.adapters
 
     async def close(self) -> None:
         """Leave the engine."""

@@ -28,7 +28,7 @@ import torch
 from tp_engine.attention.base import Backends, prepare_groups
 from tp_engine.layers.attention import forward_context
 from tp_engine.models.causal_lm import CausalLM
-from tp_engine.plan import NO_IDS, IntArray
+from tp_engine.plan import NO_IDS, IntArray, StepPlan
 from tp_engine.sampling.device_sampler import StepKind
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.sampler import RecordedSampler
@@ -73,10 +73,9 @@ class CapturedDecodes:
         for graphs in (self._forward, *self._finish.values()):
             graphs.close()
 
-    @property
-    def largest(self) -> int:
-        """The most rows of a recorded step."""
-        return self._forward.largest
+    def holds(self, plan: StepPlan) -> bool:
+        """Whether the step only decodes, and has no more rows than the largest recorded one."""
+        return not len(plan.prefill_rows) and len(plan.decode_rows) <= self._forward.largest
 
     def run(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> tuple[torch.Tensor, LogprobTensors | None]:
         """Decode ``rows`` (n,), whose next tokens have ``positions`` (n,); ``epoch`` is ``StepPlan.rows_epoch``.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from tp_engine.adapters import AdapterLimits, parse_modules
 from tp_engine.attention.base import AttentionNeeds
 from tp_engine.attention.registry import check_backend
 from tp_engine.config import EngineConfig
@@ -22,6 +23,7 @@ from tp_engine.model_config import (
     load_model_config,
     resolve_max_model_len,
 )
+from tp_engine.model_config.adapter import read_adapter_config
 from tp_engine.model_config.pooling import TEXT, PoolingSpec, read_pooling, without_head
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.tp_invariant import check_tp_invariant
@@ -71,6 +73,12 @@ class EffectiveConfig:
         if found is None:
             return None
         return dataclasses.replace(found, max_step_rows=min(found.max_step_rows, self.config.max_num_seqs))
+
+    @property
+    def adapters(self) -> AdapterLimits | None:
+        """The slots for adapters, if there are any."""
+        config = self.config
+        return AdapterLimits(max_loras=config.max_loras, max_rank=config.max_lora_rank) if config.enable_lora else None
 
     @property
     def num_lanes(self) -> int:
@@ -124,6 +132,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
         num_state_snapshots=_resolve_snapshots(config, model),
     )
     _check_speculation(config, model)
+    _check_adapters(config, pooling)
     capture_sizes(config.cuda_graph_sizes, config.max_num_seqs)  # raises for wrong sizes
     prefill_sizes(config.cuda_graph_prefill_sizes, config.max_num_batched_tokens)
     parse_steps(config.profile_steps)  # raises for wrong steps
@@ -144,6 +153,16 @@ def _check_speculation(config: EngineConfig, model: ModelSpec) -> None:
         raise ConfigError(
             f"{CONFIG_NAME} is {config.speculative_config!r}, but layers of this {model.architecture} have recurrent "
             "states, from which a wrong guess can not be taken back: leave it out"
+        )
+
+
+def _check_adapters(config: EngineConfig, pooling: PoolingSpec) -> None:
+    for source in parse_modules(config.lora_modules):
+        read_adapter_config(Path(source.path).expanduser())
+    if config.enable_lora and pooling.convert != "none":
+        raise ConfigError(
+            f"enable_lora is set, and the model is for {pooling.convert}; adapters are served for text only: leave "
+            "enable_lora out"
         )
 
 

@@ -57,8 +57,11 @@ class MemoryMeter:
         self._aside = self._device.snapshot().torch_allocated - self._loaded.torch_allocated
         self._device.reset_peak()
 
-    def finish(self, *, table_bytes: int = 0, cuda_graph_bytes: int = 0, state_bytes: int = 0) -> MemoryLedger:
-        """The largest steps have run; the other bytes are reserved for later allocations."""
+    def finish(
+        self, *, table_bytes: int = 0, cuda_graph_bytes: int = 0, state_bytes: int = 0, adapter_bytes: int = 0
+    ) -> MemoryLedger:
+        """The largest steps have run; the other bytes are reserved for later allocations, but those of the slots for
+        adapters, which exist since the weights do."""
         assert self._loaded is not None, "weights_loaded() comes before finish()"
         self._device.synchronize()
         after = self._device.snapshot()
@@ -70,6 +73,7 @@ class MemoryMeter:
             tables=table_bytes,
             cuda_graphs=cuda_graph_bytes,
             states=state_bytes,
+            adapters=adapter_bytes,
             aside=self._aside,
         )
 

@@ -5,12 +5,13 @@
     B0  nothing loaded     B1  weights loaded     A  the largest steps have run
 
     requested   = total * gpu_memory_utilization
-    weights     = torch allocated in B1 - in B0
+    weights     = torch allocated in B1 - in B0 - adapters
     activations = torch peak in A - torch allocated before the steps
     non-torch   = non-torch in A - in B0
     tables      = what the rows keep on the device: token ids, block table, sampling; a codec's staging; computed
     states      = recurrent states of all rows, and snapshots, of models that have some; computed
-    KV cache    = requested - weights - activations - non-torch - tables - CUDA graphs - states
+    adapters    = slots for adapters, max_loras of the largest rank; computed, and not among the weights
+    KV cache    = requested - weights - activations - non-torch - tables - CUDA graphs - states - adapters
 
 Every term counts this process only; the memory of other processes is in none of them.
 """
@@ -39,12 +40,13 @@ class MemoryLedger:
     tables: int
     cuda_graphs: int
     states: int = 0
+    adapters: int = 0
 
     @property
     def available(self) -> int:
         """What is left for the KV cache."""
-        taken = self.weights + self.activations + self.non_torch + self.tables + self.cuda_graphs + self.states
-        return self.requested - taken
+        measured = self.weights + self.activations + self.non_torch + self.cuda_graphs
+        return self.requested - measured - self.tables - self.states - self.adapters
 
 
 def requested_bytes(before: MemorySnapshot, utilization: float, *, is_shared: bool) -> int:
@@ -75,6 +77,7 @@ def compute_ledger(
     tables: int = 0,
     cuda_graphs: int = 0,
     states: int = 0,
+    adapters: int = 0,
     aside: int = 0,
 ) -> MemoryLedger:
     """The ledger of the snapshots B0, B1 and A.  A term that decreased counts as zero.
@@ -84,12 +87,13 @@ def compute_ledger(
     return MemoryLedger(
         total=before.total,
         requested=requested,
-        weights=max(loaded.torch_allocated - before.torch_allocated, 0),
+        weights=max(loaded.torch_allocated - before.torch_allocated - adapters, 0),
         activations=max(after.torch_peak - loaded.torch_allocated - aside, 0),
         non_torch=max(after.non_torch - before.non_torch, 0),
         tables=tables,
         cuda_graphs=cuda_graphs,
         states=states,
+        adapters=adapters,
     )
 
 
@@ -101,8 +105,8 @@ def blocks_that_fit(ledger: MemoryLedger, block_bytes: int) -> int:
         f"no memory is left for the KV cache: of the {format_gib(ledger.requested)} requested, weights take "
         f"{format_gib(ledger.weights)}, activations {format_gib(ledger.activations)}, non-torch memory "
         f"{format_gib(ledger.non_torch)}, tables {format_gib(ledger.tables)}, recurrent states of the rows "
-        f"{format_gib(ledger.states)} and CUDA graphs {format_gib(ledger.cuda_graphs)}, leaving {ledger.available} "
-        f"bytes where one block takes {block_bytes}; "
+        f"{format_gib(ledger.states)}, adapters {format_gib(ledger.adapters)} and CUDA graphs "
+        f"{format_gib(ledger.cuda_graphs)}, leaving {ledger.available} bytes where one block takes {block_bytes}; "
         "raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or raise tensor_parallel_size"
     )
 
@@ -136,6 +140,7 @@ def _terms(ledger: MemoryLedger) -> dict[str, int]:
         "tables": ledger.tables,
         "cuda_graphs": ledger.cuda_graphs,
         "states": ledger.states,
+        "adapters": ledger.adapters,
         "kv_cache_available": ledger.available,
     }
 

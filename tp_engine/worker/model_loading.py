@@ -44,6 +44,7 @@ def load_model(
         quantization=config.quantization,
         enable_expert_parallel=config.enable_expert_parallel,
         tp_invariant=config.tp_invariant,
+        adapters=effective.adapters,
     )
     report = load_weights(
         dict(model.named_parameters()),

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 
 from tp_engine.attention.base import Backends, prepare_groups
+from tp_engine.layers.adapters import adapting
 from tp_engine.layers.attention import forward_context
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import StepPlan
@@ -16,6 +17,7 @@ from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.sampler import make_sampler, recorded_sampler
 from tp_engine.sampling.state import SamplingState
+from tp_engine.worker.adapters import RankAdapters
 from tp_engine.worker.captured_decodes import CapturedDecodes, Recorder
 from tp_engine.worker.captured_prompts import CapturedPrompts
 from tp_engine.worker.host_tier import HostTier
@@ -36,8 +38,8 @@ NoteInputs: TypeAlias = Callable[[int, int], None]
 class ModelRunner:
     """One rank's model, persistent batch, KV cache (``blocks``, and a host ``tier`` if there is one) and sampler.
 
-    ``states`` are the rows' recurrent ones, if some layers have one.  ``check`` raises if another rank has ended, while
-    this one waits for its device.
+    ``states`` are the rows' recurrent ones, if some layers have one; ``adapters`` what the model takes of these, if it
+    takes any.  ``check`` raises if another rank has ended, while this one waits for its device.
 
     ``backends`` has one entry per group of layers (``kv_layout``), as the tables of ``batch``.  ``named`` names the
     parts of a step for profilers.
@@ -56,12 +58,13 @@ class ModelRunner:
         note_inputs: NoteInputs | None = None,
         tier: HostTier | None = None,
         states: RowStates | None = None,
+        adapters: RankAdapters | None = None,
         check: Check = never_fails,
     ) -> None:
         self._model = model
         self._backends = backends
         self._batch = batch
-        self.blocks, self.tier, self.states = blocks, tier, states
+        self.blocks, self.tier, self.states, self.adapters = blocks, tier, states, adapters
         self._communicator = communicator
         self._sampling = sampling
         self._progress = progress
@@ -146,15 +149,17 @@ class ModelRunner:
             self._apply(plan)
         if plan.num_tokens == 0:
             return PendingStep(step_id=plan.step_id)
-        captured = self._captured
-        if captured is not None and not len(plan.prefill_rows) and len(plan.decode_rows) <= captured.largest:
+        adapters = None if self.adapters is None or not self.adapters.are_used(plan) else self.adapters
+        captured, prompts = (self._captured, self._prompts) if adapters is None else (None, None)
+        if captured is not None and captured.holds(plan):
             return self._replay(plan, captured)
-        if self._prompts is not None and (size := self._recorded_size(plan, self._prompts)) is not None:
-            return self._replay_prompts(plan, self._prompts, size)
+        if prompts is not None and (size := self._recorded_size(plan, prompts)) is not None:
+            return self._replay_prompts(plan, prompts, size)
         with self.named("prepare"):
             inputs = self._prepare(plan)
         is_scored = not inputs.layout.is_decode_only and self._scored.any_of(inputs.layout.rows)
-        with self.named("model"), forward_context(inputs.attention):
+        grouped = None if adapters is None else adapters.group(inputs.layout, plan.rows_epoch)
+        with self.named("model"), forward_context(inputs.attention), adapting(grouped):
             hidden = self._model(inputs.input_ids, inputs.positions, None if is_scored else inputs.layout.wanted)
         with self.named("sample"):
             prompt_logprobs = self._scored.score(inputs, hidden) if is_scored else {}
@@ -216,6 +221,8 @@ class ModelRunner:
             self._sampling.keep(plan.kept_rows, plan.kept_tokens)
         if len(plan.released):
             self._sampling.release(plan.released)
+        if self.adapters is not None:
+            self.adapters.apply(plan)
         for admission in plan.admitted:
             self._scored.admit(admission.row, admission.sampling)
             self._pooled_rows.admit(admission.row, admission.sampling)

@@ -22,6 +22,7 @@ import msgspec
 from tp_engine.log import get_logger
 from tp_engine.plan import Order
 from tp_engine.progress import RankPhase
+from tp_engine.worker.adapters import LoadedAdapter
 from tp_engine.worker.together import failures
 from tp_engine.worker.weight_update import WeightUpdate
 
@@ -78,6 +79,7 @@ class Trace:
 
 
 ORDERS: dict[str, Prepare] = {
+    "load_adapter": lambda worker, arguments: LoadedAdapter(worker.adapters, **arguments),
     "start_profile": lambda worker, _arguments: Trace(worker, begins=True),
     "stop_profile": lambda worker, _arguments: Trace(worker, begins=False),
     "update_weights": WeightUpdate,

@@ -16,6 +16,7 @@ from tp_engine.progress import RankProgress
 from tp_engine.ranks.groups import RankGroups
 from tp_engine.sampling.state import SamplingState
 from tp_engine.tier_progress import TierProgress
+from tp_engine.worker.adapters import RankAdapters
 from tp_engine.worker.block_moves import staging_bytes
 from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.device import Device
@@ -82,6 +83,7 @@ class RunnerParts:
             batch=self._make_batch(torch_device),
             blocks=blocks,
             states=states,
+            adapters=self._make_adapters(torch_device),
             tier=tier,
             communicator=self.groups.communicator,
             sampling=self._make_sampling(torch_device),
@@ -89,6 +91,11 @@ class RunnerParts:
             note_inputs=note_inputs,
             check=self.groups.check,
         )
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of the slots for adapters, which the model has beside its weights."""
+        return sum(layer.num_bytes for layer in self.model.adapted_layers)
 
     @property
     def table_bytes(self) -> int:
@@ -120,6 +127,18 @@ class RunnerParts:
             num_groups=len(self.layout.groups),
             device=device,
             num_lanes=self.effective.num_lanes,
+        )
+
+    def _make_adapters(self, device: torch.device) -> RankAdapters | None:
+        limits, config = self.effective.adapters, self.effective.config
+        if limits is None:
+            return None
+        return RankAdapters(
+            self.model.adapted_layers,
+            self.effective.model.names,
+            max_rank=limits.max_rank,
+            num_rows=config.max_num_seqs + self.effective.num_lanes,
+            device=device,
         )
 
     def _make_sampling(self, device: torch.device, **options: bool) -> SamplingState:

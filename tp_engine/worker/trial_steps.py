@@ -21,6 +21,7 @@ import torch
 
 from tp_engine.attention.base import AttentionMetadata, Backends, prepare_groups
 from tp_engine.config import MEASURED_LOGPROBS, EngineConfig
+from tp_engine.layers.adapters import adapting, group_step
 from tp_engine.layers.attention import forward_context
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import FIRST_STEP_ID, MASK_TOKENS, Admission, IntArray, RowSampling, StepPlan
@@ -72,6 +73,8 @@ def _steps_of_every_kind(config: EngineConfig, num_groups: int) -> Iterator[Step
         num_tokens, num_rows = len(decodes) + sum(chunks), len(decodes) + len(chunks)
         if num_tokens <= config.max_num_batched_tokens and num_rows <= config.max_num_seqs:
             yield _plan(config, num_groups, decodes, chunks)
+    if config.enable_lora:  # the slot is empty
+        yield _plan(config, num_groups, [_GREEDY], adapter=1)
 
 
 def _decode_sizes(max_num_seqs: int) -> list[int]:
@@ -81,9 +84,14 @@ def _decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def _plan(
-    config: EngineConfig, num_groups: int, decodes: Sequence[RowSampling], chunks: Sequence[int] = ()
+    config: EngineConfig,
+    num_groups: int,
+    decodes: Sequence[RowSampling],
+    chunks: Sequence[int] = (),
+    adapter: int = 0,
 ) -> StepPlan:
-    """Rows that decode with ``decodes``, then greedy prompts of which ``chunks`` tokens are computed in this step."""
+    """Rows that decode with ``decodes``, then greedy prompts of which ``chunks`` tokens are computed in this step; all
+    with the ``adapter`` in this slot."""
     samplings = [*decodes, *[_GREEDY] * len(chunks)]
     computed = [_LENGTH - 1] * len(decodes) + [0] * len(chunks)
     lengths = [_LENGTH] * len(decodes) + [max(chunk, _LENGTH) for chunk in chunks]
@@ -99,6 +107,7 @@ def _plan(
                 num_computed_tokens=computed[row],
                 block_ids=np.zeros(num_groups * ceil_div(lengths[row], config.block_size), dtype=np.int32),
                 sampling=sampling,
+                adapter=adapter,
             )
             for row, sampling in enumerate(samplings)
         ),
@@ -136,7 +145,9 @@ def run_largest_step(
     positions = torch.cat([torch.arange(length, device=device) for length in metadata.host_query_lens.tolist()])
     prepare_groups(backends, groups)
     part = model.shortened() if device.type == "cpu" else nullcontext()
-    with part, forward_context(groups):
+    of_tokens: IntArray = np.zeros(num_tokens, dtype=np.int32)
+    adapters = None if effective.adapters is None else group_step(of_tokens, None, device)
+    with part, forward_context(groups), adapting(adapters):
         hidden = model(input_ids, positions)
     state = SamplingState(
         max_num_seqs=config.max_num_seqs,

@@ -22,6 +22,7 @@ from tp_engine.progress import RankPhase
 from tp_engine.ranks.groups import RankGroups
 from tp_engine.tier_progress import TierProgress
 from tp_engine.units import format_gib
+from tp_engine.worker.adapters import RankAdapters
 from tp_engine.worker.all_reduce import share_memory
 from tp_engine.worker.codecs import make_codec
 from tp_engine.worker.device import Device, check_kinds, kind_of_device, make_device
@@ -166,6 +167,7 @@ class Worker:
         assert self.runner is not None, "start() comes first"
         for counts, known in zip(model.expert_token_counts, self.runner.model.expert_token_counts, strict=True):
             counts.copy_(known)
+        model.take_adapters(self.runner.model)
         self.runner.take_model(model)
         graphs = graph_plan(self.effective.config, self._backends[0], self.groups.communicator, model)
         if graphs is not None:
@@ -182,6 +184,12 @@ class Worker:
     def obey(self, order: bytes) -> Outcome:
         """Follow a plan's order, together with all other ranks."""
         return obey(self, order)
+
+    @property
+    def adapters(self) -> RankAdapters:
+        """The adapters of this rank, which takes some."""
+        assert self.runner is not None and self.runner.adapters is not None
+        return self.runner.adapters
 
     @property
     def block_bytes(self) -> int:
@@ -285,7 +293,10 @@ class Worker:
             if runner is not None:
                 run_largest_decodes(runner, self.effective.config)
             return meter.finish(
-                table_bytes=table_bytes, cuda_graph_bytes=cuda_graph_bytes, state_bytes=parts.state_bytes
+                table_bytes=table_bytes,
+                cuda_graph_bytes=cuda_graph_bytes,
+                state_bytes=parts.state_bytes,
+                adapter_bytes=parts.adapter_bytes,
             )
 
     def _settle(self, ledger: MemoryLedger) -> int:

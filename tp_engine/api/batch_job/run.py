@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_engine import env
+from tp_engine.adapters import adapter_names
 from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.api.batch_job.endpoints import LineContext, PreparedLine, check_request, prepare_request
 from tp_engine.api.batch_job.lines import BatchRequest
@@ -106,7 +107,7 @@ class BatchRun:
             config.model, config.revision, source=batch.generation_config, overrides=batch.sampling_overrides
         )
         names = batch.served_model_name or (default_model_name(config.model), config.model)
-        self._model_names = tuple(dict.fromkeys(names))
+        self._model_names = tuple(dict.fromkeys((*names, *adapter_names(config.lora_modules, names))))
         self._max_in_flight = batch.max_in_flight or _IN_FLIGHT_PER_SEQUENCE * config.max_num_seqs
 
     def run(self) -> BatchStatus:

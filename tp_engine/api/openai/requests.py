@@ -143,6 +143,7 @@ def _engine_request(
         arrival_s=arrival_s,
         add_special_tokens=body.add_special_tokens is not False,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
+        adapter=body.model if body.model in processor.adapters else "",
     )
     asked, num_prompt, longest = max_output_tokens(body), len(request.prompt_token_ids), processor.max_model_len
     if asked is not None and num_prompt + asked > longest:

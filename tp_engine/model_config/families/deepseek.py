@@ -12,8 +12,9 @@ from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.families.glm4_moe import further_layers, read_experts
 from tp_engine.model_config.latent import LatentSpec
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec, RoutingRule
+from tp_engine.model_config.names import USUAL_NAMES, CheckpointNames
 from tp_engine.model_config.rope import RopeRules, read_rope
-from tp_engine.model_config.spec import USUAL_NAMES, AttentionSpec, CheckpointNames, ModelSpec
+from tp_engine.model_config.spec import AttentionSpec, ModelSpec
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")
 

@@ -6,15 +6,9 @@ from typing import Any
 
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
+from tp_engine.model_config.names import LANGUAGE_MODEL_NAMES, USUAL_NAMES
 from tp_engine.model_config.rope import RopeRules, RopeSpec, parse_rope, take_rope_values
-from tp_engine.model_config.spec import (
-    LANGUAGE_MODEL_NAMES,
-    USUAL_NAMES,
-    AttentionSpec,
-    LayerSpec,
-    ModelSpec,
-    QkNormSpec,
-)
+from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec, QkNormSpec
 
 ARCHITECTURES = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 _GEMMA3_DEFAULTS = {

@@ -10,16 +10,9 @@ from tp_engine.errors import ConfigError
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.mlp import EACH, FUSED, RoutingRule
+from tp_engine.model_config.names import USUAL_NAMES, CheckpointNames
 from tp_engine.model_config.rope import RopeRules, RopeSpec, parse_rope, take_rope_values
-from tp_engine.model_config.spec import (
-    USUAL_NAMES,
-    AttentionSpec,
-    BesideSpec,
-    CheckpointNames,
-    LayerSpec,
-    ModelSpec,
-    QkNormSpec,
-)
+from tp_engine.model_config.spec import AttentionSpec, BesideSpec, LayerSpec, ModelSpec, QkNormSpec
 
 ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
 _DEFAULTS = {

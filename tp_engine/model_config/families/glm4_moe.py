@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec, RoutingRule
+from tp_engine.model_config.names import CheckpointNames
 from tp_engine.model_config.rope import RopeRules
-from tp_engine.model_config.spec import CheckpointNames, ModelSpec, QkNormSpec
+from tp_engine.model_config.spec import ModelSpec, QkNormSpec
 
 ARCHITECTURES = ("Glm4MoeForCausalLM",)
 

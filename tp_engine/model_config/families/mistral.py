@@ -5,7 +5,8 @@ from __future__ import annotations
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.families import mistral4
-from tp_engine.model_config.spec import LANGUAGE_MODEL_NAMES, USUAL_NAMES, ModelSpec
+from tp_engine.model_config.names import LANGUAGE_MODEL_NAMES, USUAL_NAMES
+from tp_engine.model_config.spec import ModelSpec
 
 ARCHITECTURES = ("MistralForCausalLM", "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration")
 

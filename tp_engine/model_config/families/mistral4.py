@@ -5,7 +5,8 @@ from __future__ import annotations
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.families.deepseek import latent_model, latent_reader
 from tp_engine.model_config.mlp import EACH, FUSED, MlpSpec, RoutingRule
-from tp_engine.model_config.spec import USUAL_NAMES, CheckpointNames, ModelSpec
+from tp_engine.model_config.names import USUAL_NAMES, CheckpointNames
+from tp_engine.model_config.spec import ModelSpec
 
 ARCHITECTURES = ("Mistral4ForCausalLM",)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
+from tp_engine.model_config.names import USUAL_NAMES, CheckpointNames
 from tp_engine.model_config.rope import RopeRules
-from tp_engine.model_config.spec import USUAL_NAMES, AttentionSpec, CheckpointNames, ModelSpec, QkNormSpec
+from tp_engine.model_config.spec import AttentionSpec, ModelSpec, QkNormSpec
 
 _QWEN2 = ("Qwen2ForCausalLM", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 _QWEN3 = ("Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration")

@@ -7,8 +7,9 @@ from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.families.qwen import WRAPPED
 from tp_engine.model_config.mlp import EACH, FUSED, TRANSPOSED, MlpSpec, RoutingRule
+from tp_engine.model_config.names import USUAL_NAMES
 from tp_engine.model_config.rope import RopeRules
-from tp_engine.model_config.spec import USUAL_NAMES, ModelSpec, QkNormSpec
+from tp_engine.model_config.spec import ModelSpec, QkNormSpec
 
 ARCHITECTURES = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration")
 

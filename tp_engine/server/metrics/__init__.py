@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
@@ -103,6 +104,9 @@ def _engine_metrics(report: EngineReport, peak_usage: float, model_name: str) ->
     yield number(f.DISK_USAGE, model_name, stats.num_used_disk_slots / max(1, stats.num_disk_slots))
     yield numbers(f.PROMPT_SOURCES, model_name, _prompt_sources(stats))
     yield from _speculation_metrics(stats.speculation, model_name)
+    if (adapters := stats.adapters) is not None:
+        labels = (str(adapters.max_loras), ",".join(adapters.running), ",".join(adapters.waiting))
+        yield numbers(f.LORA_REQUESTS, model_name, [(labels, time.time())])
     yield number(f.MISSED, model_name, report.num_missed_steps)
     for family, bounds, spread in (
         (f.ITERATION_TOKENS, STEP_TOKENS, report.step_tokens),

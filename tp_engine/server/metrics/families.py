@@ -129,6 +129,12 @@ SPEC_SOURCE_ACCEPTED = MetricFamily(
     "counter", "spec_decode_source_accepted_tokens", "guessed tokens that were right, by their source", ("source",)
 )
 ITERATION_TOKENS = MetricFamily("histogram", "iteration_tokens_total", "tokens per step", (), STEP_TOKENS)
+LORA_REQUESTS = MetricFamily(
+    "gauge",
+    "lora_requests_info",
+    "the time; adapters with running rows, and those that wait for a slot, in labels",
+    ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+)
 CACHE_CONFIG = MetricFamily(
     "gauge",
     "cache_config_info",

@@ -1,0 +1,251 @@
+"""Adapters in engines of one rank: bits, reloads under load, speculation, quantised bases, batch lines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.lora_adapters import ADAPTERS, greedy_by_peft, make_adapter, merge_adapter
+from tests.tiny_models import make_checkpoint
+from tp_engine import LLM, BeamSearchParams, ConfigError, LoRARequest, RequestError, SamplingParams, run_batch
+from tp_engine.outputs import RequestOutput
+
+pytest.importorskip("peft")
+
+SIZES: dict[str, Any] = {
+    "dtype": "float32",
+    "block_size": 4,
+    "num_gpu_blocks_override": 128,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 16,
+}
+OPTIONS: dict[str, Any] = {**SIZES, "enable_lora": True, "max_loras": 2}
+GREEDY = SamplingParams(temperature=0, max_tokens=10, logprobs=0, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Files:
+    """A checkpoint, its adapters by name, and prompts."""
+
+    folder: Path
+    checkpoint: Path
+    adapters: dict[str, Path]
+    prompts: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder = tmp_path_factory.mktemp("lora")
+    checkpoint = make_checkpoint(folder / "model", "qwen3")
+    adapters = {
+        name: make_adapter(folder / name, checkpoint, seed=seed, **config)
+        for seed, (name, config) in enumerate(ADAPTERS.items())
+    }
+    draw = np.random.default_rng(1)
+    return Files(folder, checkpoint, adapters, [draw.integers(3, 200, length).tolist() for length in (5, 40, 21, 9)])
+
+
+@pytest.fixture(scope="module")
+def llm(files: Files) -> Iterator[LLM]:
+    with LLM(str(files.checkpoint), **OPTIONS) as made:
+        for name, folder in files.adapters.items():
+            made.load_adapter(name, str(folder))
+        yield made
+
+
+def run(llm: LLM, prompts: list[list[int]], adapters: list[str | None]) -> list[RequestOutput]:
+    """Greedy answers; the blocks, slots and requests add up afterwards."""
+    wanted = [None if name is None else LoRARequest(name) for name in adapters]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=wanted)
+    llm.engine.check_integrity()
+    return outputs
+
+
+def answer(output: RequestOutput) -> tuple[list[int], list[float]]:
+    sample = output.outputs[0]
+    found = zip(sample.token_ids, sample.logprobs or (), strict=True)
+    return list(sample.token_ids), [at[token].logprob for token, at in found]
+
+
+def test_merged_weights_give_the_same(files: Files, llm: LLM) -> None:
+    """Oracle: PEFT's ``merge_and_unload``, served as a checkpoint without adapters."""
+    merged = merge_adapter(files.folder / "merged", files.checkpoint, files.adapters["stabilised"])
+    found = [answer(output) for output in run(llm, files.prompts, ["stabilised"] * 4)]
+    with LLM(str(merged), **SIZES) as plain:
+        expected = [answer(output) for output in run(plain, files.prompts, [None] * 4)]
+    for (tokens, logprobs), (known, known_logprobs) in zip(found, expected, strict=True):
+        assert tokens == known
+        np.testing.assert_allclose(logprobs, known_logprobs, rtol=0, atol=1e-4)
+
+
+def test_neighbours_do_not_change_a_rows_bits(files: Files, llm: LLM) -> None:
+    """Oracle: each request alone, bit by bit, and those of the model alone in an engine without adapters; in other
+    chunks too, because the batch's share a step."""
+    names: list[str | None] = ["attention", "linears", None, "attention"]
+    together = [answer(output) for output in run(llm, files.prompts, names)]
+    for prompt, name, expected in zip(files.prompts, names, together, strict=True):
+        llm.reset_prefix_cache()
+        assert answer(run(llm, [prompt], [name])[0]) == expected
+    others: list[str | None] = ["attention", None, "linears", "linears"]
+    assert answer(run(llm, files.prompts, others)[0]) == together[0]
+    with LLM(str(files.checkpoint), **SIZES) as plain:
+        assert answer(run(plain, files.prompts[2:3], [None])[0]) == together[2]
+
+
+def test_reload_in_place_while_requests_run(files: Files, llm: LLM) -> None:
+    """Oracle: PEFT with each of both adapters: a request that runs during the reload ends with the old one, later ones
+    have the new one although the same folder's K/V of their whole prompt is cached, and then find their own."""
+    changing, prompt = files.folder / "changing", files.prompts[1]
+    expected = [greedy_by_peft(files.checkpoint, files.adapters[name], prompt, 10) for name in ("linears", "patterns")]
+    shutil.copytree(files.adapters["linears"], changing)
+    llm.load_adapter("changing", str(changing))
+    with pytest.raises(RequestError, match="has already been loaded"):
+        llm.load_adapter("changing", str(changing))
+    assert answer(run(llm, [prompt], ["changing"])[0])[0] == expected[0][0]
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    running = llm.input_processor.process(prompt, params, request_id="running", adapter="changing")
+    llm.engine.add_request(running)
+    tokens = [token for _ in range(3) for delta in llm.engine.step() for token in delta.new_token_ids]
+    shutil.copytree(files.adapters["patterns"], changing, dirs_exist_ok=True)
+    llm.load_adapter("changing", str(changing), load_inplace=True)
+    while llm.engine.has_unfinished:
+        tokens += [token for delta in llm.engine.step() for token in delta.new_token_ids]
+    assert tokens == expected[0][0]
+    after = [run(llm, [prompt], ["changing"])[0] for _ in range(2)]
+    for output in after:
+        assert output.outputs[0].token_ids == expected[1][0]
+    assert [output.num_cached_tokens for output in after] == [0, 36]
+    llm.unload_adapter("changing")
+    for act in (lambda: llm.unload_adapter("changing"), lambda: run(llm, [prompt], ["changing"])):
+        with pytest.raises(RequestError, match="no adapter is loaded under the name 'changing'"):
+            act()
+
+
+def test_what_can_not_be_served_changes_nothing(files: Files, llm: LLM) -> None:
+    """Oracle: the reason, and the answers before: an adapter of the embedding, of another model, of a larger rank."""
+    before = answer(run(llm, files.prompts[:1], ["linears"])[0])
+    other = make_checkpoint(files.folder / "other", "qwen3", hidden_size=32)
+    for name, checkpoint, config, message in (
+        ("embedding", files.checkpoint, {"target_modules": ["embed_tokens"]}, "embed_tokens.* can not be served"),
+        ("head", files.checkpoint, {"target_modules": ["lm_head"]}, "adapts lm_head, which the model lacks, or"),
+        ("narrow", other, {"target_modules": ["q_proj"]}, "belongs to another model"),
+        ("wide", files.checkpoint, {"target_modules": ["q_proj"], "r": 17}, "above max_lora_rank 16"),
+        ("dora", files.checkpoint, {"target_modules": ["q_proj"], "use_dora": True}, "DoRA can not be served"),
+    ):
+        folder = make_adapter(files.folder / f"bad-{name}", checkpoint, **config)
+        with pytest.raises(RequestError, match=message):
+            llm.load_adapter("linears", str(folder), load_inplace=True)
+    assert answer(run(llm, files.prompts[:1], ["linears"])[0]) == before
+
+
+def test_beams_and_samples_of_an_adapter(files: Files, llm: LLM) -> None:
+    """Oracle: PEFT for the first of greedy beams of width 1; forks of one prompt equal the first sample."""
+    beams = llm.beam_search(
+        files.prompts[:1],
+        BeamSearchParams(beam_width=1, max_tokens=6, ignore_eos=True),
+        lora_request=LoRARequest("linears"),
+    )
+    expected, _ = greedy_by_peft(files.checkpoint, files.adapters["linears"], files.prompts[0], 6)
+    assert beams[0].sequences[0].tokens[-6:] == expected
+    params = SamplingParams(n=3, temperature=0, max_tokens=6, ignore_eos=True)
+    forked = llm.generate(files.prompts[:1], params, use_tqdm=False, lora_request=LoRARequest("linears"))
+    assert [list(one.token_ids) for one in forked[0].outputs] == [expected] * 3
+
+
+def test_speculation_changes_no_token(files: Files, llm: LLM) -> None:
+    """Oracle: the same requests without speculation, bit by bit; some guesses were right."""
+    prompts = [files.prompts[0] * 4, files.prompts[3] * 3]
+    long = SamplingParams(temperature=0, max_tokens=40, logprobs=0, ignore_eos=True)
+    wanted = [LoRARequest("linears"), LoRARequest("attention")]
+    expected = [answer(one) for one in llm.generate(prompts, long, use_tqdm=False, lora_request=wanted)]
+    config = '{"method": "suffix", "num_speculative_tokens": 3}'
+    with LLM(str(files.checkpoint), speculative_config=config, **OPTIONS) as guessing:
+        for name in ("linears", "attention"):
+            guessing.load_adapter(name, str(files.adapters[name]))
+        for _ in range(2):
+            outputs = guessing.generate(prompts, long, use_tqdm=False, lora_request=wanted)
+            assert [answer(one) for one in outputs] == expected
+        assert sum(one.num_accepted_tokens for one in outputs[0].outputs) > 0
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_quantised_bases(files: Files, quantization: str) -> None:
+    """Oracle: PEFT on the float32 base: what the adapter adds to the log-probability of each token is what it adds
+    there, to within the base's own error."""
+    prompt = files.prompts[1]
+    with LLM(str(files.checkpoint), quantization=quantization, **OPTIONS) as quantised:
+        quantised.load_adapter("linears", str(files.adapters["linears"]))
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        found = [
+            quantised.generate(prompt, params, use_tqdm=False, lora_request=lora)[0]
+            for lora in (None, LoRARequest("linears"))
+        ]
+    base, adapted = (
+        np.array(
+            [at[token].logprob for token, at in zip(prompt[1:], (one.prompt_logprobs or [])[1:], strict=True) if at]
+        )
+        for one in found
+    )
+    exact_base, exact = (scores_by_peft(files.checkpoint, one, prompt) for one in (None, files.adapters["linears"]))
+    error, added = np.abs(base - exact_base), np.abs(exact - exact_base)
+    assert np.median(added) > 4 * np.median(error), "the adapter does not show above the base's error"
+    assert np.median(np.abs((adapted - base) - (exact - exact_base))) < 3 * np.median(error) + 0.01
+
+
+def scores_by_peft(checkpoint: Path, adapter: Path | None, prompt: list[int]) -> Any:
+    """Log-probabilities of the prompt's tokens but the first."""
+    import peft
+    import torch
+    import transformers
+
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    if adapter is not None:
+        model = peft.PeftModel.from_pretrained(model, str(adapter))
+    with torch.inference_mode():
+        scores = model.eval()(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    return scores.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].numpy()
+
+
+def test_batch_lines(files: Files, tmp_path: Path) -> None:
+    """Oracle: PEFT; an unknown name is an error of its line; a name of the model itself is refused at the start."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompt = files.prompts[0]
+    lines = [
+        {"custom_id": model, "method": "POST", "url": "/v1/completions", "body": {
+            "model": model, "prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True,
+        }}
+        for model in ("linears", "model", "nothing")
+    ]  # fmt: skip
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    options = {**OPTIONS, "lora_modules": (f"linears={files.adapters['linears']}",)}
+    run_batch(source, target, str(files.checkpoint), **options)
+    results = {one["custom_id"]: one["response"] for one in map(json.loads, target.read_text().splitlines())}
+    for model, adapter in (("linears", files.adapters["linears"]), ("model", None)):
+        choice = results[model]["body"]["choices"][0]
+        assert choice["token_ids"] == greedy_by_peft(files.checkpoint, adapter, prompt, 6)[0]
+    assert results["nothing"]["status_code"] == 404
+    with pytest.raises(ConfigError, match="'model', which names the model itself"):
+        run_batch(source, target, str(files.checkpoint), **{**options, "lora_modules": (f"model={files.folder}",)})
+
+
+def test_starts_that_are_refused(files: Files) -> None:
+    """Oracle: errors that name the adapter, before the model is loaded or, for what only its tensors show, after."""
+    torn = files.folder / "torn"
+    shutil.copytree(files.adapters["linears"], torn)
+    (torn / "adapter_model.safetensors").write_bytes(b"torn")
+    for modules, message in (
+        (("a=" + str(files.folder / "nowhere"),), "give the folder of a PEFT adapter"),
+        ((f"a={torn}",), "lora_modules has a=.*is not a whole safetensors file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            LLM(str(files.checkpoint), **OPTIONS, lora_modules=modules)
+    with LLM(str(files.checkpoint), **SIZES) as plain, pytest.raises(RequestError, match="--enable-lora"):
+        plain.load_adapter("a", str(files.adapters["linears"]))

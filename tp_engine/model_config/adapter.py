@@ -1,0 +1,142 @@
+"""PEFT's adapter_config.json -> ``AdapterSpec``: the rank and the scale of each module's pair of matrices.
+
+A LoRA adapter (https://arxiv.org/abs/2106.09685) adds ``scale * B A x`` to the product of each module that it adapts.
+What changes the base model in another way is refused by name, because it would give wrong answers in silence.  Fields
+and their meaning are those of PEFT 0.21 (``LoraConfig``), matched as PEFT matches them (``get_pattern_key``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tp_engine.errors import ConfigError, shown
+
+Value = TypeVar("Value")
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+# Initialisations that subtract something from the base weights.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def _is_set(value: object) -> bool:
+    return bool(value)
+
+
+def _is_other_bias(value: object) -> bool:
+    return value not in (None, "none")
+
+
+def _changes_base(value: object) -> bool:
+    return isinstance(value, str) and value.lower().startswith(_CHANGES_BASE)
+
+
+# Field -> whether its value is refused, and what it stands for.
+_REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
+    "bias": (_is_other_bias, "trained biases"),
+    "lora_bias": (_is_set, "biases of B"),
+    "modules_to_save": (_is_set, "whole trained modules"),
+    "use_dora": (_is_set, "DoRA"),
+    "use_qalora": (_is_set, "QALoRA"),
+    "use_bdlora": (_is_set, "BD-LoRA"),
+    "velora_config": (_is_set, "VeLoRA"),
+    "monteclora_config": (_is_set, "MonteCLoRA"),
+    "kasa_config": (_is_set, "KaSA"),
+    "arrow_config": (_is_set, "Arrow routing"),
+    "alora_invocation_tokens": (_is_set, "activated LoRA"),
+    "layer_replication": (_is_set, "replicated layers"),
+    "trainable_token_indices": (_is_set, "trained tokens"),
+    "target_parameters": (_is_set, "adapted parameters, such as fused experts"),
+    "fan_in_fan_out": (_is_set, "transposed weights"),
+    "megatron_config": (_is_set, "Megatron's layers"),
+    "init_lora_weights": (_changes_base, "an initialisation that changes the base weights"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """Rank ``r`` and ``alpha`` of an adapter's modules; patterns, regular expressions of module names, have others.
+
+    The first pattern that matches a whole name, or its end behind a dot, decides.
+    """
+
+    r: int
+    alpha: float
+    uses_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+
+    def rank_of(self, module: str) -> int:
+        """The rank of the pair of ``module``."""
+        return _of_pattern(self.rank_pattern, module, self.r)
+
+    def scale_of(self, module: str) -> float:
+        """What the product of the pair is multiplied by: alpha / r, or alpha / sqrt(r) with rank-stabilised LoRA
+        (https://arxiv.org/abs/2312.03732)."""
+        rank, alpha = self.rank_of(module), _of_pattern(self.alpha_pattern, module, self.alpha)
+        return alpha / rank**0.5 if self.uses_rslora else alpha / rank
+
+
+def read_adapter_config(folder: Path) -> AdapterSpec:
+    """The spec of the adapter in ``folder``.  ``ConfigError`` names what is missing, malformed or not supported."""
+    path = folder / ADAPTER_CONFIG
+    try:
+        given: Any = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} can not be read ({error.strerror}); give the folder of a PEFT adapter, on every host of the engine"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(given, dict) or given.get("peft_type") != "LORA":
+        kind = given.get("peft_type") if isinstance(given, dict) else given
+        raise ConfigError(f"{path} has the peft_type {shown(kind)}; only 'LORA' can be served")
+    for name, (is_refused, meaning) in _REFUSED.items():
+        value = given.get(name)
+        if is_refused(value):
+            raise ConfigError(f"{path} has {name} {shown(value)}: {meaning} can not be served")
+    return AdapterSpec(
+        r=_rank(path, "r", given.get("r")),
+        alpha=_number(path, "lora_alpha", given.get("lora_alpha")),
+        uses_rslora=bool(given.get("use_rslora")),
+        rank_pattern={key: _rank(path, f"rank_pattern {key!r}", one) for key, one in _patterns(path, given, "rank")},
+        alpha_pattern={
+            key: _number(path, f"alpha_pattern {key!r}", one) for key, one in _patterns(path, given, "alpha")
+        },
+    )
+
+
+def _patterns(path: Path, given: Mapping[str, Any], kind: str) -> list[tuple[str, Any]]:
+    """The patterns of a field and their values; every key is a regular expression."""
+    found = given.get(f"{kind}_pattern") or {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} has {kind}_pattern {shown(found)}; it must be an object")
+    for key in found:
+        try:
+            re.compile(key)
+        except re.error as error:
+            raise ConfigError(f"{path}: {kind}_pattern {key!r} is not a regular expression: {error}") from error
+    return list(found.items())
+
+
+def _rank(path: Path, name: str, value: object) -> int:
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{path} has {name} {shown(value)}; a rank is an integer, at least 1")
+    return value
+
+
+def _number(path: Path, name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{path} has {name} {shown(value)}; it must be a number")
+    return float(value)
+
+
+def _of_pattern(patterns: Mapping[str, Value], module: str, default: Value) -> Value:
+    """The value of the first key that is ``module``, or its end behind a dot."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
