@@ -78,7 +78,7 @@ def test_initialisations_that_leave_the_base_alone(tmp_path: Path, value: object
         ({**PAIR, f"{Q}.lora_magnitude_vector": torch.ones(5)}, "DoRA can not be served"),
         ({**PAIR, "base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 9)}, "of an embedding"),
         ({**PAIR, f"{Q}.lora_B.bias": torch.ones(5)}, "biases of B"),
-        ({**PAIR, "base_model.model.lm_head.base_layer.weight": torch.ones(2, 2)}, "a copy of base weights"),
+        ({**PAIR, "base_model.model.lm_head.base_layer.weight": torch.ones(2, 2)}, "of embeddings and output heads"),
         ({**PAIR, "model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(4, 6)}, "names are base_model.model.MODULE"),
         ({f"{Q}.lora_A.weight": torch.ones(4, 6)}, "lacks lora_B of"),
         ({**PAIR, f"{Q}.lora_A.weight": torch.ones(3, 6)}, "have the ranks 3 and 4, not 4"),

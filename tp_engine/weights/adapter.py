@@ -25,7 +25,7 @@ _KINDS = {
     "lora_embedding_": "adapters of an embedding can not be served",
     "lora_magnitude_vector": "DoRA can not be served",
     ".lora_B.bias": "biases of B can not be served",
-    ".base_layer.": "a copy of base weights can not be served",
+    ".base_layer.": "adapters of embeddings and output heads can not be served",
 }
 _MAX_NAMED = 5
 
