@@ -11,18 +11,13 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.tiny_models import make_checkpoint
-from tests.unit.kernel_harness import AGREEMENT
+from tests.unit.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tests.unit.test_kv_groups import WINDOWED, Engine, compare, serve
 from tp_engine.attention.triton_backend import TritonBackend
-from tp_engine.kernels.ops import implementation
 
 
 def main() -> None:
-    with (
-        tempfile.TemporaryDirectory() as name,
-        patch("tp_engine.layers.context.op", lambda name, device_type: implementation(name, "triton")),
-        patch("tp_engine.worker.decode_batch.op", lambda name, device_type: implementation(name, "triton")),
-    ):
+    with tempfile.TemporaryDirectory() as name, triton_ops_on_cpus():
         shape: dict[str, Any] = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
         two_layers = {"num_layers": 2, "layer_types": WINDOWED["layer_types"][:2]}
         folder = make_checkpoint(Path(name) / "model", **shape, **WINDOWED | two_layers)
