@@ -18,6 +18,7 @@ from tests.faults.hosts import HostCase, run_host_case
 from tests.host_jobs import hosts_job
 from tests.host_tokens import differences
 from tests.namespaces import NO_NAMESPACES, can_make_namespaces, on_loopback
+from tp_engine.config import DEMO_MODEL
 
 _ENDS_S = 30.0
 
@@ -30,11 +31,17 @@ def test_tokens_equal_one_host(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(180)
 def test_a_server_over_two_hosts(tmp_path: Path) -> None:
-    """Oracle: HTTP on host 0 alone; every rank with its host in the report; one stop signal to host 0 ends both."""
+    """Oracle: HTTP on host 0 alone; every rank with its host in the report; one stop signal to host 0 ends both.  An
+    update with the same weights, an order to the ranks of both, changes no answer."""
     with hosts_job("serve", tmp_path) as running:
         running.parts[0].wait_ready(90.0)
         body = {"prompt": [65, 66, 67], "max_tokens": 8, "ignore_eos": True}
-        assert json.loads(running.ask("/v1/completions", body))["usage"]["completion_tokens"] == 8
+        answer = json.loads(running.ask("/v1/completions", body))
+        assert answer["usage"]["completion_tokens"] == 8
+        done = json.loads(running.ask("/update_weights_from_disk", {"model_path": str(DEMO_MODEL)}))
+        assert done["weight_version"] == "1"
+        again = json.loads(running.ask("/v1/completions", body))
+        assert again["choices"] == answer["choices"] and again["weight_version"] == "1"
         time.sleep(0.6)  # the far ranks' slots arrive every quarter of a second
         ranks = json.loads(running.ask("/engine"))["ranks"]
         assert [rank["host"] for rank in ranks] == [0, 0, 1, 1]

@@ -15,6 +15,7 @@ from tests.ranks.launch import TWO_RANKS
 from tp_engine import LLM, AsyncLLM, RequestError, SamplingParams
 from tp_engine.errors import EngineDeadError, RankError
 from tp_engine.outputs import RequestOutput
+from tp_engine.worker import weight_update
 
 OPTIONS: dict[str, Any] = {**TWO_RANKS, "num_gpu_blocks_override": 64, "max_model_len": 128, "block_size": 8}
 PROMPTS = [list(range(3, 40)), [5, 9, 13, 7] * 6]
@@ -76,7 +77,9 @@ def test_an_engine_with_new_weights_is_one_that_starts_with_them(
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_a_wrong_tensor_changes_nothing(tensor_parallel_size: int, checkpoint: Callable[..., Path]) -> None:
+def test_a_wrong_tensor_changes_nothing(
+    tensor_parallel_size: int, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the answers before, cached ones; the error names the tensor and what is wrong with it."""
     folders = [checkpoint("qwen3", seed=seed) for seed in (11, 12)]
     good, name = tensors_of(folders[1]), "model.layers.1.mlp.down_proj.weight"
@@ -98,6 +101,9 @@ def test_a_wrong_tensor_changes_nothing(tensor_parallel_size: int, checkpoint: C
             llm.update_weights_from_disk(checkpoint("qwen3", hidden_size=128))
         with pytest.raises(RequestError, match="no such folder"):
             llm.update_weights_from_disk("./nowhere")
+        with monkeypatch.context() as patched, pytest.raises(RequestError, match=r"rank 0: .* 1048576.00 GiB beside"):
+            patched.setattr(weight_update, "weight_bytes", lambda effective, as_read: 1 << 50)
+            llm.update_weights_from_disk(folders[1])
         assert run(llm) == (expected, [32, 16]) and llm.weight_version == "default"
 
 
@@ -191,8 +197,8 @@ def test_requests_that_are_kept_go_on_with_the_new_weights(checkpoint: Callable[
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     prompts = [[*PROMPTS[0], number] for number in range(6)]
 
-    async def ask(llm: AsyncLLM, prompt: list[int], seen: list[list[int]]) -> RequestOutput:
-        async for output in llm.generate(prompt, params):
+    async def ask(llm: AsyncLLM, prompt: list[int], seen: list[list[int]], name: str | None = None) -> RequestOutput:
+        async for output in llm.generate(prompt, params, request_id=name):
             seen.append(list(output.outputs[0].token_ids))
         return output
 
@@ -216,8 +222,10 @@ def test_requests_that_are_kept_go_on_with_the_new_weights(checkpoint: Callable[
             outputs = await asyncio.gather(*tasks, late)
             await llm.pause("wait", timeout_s=10)
             waiting = asyncio.create_task(ask(llm, PROMPTS[1], []))
+            named = asyncio.create_task(ask(llm, PROMPTS[1], [], "named"))
             await asyncio.sleep(0.1)
-            assert not waiting.done()
+            await llm.abort("named")
+            assert (await named).outputs[0].finish_reason == "abort" and not waiting.done()
             await llm.resume()
             assert (await waiting).outputs == outputs[-1].outputs
             running = [asyncio.create_task(ask(llm, prompt, [])) for prompt in prompts]

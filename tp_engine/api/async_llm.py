@@ -162,7 +162,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request: its stream ends with finish reason ``abort``.  Nothing happens for one that has ended."""
-        self.engine.abort([request_id])
+        self._ready_outputs.abort(request_id)
 
     async def prefetch(self, prompt_cache_key: str, cache_salt: str | None = None) -> None:
         """Say that the next request of a session (``SamplingParams.prompt_cache_key``) will come soon.

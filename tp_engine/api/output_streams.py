@@ -71,7 +71,8 @@ class Outputs:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="detokenizing")
         self._waiting: deque[StepOutput | EngineDeadError] = deque()
         self._handing_out: asyncio.Task[None] | None = None
-        self._released: asyncio.Event | None = None  # while streams are held
+        self._holds = False
+        self._held: dict[str, asyncio.Event] = {}  # requests that are not sent until theirs is set
 
     def __len__(self) -> int:
         return len(self._states)
@@ -131,14 +132,30 @@ class Outputs:
 
     def hold(self) -> None:
         """Send no new request until ``release``; streams that have begun go on."""
-        if self._released is None:
-            self._released = asyncio.Event()
+        self._holds = True
 
     def release(self) -> None:
         """Send the requests that were held, and new ones."""
-        released, self._released = self._released, None
-        if released is not None:
-            released.set()
+        self._holds = False
+        while self._held:
+            self._held.popitem()[1].set()
+
+    def abort(self, request_id: str) -> None:
+        """End a request in the engine; one that is held begins for that."""
+        held = self._held.get(request_id)
+        if held is None:
+            self._client.abort([request_id])
+        else:
+            held.set()
+
+    async def _wait_to_begin(self, request_id: str) -> bool:
+        """Whether the request was aborted while it was held."""
+        event = self._held[request_id] = asyncio.Event()
+        try:
+            await event.wait()
+            return request_id in self._held
+        finally:
+            self._held.pop(request_id, None)
 
     @property
     def num_streams(self) -> int:
@@ -157,9 +174,10 @@ class Outputs:
         request_id = request.request_id
         if request_id in self._mailboxes:
             raise RequestError(f"request_id {request_id!r} is in use; give each request its own", param="request_id")
-        if self._released is not None:
-            await self._released.wait()
+        is_aborted = self._holds and await self._wait_to_begin(request_id)
         self._client.add_request(request)
+        if is_aborted:
+            self._client.abort([request_id])
         self.add(request, prompt)
         mailbox = self._mailboxes[request_id] = Mailbox()
         try:

@@ -60,14 +60,17 @@ def load_model(
     return model
 
 
-def weight_bytes(effective: EffectiveConfig, *, active_only: bool = False) -> int:
-    """Bytes of one rank's weights, or only of those that one token needs, by calculation."""
+def weight_bytes(effective: EffectiveConfig, *, active_only: bool = False, as_read: bool = False) -> int:
+    """Bytes of one rank's weights, or only of those that one token needs, by calculation.
+
+    ``as_read``: before online quantisation.
+    """
     config = effective.config
     return local_weight_bytes(
         effective.model,
         config.tensor_parallel_size,
         dtype=config.dtype,
-        quantization=config.quantization,
+        quantization=None if as_read else config.quantization,
         active_only=active_only,
     )
 

@@ -68,7 +68,7 @@ class WeightUpdate:
 
 def _check_memory(worker: Worker) -> None:
     """``RequestError`` if there is no room for the weights a second time."""
-    needed, free = weight_bytes(worker.effective), worker.free_bytes()
+    needed, free = weight_bytes(worker.effective, as_read=True), worker.free_bytes()
     if needed > free:
         on_gpu = worker.effective.config.device == "cuda"
         remedy = "start the engine with a lower --gpu-memory-utilization" if on_gpu else "free some, or use more ranks"
