@@ -222,6 +222,7 @@ class FakeEngine:
     trace_folder: str | None = None
     orders: list[str] = field(default_factory=list)
     is_paused: bool = False
+    is_asleep: bool = False
     weight_version: str = ""
     adapters: AdapterSlots | None = None
     _sequences: list[_Sequence] = field(default_factory=list)

@@ -16,6 +16,8 @@ from tp_engine import LLM, AsyncLLM, RequestError, SamplingParams
 from tp_engine.errors import EngineDeadError, RankError
 from tp_engine.outputs import RequestOutput
 from tp_engine.worker import weight_update
+from tp_engine.worker.kv_cache import resident_bytes
+from tp_engine.worker.sleep import drop_memory, take_memory
 
 OPTIONS: dict[str, Any] = {**TWO_RANKS, "num_gpu_blocks_override": 64, "max_model_len": 128, "block_size": 8}
 PROMPTS = [list(range(3, 40)), [5, 9, 13, 7] * 6]
@@ -140,6 +142,57 @@ def test_a_rank_that_dies_ends_the_job(
             run(llm)
 
 
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 1, "enforce_eager": True}])
+def test_an_engine_that_sleeps_has_no_cache_and_wakes_up_unchanged(
+    options: dict[str, Any], checkpoint: Callable[..., Path]
+) -> None:
+    """Oracle: the answers before, and of an engine with the new weights if they come meanwhile; the resident pages of
+    the cache; a kept request's tokens of a run without sleep."""
+    folders = [checkpoint("qwen3", seed=seed) for seed in (11, 12)]
+    settings = {**OPTIONS, **options, "num_gpu_blocks_override": 512}
+    with LLM(str(folders[1]), **settings) as llm:
+        expected, _ = run(llm)
+    with LLM(str(folders[0]), **settings) as llm:
+        before, _ = run(llm)
+        runner = llm.engine._worker.runner
+        assert runner is not None and resident_bytes(runner.blocks.raw) > 0
+        llm.sleep()
+        assert resident_bytes(runner.blocks.raw) == 0
+        for refused in (llm.resume, lambda: run(llm), lambda: llm.sleep(level=2)):
+            with pytest.raises(RequestError):
+                refused()
+        llm.wake_up()
+        assert run(llm) == (before, [0, 0])
+        llm.sleep()
+        llm.update_weights_from_disk(folders[1])
+        llm.wake_up()
+        assert run(llm) == (expected, [0, 0])
+        request = llm.input_processor.process(PROMPTS[0], PARAMS, request_id="kept")
+        llm._add_all([request], [None])
+        for _ in range(6):
+            llm.step()
+        llm.sleep()
+        llm.wake_up()
+        finished = []
+        while llm.engine.has_unfinished:
+            finished += llm.step().finished
+        assert finished[0].outputs[0].token_ids == expected[0][0]
+
+
+def test_memory_of_a_gpu_is_dropped_below_all_views() -> None:
+    """Oracle: the storage's size, and zeros in every view afterwards; storages of a CPU are as those of a GPU here."""
+    raw = torch.ones(6, 8, dtype=torch.uint8)
+    view = raw.view(torch.float32)[:, :1]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.Tensor, "device", property(lambda tensor: torch.device("cuda")))
+        drop_memory(raw)
+        assert raw.untyped_storage().nbytes() == 0
+        take_memory(raw)
+        assert raw.untyped_storage().nbytes() == 48
+    assert not raw.any() and not view.any()
+
+
 def scores(model: Any, output: RequestOutput) -> torch.Tensor:
     """The trainer's log-probabilities of the generated tokens, with the graph for a gradient."""
     generated = output.outputs[0].token_ids
@@ -217,7 +270,7 @@ def test_requests_that_are_kept_go_on_with_the_new_weights(checkpoint: Callable[
             assert await llm.update_weights(tensors_of(folders[1]).items()) == "1"
             await asyncio.sleep(0.3)
             assert [len(one[-1]) for one in seen] == num_kept and not any(task.done() for task in (*tasks, late))
-            assert await llm.weight_info() == {"weight_version": "1", "is_paused": True}
+            assert await llm.weight_info() == {"weight_version": "1", "is_paused": True, "is_sleeping": False}
             await llm.resume()
             outputs = await asyncio.gather(*tasks, late)
             await llm.pause("wait", timeout_s=10)

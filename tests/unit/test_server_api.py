@@ -151,7 +151,7 @@ def test_weights_and_pauses() -> None:
         assert isinstance(engine, FakeEngine)
         body = {"prompt": ids("a"), "max_tokens": 1000, "ignore_eos": True}
         update = {"model_path": "/weights/7", "weight_version": "step 7"}
-        first = {"weight_version": "default", "is_paused": False}
+        first = {"weight_version": "default", "is_paused": False, "is_sleeping": False}
         assert (await app.get("/weight_info")).json() == first
         running = app.start("POST", "/v1/completions", {**body, "request_id": "one"})
         await until(lambda: engine.num_steps > 2, "a step")
@@ -180,7 +180,15 @@ def test_weights_and_pauses() -> None:
         assert (await app.post("/continue_generation", None)).status == 200
         assert (await held.reply()).json()["usage"]["completion_tokens"] == 3
         assert (await app.post("/pause?mode=wait", None)).json() == {"status": "paused"}
-        assert (await app.get("/weight_info")).json() == {"weight_version": "step 7", "is_paused": True}
+        last = {"weight_version": "step 7", "is_paused": True, "is_sleeping": False}
+        assert (await app.get("/weight_info")).json() == last
+        assert error_of(await app.post("/sleep?level=2", None))["message"].startswith("level is 2")
+        assert (
+            (await app.post("/sleep", None)).json() == {"is_sleeping": True} == (await app.get("/is_sleeping")).json()
+        )
+        assert "wake it up" in error_of(await app.post("/resume", None))["message"]
+        assert (await app.post("/wake_up", None)).json() == {"is_sleeping": False}
+        assert engine.orders[-2:] == ["sleep", "wake_up"] and not engine.is_paused
 
     serve(scenario, FakeEngine(arith, step_delay_s=0.005))
 

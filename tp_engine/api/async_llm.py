@@ -203,8 +203,17 @@ class AsyncLLM:
         await self.engine.act("resume")
         self._ready_outputs.release()
 
+    async def sleep(self, level: int = 1) -> None:
+        """As ``LLM.sleep``."""
+        await self.engine.act("sleep", level=level)
+
+    async def wake_up(self) -> None:
+        """As ``LLM.wake_up``."""
+        await self.engine.act("wake_up")
+        self._ready_outputs.release()
+
     async def weight_info(self) -> dict[str, Any]:
-        """``weight_version``, ``default`` for the weights of the start, and ``is_paused``."""
+        """``weight_version``, ``default`` for the weights of the start, ``is_paused`` and ``is_sleeping``."""
         return await self.engine.act("weight_info")
 
     async def _update_weights(self, weight_version: str | None, flush_cache: bool, **source: Any) -> str:

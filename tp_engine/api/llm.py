@@ -232,6 +232,14 @@ class LLM(Closing):
         """Go on after ``pause``."""
         self._act("resume")
 
+    def sleep(self, level: int = 1) -> None:
+        """As ``pause``; at level 1 all cached prefixes are forgotten, and the memory of the KV cache is free."""
+        self._act("sleep", level=level)
+
+    def wake_up(self) -> None:
+        """Go on after ``sleep``; ``RequestError``, and the engine still sleeps, if there is no memory for the cache."""
+        self._act("wake_up")
+
     @property
     def weight_version(self) -> str:
         """The version of the weights; ``default`` for those of the start."""

@@ -19,6 +19,9 @@ class Actor(Protocol):
     def has_requests(self) -> bool: ...
     @property
     def is_paused(self) -> bool: ...
+
+    is_asleep: bool
+
     @property
     def weight_version(self) -> str: ...
     def pause(self, *, aborts: bool) -> None: ...
@@ -32,6 +35,7 @@ class Actor(Protocol):
 
 
 PAUSE_MODES = ("keep", "abort")
+SLEEP_LEVELS = (0, 1)
 FIRST_VERSION = "default"
 """What the weights of the start are called."""
 
@@ -91,13 +95,43 @@ def pause(engine: Actor, arguments: Arguments) -> dict[str, Any]:
 
 def resume(engine: Actor, _arguments: Arguments) -> dict[str, Any]:
     """Go on after ``pause``."""
+    if engine.is_asleep:
+        raise RequestError("the engine sleeps and has no KV cache; wake it up first")
     engine.resume()
     return {"is_paused": False}
 
 
 def weight_info(engine: Actor, _arguments: Arguments) -> dict[str, Any]:
     """Which weights the engine has, and whether it is paused."""
-    return {"weight_version": engine.weight_version or FIRST_VERSION, "is_paused": engine.is_paused}
+    version = engine.weight_version or FIRST_VERSION
+    return {"weight_version": version, "is_paused": engine.is_paused, "is_sleeping": engine.is_asleep}
+
+
+def sleep(engine: Actor, arguments: Arguments) -> dict[str, Any]:
+    """``pause`` with ``keep``; at ``level`` 1 also forget all cached prefixes, and free the KV cache on all ranks."""
+    level, was_paused = arguments.get("level", 1), engine.is_paused
+    if level not in SLEEP_LEVELS:
+        raise RequestError(f"level is {level!r}; it must be 0 or 1: the weights stay", param="level")
+    engine.pause(aborts=False)
+    if level == 1 and not engine.is_asleep:
+        try:
+            engine.order("sleep", {})
+        except RequestError:
+            if not was_paused:
+                engine.resume()
+            raise
+        engine.reset_prefix_cache()
+        engine.is_asleep = True
+    return {"is_sleeping": True}
+
+
+def wake_up(engine: Actor, _arguments: Arguments) -> dict[str, Any]:
+    """Take the memory of the KV cache again, and go on."""
+    if engine.is_asleep:
+        engine.order("wake_up", {})
+        engine.is_asleep = False
+    engine.resume()
+    return {"is_sleeping": False}
 
 
 def update_weights(engine: Actor, arguments: Arguments) -> dict[str, Any]:
@@ -161,6 +195,8 @@ ACTS: dict[str, Act] = {
     "describe": describe,
     "pause": pause,
     "resume": resume,
+    "sleep": sleep,
+    "wake_up": wake_up,
     "update_weights": update_weights,
     "weight_info": weight_info,
     "reset_prefix_cache": reset_prefix_cache,

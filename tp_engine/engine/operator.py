@@ -26,7 +26,8 @@ class Operator:
     ``standstill`` is a context in which no step is in flight; the output of those that were is appended to ``drained``,
     which ``Engine.step`` gives out unless ``take_drained`` has.  ``obey`` lets all ranks follow the order of a plan.
 
-    ``is_paused``: no step runs.  ``weight_version`` names the weights; empty for those of the start.
+    ``is_paused``: no step runs.  ``is_asleep``: nor is there a KV cache.  ``weight_version`` names the weights; empty
+    for those of the start.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Operator:
         obey: Callable[[StepPlan], Outcome],
     ) -> None:
         self.drained: deque[StepOutput] = deque()
-        self.is_paused = False
+        self.is_paused = self.is_asleep = False
         self.weight_version = ""
         self._num_updates = 0
         self._scheduler = scheduler

@@ -100,6 +100,24 @@ def _add_pauses(app: FastAPI, state: ServerState) -> None:
         """As ``/resume``."""
         return await resume()
 
+    @app.post("/sleep", responses=ANSWERS)
+    async def sleep(request: Request) -> Response:
+        """As ``/pause?mode=keep``; with ``?level=1``, the default, the memory of the KV cache is freed too."""
+        level = request.query_params.get("level", "1")
+        await state.llm.sleep(int(level) if level.isdecimal() else -1)
+        return json_reply({"is_sleeping": True})
+
+    @app.post("/wake_up", responses=ANSWERS)
+    async def wake_up() -> Response:
+        """Go on after ``/sleep``."""
+        await state.llm.wake_up()
+        return json_reply({"is_sleeping": False})
+
+    @app.get("/is_sleeping", responses=ANSWERS)
+    async def is_sleeping() -> Response:
+        """Whether there is no KV cache."""
+        return json_reply({"is_sleeping": (await state.llm.weight_info())["is_sleeping"]})
+
     @app.get("/is_paused", responses=ANSWERS)
     async def is_paused() -> Response:
         """Whether the engine is paused."""

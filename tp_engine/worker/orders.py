@@ -23,6 +23,7 @@ from tp_engine.log import get_logger
 from tp_engine.plan import Order
 from tp_engine.progress import RankPhase
 from tp_engine.worker.adapters import LoadedAdapter
+from tp_engine.worker.sleep import Sleep, WakeUp
 from tp_engine.worker.together import failures
 from tp_engine.worker.weight_update import WeightUpdate
 
@@ -80,9 +81,11 @@ class Trace:
 
 ORDERS: dict[str, Prepare] = {
     "load_adapter": lambda worker, arguments: LoadedAdapter(worker.adapters, **arguments),
+    "sleep": Sleep,
     "start_profile": lambda worker, _arguments: Trace(worker, begins=True),
     "stop_profile": lambda worker, _arguments: Trace(worker, begins=False),
     "update_weights": WeightUpdate,
+    "wake_up": WakeUp,
 }
 
 

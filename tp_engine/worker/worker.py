@@ -86,6 +86,7 @@ class Worker:
         )
         self._device: Device
         self.runner: ModelRunner | None = None
+        self.is_asleep = False  # there is no KV cache (``sleep``)
         self._monitor: MemoryMonitor | None = None
         self.memory: dict[str, int] = {}
         self.num_host_slots = 0
@@ -169,11 +170,21 @@ class Worker:
             counts.copy_(known)
         model.take_adapters(self.runner.model)
         self.runner.take_model(model)
-        graphs = graph_plan(self.effective.config, self._backends[0], self.groups.communicator, model)
-        if graphs is not None:
-            record_steps(graphs, self.runner)
+        if not self.is_asleep:
+            self.record()
         gc.unfreeze()
         self._keep_out_of_garbage_collection()
+        self.empty_cache()
+
+    def record(self) -> None:
+        """Record steps of the runner, which has no recordings; on a GPU a collective."""
+        assert self.runner is not None, "start() comes first"
+        graphs = graph_plan(self.effective.config, self._backends[0], self.groups.communicator, self.runner.model)
+        if graphs is not None:
+            record_steps(graphs, self.runner)
+
+    def empty_cache(self) -> None:
+        """Give memory that is free in this process back to the device."""
         self._device.empty_cache()
 
     def free_bytes(self) -> int:
