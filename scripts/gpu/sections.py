@@ -126,9 +126,9 @@ def _benchmarks(args: argparse.Namespace) -> list[Section]:
         _prompts("prompts_0.6b"),
         _prompts("prompts_8b"),
         _serve(
-            "serve_prompts_0.6b",
+            "serve_prompts",
             "the same with CUDA graphs of steps with prompts",
-            *("--cuda-graph-prefill-sizes", "auto"),
+            *("--cuda-graph-prefill-sizes", "auto", "--served-model-name", "prompts-recorded"),
         ),
         _offline("peers_0.6b", 420, "--shape", "qwen3-0.6b", "--rounds", "1"),
         _offline("offline_14b", 300, "--shape", "qwen3-14b", "--rounds", "1", "--no-peer"),
