@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,48 @@ def make_draft_head(
         folder / "model.safetensors",
     )
     return folder
+
+
+def make_cycle(folder: Path, target_folder: Path) -> tuple[Path, Path]:
+    """Make a model of ``target_folder``, a tiny Llama, that answers every token with the next one of a cycle through
+    the vocabulary, and a head that knows it; the head's folder, then the model's.
+
+    The model's blocks add nothing, so the stream is the embedding, of signs; the head's attention sees itself alone, as
+    no other token has so large a product with it, and adds much to the stream.
+    """
+    tensors = load_file(target_folder / "model.safetensors")
+    vocab_size = len(tensors["lm_head.weight"])
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, (vocab_size, HIDDEN), generator=generator) * 2.0 - 1
+    before = signs.roll(1, 0)  # the token behind i is i + 1
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+        elif name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+    tensors |= {"model.embed_tokens.weight": signs, "lm_head.weight": before.clone()}
+    model = folder / "model"
+    shutil.copytree(target_folder, model)
+    save_file(tensors, model / "model.safetensors")
+    of_token = torch.cat((torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)), 1)
+    own = {f"self_attn.{name}_proj.weight": of_token * factor for name, factor in (("q", 4.0), ("k", 4.0), ("v", 1.0))}
+    own |= {"self_attn.o_proj.weight": torch.eye(HIDDEN) * 8, "mlp.down_proj.weight": torch.zeros(HIDDEN, 96)}
+    norms = dict.fromkeys(("input_layernorm", "hidden_norm", "post_attention_layernorm"), torch.ones(HIDDEN))
+    own |= {f"{name}.weight": ones for name, ones in norms.items()}
+    head = make_draft_head(
+        folder / "head",
+        vocab_size=vocab_size,
+        num_kv_heads=HIDDEN // HEAD_DIM,
+        norm_output=True,
+        state_layers=(0, 1, 2),
+        tensors={
+            **{f"midlayer.{name}": tensor.clone() for name, tensor in own.items()},
+            "fc.weight": torch.zeros(HIDDEN, 3 * HIDDEN),
+            "norm.weight": torch.ones(HIDDEN),
+            "lm_head.weight": before.clone(),
+        },
+    )
+    return head, model
 
 
 class ReferenceHead:

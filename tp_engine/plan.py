@@ -23,6 +23,9 @@ guess 0 at p + 1, the next one guess 1 at p + 2.  All are sampled with the row's
 Of these tokens only that of the row itself counts at once.  Where guesses were right, a later plan says what follows:
 ``kept_rows`` (n,), grouped, have one more computed token for each entry, behind which ``kept_tokens`` (n,) come.
 
+``num_drafts`` asks the ranks' draft head for so many tokens behind each row that is sampled, or 0 for none; they come
+back with the step's result (``StepResult.drafts``).
+
 ``mask_rows`` are those sampled rows whose next token a grammar restricts: row i of ``masks`` has one bit per token id,
 bit t % 32 of word t // 32, set where the token may come.  They hold for this step alone.
 
@@ -185,6 +188,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     adapter_loads: IntArray = NO_PAIRS
     adapter_drops: IntArray = NO_IDS
     wait_load: int = 0
+    num_drafts: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -228,7 +232,8 @@ class StepResult:
     ``logprobs`` (n rows, in the same order, as many alternatives as the greediest row asked for) is None when no row
     asked.  ``prompt_logprobs`` maps a row to the log-probabilities of the prompt positions that this step computed:
     entry i scores the token that follows computed position ``first + i`` of the chunk.  ``pooled`` maps the rows that
-    pool to their hidden states (hidden,), or to logits, one for each of their ``pooled_token_ids``.
+    pool to their hidden states (hidden,), or to logits, one for each of their ``pooled_token_ids``.  ``drafts`` maps
+    rows to what a draft head guesses behind the row's last token that counts, up to ``StepPlan.num_drafts`` tokens.
     """
 
     step_id: int
@@ -236,3 +241,4 @@ class StepResult:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     pooled: dict[int, FloatArray] = field(default_factory=dict)
+    drafts: dict[int, IntArray] = field(default_factory=dict)

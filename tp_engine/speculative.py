@@ -10,7 +10,7 @@ from typing import Any
 from tp_engine.errors import ConfigError
 
 CONFIG_NAME = "speculative_config"
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "eagle3")
 _SHORTEST, _LONGEST = 2, 5
 
 
@@ -28,12 +28,15 @@ class SpeculativeConfig:
     ``suffix_decoding_max_cached_requests`` answers.  A guess has at most ``suffix_decoding_max_spec_factor`` times as
     many tokens as the match, each of which followed in a share of ``suffix_decoding_min_token_prob`` of the matches.
 
+    ``eagle3``: the draft head ``model``, a folder or a hub name, guesses ``num_speculative_tokens`` on the ranks.
+
     A step has at most ``max_step_rows`` decodes, guesses included; where more requests decode, none are guessed.
 
     Raises ``ConfigError`` for what can not be.
     """
 
     method: str = "ngram"
+    model: str | None = None
     num_speculative_tokens: int = 4
     prompt_lookup_min: int = _SHORTEST
     prompt_lookup_max: int = _LONGEST
@@ -47,8 +50,13 @@ class SpeculativeConfig:
         if self.method not in METHODS:
             raise ConfigError(f"{CONFIG_NAME} has the method {self.method!r}; choose one of {', '.join(METHODS)}")
         for spec in dataclasses.fields(self):
-            if spec.name != "method":
+            if spec.name not in ("method", "model"):
                 _check_number(spec.name, getattr(self, spec.name), is_whole=isinstance(spec.default, int))
+        if (self.method == "eagle3") != isinstance(self.model, str):
+            raise ConfigError(
+                f"{CONFIG_NAME} has the method {self.method!r} and the model {self.model!r}; eagle3 needs the folder "
+                "or the hub name of a draft head as its model, and no other method has one"
+            )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"{CONFIG_NAME} has prompt_lookup_min {self.prompt_lookup_min} above prompt_lookup_max "

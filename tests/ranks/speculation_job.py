@@ -65,25 +65,32 @@ def run_kinds(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
         if speculation is not None and kind not in OWN:
             source = Replay(kind, found["own"]["sequences"], case["vocab_size"])
             speculation.sources = GuessSources([source], speculation._most_tokens)
-        before = llm.engine.stats().speculation
-        params = [_params(one) for one in case["params"]]
-        outputs = llm.generate(case["prompts"], params, use_tqdm=False)
-        llm.engine.check_integrity()
-        stats = llm.engine.stats()
-        assert stats.num_used_blocks == 0
-        samples = [sample for output in outputs for sample in output.outputs]
-        found[kind] = {
-            "answers": [[one.token_ids, one.finish_reason, one.stop_reason, one.cumulative_logprob] for one in samples],
-            "logprobs": [
-                [[[token, entry.logprob] for token, entry in place.items()] for place in one.logprobs or ()]
-                for one in samples
-            ],
-            "sequences": [[*output.prompt_token_ids, *one.token_ids] for output in outputs for one in output.outputs],
-            "num_preemptions": stats.num_preemptions,
-            "num_cached_tokens": sum(output.num_cached_tokens for output in outputs),
-        }
-        if before is not None and stats.speculation is not None:
-            found[kind]["num_guessed"] = stats.speculation.num_draft_tokens - before.num_draft_tokens
-            found[kind]["accepted_by"] = {name: right for name, (_, right) in stats.speculation.by_source.items()}
-            found[kind]["num_accepted"] = stats.speculation.num_accepted_tokens - before.num_accepted_tokens
+        found[kind] = run_once(llm, case)
+    return found
+
+
+def run_once(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
+    """Tokens and log-probabilities, and what was guessed."""
+    before = llm.engine.stats().speculation
+    params = [_params(one) for one in case["params"]]
+    outputs = llm.generate(case["prompts"], params, use_tqdm=False)
+    llm.engine.check_integrity()
+    stats = llm.engine.stats()
+    assert stats.num_used_blocks == 0
+    samples = [sample for output in outputs for sample in output.outputs]
+    found: dict[str, Any] = {
+        "answers": [[one.token_ids, one.finish_reason, one.stop_reason, one.cumulative_logprob] for one in samples],
+        "logprobs": [
+            [[[token, entry.logprob] for token, entry in place.items()] for place in one.logprobs or ()]
+            for one in samples
+        ],
+        "sequences": [[*output.prompt_token_ids, *one.token_ids] for output in outputs for one in output.outputs],
+        "num_preemptions": stats.num_preemptions,
+        "num_cached_tokens": sum(output.num_cached_tokens for output in outputs),
+    }
+    if before is not None and stats.speculation is not None:
+        found["num_runs"] = stats.speculation.num_drafts - before.num_drafts
+        found["num_guessed"] = stats.speculation.num_draft_tokens - before.num_draft_tokens
+        found["accepted_by"] = {name: right for name, (_, right) in stats.speculation.by_source.items()}
+        found["num_accepted"] = stats.speculation.num_accepted_tokens - before.num_accepted_tokens
     return found

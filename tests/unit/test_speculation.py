@@ -261,7 +261,7 @@ def test_past_answers_are_guessed() -> None:
 def test_every_method_has_sources() -> None:
     """Oracle: the option's methods."""
     for method in METHODS:
-        assert make_sources(SpeculativeConfig(method=method))
+        assert make_sources(SpeculativeConfig(method=method, model="a head" if method == "eagle3" else None))
 
 
 def test_acceptance_falls_with_failures_and_is_forgotten() -> None:
@@ -286,7 +286,12 @@ def test_acceptance_falls_with_failures_and_is_forgotten() -> None:
         ("{", "which is not JSON"),
         ("4", "it must be a JSON object, such as"),
         ('{"metod": "ngram"}', "names 'metod'; it can set method,"),
-        ('{"method": "eagle3"}', "has the method 'eagle3'; choose one of ngram, suffix"),
+        ('{"method": "medusa"}', "has the method 'medusa'; choose one of ngram, suffix, eagle3"),
+        (
+            '{"method": "eagle3"}',
+            "'eagle3' and the model None; eagle3 needs the folder or the hub name of a draft head",
+        ),
+        ('{"model": "a head"}', "'ngram' and the model 'a head'; eagle3 needs"),
         ('{"num_speculative_tokens": 0}', "num_speculative_tokens 0; it must be an integer, at least 1"),
         ('{"num_speculative_tokens": true}', "num_speculative_tokens True; it must be an integer"),
         ('{"num_speculative_tokens": 17}', "num_speculative_tokens 17; it must be an integer, at least 1, at most 16"),

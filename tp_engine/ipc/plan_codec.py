@@ -34,7 +34,7 @@ from tp_engine.ipc.plan_sections import INT, SECTIONS, ArraySection, Buffer, Num
 from tp_engine.plan import NO_IDS, Control, IntArray, StepPlan
 
 MAGIC = b"TPSP"
-VERSION = 10
+VERSION = 11
 
 _ALIGNMENT = 8
 _HEADER = struct.Struct("<4sIQIIqqI")

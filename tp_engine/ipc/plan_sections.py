@@ -292,5 +292,6 @@ SECTIONS: tuple[Section, ...] = (
     ArraySection("adapter_drops"),
     BytesSection("order"),
     NumberSection("wait_load"),
+    NumberSection("num_drafts"),
 )
 """A section's place here is its bit in the header, and its place among the sections of a plan.  Numbers come last."""

@@ -9,7 +9,7 @@
 The first of several guesses is made of the model's states; each further one has the head's own output in their place.
 
 Two spellings of its config.json are in use: that of the authors (``LlamaForCausalLMEagle3``), and that of the project
-speculators (``Eagle3Speculator``), which has the layer's keys in ``transformer_layer_config``.  The names of keys and
+speculators (``Eagle3Speculator``), with the layer's keys in ``transformer_layer_config``.  The names of keys and
 their defaults are as vLLM reads them.
 """
 
@@ -21,13 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from tp_engine.errors import ConfigError
+from tp_engine.kv_layout import KvKind
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.model_config.source import CONFIG_FILE, MODEL_FILES, read_json, resolve_model_folder, stored_names
 from tp_engine.model_config.spec import ModelSpec, NormSpec, QkNormSpec
 
-_OWN, _SPECULATORS = "LlamaForCausalLMEagle3", "Eagle3Speculator"
+_AUTHORS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+_SPECULATORS = ("Eagle3Speculator", "Eagle3DraftModel")
 _LAYER_PATHS = ("midlayer", "layers.0")
 _NOT_READ = ("t2d", "verifier_norm.", "verifier_lm_head.")
 _TRANSFORMER_LAYERS = ("llama", "qwen3")
@@ -61,6 +63,12 @@ class DraftHeadSpec:
     has_embedding: bool
     has_map: bool
 
+    @property
+    def kv_kind(self) -> KvKind:
+        """What its layer keeps in the cache."""
+        (attention,) = self.model.attentions
+        return attention.kv_kind
+
 
 def load_draft_head(name: str, target: ModelSpec) -> tuple[DraftHeadSpec, Path]:
     """The head in folder or hub repository ``name``, which must fit the model ``target``, and its local folder.
@@ -77,15 +85,12 @@ def load_draft_head(name: str, target: ModelSpec) -> tuple[DraftHeadSpec, Path]:
 def read_draft_head(values: Mapping[str, Any], stored: set[str], target: ModelSpec) -> DraftHeadSpec:
     """Parse a head's config.json; ``stored`` are the names of its tensors."""
     whole = ConfigJson(values)
-    if whole.architecture == _SPECULATORS:
-        reader, is_qwen3 = _open_speculators(whole, values)
-    elif whole.architecture == _OWN:
-        reader, is_qwen3 = DecoderReader(whole), False
-    else:
-        raise whole.refusal(
-            "architectures", [whole.architecture], f"a draft head is a {_OWN} or a {_SPECULATORS}", "use such a head"
-        )
-    return _read(_Options(whole, reader, has_defaults_of_authors=whole.architecture == _OWN), is_qwen3, stored, target)
+    name, is_authors = whole.architecture, whole.architecture in _AUTHORS
+    if not is_authors and name not in _SPECULATORS:
+        rule = f"a draft head is one of {', '.join(_AUTHORS + _SPECULATORS)}"
+        raise whole.refusal("architectures", [name], rule, "use such a head")
+    reader, is_qwen3 = (DecoderReader(whole), False) if is_authors else _open_speculators(whole, values)
+    return _read(_Options(whole, reader, norm_before_residual=not is_authors), is_qwen3, stored, target)
 
 
 def _open_speculators(whole: ConfigJson, values: Mapping[str, Any]) -> tuple[DecoderReader, bool]:
@@ -103,21 +108,23 @@ def _open_speculators(whole: ConfigJson, values: Mapping[str, Any]) -> tuple[Dec
             "use one",
         )
     types = {name: values[name] for name in ("dtype", "torch_dtype") if values.get(name)}
-    part = {**inner, **types, "architectures": [_SPECULATORS]}
+    part = {**inner, **types, "architectures": [whole.architecture]}
     return DecoderReader(ConfigJson(part, "config.json: transformer_layer_config")), kind == "qwen3"
 
 
 class _Options:
-    """The keys that only heads have: of the ``whole`` config.json, and of ``eagle_config`` in it."""
+    """The keys that only heads have: of the ``whole`` config.json, and of ``eagle_config`` in it.
 
-    def __init__(self, whole: ConfigJson, reader: DecoderReader, *, has_defaults_of_authors: bool) -> None:
+    ``norm_before_residual`` is the default of that key."""
+
+    def __init__(self, whole: ConfigJson, reader: DecoderReader, *, norm_before_residual: bool) -> None:
         self.whole, self.reader = whole, reader
         self._nested = whole.take_object("eagle_config") or ConfigJson({}, "config.json: eagle_config")
         self._nested.expect("use_aux_hidden_state", bool, True)
         whole.expect("parallel_drafting", bool, False)
         self.vocab_size = whole.take_positive("draft_vocab_size", reader.vocab_size)
         self.state_width = whole.take_positive("target_hidden_size", reader.hidden_size)
-        self.norm_before_residual = whole.take("norm_before_residual", bool, not has_defaults_of_authors)
+        self.norm_before_residual = whole.take("norm_before_residual", bool, norm_before_residual)
         self.norm_before_fc = self._nested.take("norm_before_fc", bool) or whole.take("norm_before_fc", bool)
         self.fc_norm = whole.take("fc_norm", bool)
         self.norm_output = whole.take("norm_output", bool)

@@ -11,6 +11,7 @@ The K/V of position p are made of the model's states at p and of token p + 1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class DraftHead(nn.Module):
             if spec.has_embedding
             else None
         )
-        self._embed = (model.embed_tokens if self.own_embedding is None else self.own_embedding).__call__
+        self.embed_as(model)
         self.input_norm = Norm(layer.input_norm, hidden, context=layer_context.at(layer.input_norm.name))
         self.hidden_norm = Norm(spec.hidden_norm, hidden, context=layer_context.at(spec.hidden_norm.name))
         self.rope = RotaryEmbedding(head.ropes[0], max_model_len, dtype=context.dtype, device=context.device)
@@ -91,6 +92,20 @@ class DraftHead(nn.Module):
             source = Source(name="d2t", shape=size, taken=whole(size), target=whole(size), dtype=torch.int64, init=0.0)
             self.d2t = context.parameter(size, (source,), dtype=torch.int64)
         self._joins = (Join(None, self.mlp_norm, 1.0, context=context), Join(None, self.norm, 1.0, context=context))
+
+    def embed_as(self, model: CausalLM) -> None:
+        """Use the embedding of ``model``, unless the head has its own."""
+        embedding = model.embed_tokens if self.own_embedding is None else self.own_embedding
+        self._embed: Callable[[torch.Tensor], torch.Tensor] = embedding.__call__  # no module of the head
+
+    def new_states(self, num_tokens: int) -> torch.Tensor:
+        """Room for the model's states of ``num_tokens``, (num_tokens, layers * hidden)."""
+        return self.mlp_norm.weight.new_empty((num_tokens, self._spec.state_size))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the model's states of one token."""
+        return self._spec.state_size * self.mlp_norm.weight.itemsize
 
     @property
     def attention_layer(self) -> Attention:

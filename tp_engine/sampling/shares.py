@@ -81,14 +81,17 @@ def decide_maximum(stack: torch.Tensor) -> torch.Tensor:
     return unpack_keys(stack.amax(0))[0]
 
 
+def greedy_share(logits: torch.Tensor, vocab: VocabSlice) -> torch.Tensor:
+    """GREEDY: (m, 1) int64.  ``logits`` (m, num_ids)."""
+    return best_keys(logits, vocab.first)[:, None] if vocab.num_ids else _no_keys(logits)
+
+
 def best_share(
     logits: torch.Tensor, group: RowGroup, keys: torch.Tensor | None, vocab: VocabSlice, maximum: torch.Tensor | None
 ) -> torch.Tensor:
     """GREEDY, ANY: (m, 1) int64.  ``logits`` (m, num_ids), noise ``keys`` (m, 2), ``maximum`` (m, 1) for min_p."""
-    if vocab.num_ids == 0:
-        return _no_keys(logits)
-    if group.way is Way.GREEDY:
-        return best_keys(logits, vocab.first)[:, None]
+    if vocab.num_ids == 0 or group.way is Way.GREEDY:
+        return greedy_share(logits, vocab)
     assert keys is not None
     token_ids = torch.arange(vocab.first, vocab.first + vocab.num_ids, dtype=torch.int32, device=logits.device)
     parts = []

@@ -5,6 +5,7 @@
     source       its guesses come from                                          files
     ngram        the request's own text (prompt lookup)                         guesses.py
     suffix       other requests' answers                                        suffix_source.py
+    eagle3       the ranks' draft head                                          guesses.py
     grammar      what a request's grammar forces; with every method             grammar_guesses.py
 
 A source is a ``GuessSource`` with a name.  ``_SOURCES`` makes it from the configuration, ``_OF_METHOD`` says which
@@ -30,7 +31,7 @@ import numpy.typing as npt
 
 from tp_engine.plan import NO_IDS, IntArray, StepResult
 from tp_engine.sched.grammar_guesses import GrammarSource
-from tp_engine.sched.guesses import Guess, GuessSource, NgramSource
+from tp_engine.sched.guesses import DraftedSource, Guess, GuessSource, NgramSource
 from tp_engine.sched.sequence import Sequence
 from tp_engine.sched.suffix_source import SuffixSource
 from tp_engine.speculative import SpeculativeConfig
@@ -47,9 +48,12 @@ _SOURCES: Mapping[str, Callable[[SpeculativeConfig], GuessSource]] = MappingProx
     {
         "ngram": lambda config: NgramSource(config.prompt_lookup_min, config.prompt_lookup_max),
         "suffix": SuffixSource,
+        "eagle3": lambda config: DraftedSource(),
     }
 )
-_OF_METHOD: Mapping[str, tuple[str, ...]] = MappingProxyType({"ngram": ("ngram",), "suffix": ("suffix", "ngram")})
+_OF_METHOD: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"ngram": ("ngram",), "suffix": ("suffix", "ngram"), "eagle3": ("eagle3",)}
+)
 
 
 def make_sources(config: SpeculativeConfig) -> list[GuessSource]:
@@ -112,6 +116,11 @@ class GuessSources:
         every = (self._forced, *self._sources)
         self._acceptance = {one.name: Acceptance(one.most_matched, most_tokens) for one in every}
         self.counts = {one.name: (0, 0) for one in every}  # guesses that were verified, and those that were right
+
+    @property
+    def are_drafted(self) -> bool:
+        """Whether the ranks are to draft tokens."""
+        return any(isinstance(one, DraftedSource) for one in self._sources)
 
     @property
     def names(self) -> list[str]:

@@ -1,4 +1,5 @@
-"""What a guess is, what makes guesses, and the simplest source of them: the request's own text (prompt lookup)."""
+"""What a guess is, what makes guesses, and the simplest sources: the request's own text (prompt lookup), and drafts of
+the ranks."""
 
 from __future__ import annotations
 
@@ -70,3 +71,25 @@ class NgramSource(GuessSource):
         # A guess that reaches the end of the text goes on with itself: the text repeats with this period.
         places = end + 1 + np.arange(count) % (length - 1 - end)
         return Guess(tokens[places], matched)
+
+
+class DraftedSource(GuessSource):
+    """What the ranks' draft head guessed in the last step behind each row's newest token.
+
+    Nothing for a request with a grammar: what that forces comes first, so these drafts are behind another token.
+    """
+
+    name = "eagle3"
+    most_matched = 0
+
+    def __init__(self) -> None:
+        self._drafts: dict[int, IntArray] = {}
+
+    def guess(self, sequence: Sequence, tokens: IntArray, count: int) -> Guess:
+        """See ``GuessSource``."""
+        drafts = None if sequence.constraint is not None else self._drafts.get(sequence.row)
+        return NO_GUESS if drafts is None else Guess(drafts[:count], 0)
+
+    def take(self, result: StepResult) -> None:
+        """See ``GuessSource``."""
+        self._drafts = result.drafts

@@ -96,6 +96,7 @@ class Speculation:
         self._stops = stops
         self._fill_masks = fill_masks
         self.sources = GuessSources(make_sources(config) if sources is None else sources, self._most_tokens)
+        self._num_drafts = self._most_tokens if self.sources.are_drafted else 0
         self._found: list[Run] = []
         self._verifying: list[Run] = []
         self._kept: list[Run] = []
@@ -189,10 +190,12 @@ class Speculation:
             draft.lane_tokens = np.concatenate([run.tokens for run in self._verifying])
 
     def _room(self, draft: StepDraft, run: Run) -> int:
-        """Guesses for which the row has slots behind that of its own token; it gets free blocks for them."""
+        """Guesses for which the row has slots behind that of its own token; it gets free blocks for them, and for what
+        the ranks draft behind them."""
         blocks, row = self._batch.blocks, run.row
         end = int(self._rows.num_scheduled[row]) + 1
-        count = blocks.blocks_for(end + len(run.tokens)) - int(self._rows.num_blocks[row])
+        room = min(end + len(run.tokens) + self._num_drafts, int(self._rows.max_tokens[row]))
+        count = blocks.blocks_for(room) - int(self._rows.num_blocks[row])
         if count > 0 and row not in draft.block_rows and blocks.has_room(count * blocks.num_groups):
             draft.add_blocks(np.full(count, row, dtype=np.int32), blocks.grow(row, count))
         return int(self._rows.capacity[row]) - end
@@ -300,7 +303,12 @@ class Speculation:
         return slice_logprobs(verified.logprobs, first, first + len(run.kept), asked)
 
     def hand_over(self, plan: StepPlan) -> StepPlan:
-        """The next plan: it begins with the tokens that were kept since the last one, and its lanes have masks."""
+        """The next plan: it begins with the tokens that were kept since the last one, its lanes have masks, and it asks
+        for drafts if the rows of the step after it may have guesses."""
+        if self._num_drafts:
+            num_sampled = len(plan.decode_rows) - len(plan.lane_rows) + int(plan.prefill_samples.sum())
+            if 0 < 2 * num_sampled <= self._most_rows:
+                plan = msgspec.structs.replace(plan, num_drafts=self._num_drafts)
         masked = [run for run in self._verifying if run.masks is not None]
         if masked:
             lanes = [np.arange(run.first, run.first + len(run.tokens), dtype=np.int32) for run in masked]

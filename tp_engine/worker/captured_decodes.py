@@ -58,13 +58,15 @@ class CapturedDecodes:
         decodes: DecodeBatch,
         sampler: RecordedSampler,
         states: RowStates | None = None,
+        head_states: torch.Tensor | None = None,
     ) -> None:
+        """``head_states`` (rows, state_size) is where the model leaves its states for a draft head."""
         self._model = model
         self._backends = backends
         self._decodes = decodes
         self._sampler = sampler
         decodes.set_rows(NO_IDS, sizes[-1])
-        self._states = states
+        self._states, self._head_states = states, head_states
         self._forward = DecodeGraphs(sizes, recorder, self._run_model, self._keep_states)
         self._finish = {kind: DecodeGraphs(sizes, recorder, partial(self._sample, kind)) for kind in sampler.kinds}
 
@@ -102,8 +104,9 @@ class CapturedDecodes:
         inputs = self._decodes.prepare(size)
         metadata = self._decodes.metadata(inputs, self._decodes.recorded_seq_lens(inputs))
         prepare_groups(self._backends, metadata)
+        room = None if self._head_states is None else self._head_states[:size]
         with forward_context(metadata):
-            hidden: torch.Tensor = self._model(inputs.input_ids, inputs.positions)
+            hidden: torch.Tensor = self._model(inputs.input_ids, inputs.positions, None, room)
         return hidden
 
     def _sample(self, kind: StepKind, size: int) -> torch.Tensor:

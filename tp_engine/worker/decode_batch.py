@@ -23,7 +23,8 @@ class PrefillInputs:
     """Inputs of a step of N tokens in which the P prefills are filled in, but not the decodes before them.
 
     ``input_ids`` (N,) int32, ``positions`` (N,) int64, ``slot_mapping`` (G, N) int64; of the prefills alone ``rows``
-    (P,) int64 and ``seq_lens`` (P,) int32.
+    (P,) int64 and ``seq_lens`` (P,) int32.  ``places`` (N,) int64 are those of the tokens in the flattened
+    token table.
     """
 
     input_ids: torch.Tensor
@@ -31,6 +32,7 @@ class PrefillInputs:
     slot_mapping: torch.Tensor
     rows: torch.Tensor
     seq_lens: torch.Tensor
+    places: torch.Tensor
 
 
 class DecodeBatch:

@@ -24,6 +24,7 @@ from tp_engine.model_config import (
     resolve_max_model_len,
 )
 from tp_engine.model_config.adapter import read_adapter_config
+from tp_engine.model_config.draft_head import DraftHeadSpec, load_draft_head
 from tp_engine.model_config.pooling import TEXT, PoolingSpec, read_pooling, without_head
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.tp_invariant import check_tp_invariant
@@ -40,14 +41,23 @@ _MIN_FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, kw_only=True)
+class LocalHead:
+    """A draft head, and the local folder that it comes from."""
+
+    spec: DraftHeadSpec
+    path: Path
+
+
+@dataclass(frozen=True, kw_only=True)
 class EffectiveConfig:
-    """``config`` without any ``auto``, the parsed ``model`` and the local folder it came from."""
+    """``config`` without any ``auto``, the parsed ``model`` and the local folder it came from, its ``draft_head``."""
 
     config: EngineConfig
     model: ModelSpec
     model_path: Path
     pooling: PoolingSpec = TEXT
     num_hosts: int = 1
+    draft_head: LocalHead | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -79,6 +89,11 @@ class EffectiveConfig:
         """The slots for adapters, if there are any."""
         config = self.config
         return AdapterLimits(max_loras=config.max_loras, max_rank=config.max_lora_rank) if config.enable_lora else None
+
+    @property
+    def draft_group(self) -> int:
+        """The group of layers that the draft head's layer is in, the one behind the model's."""
+        return self.model.kv_layout_on(self.config.tensor_parallel_size).place_of(self.model.num_layers)[0]
 
     @property
     def num_lanes(self) -> int:
@@ -131,7 +146,9 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
         max_model_len=resolve_max_model_len(model, config.max_model_len),
         num_state_snapshots=_resolve_snapshots(config, model),
     )
-    _check_speculation(config, model)
+    head = _resolve_head(config, model)
+    if head is not None:
+        model = dataclasses.replace(model, beside=head.spec.kv_kind)
     _check_adapters(config, pooling)
     capture_sizes(config.cuda_graph_sizes, config.max_num_seqs)  # raises for wrong sizes
     prefill_sizes(config.cuda_graph_prefill_sizes, config.max_num_batched_tokens)
@@ -145,15 +162,31 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     effective = dataclasses.replace(effective, attention_backend=check_backend(config.attention_backend, needs))
     if effective.tp_invariant:
         check_tp_invariant(effective, model)
-    return EffectiveConfig(config=effective, model=model, model_path=path, pooling=pooling, num_hosts=num_hosts)
+    return EffectiveConfig(
+        config=effective, model=model, model_path=path, pooling=pooling, num_hosts=num_hosts, draft_head=head
+    )
 
 
-def _check_speculation(config: EngineConfig, model: ModelSpec) -> None:
-    if config.speculative_config is not None and model.kv_layout.states is not None:
+def _resolve_head(config: EngineConfig, model: ModelSpec) -> LocalHead | None:
+    """The draft head, if there is to be one.  Raises ``ConfigError`` if guesses, or the head, do not suit the model."""
+    speculation = SpeculativeConfig.of(config.speculative_config)
+    if speculation is None:
+        return None
+    if model.kv_layout.states is not None:
         raise ConfigError(
             f"{CONFIG_NAME} is {config.speculative_config!r}, but layers of this {model.architecture} have recurrent "
             "states, from which a wrong guess can not be taken back: leave it out"
         )
+    if speculation.model is None:
+        return None
+    if any(one.latent is not None for one in model.attentions):
+        raise ConfigError(
+            f"{CONFIG_NAME} is {config.speculative_config!r}, but this {model.architecture} keeps latents, and a draft "
+            "head keeps keys and values beside the model's: set the method ngram or suffix"
+        )
+    spec, path = load_draft_head(speculation.model, model)
+    check_tensor_parallel(spec.model, config.tensor_parallel_size)
+    return LocalHead(spec=spec, path=path)
 
 
 def _check_adapters(config: EngineConfig, pooling: PoolingSpec) -> None:
@@ -201,12 +234,13 @@ def _attention_needs(config: EngineConfig, model: ModelSpec, devices: DeviceMap)
     has_gpu = config.device == "cuda" and torch.cuda.is_available()
     indices = set(devices.indices)
     attentions = model.attentions
+    kinds = [attention.kv_kind for attention in attentions] + ([] if model.beside is None else [model.beside])
     return AttentionNeeds(
         device_type=config.device,
         dtype=_TORCH_DTYPES[config.dtype],
         kv_cache_dtype=_KV_CACHE_DTYPES[config.kv_cache_dtype],
         block_size=config.block_size,
-        head_dims=tuple(sorted({attention.kv_kind.head_dim for attention in attentions})),
+        head_dims=tuple(sorted({kind.head_dim for kind in kinds})),
         has_softcap=any(attention.softcap is not None for attention in attentions),
         has_sinks=any(attention.has_sinks for attention in attentions),
         has_latents=any(attention.latent is not None for attention in attentions),

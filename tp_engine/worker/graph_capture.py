@@ -21,6 +21,7 @@ from tp_engine.kernels.ops import has_triton
 from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.ranks.collectives import Communicator
+from tp_engine.speculative import SpeculativeConfig
 from tp_engine.worker.captured_decodes import CudaRecorder, Recorder
 from tp_engine.worker.device import Device
 from tp_engine.worker.model_runner import ModelRunner
@@ -88,6 +89,8 @@ def _prompt_sizes(config: EngineConfig, backend: AttentionBackend, model: Causal
     obstacle = None
     if not backend.can_capture_prompts:
         obstacle = f"the attention backend {backend.name} plans prompts on the host"
+    elif (speculation := SpeculativeConfig.of(config.speculative_config)) is not None and speculation.model is not None:
+        obstacle = "a draft head reads what layers make of prompts"
     elif model.state_layers:
         obstacle = "some layers have recurrent states, whose prompts are planned on the host"
     if tokens and obstacle is not None:

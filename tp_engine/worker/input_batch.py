@@ -6,6 +6,7 @@ Per row, changed only by plans::
     block_table  host and device  block ids in order, a table for each group of layers (kv_layout.py)
     num_computed host and device  tokens whose K/V is in the cache; each side counts decode steps for itself
     num_prompt   host             tokens of the prompt
+    num_blocks   host             blocks in use of each of its tables
 
 In every step the device makes the inputs of decodes from these tables (decode_batch.py), and the host makes those of
 prefills.  A step's inputs are the decodes', then the prefills'.  The host never needs the value of a generated token,
@@ -15,25 +16,18 @@ so a step can be prepared before the last one has ended.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tp_engine.attention.base import AttentionMetadata
 from tp_engine.kernels.decode_inputs import RowTables, padded_room
 from tp_engine.layers.upload import upload_all
-from tp_engine.plan import PAD_SLOT, Admission, IntArray, StepPlan
+from tp_engine.plan import Admission, IntArray, StepPlan
 from tp_engine.units import ceil_div
 from tp_engine.worker.decode_batch import DecodeBatch, PrefillInputs
 from tp_engine.worker.lanes import Lanes, MirroredTable, places_in_runs
-from tp_engine.worker.step_inputs import BatchLayout, StepInputs, make_layout
-
-SlotArray: TypeAlias = npt.NDArray[np.int64]
-AnyIntArray: TypeAlias = npt.NDArray[np.integer[Any]]
-
-MAX_SLOT = int(np.iinfo(np.int32).max)
+from tp_engine.worker.step_inputs import BatchLayout, SlotArray, StepInputs, make_layout, slots_for
 
 
 class InputBatch:
@@ -59,7 +53,7 @@ class InputBatch:
         self._flat_token_ids = self._token_ids.view(-1)
         self._last_decodes: BatchLayout | None = None
         self._block_table = MirroredTable((num_groups, num_rows, ceil_div(max_model_len, block_size)), device)
-        self._num_blocks = np.zeros(num_rows, dtype=np.int32)
+        self.num_blocks = np.zeros(num_rows, dtype=np.int32)
         self._computed = MirroredTable((num_rows,), device)
         self.num_computed = self._computed.host
         self.num_prompt = np.zeros(num_rows, dtype=np.int32)
@@ -86,13 +80,13 @@ class InputBatch:
         if len(plan.kept_rows):
             self._lanes.keep(plan.kept_rows, plan.kept_tokens)
         if len(plan.released):
-            self._num_blocks[plan.released] = 0
+            self.num_blocks[plan.released] = 0
         if plan.admitted:
             self._admit(plan.admitted)
         if len(plan.block_rows):
             self._append_blocks(plan.block_rows, plan.block_ids)
         if len(plan.lane_rows):
-            most = int(self._num_blocks[plan.lane_rows].max())
+            most = int(self.num_blocks[plan.lane_rows].max())
             self._lanes.fill(plan.lanes, plan.lane_rows, plan.lane_tokens, most)
 
     def _admit(self, admitted: Sequence[Admission]) -> None:
@@ -103,7 +97,7 @@ class InputBatch:
             self.num_prompt[row] = admission.num_prompt_tokens
             self.num_computed[row] = admission.num_computed_tokens
         self._computed.push(rows)
-        self._num_blocks[rows] = 0
+        self.num_blocks[rows] = 0
         block_ids = [admission.block_ids for admission in admitted]
         counts = [len(ids) // self._num_groups for ids in block_ids]
         self._append_blocks(rows.repeat(counts), np.concatenate(block_ids))
@@ -115,9 +109,9 @@ class InputBatch:
         """
         if not len(rows):
             return
-        columns = self._num_blocks[rows] + places_in_runs(rows)
+        columns = self.num_blocks[rows] + places_in_runs(rows)
         self._block_table.host[:, rows, columns] = block_ids.reshape(len(rows), self._num_groups).T
-        self._num_blocks[rows] = columns + 1  # of a row's entries numpy enters the last
+        self.num_blocks[rows] = columns + 1  # of a row's entries numpy enters the last
         self._block_table.push(rows, columns)
 
     def prepare(self, plan: StepPlan) -> StepInputs:
@@ -164,6 +158,7 @@ class InputBatch:
             ),
             sampled_positions=seq_lens[layout.samples],
             prefill_places=sampled_places if len(sampled_places) else None,
+            places=prefills.places,
         )
 
     def _prefills(self, layout: BatchLayout, ends: IntArray) -> tuple[PrefillInputs, torch.Tensor]:
@@ -183,6 +178,7 @@ class InputBatch:
             slot_mapping=on_device[2][:, :num_tokens],
             rows=layout.prefill_index,
             seq_lens=on_device[3],
+            places=on_device[0],
         )
         return prefills, on_device[4]
 
@@ -218,39 +214,6 @@ class InputBatch:
         if last is None or not np.array_equal(last.rows, plan.decode_rows):
             self._last_decodes = last = make_layout(plan, self._device)
         return last
-
-
-def slots_for(
-    block_tables: IntArray, row_index_per_token: AnyIntArray, positions: AnyIntArray, block_size: int
-) -> SlotArray:
-    """Slots (..., N) int64 of N tokens of many rows: where their K/V lies in the paged cache.
-
-    A slot is ``block_id * block_size + offset``.  With block_size 4 and the block table [5, 2]::
-
-        position    0  1  2  3 |  4  5  6  7
-        block             5    |        2
-        slot       20 21 22 23 |  8  9 10 11
-
-    ``block_tables`` (..., rows, blocks per row), such as one for each group of layers; token i is at ``positions[i]``
-    (N,) of row ``row_index_per_token[i]`` (N,).  A negative position is padding and gets ``PAD_SLOT``.  Every slot fits
-    in 32 bits, which kernels rely on.
-    """
-    blocks = block_tables[..., row_index_per_token, positions // block_size].astype(np.int64)
-    slots: SlotArray = blocks * block_size + positions % block_size
-    if not slots.size:
-        return slots
-    padding = positions < 0
-    if padding.any():
-        slots[..., padding] = 0
-    assert slots.max() <= MAX_SLOT, f"slot {slots.max()} does not fit in 32 bits"
-    assert slots.min() >= 0, "a token lies in a block that its table does not hold"
-    slots[..., padding] = PAD_SLOT
-    return slots
-
-
-def slot_mapping(block_table_row: IntArray, positions: AnyIntArray, block_size: int) -> SlotArray:
-    """Slots (N,) int64 of N tokens of one row, see ``slots_for``."""
-    return slots_for(block_table_row[np.newaxis], np.zeros_like(positions), positions, block_size)
 
 
 def _behind(room: int, values: SlotArray, width: int) -> SlotArray:

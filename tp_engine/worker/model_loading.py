@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tp_engine.advice.weight_sizes import local_weight_bytes
 from tp_engine.attention.base import Backends
 from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM, build_model
+from tp_engine.models.draft_head import DraftHead, build_draft_head
 from tp_engine.ranks.groups import RankGroups
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.units import format_gib
-from tp_engine.weights.loader import load_weights
+from tp_engine.weights.loader import LoadReport, load_weights
 from tp_engine.worker.device import Device
 from tp_engine.worker.effective_config import EffectiveConfig
 
@@ -45,6 +47,7 @@ def load_model(
         enable_expert_parallel=config.enable_expert_parallel,
         tp_invariant=config.tp_invariant,
         adapters=effective.adapters,
+        state_layers=() if effective.draft_head is None else effective.draft_head.spec.state_layers,
     )
     report = load_weights(
         dict(model.named_parameters()),
@@ -55,9 +58,36 @@ def load_model(
         seed=config.seed,
         note_read=note_read,
     )
+    _log_report(report)
+    return model
+
+
+def load_head(
+    effective: EffectiveConfig, groups: RankGroups, backends: Backends, device: Device, model: CausalLM
+) -> DraftHead | None:
+    """The configured draft head of ``model``, if there is one; ``finish_loading`` comes next."""
+    head, config = effective.draft_head, effective.config
+    if head is None:
+        return None
+    draft_head = build_draft_head(
+        head.spec,
+        model,
+        communicator=groups.communicator,
+        dtype=effective.dtype,
+        device=device.torch_device,
+        backends=backends,
+        group=effective.draft_group,
+        max_model_len=effective.max_model_len,
+    )
+    parameters = dict(draft_head.named_parameters())
+    how: dict[str, Any] = {"info": groups.info, "load_format": config.load_format, "seed": config.seed}
+    _log_report(load_weights(parameters, head.spec.model, head.path, **how))
+    return draft_head
+
+
+def _log_report(report: LoadReport) -> None:
     rate = report.bytes_read / max(report.seconds, 1e-9) / 1e9
     logger.info("read %d tensors, %.3f GB at %.2f GB/s", report.num_tensors, report.bytes_read / 1e9, rate)
-    return model
 
 
 def weight_bytes(effective: EffectiveConfig, *, active_only: bool = False, as_read: bool = False) -> int:

@@ -20,6 +20,7 @@ from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.adapters import RankAdapters
 from tp_engine.worker.captured_decodes import CapturedDecodes, Recorder
 from tp_engine.worker.captured_prompts import CapturedPrompts
+from tp_engine.worker.drafter import Drafter
 from tp_engine.worker.host_tier import HostTier
 from tp_engine.worker.input_batch import InputBatch
 from tp_engine.worker.kv_cache import KvBlocks
@@ -39,7 +40,8 @@ class ModelRunner:
     """One rank's model, persistent batch, KV cache (``blocks``, and a host ``tier`` if there is one) and sampler.
 
     ``states`` are the rows' recurrent ones, if some layers have one; ``adapters`` what the model takes of these, if it
-    takes any.  ``check`` raises if another rank has ended, while this one waits for its device.
+    takes any; ``drafter`` guesses behind each step.  ``check`` raises if another rank has ended, while this one waits
+    for its device.
 
     ``backends`` has one entry per group of layers (``kv_layout``), as the tables of ``batch``.  ``named`` names the
     parts of a step for profilers.
@@ -59,13 +61,14 @@ class ModelRunner:
         tier: HostTier | None = None,
         states: RowStates | None = None,
         adapters: RankAdapters | None = None,
+        drafter: Drafter | None = None,
         check: Check = never_fails,
     ) -> None:
         self._model = model
         self._backends = backends
         self._batch = batch
         self.blocks, self.tier, self.states, self.adapters = blocks, tier, states, adapters
-        self._communicator = communicator
+        self._communicator, self._drafter = communicator, drafter
         self._sampling = sampling
         self._progress = progress
         self._note_inputs = note_inputs
@@ -100,7 +103,8 @@ class ModelRunner:
     def take_model(self, model: CausalLM) -> None:
         """Run ``model`` from the next step on: it has the K/V and the states of the one before, and no recordings."""
         self.forget_captured()
-        self.blocks.bind(model.attention_layers)
+        more = [] if self._drafter is None else [self._drafter.take_model(model)]
+        self.blocks.bind([*model.attention_layers, *more])
         if self.states is not None:
             self.states.bind(model.state_layers)
         self._model = self._scored.model = model
@@ -119,6 +123,7 @@ class ModelRunner:
             decodes=self._batch.decodes,
             sampler=recorded_sampler(self._sampler, self._sampling, self._communicator),
             states=self.states,
+            head_states=None if self._drafter is None else self._drafter.decode_states,
         )
         return self._captured
 
@@ -159,20 +164,26 @@ class ModelRunner:
             inputs = self._prepare(plan)
         is_scored = not inputs.layout.is_decode_only and self._scored.any_of(inputs.layout.rows)
         grouped = None if adapters is None else adapters.group(inputs.layout, plan.rows_epoch)
+        drafter, drafts = self._drafter, None
+        states = None if drafter is None else drafter.room(len(inputs.input_ids))
         with self.named("model"), forward_context(inputs.attention), adapting(grouped):
-            hidden = self._model(inputs.input_ids, inputs.positions, None if is_scored else inputs.layout.wanted)
+            wanted = None if is_scored else inputs.layout.wanted
+            hidden = self._model(inputs.input_ids, inputs.positions, wanted, states)
         with self.named("sample"):
             prompt_logprobs = self._scored.score(inputs, hidden) if is_scored else {}
             sampled = hidden.index_select(0, inputs.layout.logit_index) if is_scored else hidden
             token_ids, logprobs, pooled = self._sample(inputs, sampled)
             self._batch.advance(inputs, token_ids)
             fetch = self._readback.fetch
+            if drafter is not None and states is not None:
+                drafts = drafter.follow(plan, inputs, states, token_ids, fetch)
             return PendingStep(
                 step_id=plan.step_id,
                 token_ids=None if token_ids is None else self._readback.start(token_ids),
                 logprobs=None if logprobs is None else logprobs.to_host(fetch),
                 prompt_logprobs={row: found.to_host(fetch) for row, found in prompt_logprobs.items()},
                 pooled=None if pooled is None else pooled.to_host(fetch),
+                drafts=drafts,
             )
 
     def _prepare(self, plan: StepPlan) -> StepInputs:
@@ -189,7 +200,10 @@ class ModelRunner:
         with self.named("replay"):
             token_ids, logprobs = captured.run(rows, self._batch.num_computed[rows] + 1, plan.rows_epoch)
         self._batch.count_computed(rows)
-        return self._replayed(plan.step_id, token_ids, logprobs)
+        pending = self._replayed(plan.step_id, token_ids, logprobs)
+        if self._drafter is not None:
+            pending.drafts = self._drafter.follow_decodes(plan, token_ids, self._readback.fetch)
+        return pending
 
     def _recorded_size(self, plan: StepPlan, prompts: CapturedPrompts) -> StepSize | None:
         """The recording for a step with prompts; None if it is launched, as where more than sampled tokens is read."""

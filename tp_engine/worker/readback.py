@@ -38,6 +38,7 @@ class PendingStep:
     logprobs: Callable[[], TokenLogprobs] | None = None
     prompt_logprobs: dict[int, Callable[[], TokenLogprobs]] = field(default_factory=dict)
     pooled: Callable[[], dict[int, FloatArray]] | None = None
+    drafts: Callable[[], dict[int, IntArray]] | None = None
 
     def result(self) -> StepResult:
         """The step's ids and log-probabilities on the host."""
@@ -48,6 +49,7 @@ class PendingStep:
             logprobs=None if self.logprobs is None else self.logprobs(),
             prompt_logprobs={row: wait() for row, wait in self.prompt_logprobs.items()},
             pooled={} if self.pooled is None else self.pooled(),
+            drafts={} if self.drafts is None else self.drafts(),
         )
 
 

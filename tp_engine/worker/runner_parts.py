@@ -11,7 +11,9 @@ import torch
 from tp_engine.attention.base import Backends
 from tp_engine.kernels.ops import has_triton
 from tp_engine.kv_layout import KvLayout
+from tp_engine.layers.attention import Attention
 from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.draft_head import DraftHead
 from tp_engine.progress import RankProgress
 from tp_engine.ranks.groups import RankGroups
 from tp_engine.sampling.state import SamplingState
@@ -20,6 +22,7 @@ from tp_engine.worker.adapters import RankAdapters
 from tp_engine.worker.block_moves import staging_bytes
 from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.device import Device
+from tp_engine.worker.drafter import Drafter
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.host_tier import HostTier
 from tp_engine.worker.input_batch import InputBatch
@@ -45,6 +48,7 @@ class RunnerParts:
     note_inputs: NoteInputs | None
     codec: Codec | None = None
     stores: TierProgress | None = None
+    head: DraftHead | None = None
 
     def make_runner(self, num_blocks: int, num_slots: int) -> ModelRunner:
         """A runner with a KV cache of its own, to which the model's layers are bound from now on.
@@ -59,7 +63,7 @@ class RunnerParts:
         try:
             yield self._make_runner(1, RankProgress(), None)
         finally:
-            for layer in self.model.attention_layers:
+            for layer in self._attention_layers:
                 layer.unbind_kv_cache()
             for state_layer in self.model.state_layers:
                 state_layer.bind_states(None)
@@ -69,7 +73,8 @@ class RunnerParts:
     ) -> ModelRunner:
         torch_device = self.device.torch_device
         blocks = KvBlocks.allocate(self.kv_shape, num_blocks, torch_device)
-        blocks.bind(self.model.attention_layers)
+        blocks.bind(self._attention_layers)
+        batch = self._make_batch(torch_device)
         states = None
         if self.layout.states is not None:
             states = RowStates(self.layout.states, self._num_slots, torch_device)
@@ -80,10 +85,11 @@ class RunnerParts:
         return ModelRunner(
             model=self.model,
             backends=self.backends,
-            batch=self._make_batch(torch_device),
+            batch=batch,
             blocks=blocks,
             states=states,
             adapters=self._make_adapters(torch_device),
+            drafter=self._make_drafter(batch),
             tier=tier,
             communicator=self.groups.communicator,
             sampling=self._make_sampling(torch_device),
@@ -98,14 +104,27 @@ class RunnerParts:
         return sum(layer.num_bytes for layer in self.model.adapted_layers)
 
     @property
+    def _attention_layers(self) -> list[Attention]:
+        """The layers with K/V, in the layout's order: the model's, then the draft head's."""
+        return [*self.model.attention_layers, *([] if self.head is None else [self.head.attention_layer])]
+
+    def _make_drafter(self, batch: InputBatch) -> Drafter | None:
+        if self.head is None:
+            return None
+        return Drafter(self.head, self.backends, self.effective.draft_group, batch, self.groups.communicator)
+
+    @property
     def table_bytes(self) -> int:
-        """Bytes of the rows' tables and of the host tier's codec, which a runner has beside its KV cache."""
+        """Bytes of the rows' tables, of a draft head's states, and of the host tier's codec, which a runner has beside
+        its KV cache."""
         nowhere, on_gpu = torch.device("meta"), self.device.type == "cuda"
         sampling = self._make_sampling(nowhere, has_tables=on_gpu and has_triton())
         tier = 0
         if self.codec is not None:
             tier = self.codec.work_bytes + (staging_bytes(self.codec) if on_gpu else 0)
-        return self._make_batch(nowhere).num_bytes + sampling.num_bytes + tier
+        head = self.head
+        states = 0 if head is None else self.effective.config.max_num_seqs * head.state_bytes
+        return self._make_batch(nowhere).num_bytes + sampling.num_bytes + states + tier
 
     @property
     def state_bytes(self) -> int:

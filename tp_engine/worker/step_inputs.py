@@ -1,4 +1,4 @@
-"""What one forward pass is given: its inputs, the layout of its batch, and a digest of both.
+"""What one forward pass is given: its inputs, the layout of its batch, its tokens' slots, and a digest of both.
 
 The layout is all that does not depend on how far each row has come, so it is equal from one decode step to the next.
 With rows 7 and 2 decoding and a chunk of 3 tokens of row 5::
@@ -13,6 +13,7 @@ With rows 7 and 2 decoding and a chunk of 3 tokens of row 5::
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,12 @@ import xxhash
 
 from tp_engine.attention.base import AttentionMetadata
 from tp_engine.layers.upload import upload_all
-from tp_engine.plan import BoolArray, IntArray, StepPlan
+from tp_engine.plan import PAD_SLOT, BoolArray, IntArray, StepPlan
+
+SlotArray: TypeAlias = npt.NDArray[np.int64]
+AnyIntArray: TypeAlias = npt.NDArray[np.integer[Any]]
+
+MAX_SLOT = int(np.iinfo(np.int32).max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +36,9 @@ class StepInputs:
 
     On the device: ``input_ids`` (N,) int32, ``positions`` (N,) int64; ``prefill_places`` (p,) int64, where the new ids
     of sampled prefills go in the flattened token table, None if no prefill is sampled.  On the host:
-    ``sampled_positions`` (n,), the new tokens' positions.  ``attention`` has one entry per group of layers.
+    ``sampled_positions`` (n,), the new tokens' positions.  ``places`` (N,) int64 are those of the prefills' tokens in
+    that table, behind arbitrary ones for the decodes; None if there are only decodes.  ``attention`` has one entry per
+    group of layers.
     """
 
     layout: BatchLayout
@@ -39,6 +47,7 @@ class StepInputs:
     attention: tuple[AttentionMetadata, ...]
     sampled_positions: IntArray
     prefill_places: torch.Tensor | None = None
+    places: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +124,39 @@ def make_layout(plan: StepPlan, device: torch.device) -> BatchLayout:
         offsets=np.arange(num_decodes, num_tokens, dtype=np.int32) - starts.repeat(chunks),
         prefill_index=on_device[2],
     )
+
+
+def slots_for(
+    block_tables: IntArray, row_index_per_token: AnyIntArray, positions: AnyIntArray, block_size: int
+) -> SlotArray:
+    """Slots (..., N) int64 of N tokens of many rows: where their K/V lies in the paged cache.
+
+    A slot is ``block_id * block_size + offset``.  With block_size 4 and the block table [5, 2]::
+
+        position    0  1  2  3 |  4  5  6  7
+        block             5    |        2
+        slot       20 21 22 23 |  8  9 10 11
+
+    ``block_tables`` (..., rows, blocks per row), such as one for each group of layers; token i is at ``positions[i]``
+    (N,) of row ``row_index_per_token[i]`` (N,).  A negative position is padding and gets ``PAD_SLOT``.  Every slot fits
+    in 32 bits, which kernels rely on.
+    """
+    blocks = block_tables[..., row_index_per_token, positions // block_size].astype(np.int64)
+    slots: SlotArray = blocks * block_size + positions % block_size
+    if not slots.size:
+        return slots
+    padding = positions < 0
+    if padding.any():
+        slots[..., padding] = 0
+    assert slots.max() <= MAX_SLOT, f"slot {slots.max()} does not fit in 32 bits"
+    assert slots.min() >= 0, "a token lies in a block that its table does not hold"
+    slots[..., padding] = PAD_SLOT
+    return slots
+
+
+def slot_mapping(block_table_row: IntArray, positions: AnyIntArray, block_size: int) -> SlotArray:
+    """Slots (N,) int64 of N tokens of one row, see ``slots_for``."""
+    return slots_for(block_table_row[np.newaxis], np.zeros_like(positions), positions, block_size)
 
 
 def digest_inputs(inputs: StepInputs) -> int:

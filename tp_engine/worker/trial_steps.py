@@ -24,6 +24,7 @@ from tp_engine.config import MEASURED_LOGPROBS, EngineConfig
 from tp_engine.layers.adapters import adapting, group_step
 from tp_engine.layers.attention import forward_context
 from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.draft_head import DraftHead
 from tp_engine.plan import FIRST_STEP_ID, MASK_TOKENS, Admission, IntArray, RowSampling, StepPlan
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling.sampler import make_sampler
@@ -125,12 +126,13 @@ def run_largest_step(
     effective: EffectiveConfig,
     device: torch.device,
     communicator: Communicator,
+    head: DraftHead | None = None,
 ) -> None:
     """Run the largest step that the limits allow, to find the peak of memory before the KV cache exists; a collective.
 
     It has ``max_num_batched_tokens`` tokens of new prompts and samples ``max_num_seqs`` rows, with log-probabilities.
     Prompts are scored too: rank 0 gathers the logits that are made at once, while the results of two whole steps are
-    held, as when one is on its way to the host and the next is being made.
+    held, as when one is on its way to the host and the next is being made.  A draft ``head`` takes all tokens in.
 
     If the model's layers have a KV cache, which may be of one block, ``backends`` attend to its first block only.
 
@@ -147,8 +149,11 @@ def run_largest_step(
     part = model.shortened() if device.type == "cpu" else nullcontext()
     of_tokens: IntArray = np.zeros(num_tokens, dtype=np.int32)
     adapters = None if effective.adapters is None else group_step(of_tokens, None, device)
+    states = None if head is None else head.new_states(num_tokens)
     with part, forward_context(groups), adapting(adapters):
-        hidden = model(input_ids, positions)
+        hidden = model(input_ids, positions, None, states)
+        if head is not None and states is not None:
+            head(input_ids, head.combine(states), positions, input_ids[: config.max_num_seqs])
     state = SamplingState(
         max_num_seqs=config.max_num_seqs,
         vocab_size=effective.model.vocab_size,

@@ -17,6 +17,7 @@ from tp_engine.kv_codec import is_lossy, may_refuse
 from tp_engine.kv_layout import DiskCounters, KvCapacity, MoveCounters
 from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.draft_head import DraftHead
 from tp_engine.plan import StepPlan
 from tp_engine.progress import RankPhase
 from tp_engine.ranks.groups import RankGroups
@@ -34,7 +35,7 @@ from tp_engine.worker.host_tier import choose_slots
 from tp_engine.worker.kv_cache import KvCacheShape
 from tp_engine.worker.memory import MemoryMeter, MemoryMonitor, choose_blocks, log_memory, settle_blocks, settle_slots
 from tp_engine.worker.memory_ledger import MemoryLedger, memory_lines
-from tp_engine.worker.model_loading import load_model, log_weights
+from tp_engine.worker.model_loading import load_head, load_model, log_weights
 from tp_engine.worker.model_runner import ModelRunner, NoteInputs
 from tp_engine.worker.orders import Outcome, obey
 from tp_engine.worker.profiling import make_step_profiler, names_for
@@ -101,12 +102,15 @@ class Worker:
         meter = self._start_up.run_together("first snapshot", lambda: self._make_meter(device))
         gc.freeze()  # garbage collections skip the libraries' objects from now on
         share_memory(effective, self.groups, self._start_up.run, device)
-        model = self._start_up.run_together("loading weights", lambda: self._load(device))
+        model, head = self._start_up.run_together("loading weights", lambda: self._load(device))
         self._start_up.run_together("packing weights", model.finish_loading)
+        if head is not None:
+            self._start_up.run_together("packing the draft head", head.finish_loading)
         parts = RunnerParts(
             effective=effective,
             groups=self.groups,
             model=model,
+            head=head,
             layout=self._layout,
             backends=self._backends,
             kv_shape=self._kv_shape,
@@ -278,11 +282,11 @@ class Worker:
     def _make_meter(self, device: Device) -> MemoryMeter:
         return MemoryMeter(device, utilization=self.effective.gpu_memory_utilization)
 
-    def _load(self, device: Device) -> CausalLM:
+    def _load(self, device: Device) -> tuple[CausalLM, DraftHead | None]:
         self.groups.progress.reach(RankPhase.LOAD)
         model = load_model(self.effective, self.groups, self._backends, device)
         log_weights(self.effective, self.groups.info)
-        return model
+        return model, load_head(self.effective, self.groups, self._backends, device, model)
 
     def _try_steps(self, parts: RunnerParts, graphs: GraphPlan | None) -> int:
         """Run one-time set-up, then measure the bytes that recorded steps take."""
@@ -300,7 +304,14 @@ class Worker:
         with parts.trial_runner() if warms_up(device.type) else nullcontext() as runner:
             if runner is not None:
                 meter.steps_begin()
-            run_largest_step(parts.model, self._backends, self.effective, device.torch_device, self.groups.communicator)
+            run_largest_step(
+                parts.model,
+                self._backends,
+                self.effective,
+                device.torch_device,
+                self.groups.communicator,
+                parts.head,
+            )
             if runner is not None:
                 run_largest_decodes(runner, self.effective.config)
             return meter.finish(

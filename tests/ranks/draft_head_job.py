@@ -1,0 +1,38 @@
+"""Run one batch of requests with a draft head on the ranks of a job, or without; for ``parity_job.main``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.ranks.speculation_job import run_once
+from tp_engine import LLM
+from tp_engine.plan import IntArray
+from tp_engine.sched.guesses import DraftedSource, Guess
+from tp_engine.sched.sequence import Sequence
+
+
+class Watched(DraftedSource):
+    """Keeps all drafts that are looked for: the tokens before them, and the drafts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[list[int], list[int]]] = []
+
+    def guess(self, sequence: Sequence, tokens: IntArray, count: int) -> Guess:
+        """See ``GuessSource``."""
+        drafts = None if sequence.constraint is not None else self._drafts.get(sequence.row)
+        if drafts is not None:
+            self.seen.append((tokens.tolist(), drafts.tolist()))
+        return super().guess(sequence, tokens, count)
+
+
+def run(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
+    """As ``run_once``, and with a head all drafts."""
+    speculation = llm.engine._scheduler._speculation
+    if speculation is None:
+        return run_once(llm, case)
+    (source,) = speculation.sources._sources
+    assert isinstance(source, DraftedSource)
+    watched = Watched()
+    speculation.sources._sources = [watched]
+    return {**run_once(llm, case), "drafts": watched.seen}
