@@ -47,9 +47,10 @@ def engine_makers(args: argparse.Namespace, model: str, packed: Mapping[str, str
     """
     makers: Makers = {}
     sizes, kinds = args.tensor_parallel_size.split(","), args.quantization.split(",")
-    for size, kind in itertools.product(sizes, kinds):
-        name = f"tp_engine TP {size}" + ("" if kind == "none" else f" {kind}")
+    for size, kind, way in itertools.product(sizes, kinds, args.tp_invariant.split(",")):
+        name = f"tp_engine TP {size}" + ("" if kind == "none" else f" {kind}") + " invariant" * (way == "on")
         options = engine_options(args, int(size)) | ({"quantization": kind} if kind in QUANTIZATIONS else {})
+        options |= {"tp_invariant": True} if way == "on" else {}
         makers[name] = partial(_make_ours, args, packed.get(kind, model), options, alone=len(sizes) == 1)
     if "transformers" in args.peer:
         compiled = " (static cache, compiled)" if torch.cuda.is_available() else ""

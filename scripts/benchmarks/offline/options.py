@@ -26,6 +26,7 @@ def parse_arguments(arguments: list[str] | None = None, description: str | None 
     parser.add_argument("--dtype", choices=DTYPES, help="default: float32; bfloat16 for Qwen3 shapes")
     parser.add_argument("--workloads", help="comma-separated: " + ", ".join(WORKLOADS))
     parser.add_argument("--tensor-parallel-size", default="1", help="one size, or several: 1,2,4")
+    parser.add_argument("--tp-invariant", default="off", help="off, on, or off,on")
     weights = f"weights of tp_engine: {', '.join(WEIGHTS)}; several side by side: none,{QUANTIZATIONS[0]}"
     parser.add_argument("--quantization", default="none", help=weights)
     parser.add_argument("--devices", help="device of each rank, such as 0,0: several ranks on one GPU")
