@@ -1,10 +1,10 @@
-"""Adapters in engines of one rank: bits, reloads under load, speculation, quantised bases, batch lines."""
+"""Adapters in engines: bits, reloads under load, speculation, quantised bases, batch lines."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,30 @@ def test_beams_and_samples_of_an_adapter(files: Files, llm: LLM) -> None:
     params = SamplingParams(n=3, temperature=0, max_tokens=6, ignore_eos=True)
     forked = llm.generate(files.prompts[:1], params, use_tqdm=False, lora_request=LoRARequest("linears"))
     assert [list(one.token_ids) for one in forked[0].outputs] == [expected] * 3
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_adapters_stay_when_the_weights_are_others(
+    files: Files, checkpoint: Callable[..., Path], tensor_parallel_size: int
+) -> None:
+    """Oracle: an engine that starts with the new weights and loads the adapter, bit for bit, with
+    a request without one beside; then, after a sleep, the answers before."""
+    other = checkpoint("qwen3", seed=77)
+    options = {**OPTIONS, "tensor_parallel_size": tensor_parallel_size}
+    wanted: list[str | None] = ["linears", None]
+    prompts = files.prompts[:2]
+    with LLM(str(other), **options) as fresh:
+        fresh.load_adapter("linears", str(files.adapters["linears"]))
+        expected = [answer(one) for one in run(fresh, prompts, wanted)]
+    with LLM(str(files.checkpoint), **options) as llm:
+        llm.load_adapter("linears", str(files.adapters["linears"]))
+        before = [answer(one) for one in run(llm, prompts, wanted)]
+        llm.update_weights_from_disk(other)
+        assert [answer(one) for one in run(llm, prompts, wanted)] == expected != before
+        llm.sleep()
+        llm.update_weights_from_disk(files.checkpoint)
+        llm.wake_up()
+        assert [answer(one) for one in run(llm, prompts, wanted)] == before
 
 
 def test_speculation_changes_no_token(files: Files, llm: LLM) -> None:
