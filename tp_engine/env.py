@@ -103,6 +103,18 @@ def wants_native_kernels() -> bool:
     return os.environ.get("TP_ENGINE_NATIVE", "1") != "0"
 
 
+def few_rows_by() -> str:
+    """``TP_ENGINE_FEW_ROWS``: what multiplies few rows on a GPU: ``table``, the choice that was made for each shape,
+    unless it is set to ``triton`` or ``library``, which decide for all shapes that Triton takes.
+
+    ``ConfigError`` if it is something else.
+    """
+    chosen = os.environ.get("TP_ENGINE_FEW_ROWS", "table")
+    if chosen not in ("table", "triton", "library"):
+        raise ConfigError(f"TP_ENGINE_FEW_ROWS is {chosen!r}; set it to table, triton or library")
+    return chosen
+
+
 def cache_dir() -> Path:
     """``TP_ENGINE_CACHE_DIR``: the folder of compiled kernels, ``~/.cache/tp_engine`` unless set."""
     return Path(os.environ.get("TP_ENGINE_CACHE_DIR") or Path.home() / ".cache" / "tp_engine")

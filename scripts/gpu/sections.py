@@ -134,6 +134,16 @@ def _benchmarks(args: argparse.Namespace) -> list[Section]:
         _offline("offline_14b", 300, "--shape", "qwen3-14b", "--rounds", "1", "--no-peer"),
         _offline("offline_30b-a3b", 420, "--shape", "qwen3-30b-a3b", "--rounds", "1", "--no-peer"),
         _quantised("quantised_8b", 560),
+        *(
+            _bench(
+                f"few_rows_{size}",
+                f"linear layers of 1 to 256 rows, {size.upper()} shape: Triton beside the library",
+                300,
+                "scripts/bench_few_rows.py",
+                *("--shape", f"qwen3-{size}"),
+            )
+            for size in ("0.6b", "8b")
+        ),
         _bench(
             "quantised_tiles",
             "tiles for few rows with quantised weights, 8B shape",

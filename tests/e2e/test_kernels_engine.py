@@ -31,6 +31,20 @@ def test_interpreted_tp_invariant_engine() -> None:
 
 @needs_triton
 @pytest.mark.timeout(300)
+def test_interpreted_chain() -> None:
+    """Oracle: transformers' greedy tokens, for models with norms, sums and experts at different places."""
+    interpreted("kernel_cases_chain_engine", "tokens", timeout_s=270)
+
+
+@needs_triton
+@pytest.mark.timeout(300)
+def test_kernels_of_a_layer() -> None:
+    """Oracle: by hand: 6 kernels where products of few rows are Triton's, 9 where they are the library's."""
+    interpreted("kernel_cases_chain_engine", "kernels", timeout_s=270)
+
+
+@needs_triton
+@pytest.mark.timeout(300)
 def test_interpreted_norms_with_codes() -> None:
     """Oracle: the same engines whose norms write rows: tokens and log-probabilities are equal bit by bit."""
     interpreted("kernel_cases_codes_engine", timeout_s=270)

@@ -26,6 +26,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _MIN_CAPABILITY = (9, 0)
+# Of each program.  All programs that run at a time then send for less than a second-level cache holds.
+_MOST_PREFETCHED = 1 << 16
+LINE_BYTES = 128
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -40,6 +43,20 @@ def wait_for_previous(PDL: tl.constexpr):  # type: ignore[no-untyped-def]  # noq
     """Wait until all earlier kernels of the stream have ended and what they wrote can be read."""
     if PDL:
         gdc_wait()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def prefetch_weights(place, PDL: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Send for the lines of weights at ``place``, pointers, into the second-level cache; call it before the wait."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+def prefetched_columns(columns: int, rows: int, itemsize: int, block_in: int) -> int:
+    """How many of the next ``columns`` of ``rows`` of weights a program sends for: whole blocks, within its share."""
+    return min(columns, _MOST_PREFETCHED // (rows * itemsize)) // block_in * block_in
 
 
 def dependent_launch(device: torch.device) -> dict[str, bool]:

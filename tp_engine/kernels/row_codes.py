@@ -19,6 +19,7 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 
+from tp_engine.kernels.fused_linear import RowsToNorm
 from tp_engine.kernels.layer_kv import LARGEST_VALUE, dequantise, quantise
 from tp_engine.kernels.layer_ops import NormRule, add_norm, gate, norm
 from tp_engine.kernels.quantised import QuantisedWeight, multiply_quantised
@@ -51,8 +52,8 @@ class RowCodes:
         return len(self.codes)
 
 
-Rows: TypeAlias = torch.Tensor | RowCodes
-"""What a linear layer reads: (N, in), or codes of it."""
+Rows: TypeAlias = torch.Tensor | RowCodes | RowsToNorm
+"""What a linear layer reads: (N, in), codes of it, or rows that it normalises itself."""
 
 
 def quantise_rows(

@@ -56,6 +56,7 @@ def as_codes(x: Rows, rule: CodeRule, activation: Activation | None) -> RowCodes
     if isinstance(x, RowCodes):
         assert activation is None, "codes are multiplied as they are"
         return x
+    assert isinstance(x, torch.Tensor), "a product of codes does not normalise"
     return RowCodes(*op("quantise_rows", x.device.type)(x, rule.group, rule.scale, activation))
 
 

@@ -21,9 +21,10 @@ from typing import cast
 import torch
 
 from tp_engine.kernels.row_codes import Rows
-from tp_engine.layers.adapters import LinearAdapters
+from tp_engine.layers.adapters import LinearAdapters, has_adapters
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.formats.base import LinearFormat, Product
+from tp_engine.layers.formats.few_rows import BlockPart, part_to_add
 from tp_engine.layers.formats.stored import LinearShape, Part
 from tp_engine.model_config.mlp import Activation
 from tp_engine.model_config.spec import AttentionSpec
@@ -66,7 +67,7 @@ class LocalLinear(Layer):
             delattr(self, name)
 
     def product(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x`` (N, in), codes only if the product wants them (``wanted_codes``) -> (N, out)."""
+        """``x`` (N, in), no tensor only if the product takes it (``wanted_codes``, ``NormInReaders``) -> (N, out)."""
         out = self.loaded(cast("torch.Tensor", x), bias)
         if self.adapters is None:
             return out
@@ -140,7 +141,8 @@ class QKVParallelLinear(LocalLinear):
 class RowParallelLinear(LocalLinear):
     """(N, in / world size) -> (N, out), summed over the ranks; only rank 0 adds the bias.
 
-    With ``tp_invariant`` it sums at once, else where the block's output joins the residual stream.
+    With ``tp_invariant`` it sums at once, else where the block's output joins the residual stream; ``is_added``: where
+    it is only added to that, as its ``Join`` says.
     """
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool, context: LayerContext) -> None:
@@ -153,6 +155,7 @@ class RowParallelLinear(LocalLinear):
         )
         self._context = context
         self._adds_bias = bias and context.communicator.info.is_first
+        self.is_added = False
 
     @property
     def own_bias(self) -> torch.Tensor | None:
@@ -160,10 +163,12 @@ class RowParallelLinear(LocalLinear):
         return self.bias if self._adds_bias else None
 
     def forward(self, x: Rows) -> torch.Tensor:
-        return self._context.joins.all_reduce(self.part(x))
+        return self._context.joins.all_reduce(self._context.output(self.product(x, self.own_bias)))
 
-    def part(self, x: Rows) -> torch.Tensor:
+    def part(self, x: Rows) -> BlockPart:
         """(N, out) of this rank, of which ``LayerContext.joins`` makes the layer's output."""
+        if self.is_added and not has_adapters() and (part := part_to_add(self.loaded, x, self.own_bias)) is not None:
+            return part
         return self._context.output(self.product(x, self.own_bias))
 
 

@@ -1,6 +1,9 @@
-"""From one block to the next: all-reduce, sum with the residual stream, norm; in one kernel or several.
+"""From one block to the next: all-reduce, sum with the residual stream, norm; in one kernel or several, or in none.
 
-Where the next block's products multiply 8-bit floats, the norm writes these instead of rows.
+Where the next block's products multiply 8-bit floats, the norm writes these instead of rows.  Where they normalise what
+they read, and the block's last product adds to the stream, as Triton's products of few rows do, nothing is left to do::
+
+    qkv, of the norm   heads, attention   o, added   gate and up, of the norm, activated   down, added
 """
 
 from __future__ import annotations
@@ -11,13 +14,15 @@ from typing import Protocol
 
 import torch
 
+from tp_engine.kernels.fused_linear import RowsToNorm
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import has_triton
 from tp_engine.kernels.row_codes import RowCodes, Rows
 from tp_engine.layers.adapters import has_adapters
 from tp_engine.layers.context import Layer, LayerContext
+from tp_engine.layers.formats.few_rows import BlockPart, NormInReaders, PartToAdd
 from tp_engine.layers.formats.quantised_products import WantedCodes, wanted_codes
-from tp_engine.layers.linear import LocalLinear
+from tp_engine.layers.linear import LocalLinear, RowParallelLinear
 from tp_engine.layers.norm import Norm
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.ranks.symmetric_memory import SymmetricCommunicator
@@ -44,7 +49,7 @@ class Join:
     ``out_norm`` normalises the ranks' sum of the output, which is multiplied by ``scale`` when it is added; then the
     stream is multiplied by ``stream_scale``; ``next_norm`` normalises the stream.  Each may be None.  Without
     ``out_norm``, all-reduce, sum and norm are one operation.  ``is_summed``: the block has added up the ranks' parts.
-    ``readers`` are all that reads the normalised stream.
+    ``readers`` are all that reads the normalised stream.  ``writer`` makes the part, which nothing else reads.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class Join:
         next_norm: Norm | None,
         scale: float,
         readers: Sequence[LocalLinear] = (),
+        writer: RowParallelLinear | None = None,
         *,
         stream_scale: StreamScale | None = None,
         is_summed: bool = False,
@@ -65,14 +71,18 @@ class Join:
         self._norm_codes = context.op("norm_codes")
         self._reduce_add_norm = reduce_add_norm(context.joins, self._add_norm)
         self.is_recordable = context.can_record("add", "add_norm")
+        if writer is not None:
+            only_adds = out_norm is None and stream_scale is None and not is_summed
+            writer.is_added = only_adds and context.world_size == 1
 
-    def __call__(self, part: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+    def __call__(self, part: BlockPart | None, residual: torch.Tensor) -> torch.Tensor:
         """Add ``part`` (N, hidden), this rank's part of the block's output, to ``residual`` in place.
 
         Returns what the next block reads.  Before the first block there is no part.  A collective; ``part`` may be
         overwritten.
         """
         out_norm, next_norm = self._out_norm, self._next_norm
+        part = self._open(part, residual)
         if part is None:
             return residual if next_norm is None else next_norm(residual)
         scales = (self._scale,) if self._stream_scale is None else (self._scale, self._stream_scale.value)
@@ -85,11 +95,16 @@ class Join:
         joined: torch.Tensor = self._add_norm(output, residual, next_norm.rule, *scales)
         return joined
 
-    def for_readers(self, part: torch.Tensor | None, residual: torch.Tensor) -> Rows:
-        """As when it is called, but of many rows only the codes, if all readers multiply codes, no ``stream_scale``
-        comes before them, and no adapter multiplies the rows."""
+    def for_readers(self, part: BlockPart | None, residual: torch.Tensor) -> Rows:
+        """As when it is called, or what all readers would rather have: of few rows the stream, to normalise it
+        themselves; of many rows only the codes, if no ``stream_scale`` comes before them.  Adapters multiply rows."""
         wanted, norm = self._wanted, self._next_norm
-        if wanted is None or norm is None or len(residual) <= wanted.more_than or has_adapters():
+        part = self._open(part, residual)
+        if norm is None or has_adapters():
+            return self(part, residual)
+        if part is None and self._norm_in_readers(len(residual)):
+            return RowsToNorm(residual, norm.rule)
+        if wanted is None or len(residual) <= wanted.more_than:
             return self(part, residual)
         codes: RowCodes
         if part is None:
@@ -97,6 +112,18 @@ class Join:
         else:
             codes = self._norm_codes(self._output(part), residual, norm.rule, wanted.rule, self._scale)
         return codes
+
+    def _open(self, part: BlockPart | None, residual: torch.Tensor) -> torch.Tensor | None:
+        """The part that is still to be added; none if its product has added it to ``residual``."""
+        if not isinstance(part, PartToAdd):
+            return part
+        part.add_to(residual, self._scale)
+        return None
+
+    @cached_property
+    def _norm_in_readers(self) -> NormInReaders:
+        assert self._next_norm is not None, "without a norm nothing is asked"
+        return NormInReaders([reader.loaded for reader in self._readers], self._next_norm.rule)
 
     @cached_property
     def _wanted(self) -> WantedCodes | None:

@@ -181,6 +181,7 @@ def _make_joins(
                 next_norm,
                 spec.residual_scale,
                 own,
+                layer.writer,
                 stream_scale=layer.stream_scale,
                 is_summed=layer.returns_sum,
                 context=context,

@@ -15,6 +15,7 @@ from tp_engine.kernels.row_codes import Rows
 from tp_engine.layers.attention import Attention, current_metadata, only
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.delta import GatedDeltaNet
+from tp_engine.layers.formats.few_rows import BlockPart
 from tp_engine.layers.linear import LocalLinear, QKVParallelLinear, RowParallelLinear
 from tp_engine.layers.norm import Norm, QKNorm
 from tp_engine.layers.residual import Join, StreamScale
@@ -66,11 +67,11 @@ class SelfAttention(Layer):
         self.is_recordable = context.can_record("prepare_heads", *(("sigmoid_gate",) if spec.has_gate else ()))
 
     @property
-    def readers(self) -> list[LocalLinear]:
-        """The layers that read its input."""
-        return [self.qkv_proj]
+    def ends(self) -> tuple[list[LocalLinear], RowParallelLinear]:
+        """The layers that read its input, and the one that makes its output."""
+        return [self.qkv_proj], self.o_proj
 
-    def forward(self, x: Rows, rotation: Rotation | None, wanted: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: Rows, rotation: Rotation | None, wanted: torch.Tensor | None) -> BlockPart:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output, of the tokens ``wanted`` (n,)."""
         attention, head_norm = self.attention, None
         shape = attention.shape
@@ -106,7 +107,7 @@ class DecoderLayer(Layer):
         attention, rope = spec.attention, None
         if isinstance(attention, DeltaSpec):
             self.linear_attn = GatedDeltaNet(attention, hidden_size, context=context.at(attention.name))
-            readers = self.linear_attn.readers
+            readers, writer = self.linear_attn.ends
         else:
             rope = attention.rope
             assert backend is not None and group is not None, "a layer that attends is in a KV group"
@@ -119,7 +120,7 @@ class DecoderLayer(Layer):
                 group=group,
                 context=context.at("self_attn"),
             )
-            readers = self.self_attn.readers
+            readers, writer = self.self_attn.ends
         self._attends = not isinstance(attention, DeltaSpec)
         self.mlp = make_mlp(spec, hidden_size, context=context)
 
@@ -128,9 +129,11 @@ class DecoderLayer(Layer):
 
         self.input_norm, self.mlp_out_norm = norm(spec.input_norm), norm(spec.mlp_out_norm)
         self.attention_out_norm, self.mlp_norm = norm(spec.attention_out_norm), norm(spec.mlp_norm)
-        of_mlp: list[LocalLinear] = self.mlp.readers
-        self._join = Join(self.attention_out_norm, self.mlp_norm, spec.residual_scale, of_mlp, context=context)
+        of_mlp, mlp_writer = self.mlp.ends
+        norms = self.attention_out_norm, self.mlp_norm
+        self._join = Join(*norms, spec.residual_scale, of_mlp, None if spec.is_parallel else writer, context=context)
         self.readers = [*readers, *(of_mlp if spec.is_parallel else ())]
+        self.writer = None if spec.is_parallel else mlp_writer
         self.stream_scale = None if spec.stream_scale is None else StreamScale(context.at(spec.stream_scale))
         self.returns_sum = spec.beside is not None
         self._rope, self._is_parallel, self._add = rope, spec.is_parallel, context.op("add")
@@ -138,12 +141,12 @@ class DecoderLayer(Layer):
 
     def forward(
         self, x: Rows, residual: torch.Tensor, rotations: Sequence[Rotation], wanted: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[BlockPart, torch.Tensor]:
         """The ``readers`` read ``x`` (N, hidden); ``residual`` is the stream, which changes in place.
 
-        Returns this rank's part of the layer's last output, not yet added, or if it ``returns_sum`` all of the output;
-        and the stream.  With ``wanted`` (n,) int64, both are of these tokens only: the others need only their keys and
-        values.  ``x`` is then a tensor.
+        Returns this rank's part of the layer's last output, made by the ``writer`` and not yet added, or if it
+        ``returns_sum`` all of the output; and the stream.  With ``wanted`` (n,) int64, both are of these tokens only:
+        the others need only their keys and values.  ``x`` is then a tensor.
         """
         if self._attends:
             part = self.self_attn(x, None if self._rope is None else rotations[self._rope], wanted)

@@ -9,6 +9,7 @@ import torch
 from tp_engine.kernels.row_codes import Rows
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.experts import Experts, Router
+from tp_engine.layers.formats.few_rows import BlockPart
 from tp_engine.layers.formats.quantised_products import GatedPair, gated_pair
 from tp_engine.layers.linear import GatedColumnParallelLinear, LocalLinear, RowParallelLinear
 from tp_engine.layers.norm import Norm
@@ -34,9 +35,9 @@ class GatedMLP(Layer):
         )
 
     @property
-    def readers(self) -> list[LocalLinear]:
-        """The layers that read its input."""
-        return [self.gate_up_proj]
+    def ends(self) -> tuple[list[LocalLinear], RowParallelLinear]:
+        """The layers that read its input, and the one that makes its output."""
+        return [self.gate_up_proj], self.down_proj
 
     @cached_property
     def _pair(self) -> GatedPair | None:
@@ -45,7 +46,7 @@ class GatedMLP(Layer):
             return None
         return gated_pair(self.gate_up_proj.loaded, self.down_proj.loaded)
 
-    def forward(self, x: Rows) -> torch.Tensor:
+    def forward(self, x: Rows) -> BlockPart:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output."""
         pair = self._pair
         if pair is not None and len(x) > pair.more_than:
@@ -68,9 +69,9 @@ class ExpertsMLP(Layer):
         self.is_recordable = context.can_record("add", "add_gated")
 
     @property
-    def readers(self) -> list[LocalLinear]:
-        """The layers that read its input; the router's reads values, so no norm writes codes for experts."""
-        return [self.router.linear]
+    def ends(self) -> tuple[list[LocalLinear], None]:
+        """No layers, because experts read values, neither codes nor rows that are not normalised, and make a sum."""
+        return [], None
 
     def forward(self, x: torch.Tensor, routed_by: torch.Tensor | None = None) -> torch.Tensor:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output.
@@ -104,9 +105,9 @@ class MlpBesideExperts(Layer):
         self.is_recordable = context.can_record("add")
 
     @property
-    def readers(self) -> list[LocalLinear]:
-        """The layers that read its input, which is not that of the experts."""
-        return self.mlp.readers
+    def ends(self) -> tuple[list[LocalLinear], None]:
+        """The layers that read its input, which is not that of the experts; none makes its output."""
+        return self.mlp.ends[0], None
 
     def forward(self, x: Rows, stream: torch.Tensor) -> torch.Tensor:
         """``x`` (N, hidden), normalised for the dense MLP, and the ``stream`` (N, hidden) -> the block's output.

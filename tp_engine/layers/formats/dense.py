@@ -1,7 +1,6 @@
 """Weights of the model's own type, and how ``x @ weight.T + bias`` is computed.
 
-On a GPU, PyTorch's library computes it; for a single row, which is a decode step of one request, a Triton kernel.
-On a CPU:
+On a GPU, PyTorch's library computes it, or for few rows, as in decode steps, Triton (``few_rows``).  On a CPU:
 
 ==========  ========================================  ==============================
 type        processor                                 by
@@ -42,6 +41,7 @@ from tp_engine.kernels.ops import has_triton, is_recordable, op
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.formats.base import ExpertsProduct, Product
 from tp_engine.layers.formats.experts import ExpertsShape
+from tp_engine.layers.formats.few_rows import choose_few_rows
 from tp_engine.layers.formats.stored import LinearShape
 from tp_engine.model_config.mlp import Activation, StoredExperts
 from tp_engine.weights.source import Source
@@ -172,24 +172,6 @@ class PackedLinear:
         return packed
 
 
-class OneRowLinear:
-    """Triton for one row, ``F.linear`` for more; an ``activation`` is applied to gate and up."""
-
-    is_recordable = True
-
-    def __init__(self, weight: torch.Tensor, activation: Activation | None = None) -> None:
-        from tp_engine.kernels.one_row_linear_triton import one_row_linear_triton
-
-        self._weight, self._of_one_row = weight, one_row_linear_triton
-        self._activation, self._gate = activation, op("gate", weight.device.type)
-
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if len(x) == 1:
-            return self._of_one_row(x, self._weight, bias, activation=self._activation)
-        product = F.linear(x, self._weight, bias)
-        return product if self._activation is None else self._gate(product, self._activation)
-
-
 class TreeLinear:
     """Triton's product with the same tile for any number of rows, and sums that are a tree over shards of columns."""
 
@@ -224,8 +206,8 @@ def choose_product(weight: torch.Tensor, activation: Activation | None = None) -
 
     With an ``activation``, the weight is gate and up, one above the other, and the product applies it to both.
     """
-    if takes_one_row(weight, is_gated=activation is not None):
-        return OneRowLinear(weight, activation)
+    if runs_triton(weight.device.type) and has_triton() and (few := choose_few_rows(weight, activation)) is not None:
+        return few
     library = _library_for(weight)
     if library is not None and not _has_matrices(library, weight):
         return PanelLinear(library, weight, activation)
@@ -265,15 +247,6 @@ def invariant_experts(weights: ExpertWeights, top_k: int, shape: ExpertsShape) -
     library = native_library()
     assert library is not None and takes_experts(weights), "check_tp_invariant has looked at the sizes"
     return NativeExperts(library, weights, top_k, num_shards=shape.num_shards, keeps_sums=shape.keeps_sums)
-
-
-def takes_one_row(weight: torch.Tensor, *, is_gated: bool = False) -> bool:
-    """Whether Triton multiplies a single row: on a GPU, if the weight divides into the kernel's blocks."""
-    if not (runs_triton(weight.device.type) and has_triton()):
-        return False
-    from tp_engine.kernels.one_row_linear_triton import takes_weight
-
-    return takes_weight(weight, is_gated=is_gated)
 
 
 def runs_triton(device_type: str) -> bool:

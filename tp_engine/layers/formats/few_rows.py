@@ -1,0 +1,149 @@
+"""Products with weights of the model's own type on a GPU: Triton's for few rows, the library's for more.
+
+==========  ==========================================  ===================================================
+rows        weights                                     by
+==========  ==========================================  ===================================================
+1           of whole blocks, no vocabularies            Triton: every program reads whole rows of the weight
+2 to 256    of whole tiles, where ``MOST_ROWS`` says    Triton: matrix units, columns split over programs
+more        any                                         PyTorch's library
+==========  ==========================================  ===================================================
+
+Triton's products also do what stands before and behind them in a decoder, for which there would be kernels of their
+own: they normalise the rows that they read (``RowsToNorm``), activate gate and up, and add to the residual stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+
+from tp_engine.attention.triton_backend import num_multiprocessors
+from tp_engine.env import few_rows_by
+from tp_engine.kernels.fused_linear import RowsToNorm
+from tp_engine.kernels.layer_ops import NormRule
+from tp_engine.kernels.ops import op
+from tp_engine.kernels.row_codes import Rows
+from tp_engine.layers.formats.base import Product
+from tp_engine.model_config.mlp import Activation
+
+# Up to how many elements of a weight, and the most rows for which Triton's tiles are taken.  None has been measured on
+# a GPU yet: scripts/bench_few_rows.py prints both times for each line that this table could have.
+MOST_ROWS: tuple[tuple[int, int], ...] = ((1 << 62, 1),)
+# With more outputs, such as a vocabulary, the library reads the weight as fast as memory allows.
+_MOST_OUTPUTS = 1 << 16
+
+
+class FewRowsLinear:
+    """The products of the table above; an ``activation`` is applied to gate and up.
+
+    ``takes_one``: Triton multiplies a single row; ``most_rows``: the most rows that its tiles take, 0: none.
+    """
+
+    is_recordable = True
+
+    def __init__(self, weight: torch.Tensor, activation: Activation | None, *, takes_one: bool, most_rows: int) -> None:
+        from tp_engine.kernels.few_rows_linear_triton import few_rows_linear_triton, linear_sizes
+        from tp_engine.kernels.one_row_linear_triton import one_row_linear_triton
+
+        self._weight, self._activation = weight, activation
+        self._takes_one, self._most_rows = takes_one, most_rows
+        self._of_one_row, self._of_few_rows, self._sizes = one_row_linear_triton, few_rows_linear_triton, linear_sizes
+        self._gate = op("gate", weight.device.type)
+        self._arrivals = torch.zeros(len(weight) if most_rows else 0, dtype=torch.int32, device=weight.device)
+
+    def __call__(
+        self,
+        x: torch.Tensor | RowsToNorm,
+        bias: torch.Tensor | None,
+        stream: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        """``fused_linear.fused_linear``; the norm only if ``norms`` these rows, the stream only if ``fuses`` them."""
+        num_rows = len(x)
+        if num_rows == 1 and self._takes_one:
+            return self._of_one_row(x, self._weight, bias, self._activation, stream=stream, scale=scale)
+        if self.fuses(num_rows):
+            sizes = self._sizes(
+                self._weight, num_rows, num_multiprocessors(self._weight.device), is_gated=self._activation is not None
+            )
+            return self._of_few_rows(
+                x,
+                self._weight,
+                bias,
+                self._activation,
+                stream=stream,
+                scale=scale,
+                sizes=sizes,
+                arrivals=self._arrivals,
+            )
+        assert isinstance(x, torch.Tensor) and stream is None, "the library only multiplies"
+        product = F.linear(x, self._weight, bias)
+        return product if self._activation is None else self._gate(product, self._activation)
+
+    def fuses(self, num_rows: int) -> bool:
+        """Whether the product of so many rows is Triton's."""
+        return 0 < num_rows <= self._most_rows or (num_rows == 1 and self._takes_one)
+
+    def norms(self, num_rows: int) -> bool:
+        """Whether it also normalises them.  In tiles of float16, rows times a norm's gain might overflow."""
+        is_exact = num_rows == 1 and self._takes_one
+        return self.fuses(num_rows) and (is_exact or self._weight.dtype != torch.float16)
+
+
+def choose_few_rows(weight: torch.Tensor, activation: Activation | None) -> FewRowsLinear | None:
+    """The products of a ``weight`` (out, in) on a GPU with Triton; None if it leaves all rows to the library."""
+    from tp_engine.kernels import few_rows_linear_triton, one_row_linear_triton
+
+    by, is_gated = few_rows_by(), activation is not None
+    if by == "library" or len(weight) > _MOST_OUTPUTS:
+        return None
+    takes_one = one_row_linear_triton.takes_weight(weight, is_gated=is_gated)
+    most_rows = next(rows for elements, rows in MOST_ROWS if weight.numel() <= elements)
+    if by == "triton":
+        most_rows = few_rows_linear_triton.MAX_ROWS
+    if most_rows == 1 or not few_rows_linear_triton.takes_weight(weight, is_gated=is_gated):
+        most_rows = 0
+    most_rows = min(most_rows, few_rows_linear_triton.max_rows(weight.dtype))
+    if not (takes_one or most_rows):
+        return None
+    return FewRowsLinear(weight, activation, takes_one=takes_one, most_rows=most_rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartToAdd:
+    """A part of a block's output (N, out) that is not yet computed: its product adds it to the residual stream."""
+
+    x: torch.Tensor
+    bias: torch.Tensor | None
+    product: FewRowsLinear
+
+    def add_to(self, stream: torch.Tensor, scale: float) -> None:
+        """Add it to ``stream`` (N, out) in place, ``scale`` times."""
+        self.product(self.x, self.bias, stream, scale)
+
+
+BlockPart: TypeAlias = torch.Tensor | PartToAdd
+"""This rank's part of a block's output, (N, hidden)."""
+
+
+def part_to_add(product: Product, x: Rows, bias: torch.Tensor | None) -> PartToAdd | None:
+    """The part that ``product`` would make of ``x`` (N, in), if it can add that many rows."""
+    if not (isinstance(product, FewRowsLinear) and isinstance(x, torch.Tensor) and product.fuses(len(x))):
+        return None
+    return PartToAdd(x, bias, product)
+
+
+class NormInReaders:
+    """Whether all products that read a norm can normalise the rows themselves."""
+
+    def __init__(self, products: Sequence[Product], rule: NormRule) -> None:
+        self._products = [one for one in products if isinstance(one, FewRowsLinear)]
+        self._is_possible = len(self._products) == len(products) > 0 and not rule.is_centred
+
+    def __call__(self, num_rows: int) -> bool:
+        """For so many rows."""
+        return self._is_possible and all(one.norms(num_rows) for one in self._products)
