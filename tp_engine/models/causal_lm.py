@@ -175,18 +175,8 @@ def _make_joins(
     readers = [*(layer.readers for layer in layers), ()]
     joins = [Join(None, next_norms[0], 1.0, readers[0], context=context)]
     for layer, spec, next_norm, own in zip(layers, specs, next_norms[1:], readers[1:], strict=True):
-        joins.append(
-            Join(
-                layer.mlp_out_norm,
-                next_norm,
-                spec.residual_scale,
-                own,
-                layer.writer,
-                stream_scale=layer.stream_scale,
-                is_summed=layer.returns_sum,
-                context=context,
-            )
-        )
+        places = (layer.mlp_out_norm, next_norm, spec.residual_scale, own, layer.writer)
+        joins.append(Join(*places, stream_scale=layer.stream_scale, is_summed=layer.returns_sum, context=context))
     return joins
 
 
