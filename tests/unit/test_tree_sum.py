@@ -155,6 +155,7 @@ def test_what_is_refused() -> None:
         (replace(RESOLVED, quantization="int8"), {}, "quantization is int8"),
         (replace(RESOLVED, attention_backend="torch"), {}, "attention_backend is torch"),
         (replace(RESOLVED, enable_expert_parallel=True), {}, "enable_expert_parallel"),
+        (replace(RESOLVED, enable_lora=True), {}, "enable_lora"),
         (replace(RESOLVED, enable_lora=True), {}, "enable_lora is too"),
         (replace(RESOLVED, tensor_parallel_size=3), {}, "on 1, 2, 4, 8 ranks: choose"),
         (replace(RESOLVED, tensor_parallel_size=8), {"num_attention_heads": 4}, "on 1, 2, 4 ranks: choose"),
