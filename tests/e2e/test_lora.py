@@ -237,6 +237,29 @@ def scores_by_peft(checkpoint: Path, adapter: Path | None, prompt: list[int]) ->
     return scores.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].numpy()
 
 
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("phi3", "all-linear"),
+        ("gemma4", r".*\.(q_proj|k_proj|o_proj|up_proj)"),
+        ("qwen3-next", r".*\.(q_proj|k_proj|in_proj_\w+|out_proj)"),
+        ("deepseek-v3", r".*\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa|o_proj)"),
+        ("qwen2-moe", r".*\.shared_expert\.(up|down)_proj"),
+    ],
+)
+def test_families(family: str, targets: str, tmp_path: Path) -> None:
+    """Oracle: PEFT: modules stored fused, keys that are values too, the delta rule, latents, shared experts."""
+    checkpoint = make_checkpoint(tmp_path / "model", family)
+    adapter = make_adapter(tmp_path / "adapter", checkpoint, target_modules=targets)
+    prompt = np.random.default_rng(0).integers(3, 200, 13).tolist()
+    with LLM(str(checkpoint), **{**OPTIONS, "max_num_batched_tokens": 64}) as made:
+        adapted = LoRARequest("one", 1, str(adapter))
+        tokens, logprobs = answer(made.generate(prompt, GREEDY, use_tqdm=False, lora_request=adapted)[0])
+    expected, expected_logprobs = greedy_by_peft(checkpoint, adapter, prompt, 10)
+    assert tokens == expected
+    np.testing.assert_allclose(logprobs, expected_logprobs, rtol=0, atol=1e-4)
+
+
 def test_batch_lines(files: Files, tmp_path: Path) -> None:
     """Oracle: PEFT; an unknown name is an error of its line; a name of the model itself is refused at the start."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
