@@ -294,5 +294,8 @@ def test_starts_that_are_refused(files: Files) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             LLM(str(files.checkpoint), **OPTIONS, lora_modules=modules)
+    head = '{"method": "eagle3", "model": "some/head"}'
+    with pytest.raises(ConfigError, match="a draft head, which does not know of adapters"):
+        LLM(str(files.checkpoint), **OPTIONS, speculative_config=head)
     with LLM(str(files.checkpoint), **SIZES) as plain, pytest.raises(RequestError, match="--enable-lora"):
         plain.load_adapter("a", str(files.adapters["linears"]))

@@ -146,10 +146,10 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
         max_model_len=resolve_max_model_len(model, config.max_model_len),
         num_state_snapshots=_resolve_snapshots(config, model),
     )
+    _check_adapters(config, pooling)
     head = _resolve_head(config, model)
     if head is not None:
         model = dataclasses.replace(model, beside=head.spec.kv_kind)
-    _check_adapters(config, pooling)
     capture_sizes(config.cuda_graph_sizes, config.max_num_seqs)  # raises for wrong sizes
     prefill_sizes(config.cuda_graph_prefill_sizes, config.max_num_batched_tokens)
     parse_steps(config.profile_steps)  # raises for wrong steps
@@ -196,6 +196,12 @@ def _check_adapters(config: EngineConfig, pooling: PoolingSpec) -> None:
         raise ConfigError(
             f"enable_lora is set, and the model is for {pooling.convert}; adapters are served for text only: leave "
             "enable_lora out"
+        )
+    speculation = SpeculativeConfig.of(config.speculative_config)
+    if config.enable_lora and speculation is not None and speculation.model is not None:
+        raise ConfigError(
+            f"enable_lora is set, and {CONFIG_NAME} has a draft head, which does not know of adapters: leave one of "
+            "them out, or set the method to suffix"
         )
 
 
