@@ -199,6 +199,18 @@ def test_speculation_changes_no_token(files: Files, llm: LLM) -> None:
         assert sum(one.num_accepted_tokens for one in outputs[0].outputs) > 0
 
 
+def test_new_weights_of_the_base(files: Files) -> None:
+    """Oracle: PEFT on the new base: the adapter stays loaded and in its slot."""
+    other = make_checkpoint(files.folder / "newer", "qwen3", seed=7)
+    prompt, adapted = files.prompts[0], LoRARequest("linears", 1, str(files.adapters["linears"]))
+    with LLM(str(files.checkpoint), **OPTIONS) as made:
+        for base in (files.checkpoint, other):
+            if base is other:
+                made.update_weights_from_disk(str(other))
+            tokens, _ = answer(made.generate(prompt, GREEDY, use_tqdm=False, lora_request=adapted)[0])
+            assert tokens == greedy_by_peft(base, files.adapters["linears"], prompt, 10)[0]
+
+
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
 def test_quantised_bases(files: Files, quantization: str) -> None:
     """Oracle: PEFT on the float32 base: what the adapter adds to the log-probability of each token is what it adds
