@@ -24,7 +24,7 @@ ALIKE = [KvKind(window=None, num_kv_heads=1, head_dim=8)] * 3
 def parts(device_type: str, world_size: int = 1, kinds: Sequence[KvKind] = ALIKE, num_lanes: int = 0) -> RunnerParts:
     """The tables of a rank with a configuration, but no model."""
     effective: Any = SimpleNamespace(
-        config=SimpleNamespace(max_num_seqs=ROWS, block_size=BLOCK_SIZE),
+        config=SimpleNamespace(max_num_seqs=ROWS, block_size=BLOCK_SIZE, scores_processed=False),
         max_model_len=MAX_LEN,
         model=SimpleNamespace(vocab_size=VOCAB),
         num_lanes=num_lanes,
