@@ -111,7 +111,7 @@ class GuessSources:
     """The sources of an engine, and the acceptance of each, measured for up to ``most_tokens`` guesses of a row."""
 
     def __init__(self, sources: Iterable[GuessSource], most_tokens: int) -> None:
-        self._sources = list(sources)
+        self._sources, self._most_tokens = list(sources), most_tokens
         self._forced = GrammarSource()
         every = (self._forced, *self._sources)
         self._acceptance = {one.name: Acceptance(one.most_matched, most_tokens) for one in every}
@@ -121,6 +121,11 @@ class GuessSources:
     def are_drafted(self) -> bool:
         """Whether the ranks are to draft tokens."""
         return any(isinstance(one, DraftedSource) for one in self._sources)
+
+    def num_drafts(self) -> int:
+        """Tokens that the ranks are to draft behind each row of a step: as many as were likely to pay of late."""
+        found = self._acceptance[DraftedSource.name].likelihoods(0, self._most_tokens)
+        return int((found >= _LEAST_LIKELIHOOD).sum())
 
     @property
     def names(self) -> list[str]:

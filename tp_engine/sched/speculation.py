@@ -308,7 +308,7 @@ class Speculation:
         if self._num_drafts:
             num_sampled = len(plan.decode_rows) - len(plan.lane_rows) + int(plan.prefill_samples.sum())
             if 0 < 2 * num_sampled <= self._most_rows:
-                plan = msgspec.structs.replace(plan, num_drafts=self._num_drafts)
+                plan = msgspec.structs.replace(plan, num_drafts=self.sources.num_drafts())
         masked = [run for run in self._verifying if run.masks is not None]
         if masked:
             lanes = [np.arange(run.first, run.first + len(run.tokens), dtype=np.int32) for run in masked]
