@@ -35,7 +35,8 @@ def test_captured() -> None:
     )
     kind, count = StepKind(penalised=True, min_p=True, ranked=True), 8
     logits = torch.zeros(count, 5000, dtype=torch.bfloat16, device="cuda")
-    rows, positions = (torch.full((count,), -1, dtype=torch.int64, device="cuda") for _ in range(2))
+    rows = torch.full((count,), -1, dtype=torch.int32, device="cuda")
+    positions = torch.full((count,), -1, dtype=torch.int64, device="cuda")
     for _ in range(2):
         captured.sample(kind, logits, rows, positions)
     graph = torch.cuda.CUDAGraph()

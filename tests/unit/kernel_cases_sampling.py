@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -18,7 +19,12 @@ import triton.language as tl
 
 from tests.simulated_ranks import run_ranks
 from tests.unit.kernel_harness import AGREEMENT
-from tp_engine.kernels import sampling_best_triton, sampling_candidates_triton, sampling_filter_triton
+from tp_engine.kernels import (
+    sampling_best_triton,
+    sampling_candidates_triton,
+    sampling_filter_triton,
+    sampling_nucleus_triton,
+)
 from tp_engine.kernels.sampling_best_triton import gumbel_noise, hash_tokens, noise_key
 from tp_engine.kernels.sampling_tables import CountTables, SamplingTables
 from tp_engine.layers.embedding import VocabSlice
@@ -66,7 +72,7 @@ def make_state(samplings: Sequence[RowSampling], vocab_size: int, device: str, *
 
 def one_at_a_time(sampler: DeviceSampler) -> DeviceSampler:
     """The sampler, with a lock around its kernels: the interpreter supports one thread at a time."""
-    for name in ("_best_keys", "_top_keys", "_draw_filtered"):
+    for name in ("_best_tokens", "_top_keys", "_draw_nucleus", "_draw_ranked"):
         kernel = getattr(sampler, name)
 
         def launch(*args: Any, kernel: Callable[..., Any] = kernel, **kwargs: Any) -> Any:
@@ -98,12 +104,13 @@ def check_tokens(
         for step in range(STEPS):
             assert sampler.kind_of(rows, positions[step]) == kind
             slices = wide[step, :, first : first + own.width]
-            padded_rows = torch.from_numpy(np.append(rows, [-1])).to(device, torch.int64)
-            padded_positions = torch.from_numpy(np.append(positions[step], [0])).to(device, torch.int64)
+            padded_rows = torch.from_numpy(np.append(rows, [-1])).to(device, torch.int32)
+            padded_positions = torch.from_numpy(np.append(positions[step] - 1, [0])).to(device, torch.int64)
             padded_slices = torch.cat((slices, slices[:1]))
             tokens = sampler.sample(kind, padded_slices, padded_rows, padded_positions)
             assert tokens.dtype is torch.int32 and 0 <= int(tokens[-1]) < vocab_size
             found.append(tokens[:-1].tolist())
+            assert state.tables is not None and not state.tables.arrivals.any(), "a later launch would end too early"
         return found
 
     results = [body(SingleRank())] if world_size == 1 else run_ranks(world_size, body)
@@ -136,6 +143,43 @@ def check_groups(device: str) -> None:
         own, own_keys = group.logits_of(logits, None), keys[group.members]
         expected = draw_ranked(own.clone(), group, own_keys, 300)
         assert torch.equal(draw_filtered(own, group, own_keys), expected)
+
+
+def check_nuclei(device: str) -> None:
+    """Many rows with top_p, some with min_p, from peaked to flat, with ties and masked tokens: the twin's tokens.
+
+    By one program for all further rounds of a row, and with a second round by many programs.
+    """
+    generator, vocab_size, count = np.random.default_rng(7), 500, 12
+    for trial in range(6):
+        top_ps = generator.choice([0.02, 0.1, 0.5, 0.9, 0.95, 0.999], count)
+        min_ps = generator.choice([0.0, 0.0, 0.05, 0.5], count)
+        samplings = [
+            RowSampling(
+                temperature=float(generator.choice([0.3, 1.0, 2.5])), top_p=float(top_p), min_p=float(min_p),
+                seed=int(generator.integers(2**40)),
+            )
+            for top_p, min_p in zip(top_ps, min_ps, strict=True)
+        ]  # fmt: skip
+        logits = torch.from_numpy(generator.normal(size=(STEPS, count, vocab_size)).astype(np.float32))
+        logits *= (0.01, 1.0, 4.0)[trial % 3]
+        if trial >= 3:
+            logits = (logits * 2).round() / 2
+            logits[:, ::3, 40:] = -torch.inf
+        with patch.object(sampling_nucleus_triton, "_WIDE_FROM", 8 if trial % 2 else 1000):
+            check_tokens(device, samplings, StepKind(nucleus=True), 1, logits)
+
+
+def check_padding(device: str) -> None:
+    """A padding row is greedy, whatever row 0 asks for: it would cost what row 0 costs, in every padded step."""
+    for sampling in (FILTERED[0], FILTERED[2], RANKED[1]):
+        state = SamplingState(max_num_seqs=3, vocab_size=700, device=torch.device(device), has_tables=True)
+        state.admit(0, sampling, np.arange(5, dtype=np.int32), 5)
+        logits = random_logits(2, 700, torch.float32, 0.1)[0].to(device)
+        rows = torch.tensor([-1, -1], dtype=torch.int32, device=device)
+        positions = torch.tensor([3, 4], device=device)
+        found = DeviceSampler(state, SingleRank()).sample(StepKind(ranked=True), logits, rows, positions)
+        assert found.tolist() == logits.argmax(-1).tolist()
 
 
 def random_logits(count: int, vocab_size: int, dtype: torch.dtype, scale: float = 3.0) -> torch.Tensor:
@@ -204,6 +248,9 @@ def make_cases() -> dict[str, Callable[[str], None]]:
         add("ties", ranked, StepKind(ranked=True), world_size, tied)
         add("masked", everything, kind, world_size, masked(random_logits(9, 301, torch.float32, 1.0)))
     cases["choice"], cases["groups"] = check_choice, check_groups
+    cases["nuclei"], cases["padding"] = check_nuclei, check_padding
+    nucleus = [*PLAIN, *FILTERED[:2]]
+    add("nucleus", nucleus, StepKind(nucleus=True), 1, random_logits(5, 700, torch.float32, 1.0))
     add("filtered", FILTERED, StepKind(ranked=True), 1, random_logits(3, 700, torch.float32, 1.0))
     # Several chunks of candidates, on a GPU too.
     peaked = random_logits(4, 4500, torch.bfloat16, 6.0)
@@ -222,14 +269,14 @@ def launch_all() -> None:
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    rows, positions = (empty(64, dtype=torch.int64) for _ in range(2))
+    rows, positions = empty(64, dtype=torch.int32), empty(64, dtype=torch.int64)
     tables = SamplingTables.empty(256, torch.device("meta"))
     counts = CountTables(
         output_counts=empty(256, 18992, dtype=torch.int32), in_prompt=empty(256, 18992, dtype=torch.bool)
     )
     maxima = empty(64, dtype=torch.float32)
     whole, part = empty(64, 151936, dtype=torch.bfloat16), empty(64, 18992, dtype=torch.bfloat16)
-    best = sampling_best_triton.best_keys_triton
+    best = sampling_best_triton.best_tokens_triton
     best(whole, rows, positions, tables, first_id=0)
     best(part, rows, positions, tables, first_id=18992)
     best(part, rows, positions, tables, first_id=18992, counts=counts, maxima=maxima)
@@ -238,16 +285,22 @@ def launch_all() -> None:
         other = empty(64, 18992, dtype=dtype)
         best(other, rows, positions, tables, first_id=18992)
         sampling_filter_triton.top_keys_triton(other, rows, tables, first_id=18992, width=64)
-    token_ids = empty(64, dtype=torch.int32)
-    sampling_candidates_triton.draw_filtered_triton(whole, rows, positions, tables, token_ids)
     wide, keys = empty(64, 151936, dtype=torch.float32), empty(64, 2, dtype=torch.int32)
-    sampling_candidates_triton.draw_filtered_triton(wide, rows, None, tables, token_ids, noise_keys=keys)
+    for logits, own_positions, noise_keys in ((whole, positions, None), (wide, None, keys)):
+        found = best(
+            logits, rows, own_positions, tables, first_id=0, ranked_below=151936, finds_maxima=True,
+            noise_keys=noise_keys,
+        )  # fmt: skip
+        draws = (logits, rows, own_positions, tables)
+        sampling_nucleus_triton.draw_nucleus_triton(*draws, found, noise_keys=noise_keys)
+        sampling_candidates_triton.draw_ranked_triton(*draws, found.token_ids, noise_keys=noise_keys)
 
 
 def main(ranks: str) -> None:
     """The cases of ``one`` rank, or those of ``several``."""
     # Several blocks of few tokens; too few candidates for some rows.
     sampling_best_triton._BLOCK = sampling_filter_triton._BLOCK = sampling_candidates_triton._BLOCK = 256
+    sampling_nucleus_triton._BLOCK = 256
     sampling_candidates_triton._CHUNK = 128
     sampling_candidates_triton._GROUPS = sampling_candidates_triton._KEPT = 16
     for name, check in CASES.items():

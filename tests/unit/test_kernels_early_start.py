@@ -28,7 +28,13 @@ READ_EARLY = {
     "quantised_row_kernel": {"codes"},
 }
 FORBIDDEN = re.compile(r"\b(st\.global|atom\.|red\.|cp\.async|mbarrier|membar|fence)")
-JOINING = {"paged_decode_kernel", "paged_latent_kernel"}
+JOINING = {
+    "best_above_kernel",
+    "best_tokens_kernel",
+    "paged_decode_kernel",
+    "paged_latent_kernel",
+    "weigh_kernel",
+}
 JOIN = ("st.global", "bar.sync", "atom.global.gpu.acq_rel.add", "bar.sync", "ld.global.cg")
 _REGISTER = re.compile(r"%[a-z]+\d+")
 
@@ -97,7 +103,7 @@ def test_nothing_but_weights_is_touched_before_the_wait(module: str) -> None:
 
 @needs_triton
 @quiet
-@pytest.mark.parametrize("module", ["kernel_cases_paged_attention", "kernel_cases_latents"])
+@pytest.mark.parametrize("module", ["kernel_cases_paged_attention", "kernel_cases_latents", "kernel_cases_sampling"])
 def test_the_last_program_sees_the_parts_of_all(module: str) -> None:
     """Oracle: the order of a counter that publishes memory (as in cooperative groups): all threads store, meet, one
     arrives with acquire and release, all meet, then parts are read past the first-level cache; none is read before."""

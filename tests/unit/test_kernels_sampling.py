@@ -22,7 +22,7 @@ CASES = "kernel_cases_sampling"
 @pytest.mark.parametrize("ranks", ["one", "several"])
 def test_interpreted_kernels(ranks: str) -> None:
     """Oracle: ``Sampler``; hashes bit by bit.  With padding rows, ties and padded vocabularies."""
-    interpreted(CASES, ranks)
+    interpreted(CASES, ranks, timeout_s=300)
 
 
 @needs_triton
@@ -57,7 +57,8 @@ PENALISED = RowSampling(presence_penalty=1.0)
         ([RowSampling(min_p=0.1, top_k=5, top_p=0.5)], StepKind(), StepKind()),
         ([RowSampling(temperature=1.0, top_k=64, min_p=0.1)], StepKind(ranked=True), StepKind(ranked=True)),
         ([RowSampling(temperature=1.0, top_k=65)], StepKind(ranked=True), None),
-        ([NUCLEUS, PENALISED], StepKind(ranked=True, penalised=True), None),
+        ([NUCLEUS, PENALISED], StepKind(nucleus=True, penalised=True), None),
+        ([NUCLEUS, RowSampling(temperature=1.0, top_k=9)], StepKind(ranked=True), None),
         ([RowSampling(temperature=1.0, top_k=9, presence_penalty=1.0)], None, None),
         ([RowSampling(logprobs=0)], None, None),
         ([RowSampling(allowed_token_ids=ids(4))], None, None),

@@ -103,7 +103,8 @@ def launch_attention(
 
 def launch_decode_inputs_and_sampling(num_rows: int, slots: torch.Tensor) -> None:
     """The other launches of a step of ``num_rows`` decodes, whose ``slots`` (G, N) precede those of prefills."""
-    from tp_engine.kernels import sampling_best_triton, sampling_candidates_triton, sampling_filter_triton
+    from tp_engine.kernels import sampling_candidates_triton, sampling_filter_triton, sampling_nucleus_triton
+    from tp_engine.kernels.sampling_best_triton import best_tokens_triton
 
     tables = RowTables(
         token_ids=empty(MAX_ROWS, 4097, dtype=torch.int32),
@@ -116,12 +117,13 @@ def launch_decode_inputs_and_sampling(num_rows: int, slots: torch.Tensor) -> Non
     prepare(tables, inputs)
     prepare(tables, dataclasses.replace(inputs, slot_mapping=slots[:, :num_rows]))
     advance(tables, inputs, empty(num_rows, dtype=torch.int32))
-    rows, positions = (empty(num_rows, dtype=torch.int64) for _ in range(2))
+    rows, positions = empty(num_rows, dtype=torch.int32), empty(num_rows, dtype=torch.int64)
     logits, sampling = empty(num_rows, VOCAB), SamplingTables.empty(MAX_ROWS, torch.device("meta"))
-    sampling_best_triton.best_keys_triton(logits, rows, positions, sampling, first_id=0)
+    best_tokens_triton(logits, rows, positions, sampling, first_id=0)
+    best = best_tokens_triton(logits, rows, positions, sampling, first_id=0, ranked_below=VOCAB, finds_maxima=True)
+    sampling_nucleus_triton.draw_nucleus_triton(logits, rows, positions, sampling, best)
     sampling_filter_triton.top_keys_triton(logits, rows, sampling, first_id=0, width=64)
-    drawn = empty(num_rows, dtype=torch.int32)
-    sampling_candidates_triton.draw_filtered_triton(logits, rows, positions, sampling, drawn)
+    sampling_candidates_triton.draw_ranked_triton(logits, rows, positions, sampling, best.token_ids)
 
 
 @needs_triton

@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tp_engine.kernels.arrivals_triton import arrives_last
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.paged_tiles_triton import (
@@ -38,8 +39,9 @@ from tp_engine.kernels.paged_tiles_triton import (
 )
 
 MAX_SPLITS = 64
-# Parts that are joined at a time.
-_JOIN_WIDTH = tl.constexpr(8)
+# Parts that are joined at a time, and elements that each thread holds of them.
+_MAX_JOINED_PARTS = 8
+_JOINED_PER_THREAD = 64
 # On an H200 (docs/benchmarks.md) more programs do not read faster, and their parts must be joined.
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 _MOST_PROGRAMS_PER_MULTIPROCESSOR = 16  # a program without work ends at once, but costs a launch
@@ -87,6 +89,8 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,  # noqa: N803
     QUERY_LEN: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
+    JOINED_ROWS: tl.constexpr,  # noqa: N803
+    JOINED_PARTS: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr,  # noqa: N803
     HEAD_PAD: tl.constexpr,  # noqa: N803
     BLOCK_SIZE: tl.constexpr,  # noqa: N803
@@ -142,11 +146,17 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
             accumulated, total, peak = with_sinks(accumulated, total, peak, sinks, head, split == 0)
         first_row = request * QUERY_LEN * NUM_KV_HEADS * GROUP
         row = line // GROUP * NUM_KV_HEADS * GROUP + head
-        arrived = arrivals + request * NUM_KV_HEADS + kv_head
+        num_used = tl.cdiv(tiles, per_split)
         # fmt: off
-        write_part(accumulated, total, peak, out, partial, partial_lse, arrived, first_row, row, column, inside,
-                   line < QUERY_LEN * GROUP, split, tl.cdiv(tiles, per_split), num_splits,
-                   ROWS, HEAD_DIM, HEAD_PAD, IS_SPLIT)
+        write_part(accumulated, total, peak, out, partial, partial_lse, first_row, row, column, inside,
+                   line < QUERY_LEN * GROUP, split, num_used, num_splits, HEAD_DIM, IS_SPLIT)
+        if IS_SPLIT and num_used > 1:
+            arrived = arrivals + request * NUM_KV_HEADS + kv_head
+            if arrives_last(arrived, num_used):
+                own_line = tl.arange(0, JOINED_ROWS)
+                own_row = own_line // GROUP * NUM_KV_HEADS * GROUP + kv_head * GROUP + own_line % GROUP
+                join_splits(out, partial, partial_lse, first_row, own_row, column, own_line < QUERY_LEN * GROUP,
+                            num_used, num_splits, JOINED_ROWS, JOINED_PARTS, HEAD_DIM, HEAD_PAD)
         # fmt: on
 
 
@@ -158,7 +168,6 @@ def write_part(  # type: ignore[no-untyped-def]
     out,
     partial,
     partial_lse,
-    arrived,
     first_row,
     row,
     column,
@@ -167,79 +176,77 @@ def write_part(  # type: ignore[no-untyped-def]
     split,
     num_used,
     num_splits,
-    ROWS: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr,  # noqa: N803
-    HEAD_PAD: tl.constexpr,  # noqa: N803
     IS_SPLIT: tl.constexpr,  # noqa: N803
 ):
-    """Write the result of one split of ``num_used``: to ``out`` if it is the only one, else to ``partial``; the last
-    one to arrive, by the counter at ``arrived``, joins the parts.
+    """Write the result of one split of ``num_used``: to ``out`` if it is the only one, else to ``partial``.
 
     The state is that of the online softmax; rows ``first_row`` (64 bits) + ``row`` (ROWS,) of a token's head, where
     ``is_row``, and ``column`` (HEAD_PAD,), where ``inside``.
     """
     result = accumulated / tl.where(total > 0, total, 1.0)[:, None]
-    place = row[:, None] * HEAD_DIM + column[None, :]
     if IS_SPLIT and num_used > 1:
         lse = tl.where(total > 0, peak + tl.log2(total), float("-inf"))
-        partial += first_row * num_splits * HEAD_DIM
-        partial_lse += first_row * num_splits
-        own_part = (row * num_splits + split)[:, None] * HEAD_DIM + column[None, :]
-        tl.store(partial + own_part, result, mask=inside)
-        tl.store(partial_lse + row * num_splits + split, lse, mask=is_row)
-        tl.debug_barrier()  # all threads' stores come before the one thread's arrival
-        if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == num_used - 1:
-            tl.store(arrived, 0)
-            # fmt: off
-            joined = join_splits(partial, partial_lse, row, column, inside, num_used, num_splits,
-                                 ROWS, HEAD_DIM, HEAD_PAD)
-            # fmt: on
-            tl.store(out + first_row * HEAD_DIM + place, joined.to(out.dtype.element_ty), mask=inside)
+        own_part = row * num_splits + split
+        own_place = partial + first_row * num_splits * HEAD_DIM + own_part[:, None] * HEAD_DIM + column[None, :]
+        tl.store(own_place, result, mask=inside)
+        tl.store(partial_lse + first_row * num_splits + own_part, lse, mask=is_row)
     else:
-        tl.store(out + first_row * HEAD_DIM + place, result.to(out.dtype.element_ty), mask=inside)
+        place = out + first_row * HEAD_DIM + row[:, None] * HEAD_DIM + column[None, :]
+        tl.store(place, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def join_splits(  # type: ignore[no-untyped-def]
+    out,
     partial,
     partial_lse,
+    first_row,
     row,
     column,
-    inside,
+    is_row,
     num_used,
     num_splits,
     ROWS: tl.constexpr,  # noqa: N803
+    PARTS: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr,  # noqa: N803
     HEAD_PAD: tl.constexpr,  # noqa: N803
 ):
-    """(ROWS, HEAD_PAD) float32: the attention over all keys of heads ``row`` (ROWS,), from that over each part.
+    """Write to ``out`` the attention over all keys of heads ``row`` (ROWS,), from that over each part.
 
-    A part weighs as much as its sum of exponentials.
+    A part weighs as much as its sum of exponentials.  PARTS of all rows are loaded at once and added up in the threads
+    that hold them, so that most joins wait for memory once.
     """
     joined = tl.zeros([ROWS, HEAD_PAD], dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    is_row = tl.sum(inside.to(tl.int32), axis=1) > 0
-    for start in range(0, num_used, _JOIN_WIDTH):
-        split = start + tl.arange(0, _JOIN_WIDTH)
-        is_part = is_row[:, None] & (split < num_used)[None, :]
-        # Past the first-level cache, which does not see what other multiprocessors have written.
-        place = partial_lse + row[:, None] * num_splits + split[None, :]
-        lse = tl.load(place, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-        new_peak = tl.maximum(peak, tl.max(lse, axis=1))
+    is_column = column < HEAD_DIM
+    partial += first_row * num_splits * HEAD_DIM
+    partial_lse += first_row * num_splits
+    for start in range(0, num_used, PARTS):
+        split = start + tl.arange(0, PARTS)
+        is_part = (split < num_used)[:, None] & is_row[None, :]
+        part = row[None, :] * num_splits + split[:, None]
+        lse = tl.load(partial_lse + part, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+        place = partial + part[:, :, None] * HEAD_DIM + column[None, None, :]
+        is_read = is_part[:, :, None] & is_column[None, None, :]
+        states = tl.load(place, mask=is_read, other=0.0, cache_modifier=".cg")
+        new_peak = tl.maximum(peak, tl.max(lse, axis=0))
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        shrink = tl.exp2(peak - base)
-        total = total * shrink + tl.sum(tl.exp2(lse - base[:, None]), axis=1)
-        joined *= shrink[:, None]
-        for offset in tl.static_range(_JOIN_WIDTH):
-            is_read = inside & (start + offset < num_used)
-            part = row * num_splits + start + offset
-            own_place = partial + part[:, None] * HEAD_DIM + column[None, :]
-            states = tl.load(own_place, mask=is_read, other=0.0, cache_modifier=".cg")
-            own_lse = tl.sum(tl.where((split == start + offset)[None, :], lse, 0.0), axis=1)
-            joined += states * tl.exp2(own_lse - base)[:, None]
+        weights, shrink = tl.exp2(lse - base[None, :]), tl.exp2(peak - base)
+        total = total * shrink + tl.sum(weights, axis=0)
+        joined = joined * shrink[:, None] + tl.sum(states * weights[:, :, None], axis=0)
         peak = new_peak
-    return joined / tl.where(total > 0, total, 1.0)[:, None]
+    result = joined / tl.where(total > 0, total, 1.0)[:, None]
+    place_out = out + first_row * HEAD_DIM + row[:, None] * HEAD_DIM + column[None, :]
+    tl.store(place_out, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+def join_sizes(num_rows: int, head_pad: int, num_warps: int) -> dict[str, int]:
+    """Constants of ``join_splits`` for ``num_rows`` heads: their number, rounded up, and how many parts at a time."""
+    rows = int(triton.next_power_of_2(num_rows))
+    parts = num_warps * 32 * _JOINED_PER_THREAD // (rows * head_pad)
+    return {"JOINED_ROWS": rows, "JOINED_PARTS": max(1, min(_MAX_JOINED_PARTS, parts))}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -315,6 +322,7 @@ def paged_decode_triton(
         TILE=sizes.tile,
         LONG_TILES=max(1, sizes.long_keys // sizes.tile),
         IS_SPLIT=num_splits > 1,
+        **join_sizes(query_len * constants["GROUP"], constants["HEAD_PAD"], sizes.num_warps),
         num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
         **dependent_launch(query.device),

@@ -23,9 +23,17 @@ import torch
 import triton
 import triton.language as tl
 
+from tp_engine.kernels.arrivals_triton import arrives_last
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.kernels.layer_kv import LayerKv
-from tp_engine.kernels.paged_decode_triton import DecodeSizes, power_of_two_splits, split_of, write_part
+from tp_engine.kernels.paged_decode_triton import (
+    DecodeSizes,
+    join_sizes,
+    join_splits,
+    power_of_two_splits,
+    split_of,
+    write_part,
+)
 from tp_engine.kernels.paged_prefill_triton import request_of
 from tp_engine.kernels.paged_tiles_triton import add_tile, load_states, places_of, score_scale, to_float16
 
@@ -67,6 +75,7 @@ def paged_latent_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,  # noqa: N803
     BLOCK_Q: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
+    JOINED_PARTS: tl.constexpr,  # noqa: N803
     RANK: tl.constexpr,  # noqa: N803
     RANK_PAD: tl.constexpr,  # noqa: N803
     ROPE: tl.constexpr,  # noqa: N803
@@ -141,11 +150,15 @@ def paged_latent_kernel(  # type: ignore[no-untyped-def]
             accumulated, total, peak = add_tile(scores, values, row_scales, accumulated, total, peak, QUANTISED)
 
         row_of_head = line // GROUP * NUM_HEADS + head
-        arrived = arrivals + tl.program_id(2) * tl.num_programs(0) + part
+        num_used = tl.cdiv(tiles, per_split)
         # fmt: off
-        write_part(accumulated, total, peak, out, partial, partial_lse, arrived, first_token * NUM_HEADS, row_of_head,
-                   column, inside, is_line, split, tl.cdiv(tiles, per_split), num_splits,
-                   ROWS, RANK, RANK_PAD, IS_SPLIT)
+        write_part(accumulated, total, peak, out, partial, partial_lse, first_token * NUM_HEADS, row_of_head,
+                   column, inside, is_line, split, num_used, num_splits, RANK, IS_SPLIT)
+        if IS_SPLIT and num_used > 1:
+            arrived = arrivals + tl.program_id(2) * tl.num_programs(0) + part
+            if arrives_last(arrived, num_used):
+                join_splits(out, partial, partial_lse, first_token * NUM_HEADS, row_of_head, column, is_line,
+                            num_used, num_splits, ROWS, JOINED_PARTS, RANK, RANK_PAD)
         # fmt: on
 
 
@@ -225,6 +238,7 @@ def _launch(
 ) -> None:
     """``num_blocks`` blocks of ``block_q`` queries, for each of the parts of ``group`` heads, in ``rows`` rows."""
     _, num_heads, row_dim = query.shape
+    rank_pad = max(_MIN_SIZE, triton.next_power_of_2(out.shape[2]))
     parts, rank, num_splits = triton.cdiv(num_heads, group), out.shape[2], sizes.num_splits
     assert len(kv.cache) == 1 and kv.cache.shape[3:] == (1, row_dim), (kv.cache.shape, query.shape)
     assert query.stride(2) == 1 and query.stride(1) == row_dim, "a token's heads must be contiguous"
@@ -259,8 +273,9 @@ def _launch(
         GROUP=group,
         BLOCK_Q=block_q,
         ROWS=rows,
+        JOINED_PARTS=join_sizes(rows, rank_pad, sizes.num_warps)["JOINED_PARTS"],
         RANK=rank,
-        RANK_PAD=max(_MIN_SIZE, triton.next_power_of_2(rank)),
+        RANK_PAD=rank_pad,
         ROPE=row_dim - rank,
         ROPE_PAD=max(_MIN_SIZE, triton.next_power_of_2(row_dim - rank)),
         BLOCK_SIZE=kv.cache.shape[2],

@@ -1,16 +1,16 @@
-"""Draw rows with top_k or top_p from few candidates, which many programs find in each row.
+"""Draw rows with top_k from few candidates, which many programs find in each row.
 
 ::
 
     logits (n, vocab)   | chunk 0 | chunk 1 | chunk 2 | ...       each of 64 groups of 64
-    survey (i, c)       the largest value of each group; if there is no top_k, the sum of the chunk's weights, roughly
-    choose_cut (i)      a value that is at most the threshold: with top_k, the k-th largest of the groups' values
+    survey (i, c)       the largest value of each group
+    choose_cut (i)      a value that is at most the threshold: the k-th largest of the groups' values
     collect (i, c)      values of at least that cut, up to 64 candidates of a chunk
     draw (i)            thresholds and the token from row i's candidates alone, all of them in registers
 
-A threshold found among the candidates is the row's, with two exceptions: a chunk had too many of them, or the cut was
-too high, in which case the threshold lies below it.  Then, as with flat logits and a high top_p, the program searches
-all logits (``sampling_filter_triton``).  Both ways add up the same integers, so the tokens are the same.
+A threshold found among the candidates is the row's, unless a chunk had too many of them, as with a large top_k.  Then
+the program searches all logits (``sampling_filter_triton``).  Both ways add up the same integers, so the tokens are the
+same.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next
 from tp_engine.kernels.sampling_best_triton import (
     LAUNCH_OPTIONS,
     LOWEST_KEY,
+    MIN_INT32,
     gumbel_noise,
-    is_filtered,
-    noise_key,
+    id_of,
+    noise_words,
     ordered_bits,
     pack_scores,
+    row_of,
+    value_of,
 )
 from tp_engine.kernels.sampling_filter_triton import (
     draw,
-    fixed_weights,
     load_block,
     narrow,
     search_registers,
-    value_of,
 )
 from tp_engine.kernels.sampling_tables import NUM_FLOATS, SamplingTables
 
@@ -43,8 +44,7 @@ _CHUNK = 4096
 _GROUPS = 64  # of a chunk
 _KEPT = 64  # of a chunk
 _BLOCK = 4096  # of a search through all logits
-_MIN_INT32 = tl.constexpr(-(2**31))
-_MARGIN = tl.constexpr(0.01)  # by which the cut for top_p is lower, in units of the temperature: sums are rough there
+NO_TOP_K = tl.constexpr(2**31 - 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -55,15 +55,15 @@ def begin_row(  # type: ignore[no-untyped-def]
     NUM_FLOATS: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
-    """How each of these kernels begins: the program's step row and row of the batch, its parameters and its top_k.
+    """How each of these kernels begins: the program's step row and row of the batch, and its top_k.
 
-    A padding row (-1) takes the parameters of row 0.
+    Of rows that are greedy, padding among them, top_k is that of no filter.
     """
     let_next_begin(PDL)
     wait_for_previous(PDL)
     place = tl.program_id(0).to(tl.int64)
-    row = tl.maximum(tl.load(rows + place).to(tl.int64), 0)
-    return place, row, floats + row * NUM_FLOATS, tl.load(top_ks + row)
+    row, temperature, top_k = row_of(rows, floats, top_ks, place, NUM_FLOATS)
+    return place, row, tl.where(temperature > 0.0, top_k, NO_TOP_K)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -73,7 +73,6 @@ def survey_kernel(  # type: ignore[no-untyped-def]
     floats,
     top_ks,
     group_maxima,
-    chunk_sums,
     logits_stride,
     num_ids,
     NUM_FLOATS: tl.constexpr,  # noqa: N803
@@ -81,21 +80,17 @@ def survey_kernel(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
-    """One program: one chunk of a row.  Sums are relative to the chunk's own largest value."""
-    place, _, parameters, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
+    """One program: one chunk of a row."""
+    place, _, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
     chunk = tl.program_id(1)
-    if is_filtered(parameters, top_k, num_ids):
+    if top_k < num_ids:
         group, member = tl.arange(0, GROUPS), tl.arange(0, CHUNK // GROUPS)
         column = chunk * CHUNK + group[:, None] * (CHUNK // GROUPS) + member[None, :]
         inside = column < num_ids
         values = tl.load(logits + place * logits_stride + column, mask=inside, other=0.0).to(tl.float32)
-        maxima = tl.max(tl.where(inside, ordered_bits(values), _MIN_INT32), axis=1)
+        maxima = tl.max(tl.where(inside, ordered_bits(values), MIN_INT32), axis=1)
         place_of_chunk = place * tl.num_programs(1) + chunk
         tl.store(group_maxima + place_of_chunk * GROUPS + group, maxima)
-        if top_k >= num_ids:
-            peak = value_of(tl.max(maxima, axis=0))
-            relative = tl.exp((values - peak) / tl.load(parameters))
-            tl.store(chunk_sums + place_of_chunk, tl.sum(tl.sum(tl.where(inside, relative, 0.0), axis=1), axis=0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -104,7 +99,6 @@ def choose_cut_kernel(  # type: ignore[no-untyped-def]
     floats,
     top_ks,
     group_maxima,
-    chunk_sums,
     cuts,
     maxima,
     num_ids,
@@ -116,30 +110,17 @@ def choose_cut_kernel(  # type: ignore[no-untyped-def]
 ):
     """One program: one row's cut (ordered bits) and its largest value.
 
-    At least k values reach the k-th largest of the groups' maxima.  top_p leaves out all values that weigh less than
-    (1 - top_p) * total / num_ids each, because together they weigh less than the part that it leaves out.
+    At least k values reach the k-th largest of the groups' maxima.
     """
-    place, _, parameters, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
-    if is_filtered(parameters, top_k, num_ids):
+    place, _, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
+    if top_k < num_ids:
         chunk, group = tl.arange(0, CHUNKS), tl.arange(0, GROUPS)
         exists = (chunk < num_chunks)[:, None] & (group >= 0)[None, :]
         own = (place * num_chunks + chunk)[:, None] * GROUPS + group[None, :]
-        groups = tl.load(group_maxima + own, mask=exists, other=_MIN_INT32)
-        peaks = tl.max(groups, axis=1)
-        first = tl.max(peaks, axis=0)
-        maximum = value_of(first)
-        if top_k < num_ids:
-            every = tl.reshape(groups, (CHUNKS * GROUPS,))
-            cut = search_registers(every, every > _MIN_INT32, every, top_k.to(tl.int64), False)
-        else:
-            temperature, top_p = tl.load(parameters), tl.load(parameters + 1)
-            sums = tl.load(chunk_sums + place * num_chunks + chunk, mask=chunk < num_chunks, other=0.0)
-            shares = tl.where(chunk < num_chunks, tl.exp((value_of(peaks) - maximum) / temperature), 0.0)
-            total = tl.sum(sums * shares, axis=0)
-            least = maximum + temperature * (tl.log((1.0 - top_p) * total / num_ids) - _MARGIN)
-            cut = tl.minimum(ordered_bits(least), first)
-        tl.store(cuts + place, cut)
-        tl.store(maxima + place, maximum)
+        groups = tl.load(group_maxima + own, mask=exists, other=MIN_INT32)
+        every = tl.reshape(groups, (CHUNKS * GROUPS,))
+        tl.store(cuts + place, search_registers(every, every > MIN_INT32, every, top_k.to(tl.int64), False))
+        tl.store(maxima + place, value_of(tl.max(every, axis=0)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -149,11 +130,9 @@ def collect_candidates_kernel(  # type: ignore[no-untyped-def]
     floats,
     top_ks,
     cuts,
-    maxima,
     values_out,
     columns_out,
     counts,
-    weights,
     logits_stride,
     num_ids,
     NUM_FLOATS: tl.constexpr,  # noqa: N803
@@ -162,9 +141,9 @@ def collect_candidates_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,  # noqa: N803
 ):
     """One program: one chunk of a row; it stores the first KEPT candidates, and the number of all of them."""
-    place, _, parameters, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
+    place, _, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
     chunk = tl.program_id(1)
-    if is_filtered(parameters, top_k, num_ids):
+    if top_k < num_ids:
         column, inside, values, ordered = load_block(logits + place * logits_stride, chunk * CHUNK, num_ids, CHUNK)
         place_of_chunk = place * tl.num_programs(1) + chunk
         kept = (inside & (ordered >= tl.load(cuts + place))).to(tl.int32)
@@ -175,11 +154,6 @@ def collect_candidates_kernel(  # type: ignore[no-untyped-def]
             tl.store(values_out + place_of_chunk * KEPT + slot, values, mask=is_stored)
             tl.store(columns_out + place_of_chunk * KEPT + slot, column, mask=is_stored)
         tl.store(counts + place_of_chunk, count)
-        if top_k >= num_ids:
-            temperature = tl.load(parameters)
-            highest = tl.math.div_rn(tl.load(maxima + place), temperature)
-            weight = tl.sum(tl.where(inside, fixed_weights(values, temperature, highest), 0), axis=0)
-            tl.store(weights + place_of_chunk, weight)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -196,7 +170,6 @@ def draw_candidates_kernel(  # type: ignore[no-untyped-def]
     columns_in,
     cuts,
     counts,
-    weights,
     token_ids,
     logits_stride,
     num_ids,
@@ -209,18 +182,13 @@ def draw_candidates_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,  # noqa: N803
 ):
     """One program: one row; CHUNKS is ``num_chunks``, rounded up to a power of two."""
-    place, row, parameters, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
-    if is_filtered(parameters, top_k, num_ids):
-        if HAS_KEYS:
-            word_1, word_2 = tl.load(noise_keys + 2 * place), tl.load(noise_keys + 2 * place + 1)
-        else:
-            word_1, word_2 = noise_key(tl.load(seeds + row), tl.load(positions + place))
+    place, row, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
+    parameters = floats + row * NUM_FLOATS
+    if top_k < num_ids:
+        word_1, word_2 = noise_words(noise_keys, seeds, positions, place, row, HAS_KEYS)
         temperature, top_p, log_min_p = tl.load(parameters), tl.load(parameters + 1), tl.load(parameters + 2)
         chunk = tl.arange(0, CHUNKS)
         most = tl.max(tl.load(counts + place * num_chunks + chunk, mask=chunk < num_chunks, other=0), axis=0)
-        all_weight = tl.full((), 0, tl.int64)
-        if top_k >= num_ids:
-            all_weight = tl.sum(tl.load(weights + place * num_chunks + chunk, mask=chunk < num_chunks, other=0), axis=0)
         slot = tl.arange(0, CHUNKS * KEPT)
         place_of_chunk = place * num_chunks + slot // KEPT
         in_chunk = tl.load(counts + place_of_chunk, mask=slot < num_chunks * KEPT, other=0)
@@ -232,7 +200,7 @@ def draw_candidates_kernel(  # type: ignore[no-untyped-def]
         highest = tl.math.div_rn(maximum, temperature)
         # fmt: off
         threshold, num_equal, is_known = narrow(
-            values, ordered, exists, num_ids, top_k, top_p, temperature, highest, all_weight, tl.load(cuts + place))
+            values, ordered, exists, top_k, top_p, temperature, highest, tl.load(cuts + place))
         # fmt: on
         if is_known & (most <= KEPT):
             is_equal = (exists & (ordered == threshold)).to(tl.int64)
@@ -241,13 +209,13 @@ def draw_candidates_kernel(  # type: ignore[no-untyped-def]
             kept = kept & ((scaled - highest >= log_min_p) | (values == maximum))
             keys = pack_scores(gumbel_noise(column, word_1, word_2) + scaled, column)
             best = tl.max(tl.where(kept, keys, LOWEST_KEY), axis=0)
-            tl.store(token_ids + place, ((-best) & 0xFFFFFFFF).to(tl.int32))
+            tl.store(token_ids + place, id_of(best))
         else:
             drawn = draw(logits + place * logits_stride, num_ids, parameters, top_k, word_1, word_2, BLOCK)
             tl.store(token_ids + place, drawn)
 
 
-def draw_filtered_triton(
+def draw_ranked_triton(
     logits: torch.Tensor,
     rows: torch.Tensor,
     positions: torch.Tensor | None,
@@ -256,10 +224,10 @@ def draw_filtered_triton(
     *,
     noise_keys: torch.Tensor | None = None,
 ) -> None:
-    """Draw the rows of ``logits`` (n, vocab) that have top_k or top_p, by these, min_p and noise.
+    """Draw the rows of ``logits`` (n, vocab) that have top_k, by it, top_p, min_p and noise.
 
-    Their places in ``token_ids`` (n,) int32 are written, the others left as they are.  ``noise_keys`` (n, 2) int32, if
-    given, replace seeds and positions.  Other arguments as for ``best_keys_triton``.
+    Their places in ``token_ids`` (n,) int32 are written, the others left as they are.  Other arguments as for
+    ``best_tokens_triton``.
     """
     num_rows, num_ids = logits.shape
     assert logits.stride(1) == 1 and (positions is None) != (noise_keys is None), logits.stride()
@@ -268,26 +236,26 @@ def draw_filtered_triton(
     def room(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.empty((num_rows, *shape), dtype=dtype, device=logits.device)
 
-    groups, sums = room(torch.int32, num_chunks, _GROUPS), room(torch.float32, num_chunks)
+    groups = room(torch.int32, num_chunks, _GROUPS)
     cuts, maxima = room(torch.int32), room(torch.float32)
     values, columns = room(torch.float32, num_chunks, _KEPT), room(torch.int32, num_chunks, _KEPT)
-    counts, weights = room(torch.int32, num_chunks), room(torch.int64, num_chunks)
+    counts = room(torch.int32, num_chunks)
     sizes = {"NUM_FLOATS": NUM_FLOATS, "num_warps": 8, **LAUNCH_OPTIONS, **dependent_launch(logits.device)}
     padded = {"CHUNKS": triton.next_power_of_2(num_chunks)}
     survey_kernel[(num_rows, num_chunks)](
-        logits, rows, tables.floats, tables.top_k, groups, sums, logits.stride(0), num_ids, CHUNK=_CHUNK,
-        GROUPS=_GROUPS, **sizes,
+        logits, rows, tables.floats, tables.top_k, groups, logits.stride(0), num_ids, CHUNK=_CHUNK, GROUPS=_GROUPS,
+        **sizes,
     )  # fmt: skip
     choose_cut_kernel[(num_rows,)](
-        rows, tables.floats, tables.top_k, groups, sums, cuts, maxima, num_ids, num_chunks, GROUPS=_GROUPS, **padded,
+        rows, tables.floats, tables.top_k, groups, cuts, maxima, num_ids, num_chunks, GROUPS=_GROUPS, **padded,
         **sizes,
     )  # fmt: skip
     collect_candidates_kernel[(num_rows, num_chunks)](
-        logits, rows, tables.floats, tables.top_k, cuts, maxima, values, columns, counts, weights, logits.stride(0),
-        num_ids, CHUNK=_CHUNK, KEPT=_KEPT, **sizes,
+        logits, rows, tables.floats, tables.top_k, cuts, values, columns, counts, logits.stride(0), num_ids,
+        CHUNK=_CHUNK, KEPT=_KEPT, **sizes,
     )  # fmt: skip
     draw_candidates_kernel[(num_rows,)](
         logits, maxima, rows, positions, tables.floats, tables.top_k, tables.seeds, noise_keys, values, columns, cuts,
-        counts, weights, token_ids, logits.stride(0), num_ids, num_chunks, HAS_KEYS=noise_keys is not None, KEPT=_KEPT,
+        counts, token_ids, logits.stride(0), num_ids, num_chunks, HAS_KEYS=noise_keys is not None, KEPT=_KEPT,
         BLOCK=_BLOCK, **padded, **sizes | {"num_warps": 16},
     )  # fmt: skip

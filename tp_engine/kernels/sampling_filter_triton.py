@@ -1,6 +1,6 @@
-"""top_k, top_p and min_p without a sort: a program searches a row's threshold bit by bit.
+"""top_k, then top_p and min_p, without a sort: a program searches a row's threshold bit by bit.
 
-The Triton twin of ``sampling``'s RANKED, SORTED and NUCLEUS ways: ``top_keys_triton`` finds a rank's candidates for the
+The Triton twin of ``sampling``'s RANKED and SORTED ways: ``top_keys_triton`` finds a rank's candidates for the
 others, ``draw`` searches all of a row's logits, and ``narrow`` only values that a program has in its registers
 (``sampling_candidates_triton`` calls both).
 
@@ -23,16 +23,18 @@ import triton.language as tl
 from tp_engine.kernels.sampling_best_triton import (
     LAUNCH_OPTIONS,
     LOWEST_KEY,
+    MIN_INT32,
     exponential,
     gumbel_noise,
+    id_of,
     ordered_bits,
     pack_keys,
     pack_scores,
+    value_of,
 )
 from tp_engine.kernels.sampling_tables import SamplingTables
 
 _BLOCK = 4096
-_MIN_INT32 = tl.constexpr(-(2**31))
 _MAX_INT32 = tl.constexpr(2**31 - 1)
 _WEIGHT_ONE = tl.constexpr(float(1 << 36))
 
@@ -50,12 +52,6 @@ def load_block(logits, start, num_ids, BLOCK: tl.constexpr):  # type: ignore[no-
 def fixed_weights(values, temperature, highest):  # type: ignore[no-untyped-def]
     """int64 fixed point; ``highest`` is the largest value over the temperature."""
     return (exponential(tl.math.div_rn(values, temperature) - highest) * _WEIGHT_ONE).to(tl.int64)
-
-
-@triton.jit
-def value_of(ordered):  # type: ignore[no-untyped-def]
-    """The float32 of ordered bits."""
-    return ordered_bits(ordered.to(tl.float32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -124,7 +120,7 @@ def search(  # type: ignore[no-untyped-def]
 def find_top_k(logits, num_ids, top_k, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """The k-th largest value (ordered bits), and how many of the values equal to it belong to the top k."""
     wanted = top_k.to(tl.int64)
-    threshold = search(logits, num_ids, wanted, _MIN_INT32, 1.0, 0.0, False, BLOCK)
+    threshold = search(logits, num_ids, wanted, MIN_INT32, 1.0, 0.0, False, BLOCK)
     return threshold, wanted - measure_above(logits, num_ids, threshold, 1.0, 0.0, False, BLOCK)
 
 
@@ -203,19 +199,16 @@ def draw(  # type: ignore[no-untyped-def]
     word_2,
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """One row's token by all three filters and noise."""
+    """The token of a row with top_k, by all three filters and noise."""
     temperature, top_p, log_min_p = tl.load(parameters), tl.load(parameters + 1), tl.load(parameters + 2)
-    largest = tl.full((BLOCK,), _MIN_INT32, tl.int32)
+    largest = tl.full((BLOCK,), MIN_INT32, tl.int32)
     for start in range(0, num_ids, BLOCK):
         _, inside, _, ordered = load_block(logits, start, num_ids, BLOCK)
-        largest = tl.maximum(largest, tl.where(inside, ordered, _MIN_INT32))
+        largest = tl.maximum(largest, tl.where(inside, ordered, MIN_INT32))
     first = tl.max(largest, axis=0)
     highest = tl.math.div_rn(value_of(first), temperature)
 
-    threshold = tl.full((), _MIN_INT32, tl.int32)
-    num_equal = tl.full((), 0, tl.int64)
-    if top_k < num_ids:
-        threshold, num_equal = find_top_k(logits, num_ids, top_k, BLOCK)
+    threshold, num_equal = find_top_k(logits, num_ids, top_k, BLOCK)
     if top_p < 1.0:
         threshold, num_equal = find_nucleus(logits, num_ids, threshold, num_equal, top_p, temperature, highest, BLOCK)
 
@@ -233,7 +226,7 @@ def draw(  # type: ignore[no-untyped-def]
         kept = kept & ((scaled - highest >= log_min_p) | (ordered == first))
         keys = pack_scores(gumbel_noise(column, word_1, word_2) + scaled, column)
         best = tl.maximum(best, tl.where(kept, keys, LOWEST_KEY))
-    return ((-tl.max(best, axis=0)) & 0xFFFFFFFF).to(tl.int32)
+    return id_of(tl.max(best, axis=0))
 
 
 def top_keys_triton(
@@ -298,32 +291,24 @@ def narrow(  # type: ignore[no-untyped-def]
     values,
     ordered,
     exists,
-    num_ids,
     top_k,
     top_p,
     temperature,
     highest,
-    all_weight,
     cut,
 ):
     """The threshold (ordered bits) and how many of the values equal to it are kept: top_k, then top_p.
 
     Also whether it is the threshold of the whole row, whose other values are all below ``cut``.
     """
-    threshold = tl.full((), _MIN_INT32, tl.int32)
-    num_equal = tl.full((), 0, tl.int64)
-    is_known = tl.full((), 1, tl.int1)
-    if top_k < num_ids:
-        threshold = search_registers(ordered, exists, ordered, top_k.to(tl.int64), False)
-        num_equal = top_k.to(tl.int64) - tl.sum((exists & (ordered > threshold)).to(tl.int64), axis=0)
-        is_known = threshold >= cut
+    threshold = search_registers(ordered, exists, ordered, top_k.to(tl.int64), False)
+    num_equal = top_k.to(tl.int64) - tl.sum((exists & (ordered > threshold)).to(tl.int64), axis=0)
+    is_known = threshold >= cut
     if top_p < 1.0:
         amounts = fixed_weights(values, temperature, highest)
         above = tl.sum(tl.where(exists & (ordered > threshold), amounts, 0), axis=0)
         weight = fixed_weights(value_of(threshold), temperature, highest)
-        total = all_weight
-        if top_k < num_ids:
-            total = above + num_equal * weight
+        total = above + num_equal * weight
         wanted = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
         border = search_registers(ordered, exists & (ordered > threshold), amounts, wanted, True)
         if border > threshold:

@@ -5,6 +5,7 @@
     floats  (rows, NUM_FLOATS) float32   temperature | top_p | log min_p | repetition | frequency | presence penalty
     top_k   (rows,) int32                the vocabulary's size: all tokens
     seeds   (rows,) int64                the bits of the unsigned seed
+    arrivals (places,) int32             zeros between launches: the programs of each of a step's rows that have ended
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 NUM_FLOATS = 6
+_MAX_PADDING = 512  # a padded step has at most so many more places than there are rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +25,12 @@ class SamplingTables:
     floats: torch.Tensor
     top_k: torch.Tensor
     seeds: torch.Tensor
+    arrivals: torch.Tensor
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all three."""
-        return self.floats.nbytes + self.top_k.nbytes + self.seeds.nbytes
+        """Bytes of all of them."""
+        return self.floats.nbytes + self.top_k.nbytes + self.seeds.nbytes + self.arrivals.nbytes
 
     @staticmethod
     def empty(num_rows: int, device: torch.device) -> SamplingTables:
@@ -36,6 +39,7 @@ class SamplingTables:
             floats=torch.zeros((num_rows, NUM_FLOATS), dtype=torch.float32, device=device),
             top_k=torch.zeros(num_rows, dtype=torch.int32, device=device),
             seeds=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            arrivals=torch.zeros(num_rows + _MAX_PADDING, dtype=torch.int32, device=device),
         )
 
 

@@ -5,11 +5,12 @@ parameters from the rows' tables.  The host only chooses the *kind* of a step, a
 
 | rows | one rank | several ranks |
 | --- | --- | --- |
-| greedy, temperature | best_keys | the same, its keys exchanged |
+| greedy, temperature | best_tokens | the same, its keys exchanged |
 | with penalties (``penalised``) | the same launch reads the counts | the same |
 | min_p without top_k and top_p (``min_p``) | largest logit first | the same, exchanged first |
-| top_k up to MAX_RANKED (``ranked``) | threshold search and draw | top_keys, exchanged with the others' keys |
-| a larger top_k, or top_p without top_k (``ranked``) | threshold search and draw | not by this sampler |
+| top_p without top_k (``nucleus``; part of ``ranked``) | draw_nucleus, from the best tokens | not by this sampler |
+| top_k up to MAX_RANKED (``ranked``) | draw_ranked | top_keys, exchanged with the others' keys |
+| a larger top_k (``ranked``) | draw_ranked | not by this sampler |
 
 ``kind_of`` is None for steps that this sampler does not sample: those with rows that have token lists,
 log-probabilities, tokens still banned by min_tokens, or penalties beside filters.  ``KernelSampler`` masks the logits
@@ -19,17 +20,18 @@ of rows with masks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from tp_engine.kernels.sampling_tables import CountTables, SamplingTables
+from tp_engine.kernels.sampling_tables import SamplingTables
 from tp_engine.plan import IntArray
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling import shares
 from tp_engine.sampling.groups import RowGroup, Way
 from tp_engine.sampling.noise import device_noise_keys
-from tp_engine.sampling.ranking import LOWEST_KEY, key_ids
+from tp_engine.sampling.ranking import LOWEST_KEY
 from tp_engine.sampling.shares import exchange
 from tp_engine.sampling.state import SamplingState
 
@@ -42,6 +44,7 @@ class StepKind:
 
     penalised: bool = False
     min_p: bool = False
+    nucleus: bool = False
     ranked: bool = False
 
 
@@ -49,15 +52,23 @@ class DeviceSampler:
     """Samples the rows of ``state``, which has tables, together with the other ranks if there are any."""
 
     def __init__(self, state: SamplingState, communicator: Communicator) -> None:
-        from tp_engine.kernels.sampling_best_triton import best_keys_triton
-        from tp_engine.kernels.sampling_candidates_triton import draw_filtered_triton
+        from tp_engine.kernels.sampling_best_triton import best_tokens_triton
+        from tp_engine.kernels.sampling_candidates_triton import draw_ranked_triton
         from tp_engine.kernels.sampling_filter_triton import top_keys_triton
+        from tp_engine.kernels.sampling_nucleus_triton import draw_nucleus_triton
 
         assert state.tables is not None, "kernels read the state's tables"
         self._tables: SamplingTables = state.tables
         self._state = state
         self._communicator = communicator
-        self._best_keys, self._top_keys, self._draw_filtered = best_keys_triton, top_keys_triton, draw_filtered_triton
+        self._best_tokens, self._top_keys = best_tokens_triton, top_keys_triton
+        self._draw_nucleus, self._draw_ranked = draw_nucleus_triton, draw_ranked_triton
+
+    @property
+    def kinds(self) -> tuple[StepKind, ...]:
+        """The kinds of which steps are recorded."""
+        plain, nucleus, ranked = StepKind(), StepKind(nucleus=True), StepKind(ranked=True)
+        return (plain, nucleus, ranked) if self._communicator.info.world_size == 1 else (plain, ranked)
 
     def kind_of(self, rows: IntArray, positions: IntArray) -> StepKind | None:
         """The kind of a step that samples ``rows`` (n,) at ``positions`` (n,).
@@ -69,37 +80,64 @@ class DeviceSampler:
         if (state.has_lists[rows] | (state.num_logprobs[rows] >= 0) | is_short).any():
             return None
         draws, penalised = state.temperature[rows] > 0.0, state.is_penalised[rows]
-        has_top_k = draws & (state.top_k[rows] < state.vocab_size)
-        ranked = has_top_k | (draws & (state.top_p[rows] < 1.0))
-        min_p = draws & ~ranked & (state.log_min_p[rows] > -np.inf)
-        if (penalised & (ranked | min_p)).any():
+        ranked = draws & (state.top_k[rows] < state.vocab_size)
+        nucleus = draws & ~ranked & (state.top_p[rows] < 1.0)
+        min_p = draws & ~ranked & ~nucleus & (state.log_min_p[rows] > -np.inf)
+        if (penalised & (ranked | nucleus | min_p)).any():
             return None
-        if self._communicator.info.world_size > 1 and (ranked & (~has_top_k | (state.top_k[rows] > MAX_RANKED))).any():
+        is_alone = self._communicator.info.world_size == 1
+        if not is_alone and (nucleus | (ranked & (state.top_k[rows] > MAX_RANKED))).any():
             return None
-        return StepKind(penalised=bool(penalised.any()), min_p=bool(min_p.any()), ranked=bool(ranked.any()))
+        return StepKind(
+            penalised=bool(penalised.any()),
+            min_p=bool(min_p.any()),
+            nucleus=bool(nucleus.any() and not ranked.any()),
+            ranked=bool(ranked.any()),
+        )
 
     def sample(self, kind: StepKind, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Token ids (n,) int32, the same on every rank.  The host reads no value, so this can be captured.
 
-        ``logits`` (n, width) are this rank's slice, ``rows`` and ``positions`` (n,) int64 on the device; a row of -1
-        is padding and gets any token.  A collective if there are several ranks.
+        ``logits`` (n, width) are this rank's slice.  On the device: ``rows`` (n,) int32, of which -1 is padding and
+        gets any token, and the ``positions`` (n,) int64 of their last tokens.  A collective if there are several ranks.
         """
         held = logits[:, : self._state.vocab.num_ids]
         counts = self._state.penalties.tables if kind.penalised else None
         maxima = self._maxima(held) if kind.min_p else None
-        filtered_below = self._state.vocab_size if kind.ranked else None
-        keys = self._best_share(held, rows, positions, counts, maxima, filtered_below)
+        options: dict[str, Any] = {
+            "counts": counts,
+            "maxima": maxima,
+            "ranked_below": self._state.vocab_size if kind.ranked else None,
+        }
         if self._communicator.info.world_size == 1:
-            tokens = key_ids(keys[:, 0])
-            if kind.ranked:
-                self._draw_filtered(held, rows, positions, self._tables, tokens)
+            tokens = self._sample_alone(kind, held, rows, positions, options)
         elif kind.ranked:
+            keys = self._best_share(held, rows, positions, options)
             best, ranked = exchange(self._communicator, [keys, self._ranked_share(held, rows)])
             tokens = self._choose(best, ranked, rows.clamp(min=0), positions)
         else:
-            tokens = shares.decide_best(*exchange(self._communicator, [keys]))
+            tokens = shares.decide_best(
+                *exchange(self._communicator, [self._best_share(held, rows, positions, options)])
+            )
         if kind.penalised:
             self._record(rows, tokens)
+        return tokens
+
+    def _sample_alone(
+        self,
+        kind: StepKind,
+        held: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        filters = kind.nucleus or kind.ranked
+        best = self._best_tokens(held, rows, positions, self._tables, first_id=0, finds_maxima=filters, **options)
+        if filters:
+            self._draw_nucleus(held, rows, positions, self._tables, best)
+        if kind.ranked:
+            self._draw_ranked(held, rows, positions, self._tables, best.token_ids)
+        tokens: torch.Tensor = best.token_ids
         return tokens
 
     def _maxima(self, held: torch.Tensor) -> torch.Tensor:
@@ -111,18 +149,14 @@ class DeviceSampler:
         held: torch.Tensor,
         rows: torch.Tensor,
         positions: torch.Tensor,
-        counts: CountTables | None,
-        maxima: torch.Tensor | None,
-        filtered_below: int | None,
+        options: dict[str, Any],
     ) -> torch.Tensor:
-        first_id = self._state.vocab.first
         if held.shape[1] == 0:
             return self._no_keys(held, 1)
-        keys = self._best_keys(
-            held, rows, positions, self._tables, first_id=first_id, counts=counts, maxima=maxima,
-            filtered_below=filtered_below,
-        )  # fmt: skip
-        return keys[:, None]
+        first_id = self._state.vocab.first
+        best = self._best_tokens(held, rows, positions, self._tables, first_id=first_id, **options)
+        keys: torch.Tensor = best.keys[:, None]
+        return keys
 
     def _ranked_share(self, held: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         if held.shape[1] == 0:
@@ -151,7 +185,7 @@ class DeviceSampler:
             largest_top_k=MAX_RANKED,
             uses_min_p=True,
         )
-        keys = device_noise_keys(self._tables.seeds.index_select(0, rows), positions)
+        keys = device_noise_keys(self._tables.seeds.index_select(0, rows), positions + 1)
         drawn = shares.decide_ranked(ranked, group, keys)
         is_ranked = (floats[:, 0] > 0.0) & (top_k[:, 0] < self._state.vocab_size)
         return torch.where(is_ranked, drawn, shares.decide_best(best))

@@ -131,18 +131,25 @@ def draws_by_kernel(device_type: str) -> bool:
 
 
 def draw_filtered(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor) -> torch.Tensor:
-    """``draw`` for a group with top_k or top_p by one kernel, which needs no sort: (m,) int32."""
-    from tp_engine.kernels.sampling_candidates_triton import draw_filtered_triton
+    """``draw`` for a group with top_k or top_p by kernels, which need no sort: (m,) int32."""
+    from tp_engine.kernels.sampling_best_triton import best_tokens_triton
+    from tp_engine.kernels.sampling_candidates_triton import draw_ranked_triton
+    from tp_engine.kernels.sampling_nucleus_triton import draw_nucleus_triton
 
-    num_rows = logits.shape[0]
+    num_rows, vocab_size = logits.shape
     unused = torch.zeros_like(group.temperature)
     columns = (group.temperature, group.top_p.to(torch.float32), group.log_min_p, unused, unused, unused)
     tables = SamplingTables(
         floats=torch.cat(columns, dim=1),
         top_k=group.top_k[:, 0].to(torch.int32),
         seeds=torch.zeros(num_rows, dtype=torch.int64, device=logits.device),
+        arrivals=torch.zeros(num_rows, dtype=torch.int32, device=logits.device),
     )
-    tokens = torch.zeros(num_rows, dtype=torch.int32, device=logits.device)
-    rows = torch.arange(num_rows, device=logits.device)
-    draw_filtered_triton(logits, rows, None, tables, tokens, noise_keys=keys.contiguous())
-    return tokens
+    rows, keys = torch.arange(num_rows, dtype=torch.int32, device=logits.device), keys.contiguous()
+    best = best_tokens_triton(
+        logits, rows, None, tables, first_id=0, ranked_below=vocab_size, finds_maxima=True, noise_keys=keys
+    )
+    draw_nucleus_triton(logits, rows, None, tables, best, noise_keys=keys)
+    if group.way is not Way.NUCLEUS:
+        draw_ranked_triton(logits, rows, None, tables, best.token_ids, noise_keys=keys)
+    return best.token_ids

@@ -23,7 +23,7 @@ import torch
 
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.ops import best_tokens
-from tp_engine.layers.upload import upload
+from tp_engine.layers.upload import upload, upload_all
 from tp_engine.plan import IntArray
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling.device_sampler import DeviceSampler, StepKind
@@ -177,11 +177,10 @@ class GreedySampler:
 class KernelSampler:
     """Samples with ``device`` what kernels can sample and with ``general`` the other steps; the tokens are the same."""
 
-    kinds: tuple[StepKind, ...] = (StepKind(), StepKind(ranked=True))
-
     def __init__(self, state: SamplingState, device: DeviceSampler, general: TokenSampler) -> None:
         self._state = state
         self.device = device
+        self.kinds = device.kinds
         self._general = general
 
     def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> StepKind | None:
@@ -192,7 +191,7 @@ class KernelSampler:
         self, kind: StepKind, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """See ``RecordedSampler``."""
-        return self.device.sample(kind, logits, rows.to(torch.int64), positions + 1)
+        return self.device.sample(kind, logits, rows, positions)
 
     def sample(
         self, logits: torch.Tensor, rows: IntArray, positions: IntArray
@@ -201,10 +200,7 @@ class KernelSampler:
         kind = self.device.kind_of(rows, positions)
         if kind is None:
             return self._general.sample(logits, rows, positions)
-        count = len(rows)
-        # Both arrays begin at a multiple of 16 bytes: for other pointers the kernels would be compiled again.
-        numbers = np.zeros((2, count + count % 2), dtype=np.int64)
-        numbers[:, :count] = rows, positions
         logits = self._state.masked(logits, rows)
-        on_device = upload(numbers, logits.device)[:, :count]
-        return self.device.sample(kind, logits, on_device[0], on_device[1]), None
+        last_positions = positions.astype(np.int64) - 1
+        on_device = upload_all((rows.astype(np.int32, copy=False), last_positions), logits.device)
+        return self.device.sample(kind, logits, *on_device), None

@@ -49,5 +49,5 @@ def _launch(shape: Shape, num_rows: int, vocab_size: int, sampling: RowSampling,
     kind = sampler.kind_of(rows, positions)
     assert kind is not None, f"no kernel samples {sampling}"
     logits = (spread * torch.randn(num_rows, vocab_size, device=device)).to(shape.dtype)
-    on_device = [torch.from_numpy(array.astype(np.int64)).to(device) for array in (rows, positions)]
+    on_device = [torch.from_numpy(array).to(device) for array in (rows, positions.astype(np.int64) - 1)]
     return lambda: sampler.sample(kind, logits, *on_device)
