@@ -118,7 +118,7 @@ def launch_decode_inputs_and_sampling(num_rows: int, slots: torch.Tensor) -> Non
     prepare(tables, dataclasses.replace(inputs, slot_mapping=slots[:, :num_rows]))
     advance(tables, inputs, empty(num_rows, dtype=torch.int32))
     rows, positions = empty(num_rows, dtype=torch.int32), empty(num_rows, dtype=torch.int64)
-    logits, sampling = empty(num_rows, VOCAB), SamplingTables.empty(MAX_ROWS, torch.device("meta"))
+    logits, sampling = empty(num_rows, VOCAB), SamplingTables.empty(1024, torch.device("meta"))
     best_tokens_triton(logits, rows, positions, sampling, first_id=0)
     best = best_tokens_triton(logits, rows, positions, sampling, first_id=0, ranked_below=VOCAB, finds_maxima=True)
     sampling_nucleus_triton.draw_nucleus_triton(logits, rows, positions, sampling, best)
