@@ -57,10 +57,10 @@ def test_of_three_groups() -> None:
 
 
 def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: by hand: the parameters for the sampling kernels in addition."""
+    """Oracle: by hand: in addition the parameters for the sampling kernels, and a counter for each place of a step."""
     monkeypatch.setattr(runner_parts, "has_triton", lambda: True)
     tables = ROWS * (4 * (MAX_LEN + 1) + 4 * 7 + 4 + 5 * VOCAB)
-    sampling = ROWS * (4 * sampling_tables.NUM_FLOATS + 4 + 8)
+    sampling = ROWS * (4 * sampling_tables.NUM_FLOATS + 4 + 8) + 4 * (ROWS + 512)
     assert parts("cuda").table_bytes == tables + INPUTS + sampling
 
 
