@@ -42,6 +42,7 @@ MAX_SPLITS = 64
 # Parts that are joined at a time, and elements that each thread holds of them.
 _MAX_JOINED_PARTS = 8
 _JOINED_PER_THREAD = 64
+_USUAL_GROUP = 8  # the order of a sum must not follow from how many heads of a group a rank has
 # On an H200 (docs/benchmarks.md) more programs do not read faster, and their parts must be joined.
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 _MOST_PROGRAMS_PER_MULTIPROCESSOR = 16  # a program without work ends at once, but costs a launch
@@ -242,11 +243,9 @@ def join_splits(  # type: ignore[no-untyped-def]
     tl.store(place_out, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
-def join_sizes(num_rows: int, head_pad: int, num_warps: int) -> dict[str, int]:
-    """Constants of ``join_splits`` for ``num_rows`` heads: their number, rounded up, and how many parts at a time."""
-    rows = int(triton.next_power_of_2(num_rows))
-    parts = num_warps * 32 * _JOINED_PER_THREAD // (rows * head_pad)
-    return {"JOINED_ROWS": rows, "JOINED_PARTS": max(1, min(_MAX_JOINED_PARTS, parts))}
+def joined_parts(num_rows: int, head_pad: int, num_warps: int) -> int:
+    """How many parts of ``num_rows`` heads ``join_splits`` takes at a time; a power of two, if the others are."""
+    return max(1, min(_MAX_JOINED_PARTS, num_warps * 32 * _JOINED_PER_THREAD // (num_rows * head_pad)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -322,7 +321,8 @@ def paged_decode_triton(
         TILE=sizes.tile,
         LONG_TILES=max(1, sizes.long_keys // sizes.tile),
         IS_SPLIT=num_splits > 1,
-        **join_sizes(query_len * constants["GROUP"], constants["HEAD_PAD"], sizes.num_warps),
+        JOINED_ROWS=triton.next_power_of_2(query_len * constants["GROUP"]),
+        JOINED_PARTS=joined_parts(_USUAL_GROUP, constants["HEAD_PAD"], sizes.num_warps),
         num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
         **dependent_launch(query.device),

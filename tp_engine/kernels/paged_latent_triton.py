@@ -28,8 +28,8 @@ from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next
 from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.paged_decode_triton import (
     DecodeSizes,
-    join_sizes,
     join_splits,
+    joined_parts,
     power_of_two_splits,
     split_of,
     write_part,
@@ -273,7 +273,7 @@ def _launch(
         GROUP=group,
         BLOCK_Q=block_q,
         ROWS=rows,
-        JOINED_PARTS=join_sizes(rows, rank_pad, sizes.num_warps)["JOINED_PARTS"],
+        JOINED_PARTS=joined_parts(rows, rank_pad, sizes.num_warps),
         RANK=rank,
         RANK_PAD=rank_pad,
         ROPE=row_dim - rank,
