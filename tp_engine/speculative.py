@@ -12,6 +12,7 @@ from tp_engine.errors import ConfigError
 CONFIG_NAME = "speculative_config"
 METHODS = ("ngram", "suffix", "eagle3")
 _SHORTEST, _LONGEST = 2, 5
+MOST_STEP_ROWS = 32  # with more rows a step is no longer bound by reading the weights
 
 
 _LARGEST = {"num_speculative_tokens": 16, "suffix_decoding_max_tree_depth": 64, "suffix_decoding_min_token_prob": 1}
@@ -30,7 +31,8 @@ class SpeculativeConfig:
 
     ``eagle3``: the draft head ``model``, a folder or a hub name, guesses ``num_speculative_tokens`` on the ranks.
 
-    A step has at most ``max_step_rows`` decodes, guesses included; where more requests decode, none are guessed.
+    A step has at most ``max_step_rows`` decodes, guesses included; where more requests decode, none are guessed.  None
+    leaves it to the times of decode steps that are measured at the start, and is ``MOST_STEP_ROWS`` before that.
 
     Raises ``ConfigError`` for what can not be.
     """
@@ -44,14 +46,15 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: int = 10_000
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
-    max_step_rows: int = 24
+    max_step_rows: int | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ConfigError(f"{CONFIG_NAME} has the method {self.method!r}; choose one of {', '.join(METHODS)}")
         for spec in dataclasses.fields(self):
-            if spec.name not in ("method", "model"):
-                _check_number(spec.name, getattr(self, spec.name), is_whole=isinstance(spec.default, int))
+            value = getattr(self, spec.name)
+            if spec.name not in ("method", "model") and value is not None:
+                _check_number(spec.name, value, is_whole=not isinstance(spec.default, float))
         if (self.method == "eagle3") != isinstance(self.model, str):
             raise ConfigError(
                 f"{CONFIG_NAME} has the method {self.method!r} and the model {self.model!r}; eagle3 needs the folder "
@@ -62,8 +65,13 @@ class SpeculativeConfig:
                 f"{CONFIG_NAME} has prompt_lookup_min {self.prompt_lookup_min} above prompt_lookup_max "
                 f"{self.prompt_lookup_max}; lower the first or raise the second"
             )
-        if self.max_step_rows < 2:
+        if self.max_step_rows == 1:
             raise ConfigError(f"{CONFIG_NAME} has max_step_rows 1, which leaves no room for a guess; set at least 2")
+
+    @property
+    def most_rows(self) -> int:
+        """Most decodes of a step, before times have been measured."""
+        return MOST_STEP_ROWS if self.max_step_rows is None else self.max_step_rows
 
     @classmethod
     def of(cls, text: str | None) -> SpeculativeConfig | None:

@@ -135,6 +135,7 @@ def _limits(effective: EffectiveConfig, num_blocks: int, worker: Worker) -> Sche
         has_states=layout.states is not None,
         num_snapshots=effective.num_snapshots,
         speculation=effective.speculation,
+        decode_seconds=tuple(worker.decode_seconds.items()),
         max_loras=0 if effective.adapters is None else effective.adapters.max_loras,
     )
 

@@ -37,8 +37,7 @@ from tp_engine.sched.suffix_source import SuffixSource
 from tp_engine.speculative import SpeculativeConfig
 
 _LEAST_LIKELIHOOD = 0.15
-"""A guess pays if it is right more often than a row more costs of a step: 2 to 5 % on CPUs, and what a verified step
-costs beside its rows."""
+"""A guess that is right less often pays in no step; ``StepCosts`` decides about the others."""
 
 _PRIOR_RIGHT, _PRIOR_TRIED = 2.0, 2.5
 _KEPT = 1 - 1 / 64  # of what was measured, when a guess of the kind is considered again

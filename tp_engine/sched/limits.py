@@ -41,7 +41,8 @@ class SchedulerLimits:
     at most ``max_host_moves`` blocks each way, unless nothing else can run.  With ``checks_stores`` a block on the host
     is used only after all ranks have reported that they have it; there is no disk then.
 
-    ``speculation``: how tokens are guessed, for models without states.
+    ``speculation``: how tokens are guessed, for models without states.  ``decode_seconds``: numbers of decodes in
+    a step, and the time that it takes, as far as measured.
 
     ``max_loras``: slots for adapters.
     """
@@ -62,6 +63,7 @@ class SchedulerLimits:
     max_host_moves: int = 64
     checks_stores: bool = False
     speculation: SpeculativeConfig | None = None
+    decode_seconds: tuple[tuple[int, float], ...] = ()
     max_loras: int = 0
 
     def __post_init__(self) -> None:

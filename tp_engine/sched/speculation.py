@@ -16,9 +16,9 @@ What is kept is the run up to the first token that a guess does not equal: what 
     Scheduler.update     sources.take -> judge -> (the rows' own tokens are entered as always) -> extend
     the next plan        hand_over: what the ranks must know of the tokens kept
 
-Guesses need the last token, so a plan that may have some is not sent ahead of a result.  A step has at most
-``max_step_rows`` decodes with its guesses; where the rows alone are more than half of that, there are none, and plans
-go ahead as without speculation.
+Guesses need the last token, so a plan that may have some is not sent ahead of a result.  A step has at most a budget of
+decodes with its guesses, ``max_step_rows`` or what was measured (``step_costs.py``); where the rows alone are more than
+half of that, there are none, and plans go ahead as without speculation.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from tp_engine.sched.outcome import Ending, StopChecker, accept, ending, slice_l
 from tp_engine.sched.row_state import RowState
 from tp_engine.sched.sequence import Sequence
 from tp_engine.sched.step_builder import Batch, StepDraft
+from tp_engine.sched.step_costs import StepCosts
 from tp_engine.speculative import SpeculativeConfig
 
 
@@ -90,7 +91,11 @@ class Speculation:
         sources: Iterable[GuessSource] | None = None,
     ) -> None:
         self._most_tokens = config.num_speculative_tokens
-        self._most_rows = config.max_step_rows
+        measured = batch.limits.decode_seconds
+        self._costs = StepCosts(measured) if measured else None
+        self._most_rows = config.most_rows
+        if self._costs is not None and config.max_step_rows is None:
+            self._most_rows = self._costs.most_rows
         self._batch = batch
         self._rows: RowState = batch.rows
         self._stops = stops
@@ -131,17 +136,21 @@ class Speculation:
             if len(found.tokens):
                 runs.append(Run(row, found.tokens, found.parts))
                 likelihoods += found.likelihoods
-        runs = self._likeliest(runs, likelihoods, self._most_rows - len(chosen.rows))
+        runs = self._likeliest(runs, likelihoods, len(chosen.rows))
         if self._rows.readiness.num_constrained:
             runs = self._allowed(runs)
         self._found += runs
         return bool(self._found)
 
-    def _likeliest(self, runs: list[Run], likelihoods: list[float], room: int) -> list[Run]:
-        """The ``room`` likeliest tokens of all runs: a part of each run from its begin on, as likelihoods fall."""
-        if len(likelihoods) > room:
+    def _likeliest(self, runs: list[Run], likelihoods: list[float], num_decodes: int) -> list[Run]:
+        """The likeliest tokens of all runs, as many as the budget allows and as pay: a part of each run from its begin
+        on, as likelihoods fall."""
+        found = np.array(likelihoods)
+        best = np.argsort(-found, kind="stable")[: self._most_rows - num_decodes]
+        if self._costs is not None:
+            best = best[: self._costs.num_paying(num_decodes, found[best])]
+        if len(best) < len(found):
             owners = np.repeat(np.arange(len(runs)), [len(run.tokens) for run in runs])
-            best = np.argsort(-np.array(likelihoods), kind="stable")[:room]
             counts = np.bincount(owners[best], minlength=len(runs)).tolist()
             for run, count in zip(runs, counts, strict=True):
                 run.tokens = run.tokens[:count]

@@ -82,7 +82,8 @@ class EffectiveConfig:
         found = SpeculativeConfig.of(self.config.speculative_config)
         if found is None:
             return None
-        return dataclasses.replace(found, max_step_rows=min(found.max_step_rows, self.config.max_num_seqs))
+        most = min(found.most_rows, self.config.max_num_seqs)
+        return found if most == found.most_rows else dataclasses.replace(found, max_step_rows=most)
 
     @property
     def adapters(self) -> AdapterLimits | None:
@@ -98,7 +99,7 @@ class EffectiveConfig:
     @property
     def num_lanes(self) -> int:
         """Rows behind those of the batch, for guesses."""
-        return 0 if self.speculation is None else self.speculation.max_step_rows - 1
+        return 0 if self.speculation is None else self.speculation.most_rows - 1
 
     @property
     def gpu_memory_utilization(self) -> float:

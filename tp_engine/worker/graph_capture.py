@@ -122,6 +122,12 @@ def record_steps(plan: GraphPlan, runner: ModelRunner) -> None:
     runner.capture(plan.sizes, recorder)
 
 
+def record_decodes(plan: GraphPlan, runner: ModelRunner, most_rows: int) -> None:
+    """Record the decode steps of ``plan`` that serve up to ``most_rows`` rows; a collective."""
+    num_sizes = 1 + sum(size < most_rows for size in plan.sizes[:-1])
+    runner.capture(plan.sizes[:num_sizes], plan.make_recorder())
+
+
 def measure_graph_bytes(plan: GraphPlan, device: Device, runner: ModelRunner) -> int:
     """Bytes that all recordings of ``plan`` will take, from those of its two largest sizes of each kind of step.
 

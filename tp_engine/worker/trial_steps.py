@@ -9,10 +9,13 @@ Rows have two tokens, except those of the longer prompts::
     mixed        a decode beside a prompt
     sampling     decodes of every kind that a kernel or the general sampler treats differently
     decodes      of 1, 2, 4, ... rows up to the limit: attention splits the keys by the number of rows
+
+With speculation, decodes are timed too.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
@@ -62,6 +65,26 @@ def run_largest_decodes(runner: ModelRunner, config: EngineConfig) -> None:
     """Run decodes of 1, 2, 4, ... rows: one of them needs the most memory for attention's partial results."""
     for num_rows in _decode_sizes(config.max_num_seqs):
         runner.run(_plan(config, runner.num_groups, [_GREEDY] * num_rows)).result()
+
+
+def time_decodes(runner: ModelRunner, config: EngineConfig, most_rows: int) -> dict[int, float]:
+    """Seconds of a greedy decode step of 1, 2, 4, ... and ``most_rows`` rows; a collective.
+
+    The first two steps of a size may be recorded and compared (``captured_decodes``); the faster of two
+    later ones counts.
+    """
+    found: dict[int, float] = {}
+    for num_rows in _decode_sizes(most_rows):
+        first = _plan(config, runner.num_groups, [_GREEDY] * num_rows)
+        again = StepPlan(step_id=FIRST_STEP_ID, decode_rows=first.decode_rows)
+        times: list[float] = []
+        for _ in range(3):
+            runner.run(first).result()
+            began_s = time.perf_counter()
+            runner.run(again).result()
+            times.append(time.perf_counter() - began_s)
+        found[num_rows] = min(times[1:])
+    return found
 
 
 def _steps_of_every_kind(config: EngineConfig, num_groups: int) -> Iterator[StepPlan]:

@@ -29,7 +29,7 @@ from tp_engine.worker.codecs import make_codec
 from tp_engine.worker.device import Device, check_kinds, kind_of_device, make_device
 from tp_engine.worker.disk_start import DiskStart, open_disk_tier
 from tp_engine.worker.effective_config import EffectiveConfig
-from tp_engine.worker.graph_capture import GraphPlan, graph_plan, measure_graph_bytes, record_steps
+from tp_engine.worker.graph_capture import GraphPlan, graph_plan, measure_graph_bytes, record_decodes, record_steps
 from tp_engine.worker.host_memory import host_memory
 from tp_engine.worker.host_tier import choose_slots
 from tp_engine.worker.kv_cache import KvCacheShape
@@ -42,7 +42,7 @@ from tp_engine.worker.profiling import make_step_profiler, names_for
 from tp_engine.worker.readback import PendingStep
 from tp_engine.worker.runner_parts import RunnerParts
 from tp_engine.worker.together import StartUp
-from tp_engine.worker.trial_steps import run_largest_decodes, run_largest_step, warm_up, warms_up
+from tp_engine.worker.trial_steps import run_largest_decodes, run_largest_step, time_decodes, warm_up, warms_up
 
 logger = get_logger(__name__)
 
@@ -91,6 +91,7 @@ class Worker:
         self._monitor: MemoryMonitor | None = None
         self.memory: dict[str, int] = {}
         self.num_host_slots = 0
+        self.decode_seconds: dict[int, float] = {}  # by the number of rows, with speculation
         self.disk: DiskStart | None = None
         self.profiler = make_step_profiler(config, groups.info.rank)
 
@@ -125,6 +126,8 @@ class Worker:
         ledger = self._start_up.run("profiling memory", lambda: self._measure_memory(parts, meter, graph_bytes))
         num_blocks = self._settle(ledger)
         num_slots = self.num_host_slots = self._settle_host_tier(num_blocks, device)
+        if effective.speculation is not None:
+            self.decode_seconds = self._start_up.run("timing decodes", lambda: self._time_decodes(parts, graphs))
         runner = self.runner = self._start_up.run_together(
             "allocating the KV cache", lambda: parts.make_runner(num_blocks, num_slots)
         )
@@ -297,6 +300,18 @@ class Worker:
             return self._start_up.run(
                 "measuring CUDA graphs", lambda: measure_graph_bytes(graphs, parts.device, runner)
             )
+
+    def _time_decodes(self, parts: RunnerParts, graphs: GraphPlan | None) -> dict[int, float]:
+        """How much longer steps with guesses take; a collective."""
+        config, speculation = self.effective.config, self.effective.speculation
+        assert speculation is not None
+        with parts.trial_runner() as runner:
+            if graphs is not None:
+                record_decodes(graphs, runner, speculation.most_rows)
+            try:
+                return time_decodes(runner, config, speculation.most_rows)
+            finally:
+                runner.forget_captured()
 
     def _measure_memory(self, parts: RunnerParts, meter: MemoryMeter, cuda_graph_bytes: int) -> MemoryLedger:
         self.groups.progress.reach(RankPhase.PROFILE)

@@ -1,0 +1,42 @@
+"""How many guesses pay, from measured times of decode steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tp_engine.sched.step_costs import StepCosts
+
+
+def costs(seconds: dict[int, float]) -> StepCosts:
+    return StepCosts(tuple(seconds.items()))
+
+
+@pytest.mark.parametrize(
+    ("likelihoods", "expected"),
+    [([0.9, 0.5, 0.1], 2), ([0.9, 0.9, 0.9], 3), ([0.05], 0), ([0.2], 1), ([], 0)],
+)
+def test_guesses_pay_while_tokens_per_second_rise(likelihoods: list[float], expected: int) -> None:
+    """Oracle: the table in the module's text, by hand: 10 s for a row and 1 s for each more."""
+    found = costs({1: 10.0, 4: 13.0}).num_paying(1, np.array(likelihoods))
+    assert found == expected
+
+
+def test_a_small_model_verifies_less_than_a_large_one() -> None:
+    """A step of 0.3 ms that a row more makes a third longer.  Oracle: by hand, the cost of verifying included."""
+    tiny, large = costs({1: 3e-4, 8: 1e-3}), costs({1: 3e-2, 8: 3.3e-2})
+    likelihoods = np.array([0.6, 0.36, 0.2, 0.15])
+    assert tiny.num_paying(1, likelihoods) == 0
+    assert large.num_paying(1, likelihoods) == 4
+
+
+def test_the_budget_ends_where_twice_the_rows_take_too_long() -> None:
+    """Oracle: by hand: a guess that is right every second time gives 1.5 times the tokens."""
+    assert costs({1: 10.0, 2: 11.0, 4: 12.0, 8: 14.0, 16: 24.0, 32: 48.0}).most_rows == 12
+    assert costs({1: 10.0, 2: 20.0, 4: 40.0}).most_rows == 2, "a row always gets a guess if that one pays"
+    assert costs({1: 10.0, 32: 12.0}).most_rows == 32
+
+
+def test_times_that_fall_are_noise() -> None:
+    """Oracle: a step of more rows is never quicker, so the time of fewer rows counts."""
+    assert costs({1: 10.0, 2: 9.0, 4: 9.5}).num_paying(1, np.array([0.1])) == 1
