@@ -38,6 +38,14 @@ def test_interpreted_chain() -> None:
 
 @needs_triton
 @pytest.mark.timeout(300)
+def test_interpreted_chain_with_adapters() -> None:
+    """Oracle: the tokens of the same engine on C, of rows with an adapter and without."""
+    pytest.importorskip("peft")
+    interpreted("kernel_cases_chain_engine", "adapters", timeout_s=270)
+
+
+@needs_triton
+@pytest.mark.timeout(300)
 def test_kernels_of_a_layer() -> None:
     """Oracle: by hand: 6 kernels where products of few rows are Triton's, 9 where they are the library's."""
     interpreted("kernel_cases_chain_engine", "kernels", timeout_s=270)

@@ -22,7 +22,7 @@ from tests.tiny_models import make_checkpoint
 from tests.unit.kernel_cases_codes_engine import CountedLaunches
 from tests.unit.kernel_cases_engine import gpu_path
 from tests.unit.kernel_harness import AGREEMENT, triton_ops_on_cpus
-from tp_engine import LLM, SamplingParams
+from tp_engine import LLM, LoRARequest, SamplingParams
 from tp_engine.kernels import few_rows_linear_triton
 from tp_engine.models.causal_lm import CausalLM
 
@@ -81,6 +81,33 @@ def check_tokens(architecture: str) -> None:
     assert launches.count > 0, architecture
 
 
+def check_adapters() -> None:
+    """Steps in which a row has an adapter normalise rows before the products; later steps are chains again.
+
+    Oracle: the same engine on C.
+    """
+    from tests.lora_adapters import ADAPTERS, make_adapter
+
+    def generate_with(folder: Path, adapter: Path) -> list[list[int]]:
+        options: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_num_seqs": 2, "max_model_len": 64}
+        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+        with LLM(str(folder), device="cpu", dtype="float32", enable_lora=True, **options) as llm:
+            llm.load_adapter("own", str(adapter))
+            found = []
+            for requests in ([LoRARequest("own"), None], [None, None]):
+                outputs = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=requests)
+                found += [output.outputs[0].token_ids for output in outputs]
+        return found
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_checkpoint(Path(name) / "model", "qwen3", intermediate_size=128)
+        adapter = make_adapter(Path(name) / "adapter", folder, seed=1, **ADAPTERS["linears"])
+        expected = generate_with(folder, adapter)
+        with chained("triton"):
+            found = generate_with(folder, adapter)
+    assert found == expected and found[0] != found[2], (found, expected)
+
+
 @contextmanager
 def counted(num_rows: int) -> Iterator[Counter[str]]:
     """Counts Triton's launches and the library's products in the model, in its last step of ``num_rows`` rows.
@@ -136,6 +163,8 @@ def main(part: str) -> None:
     if part == "tokens":
         for architecture in MODELS:
             check_tokens(architecture)
+    elif part == "adapters":
+        check_adapters()
     else:
         found = {key: kernels_of_a_layer(*key) for key in KERNELS}
         assert found == KERNELS, found
