@@ -22,6 +22,7 @@ MODULES = sorted(
 READ_EARLY = {
     "delta_step_kernel": {"weight"},
     "dequantise_kernel": {"codes", "factors", "scales", "zeros"},
+    "few_rows_linear_kernel": {"weight"},
     "norm_codes_kernel": {"weight"},
     "norm_kernel": {"weight"},
     "one_row_linear_kernel": {"weight"},
