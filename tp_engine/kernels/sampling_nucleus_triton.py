@@ -12,8 +12,8 @@ score of all *open* tokens.
 
     best_tokens (i, j)    c of each row, and its largest logit               sampling_best_triton
     weigh (i, j)          weights above c, and in the first round of all; the last program of row i decides
-    best_above (i, j)     the next c, of rows that are open                  one further round by many programs, in
-    weigh (i, j)                                                             steps with many rows
+    best_above (i, j)     the next c, of rows that are open                  one further round by many programs
+    weigh (i, j)
     finish (i)            all further rounds of a row that is open, by one program
 
 With top_p = 0.95 some 3 % of the rows need a second round.  Weights are the twin's integers, whose sums are exact in
@@ -43,7 +43,6 @@ from tp_engine.kernels.sampling_filter_triton import fixed_weights, load_block
 from tp_engine.kernels.sampling_tables import NUM_FLOATS, SamplingTables
 
 _BLOCK = 4096
-_WIDE_FROM = 8  # rows: of fewer a second round is rare, and its launches would cost more than it does
 
 
 @triton.jit
@@ -269,12 +268,11 @@ def draw_nucleus_triton(
 
     drawn = {"HAS_KEYS": noise_keys is not None}
     weigh(is_first=True)
-    if num_rows >= _WIDE_FROM:
-        best_above_kernel[(num_rows, num_chunks)](
-            logits, rows, positions, tables.floats, tables.top_k, tables.seeds, noise_keys, tables.arrivals, bounds,
-            sums, best.token_ids, logits.stride(0), num_ids, **drawn, **wide,
-        )  # fmt: skip
-        weigh(is_first=False)
+    best_above_kernel[(num_rows, num_chunks)](
+        logits, rows, positions, tables.floats, tables.top_k, tables.seeds, noise_keys, tables.arrivals, bounds, sums,
+        best.token_ids, logits.stride(0), num_ids, **drawn, **wide,
+    )  # fmt: skip
+    weigh(is_first=False)
     finish_nucleus_kernel[(num_rows,)](
         logits, rows, positions, tables.floats, tables.top_k, tables.seeds, noise_keys, best.maxima, targets, bounds,
         best.token_ids, logits.stride(0), num_ids, **drawn, **sizes, num_warps=16,

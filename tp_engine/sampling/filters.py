@@ -150,6 +150,5 @@ def draw_filtered(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor) -> 
         logits, rows, None, tables, first_id=0, ranked_below=vocab_size, finds_maxima=True, noise_keys=keys
     )
     draw_nucleus_triton(logits, rows, None, tables, best, noise_keys=keys)
-    if group.way is not Way.NUCLEUS:
-        draw_ranked_triton(logits, rows, None, tables, best.token_ids, noise_keys=keys)
+    draw_ranked_triton(logits, rows, None, tables, best.token_ids, noise_keys=keys)
     return best.token_ids
