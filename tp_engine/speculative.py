@@ -32,7 +32,7 @@ class SpeculativeConfig:
     ``eagle3``: the draft head ``model``, a folder or a hub name, guesses ``num_speculative_tokens`` on the ranks.
 
     A step has at most ``max_step_rows`` decodes, guesses included; where more requests decode, none are guessed.  None
-    leaves it to the times of decode steps that are measured at the start, and is ``MOST_STEP_ROWS`` before that.
+    is at most ``MOST_STEP_ROWS``, and the times of decode steps, measured at the start, say how many guesses pay.
 
     Raises ``ConfigError`` for what can not be.
     """

@@ -191,9 +191,6 @@ def test_speculation_changes_no_token(files: Files, llm: LLM) -> None:
     expected = [answer(one) for one in llm.generate(prompts, long, use_tqdm=False, lora_request=wanted)]
     config = '{"method": "suffix", "num_speculative_tokens": 3, "max_step_rows": 8}'
     with LLM(str(files.checkpoint), speculative_config=config, **OPTIONS) as guessing:
-        speculation = guessing.engine._scheduler._speculation
-        assert speculation is not None
-        speculation._costs = None  # guesses are verified whatever this machine's times are
         for name in ("linears", "attention"):
             guessing.load_adapter(name, str(files.adapters[name]))
         for _ in range(2):

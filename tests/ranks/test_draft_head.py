@@ -50,7 +50,9 @@ def test_drafts_change_no_bit(world_size: int, checkpoint: Callable[..., Path], 
     for name, options in SETTINGS.items():
         head, model = pairs[name]
         own = {"model": str(model), "tensor_parallel_size": world_size, "device": "cpu", **options}
-        speculation = json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": 3})
+        speculation = json.dumps(
+            {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3, "max_step_rows": 24}
+        )
         params = [{"ignore_eos": True, **sampler} for sampler in WITHOUT_TEXT]
         cases += [
             {"options": {**own, "speculative_config": config}, "prompts": prompts, "params": params}

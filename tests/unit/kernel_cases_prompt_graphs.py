@@ -163,7 +163,7 @@ def main(model: str) -> None:
             layers = {"num_layers": 2, "layer_types": WINDOWED["layer_types"][:2]}
             folder = make_checkpoint(Path(name) / "model", **shape, **WINDOWED | layers)
             # Lanes, which verify guesses (plan.py), follow the rows that decode; most guesses are wrong.
-            options = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 1}'}
+            options = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 1, "max_step_rows": 8}'}
         else:
             folder = make_model(name)
         used = check(folder, is_measured=model == "windows", **options)

@@ -42,7 +42,7 @@ class SchedulerLimits:
     is used only after all ranks have reported that they have it; there is no disk then.
 
     ``speculation``: how tokens are guessed, for models without states.  ``decode_seconds``: numbers of decodes in
-    a step, and the time that it takes, as far as measured.
+    a step, and the time that it takes, if that decides how many guesses pay.
 
     ``max_loras``: slots for adapters.
     """

@@ -93,9 +93,9 @@ class Speculation:
         self._most_tokens = config.num_speculative_tokens
         measured = batch.limits.decode_seconds
         self._costs = StepCosts(measured) if measured else None
-        self._most_rows = config.most_rows
-        if self._costs is not None and config.max_step_rows is None:
-            self._most_rows = self._costs.most_rows
+        self._most_rows = min(config.most_rows, batch.limits.max_num_seqs)
+        if self._costs is not None:
+            self._most_rows = min(self._most_rows, self._costs.most_rows)
         self._batch = batch
         self._rows: RowState = batch.rows
         self._stops = stops

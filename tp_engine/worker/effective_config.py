@@ -78,12 +78,13 @@ class EffectiveConfig:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """How tokens are guessed, if they are; a step with guesses has at most ``max_num_seqs`` decodes."""
-        found = SpeculativeConfig.of(self.config.speculative_config)
-        if found is None:
-            return None
-        most = min(found.most_rows, self.config.max_num_seqs)
-        return found if most == found.most_rows else dataclasses.replace(found, max_step_rows=most)
+        """How tokens are guessed, if they are."""
+        return SpeculativeConfig.of(self.config.speculative_config)
+
+    @property
+    def most_guessing_rows(self) -> int:
+        """Most decodes of a step with guesses; 0 without speculation."""
+        return 0 if self.speculation is None else min(self.speculation.most_rows, self.config.max_num_seqs)
 
     @property
     def adapters(self) -> AdapterLimits | None:
@@ -99,7 +100,7 @@ class EffectiveConfig:
     @property
     def num_lanes(self) -> int:
         """Rows behind those of the batch, for guesses."""
-        return 0 if self.speculation is None else self.speculation.most_rows - 1
+        return max(0, self.most_guessing_rows - 1)
 
     @property
     def gpu_memory_utilization(self) -> float:

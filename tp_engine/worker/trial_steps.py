@@ -70,15 +70,15 @@ def run_largest_decodes(runner: ModelRunner, config: EngineConfig) -> None:
 def time_decodes(runner: ModelRunner, config: EngineConfig, most_rows: int) -> dict[int, float]:
     """Seconds of a greedy decode step of 1, 2, 4, ... and ``most_rows`` rows; a collective.
 
-    The first two steps of a size may be recorded and compared (``captured_decodes``); the faster of two
-    later ones counts.
+    The first two steps of a size may be recorded and compared (``captured_decodes``); the fastest of
+    three later ones counts.
     """
     found: dict[int, float] = {}
     for num_rows in _decode_sizes(most_rows):
         first = _plan(config, runner.num_groups, [_GREEDY] * num_rows)
         again = StepPlan(step_id=FIRST_STEP_ID, decode_rows=first.decode_rows)
         times: list[float] = []
-        for _ in range(3):
+        for _ in range(4):
             runner.run(first).result()
             began_s = time.perf_counter()
             runner.run(again).result()

@@ -126,7 +126,7 @@ class Worker:
         ledger = self._start_up.run("profiling memory", lambda: self._measure_memory(parts, meter, graph_bytes))
         num_blocks = self._settle(ledger)
         num_slots = self.num_host_slots = self._settle_host_tier(num_blocks, device)
-        if effective.speculation is not None:
+        if effective.speculation is not None and effective.speculation.max_step_rows is None:
             self.decode_seconds = self._start_up.run("timing decodes", lambda: self._time_decodes(parts, graphs))
         runner = self.runner = self._start_up.run_together(
             "allocating the KV cache", lambda: parts.make_runner(num_blocks, num_slots)
@@ -303,13 +303,12 @@ class Worker:
 
     def _time_decodes(self, parts: RunnerParts, graphs: GraphPlan | None) -> dict[int, float]:
         """How much longer steps with guesses take; a collective."""
-        config, speculation = self.effective.config, self.effective.speculation
-        assert speculation is not None
+        most_rows = self.effective.most_guessing_rows
         with parts.trial_runner() as runner:
             if graphs is not None:
-                record_decodes(graphs, runner, speculation.most_rows)
+                record_decodes(graphs, runner, most_rows)
             try:
-                return time_decodes(runner, config, speculation.most_rows)
+                return time_decodes(runner, self.effective.config, most_rows)
             finally:
                 runner.forget_captured()
 
