@@ -1,4 +1,4 @@
-"""Guessed tokens change no bit, whoever guesses.  Oracle: the same job without speculation."""
+"""Guessed tokens change no bit, whatever the source of the guesses.  Oracle: the same job without speculation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots for adapters in the scheduler: who gets one, who waits, and what ranks are told."""
+"""Slots for adapters in the scheduler: which request gets one, which one waits, and what ranks are told."""
 
 from __future__ import annotations
 

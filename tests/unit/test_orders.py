@@ -100,7 +100,7 @@ def test_one_that_can_not_stops_all(monkeypatch: pytest.MonkeyPatch, failing: li
 
 
 def test_an_unknown_order_is_refused() -> None:
-    """Oracle: the promise; nobody ends."""
+    """Oracle: the promise; no rank ends."""
     host: Any = SimpleNamespace(all_gather_bytes=lambda payload: [payload])
     groups = SimpleNamespace(host=host, progress=RankProgress(), info=SimpleNamespace(is_first=True))
     worker: Any = SimpleNamespace(groups=groups)

@@ -3,7 +3,7 @@
 ::
 
     rank 0    plan with an order -> prepare --+                    +--> commit, if all ranks can
-    rank 1                          prepare --+--> who failed? ----+
+    rank 1                          prepare --+--> any failure? -+
     rank 2                          prepare --+                    +--> discard, if one can not: nothing has changed
 
 No step is in flight meanwhile.  ``prepare`` reads and checks: all that can fail, and nothing that others see.  Ranks
