@@ -161,8 +161,8 @@ class EngineConfig:
     )
     speculative_config: str | None = option(
         None,
-        "JSON object: guess tokens and verify several in one step, which changes none of them: method (ngram, suffix, "
-        "eagle3), num_speculative_tokens, and the keys of docs/serving.md (default: none)",
+        "JSON object: guess tokens and verify several in one step, which changes none of them: method (ngram, "
+        "ngram_gpu, suffix, eagle3), num_speculative_tokens, and the keys of docs/serving.md (default: none)",
     )
     enable_lora: bool = option(False, "serve LoRA adapters beside the model; the model of a request names its adapter")
     max_loras: int = option(4, "adapters with a slot on the devices; requests of others wait for one")

@@ -23,7 +23,7 @@ guess 0 at p + 1, the next one guess 1 at p + 2.  All are sampled with the row's
 Of these tokens only that of the row itself counts at once.  Where guesses were right, a later plan says what follows:
 ``kept_rows`` (n,), grouped, have one more computed token for each entry, behind which ``kept_tokens`` (n,) come.
 
-``num_drafts`` asks the ranks' draft head for so many tokens behind each row that is sampled, or 0 for none; they come
+``num_drafts`` asks the ranks' drafter for so many tokens behind each row that is sampled, or 0 for none; they come
 back with the step's result (``StepResult.drafts``).
 
 ``mask_rows`` are those sampled rows whose next token a grammar restricts: row i of ``masks`` has one bit per token id,
@@ -71,7 +71,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -225,6 +225,13 @@ class TokenLogprobs:
     ranks: IntArray
 
 
+class Drafts(NamedTuple):
+    """``tokens`` (n,) int32, found by a match of ``matched`` tokens, or by a draft head, which has no match: 0."""
+
+    tokens: IntArray
+    matched: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What rank 0's device returned for one step: one new token per sampled row, in ``StepPlan.sampled_rows`` order.
@@ -233,7 +240,7 @@ class StepResult:
     asked.  ``prompt_logprobs`` maps a row to the log-probabilities of the prompt positions that this step computed:
     entry i scores the token that follows computed position ``first + i`` of the chunk.  ``pooled`` maps the rows that
     pool to their hidden states (hidden,), or to logits, one for each of their ``pooled_token_ids``.  ``drafts`` maps
-    rows to what a draft head guesses behind the row's last token that counts, up to ``StepPlan.num_drafts`` tokens.
+    rows to what the ranks guess behind the row's last token that counts, up to ``StepPlan.num_drafts`` tokens.
     """
 
     step_id: int
@@ -241,4 +248,4 @@ class StepResult:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     pooled: dict[int, FloatArray] = field(default_factory=dict)
-    drafts: dict[int, IntArray] = field(default_factory=dict)
+    drafts: dict[int, Drafts] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from typing import Any
 from tp_engine.errors import ConfigError
 
 CONFIG_NAME = "speculative_config"
-METHODS = ("ngram", "suffix", "eagle3")
+METHODS = ("ngram", "ngram_gpu", "suffix", "eagle3")
 _SHORTEST, _LONGEST = 2, 5
 MOST_STEP_ROWS = 32  # with more rows a step is no longer bound by reading the weights
 
@@ -25,9 +25,12 @@ class SpeculativeConfig:
     ``ngram``: the last ``prompt_lookup_max`` tokens, or fewer down to ``prompt_lookup_min``, are looked up in the
     request's own prompt and answer; what followed them there is the guess, of up to ``num_speculative_tokens``.
 
-    ``suffix``: so they are, and the last ``suffix_decoding_max_tree_depth`` tokens or fewer are looked up in the last
-    ``suffix_decoding_max_cached_requests`` answers.  A guess has at most ``suffix_decoding_max_spec_factor`` times as
-    many tokens as the match, each of which followed in a share of ``suffix_decoding_min_token_prob`` of the matches.
+    ``ngram_gpu``: the same, looked up on rank 0's device at the end of each step.
+
+    ``suffix``: they are looked up as by ``ngram``, and the last ``suffix_decoding_max_tree_depth`` tokens or fewer in
+    the last ``suffix_decoding_max_cached_requests`` answers.  A guess has at most ``suffix_decoding_max_spec_factor``
+    times as many tokens as the match, each of which followed in a share of ``suffix_decoding_min_token_prob`` of the
+    matches.
 
     ``eagle3``: the draft head ``model``, a folder or a hub name, guesses ``num_speculative_tokens`` on the ranks.
 

@@ -30,6 +30,7 @@ MODULES = (
     "kernel_cases_quantised",
     "kernel_cases_norm_codes",
     "kernel_cases_decode_inputs",
+    "kernel_cases_ngram_drafts",
     "kernel_cases_padded_steps",
     "kernel_cases_paged_attention",
     "kernel_cases_nan",

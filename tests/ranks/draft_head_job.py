@@ -1,4 +1,4 @@
-"""Run one batch of requests with a draft head on the ranks of a job, or without; for ``parity_job.main``."""
+"""Run one batch of requests with drafts made on the ranks of a job, or without; for ``parity_job.main``."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from tp_engine.sched.sequence import Sequence
 class Watched(DraftedSource):
     """Keeps all drafts that are looked for: the tokens before them, and the drafts."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, name: str, most_matched: int) -> None:
+        super().__init__(name, most_matched)
         self.seen: list[tuple[list[int], list[int]]] = []
 
     def guess(self, sequence: Sequence, tokens: IntArray, count: int) -> Guess:
         """See ``GuessSource``."""
         drafts = None if sequence.constraint is not None else self._drafts.get(sequence.row)
         if drafts is not None:
-            self.seen.append((tokens.tolist(), drafts.tolist()))
+            self.seen.append((tokens.tolist(), drafts.tokens.tolist()))
         return super().guess(sequence, tokens, count)
 
 
 def run(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
-    """As ``run_once``, and with a head all drafts."""
+    """As ``run_once``, and with a drafter all drafts."""
     speculation = llm.engine._scheduler._speculation
     if speculation is None:
         return run_once(llm, case)
     (source,) = speculation.sources._sources
     assert isinstance(source, DraftedSource)
-    watched = Watched()
+    watched = Watched(source.name, source.most_matched)
     speculation.sources._sources = [watched]
     return {**run_once(llm, case), "drafts": watched.seen}

@@ -117,6 +117,10 @@ def launch_decode_inputs_and_sampling(num_rows: int, slots: torch.Tensor) -> Non
     prepare(tables, inputs)
     prepare(tables, dataclasses.replace(inputs, slot_mapping=slots[:, :num_rows]))
     advance(tables, inputs, empty(num_rows, dtype=torch.int32))
+    lengths = empty(num_rows, dtype=torch.int32)
+    implementation("ngram_drafts", "triton")(
+        tables.token_ids[:, : 40 + num_rows], empty(num_rows, dtype=torch.int64), lengths, 2, 5, 4
+    )
     rows, positions = empty(num_rows, dtype=torch.int32), empty(num_rows, dtype=torch.int64)
     logits, sampling = empty(num_rows, VOCAB), SamplingTables.empty(1024, torch.device("meta"))
     best_tokens_triton(logits, rows, positions, sampling, first_id=0)

@@ -16,7 +16,7 @@ from tp_engine.kernels.heads import HeadNorm, Rotation
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight
-from tp_engine.kernels.ops import OPS, implementation
+from tp_engine.kernels.ops import OPS, Kind, implementation
 from tp_engine.model_config.mlp import Activation, ActivationKind
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -307,6 +307,17 @@ def test_tanh_is_as_exact_as_pytorch_s() -> None:
     assert errors[1] <= 2 * errors[0]
 
 
+@pytest.mark.parametrize("kind", ["twin", "native"])
+def test_rows_that_lie_apart_are_copied(kind: Kind) -> None:
+    """Oracle: the same rows; what is beside them stays."""
+    if kind == "native" and native_library() is None:
+        pytest.skip("the native kernels can not be built here")
+    source, target = torch.randn(5, 48), torch.zeros(5, 40)
+    implementation("copy_rows", kind)(source[:, 8:24], target[:, 20:36])
+    assert torch.equal(target[:, 20:36], source[:, 8:24])
+    assert not target[:, :20].any() and not target[:, 36:].any()
+
+
 def test_every_operation_is_tested_here() -> None:
     """Oracle: the table: every operation in it has a test of its formula."""
     names = {
@@ -320,10 +331,13 @@ def test_every_operation_is_tested_here() -> None:
         "head_squares",
         "norm_width",
         "cap_logits",
+        "copy_rows",
     }
     # test_kernels_decode_inputs, test_kernels_store_kv; test_experts; test_scaled_products, test_kernels_norm_codes;
-    # test_block_codes; test_latent; test_delta_rule
+    # test_block_codes; test_latent; test_delta_rule; test_kernels_padded_steps, test_kernels_adapters,
+    # test_kernels_ngram_drafts
     elsewhere = {"prepare_decodes", "advance_decodes", "store_kv", "route", "to_float32", "add_gated"}
     elsewhere |= {"quantise_rows", "norm_codes", "encode_blocks", "decode_blocks", "delta_step", "delta_chunks"}
-    elsewhere |= {"prepare_latents", "absorb_queries", "release_values"}
+    elsewhere |= {"prepare_latents", "absorb_queries", "release_values", "prepare_steps", "advance_steps"}
+    elsewhere |= {"add_adapters", "ngram_drafts"}
     assert set(OPS) == names | elsewhere

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.draft_heads import make_draft_head
 from tp_engine import LLM, SamplingParams
 from tp_engine.config import EngineConfig
 from tp_engine.plan import StepPlan
@@ -63,6 +65,23 @@ def test_first_steps_keep_to_the_limits(rows: int, tokens: int, block_size: int,
 def test_gpus_warm_up() -> None:
     """Oracle: GPUs warm up; CPUs do not, because their kernels are compiled when they are loaded."""
     assert warms_up("cuda") and not warms_up("cpu")
+
+
+@pytest.mark.parametrize("method", ["ngram_gpu", "eagle3"])
+def test_drafts_warm_up(method: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Oracle: the tokens of an engine without guesses or a warm-up."""
+    folder = checkpoint("llama", vocab_size=263, num_layers=4, tie=False)
+    config: dict[str, Any] = {"method": method, "num_speculative_tokens": 2, "max_step_rows": 3}
+    if method == "eagle3":
+        config["model"] = str(make_draft_head(tmp_path / "head", vocab_size=263, state_layers=(0, 1, 2)))
+    found = []
+    for speculation in (None, json.dumps(config)):
+        is_warm = speculation is not None
+        monkeypatch.setattr(worker, "warms_up", lambda device_type, is_warm=is_warm: is_warm)
+        with LLM(str(folder), speculative_config=speculation, **OPTIONS) as llm:
+            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
 
 
 def test_nothing_is_left_of_the_first_steps(

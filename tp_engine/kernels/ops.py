@@ -24,6 +24,7 @@ from tp_engine.kernels import (
     latents,
     layer_kv,
     layer_ops,
+    ngram_drafts,
     padded_steps,
     routing,
     row_codes,
@@ -85,6 +86,7 @@ OPS: dict[str, Op] = {
     ),
     "norm_codes": Op(row_codes.norm_codes, "norm_codes_triton:norm_codes_triton"),
     "add_adapters": Op(adapters.add_adapters, "adapters_triton:add_adapters_triton", "ops:add_adapters"),
+    "ngram_drafts": Op(ngram_drafts.ngram_drafts, "ngram_drafts_triton:ngram_drafts_triton"),
     # On CPUs the native attention stores what it is given, so there is no C function that only stores.
     "store_kv": Op(layer_kv.store_kv, "store_kv_triton:store_kv_triton"),
 }

@@ -5,6 +5,7 @@
     source       its guesses come from                                          files
     ngram        the request's own text (prompt lookup)                         guesses.py
     suffix       other requests' answers                                        suffix_source.py
+    ngram_gpu    the request's own text, looked up on rank 0's device           guesses.py
     eagle3       the ranks' draft head                                          guesses.py
     grammar      what a request's grammar forces; with every method             grammar_guesses.py
 
@@ -47,11 +48,12 @@ _SOURCES: Mapping[str, Callable[[SpeculativeConfig], GuessSource]] = MappingProx
     {
         "ngram": lambda config: NgramSource(config.prompt_lookup_min, config.prompt_lookup_max),
         "suffix": SuffixSource,
-        "eagle3": lambda config: DraftedSource(),
+        "ngram_gpu": lambda config: DraftedSource("ngram_gpu", config.prompt_lookup_max),
+        "eagle3": lambda config: DraftedSource("eagle3"),
     }
 )
 _OF_METHOD: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"ngram": ("ngram",), "suffix": ("suffix", "ngram"), "eagle3": ("eagle3",)}
+    {"ngram": ("ngram",), "ngram_gpu": ("ngram_gpu",), "suffix": ("suffix", "ngram"), "eagle3": ("eagle3",)}
 )
 
 
@@ -122,8 +124,12 @@ class GuessSources:
         return any(isinstance(one, DraftedSource) for one in self._sources)
 
     def num_drafts(self) -> int:
-        """Tokens that the ranks are to draft behind each row of a step: as many as were likely to pay of late."""
-        found = self._acceptance[DraftedSource.name].likelihoods(0, self._most_tokens)
+        """Tokens that the ranks are to draft behind each row of a step: of a head, whose drafts cost a pass each, as
+        many as were likely to pay of late."""
+        drafted = next(one for one in self._sources if isinstance(one, DraftedSource))
+        if drafted.most_matched:
+            return self._most_tokens
+        found = self._acceptance[drafted.name].likelihoods(0, self._most_tokens)
         return int((found >= _LEAST_LIKELIHOOD).sum())
 
     @property

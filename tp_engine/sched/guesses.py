@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tp_engine.plan import NO_IDS, IntArray, StepResult
+from tp_engine.plan import NO_IDS, Drafts, IntArray, StepResult
 from tp_engine.sched.sequence import Sequence
 
 
@@ -74,21 +74,19 @@ class NgramSource(GuessSource):
 
 
 class DraftedSource(GuessSource):
-    """What the ranks' draft head guessed in the last step behind each row's newest token.
+    """What the ranks drafted in the last step behind each row's newest token, by a head or by prompt lookup.
 
     Nothing for a request with a grammar: what that forces comes first, so these drafts are behind another token.
     """
 
-    name = "eagle3"
-    most_matched = 0
-
-    def __init__(self) -> None:
-        self._drafts: dict[int, IntArray] = {}
+    def __init__(self, name: str, most_matched: int = 0) -> None:
+        self.name, self.most_matched = name, most_matched
+        self._drafts: dict[int, Drafts] = {}
 
     def guess(self, sequence: Sequence, tokens: IntArray, count: int) -> Guess:
         """See ``GuessSource``."""
         drafts = None if sequence.constraint is not None else self._drafts.get(sequence.row)
-        return NO_GUESS if drafts is None else Guess(drafts[:count], 0)
+        return NO_GUESS if drafts is None else Guess(drafts.tokens[:count], drafts.matched)
 
     def take(self, result: StepResult) -> None:
         """See ``GuessSource``."""

@@ -1,230 +1,102 @@
-"""Drafts of a step's next tokens, made by a draft head on every rank behind the sampling.
+"""What drafts the next tokens of a step's rows on the ranks, behind the sampling: the interface, and what all have.
 
 ::
 
-    the step's tokens    states of the model, the token behind each    -> the head stores K/V for all of them
-    last right token     of each request                               -> draft 0
-    next positions       the head's own output, the draft before       -> drafts 1, 2, ...
+    drafter           drafts                                                          file
+    HeadDrafter       by a draft head, from the model's states                        head_drafter.py
+    NgramDrafter      what followed the last tokens before, in the row's own text     ngram_drafter.py
 
-All of a step's tokens go through the head, in the step's own batch, so its K/V are as far as the model's.  Lanes
-(plan.py) are among them.  Which guesses of a request were right follows from integers that are equal on all ranks, so
-the host waits for nothing.
-
-K/V of drafts lie behind those of the request's tokens, in blocks that it has; where these end, so do its drafts.
+Drafts go to rank 0 with the step's result, and rank 0 alone puts them into a plan, as guesses in lanes (plan.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from tp_engine.attention.base import AttentionMetadata, Backends
-from tp_engine.layers.attention import Attention, forward_context, only
+from tp_engine.kernels.ngram_drafts import NO_DRAFT
+from tp_engine.layers.attention import Attention
 from tp_engine.layers.upload import upload_all
 from tp_engine.models.causal_lm import CausalLM
-from tp_engine.models.draft_head import DraftHead
-from tp_engine.plan import PAD_SLOT, IntArray, StepPlan
-from tp_engine.ranks.collectives import Communicator
-from tp_engine.sampling import shares
+from tp_engine.plan import Drafts, IntArray, StepPlan
 from tp_engine.sampling.logprobs import Fetch
-from tp_engine.worker.input_batch import InputBatch
 from tp_engine.worker.lanes import places_in_runs
 from tp_engine.worker.step_inputs import StepInputs
 
-Pending: TypeAlias = Callable[[], dict[int, IntArray]]
+Pending: TypeAlias = Callable[[], dict[int, Drafts]]
 """Waits for the drafts of each row."""
 
-_NO_DRAFT = -1
 
+class Drafter(ABC):
+    """Drafts behind the rows of an ``InputBatch``.  Only a drafter with layers of its own reads the model's states."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputedStep:
-    """What the head reads of a step of N tokens, n of which are sampled from, once these are sampled.
-
-    ``states`` (N, state_size) of the model; ``following`` (N,) int32, the token behind each; ``positions`` (N,) int64;
-    ``wanted`` (n,) int64, the tokens that are sampled from, None: all; ``attention`` as for the model.
-    """
-
-    states: torch.Tensor
-    following: torch.Tensor
-    positions: torch.Tensor
-    attention: Sequence[AttentionMetadata]
-    wanted: torch.Tensor | None
-
-
-class Drafter:
-    """A head with the rows of ``batch``; its layer is in KV ``group``, for which ``backends[group]`` attends."""
-
-    def __init__(
-        self, head: DraftHead, backends: Backends, group: int, batch: InputBatch, communicator: Communicator
-    ) -> None:
-        self._head, self._batch, self._communicator = head, batch, communicator
-        self._backend, self._group, self._num_groups = backends[group], group, len(backends)
-        self._tables = batch.row_tables()
-        self._states = head.new_states(batch.max_num_seqs)
-
-    def take_model(self, model: CausalLM) -> Attention:
-        """Draft for ``model`` from now on; the head's layer, which is bound behind the model's."""
-        self._head.embed_as(model)
-        return self._head.attention_layer
+    def take_model(self, model: CausalLM) -> list[Attention]:
+        """Draft for ``model`` from now on; returns the drafter's layers with K/V, bound behind the model's."""
+        return []
 
     @property
-    def decode_states(self) -> torch.Tensor:
+    def decode_states(self) -> torch.Tensor | None:
         """Where recorded decodes leave the model's states, (max_num_seqs, state_size)."""
-        return self._states
+        return None
 
-    def room(self, num_tokens: int) -> torch.Tensor:
+    def room(self, num_tokens: int) -> torch.Tensor | None:
         """Where a step of ``num_tokens`` leaves the model's states."""
-        return self._states[:num_tokens] if num_tokens <= len(self._states) else self._head.new_states(num_tokens)
+        return None
 
+    @abstractmethod
     def follow(
-        self, plan: StepPlan, inputs: StepInputs, states: torch.Tensor, sampled: torch.Tensor | None, fetch: Fetch
+        self,
+        plan: StepPlan,
+        inputs: StepInputs,
+        states: torch.Tensor | None,
+        sampled: torch.Tensor | None,
+        fetch: Fetch,
     ) -> Pending | None:
-        """Take in the step of ``inputs``, which left ``states`` (N, state_size) and got ``sampled`` (n,), and draft
-        ``plan.num_drafts`` tokens behind each request that was sampled.
+        """Take in the step of ``inputs``, which left ``states`` (N, state_size) in the drafter's room and got
+        ``sampled`` (n,), and draft ``plan.num_drafts`` tokens behind each request that was sampled.
 
         Returns on rank 0, if there are drafts, a function that waits for them.  A collective.
         """
-        step = ComputedStep(
-            states=states,
-            following=self._tokens_behind(inputs, sampled),
-            positions=inputs.positions,
-            attention=inputs.attention,
-            wanted=inputs.layout.wanted,
-        )
-        return self._follow(plan, step, sampled, fetch)
 
-    def follow_decodes(self, plan: StepPlan, sampled: torch.Tensor, fetch: Fetch) -> Pending | None:
+    @abstractmethod
+    def follow_recorded(self, plan: StepPlan, sampled: torch.Tensor | None, fetch: Fetch) -> Pending | None:
         """As ``follow``, of a step that came from a recording."""
-        decodes, rows = self._batch.decodes, plan.decode_rows
-        inputs = decodes.inputs(len(rows))
-        attention = decodes.metadata(inputs, self._batch.num_computed[rows])
-        self._backend.prepare(attention[self._group])
-        step = ComputedStep(
-            states=self._states[: len(rows)],
-            following=sampled,
-            positions=inputs.positions,
-            attention=attention,
-            wanted=None,
-        )
-        return self._follow(plan, step, sampled, fetch)
-
-    def _follow(self, plan: StepPlan, step: ComputedStep, sampled: torch.Tensor | None, fetch: Fetch) -> Pending | None:
-        head, drafts = self._head, plan.num_drafts > 0 and sampled is not None
-        wanted = step.wanted
-        if not drafts:  # only K/V are needed
-            wanted = torch.zeros(1, dtype=torch.int64, device=step.positions.device)
-        with forward_context(step.attention):
-            out, fed = head(step.following, head.combine(step.states), step.positions, wanted)
-        if not drafts or sampled is None:
-            return None
-        num_own = len(plan.decode_rows) - len(plan.lane_rows)
-        rows = np.concatenate((plan.decode_rows[:num_own], plan.prefill_rows[plan.prefill_samples]))
-        limits = self._num_slots(rows)
-        on_rows, on_limits = upload_all((rows.astype(np.int64), limits), sampled.device)
-        last = self._last_right(plan, sampled) if len(plan.lane_rows) else None
-        position = only(last, only(step.wanted, step.positions))
-        table = self._tables.block_table[self._group].index_select(0, on_rows)
-        tokens = self._draft(plan.num_drafts, only(last, out), only(last, fed), position, table, on_limits)
-        return _by_row(rows, fetch([tokens])) if self._communicator.info.is_first else None
-
-    def _tokens_behind(self, inputs: StepInputs, sampled: torch.Tensor | None) -> torch.Tensor:
-        """The token (N,) int32 behind each of the step's tokens, in the rows' table or just ``sampled`` (n,)."""
-        if inputs.places is None:
-            assert sampled is not None
-            return sampled
-        num_decodes = inputs.layout.num_decodes
-        found = self._tables.token_ids.view(-1).index_select(0, inputs.places + 1)
-        if sampled is not None:
-            found[:num_decodes] = sampled[:num_decodes]
-        return found
-
-    def _num_slots(self, rows: IntArray) -> npt.NDArray[np.int64]:
-        """Positions (m,) for which each of ``rows`` (m,) has slots."""
-        room = self._batch.num_blocks[rows].astype(np.int64) * self._tables.block_size
-        return np.minimum(room, self._tables.token_ids.shape[1] - 1)
-
-    def _last_right(self, plan: StepPlan, sampled: torch.Tensor) -> torch.Tensor:
-        """For each request (m,) int64 the place in ``sampled`` of its last token that counts."""
-        num_decodes, num_lanes = len(plan.decode_rows), len(plan.lane_rows)
-        num_own, places = num_decodes - num_lanes, places_in_runs(plan.lane_rows)
-        index_of = np.zeros(int(plan.decode_rows.max()) + 1, dtype=np.int64)
-        index_of[plan.decode_rows[:num_own]] = np.arange(num_own)
-        owners, most = index_of[plan.lane_rows], int(places.max()) + 1
-        chains = np.repeat(np.arange(num_own)[:, np.newaxis], most + 1, axis=1)  # a request's own token, its lanes'
-        chains[owners, places + 1] = np.arange(num_own, num_decodes)
-        guesses = np.full((num_own, most), _NO_DRAFT, dtype=np.int32)
-        guesses[owners, places] = plan.lane_tokens
-        on_chains, on_guesses = upload_all((chains, guesses), sampled.device)
-        num_right = (sampled[on_chains[:, :-1]] == on_guesses).cumprod(1).sum(1, keepdim=True)
-        last = on_chains.gather(1, num_right)[:, 0]
-        return torch.cat((last, torch.arange(num_decodes, len(sampled), device=last.device)))
-
-    def _draft(
-        self,
-        count: int,
-        out: torch.Tensor,
-        fed: torch.Tensor,
-        position: torch.Tensor,
-        table: torch.Tensor,
-        limits: torch.Tensor,
-    ) -> torch.Tensor:
-        """(m, count) int32, from what the head gave at ``position`` (m,); requests have ``limits`` (m,) slots."""
-        tokens, found = self._best(out), []
-        is_open = torch.ones_like(tokens, dtype=torch.bool)
-        for _ in range(count - 1):
-            found.append(tokens.masked_fill(~is_open, _NO_DRAFT))
-            position = position + 1
-            is_open = position < limits
-            position = torch.minimum(position, limits - 1)
-            with forward_context([self._metadata(position, is_open, table)] * self._num_groups):
-                out, fed = self._head(tokens, fed, position)
-            tokens = self._best(out)
-        return torch.stack((*found, tokens.masked_fill(~is_open, _NO_DRAFT)), 1)
-
-    def _metadata(self, position: torch.Tensor, is_open: torch.Tensor, table: torch.Tensor) -> AttentionMetadata:
-        """Decodes at ``position`` (m,), which store K/V where it ``is_open``."""
-        size, count = self._tables.block_size, len(position)
-        block = table.gather(1, (position // size)[:, None])[:, 0].to(torch.int64)
-        lengths = (position + 1).to(torch.int32)
-        metadata = AttentionMetadata(
-            num_decodes=count,
-            slot_mapping=(block * size + position % size).masked_fill_(~is_open, PAD_SLOT),
-            block_table=table,
-            seq_lens=lengths,
-            query_start=self._batch.decodes.inputs(count).query_start,
-            host_query_lens=np.ones(count, dtype=np.int32),
-            host_seq_lens=self._host_lengths(lengths),
-        )
-        self._backend.prepare(metadata)
-        return metadata
-
-    def _host_lengths(self, lengths: torch.Tensor) -> IntArray:
-        """``lengths`` on the host; kernels that can be recorded read the device's, so it does not wait for these."""
-        if lengths.device.type != "cpu" and self._backend.can_capture_decodes:
-            return np.zeros(len(lengths), dtype=np.int32)
-        found: IntArray = lengths.cpu().numpy()
-        return found
-
-    def _best(self, out: torch.Tensor) -> torch.Tensor:
-        """The likeliest token (m,) int32 behind each of ``out`` (m, hidden); a collective."""
-        lm_head = self._head.lm_head
-        share = shares.greedy_share(lm_head(out)[:, : lm_head.slice.num_ids], lm_head.slice)
-        (stack,) = shares.exchange(self._communicator, [share])
-        return self._head.tokens_of(shares.decide_best(stack))
 
 
-def _by_row(rows: IntArray, wait: Callable[[], list[npt.NDArray[Any]]]) -> Pending:
-    """``wait`` gives the drafts (m, count) of ``rows`` (m,)."""
+def drafted_rows(plan: StepPlan) -> IntArray:
+    """The rows (m,) of the requests that the step samples, without lanes, in batch order."""
+    num_own = len(plan.decode_rows) - len(plan.lane_rows)
+    return np.concatenate((plan.decode_rows[:num_own], plan.prefill_rows[plan.prefill_samples]))
 
-    def by_row() -> dict[int, IntArray]:
-        (tokens,) = wait()
-        counts = (tokens != _NO_DRAFT).sum(1)
-        return {row: own[:count] for row, own, count in zip(rows.tolist(), tokens, counts, strict=True)}
 
-    return by_row
+def right_lanes(plan: StepPlan, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which guesses of a step with lanes were right, by ``sampled`` (n,); nothing waits for it.
+
+    Returns for each request that decodes the places in ``sampled`` of its own token, then of its lanes' (m, 1 + most)
+    int64, those behind the last lane arbitrary; and the number of its guesses that were right (m, 1) int64.
+    """
+    num_decodes, num_lanes = len(plan.decode_rows), len(plan.lane_rows)
+    num_own, places = num_decodes - num_lanes, places_in_runs(plan.lane_rows)
+    index_of = np.zeros(int(plan.decode_rows.max()) + 1, dtype=np.int64)
+    index_of[plan.decode_rows[:num_own]] = np.arange(num_own)
+    owners, most = index_of[plan.lane_rows], int(places.max()) + 1
+    chains = np.repeat(np.arange(num_own)[:, np.newaxis], most + 1, axis=1)
+    chains[owners, places + 1] = np.arange(num_own, num_decodes)
+    guesses = np.full((num_own, most), NO_DRAFT, dtype=np.int32)
+    guesses[owners, places] = plan.lane_tokens
+    on_chains, on_guesses = upload_all((chains, guesses), sampled.device)
+    return on_chains, (sampled[on_chains[:, :-1]] == on_guesses).cumprod(1).sum(1, keepdim=True)
+
+
+def by_row(rows: IntArray, tokens: IntArray, matched: IntArray) -> dict[int, Drafts]:
+    """For each of ``rows`` (m,) its ``tokens`` (m, count) up to the first ``NO_DRAFT``, and how many were ``matched``
+    (m,)."""
+    counts = (tokens != NO_DRAFT).sum(1).tolist()
+    return {
+        row: Drafts(own[:count], length)
+        for row, own, count, length in zip(rows.tolist(), tokens, counts, matched.tolist(), strict=True)
+    }

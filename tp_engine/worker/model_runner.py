@@ -103,7 +103,7 @@ class ModelRunner:
     def take_model(self, model: CausalLM) -> None:
         """Run ``model`` from the next step on: it has the K/V and the states of the one before, and no recordings."""
         self.forget_captured()
-        more = [] if self._drafter is None else [self._drafter.take_model(model)]
+        more = [] if self._drafter is None else self._drafter.take_model(model)
         self.blocks.bind([*model.attention_layers, *more])
         if self.states is not None:
             self.states.bind(model.state_layers)
@@ -175,7 +175,7 @@ class ModelRunner:
             token_ids, logprobs, pooled = self._sample(inputs, sampled)
             self._batch.advance(inputs, token_ids)
             fetch = self._readback.fetch
-            if drafter is not None and states is not None:
+            if drafter is not None:
                 drafts = drafter.follow(plan, inputs, states, token_ids, fetch)
             return PendingStep(
                 step_id=plan.step_id,
@@ -200,10 +200,7 @@ class ModelRunner:
         with self.named("replay"):
             token_ids, logprobs = captured.run(rows, self._batch.num_computed[rows] + 1, plan.rows_epoch)
         self._batch.count_computed(rows)
-        pending = self._replayed(plan.step_id, token_ids, logprobs)
-        if self._drafter is not None:
-            pending.drafts = self._drafter.follow_decodes(plan, token_ids, self._readback.fetch)
-        return pending
+        return self._replayed(plan, token_ids, logprobs)
 
     def _recorded_size(self, plan: StepPlan, prompts: CapturedPrompts) -> StepSize | None:
         """The recording for a step with prompts; None if it is launched, as where more than sampled tokens is read."""
@@ -218,13 +215,15 @@ class ModelRunner:
             token_ids, logprobs = prompts.run(plan, size, self._batch.num_computed)
         self._batch.count_computed(plan.decode_rows)
         self._batch.count_computed(plan.prefill_rows, plan.prefill_tokens)
-        return self._replayed(plan.step_id, token_ids, logprobs)
+        return self._replayed(plan, token_ids, logprobs)
 
-    def _replayed(self, step_id: int, token_ids: torch.Tensor | None, logprobs: LogprobTensors | None) -> PendingStep:
+    def _replayed(self, plan: StepPlan, token_ids: torch.Tensor | None, logprobs: LogprobTensors | None) -> PendingStep:
+        drafter, fetch = self._drafter, self._readback.fetch
         return PendingStep(
-            step_id=step_id,
+            step_id=plan.step_id,
             token_ids=None if token_ids is None else self._readback.start(token_ids),
-            logprobs=None if logprobs is None else logprobs.to_host(self._readback.fetch),
+            logprobs=None if logprobs is None else logprobs.to_host(fetch),
+            drafts=None if drafter is None else drafter.follow_recorded(plan, token_ids, fetch),
         )
 
     def _apply(self, plan: StepPlan) -> None:

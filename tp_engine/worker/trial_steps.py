@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
+import msgspec
 import numpy as np
 import torch
 
@@ -32,6 +33,7 @@ from tp_engine.plan import FIRST_STEP_ID, MASK_TOKENS, Admission, IntArray, RowS
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling.sampler import make_sampler
 from tp_engine.sampling.state import SamplingState
+from tp_engine.speculative import SpeculativeConfig
 from tp_engine.units import ceil_div
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.model_runner import ModelRunner
@@ -99,6 +101,9 @@ def _steps_of_every_kind(config: EngineConfig, num_groups: int) -> Iterator[Step
             yield _plan(config, num_groups, decodes, chunks)
     if config.enable_lora:  # the slot is empty
         yield _plan(config, num_groups, [_GREEDY], adapter=1)
+    if (speculation := SpeculativeConfig.of(config.speculative_config)) is not None:
+        plan = _plan(config, num_groups, [_GREEDY])
+        yield msgspec.structs.replace(plan, num_drafts=speculation.num_speculative_tokens)
 
 
 def _decode_sizes(max_num_seqs: int) -> list[int]:
