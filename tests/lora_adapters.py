@@ -21,6 +21,15 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     },
 }
 
+_STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+# The same of routed experts, whose weights are stacks.
+EXPERT_ADAPTERS: dict[str, dict[str, Any]] = {
+    "both": {"r": 8, "target_modules": ["k_proj", "o_proj"], "target_parameters": _STACKS},
+    "down": {"r": 4, "target_modules": [], "target_parameters": _STACKS[1:]},
+    "gate-up": {"r": 16, "target_modules": ["q_proj"], "target_parameters": _STACKS[:1], "use_rslora": True},
+}
+
 
 def make_adapter(folder: Path, checkpoint: Path, *, seed: int = 0, **config: Any) -> Path:
     """Write an adapter of ``checkpoint`` with random A and B into ``folder`` and return it; ``config`` is PEFT's."""

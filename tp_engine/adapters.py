@@ -12,10 +12,14 @@ from tp_engine.errors import ConfigError, RequestError, shown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterLimits:
-    """``max_loras`` adapters have a slot on the devices at once, of ranks up to ``max_rank``."""
+    """``max_loras`` adapters have a slot on the devices at once, of ranks up to ``max_rank``.
+
+    If ``of_experts``, the slots have room for matrices of routed experts too.
+    """
 
     max_loras: int
     max_rank: int
+    of_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

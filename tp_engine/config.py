@@ -167,6 +167,7 @@ class EngineConfig:
     enable_lora: bool = option(False, "serve LoRA adapters beside the model; the model of a request names its adapter")
     max_loras: int = option(4, "adapters with a slot on the devices; requests of others wait for one")
     max_lora_rank: int = option(16, "largest rank of an adapter, for which the slots have room")
+    lora_experts: bool = option(False, "slots have room for matrices of routed experts too; on CPUs")
     lora_modules: tuple[str, ...] = option(
         (), "adapters to load at the start: NAME=FOLDER, or a JSON object with name and path", is_of_host=True
     )
@@ -238,6 +239,8 @@ class EngineConfig:
                 f"lora_modules is {' '.join(self.lora_modules)!r}, and enable_lora is off: set enable_lora, or leave "
                 "lora_modules out"
             )
+        if self.lora_experts and not self.enable_lora:
+            raise ConfigError("lora_experts is set, and enable_lora is off: set enable_lora, or leave lora_experts out")
 
     def _check_ranges(self) -> None:
         positive = (

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.lora_adapters import ADAPTERS, greedy_by_peft, make_adapter, merge_adapter
+from tests.lora_adapters import ADAPTERS, EXPERT_ADAPTERS, greedy_by_peft, make_adapter, merge_adapter
 from tests.tiny_models import make_checkpoint
 from tp_engine import LLM, BeamSearchParams, ConfigError, LoRARequest, RequestError, SamplingParams, run_batch
 from tp_engine.outputs import RequestOutput
@@ -270,6 +270,30 @@ def test_families(family: str, targets: str, tmp_path: Path) -> None:
     expected, expected_logprobs = greedy_by_peft(checkpoint, adapter, prompt, 10)
     assert tokens == expected
     np.testing.assert_allclose(logprobs, expected_logprobs, rtol=0, atol=1e-4)
+
+
+def test_bits_of_adapted_experts(tmp_path: Path) -> None:
+    """Oracle: the same engine's answers to each prompt alone, bit for bit, with adapters of experts and without; and
+    one without slots for experts, which gives the answers without an adapter, and refuses an adapter of experts."""
+    checkpoint = make_checkpoint(tmp_path / "model", "mixtral")
+    options = {**OPTIONS, "dtype": "bfloat16", "enable_prefix_caching": False}
+    wanted: list[str | None] = ["both", None, "down", "both"]
+    draw = np.random.default_rng(2)
+    prompts = [draw.integers(3, 200, length).tolist() for length in (5, 21, 9, 13)]
+    folders = {
+        name: make_adapter(tmp_path / name, checkpoint, seed=seed, **EXPERT_ADAPTERS[name])
+        for seed, name in enumerate(("both", "down"))
+    }
+    with LLM(str(checkpoint), **options, lora_experts=True) as made:
+        for name, folder in folders.items():
+            made.load_adapter(name, str(folder))
+        together = [answer(one) for one in run(made, prompts, wanted)]
+        alone = [answer(run(made, [prompt], [name])[0]) for prompt, name in zip(prompts, wanted, strict=True)]
+    assert together == alone
+    with LLM(str(checkpoint), **options) as plain:
+        assert answer(run(plain, prompts[1:2], [None])[0]) == together[1]
+        with pytest.raises(RequestError, match="routed experts can with lora_experts"):
+            plain.load_adapter("both", str(folders["both"]))
 
 
 def test_batch_lines(files: Files, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from tp_engine.adapters import AdapterSource, LoRARequest, adapter_names, load_for, parse_modules
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, RequestError, WeightError
-from tp_engine.model_config.adapter import read_adapter_config
+from tp_engine.model_config import load_model_config
+from tp_engine.model_config.adapter import check_expert_adapters, read_adapter_config
 from tp_engine.weights.adapter import check_all_used, read_adapter
 
 PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
@@ -50,6 +52,7 @@ def test_ranks_and_scales(tmp_path: Path) -> None:
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"target_parameters": ["mlp.experts"]}, "target_parameters"),
+        ({"target_parameters": ["mlp.experts.down_proj", "gate.weight"]}, "such as a router's"),
         ({"alora_invocation_tokens": [1]}, "activated LoRA"),
         ({"fan_in_fan_out": True}, "transposed"),
         ({"r": 0}, "a rank is an integer, at least 1"),
@@ -90,6 +93,51 @@ def test_tensors_that_are_refused(tmp_path: Path, tensors: dict[str, torch.Tenso
     """Oracle: the tensor's name, or what it stands for; none is left out in silence."""
     with pytest.raises(WeightError, match=message):
         read_adapter(write(tmp_path, PLAIN, tensors), 8)
+
+
+def test_stacks_of_experts(tmp_path: Path) -> None:
+    """Oracle: PEFT's layout by hand: (experts * r, in) and (out, r * experts); the file does not name the parameter, so
+    patterns that tell a stack from the other can not be followed; other modules have no stacks."""
+    config = PLAIN | {"target_parameters": ["mlp.experts.gate_up_proj", "down_proj"]}
+    down = "base_model.model.model.layers.0.mlp.experts"
+    stacks = {
+        f"{name}.lora_{side}.weight": torch.ones(shape)
+        for name, a, b in ((down, (12, 5), (6, 12)), (f"{down}.base_layer", (12, 6), (10, 12)))
+        for side, shape in (("A", a), ("B", b))
+    }
+    found = read_adapter(write(tmp_path, config, stacks), 4)
+    assert {name: (pair.rank, pair.scale) for name, pair in found.items()} == {
+        "model.layers.0.mlp.experts": (4, 2),
+        "model.layers.0.mlp.experts.base_layer": (4, 2),
+    }
+    with pytest.raises(ConfigError, match="have other ranks or scales"):
+        read_adapter(write(tmp_path, config | {"alpha_pattern": {"experts.down_proj": 1}}, stacks), 4)
+    with pytest.raises(WeightError, match="the ranks 12 and 12, not 8"):
+        read_adapter(write(tmp_path, config | {"r": 8}, stacks), 8)
+    linear = {name.replace("experts", "gate"): values for name, values in stacks.items()}
+    with pytest.raises(WeightError, match="the ranks 12 and 12, not 4"):
+        read_adapter(write(tmp_path, config, linear), 4)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen3", {}, "this Qwen3ForCausalLM has none"),
+        ("gpt-oss", {}, "biases or transposed stacks"),
+        ("qwen3-moe", {"quantization": "int8"}, "only unquantised experts"),
+        ("qwen3-moe", {"device": "cuda"}, "they have no kernel for GPUs"),
+        ("qwen3-moe", {"enable_lora": False}, "enable_lora is off"),
+    ],
+)
+def test_experts_that_can_not_be_adapted(
+    checkpoint: Callable[..., Path], family: str, changes: dict[str, Any], message: str
+) -> None:
+    """Oracle: the reason, before a device is touched."""
+    folder = checkpoint(family)
+    with pytest.raises(ConfigError, match=message):
+        options = {"device": "cpu", "enable_lora": True, "lora_experts": True, **changes}
+        config = EngineConfig(model=str(folder), **options)
+        check_expert_adapters(load_model_config(str(folder))[0], config)
 
 
 def test_files_that_can_not_be_read(tmp_path: Path) -> None:

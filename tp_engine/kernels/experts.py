@@ -97,10 +97,15 @@ def _mix(
         tokens, places = (local_ids == index).nonzero(as_tuple=True)
         if len(tokens):
             outputs[tokens, places] = apply(x[tokens], index)
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for place in range(local_ids.shape[1]):
+    return add_up(outputs, weights).to(dtype)
+
+
+def add_up(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """``outputs`` (N, k, width) times ``weights`` (N, k), added up in the order of k: (N, width) float32."""
+    total = torch.zeros_like(outputs[:, 0], dtype=torch.float32)
+    for place in range(outputs.shape[1]):
         total += outputs[:, place].float() * weights[:, place, None]
-    return total.to(dtype)
+    return total
 
 
 def add_gated(total: torch.Tensor, x: torch.Tensor, gates: torch.Tensor) -> None:

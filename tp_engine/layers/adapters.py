@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -77,11 +78,18 @@ def has_adapters() -> bool:
     return _step.get() is not None
 
 
+def rows_of_step(num_rows: int) -> AdapterRows | None:
+    """The rows of this step with an adapter among those that a layer computes; None if there are none."""
+    step = _step.get()
+    rows = None if step is None else step.among(num_rows)
+    return rows if rows is not None and rows.num_rows else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPair:
     """This rank's share of an adapter in one layer, on the host: ``a`` (parts, r, in), ``b`` (r, out), scaled.
 
-    r is the largest rank of the parts' modules.
+    r is the largest rank of the parts' modules.  Of stacks of experts, see ``layers/expert_adapters.py``.
     """
 
     a: torch.Tensor
@@ -91,6 +99,24 @@ class LocalPair:
     def num_bytes(self) -> int:
         """Bytes of both."""
         return self.a.nbytes + self.b.nbytes
+
+
+class AdapterSlots(Protocol):
+    """The slots of what one pair of matrices, or one for each part, is added to."""
+
+    @property
+    def modules(self) -> list[str]:
+        """The usual names of the modules that it is made of."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots on the device."""
+
+    def take(self, pairs: Mapping[str, AdapterPair], used: set[str], names: Mapping[str, str]) -> LocalPair | None:
+        """See ``LinearAdapters.take``."""
+
+    def put(self, slot: int, pair: LocalPair | None) -> None:
+        """See ``LinearAdapters.put``."""
 
 
 class LinearAdapters:
@@ -122,12 +148,9 @@ class LinearAdapters:
 
     def add(self, out: torch.Tensor, x: Rows) -> None:
         """Add the products of ``x`` (n, in) with the rows' adapters to ``out`` (n, out), if this step has some."""
-        step = _step.get()
-        if step is None:
-            return
-        assert isinstance(x, torch.Tensor), "a step with adapters has rows, not codes"
-        rows = step.among(len(x))
-        if rows.num_rows:
+        rows = rows_of_step(len(out))
+        if rows is not None:
+            assert isinstance(x, torch.Tensor), "a step with adapters has rows, not codes"
             self._add(out, x, self._weights, rows)
 
     def take(self, pairs: Mapping[str, AdapterPair], used: set[str], names: Mapping[str, str]) -> LocalPair | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import nn
@@ -20,7 +21,8 @@ from torch import nn
 from tp_engine.kernels.routing import ExpertLoad
 from tp_engine.layers.attention import current_metadata
 from tp_engine.layers.context import Layer, LayerContext
-from tp_engine.layers.formats.base import ExpertsProduct
+from tp_engine.layers.expert_adapters import ExpertAdapters
+from tp_engine.layers.formats.base import ExpertsProduct, SeparateExperts
 from tp_engine.layers.formats.dense import Dense
 from tp_engine.layers.formats.experts import share_experts
 from tp_engine.layers.formats.stored import LinearShape, Part
@@ -93,6 +95,9 @@ class Experts(Layer):
         self._rule, self._num_experts, self._route = spec.rule, spec.num_experts, context.op("route")
         self._can_route, self._output = context.can_record("route"), context.output
         self._product: ExpertsProduct | None = None
+        self.adapters: ExpertAdapters | None = None
+        if context.adapters is not None and context.adapters.of_experts:
+            self.adapters = ExpertAdapters(self.shape, context)
 
     def finish_loading(self) -> None:
         """Make the product of the loaded weights, then drop the parameters."""
@@ -103,6 +108,8 @@ class Experts(Layer):
             if name not in ("correction", "expert_scale")
         }
         self._product = self._format.finish_experts(weights, self.shape, self._dtype)
+        if self.adapters is not None:
+            assert isinstance(self._product, SeparateExperts), "check_expert_adapters refuses other formats"
         self.is_recordable = self._product.is_recordable and self._can_route
         for name in weights:
             delattr(self, name)
@@ -115,7 +122,9 @@ class Experts(Layer):
         load = ExpertLoad(self.token_counts, slots) if len(slots) == len(x) else None
         own = logits[:, : self._num_experts]
         chosen = self._route(own, self._rule, self.correction, load, self.expert_scale)
-        return self._output(self._product(x, *chosen))
+        if self.adapters is None:
+            return self._output(self._product(x, *chosen))
+        return self._output(self.adapters.mix(cast("SeparateExperts", self._product), x, *chosen))
 
 
 def _expert_names(spec: ExpertsSpec, context: LayerContext) -> list[str]:

@@ -14,12 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, shown
+from tp_engine.model_config.spec import ModelSpec
 
 Value = TypeVar("Value")
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+# Stacks of experts' weights, as transformers names them.
+EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 
 # Initialisations that subtract something from the base weights.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -31,6 +36,11 @@ def _is_set(value: object) -> bool:
 
 def _is_other_bias(value: object) -> bool:
     return value not in (None, "none")
+
+
+def _has_others(value: object) -> bool:
+    names = value if isinstance(value, list) else [value] if value else []
+    return any(str(name).rpartition(".")[2] not in EXPERT_PARAMETERS for name in names)
 
 
 def _changes_base(value: object) -> bool:
@@ -52,7 +62,10 @@ _REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
     "alora_invocation_tokens": (_is_set, "activated LoRA"),
     "layer_replication": (_is_set, "replicated layers"),
     "trainable_token_indices": (_is_set, "trained tokens"),
-    "target_parameters": (_is_set, "adapted parameters, such as fused experts"),
+    "target_parameters": (
+        _has_others,
+        "adapted parameters other than experts' stacks, such as a router's,",
+    ),
     "fan_in_fan_out": (_is_set, "transposed weights"),
     "megatron_config": (_is_set, "Megatron's layers"),
     "init_lora_weights": (_changes_base, "an initialisation that changes the base weights"),
@@ -110,6 +123,24 @@ def read_adapter_config(folder: Path) -> AdapterSpec:
             key: _number(path, f"alpha_pattern {key!r}", one) for key, one in _patterns(path, given, "alpha")
         },
     )
+
+
+def check_expert_adapters(model: ModelSpec, config: EngineConfig) -> None:
+    """Raise ``ConfigError`` if ``config`` asks for adapters of routed experts that can not be served."""
+    if not config.lora_experts:
+        return
+    layers = [layer.experts for layer in model.distinct_layers if layer.experts is not None]
+    if not layers:
+        problem = f"this {model.architecture} has none"
+    elif config.device != "cpu":
+        problem = "they have no kernel for GPUs"
+    elif model.quantization is not None or config.quantization is not None:
+        problem = "only unquantised experts can have them"
+    elif any(one.bias or any(stored.kind == "transposed" for stored in one.stored) for one in layers):
+        problem = f"experts of this {model.architecture} have biases or transposed stacks, which can not have them"
+    else:
+        return
+    raise ConfigError(f"lora_experts is set, for adapters of routed experts, and {problem}: leave lora_experts out")
 
 
 def _patterns(path: Path, given: Mapping[str, Any], kind: str) -> list[tuple[str, Any]]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from tp_engine.adapters import AdapterLimits
 from tp_engine.attention.base import Backends
-from tp_engine.layers.adapters import LinearAdapters
+from tp_engine.layers.adapters import AdapterSlots
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.delta import GatedDeltaNet
@@ -89,14 +89,17 @@ class CausalLM(nn.Module):
         return [module for module in self.modules() if isinstance(module, GatedDeltaNet)]
 
     @property
-    def adapted_layers(self) -> list[LinearAdapters]:
-        """One per linear layer that adapters may change, in order."""
-        return [adapters for layer in self._linears if (adapters := layer.adapters) is not None]
+    def adapted_layers(self) -> list[AdapterSlots]:
+        """One per linear layer that adapters may change, in order, then two per layer of experts."""
+        linears = [adapters for layer in self._linears if (adapters := layer.adapters) is not None]
+        return [*linears, *(stack for layer in self._experts if layer.adapters for stack in layer.adapters.stacks)]
 
     def take_adapters(self, other: CausalLM) -> None:
         """Use the slots of another model of the same spec instead of this one's."""
         for own, theirs in zip(self._linears, other._linears, strict=True):
             own.adapters = theirs.adapters
+        for own_experts, other_experts in zip(self._experts, other._experts, strict=True):
+            own_experts.adapters = other_experts.adapters
 
     @property
     def _linears(self) -> list[LocalLinear]:
@@ -105,7 +108,11 @@ class CausalLM(nn.Module):
     @property
     def expert_token_counts(self) -> list[torch.Tensor]:
         """For each layer with experts (experts,) int64: the tokens that went to each expert since the start."""
-        return [module.token_counts for module in self.modules() if isinstance(module, Experts)]
+        return [experts.token_counts for experts in self._experts]
+
+    @property
+    def _experts(self) -> list[Experts]:
+        return [module for module in self.modules() if isinstance(module, Experts)]
 
     @property
     def is_recordable(self) -> bool:

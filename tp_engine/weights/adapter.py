@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from tp_engine.errors import ConfigError, WeightError
-from tp_engine.model_config.adapter import ADAPTER_WEIGHTS, AdapterSpec, read_adapter_config
+from tp_engine.model_config.adapter import ADAPTER_WEIGHTS, EXPERT_PARAMETERS, AdapterSpec, read_adapter_config
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _PREFIX = "base_model.model."
@@ -27,21 +27,21 @@ _KINDS = {
     ".lora_B.bias": "biases of B can not be served",
     ".base_layer.": "adapters of embeddings and output heads can not be served",
 }
+_STACK = re.compile(r"(?P<experts>.+\.experts)(\.base_layer)?")
 _MAX_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterPair:
-    """``a`` (r, in) and ``b`` (out, r) of one module, as stored: it adds ``scale * b @ a @ x``."""
+    """``a`` (r, in) and ``b`` (out, r) of one module, as stored: it adds ``scale * b @ a @ x``.
+
+    Those of a stack of experts are (experts * r, in) and (out, r * experts): expert by expert, and rank by rank.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
     scale: float
-
-    @property
-    def rank(self) -> int:
-        """r."""
-        return len(self.a)
+    rank: int
 
 
 def read_adapter(folder: Path, max_rank: int) -> dict[str, AdapterPair]:
@@ -87,13 +87,18 @@ def _by_module(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, dict[s
 def _pair(path: Path, module: str, sides: dict[str, torch.Tensor], spec: AdapterSpec, max_rank: int) -> AdapterPair:
     if missing := {"A", "B"} - sides.keys():
         raise WeightError(f"{path} lacks lora_{missing.pop()} of {module}")
-    rank = spec.rank_of(module)
+    stack = _STACK.fullmatch(module)
+    # The file does not name the parameter that a stack's pair is of.
+    names = [module] if stack is None else [f"{stack['experts']}.{name}" for name in EXPERT_PARAMETERS]
+    rank, scale = spec.rank_of(names[0]), spec.scale_of(names[0])
+    if (rank, scale) != (spec.rank_of(names[-1]), spec.scale_of(names[-1])):
+        raise ConfigError(f"{path}: the parameters of {names[0]} and {names[-1]} have other ranks or scales; give one")
     found = sides["A"].shape[0], sides["B"].shape[1]
-    if found != (rank, rank):
+    if found[0] != found[1] or found[0] % rank or (stack is None and found[0] != rank):
         raise WeightError(f"{path}: A and B of {module} have the ranks {found[0]} and {found[1]}, not {rank}")
     if rank > max_rank:
         raise ConfigError(f"{path}: {module} has rank {rank}, above max_lora_rank {max_rank}: raise max_lora_rank")
-    return AdapterPair(a=sides["A"], b=sides["B"], scale=spec.scale_of(module))
+    return AdapterPair(a=sides["A"], b=sides["B"], scale=scale, rank=rank)
 
 
 def check_all_used(folder: Path, pairs: Iterable[str], used: Iterable[str]) -> None:
@@ -104,5 +109,6 @@ def check_all_used(folder: Path, pairs: Iterable[str], used: Iterable[str]) -> N
         more = f" and {len(unused) - _MAX_NAMED} more" if len(unused) > _MAX_NAMED else ""
         raise WeightError(
             f"{folder} adapts {', '.join(unused[:_MAX_NAMED])}{more}, which the model lacks, or which can not be "
-            "adapted: attention and MLP projections can, embeddings, output heads, routers and routed experts can not"
+            "adapted: attention and MLP projections can, embeddings, output heads and routers can not; routed "
+            "experts can with lora_experts, if PEFT adapted their stacks (target_parameters), of the model's sizes"
         )

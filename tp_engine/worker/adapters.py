@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from tp_engine.layers.adapters import LinearAdapters, LocalPair, StepAdapters, group_step
+from tp_engine.layers.adapters import AdapterSlots, LocalPair, StepAdapters, group_step
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.plan import StepPlan
 from tp_engine.weights.adapter import check_all_used, read_adapter
@@ -52,7 +52,7 @@ class RankAdapters:
 
     def __init__(
         self,
-        layers: Sequence[LinearAdapters],
+        layers: Sequence[AdapterSlots],
         names: CheckpointNames,
         *,
         max_rank: int,

@@ -23,7 +23,7 @@ from tp_engine.model_config import (
     load_model_config,
     resolve_max_model_len,
 )
-from tp_engine.model_config.adapter import read_adapter_config
+from tp_engine.model_config.adapter import check_expert_adapters, read_adapter_config
 from tp_engine.model_config.draft_head import DraftHeadSpec, load_draft_head
 from tp_engine.model_config.pooling import TEXT, PoolingSpec, read_pooling, without_head
 from tp_engine.model_config.spec import ModelSpec
@@ -90,7 +90,9 @@ class EffectiveConfig:
     def adapters(self) -> AdapterLimits | None:
         """The slots for adapters, if there are any."""
         config = self.config
-        return AdapterLimits(max_loras=config.max_loras, max_rank=config.max_lora_rank) if config.enable_lora else None
+        if not config.enable_lora:
+            return None
+        return AdapterLimits(max_loras=config.max_loras, max_rank=config.max_lora_rank, of_experts=config.lora_experts)
 
     @property
     def draft_group(self) -> int:
@@ -148,7 +150,8 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
         max_model_len=resolve_max_model_len(model, config.max_model_len),
         num_state_snapshots=_resolve_snapshots(config, model),
     )
-    _check_adapters(config, pooling)
+    _check_adapters(effective, pooling)
+    check_expert_adapters(model, effective)
     head = _resolve_head(config, model)
     if head is not None:
         model = dataclasses.replace(model, beside=head.spec.kv_kind)

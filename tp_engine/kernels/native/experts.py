@@ -11,9 +11,10 @@ import torch
 
 from tp_engine.kernels import experts as expert_twins
 from tp_engine.kernels import huge_pages, routing
+from tp_engine.kernels.expert_pairs import Run
 from tp_engine.kernels.experts import ExpertWeights, QuantisedExpertWeights
 from tp_engine.kernels.native.layout import DTYPE_CODES, Experts, Routing
-from tp_engine.kernels.native.linear import fits_panels
+from tp_engine.kernels.native.linear import fits_panels, multiply_packed
 from tp_engine.kernels.native.ops import are_dense
 from tp_engine.kernels.native.quantised import pack_quantised
 from tp_engine.model_config.mlp import RouterScores, RoutingRule
@@ -72,7 +73,28 @@ class NativeExperts(_InPanels):
         gate_up, down = pack_experts(library, weights.gate_up, 2), pack_experts(library, weights.down, 1)
         experts.gate_up, experts.down = gate_up.data_ptr(), down.data_ptr()
         experts.kept = (*experts.kept, gate_up, down)
+        self._gate_up, self._down, self._sizes = gate_up, down, (weights.down.shape[2], weights.down.shape[1])
         super().__init__(library, experts, dtype, top_k)
+
+    def gate_up(self, x: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+        """See ``SeparateExperts``; a row's result is the same, bit by bit, for any other rows."""
+        _, panels, _, width = self._gate_up.shape
+        both = self._multiply(x, self._gate_up, panels * width, runs)
+        # Half of each panel is gate rows, the other half up rows.
+        apart = both.view(len(x), panels, 2, width // 2).transpose(1, 2).reshape(len(x), 2, -1)
+        return apart[..., : self._sizes[0]].reshape(len(x), -1)
+
+    def down(self, x: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+        """See ``SeparateExperts``; a row's result is the same, bit by bit, for any other rows."""
+        return self._multiply(x, self._down, self._sizes[1], runs)
+
+    def _multiply(self, x: torch.Tensor, panels: torch.Tensor, out_size: int, runs: list[Run]) -> torch.Tensor:
+        """``multiply_runs`` with the experts' ``panels``."""
+        out = x.new_empty((len(x), out_size))
+        for expert, first, count in runs:
+            rows = slice(first, first + count)
+            multiply_packed(self._library, x[rows], panels[expert], out[rows])
+        return out
 
 
 class NativeQuantisedExperts(_InPanels):

@@ -112,6 +112,30 @@ class PackedWeight:
         return out
 
 
+def multiply_packed(library: ctypes.CDLL, x: torch.Tensor, panels: torch.Tensor, out: torch.Tensor) -> None:
+    """``out`` (N, rows of the panels) = ``x`` (N, in) times a weight in ``panels``, which are taken as of one part."""
+    dtype, (rows, in_size) = DTYPE_CODES[x.dtype], x.shape
+    widened = torch.empty(rows * round_up(in_size, _WIDENED_ALIGNMENT) if library.widens(dtype) else 0)
+    library.packed_linear(
+        x.data_ptr(),
+        x.stride(0),
+        panels.data_ptr(),
+        None,
+        out.data_ptr(),
+        widened.data_ptr() or None,
+        rows,
+        out.shape[1],
+        panels.shape[1],
+        NO_ACTIVATION,
+        0.0,
+        0.0,
+        dtype,
+        0,
+        False,
+        torch.get_num_threads(),
+    )
+
+
 class NativeInt8Rows:
     """``kernels.int8_rows.Int8Rows`` by ``int8_rows.c``; types are those of ``DTYPE_CODES``."""
 

@@ -10,11 +10,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
+from tp_engine.kernels.expert_pairs import Run
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.formats.experts import ExpertsShape
 from tp_engine.layers.formats.stored import LinearShape
@@ -37,6 +38,19 @@ class ExpertsProduct(Protocol):
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """``x`` (N, hidden), ``expert_ids`` (N, k) int32 and ``weights`` (N, k) float32 -> (N, hidden), in the type of
         ``x``: the sum, in the order of k, of this rank's experts' outputs times their weights."""
+
+
+@runtime_checkable
+class SeparateExperts(ExpertsProduct, Protocol):
+    """Experts without biases whose two products there are apart too, for adapters between them.
+
+    Rows ``x`` (P, in) are pairs of a row and an expert, by expert: ``runs`` (``kernels/expert_pairs.py``)."""
+
+    def gate_up(self, x: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+        """(P, hidden) -> (P, 2 * inner), gate first, without the activation."""
+
+    def down(self, x: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+        """(P, inner) -> (P, hidden)."""
 
 
 class LinearFormat(Protocol):

@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tp_engine.kernels.expert_pairs import Run, multiply_runs
 from tp_engine.kernels.experts import ExpertWeights, mix_experts
 from tp_engine.kernels.experts_grouped import grouped_experts
 from tp_engine.kernels.native.experts import NativeExperts, takes_experts
@@ -123,6 +124,14 @@ class PlainExperts:
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return mix_experts(x, expert_ids, weights, self._weights)
+
+    def gate_up(self, x: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+        """See ``SeparateExperts``."""
+        return multiply_runs(x, self._weights.gate_up, runs)
+
+    def down(self, x: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+        """See ``SeparateExperts``."""
+        return multiply_runs(x, self._weights.down, runs)
 
 
 class PlainLinear:
