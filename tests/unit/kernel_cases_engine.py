@@ -40,8 +40,13 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "top_k": 5, "seed": 4},
     {"temperature": 0, "presence_penalty": 1.5},
 )
-# Steps of decodes alone, and whether their sampling is recorded: the penalised row ends first, then the ranked.
-KINDS = {StepKind(ranked=True, penalised=True): False, StepKind(ranked=True): True, StepKind(): True}
+# Steps of decodes alone, whether their sampling is recorded, and whether it ends the step, too: the penalised row ends
+# first, then the ranked.
+STEPS = {
+    (StepKind(ranked=True, penalised=True), False, False),
+    (StepKind(ranked=True), True, False),
+    (StepKind(), True, True),
+}
 
 
 def generate(folder: Path, quantization: str | None = None, *, tp_invariant: bool = False) -> list[list[int]]:
@@ -65,9 +70,9 @@ def generate(folder: Path, quantization: str | None = None, *, tp_invariant: boo
 
 
 class CountedDecodes(CapturedDecodes):
-    """Notes the kind of each step, whether its sampling was recorded, and in ``ends`` when it ends."""
+    """Notes what ``STEPS`` has of each step, and in ``ends`` when it ends."""
 
-    steps: ClassVar[list[tuple[StepKind | None, bool]]] = []
+    steps: ClassVar[set[tuple[StepKind | None, bool, bool]]] = set()
     ends: ClassVar[list[str]] = []
 
     def close(self) -> None:
@@ -77,9 +82,12 @@ class CountedDecodes(CapturedDecodes):
     def run(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> tuple[torch.Tensor, LogprobTensors | None]:
         assert isinstance(self._sampler, KernelSampler)
         kind = self._sampler.device.kind_of(rows, positions)
-        with patch.object(self._sampler, "sample", side_effect=self._sampler.sample) as launched:
+        with (
+            patch.object(self._sampler, "sample", side_effect=self._sampler.sample) as launched,
+            patch.object(self._decodes, "advance", side_effect=self._decodes.advance) as advanced,
+        ):
             result = super().run(rows, positions, epoch)
-        self.steps.append((kind, not launched.called))
+        self.steps.add((kind, not launched.called, not advanced.called))
         return result
 
 
@@ -159,8 +167,7 @@ def main(case: str | None = None) -> None:
     assert found == expected, (found, expected)
     assert recorded == expected, (recorded, expected)
     assert CountedDecodes.ends == ["recordings", "recordings", "process groups"], "those of the trial come first"
-    steps = set(CountedDecodes.steps)
-    assert steps == set(KINDS.items()), steps
+    assert CountedDecodes.steps == STEPS, CountedDecodes.steps
     assert [len(tokens) for tokens in found] == list(NUM_TOKENS)
     print(AGREEMENT)
 

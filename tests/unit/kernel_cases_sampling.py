@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from tests.simulated_ranks import run_ranks
+from tests.unit.kernel_cases_decode_inputs import make_tables
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.kernels import (
     sampling_best_triton,
@@ -24,6 +25,7 @@ from tp_engine.kernels import (
     sampling_filter_triton,
     sampling_nucleus_triton,
 )
+from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables, advance_decodes, prepare_decodes
 from tp_engine.kernels.sampling_best_triton import gumbel_noise, hash_tokens, noise_key
 from tp_engine.kernels.sampling_tables import CountTables, SamplingTables
 from tp_engine.layers.embedding import VocabSlice
@@ -180,6 +182,24 @@ def check_padding(device: str) -> None:
         assert found.tolist() == logits.argmax(-1).tolist()
 
 
+def check_advance(device: str) -> None:
+    """A launch that ends the step, too.  Oracle: the same launch without, then the twin of ``advance_decodes``."""
+    state = make_state(PLAIN, 1003, device, has_tables=True)
+    tables, expected = (make_tables(2 * len(PLAIN) + 1, 40, 16, 1, device) for _ in range(2))
+    sampler = DeviceSampler(state, SingleRank())
+    for rows, logits in zip(([5, -1, 3, 1], [-1, -1, 3, -1]), random_logits(4, 1003, torch.bfloat16), strict=True):
+        inputs = DecodeInputs.allocate(4, expected)
+        inputs.rows.copy_(torch.tensor(rows, dtype=torch.int32))
+        prepare_decodes(expected, inputs)
+        step = (StepKind(), logits.to(device), inputs.rows, inputs.positions)
+        tokens = sampler.sample(*step)
+        advance_decodes(expected, inputs, tokens)
+        assert torch.equal(sampler.sample(*step, advanced=tables), tokens)
+        assert torch.equal(tables.token_ids, expected.token_ids)
+        assert torch.equal(tables.num_computed, expected.num_computed)
+        assert state.tables is not None and not state.tables.arrivals.any()
+
+
 def random_logits(count: int, vocab_size: int, dtype: torch.dtype, scale: float = 3.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(count)
     return (torch.randn(STEPS, count, vocab_size, generator=generator) * scale).to(dtype)
@@ -246,7 +266,7 @@ def make_cases() -> dict[str, Callable[[str], None]]:
         add("ties", ranked, StepKind(ranked=True), world_size, tied)
         add("masked", everything, kind, world_size, masked(random_logits(9, 301, torch.float32, 1.0)))
     cases["choice"], cases["groups"] = check_choice, check_groups
-    cases["nuclei"], cases["padding"] = check_nuclei, check_padding
+    cases["nuclei"], cases["padding"], cases["advance"] = check_nuclei, check_padding, check_advance
     nucleus = [*PLAIN, *FILTERED[:2]]
     add("nucleus", nucleus, StepKind(nucleus=True), 1, random_logits(5, 700, torch.float32, 1.0))
     add("filtered", FILTERED, StepKind(ranked=True), 1, random_logits(3, 700, torch.float32, 1.0))
@@ -276,6 +296,9 @@ def launch_all() -> None:
     whole, part = empty(64, 151936, dtype=torch.bfloat16), empty(64, 18992, dtype=torch.bfloat16)
     best = sampling_best_triton.best_tokens_triton
     best(whole, rows, positions, tables, first_id=0)
+    ids, lengths, blocks = (empty(*shape, dtype=torch.int32) for shape in ((256, 4097), (256,), (1, 256, 256)))
+    row_tables = RowTables(token_ids=ids, num_computed=lengths, block_table=blocks, block_size=16)
+    best(whole, rows, positions, tables, first_id=0, advanced=row_tables)
     best(part, rows, positions, tables, first_id=18992)
     best(part, rows, positions, tables, first_id=18992, counts=counts, maxima=maxima)
     sampling_filter_triton.top_keys_triton(part, rows, tables, first_id=18992, width=64)

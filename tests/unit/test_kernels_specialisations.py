@@ -124,6 +124,7 @@ def launch_decode_inputs_and_sampling(num_rows: int, slots: torch.Tensor) -> Non
     rows, positions = empty(num_rows, dtype=torch.int32), empty(num_rows, dtype=torch.int64)
     logits, sampling = empty(num_rows, VOCAB), SamplingTables.empty(1024, torch.device("meta"))
     best_tokens_triton(logits, rows, positions, sampling, first_id=0)
+    best_tokens_triton(logits, inputs.rows, inputs.positions, sampling, first_id=0, advanced=tables)
     best = best_tokens_triton(logits, rows, positions, sampling, first_id=0, ranked_below=VOCAB, finds_maxima=True)
     sampling_nucleus_triton.draw_nucleus_triton(logits, rows, positions, sampling, best)
     sampling_filter_triton.top_keys_triton(logits, rows, sampling, first_id=0, width=64)

@@ -1,5 +1,7 @@
 """Inputs of a decode step in one launch, and the end of the step in another: the Triton twin of ``decode_inputs``.
 
+A sampler of one launch ends the step itself, by ``advance_rows`` (``sampling_best_triton``).
+
 ::
 
     prepare: program (b, g) gathers request b, and copies the columns in use of its block table of group g, BLOCK at
@@ -86,9 +88,17 @@ def advance_decodes_kernel(  # type: ignore[no-untyped-def]
     wait_for_previous(PDL)
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + request, mask=request < num_requests, other=-1).to(tl.int64)
+    advance_rows(token_ids, num_computed, token_stride, row, tl.load(sampled + request, mask=row >= 0, other=0))
+
+
+@triton.jit
+def advance_rows(token_ids, num_computed, token_stride, row, new_token):  # type: ignore[no-untyped-def]
+    """``new_token`` follows in ``row`` (int64), a scalar or a block of them, and each has one more computed token.
+
+    A negative row is padding and changes nothing.
+    """
     is_kept = row >= 0
     computed = tl.load(num_computed + row, mask=is_kept, other=0) + 1
-    new_token = tl.load(sampled + request, mask=is_kept, other=0)
     tl.store(token_ids + row * token_stride + computed, new_token, mask=is_kept)
     tl.store(num_computed + row, computed, mask=is_kept)
 

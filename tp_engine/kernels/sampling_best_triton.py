@@ -3,7 +3,8 @@
 The Triton twin of ``sampling``'s GREEDY and ANY ways (``penalties``, ``filters.noisy_scores``, ``ranking.best_keys``)::
 
     program (i, j): columns [j * BLOCK, (j + 1) * BLOCK) of step row i  ->  one rank key
-    the last program of row i to arrive                                 ->  the row's rank key and token
+    the last program of row i to arrive                                 ->  the row's rank key and token; if asked, it
+                                                                            ends the decode step of the row, too
 
 Parameters come from tables by row of the batch, so a captured launch serves any rows.  A padding row (-1) is greedy.
 
@@ -24,6 +25,8 @@ from triton import knobs
 from triton.language.extra import libdevice
 
 from tp_engine.kernels.arrivals_triton import arrives_last
+from tp_engine.kernels.decode_inputs import RowTables
+from tp_engine.kernels.decode_inputs_triton import advance_rows
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.kernels.sampling_tables import NUM_FLOATS, CountTables, SamplingTables
 
@@ -58,17 +61,21 @@ def best_tokens_kernel(  # type: ignore[no-untyped-def]
     keys_out,
     tokens_out,
     maxima_out,
+    token_table,
+    num_computed,
     logits_stride,
     counts_stride,
     num_ids,
     first_id,
     vocab_size,
+    token_stride,
     NUM_FLOATS: tl.constexpr,  # noqa: N803
     HAS_KEYS: tl.constexpr,  # noqa: N803
     PENALISES: tl.constexpr,  # noqa: N803
     HAS_MAXIMA: tl.constexpr,  # noqa: N803
     FINDS_MAXIMA: tl.constexpr,  # noqa: N803
     SKIPS_RANKED: tl.constexpr,  # noqa: N803
+    ADVANCES: tl.constexpr,  # noqa: N803
     BLOCKS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
@@ -121,6 +128,9 @@ def best_tokens_kernel(  # type: ignore[no-untyped-def]
         if FINDS_MAXIMA:
             highest_of = tl.load(peaks + place * num_blocks + block, mask=exists, other=MIN_INT32, cache_modifier=".cg")
             tl.store(maxima_out + place, value_of(tl.max(highest_of, axis=0)))
+        if ADVANCES:
+            own_row = tl.load(rows + place).to(tl.int64)  # padding is -1, and not row 0
+            advance_rows(token_table, num_computed, token_stride, own_row, id_of(best))
 
 
 class BestTokens(NamedTuple):
@@ -146,6 +156,7 @@ def best_tokens_triton(
     ranked_below: int | None = None,
     finds_maxima: bool = False,
     noise_keys: torch.Tensor | None = None,
+    advanced: RowTables | None = None,
 ) -> BestTokens:
     """The best tokens of ``logits`` (n, num_ids), whose column 0 is token ``first_id``.
 
@@ -153,10 +164,12 @@ def best_tokens_triton(
     ``noise_keys`` (n, 2) int32 instead of these and of the seeds.  ``counts`` where rows may be penalised.  ``maxima``
     (n,) float32, the largest of all ranks' logits, where rows may have min_p.  ``ranked_below`` is the vocabulary's
     size if rows may have a top_k below it: another kernel draws those, and their results here mean nothing.
+    ``advanced`` are the tables in which the tokens then follow (``decode_inputs.advance_decodes``).
     """
     num_rows, num_ids = logits.shape
     assert num_ids > 0 and logits.stride(1) == 1, (logits.shape, logits.stride())
     assert num_rows <= len(tables.arrivals) and (positions is None) != (noise_keys is None)
+    assert advanced is None or ranked_below is None, "the tokens of other kernels come later"
     num_blocks, device = triton.cdiv(num_ids, _BLOCK), logits.device
     parts = torch.empty((num_rows, num_blocks), dtype=torch.int64, device=device)
     keys = torch.empty(num_rows, dtype=torch.int64, device=device)
@@ -180,17 +193,21 @@ def best_tokens_triton(
         keys,
         token_ids,
         found,
+        advanced.token_ids if advanced else None,
+        advanced.num_computed if advanced else None,
         logits.stride(0),
         counts.output_counts.stride(0) if counts else 0,
         num_ids,
         first_id,
         ranked_below or 0,
+        advanced.token_ids.stride(0) if advanced else 0,
         NUM_FLOATS=NUM_FLOATS,
         HAS_KEYS=noise_keys is not None,
         PENALISES=counts is not None,
         HAS_MAXIMA=maxima is not None,
         FINDS_MAXIMA=finds_maxima,
         SKIPS_RANKED=ranked_below is not None,
+        ADVANCES=advanced is not None,
         BLOCKS=triton.next_power_of_2(num_blocks),
         BLOCK=_BLOCK,
         num_warps=8,

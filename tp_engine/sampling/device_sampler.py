@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tp_engine.kernels.decode_inputs import RowTables
 from tp_engine.kernels.sampling_tables import SamplingTables
 from tp_engine.plan import IntArray
 from tp_engine.ranks.collectives import Communicator
@@ -70,6 +71,11 @@ class DeviceSampler:
         plain, nucleus, ranked = StepKind(), StepKind(nucleus=True), StepKind(ranked=True)
         return (plain, nucleus, ranked) if self._communicator.info.world_size == 1 else (plain, ranked)
 
+    @property
+    def advancing(self) -> tuple[StepKind, ...]:
+        """The kinds of ``kinds`` whose only launch can end the decode step of its rows, too."""
+        return (StepKind(),) if self._communicator.info.world_size == 1 else ()
+
     def kind_of(self, rows: IntArray, positions: IntArray) -> StepKind | None:
         """The kind of a step that samples ``rows`` (n,) at ``positions`` (n,).
 
@@ -95,12 +101,22 @@ class DeviceSampler:
             ranked=bool(ranked.any()),
         )
 
-    def sample(self, kind: StepKind, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def sample(
+        self,
+        kind: StepKind,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        advanced: RowTables | None = None,
+    ) -> torch.Tensor:
         """Token ids (n,) int32, the same on every rank.  The host reads no value, so this can be captured.
 
         ``logits`` (n, width) are this rank's slice.  On the device: ``rows`` (n,) int32, of which -1 is padding and
         gets any token, and the ``positions`` (n,) int64 of their last tokens.  A collective if there are several ranks.
+        ``advanced``, for kinds of ``advancing``, are tables in which the rows' tokens follow (``advance_decodes``).
         """
+        assert advanced is None or kind in self.advancing, kind
         held = logits[:, : self._state.vocab.num_ids]
         counts = self._state.penalties.tables if kind.penalised else None
         maxima = self._maxima(held) if kind.min_p else None
@@ -108,6 +124,7 @@ class DeviceSampler:
             "counts": counts,
             "maxima": maxima,
             "ranked_below": self._state.vocab_size if kind.ranked else None,
+            "advanced": advanced,
         }
         if self._communicator.info.world_size == 1:
             tokens = self._sample_alone(kind, held, rows, positions, options)

@@ -21,6 +21,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from tp_engine.kernels.decode_inputs import RowTables
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.ops import best_tokens
 from tp_engine.layers.upload import upload, upload_all
@@ -116,19 +117,27 @@ class Sampler:
 
 
 class RecordedSampler(TokenSampler, Protocol):
-    """A sampler whose steps of the ``kinds`` can be recorded."""
+    """A sampler whose steps of the ``kinds`` can be recorded, and those of ``advancing`` with the end of the step."""
 
     kinds: tuple[StepKind, ...]
+    advancing: tuple[StepKind, ...]
 
     def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> StepKind | None:
         """The kind of this step if a recording may sample it, else None.  ``epoch`` is ``StepPlan.rows_epoch``."""
 
     def sample_recorded(
-        self, kind: StepKind, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+        self,
+        kind: StepKind,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        advanced: RowTables | None = None,
     ) -> torch.Tensor:
         """The recorded part: token ids (n,) int32 from ``logits`` (n, width).
 
         ``rows`` (n,) int32 and the ``positions`` (n,) int64 of their last tokens are read when the recording runs.
+        ``advanced``, for kinds of ``advancing``, are the tables in which the rows advance (``advance_decodes``).
         """
 
 
@@ -146,6 +155,7 @@ class GreedySampler:
     def __init__(self, general: TokenSampler, state: SamplingState, library: ctypes.CDLL | None) -> None:
         self._general, self._state, self._library = general, state, library
         self.kinds: tuple[StepKind, ...] = () if library is None else (_GREEDY,)
+        self.advancing: tuple[StepKind, ...] = ()
         self._known = (0, -1, True)  # epoch, version of the state, the answer
 
     def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> StepKind | None:
@@ -161,10 +171,16 @@ class GreedySampler:
         return are_plain
 
     def sample_recorded(
-        self, kind: StepKind, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+        self,
+        kind: StepKind,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        advanced: RowTables | None = None,
     ) -> torch.Tensor:
         """See ``RecordedSampler``."""
-        assert self._library is not None
+        assert self._library is not None and advanced is None
         return best_tokens(self._library, logits)
 
     def sample(
@@ -180,7 +196,7 @@ class KernelSampler:
     def __init__(self, state: SamplingState, device: DeviceSampler, general: TokenSampler) -> None:
         self._state = state
         self.device = device
-        self.kinds = device.kinds
+        self.kinds, self.advancing = device.kinds, device.advancing
         self._general = general
 
     def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> StepKind | None:
@@ -188,10 +204,16 @@ class KernelSampler:
         return None if self._state.masks.any_of(rows) else self.device.kind_of(rows, positions)
 
     def sample_recorded(
-        self, kind: StepKind, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+        self,
+        kind: StepKind,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        advanced: RowTables | None = None,
     ) -> torch.Tensor:
         """See ``RecordedSampler``."""
-        return self.device.sample(kind, logits, rows, positions)
+        return self.device.sample(kind, logits, rows, positions, advanced=advanced)
 
     def sample(
         self, logits: torch.Tensor, rows: IntArray, positions: IntArray

@@ -43,7 +43,7 @@ class DecodeBatch:
     """
 
     def __init__(self, tables: RowTables, max_requests: int) -> None:
-        self._tables = tables
+        self.tables = tables
         device_type = tables.token_ids.device.type
         self._prepare, self._advance = op("prepare_decodes", device_type), op("advance_decodes", device_type)
         self._inputs = DecodeInputs.allocate(max_requests, tables)
@@ -74,7 +74,7 @@ class DecodeBatch:
     def prepare(self, size: int) -> DecodeInputs:
         """Make the inputs of a step of ``size`` requests."""
         inputs = self.inputs(size)
-        self._prepare(self._tables, inputs)
+        self._prepare(self.tables, inputs)
         return inputs
 
     def prepare_before(self, rows: IntArray, prefills: PrefillInputs) -> torch.Tensor:
@@ -84,7 +84,7 @@ class DecodeBatch:
         """
         first, whole = len(rows), self.inputs(len(rows) + len(prefills.rows))
         whole.seq_lens[first:].copy_(prefills.seq_lens)
-        torch.index_select(self._tables.block_table, 1, prefills.rows, out=whole.block_table[:, first:])
+        torch.index_select(self.tables.block_table, 1, prefills.rows, out=whole.block_table[:, first:])
         if first:
             self.set_rows(rows, first)
             own = self.inputs(first)
@@ -97,7 +97,7 @@ class DecodeBatch:
                 block_table=own.block_table,
                 query_start=own.query_start,
             )
-            self._prepare(self._tables, decodes)
+            self._prepare(self.tables, decodes)
         return whole.seq_lens
 
     def inputs(self, size: int) -> DecodeInputs:
@@ -110,7 +110,7 @@ class DecodeBatch:
 
     def advance(self, size: int, sampled: torch.Tensor) -> None:
         """Each row has one more computed token, and ``sampled`` (size,) int32 follow."""
-        self._advance(self._tables, self.inputs(size), sampled)
+        self._advance(self.tables, self.inputs(size), sampled)
 
     def recorded_seq_lens(self, inputs: DecodeInputs) -> IntArray:
         """The host's lengths while a step is recorded: on a CPU the device's own, else zeros."""
