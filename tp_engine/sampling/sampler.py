@@ -196,24 +196,12 @@ class KernelSampler:
     def __init__(self, state: SamplingState, device: DeviceSampler, general: TokenSampler) -> None:
         self._state = state
         self.device = device
-        self.kinds, self.advancing = device.kinds, device.advancing
+        self.kinds, self.advancing, self.sample_recorded = device.kinds, device.advancing, device.sample
         self._general = general
 
     def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> StepKind | None:
         """See ``RecordedSampler``: masks come with the step, so a recording cannot hold them."""
         return None if self._state.masks.any_of(rows) else self.device.kind_of(rows, positions)
-
-    def sample_recorded(
-        self,
-        kind: StepKind,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        *,
-        advanced: RowTables | None = None,
-    ) -> torch.Tensor:
-        """See ``RecordedSampler``."""
-        return self.device.sample(kind, logits, rows, positions, advanced=advanced)
 
     def sample(
         self, logits: torch.Tensor, rows: IntArray, positions: IntArray

@@ -113,11 +113,10 @@ class CapturedDecodes:
         """Token ids (size,), from the hidden states that ``_run_model`` left."""
         inputs = self._decodes.inputs(size)
         logits = self._model.compute_local_logits(self._forward.output(size))
-        step = (kind, logits, inputs.rows, inputs.positions)
-        if kind in self._sampler.advancing:
-            return self._sampler.sample_recorded(*step, advanced=self._decodes.tables)
-        tokens = self._sampler.sample_recorded(*step)
-        self._decodes.advance(size, tokens)
+        tables = self._decodes.tables if kind in self._sampler.advancing else None
+        tokens = self._sampler.sample_recorded(kind, logits, inputs.rows, inputs.positions, advanced=tables)
+        if tables is None:
+            self._decodes.advance(size, tokens)
         return tokens
 
 
