@@ -115,6 +115,11 @@ def few_rows_by() -> str:
     return chosen
 
 
+def wants_heads_in_attention() -> bool:
+    """``TP_ENGINE_HEADS_IN_ATTENTION``: 1 lets decode attention on a GPU prepare the heads it reads."""
+    return os.environ.get("TP_ENGINE_HEADS_IN_ATTENTION", "0") == "1"
+
+
 def cache_dir() -> Path:
     """``TP_ENGINE_CACHE_DIR``: the folder of compiled kernels, ``~/.cache/tp_engine`` unless set."""
     return Path(os.environ.get("TP_ENGINE_CACHE_DIR") or Path.home() / ".cache" / "tp_engine")

@@ -20,7 +20,10 @@ _SERVER = (*_CORE, "fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """``command`` follows the interpreter; ``modules`` must be importable; ``option`` must be an engine option."""
+    """``command`` follows the interpreter; ``modules`` must be importable; ``option`` must be an engine option.
+
+    ``variables`` of the environment are NAME=VALUE.
+    """
 
     name: str
     what: str
@@ -29,10 +32,11 @@ class Section:
     modules: tuple[str, ...] = ()
     option: str | None = None
     min_gpus: int = 1
+    variables: tuple[str, ...] = ()
 
     def argv(self) -> list[str]:
         """The whole command line."""
-        return [sys.executable, *self.command]
+        return [*(("env", *self.variables) if self.variables else ()), sys.executable, *self.command]
 
 
 def all_sections(args: argparse.Namespace) -> list[Section]:
@@ -69,10 +73,11 @@ def _checks() -> list[Section]:
         _engine(
             "engine",
             "the engine against transformers, preempted, twice",
-            "not (recorded or ranks_on_one_gpu or latent or prompt_graphs)",
+            "not (recorded or ranks_on_one_gpu or latent or prompt_graphs or heads_in_attention)",
         ),
         _engine("graphs", "recorded steps give the tokens of eager ones", "recorded and not latent", limit_s=420),
         _engine("prompt_graphs", "recorded steps with prompts give the tokens of launched ones", "prompt_graphs"),
+        _engine("heads", "attention that prepares heads gives the tokens of a kernel before it", "heads_in_attention"),
         _engine("latents", "latent attention, recorded and eager, gives the tokens of a CPU", "latent"),
         _engine("ranks", "2 and 4 ranks on one GPU give the tokens of one", "ranks_on_one_gpu", option="devices"),
         Section(
@@ -119,6 +124,14 @@ def _benchmarks(args: argparse.Namespace) -> list[Section]:
             *("--shape", "D", "--rounds", "1", "--no-peer"),
         ),
         _offline("offline_0.6b", 240, "--shape", "qwen3-0.6b", "--rounds", "2", "--no-peer", *nano),
+        Section(
+            name="heads_0.6b",
+            what="offline_0.6b with attention that prepares heads",
+            command=("scripts/bench_offline.py", "--shape", "qwen3-0.6b", "--rounds", "2", "--no-peer"),
+            limit_s=240,
+            modules=_CORE,
+            variables=("TP_ENGINE_HEADS_IN_ATTENTION=1",),
+        ),
         _steps("steps_0.6b", "--shape", "qwen3-0.6b", "--batch-size", "256", "--context-len", "512"),
         _offline("offline_8b", 240, "--shape", "qwen3-8b", "--rounds", "1", "--no-peer"),
         _steps("steps_8b", "--shape", "qwen3-8b", "--batch-size", "256", "--context-len", "512"),

@@ -46,8 +46,16 @@ def test_interpreted_chain_with_adapters() -> None:
 
 @needs_triton
 @pytest.mark.timeout(300)
+def test_interpreted_heads_in_attention() -> None:
+    """Oracle: transformers' greedy tokens, beside prompts and alone."""
+    interpreted("kernel_cases_chain_engine", "heads", timeout_s=270)
+
+
+@needs_triton
+@pytest.mark.timeout(300)
 def test_kernels_of_a_layer() -> None:
-    """Oracle: by hand: 6 kernels where products of few rows are Triton's, 9 where they are the library's."""
+    """Oracle: by hand: 6 kernels where products of few rows are Triton's, 9 where they are the library's; 5 if
+    attention prepares heads."""
     interpreted("kernel_cases_chain_engine", "kernels", timeout_s=270)
 
 
@@ -74,9 +82,10 @@ def test_interpreted_groups() -> None:
 
 @needs_triton
 @pytest.mark.timeout(300)
-def test_interpreted_warm_up() -> None:
+@pytest.mark.parametrize("path", ["usual", "heads"])
+def test_interpreted_warm_up(path: str) -> None:
     """Oracle: the kernel specialisations of the warm-up; serving adds none, so it compiles nothing."""
-    interpreted("kernel_cases_warm_up", timeout_s=270)
+    interpreted("kernel_cases_warm_up", path, timeout_s=270)
 
 
 @needs_triton

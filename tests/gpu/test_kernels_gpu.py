@@ -33,6 +33,7 @@ MODULES = (
     "kernel_cases_ngram_drafts",
     "kernel_cases_padded_steps",
     "kernel_cases_paged_attention",
+    "kernel_cases_decode_heads",
     "kernel_cases_nan",
     "kernel_cases_reduce_norm",
 )

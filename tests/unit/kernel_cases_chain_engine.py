@@ -33,19 +33,23 @@ MODELS = ("granite", "cohere2", "qwen3-moe")
 CHAIN = {"few_rows_linear_kernel": 4, "prepare_heads_kernel": 1, "paged_decode_kernel": 1}
 ONE_ROW_CHAIN = {"one_row_linear_kernel": 4, "prepare_heads_kernel": 1, "paged_decode_kernel": 1}
 LIBRARY = {"linear": 4, "norm_kernel": 2, "gate_kernel": 1, "prepare_heads_kernel": 1, "paged_decode_kernel": 1}
-# (what multiplies, rows) -> kernels of a layer.
-KERNELS: dict[tuple[str, int], dict[str, int]] = {
-    ("table", 1): ONE_ROW_CHAIN,
-    ("table", 64): LIBRARY,
-    ("triton", 1): ONE_ROW_CHAIN,
-    ("triton", 64): CHAIN,
+# (what multiplies, rows, whether attention prepares heads) -> kernels of a layer.
+KERNELS: dict[tuple[str, int, bool], dict[str, int]] = {
+    ("table", 1, False): ONE_ROW_CHAIN,
+    ("table", 64, False): LIBRARY,
+    ("triton", 1, False): ONE_ROW_CHAIN,
+    ("triton", 64, False): CHAIN,
+    ("table", 1, True): {"one_row_linear_kernel": 4, "paged_decode_kernel": 1},
+    ("triton", 64, True): {"few_rows_linear_kernel": 4, "paged_decode_kernel": 1},
 }
+NUMBERS = (6, 9, 6, 6, 5, 5)
 
 
 @contextmanager
-def chained(by: str) -> Iterator[None]:
+def chained(by: str, *, prepares_heads: bool = False) -> Iterator[None]:
     """Inside, an engine on CPU tensors takes the GPU's path, with products of few rows by ``by``."""
-    with triton_ops_on_cpus(), gpu_path(), patch.dict(os.environ, {"TP_ENGINE_FEW_ROWS": by}):
+    chosen = {"TP_ENGINE_FEW_ROWS": by, "TP_ENGINE_HEADS_IN_ATTENTION": str(int(prepares_heads))}
+    with triton_ops_on_cpus(), gpu_path(), patch.dict(os.environ, chosen):
         yield
 
 
@@ -79,6 +83,24 @@ def check_tokens(architecture: str) -> None:
             found = generate(folder, PROMPTS, NUM_TOKENS)
     assert found == expected, (architecture, found, expected)
     assert launches.count > 0, architecture
+
+
+def check_heads() -> None:
+    """Attention prepares the heads of steps of decodes alone, two requests at a time, and only of these."""
+    run, prepares = InterpretedFunction.run, Counter[bool]()
+
+    def noted_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "PREPARES" in kwargs:
+            prepares[kwargs["PREPARES"]] += 1
+        return run(self, *args, **kwargs)
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_checkpoint(Path(name) / "model", "qwen3")
+        expected = expected_tokens(folder)
+        with chained("table", prepares_heads=True), patch.object(InterpretedFunction, "run", noted_run):
+            found = generate(folder, PROMPTS, NUM_TOKENS)
+    assert found == expected, (found, expected)
+    assert prepares[True] and prepares[False], prepares
 
 
 def check_adapters() -> None:
@@ -145,7 +167,7 @@ def counted(num_rows: int) -> Iterator[Counter[str]]:
         yield launches
 
 
-def kernels_of_a_layer(by: str, num_rows: int) -> dict[str, int]:
+def kernels_of_a_layer(by: str, num_rows: int, prepares_heads: bool) -> dict[str, int]:
     """What a decode step of ``num_rows`` rows launches for three layers and not for two."""
     steps: list[Counter[str]] = []
     for num_layers in (2, 3):
@@ -153,7 +175,7 @@ def kernels_of_a_layer(by: str, num_rows: int) -> dict[str, int]:
             folder = make_checkpoint(
                 Path(name) / "model", "qwen3", num_layers=num_layers, hidden_size=128, intermediate_size=128
             )
-            with chained(by), counted(num_rows) as launches:
+            with chained(by, prepares_heads=prepares_heads), counted(num_rows) as launches:
                 generate(folder, [[5, 6]] * num_rows, 2, max_num_seqs=num_rows, max_num_batched_tokens=2 * num_rows + 1)
         steps.append(launches)
     return dict(steps[1] - steps[0])
@@ -165,9 +187,10 @@ def main(part: str) -> None:
             check_tokens(architecture)
     elif part == "adapters":
         check_adapters()
+    elif part == "heads":
+        check_heads()
     else:
         found = {key: kernels_of_a_layer(*key) for key in KERNELS}
         assert found == KERNELS, found
-        numbers = {key: sum(kernels.values()) for key, kernels in found.items()}
-        assert numbers == {("table", 1): 6, ("table", 64): 9, ("triton", 1): 6, ("triton", 64): 6}, numbers
+        assert tuple(sum(kernels.values()) for kernels in found.values()) == NUMBERS
     print(AGREEMENT)

@@ -20,6 +20,7 @@ from tests.tiny_models import make_checkpoint
 from tests.unit.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tp_engine import LLM, SamplingParams
 from tp_engine.attention.triton_backend import TritonBackend
+from tp_engine.env import wants_heads_in_attention
 from tp_engine.layers.formats.dense import TreeLinear
 from tp_engine.model_config.tp_invariant import NUM_SHARDS
 from tp_engine.plan import IntArray
@@ -100,7 +101,10 @@ def gpu_path() -> Iterator[None]:
         patch(f"{formats}.quantised_products.runs_triton", lambda device_type: True),
         patch(f"{formats}.quantised_products.native_library", lambda: None),
         patch("tp_engine.worker.runner_parts.SamplingState", partial(SamplingState, has_tables=True)),
-        patch("tp_engine.worker.worker.select_backend", lambda *_: TritonBackend()),
+        patch(
+            "tp_engine.worker.worker.select_backend",
+            lambda *_: TritonBackend(prepares_heads=wants_heads_in_attention()),
+        ),
     ):
         yield
 

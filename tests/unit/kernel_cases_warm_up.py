@@ -38,12 +38,12 @@ MIXTURES: tuple[tuple[dict[str, Any], ...], ...] = (
 
 
 @contextmanager
-def gpu_path() -> Iterator[None]:
+def gpu_path(*, prepares_heads: bool = False) -> Iterator[None]:
     """An engine on CPU tensors takes the GPU's path, and warms up."""
     with ExitStack() as stack:
         for name, stand_in in (
             ("worker.runner_parts.SamplingState", partial(SamplingState, has_tables=True)),
-            ("worker.worker.select_backend", lambda *_: TritonBackend()),
+            ("worker.worker.select_backend", lambda *_: TritonBackend(prepares_heads=prepares_heads)),
             ("worker.worker.warms_up", lambda device_type: True),
             ("sampling.filters.draws_by_kernel", lambda device_type: True),
         ):
@@ -96,11 +96,11 @@ def serve(llm: LLM, mixture: tuple[dict[str, Any], ...]) -> None:
     assert [len(output.outputs[0].token_ids) for output in outputs] == [one.max_tokens for one in params]
 
 
-def check(make_llm: Callable[[], LLM]) -> None:
+def check(make_llm: Callable[[], LLM], **path: bool) -> None:
     """Serving launches only what the start has launched."""
     started: set[Specialisation] = set()
     served: set[Specialisation] = set()
-    with gpu_path():
+    with gpu_path(**path):
         with recorded(started):
             llm = make_llm()
         with llm, recorded(served):
@@ -112,11 +112,14 @@ def check(make_llm: Callable[[], LLM]) -> None:
         raise AssertionError(f"{one[0]} was not warmed up: {[pair for pair in one if pair not in like]}")
 
 
-def main() -> None:
+def main(path: str = "") -> None:
     with tempfile.TemporaryDirectory() as name:
         shape: dict[str, Any] = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "hidden_size": 32, "head_dim": 16}
         folder = make_checkpoint(Path(name) / "model", "qwen3", vocab_size=101, **shape)
-        check(lambda: LLM(str(folder), device="cpu", dtype="float32", attention_backend="torch", **OPTIONS))
+        check(
+            lambda: LLM(str(folder), device="cpu", dtype="float32", attention_backend="torch", **OPTIONS),
+            prepares_heads=path == "heads",
+        )
     print(AGREEMENT)
 
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tests import fake_attention_packages as fakes
+from tests.unit.kernel_harness import needs_triton
 from tp_engine.attention import flash_attn, flashinfer, native_backend, torch_varlen, triton_backend
-from tp_engine.attention.base import AttentionNeeds
+from tp_engine.attention.base import AttentionNeeds, PreparesHeads
 from tp_engine.attention.registry import check_backend, select_backend
 from tp_engine.config import ATTENTION_BACKENDS, EngineConfig
 from tp_engine.errors import ConfigError
@@ -185,6 +186,17 @@ def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ATTENTION_BACKENDS:
         facts = ON_CPU if name == "native" else ON_CUDA
         assert check_backend(name, needs(facts)) in ATTENTION_BACKENDS
+
+
+@needs_triton
+@pytest.mark.parametrize(("asked", "has_lanes"), [("1", False), ("1", True), ("0", False)])
+def test_which_backend_prepares_heads(asked: str, has_lanes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: by hand: if it is asked to, unless rows of a step may read each other's new keys."""
+    monkeypatch.setenv("TP_ENGINE_HEADS_IN_ATTENTION", asked)
+    backend = select_backend("triton", needs(ON_CUDA | {"has_lanes": has_lanes}))
+    assert isinstance(backend, triton_backend.TritonBackend) and isinstance(backend, PreparesHeads)
+    assert backend.prepares_heads == (asked == "1" and not has_lanes)
+    assert not isinstance(select_backend("torch", needs(ON_CUDA)), PreparesHeads)
 
 
 @pytest.mark.parametrize(

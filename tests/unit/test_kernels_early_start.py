@@ -104,7 +104,10 @@ def test_nothing_but_weights_is_touched_before_the_wait(module: str) -> None:
 
 @needs_triton
 @quiet
-@pytest.mark.parametrize("module", ["kernel_cases_paged_attention", "kernel_cases_latents", "kernel_cases_sampling"])
+@pytest.mark.parametrize(
+    "module",
+    [f"kernel_cases_{name}" for name in ("paged_attention", "decode_heads", "latents", "sampling")],
+)
 def test_the_last_program_sees_the_parts_of_all(module: str) -> None:
     """Oracle: the order of a counter that publishes memory (as in cooperative groups): all threads store, meet, one
     arrives with acquire and release, all meet, then parts are read past the first-level cache; none is read before."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 
+from tp_engine.kernels.heads import UnpreparedHeads
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.plan import NO_IDS, IntArray
 
@@ -112,6 +113,16 @@ class AttentionBackend(Protocol):
         """
 
 
+@runtime_checkable
+class PreparesHeads(Protocol):
+    """A backend that may prepare heads itself."""
+
+    def attend_unprepared(
+        self, new: UnpreparedHeads, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
+    ) -> torch.Tensor | None:
+        """Prepare, store and attend; None, and nothing is done, if ``forward`` must get this step's heads prepared."""
+
+
 Backends: TypeAlias = Sequence[AttentionBackend]
 """One backend for each group of layers (``kv_layout``), because a backend keeps the plan of one group's step."""
 
@@ -131,6 +142,8 @@ class AttentionNeeds:
     ``head_dims`` are those of the model's layers, each once.  ``has_softcap``: some layer caps its scores;
     ``has_sinks``: some layer has attention sinks.  ``has_latents``: the layers have latent attention.
 
+    ``has_lanes``: decodes of a step may stand for one request, at consecutive positions.
+
     ``is_invariant``: a request's result must not depend on the size of the batch.
 
     ``capability`` is the GPU's compute capability, such as (9, 0); None without a GPU, or if it is unknown.
@@ -144,6 +157,7 @@ class AttentionNeeds:
     has_softcap: bool = False
     has_sinks: bool = False
     has_latents: bool = False
+    has_lanes: bool = False
     is_invariant: bool = False
     capability: tuple[int, int] | None = None
 

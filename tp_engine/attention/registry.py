@@ -18,6 +18,7 @@ from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.attention.torch_varlen import TorchVarlenBackend
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.attention.triton_latent import TritonLatentBackend
+from tp_engine.env import wants_heads_in_attention
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.native.block_codes import lanes_of
 from tp_engine.kernels.native.library import native_library
@@ -52,7 +53,10 @@ def _why_no_triton(needs: AttentionNeeds) -> str | None:
 
 
 def _make_triton(needs: AttentionNeeds) -> AttentionBackend:
-    return TritonLatentBackend() if needs.has_latents else TritonBackend(is_invariant=needs.is_invariant)
+    if needs.has_latents:
+        return TritonLatentBackend()
+    prepares_heads = wants_heads_in_attention() and not needs.has_lanes
+    return TritonBackend(is_invariant=needs.is_invariant, prepares_heads=prepares_heads)
 
 
 # In the order in which ``auto`` tries them.  On GPUs our own kernels come before those of packages, because this

@@ -31,7 +31,7 @@ _PAIRS_PER_THREAD = 8
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _load_parts(  # type: ignore[no-untyped-def]
+def load_parts(  # type: ignore[no-untyped-def]
     place,
     pair,
     rest,
@@ -61,7 +61,7 @@ def _store_parts(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr,  # noqa: N803
     REST: tl.constexpr,  # noqa: N803
 ):
-    """The inverse of ``_load_parts``, in the type of ``place``."""
+    """The inverse of ``load_parts``, in the type of ``place``."""
     inside = is_head & (pair < HALF)
     tl.store(place + pair, a.to(place.dtype.element_ty), mask=inside)
     tl.store(place + pair + HALF, b.to(place.dtype.element_ty), mask=inside)
@@ -70,7 +70,7 @@ def _store_parts(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_in_cache(  # type: ignore[no-untyped-def]
+def store_in_cache(  # type: ignore[no-untyped-def]
     a,
     b,
     c,
@@ -124,13 +124,42 @@ def _normalise_parts(  # type: ignore[no-untyped-def]
     if REST > 0:
         squares += tl.sum(c * c, axis=1)
     scale = tl.rsqrt(squares / (2 * HALF + REST) + eps)[:, None]
-    gain_a, gain_b, gain_c = _load_parts(weight, pair, rest, True, HALF, REST)
+    gain_a, gain_b, gain_c = load_parts(weight, pair, rest, True, HALF, REST)
     if OFFSET != 0:
         gain_a, gain_b, gain_c = gain_a + OFFSET, gain_b + OFFSET, gain_c + OFFSET
     a *= scale * gain_a
     b *= scale * gain_b
     if REST > 0:
         c *= scale * gain_c
+    return a, b, c
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def prepared_parts(  # type: ignore[no-untyped-def]
+    place,
+    weight,
+    eps,
+    table,
+    positions,
+    token,
+    pair,
+    rest,
+    is_head,
+    HALF: tl.constexpr,  # noqa: N803
+    REST: tl.constexpr,  # noqa: N803
+    NORMALISES: tl.constexpr,  # noqa: N803
+    OFFSET: tl.constexpr,  # noqa: N803
+    TURNS: tl.constexpr,  # noqa: N803
+):
+    """Parts, float32, of the queries or keys of ``token`` at ``place``, normalised and turned."""
+    a, b, c = load_parts(place, pair, rest, is_head, HALF, REST)
+    if NORMALISES:
+        a, b, c = _normalise_parts(a, b, c, weight, eps, pair, rest, HALF, REST, OFFSET)
+    if TURNS:
+        angle = table + tl.load(positions + token).to(tl.int64) * (2 * HALF) + pair
+        cos = tl.load(angle, mask=pair < HALF, other=0.0).to(tl.float32)
+        sin = tl.load(angle + HALF, mask=pair < HALF, other=0.0).to(tl.float32)
+        a, b = a * cos - b * sin, b * cos + a * sin
     return a, b, c
 
 
@@ -180,15 +209,11 @@ def prepare_heads_kernel(  # type: ignore[no-untyped-def]
     is_head = first_head + lane < tl.where(is_query, NUM_HEADS, NUM_HEADS + NUM_KV_HEADS)
 
     place = heads + token * token_stride + (first_head + lane) * HEAD_DIM
-    a, b, c = _load_parts(place, pair, rest, is_head, HALF, REST)
-    if NORMALISES:
-        weight = norm_weights + tl.where(is_query, 0, NUM_HEADS * HEAD_DIM)
-        a, b, c = _normalise_parts(a, b, c, weight, eps, pair, rest, HALF, REST, OFFSET)
-    if TURNS:
-        angle = table + tl.load(positions + token).to(tl.int64) * (2 * HALF) + pair
-        cos = tl.load(angle, mask=pair < HALF, other=0.0).to(tl.float32)
-        sin = tl.load(angle + HALF, mask=pair < HALF, other=0.0).to(tl.float32)
-        a, b = a * cos - b * sin, b * cos + a * sin
+    weight = norm_weights + tl.where(is_query, 0, NUM_HEADS * HEAD_DIM)
+    # fmt: off
+    a, b, c = prepared_parts(place, weight, eps, table, positions, token, pair, rest, is_head,
+                             HALF, REST, NORMALISES, OFFSET, TURNS)
+    # fmt: on
     if SCALES_QUERY:
         factor = tl.where(is_query, tl.load(query_scale + tl.load(positions + token)), 1.0)
         a, b, c = a * factor, b * factor, c * factor
@@ -198,22 +223,22 @@ def prepare_heads_kernel(  # type: ignore[no-untyped-def]
     if is_query or not STORES:
         _store_parts(a, b, c, place, pair, rest, is_head, HALF, REST)
         if NORMALISES_VALUES and not is_query:
-            a, b, c = _load_parts(value, pair, rest, is_head, HALF, REST)
+            a, b, c = load_parts(value, pair, rest, is_head, HALF, REST)
             a, b, c = _normalise_parts(a, b, c, weight, eps, pair, rest, HALF, REST, OFFSET)
             _store_parts(a, b, c, value, pair, rest, is_head, HALF, REST)
     else:
         slot = tl.load(slot_mapping + token).to(tl.int64)
         if slot >= 0:
             head = first_head - NUM_HEADS + lane
-            value_a, value_b, value_c = _load_parts(value, pair, rest, is_head, HALF, REST)
+            value_a, value_b, value_c = load_parts(value, pair, rest, is_head, HALF, REST)
             if NORMALISES_VALUES:
                 value_a, value_b, value_c = _normalise_parts(
                     value_a, value_b, value_c, weight, eps, pair, rest, HALF, REST, OFFSET
                 )
             # fmt: off
-            _store_in_cache(a, b, c, key_cache, key_scales, slot, head, pair, rest, is_head,
+            store_in_cache(a, b, c, key_cache, key_scales, slot, head, pair, rest, is_head,
                             HALF, REST, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, SCALE_STRIDE, LARGEST, IS_INTEGER)
-            _store_in_cache(value_a, value_b, value_c, value_cache, value_scales, slot, head, pair, rest, is_head,
+            store_in_cache(value_a, value_b, value_c, value_cache, value_scales, slot, head, pair, rest, is_head,
                             HALF, REST, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, SCALE_STRIDE, LARGEST, IS_INTEGER)
             # fmt: on
 

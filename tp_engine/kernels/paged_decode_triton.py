@@ -27,7 +27,9 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.arrivals_triton import arrives_last
+from tp_engine.kernels.decode_heads_triton import head_arguments, head_constants, prepared_queries, store_new_states
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.heads import UnpreparedHeads
 from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.paged_tiles_triton import (
     attend_tile,
@@ -37,11 +39,9 @@ from tp_engine.kernels.paged_tiles_triton import (
     to_float16,
     with_sinks,
 )
+from tp_engine.kernels.split_parts_triton import join_splits, joined_parts, write_part
 
 MAX_SPLITS = 64
-# Parts that are joined at a time, and elements that each thread holds of them.
-_MAX_JOINED_PARTS = 8
-_JOINED_PER_THREAD = 64
 _USUAL_GROUP = 8  # the order of a sum must not follow from how many heads of a group a rank has
 # On an H200 (docs/benchmarks.md) more programs do not read faster, and their parts must be joined.
 _PROGRAMS_PER_MULTIPROCESSOR = 2
@@ -81,6 +81,11 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     partial,
     partial_lse,
     arrivals,
+    norm_weights,
+    rotary_table,
+    positions,
+    slot_mapping,
+    eps,
     scale,
     query_stride,
     table_stride,
@@ -104,6 +109,10 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     QUANTISED: tl.constexpr,  # noqa: N803
     SOFTCAP: tl.constexpr,  # noqa: N803
     HAS_SINKS: tl.constexpr,  # noqa: N803
+    PREPARES: tl.constexpr,  # noqa: N803
+    NORMALISES: tl.constexpr,  # noqa: N803
+    OFFSET: tl.constexpr,  # noqa: N803
+    TURNS: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
     """One program: one split.  A request of one split goes to ``out`` (N, heads, head_dim), others to ``partial``."""
@@ -123,8 +132,18 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
         # Only the start of the request's memory has 64 bits: 64-bit offsets of every element would fill the registers.
         own_query = query + request * QUERY_LEN * query_stride
         head = kv_head * GROUP + line % GROUP
-        place = (line // GROUP * query_stride + head * HEAD_DIM)[:, None] + column[None, :]
-        states = tl.load(own_query + place, mask=inside, other=0.0)
+        if PREPARES:
+            # fmt: off
+            if tile < end and end == tiles:
+                store_new_states(own_query, norm_weights, eps, rotary_table, positions, slot_mapping, key_cache,
+                                 value_cache, request, kv_head, NUM_KV_HEADS * GROUP, NUM_KV_HEADS, HEAD_DIM,
+                                 BLOCK_SIZE, BLOCK_STRIDE, NORMALISES, OFFSET, TURNS)
+            states = prepared_queries(own_query, norm_weights, eps, rotary_table, positions, request, head,
+                                      line < GROUP, ROWS, HEAD_DIM, NORMALISES, OFFSET, TURNS)
+            # fmt: on
+        else:
+            place = (line // GROUP * query_stride + head * HEAD_DIM)[:, None] + column[None, :]
+            states = tl.load(own_query + place, mask=inside, other=0.0)
         if QUANTISED and states.dtype == tl.bfloat16 and key_cache.dtype.element_ty.is_fp8():
             # The conversion to bfloat16 costs more than the product; 8-bit floats fit into float16, with more digits.
             states = to_float16(states)
@@ -162,93 +181,6 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def write_part(  # type: ignore[no-untyped-def]
-    accumulated,
-    total,
-    peak,
-    out,
-    partial,
-    partial_lse,
-    first_row,
-    row,
-    column,
-    inside,
-    is_row,
-    split,
-    num_used,
-    num_splits,
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    IS_SPLIT: tl.constexpr,  # noqa: N803
-):
-    """Write the result of one split of ``num_used``: to ``out`` if it is the only one, else to ``partial``.
-
-    The state is that of the online softmax; rows ``first_row`` (64 bits) + ``row`` (ROWS,) of a token's head, where
-    ``is_row``, and ``column`` (HEAD_PAD,), where ``inside``.
-    """
-    result = accumulated / tl.where(total > 0, total, 1.0)[:, None]
-    if IS_SPLIT and num_used > 1:
-        lse = tl.where(total > 0, peak + tl.log2(total), float("-inf"))
-        own_part = row * num_splits + split
-        own_place = partial + first_row * num_splits * HEAD_DIM + own_part[:, None] * HEAD_DIM + column[None, :]
-        tl.store(own_place, result, mask=inside)
-        tl.store(partial_lse + first_row * num_splits + own_part, lse, mask=is_row)
-    else:
-        place = out + first_row * HEAD_DIM + row[:, None] * HEAD_DIM + column[None, :]
-        tl.store(place, result.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def join_splits(  # type: ignore[no-untyped-def]
-    out,
-    partial,
-    partial_lse,
-    first_row,
-    row,
-    column,
-    is_row,
-    num_used,
-    num_splits,
-    ROWS: tl.constexpr,  # noqa: N803
-    PARTS: tl.constexpr,  # noqa: N803
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    HEAD_PAD: tl.constexpr,  # noqa: N803
-):
-    """Write to ``out`` the attention over all keys of heads ``row`` (ROWS,), from that over each part.
-
-    A part weighs as much as its sum of exponentials.  PARTS of all rows are loaded at once and added up in the threads
-    that hold them, so that most joins wait for memory once.
-    """
-    joined = tl.zeros([ROWS, HEAD_PAD], dtype=tl.float32)
-    total = tl.zeros([ROWS], dtype=tl.float32)
-    peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    is_column = column < HEAD_DIM
-    partial += first_row * num_splits * HEAD_DIM
-    partial_lse += first_row * num_splits
-    for start in range(0, num_used, PARTS):
-        split = start + tl.arange(0, PARTS)
-        is_part = (split < num_used)[:, None] & is_row[None, :]
-        part = row[None, :] * num_splits + split[:, None]
-        lse = tl.load(partial_lse + part, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-        place = partial + part[:, :, None] * HEAD_DIM + column[None, None, :]
-        is_read = is_part[:, :, None] & is_column[None, None, :]
-        states = tl.load(place, mask=is_read, other=0.0, cache_modifier=".cg")
-        new_peak = tl.maximum(peak, tl.max(lse, axis=0))
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights, shrink = tl.exp2(lse - base[None, :]), tl.exp2(peak - base)
-        total = total * shrink + tl.sum(weights, axis=0)
-        joined = joined * shrink[:, None] + tl.sum(states * weights[:, :, None], axis=0)
-        peak = new_peak
-    result = joined / tl.where(total > 0, total, 1.0)[:, None]
-    place_out = out + first_row * HEAD_DIM + row[:, None] * HEAD_DIM + column[None, :]
-    tl.store(place_out, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
-
-
-def joined_parts(num_rows: int, head_pad: int, num_warps: int) -> int:
-    """How many parts of ``num_rows`` heads ``join_splits`` takes at a time; a power of two, if the others are."""
-    return max(1, min(_MAX_JOINED_PARTS, num_warps * 32 * _JOINED_PER_THREAD // (num_rows * head_pad)))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def split_of(  # type: ignore[no-untyped-def]
     length,
     usual_splits,
@@ -281,6 +213,7 @@ def paged_decode_triton(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    unprepared: UnpreparedHeads | None = None,
 ) -> None:
     """``paged_attention`` of B requests with ``query_len`` queries each, N = B x query_len, into ``out``.
 
@@ -289,12 +222,16 @@ def paged_decode_triton(
 
     ``arrivals`` (``MAX_ARRIVALS``,) int32 are zeros before and after the launch; launches that may run at the same
     time need their own.
+
+    ``unprepared`` heads, which the kernel ``can_prepare``, are prepared here: ``query`` is their first part, of one
+    query each, and their keys and values are not in the cache yet.
     """
     num_tokens, _, head_dim = query.shape
     if num_tokens == 0:
         return
     num_splits = sizes.num_splits
     assert out.is_contiguous() and block_table.stride(1) == 1 and num_tokens == query_len * len(seq_lens)
+    assert unprepared is None or query_len == 1, "rows of one request would read each other's new keys"
     assert num_splits == 1 or len(seq_lens) * kv.cache.shape[3] <= len(arrivals), (num_splits, len(arrivals))
     constants = layer_constants(query, kv, window, softcap, sinks)
     partial, lse = out, out
@@ -311,6 +248,7 @@ def paged_decode_triton(
         partial,
         lse,
         arrivals,
+        *head_arguments(unprepared),
         score_scale(scale, softcap),
         query.stride(0),
         block_table.stride(0),
@@ -327,6 +265,7 @@ def paged_decode_triton(
         num_stages=sizes.num_stages,
         **dependent_launch(query.device),
         **constants,
+        **head_constants(unprepared),
     )
 
 

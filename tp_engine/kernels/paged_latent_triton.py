@@ -26,16 +26,10 @@ import triton.language as tl
 from tp_engine.kernels.arrivals_triton import arrives_last
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.kernels.layer_kv import LayerKv
-from tp_engine.kernels.paged_decode_triton import (
-    DecodeSizes,
-    join_splits,
-    joined_parts,
-    power_of_two_splits,
-    split_of,
-    write_part,
-)
+from tp_engine.kernels.paged_decode_triton import DecodeSizes, power_of_two_splits, split_of
 from tp_engine.kernels.paged_prefill_triton import request_of
 from tp_engine.kernels.paged_tiles_triton import add_tile, load_states, places_of, score_scale, to_float16
+from tp_engine.kernels.split_parts_triton import join_splits, joined_parts, write_part
 
 _MIN_SIZE = 16  # of each side of a matrix product
 # The parts of a split are as wide as a latent, and come from many heads: more of them take more memory than they gain.

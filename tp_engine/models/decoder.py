@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from tp_engine.attention.base import AttentionBackend, AttentionShape
-from tp_engine.kernels.heads import Rotation
+from tp_engine.kernels.heads import Rotation, UnpreparedHeads
 from tp_engine.kernels.row_codes import Rows
 from tp_engine.layers.attention import Attention, current_metadata, only
 from tp_engine.layers.context import Layer, LayerContext
@@ -83,7 +83,11 @@ class SelfAttention(Layer):
             if head_norm is None:
                 self.qk_norm.normalise(heads)
         slots = current_metadata(attention.group).slot_mapping
-        attended = attention(*self._prepare_heads(heads, shape.num_kv_heads, head_norm, rotation, attention.kv, slots))
+        new = UnpreparedHeads(heads=heads, norm=head_norm, rotation=rotation, slot_mapping=slots)
+        attended = attention.attend_unprepared(new)
+        if attended is None:
+            prepared = self._prepare_heads(heads, shape.num_kv_heads, head_norm, rotation, attention.kv, slots)
+            attended = attention(*prepared)
         out = only(wanted, attended.reshape(len(x), -1))
         if self._has_gate:
             self._gate(out, only(wanted, projected[:, width:]))

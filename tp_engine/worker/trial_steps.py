@@ -95,6 +95,7 @@ def _steps_of_every_kind(config: EngineConfig, num_groups: int) -> Iterator[Step
     longest = min(config.max_num_batched_tokens, config.max_model_len or _LENGTH)
     steps += [((), (size,)) for size in _PART_SIZES if size <= longest]
     steps += [(samplings, ()) for samplings in _KINDS]
+    steps.append(([_GREEDY] * (config.max_num_seqs - 1), (_LENGTH,)))  # launches differ from those of decodes alone
     for decodes, chunks in steps:
         num_tokens, num_rows = len(decodes) + sum(chunks), len(decodes) + len(chunks)
         if num_tokens <= config.max_num_batched_tokens and num_rows <= config.max_num_seqs:
