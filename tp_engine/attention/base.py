@@ -143,7 +143,6 @@ class AttentionNeeds:
     ``has_sinks``: some layer has attention sinks.  ``has_latents``: the layers have latent attention.
 
     ``has_lanes``: decodes of a step may stand for one request, at consecutive positions.
-
     ``is_invariant``: a request's result must not depend on the size of the batch.
 
     ``capability`` is the GPU's compute capability, such as (9, 0); None without a GPU, or if it is unknown.

@@ -72,7 +72,7 @@ class Rotation:
         return self._cos_sin
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class UnpreparedHeads:
     """What ``prepare_heads`` takes of a step's tokens, for attention that prepares them itself."""
 

@@ -83,8 +83,7 @@ class SelfAttention(Layer):
             if head_norm is None:
                 self.qk_norm.normalise(heads)
         slots = current_metadata(attention.group).slot_mapping
-        new = UnpreparedHeads(heads=heads, norm=head_norm, rotation=rotation, slot_mapping=slots)
-        attended = attention.attend_unprepared(new)
+        attended = attention.attend_unprepared(UnpreparedHeads(heads, head_norm, rotation, slots))
         if attended is None:
             prepared = self._prepare_heads(heads, shape.num_kv_heads, head_norm, rotation, attention.kv, slots)
             attended = attention(*prepared)
