@@ -13,8 +13,9 @@ import torch
 from tests import fake_attention_packages as fakes
 from tests.unit.kernel_harness import needs_triton
 from tp_engine.attention import flash_attn, flashinfer, native_backend, torch_varlen, triton_backend
-from tp_engine.attention.base import AttentionNeeds, PreparesHeads
+from tp_engine.attention.base import AttentionNeeds
 from tp_engine.attention.registry import check_backend, select_backend
+from tp_engine.attention.unprepared import PreparesHeads
 from tp_engine.config import ATTENTION_BACKENDS, EngineConfig
 from tp_engine.errors import ConfigError
 

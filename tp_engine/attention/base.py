@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias
 
 import torch
 
-from tp_engine.kernels.heads import UnpreparedHeads
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.plan import NO_IDS, IntArray
 
@@ -111,16 +110,6 @@ class AttentionBackend(Protocol):
         ``query`` (N, heads, head_dim); ``new`` is None if its keys and values are stored already; returns
         (N, heads, head_dim).
         """
-
-
-@runtime_checkable
-class PreparesHeads(Protocol):
-    """A backend that may prepare heads itself."""
-
-    def attend_unprepared(
-        self, new: UnpreparedHeads, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
-    ) -> torch.Tensor | None:
-        """Prepare, store and attend; None, and nothing is done, if ``forward`` must get this step's heads prepared."""
 
 
 Backends: TypeAlias = Sequence[AttentionBackend]

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
+from tp_engine.attention.unprepared import PreparesHeads
 from tp_engine.kernels.heads import UnpreparedHeads
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.ops import has_triton
@@ -18,7 +19,7 @@ MAX_HEAD_DIM = 512
 _INTERPRETED_MULTIPROCESSORS = 4
 
 
-class TritonBackend:
+class TritonBackend(PreparesHeads):
     """Stores, decodes and prefills by one or two kernel launches each; nothing waits for the device.
 
     If it ``is_invariant``, a decode's keys are split by its length alone.  If it ``prepares_heads``, steps of decodes

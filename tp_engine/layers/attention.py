@@ -13,9 +13,10 @@ from contextvars import ContextVar
 import torch
 import torch.nn.functional as F
 
-from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape, PreparesHeads
+from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from tp_engine.attention.calls import TILE, StaircaseMasks, attend_last
 from tp_engine.attention.latent import attend_expanded
+from tp_engine.attention.unprepared import PreparesHeads
 from tp_engine.kernels.heads import UnpreparedHeads
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.layers.context import Layer
