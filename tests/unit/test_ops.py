@@ -11,7 +11,7 @@ from tp_engine.kernels import ops
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.ops import OPS, Op, has_triton, implementation, is_recordable, op
 
-WITHOUT_C = ["prepare_steps", "advance_steps", "quantise_rows", "norm_codes", "store_kv"]
+WITHOUT_C = ["prepare_steps", "advance_steps", "quantise_rows", "norm_codes", "ngram_drafts", "store_kv"]
 needs_native = pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
 
 
@@ -73,6 +73,6 @@ def test_without_a_library_nothing_is_recorded() -> None:
 
 @needs_native
 def test_all_operations_are_recordable_on_cpus() -> None:
-    """Oracle: every operation has C, so any model decodes from tapes; the native attention stores K/V by itself, and
-    rows are codes, and steps with prompts padded, on GPUs only."""
+    """Oracle: every operation has C, so any model decodes from tapes; the native attention stores K/V by itself, rows
+    are codes, and steps with prompts padded, on GPUs only, and prompts are looked up behind the recorded step."""
     assert [name for name in OPS if not is_recordable(name, "cpu")] == WITHOUT_C
