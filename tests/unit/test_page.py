@@ -81,6 +81,15 @@ def test_nothing_leads_outside(name: str) -> None:
     assert len(text.splitlines()) < 200
 
 
+def test_every_line_of_a_ranks_memory_has_a_colour() -> None:
+    """Oracle: the lines of the bar in ranks.js, a class of the style sheet each."""
+    lines = re.search(r"const LINES = \{(.*?)\};", (FOLDER / "ranks.js").read_text(encoding="utf-8"), re.DOTALL)
+    assert lines is not None
+    names = re.findall(r"(\w+):", lines[1])
+    styles = (FOLDER / "engine.css").read_text(encoding="utf-8")
+    assert len(names) >= 8 and all(f".{name} {{ background:" in styles for name in names), names
+
+
 def test_every_file_is_used_and_in_the_wheel() -> None:
     """Oracle: the links of the index and the imports of the modules; the patterns of pyproject.toml."""
     texts = [(FOLDER / name).read_text(encoding="utf-8") for name in (INDEX, *ASSETS)]

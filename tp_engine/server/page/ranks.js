@@ -5,8 +5,7 @@ import { element } from "./messages.js";
 
 // Lines of the ledger whose sum is the rank's memory, in the order of the bar.
 const LINES = { weights: "weights", kv_cache: "KV cache", activations: "activations", non_torch: "other libraries",
-    cuda_graphs: "CUDA graphs", tables: "tables", states: "recurrent states",
-    adapters: "adapters" };
+    cuda_graphs: "CUDA graphs", tables: "tables", states: "recurrent states", adapters: "adapters" };
 const MAX_STEPS = 1024;
 
 export class Ranks {
