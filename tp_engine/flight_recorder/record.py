@@ -99,7 +99,7 @@ class FlightRecord(msgspec.Struct, frozen=True, kw_only=True):
     culprit: int | None = None
     world_size: int
     versions: dict[str, str] = {}
-    config: dict[str, str | int | float | bool | None] = {}
+    config: dict[str, str | int | float | bool | list[str] | None] = {}
     ranks: list[RankRecord]
 
 
