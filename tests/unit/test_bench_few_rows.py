@@ -39,5 +39,5 @@ def test_figures() -> None:
 def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: exit code 2 and the reason."""
     if torch.cuda.is_available():
-        pytest.skip("this host has a GPU")
+        pytest.skip("there is a GPU")
     assert bench_few_rows.main([]) == 2 and "no CUDA GPU" in capsys.readouterr().err

@@ -64,12 +64,17 @@ def prepare_decodes_kernel(  # type: ignore[no-untyped-def]
         tl.store(positions + request, computed.to(tl.int64))
         tl.store(slot, last_block * BLOCK_SIZE + computed % BLOCK_SIZE)
         tl.store(seq_lens + request, computed + 1)
-        num_used = computed // BLOCK_SIZE + 1
         target = tables + group * table_stride + request.to(tl.int64) * NUM_COLUMNS
-        for start in range(0, num_used, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            in_use = column < num_used
-            tl.store(target + column, tl.load(own_table + column, mask=in_use), mask=in_use)
+        copy_table(own_table, target, computed // BLOCK_SIZE + 1, BLOCK)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def copy_table(own_table, target, num_used, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """The first ``num_used`` columns of a row's block table, for its request."""
+    for start in range(0, num_used, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        in_use = column < num_used
+        tl.store(target + column, tl.load(own_table + column, mask=in_use), mask=in_use)
 
 
 @triton.jit(do_not_specialize=["num_requests"])  # type: ignore[untyped-decorator]

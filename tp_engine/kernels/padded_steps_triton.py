@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.decode_inputs import RowTables
+from tp_engine.kernels.decode_inputs_triton import copy_table
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.kernels.padded_steps import PaddedInputs, PaddedRequests
 from tp_engine.plan import PAD_SLOT
@@ -98,12 +99,8 @@ def _request(  # type: ignore[no-untyped-def]
     count = tl.load(query_start + request + 1) - tl.load(query_start + request)
     length = tl.where(is_row, tl.load(num_computed + row, mask=is_row, other=0) + count, 0)
     tl.store(seq_lens + request, length)
-    num_used = (length + BLOCK_SIZE - 1) // BLOCK_SIZE
     target = tables + request.to(tl.int64) * NUM_COLUMNS
-    for start in range(0, num_used, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        in_use = column < num_used
-        tl.store(target + column, tl.load(own_table + column, mask=in_use), mask=in_use)
+    copy_table(own_table, target, (length + BLOCK_SIZE - 1) // BLOCK_SIZE, BLOCK)
     if request < num_decodes:
         position = tl.maximum(length - 1, 0).to(tl.int64)
         block = tl.load(own_table + position // BLOCK_SIZE, mask=is_row, other=0).to(tl.int64)
