@@ -16,7 +16,8 @@ import torch
 from tp_engine import LLM, SamplingParams, env
 from tp_engine.config import EngineConfig
 from tp_engine.engine.start import serve_rank
-from tp_engine.worker import worker
+from tp_engine.worker import model_loading
+from tp_engine.worker.worker import Worker
 
 NUM_CORES = 6
 
@@ -35,7 +36,7 @@ def saying_threads(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
 def main(model: str) -> None:
     """Run one short request."""
     os.sched_getaffinity = lambda _pid: set(range(NUM_CORES))
-    for owner, name, act in ((worker, "load_weights", "loading"), (worker.Worker, "execute", "serving")):
+    for owner, name, act in ((model_loading, "load_weights", "loading"), (Worker, "execute", "serving")):
         setattr(owner, name, saying_threads(act, getattr(owner, name)))
     options: dict[str, Any] = {"model": model, "device": "cpu", "num_gpu_blocks_override": 32, "max_model_len": 64}
     launched = env.launched_rank()
