@@ -56,8 +56,30 @@ class SimulatedCommunicator:
         return torch.cat(self._meeting.exchange(self.info.rank, tensor), dim=-1)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        gathered = self.all_gather(tensor)
+        gathered = SimulatedCommunicator.all_gather(self, tensor)
         return gathered if self.info.is_first else None
+
+
+class NotingCommunicator(SimulatedCommunicator):
+    """Notes the bytes of each all-reduce and of each part that is all-gathered, as sums of parts are on GPUs."""
+
+    def __init__(self, other: Communicator) -> None:
+        assert isinstance(other, SimulatedCommunicator)
+        super().__init__(other.info, other._meeting)
+        self.reduced: list[int] = []
+        self.gathered: list[int] = []
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.reduced.append(tensor.nbytes)
+        return super().all_reduce(tensor)
+
+    def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        self.gathered.append(part.nbytes)
+        return super().tree_reduce(part, dtype)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.gathered.append(tensor.nbytes)
+        return super().all_gather(tensor)
 
 
 def run_ranks(world_size: int, body: Callable[[Communicator], T]) -> list[T]:

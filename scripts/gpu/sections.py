@@ -79,7 +79,14 @@ def _checks() -> list[Section]:
         _engine("prompt_graphs", "recorded steps with prompts give the tokens of launched ones", "prompt_graphs"),
         _engine("heads", "attention that prepares heads gives the tokens of a kernel before it", "heads_in_attention"),
         _engine("latents", "latent attention, recorded and eager, gives the tokens of a CPU", "latent"),
-        _engine("ranks", "2 and 4 ranks on one GPU give the tokens of one", "ranks_on_one_gpu", option="devices"),
+        _engine("ranks", "2 and 4 ranks on one GPU give the tokens of one", "ranks_on_one_gpu_give", option="devices"),
+        _engine(
+            "ranks_recorded",
+            "the same with decodes recorded over symmetric memory",
+            "ranks_on_one_gpu_record",
+            limit_s=420,
+            option="devices",
+        ),
         Section(
             name="multi_gpu",
             what="tests/multi_gpu on all GPUs",

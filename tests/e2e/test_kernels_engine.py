@@ -31,6 +31,14 @@ def test_interpreted_tp_invariant_engine() -> None:
 
 @needs_triton
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_interpreted_ranks_in_shared_memory(num_ranks: int) -> None:
+    """Oracle: one rank's tokens on plain PyTorch, greedy and sampled; recorded steps have no other collectives."""
+    interpreted("kernel_cases_ranks_engine", str(num_ranks), timeout_s=270)
+
+
+@needs_triton
+@pytest.mark.timeout(300)
 def test_interpreted_chain() -> None:
     """Oracle: transformers' greedy tokens, for models with norms, sums and experts at different places."""
     interpreted("kernel_cases_chain_engine", "tokens", timeout_s=270)

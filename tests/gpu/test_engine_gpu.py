@@ -12,6 +12,7 @@ import torch
 
 from tp_engine import LLM, SamplingParams
 from tp_engine.plan import StepPlan
+from tp_engine.worker.captured_decodes import DecodeGraphs
 from tp_engine.worker.model_runner import ModelRunner
 from tp_engine.worker.padded_batch import StepSize
 from tp_engine.worker.readback import PendingStep
@@ -205,10 +206,36 @@ def test_preempted_requests_get_their_tokens(folder: Path) -> None:
     assert generated(folder, GREEDY, dtype="float32", num_gpu_blocks_override=60) == roomy
 
 
+def on_one_gpu(size: int, all_reduce: str) -> dict[str, Any]:
+    """Options of ``size`` ranks on the first GPU."""
+    return {"tensor_parallel_size": size, "devices": ",".join("0" * size), "all_reduce": all_reduce}
+
+
 @pytest.mark.parametrize("all_reduce", ["auto", "symm_mem"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_on_one_gpu_give_the_tokens_of_one_rank(folder: Path, size: int, all_reduce: str) -> None:
     """Oracle: one rank, in fp32; the ranks exchange tensors on the host, or in shared memory on the GPU."""
     one = generated(folder, GREEDY, dtype="float32")
-    options: dict[str, Any] = {"tensor_parallel_size": size, "devices": ",".join("0" * size), "all_reduce": all_reduce}
-    assert generated(folder, GREEDY, dtype="float32", **options) == one
+    options = on_one_gpu(size, all_reduce)
+    assert generated(folder, GREEDY, dtype="float32", enforce_eager=True, **options) == one
+
+
+@pytest.mark.parametrize("params", [GREEDY, TOP_K], ids=["greedy", "top_k"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_on_one_gpu_record_their_decodes(
+    folder: Path, size: int, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: one rank, in fp32; every step of decodes runs from recordings on rank 0, which is this process, and so
+    does what follows it: tokens are chosen from keys that are gathered in shared memory."""
+    one = generated(folder, params, dtype="float32")
+    num_rows: list[int] = []
+    run = DecodeGraphs.run
+
+    def note_and_run(graphs: DecodeGraphs, count: int) -> torch.Tensor:
+        num_rows.append(count)
+        return run(graphs, count)
+
+    monkeypatch.setattr(DecodeGraphs, "run", note_and_run)
+    assert generated(folder, params, dtype="float32", **on_one_gpu(size, "symm_mem")) == one
+    assert params.max_tokens is not None and len(num_rows) >= 2 * (params.max_tokens - 1)
+    assert num_rows[::2] == num_rows[1::2], "a forward pass, then its sampling"

@@ -36,6 +36,7 @@ MODULES = (
     "kernel_cases_decode_heads",
     "kernel_cases_nan",
     "kernel_cases_reduce_norm",
+    "kernel_cases_gather",
 )
 
 

@@ -1,4 +1,4 @@
-"""All-reduces through shared GPU memory, compared with NCCL.  Every rank runs every test; needs a GPU per rank."""
+"""Collectives through shared GPU memory, compared with NCCL.  Every rank runs every test; needs a GPU per rank."""
 
 from __future__ import annotations
 
@@ -78,6 +78,24 @@ def test_sums_are_as_good_as_nccl_s(
     error, allowed = (ours[0] - exact).abs().max(), 2 * (theirs - exact).abs().max() + rounding
     assert error <= allowed
     assert torch.equal(*ours)
+
+
+@pytest.mark.parametrize("num_words", [1, 65, 4096, 100_001, (1 << 21) // WORLD_SIZE])
+def test_all_gathers_are_nccl_s(both: tuple[SymmetricCommunicator, Communicator], num_words: int) -> None:
+    """Oracle: NCCL, for parts up to the largest; twice outside of a graph, then in one, with new values."""
+    pytest.importorskip("triton")
+    symmetric, nccl = both
+    assert symmetric.plan.gathers(8 * num_words)
+    mine = torch.arange(num_words, device="cuda") + (LAUNCHED.rank << 40)
+    for _ in range(2):
+        assert torch.equal(symmetric.all_gather(mine), nccl.all_gather(mine))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = symmetric.all_gather(mine)
+    for _ in range(2):
+        mine += 1
+        graph.replay()
+        assert torch.equal(output, nccl.all_gather(mine))
 
 
 def test_a_graph_holds_them(both: tuple[SymmetricCommunicator, Communicator]) -> None:

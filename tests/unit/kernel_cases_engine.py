@@ -50,11 +50,11 @@ STEPS = {
 }
 
 
-def generate(folder: Path, quantization: str | None = None, *, tp_invariant: bool = False) -> list[list[int]]:
+def generate(folder: Path, quantization: str | None = None, **more: Any) -> list[list[int]]:
     """Chunked prefills beside decodes, and sequences that end at different steps."""
     options: dict[str, Any] = {
         "quantization": quantization,
-        "tp_invariant": tp_invariant,
+        **more,
         "max_model_len": 64,
         "num_gpu_blocks_override": 32,
         "max_num_batched_tokens": 16,

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.simulated_ranks import run_ranks
+from tests.simulated_ranks import NotingCommunicator, run_ranks
 from tests.unit.kernel_cases_decode_inputs import make_tables
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.kernels import (
@@ -33,7 +33,7 @@ from tp_engine.model_config import padded_vocab_size
 from tp_engine.plan import RowSampling
 from tp_engine.ranks.collectives import Communicator, SingleRank
 from tp_engine.sampling import noise
-from tp_engine.sampling.device_sampler import DeviceSampler, StepKind
+from tp_engine.sampling.device_sampler import SHARE_BYTES, DeviceSampler, StepKind
 from tp_engine.sampling.filters import draw_filtered, draw_ranked
 from tp_engine.sampling.groups import group_rows
 from tp_engine.sampling.sampler import KernelSampler, Sampler, make_sampler
@@ -98,7 +98,8 @@ def check_tokens(
 
     def body(communicator: Communicator) -> list[list[int]]:
         state = make_state(samplings, vocab_size, device, has_tables=True, info=communicator.info)
-        sampler = one_at_a_time(DeviceSampler(state, communicator))
+        noting = NotingCommunicator(communicator) if world_size > 1 else None
+        sampler = one_at_a_time(DeviceSampler(state, noting or communicator))
         own = VocabSlice.of_rank(vocab_size, communicator.info)
         first = communicator.info.rank * own.width
         found = []
@@ -112,6 +113,8 @@ def check_tokens(
             assert tokens.dtype is torch.int32 and 0 <= int(tokens[-1]) < vocab_size
             found.append(tokens[:-1].tolist())
             assert state.tables is not None and not state.tables.arrivals.any(), "a later launch would end too early"
+        if noting is not None and kind in sampler.kinds:
+            assert set(noting.gathered) <= {(count + 1) * size for size in SHARE_BYTES}, noting.gathered
         return found
 
     results = [body(SingleRank())] if world_size == 1 else run_ranks(world_size, body)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.repeating_recorder import RepeatingRecorder
-from tp_engine.errors import ConfigError
-from tp_engine.worker.captured_decodes import DecodeGraphs
+from tp_engine.errors import ConfigError, RankError
+from tp_engine.worker import captured_decodes
+from tp_engine.worker.captured_decodes import CudaRecorder, DecodeGraphs
 from tp_engine.worker.graph_capture import capture_sizes
 from tp_engine.worker.readback import Readback
 
@@ -59,6 +60,29 @@ def test_a_batch_runs_in_the_smallest_recording_that_holds_it() -> None:
     assert graphs.run(3).tolist() == [0, 1, 2] and calls[-1] == 4
     assert graphs.run(8).tolist() == list(range(8)) and calls[-1] == 8
     assert [graphs.padded_size(n) for n in (1, 2, 3, 5)] == [1, 2, 4, 8]
+
+
+def test_a_recording_that_waits_for_the_device_ends_if_another_rank_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the error of the check; the device never gets to the end of the step, and the driver is not asked."""
+
+    class NeverReached:
+        def query(self) -> bool:
+            return False
+
+    def fail() -> None:
+        raise RankError(1, "has died")
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(captured_decodes, "record_event", NeverReached)
+    steps: list[int] = []
+
+    def step() -> torch.Tensor:
+        steps.append(1)
+        return torch.zeros(1)
+
+    with pytest.raises(RankError, match="has died"):
+        CudaRecorder(fail).record(step)
+    assert steps == [1]
 
 
 def test_closed_graphs_hold_no_recording() -> None:

@@ -50,6 +50,7 @@ def launch_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tensor) -> t
 
 def launch_unusual_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """The same with every feature that most models lack, on one of eight ranks."""
+    from tp_engine.kernels.gather_triton import all_gather_triton
     from tp_engine.kernels.reduce_norm_triton import all_reduce_add_norm_triton
 
     ops = {name: implementation(name, "triton") for name, one in OPS.items() if one.triton is not None}
@@ -62,6 +63,7 @@ def launch_unusual_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tens
     ops["norm_codes"](x, residual, rule, CodeRule(group=128), 0.22)
     addresses = empty(8, dtype=torch.int64)
     all_reduce_add_norm_triton(x, residual, rule, 0.22, buffers=addresses, signals=addresses, rank=1)
+    all_gather_triton(empty(num_tokens, dtype=torch.int64), buffers=addresses, signals=addresses, rank=1)
     ops["gate"](empty(num_tokens, 6144), Activation("gelu_tanh"))
     ops["sigmoid_gate"](empty(num_tokens, 4096), empty(num_tokens, 3 * 4096)[:, 8192:])
     ops["cap_logits"](empty(num_tokens, VOCAB // 8), 0.5, 30.0)

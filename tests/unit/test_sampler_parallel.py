@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.simulated_ranks import SimulatedCommunicator, run_ranks
+from tests.simulated_ranks import NotingCommunicator, run_ranks
 from tests.unit.sampler_cases import CPU, ids, mixed_samplings
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.model_config import padded_vocab_size
@@ -22,20 +22,6 @@ from tp_engine.worker.readback import Readback
 
 STEPS = 3
 Answers = list[tuple[list[int], TokenLogprobs | None]]
-
-
-class CountingCommunicator(SimulatedCommunicator):
-    """Counts the sampler's collectives."""
-
-    def __init__(self, other: Communicator) -> None:
-        assert isinstance(other, SimulatedCommunicator)
-        super().__init__(other.info, other._meeting)
-        self.num_collectives, self.num_bytes = 0, 0
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.num_collectives += 1
-        self.num_bytes += tensor.numel() * tensor.itemsize
-        return super().all_gather(tensor)
 
 
 def admit_all(state: SamplingState, samplings: Sequence[RowSampling]) -> None:
@@ -55,7 +41,7 @@ def run_steps(sampler: Sampler | ParallelSampler, make_logits: Callable[[int], t
     return answers
 
 
-def compare(samplings: Sequence[RowSampling], logits: torch.Tensor, world_size: int) -> list[CountingCommunicator]:
+def compare(samplings: Sequence[RowSampling], logits: torch.Tensor, world_size: int) -> list[NotingCommunicator]:
     """Oracle: ``Sampler`` on the whole ``logits`` (steps, n, vocab).  Returns the ranks' communicators."""
     _, count, vocab = logits.shape
     state = SamplingState(max_num_seqs=count, vocab_size=vocab, device=CPU)
@@ -64,8 +50,8 @@ def compare(samplings: Sequence[RowSampling], logits: torch.Tensor, world_size: 
     padding = padded_vocab_size(vocab, world_size) - vocab
     padded = torch.nn.functional.pad(logits, (0, padding))
 
-    def body(communicator: Communicator) -> tuple[Answers, CountingCommunicator]:
-        counting = CountingCommunicator(communicator)
+    def body(communicator: Communicator) -> tuple[Answers, NotingCommunicator]:
+        counting = NotingCommunicator(communicator)
         info = communicator.info
         own = VocabSlice.of_rank(vocab, info)
         state = SamplingState(max_num_seqs=count, vocab_size=vocab, device=CPU, info=info)
@@ -176,8 +162,8 @@ def test_what_a_step_costs(sampling: RowSampling, collectives: int, bytes_per_ro
     """Oracle: the table in ``shares``, counted over the steps."""
     count, vocab = 4, 2016
     for counting in compare([sampling] * count, random_logits(count, vocab, scale=5.0), 2):
-        assert counting.num_collectives == collectives * STEPS
-        assert counting.num_bytes == bytes_per_row * count * STEPS
+        assert len(counting.gathered) == collectives * STEPS
+        assert sum(counting.gathered) == bytes_per_row * count * STEPS
 
 
 @pytest.mark.parametrize(
@@ -190,5 +176,5 @@ def test_what_a_nucleus_costs(scale: float, collectives: int, bytes_per_row: int
         collectives, bytes_per_row = 1, 4 * 1008
     sampling = RowSampling(temperature=0.6, top_p=0.9)
     for counting in compare([sampling] * count, random_logits(count, vocab, scale=scale), 2):
-        assert counting.num_collectives == collectives * STEPS
-        assert counting.num_bytes == bytes_per_row * count * STEPS
+        assert len(counting.gathered) == collectives * STEPS
+        assert sum(counting.gathered) == bytes_per_row * count * STEPS

@@ -18,7 +18,7 @@ from tp_engine.layers.residual import Composed, Fused, reduce_add_norm
 from tp_engine.progress import RankProgress
 from tp_engine.ranks import symmetric_memory
 from tp_engine.ranks.collectives import Communicator, SingleRank
-from tp_engine.ranks.reduce_plan import Machine, ReducePlan, plan_reduces, why_not
+from tp_engine.ranks.reduce_plan import Machine, RecordedSizes, ReducePlan, plan_reduces, why_not
 from tp_engine.ranks.symmetric_memory import (
     SymmetricCommunicator,
     has_native_atomics,
@@ -28,18 +28,22 @@ from tp_engine.ranks.symmetric_memory import (
 from tp_engine.units import KIB, MIB
 from tp_engine.worker.all_reduce import agreed_machine, probe_devices, uses_symmetric_memory
 
-H200 = Machine(world_size=4, capability=(9, 0), has_peer_access=True, has_peer_atomics=True, has_multicast=True)
-SMALL = ReducePlan(one_shot_bytes=64, two_shot_bytes=128, multimem_bytes=0)
+H200 = Machine(
+    world_size=4, capability=(9, 0), has_peer_access=True, has_peer_atomics=True, has_multicast=True, has_triton=True
+)
+SMALL = ReducePlan(one_shot_bytes=64, two_shot_bytes=128, multimem_bytes=0, gather_bytes=96)
 
 
 class FakeBuffer:
-    """Adds through the simulated ranks; ``error`` is added to every sum."""
+    """Adds and gathers through the simulated ranks; ``error`` is added to every sum, ``shift`` to what is gathered."""
 
-    def __init__(self, through: Communicator, *, error: float = 0.0, has_multicast: bool = True) -> None:
+    def __init__(
+        self, through: Communicator, *, error: float = 0.0, shift: int = 0, has_multicast: bool = True
+    ) -> None:
         self.has_multicast = has_multicast
         self.addresses = self.signals = torch.zeros(through.info.world_size, dtype=torch.int64)
         self.calls: list[tuple[str, int]] = []
-        self._through, self._error = through, error
+        self._through, self._error, self._shift = through, error, shift
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         assert tensor.dim() == 1 and tensor.nbytes % 16 == 0
@@ -54,6 +58,11 @@ class FakeBuffer:
 
     def multimem(self, tensor: torch.Tensor) -> None:
         self._add("multimem", tensor)
+
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
+        assert part.dim() == 1 and part.dtype == torch.int64 and part.is_contiguous()
+        self.calls.append(("all_gather", part.nbytes))
+        return self._through.all_gather(part).add_(self._shift).view(self._through.info.world_size, -1)
 
 
 class FakeMemory:
@@ -96,7 +105,18 @@ def test_the_method_follows_from_size_and_machine(change: dict[str, Any], larges
     """Oracle: the table in reduce_plan's docstring and its limits."""
     plan = plan_reduces(dataclasses.replace(H200, **change), largest)
     assert {size: plan.choose(size).name for size in sizes} == sizes
-    assert all(size <= plan.buffer_bytes for size, name in sizes.items() if name != "LIBRARY")
+    assert all(size <= plan.reduce_bytes for size, name in sizes.items() if name != "LIBRARY")
+
+
+@pytest.mark.parametrize(("world_size", "largest"), [(2, 8 * MIB), (4, 4 * MIB), (8, 2 * MIB)])
+def test_the_largest_all_gather_follows_from_the_machine(world_size: int, largest: int) -> None:
+    """Oracle: 16 MiB of all ranks, by hand; the buffer has room for a part; without Triton there is no kernel."""
+    machine = dataclasses.replace(H200, world_size=world_size)
+    plan = plan_reduces(machine, 1000)
+    assert [plan.gathers(size) for size in (0, 4, 8, largest, largest + 8)] == [False, False, True, True, False]
+    assert plan.buffer_bytes == largest and plan.reduce_bytes == 1008
+    without = plan_reduces(dataclasses.replace(machine, has_triton=False), 1000)
+    assert not without.gathers(8) and without.buffer_bytes == 1008
 
 
 @pytest.mark.parametrize(
@@ -176,10 +196,10 @@ def test_ranks_agree_on_what_their_gpus_can_do() -> None:
 
     class Lowest:
         def all_reduce_min(self, values: list[int]) -> list[int]:
-            return [min(pair) for pair in zip(values, [8006, 1, 0], strict=True)]
+            return [min(pair) for pair in zip(values, [8006, 1, 0, 0], strict=True)]
 
     found = agreed_machine(H200, Lowest())  # type: ignore[arg-type]
-    assert found == dataclasses.replace(H200, capability=(8, 6), has_peer_atomics=False)
+    assert found == dataclasses.replace(H200, capability=(8, 6), has_peer_atomics=False, has_triton=False)
 
 
 CUDA: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "tensor_parallel_size": 4}
@@ -231,7 +251,7 @@ def test_one_rank_and_cpus_have_nothing_to_share() -> None:
 
 
 def test_all_reduces_take_their_way() -> None:
-    """Oracle: 1 + 2, for the sizes, types and layouts of every path; the library does the other collectives."""
+    """Oracle: 1 + 2, for the sizes, types and layouts of every path; rank 0's gathers are the library's."""
     shared = [torch.ones(2, 8), torch.ones(4, 8)]
     not_shared = [torch.ones(9, 4), torch.ones(8, dtype=torch.float64), torch.ones(4, 8).t(), torch.ones(3)]
 
@@ -244,16 +264,61 @@ def test_all_reduces_take_their_way() -> None:
         shifted = torch.full((9,), float(number))[1:]
         assert torch.equal(communicator.all_reduce(shifted), torch.full((8,), 3.0))
         assert buffer.calls == [("one_shot", 64), ("two_shot", 128)]
-        assert torch.equal(communicator.all_gather(torch.ones(2)), torch.ones(4))
         assert (communicator.gather(torch.ones(2)) is None) == (library.info.rank > 0)
 
     run_ranks(2, body)
 
 
-def test_recording_is_as_possible_as_the_library_s() -> None:
-    """Oracle: a graph with an all-gather needs a library that can be recorded."""
-    communicator = SymmetricCommunicator(SingleRank(), FakeBuffer(SingleRank()), SMALL, RankProgress())
-    assert communicator.can_capture
+def test_all_gathers_take_their_way() -> None:
+    """Oracle: the library's result, for the sizes, types and layouts of both paths."""
+    shared = [torch.arange(12), torch.ones(2, 8), torch.ones(2, 2, 3, dtype=torch.float64), torch.ones(3, 4).t()]
+    shared += [torch.ones(4, 2, dtype=torch.bfloat16), torch.ones(1, dtype=torch.int64)]
+    not_shared = [torch.arange(13), torch.ones(3), torch.ones(0), torch.ones(2, 3).bfloat16()]
+
+    def body(library: Communicator) -> None:
+        buffer = FakeBuffer(library)
+        communicator = SymmetricCommunicator(library, buffer, SMALL, RankProgress())
+        for kind in (*shared, *not_shared):
+            mine = kind * (library.info.rank + 2)
+            found, expected = communicator.all_gather(mine), library.all_gather(mine)
+            assert found.dtype == kind.dtype and torch.equal(found, expected), kind
+        shifted = torch.arange(3.0)[1:]
+        assert communicator.all_gather(shifted).tolist() == [1.0, 2.0] * 2
+        assert buffer.calls == [("all_gather", kind.nbytes) for kind in shared]
+        part = torch.arange(10.0).view(2, 5) + library.info.rank
+        assert torch.equal(communicator.tree_reduce(part, torch.bfloat16), library.tree_reduce(part, torch.bfloat16))
+        assert buffer.calls[-1] == ("all_gather", part.nbytes)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("reduced", "gathered", "reason"),
+    [
+        ({16, 64, 128}, {8, 96}, None),
+        ({16, 144}, {8}, "all-reduces of 144 bytes; it takes multiples of 16 up to 128"),
+        ({8, 16}, {8}, "all-reduces of 8 bytes"),
+        ({16}, {8, 104}, "all-gathers of 104 bytes; it takes multiples of 8 up to 96"),
+        ({16}, {12}, "all-gathers of 12 bytes"),
+    ],
+)
+def test_recordings_need_a_library_that_can_or_all_in_shared_memory(
+    reduced: set[int], gathered: set[int], reason: str | None
+) -> None:
+    """Oracle: the plan's sizes, by hand; a library that can be captured takes what does not fit."""
+    sizes = RecordedSizes(all_reduces=frozenset(reduced), all_gathers=frozenset(gathered))
+
+    def body(staged: Communicator) -> str | None:
+        communicator = SymmetricCommunicator(staged, FakeBuffer(staged), SMALL, RankProgress())
+        assert not communicator.can_capture
+        return communicator.why_not_capture(sizes)
+
+    found = run_ranks(2, body)
+    assert found[0] == found[1]
+    assert found[0] is None if reason is None else reason in str(found[0])
+    nccl = SingleRank()
+    communicator = SymmetricCommunicator(nccl, FakeBuffer(nccl), SMALL, RankProgress())
+    assert communicator.can_capture and communicator.why_not_capture(sizes) is None
 
 
 def set_up(library: Communicator, allocate: Any, *, is_required: bool = False) -> Communicator:
@@ -272,7 +337,7 @@ def set_up(library: Communicator, allocate: Any, *, is_required: bool = False) -
 
 
 def test_ranks_that_can_share_memory_do() -> None:
-    """Oracle: multicast only if every rank has it; the buffer holds the largest tensor."""
+    """Oracle: multicast only if every rank has it; the buffer holds the largest part of an all-gather."""
 
     def body(library: Communicator) -> ReducePlan:
         made: list[int] = []
@@ -282,14 +347,14 @@ def test_ranks_that_can_share_memory_do() -> None:
             return FakeMemory(FakeBuffer(library, has_multicast=library.info.rank != 2))
 
         communicator = set_up(library, allocate)
-        assert isinstance(communicator, SymmetricCommunicator) and made == [4 * KIB]
+        assert isinstance(communicator, SymmetricCommunicator) and made == [4 * MIB]
         return communicator.plan
 
     plans = run_ranks(4, body)
     assert plans == [plans[0]] * 4 and plans[0].multimem_bytes == 0 and plans[0].one_shot_bytes == 4 * KIB
 
 
-@pytest.mark.parametrize("fault", ["allocates nothing", "maps nothing", "adds wrongly"])
+@pytest.mark.parametrize("fault", ["allocates nothing", "maps nothing", "adds wrongly", "gathers wrongly"])
 def test_one_rank_that_can_not_share_memory_decides_for_all(fault: str) -> None:
     """Oracle: all ranks keep the library, or, if symmetric memory is required, all fail and name that rank.
 
@@ -305,14 +370,14 @@ def test_one_rank_that_can_not_share_memory_decides_for_all(fault: str) -> None:
             error = float(is_faulty and fault == "adds wrongly")
             made.append(
                 FakeMemory(
-                    FakeBuffer(library, error=error),
+                    FakeBuffer(library, error=error, shift=int(is_faulty and fault == "gathers wrongly")),
                     fault="no handle" if is_faulty and fault == "maps nothing" else "",
                 )
             )
             return made[-1]
 
         assert set_up(library, allocate) is library
-        with pytest.raises(RankError, match=r"rank 1: .*(no fabric|no handle|gave another sum); use auto"):
+        with pytest.raises(RankError, match=r"rank 1: .*(no fabric|no handle|gave another result); use auto"):
             set_up(library, allocate, is_required=True)
         assert all(memory.was_shared == (fault != "allocates nothing") for memory in made)
 

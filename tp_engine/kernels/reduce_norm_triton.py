@@ -6,8 +6,7 @@ the buffers may be overwritten.
 
 ::
 
-    signals of rank r    [place 0: from rank 0, 1, .. W-1 | place 1: ... ]      int32, 0 between kernels
-    places               program * 2: rows are copied      program * 2 + 1: rows are read
+    places of meeting_triton.py    program * 2: rows are copied      program * 2 + 1: rows are read
 
 The sum is taken in float32 and rounded to the tensors' type, then added to the residual as ``layer_ops.add_norm`` does.
 """
@@ -19,37 +18,8 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.layer_ops import NormRule
+from tp_engine.kernels.meeting_triton import MAX_PROGRAMS, meet
 from tp_engine.kernels.norm_triton import load_gain, normalised, row_constants
-
-_NEVER = tl.constexpr(2)  # no signal is ever this, so a lane that waits for it changes nothing
-MAX_PROGRAMS = 32
-"""The most of a launch: all must run at once, because they wait for other ranks, and their signals must fit the pad."""
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _meet(signals, rank, place, WORLD_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Tell every rank that this program is here, and wait until all are; what was stored before is seen after.
-
-    Each peer has a lane of its own: signals take one or two microseconds each, and cross the links side by side.
-    """
-    tl.debug_barrier()
-    peer = tl.arange(0, WORLD_SIZE)
-    theirs = tl.load(signals + peer).to(tl.pointer_type(tl.int32)) + place * WORLD_SIZE + rank
-    mine = tl.load(signals + rank).to(tl.pointer_type(tl.int32)) + place * WORLD_SIZE + peer
-    _change_all(theirs, 0, 1, "release")
-    _change_all(mine, 1, 0, "acquire")
-    tl.debug_barrier()
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _change_all(words, old, new, SEM: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Change each of ``words`` from ``old`` to ``new``, as soon as it is ``old``."""
-    awaited = tl.full(words.shape, old, tl.int32)
-    num_left = tl.full((), 1, tl.int32)
-    while num_left > 0:
-        found = tl.atomic_cas(words, awaited, tl.full(words.shape, new, tl.int32), sem=SEM, scope="sys")
-        awaited = tl.where(found == awaited, _NEVER, awaited)
-        num_left = tl.sum((awaited != _NEVER).to(tl.int32), axis=0)
 
 
 @triton.jit(do_not_specialize=["rank", "num_rows"])  # type: ignore[untyped-decorator]
@@ -80,7 +50,7 @@ def reduce_norm_kernel(  # type: ignore[no-untyped-def]
     for row in range(program, num_rows, num_programs):
         part = tl.load(x + row * x_stride + column, mask=inside)
         tl.store(own + row * SIZE + column, part, mask=inside)
-    _meet(signals, rank, program * 2, WORLD_SIZE)
+    meet(signals, rank, program * 2, WORLD_SIZE)
     gain = load_gain(weight, column, inside, OFFSET)
     for row in range(program, num_rows, num_programs):
         total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -95,7 +65,7 @@ def reduce_norm_kernel(  # type: ignore[no-untyped-def]
         tl.store(place, rounded, mask=inside)
         normed = normalised(rounded.to(tl.float32), gain, inside, eps, SIZE, CENTRED)
         tl.store(out + row * SIZE + column, normed.to(out.dtype.element_ty), mask=inside)
-    _meet(signals, rank, program * 2 + 1, WORLD_SIZE)
+    meet(signals, rank, program * 2 + 1, WORLD_SIZE)
 
 
 def all_reduce_add_norm_triton(

@@ -99,6 +99,11 @@ class QKNorm(Layer):
             includes_values=self._spec.includes_values,
         )
 
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of each token that ``normalise`` all-reduces; 0 if each head is normalised alone."""
+        return 2 * torch.float32.itemsize if self._spec.spans_heads else 0
+
     def normalise(self, heads: torch.Tensor) -> None:
         """Normalise queries and keys of ``heads`` (N, H + 2 KV, head_dim) in place, over all ranks; a collective.
 

@@ -23,7 +23,7 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 class Communicator(Protocol):
     """Collectives over the tensor-parallel ranks.  Every rank calls the same collectives in the same order.
 
-    ``can_capture``: a recorded step may contain them (a CUDA graph, or a tape on CPUs).
+    ``can_capture``: a recorded step may contain them (a CUDA graph, or a tape on CPUs), of any size.
     """
 
     info: RankInfo
@@ -84,8 +84,7 @@ class ProcessGroupCommunicator:
         return tensor
 
     def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        parts = self.all_gather(part.view(-1)).view(self.info.world_size, *part.shape)
-        return tree_sum(parts.unbind(0)).to(dtype)
+        return tree_of_gathered(self, part, dtype)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         self._progress.collective()
@@ -107,6 +106,12 @@ class ProcessGroupCommunicator:
         dist.gather(tensor.contiguous(), parts, group=self._group, group_dst=0)
         self._collected(started_ns)
         return torch.cat(parts, dim=-1) if parts is not None else None
+
+
+def tree_of_gathered(communicator: Communicator, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``Communicator.tree_reduce`` by an all-gather."""
+    parts = communicator.all_gather(part.view(-1)).view(communicator.info.world_size, *part.shape)
+    return tree_sum(parts.unbind(0)).to(dtype)
 
 
 def _nothing(_started_ns: int) -> None:

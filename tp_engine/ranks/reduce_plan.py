@@ -1,4 +1,4 @@
-"""Chooses the all-reduce of a tensor, from its size, the number of ranks and what their GPUs can do.
+"""Chooses how a tensor is all-reduced or all-gathered, from its size, the number of ranks and what their GPUs can do.
 
 ::
 
@@ -10,7 +10,8 @@
     MULTIMEM   the switch adds and distributes (NVLink SHARP)
 
 The limits are published ones for the same operations (vLLM's custom and symmetric-memory all-reduce, PyTorch's
-intra-node all-reduce); they are not yet measured on this engine.
+intra-node all-reduce); they are not yet measured on this engine.  An all-gather is one kernel up to a limit that is
+reasoned, and not yet measured either: a rank then reads about as many bytes as for the largest two-shot all-reduce.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from tp_engine.units import KIB, MIB
 MIN_CAPABILITY = (8, 0)
 FUSION_CAPABILITY = (9, 0)
 ALIGNMENT = 16
-"""Tensors whose size or address is no multiple of this, in bytes, go to the library."""
+"""Tensors whose size or address is no multiple of this, in bytes, are all-reduced by the library."""
+WORD_BYTES = 8
+"""The same for all-gathers."""
 
 SHARED_SLOT_BYTES = 256 * KIB
 """On CPUs, tensors go through shared memory in pieces of this size, which stay in the cores' caches."""
@@ -31,6 +34,7 @@ SHARED_SLOT_BYTES = 256 * KIB
 _ONE_SHOT_LIMITS = {2: 1 * MIB, 4: 512 * KIB, 8: 256 * KIB}
 _TWO_SHOT_LIMIT = 8 * MIB
 _MULTIMEM_LIMIT = 32 * MIB
+_GATHERED_LIMIT = 2 * _TWO_SHOT_LIMIT  # the parts of all ranks together
 _SHARED_ONE_SHOT_LIMIT = 64 * KIB
 _MULTIMEM_CAPABILITY = (9, 0)
 _MULTIMEM_WORLD_SIZE = 4
@@ -52,7 +56,7 @@ class Machine:
     ``has_peer_atomics``: each can change a word of another's memory in one indivisible operation, as all signals
     between kernels do.  Links between GPUs (NVLink) have it; over PCI Express memory can often be read, but a signal
     may be lost, and the kernel that waits for it never ends.  ``has_multicast``: a switch between them adds and
-    distributes; known once memory is shared.
+    distributes; known once memory is shared.  ``has_triton``: the engine's own kernels can be made.
     """
 
     world_size: int
@@ -60,20 +64,54 @@ class Machine:
     has_peer_access: bool
     has_peer_atomics: bool
     has_multicast: bool = False
+    has_triton: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedSizes:
+    """Bytes of the tensors that recorded steps all-reduce, and of the parts that they all-gather."""
+
+    all_reduces: frozenset[int]
+    all_gathers: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReducePlan:
-    """The largest tensor of each method, in bytes; 0 if the method is not used.  Larger tensors go to the library."""
+    """The largest tensor of each method, in bytes; 0 if the method is not used.  Larger tensors go to the library.
+
+    ``gather_bytes``: of the part of a rank in an all-gather.
+    """
 
     one_shot_bytes: int = 0
     two_shot_bytes: int = 0
     multimem_bytes: int = 0
+    gather_bytes: int = 0
+
+    @property
+    def reduce_bytes(self) -> int:
+        """The largest tensor that is all-reduced in symmetric memory."""
+        return max(self.one_shot_bytes, self.two_shot_bytes, self.multimem_bytes)
 
     @property
     def buffer_bytes(self) -> int:
-        """The largest tensor that does not go to the library."""
-        return max(self.one_shot_bytes, self.two_shot_bytes, self.multimem_bytes)
+        """The size of each rank's buffer."""
+        return max(self.reduce_bytes, self.gather_bytes)
+
+    def gathers(self, num_bytes: int) -> bool:
+        """Whether parts of ``num_bytes`` are all-gathered in symmetric memory, the same on every rank."""
+        return 0 < num_bytes <= self.gather_bytes and num_bytes % WORD_BYTES == 0
+
+    def why_not_all(self, sizes: RecordedSizes) -> str | None:
+        """Which collectives of ``sizes`` go to the library, and why; None if none does."""
+        reduced = [size for size in sizes.all_reduces if self.choose(size) == Method.LIBRARY]
+        gathered = [size for size in sizes.all_gathers if not self.gathers(size)]
+        for name, others, unit, largest in (
+            ("all-reduces", reduced, ALIGNMENT, self.reduce_bytes),
+            ("all-gathers", gathered, WORD_BYTES, self.gather_bytes),
+        ):
+            if others:
+                return f"{name} of {max(others):,} bytes; it takes multiples of {unit} up to {largest:,}"
+        return None
 
     def choose(self, num_bytes: int) -> Method:
         """The method for a tensor of ``num_bytes``, the same on every rank."""
@@ -87,7 +125,7 @@ class ReducePlan:
 
 
 def plan_reduces(machine: Machine, largest_bytes: int) -> ReducePlan:
-    """The plan for tensors of up to ``largest_bytes``, on a machine for which ``why_not`` is None."""
+    """The plan for all-reduces of up to ``largest_bytes``, on a machine for which ``why_not`` is None."""
     largest = -(-largest_bytes // ALIGNMENT) * ALIGNMENT
     multicasts = (
         machine.has_multicast
@@ -98,6 +136,7 @@ def plan_reduces(machine: Machine, largest_bytes: int) -> ReducePlan:
         one_shot_bytes=min(_ONE_SHOT_LIMITS[machine.world_size], largest),
         two_shot_bytes=min(_TWO_SHOT_LIMIT, largest),
         multimem_bytes=min(_MULTIMEM_LIMIT, largest) if multicasts else 0,
+        gather_bytes=_GATHERED_LIMIT // machine.world_size if machine.has_triton else 0,
     )
 
 

@@ -1,8 +1,8 @@
-"""All-reduces through memory that the ranks' GPUs share (torch symmetric memory), for all but large tensors.
+"""All-reduces and all-gathers through memory that the ranks' GPUs share (torch symmetric memory), but of large tensors.
 
 One buffer per rank is allocated and mapped at the start: tensors are copied into it, and each rank's kernels read the
 buffers of all ranks.  Each kernel begins and ends with an exchange of signals between all ranks, so the next one may
-overwrite the buffers.
+overwrite the buffers.  So a CUDA graph can hold them, even if the library's collectives go through the host.
 """
 
 from __future__ import annotations
@@ -11,19 +11,30 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
+from tp_engine.kernels.ops import has_triton
 from tp_engine.log import get_logger
 from tp_engine.progress import RankProgress
-from tp_engine.ranks.collectives import Communicator
+from tp_engine.ranks.collectives import Communicator, tree_of_gathered
 from tp_engine.ranks.rank import Agreeing, all_do
-from tp_engine.ranks.reduce_plan import ALIGNMENT, Machine, Method, ReducePlan, plan_reduces
+from tp_engine.ranks.reduce_plan import (
+    ALIGNMENT,
+    WORD_BYTES,
+    Machine,
+    Method,
+    RecordedSizes,
+    ReducePlan,
+    plan_reduces,
+)
 
 logger = get_logger(__name__)
+
+Collective: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
@@ -42,12 +53,12 @@ def with_symmetric_memory(
     wait: Callable[[], None],
     fuses_norm: bool = False,
 ) -> Communicator:
-    """``library`` with its smaller all-reduces through symmetric memory, or ``library`` itself if a rank can not.
+    """``library`` with its smaller collectives through symmetric memory, or ``library`` itself if a rank can not.
 
     ``allocate(num_bytes)`` creates a rank's own buffer.  All ranks have one before the first maps those of the others,
     because mapping waits for a missing rank until torch's store gives up.  ``largest_bytes`` is the size of the largest
-    tensor of a step.  If ``is_required``, a rank that can not raises ``RankError`` on all ranks.  ``wait`` waits for
-    the device, and raises if another rank has ended.
+    tensor that a step all-reduces.  If ``is_required``, a rank that can not raises ``RankError`` on all ranks.
+    ``wait`` waits for the device, and raises if another rank has ended.
     """
     together = partial(all_do, host, "symmetric memory", "symm_mem", is_required=is_required)
     num_bytes = plan_reduces(replace(machine, has_multicast=True), largest_bytes).buffer_bytes
@@ -58,15 +69,17 @@ def with_symmetric_memory(
     multicasts = all(word == b"1" for word in host.all_gather_bytes(b"1" if buffer.has_multicast else b"0"))
     plan = plan_reduces(replace(machine, has_multicast=multicasts), largest_bytes)
     made = SymmetricCommunicator(library, buffer, plan, progress, fuses_norm=fuses_norm)
-    if together(lambda: check_sums(made, library, device, wait)) is None:
+    if together(lambda: check_results(made, library, device, wait)) is None:
         return library
     if host.info.is_first:
-        logger.info("all-reduces of up to %d bytes use symmetric memory: %s", plan.buffer_bytes, plan)
+        sizes = plan.reduce_bytes, plan.gather_bytes
+        logger.info("all-reduces up to %d bytes and all-gathers up to %d use symmetric memory: %s", *sizes, plan)
     return made
 
 
 class SymmetricBuffer(Protocol):
-    """The operations that need GPUs; ``tensor`` is 1-D, of a multiple of 16 bytes, and changed in place.
+    """The operations that need GPUs; ``tensor`` is 1-D, of a multiple of 16 bytes, and changed in place.  ``part`` (n,)
+    int64 becomes (world size, n).
 
     ``has_multicast``: ``multimem`` can be used.  ``addresses`` and ``signals`` (world size,) int64, on the device:
     the addresses of each rank's buffer and signals, for kernels of our own.
@@ -81,6 +94,8 @@ class SymmetricBuffer(Protocol):
     def two_shot(self, tensor: torch.Tensor) -> None: ...
 
     def multimem(self, tensor: torch.Tensor) -> None: ...
+
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor: ...
 
 
 class OwnMemory(Protocol):
@@ -127,12 +142,17 @@ class TorchSymmetricBuffer:
         room = self._room_for(tensor).copy_(tensor)
         tensor.copy_(torch.ops.symm_mem.multimem_all_reduce_(room, "sum", self._group_name))
 
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
+        from tp_engine.kernels.gather_triton import all_gather_triton
+
+        return all_gather_triton(part, buffers=self.addresses, signals=self.signals, rank=self._handle.rank)
+
     def _room_for(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._bytes[: tensor.nbytes].view(tensor.dtype)
 
 
 class SymmetricCommunicator:
-    """``library``'s collectives, but all-reduces of the plan's sizes go through ``buffer``.
+    """``library``'s collectives, but all-reduces and all-gathers of the plan's sizes go through ``buffer``.
 
     ``fuses_norm``: if ``begins_one_shot``, a layer may all-reduce, add to the residual and normalise in one kernel.
     """
@@ -168,7 +188,11 @@ class SymmetricCommunicator:
         return tensor
 
     def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return self._library.tree_reduce(part, dtype)
+        return tree_of_gathered(self, part, dtype)
+
+    def why_not_capture(self, sizes: RecordedSizes) -> str | None:
+        """Why a recorded step may not contain the collectives of ``sizes``; None if it may."""
+        return None if self.can_capture else self.plan.why_not_all(sizes)
 
     def begins_one_shot(self, tensor: torch.Tensor) -> bool:
         """Whether the caller's own kernel may all-reduce ``tensor`` in one shot; if so, it must."""
@@ -178,19 +202,24 @@ class SymmetricCommunicator:
         return True
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._library.all_gather(tensor)
+        part = tensor.contiguous()
+        if part.dim() == 0 or not (self.plan.gathers(part.nbytes) and _is_aligned(part, WORD_BYTES)):
+            return self._library.all_gather(tensor)
+        self._progress.collective()
+        parts = self.buffer.all_gather(part.view(-1).view(torch.int64)).view(part.dtype)
+        return parts.view(-1, *part.shape).movedim(0, -2).flatten(-2)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return self._library.gather(tensor)
 
 
 def _fits(tensor: torch.Tensor) -> bool:
-    """Whether the kernels accept ``tensor``; all ranks call with tensors of one kind, so they get the same answer."""
-    return (
-        tensor.dtype in _DTYPES
-        and tensor.is_contiguous()
-        and (tensor.storage_offset() * tensor.itemsize) % ALIGNMENT == 0
-    )
+    """Whether all-reduces accept ``tensor``; all ranks call with tensors of one kind, so they get the same answer."""
+    return tensor.dtype in _DTYPES and tensor.is_contiguous() and _is_aligned(tensor, ALIGNMENT)
+
+
+def _is_aligned(tensor: torch.Tensor, num_bytes: int) -> bool:
+    return tensor.storage_offset() * tensor.itemsize % num_bytes == 0
 
 
 def probe_machine(indices: Sequence[int]) -> Machine:
@@ -202,6 +231,7 @@ def probe_machine(indices: Sequence[int]) -> Machine:
         capability=min(torch.cuda.get_device_capability(index) for index in distinct),
         has_peer_access=all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs),
         has_peer_atomics=all(has_native_atomics(a, b) for a, b in pairs),
+        has_triton=has_triton(),
     )
 
 
@@ -225,25 +255,35 @@ def has_native_atomics(source: int, target: int) -> bool:
     return not any(calls) and found.value == 1
 
 
-def check_sums(
+def check_results(
     communicator: SymmetricCommunicator, library: Communicator, device: torch.device, wait: Callable[[], None]
 ) -> int:
-    """Sum one tensor of each method and dtype; a collective.  Returns the number of sums, all equal to ``library``'s.
+    """Sum one tensor of each method and dtype, and gather one; a collective.
 
-    The tensors hold whole numbers, so every order of summation gives the same bits.  A rank that finds a difference
-    continues with the others, and raises ``RuntimeError`` at the end.
+    Returns the number of results, all equal to ``library``'s.  The tensors hold whole numbers, so every order of
+    summation gives the same bits.  A rank that finds a difference continues with the others, and raises
+    ``RuntimeError`` at the end.
     """
-    plan, rank, num_sums = communicator.plan, communicator.info.rank, 0
+    plan, rank = communicator.plan, communicator.info.rank
     wrong: list[str] = []
+
+    def compare(what: str, mine: torch.Tensor, ours: Collective, theirs: Collective) -> int:
+        expected = theirs(mine.clone())
+        found = [ours(mine.clone()) for _ in range(2)]
+        wait()
+        if not all(torch.equal(one, expected) for one in found):
+            wrong.append(f"{what} of {mine.nbytes} bytes of {mine.dtype} gave another result")
+        return len(found)
+
+    num_results = 0
     for num_bytes in sorted({plan.one_shot_bytes, plan.multimem_bytes, plan.two_shot_bytes} - {0}):
         for dtype in _DTYPES:
             mine = torch.arange(num_bytes // dtype.itemsize, device=device).remainder_(13).add_(rank).to(dtype)
-            expected = library.all_reduce(mine.clone())
-            sums = [communicator.all_reduce(mine.clone()) for _ in range(2)]
-            num_sums += len(sums)
-            wait()
-            if not all(torch.equal(one, expected) for one in sums):
-                wrong.append(f"{plan.choose(num_bytes).name} of {num_bytes} bytes of {dtype} gave another sum")
+            method = plan.choose(num_bytes).name
+            num_results += compare(method, mine, communicator.all_reduce, library.all_reduce)
+    if plan.gather_bytes:
+        mine = torch.arange(plan.gather_bytes // WORD_BYTES, device=device).add_(rank << 32)
+        num_results += compare("an all-gather", mine, communicator.all_gather, library.all_gather)
     if wrong:
         raise RuntimeError(wrong[0])
-    return num_sums
+    return num_results

@@ -37,6 +37,8 @@ from tp_engine.sampling.shares import exchange
 from tp_engine.sampling.state import SamplingState
 
 MAX_RANKED = 64
+SHARE_BYTES = tuple(num_keys * torch.int64.itemsize for num_keys in (1, 1 + MAX_RANKED))
+"""Bytes of each row that a rank sends the others in a step of the recorded kinds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

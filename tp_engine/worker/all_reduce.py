@@ -136,12 +136,16 @@ def share_memory(
 def agreed_machine(machine: Machine, host: HostGroup) -> Machine:
     """What holds on every rank: ranks that chose different collectives would wait for each other for ever."""
     major, minor = machine.capability
-    capability, access, atomics = host.all_reduce_min(
-        [major * 1000 + minor, int(machine.has_peer_access), int(machine.has_peer_atomics)]
+    capability, access, atomics, triton = host.all_reduce_min(
+        [
+            major * 1000 + minor,
+            *(int(fact) for fact in (machine.has_peer_access, machine.has_peer_atomics, machine.has_triton)),
+        ]
     )
     return replace(
         machine,
         capability=divmod(capability, 1000),
         has_peer_access=access == 1,
         has_peer_atomics=atomics == 1,
+        has_triton=triton == 1,
     )

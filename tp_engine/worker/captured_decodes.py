@@ -33,6 +33,7 @@ from tp_engine.sampling.device_sampler import StepKind
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.sampler import RecordedSampler
 from tp_engine.worker.decode_batch import DecodeBatch
+from tp_engine.worker.readback import Check, never_fails, record_event, wait_for
 from tp_engine.worker.row_states import RowStates
 
 Step: TypeAlias = Callable[[], torch.Tensor]
@@ -202,13 +203,18 @@ class _CudaRecording:
 
 
 class CudaRecorder:
-    """CUDA graphs that share one pool of memory: record the largest first, the smaller ones then reuse its memory."""
+    """CUDA graphs that share one pool of memory: record the largest first, the smaller ones then reuse its memory.
 
-    def __init__(self) -> None:
+    ``check`` is asked while the device runs the step before its recording, because torch then waits in the driver.
+    """
+
+    def __init__(self, check: Check = never_fails) -> None:
+        self._check = check
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, step: Step, keep: Keep = keep_nothing) -> Recording:
         step()  # all rows are padding, so there is nothing to keep
+        wait_for(record_event(), self._check)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             output = step()

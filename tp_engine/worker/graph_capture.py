@@ -1,31 +1,38 @@
 """Which steps are recorded, for which sizes, and how much memory the recordings take.
 
-Steps of decodes are recorded where the attention backend and the ranks' collectives can be.  Steps with prompts are
-recorded on GPUs, if ``cuda_graph_prefill_sizes`` asks for it, where besides no layer makes a plan of its prompts on the
-host.  The runner launches kernel by kernel the steps that are in no recording (``padded_batch.StepSizes.size_for``) and
-those of which more is read than sampled tokens.
+Steps of decodes are recorded where the attention backend and the ranks' collectives can be, which in symmetric memory
+depends on their sizes.  Steps with prompts are recorded on GPUs, if ``cuda_graph_prefill_sizes`` asks for it, where
+besides no layer makes a plan of its prompts on the host.  The runner launches kernel by kernel the steps that are in no
+recording (``padded_batch.StepSizes.size_for``) and those of which more is read than sampled tokens.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+
+import torch
 
 from tp_engine.attention.base import AttentionBackend
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.ops import has_triton
+from tp_engine.layers.norm import QKNorm
 from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.ranks.collectives import Communicator
+from tp_engine.ranks.reduce_plan import RecordedSizes
+from tp_engine.ranks.symmetric_memory import SymmetricCommunicator
+from tp_engine.sampling.device_sampler import SHARE_BYTES
 from tp_engine.speculative import SpeculativeConfig
 from tp_engine.worker.captured_decodes import CudaRecorder, Recorder
 from tp_engine.worker.device import Device
 from tp_engine.worker.model_runner import ModelRunner
 from tp_engine.worker.padded_batch import MAX_CHUNKS, StepSizes
+from tp_engine.worker.readback import Check, never_fails
 from tp_engine.worker.tape_recorder import TapeRecorder
 
 logger = get_logger(__name__)
@@ -51,54 +58,99 @@ class GraphPlan:
 
 
 def graph_plan(
-    config: EngineConfig, backend: AttentionBackend, communicator: Communicator, model: CausalLM
+    config: EngineConfig,
+    backend: AttentionBackend,
+    communicator: Communicator,
+    model: CausalLM,
+    check: Check = never_fails,
 ) -> GraphPlan | None:
     """What to record, the same on every rank; None if steps are launched one kernel after another.
 
-    On CUDA the reason is logged.
+    On CUDA the reason is logged.  ``check`` raises if another rank has ended, while a recording waits for the device.
     """
     if config.enforce_eager:
         return None
     if config.device != "cuda":
         return _tape_plan(config, backend, communicator, model)
-    obstacle = _obstacle(config, backend, communicator)
+    sizes = capture_sizes(config.cuda_graph_sizes, config.max_num_seqs)
+    obstacle = _obstacle(config, backend)
+    if obstacle is None:
+        obstacle = why_not_capture(communicator, model, sizes, tp_invariant=config.tp_invariant)
     if obstacle is not None:
         logger.warning("no CUDA graphs, so decode steps are slower: %s", obstacle)
         return None
-    return GraphPlan(
-        sizes=capture_sizes(config.cuda_graph_sizes, config.max_num_seqs), prompts=_prompt_sizes(config, backend, model)
-    )
+    prompts = _prompt_sizes(config, backend, communicator, model)
+    return GraphPlan(sizes=sizes, prompts=prompts, make_recorder=partial(CudaRecorder, check))
 
 
-def _obstacle(config: EngineConfig, backend: AttentionBackend, communicator: Communicator) -> str | None:
+def _obstacle(config: EngineConfig, backend: AttentionBackend) -> str | None:
     if config.check_inputs:
         return "check_inputs reads every step's inputs"
     if not backend.can_capture_decodes:
         return f"the attention backend {backend.name} can not be captured"
-    if not communicator.can_capture:
-        return "the ranks' collectives can not be captured; they can with NCCL, one GPU per rank"
     if not has_triton():
         return "the triton package is not installed"
     return None
 
 
-def _prompt_sizes(config: EngineConfig, backend: AttentionBackend, model: CausalLM) -> StepSizes | None:
+def _prompt_sizes(
+    config: EngineConfig, backend: AttentionBackend, communicator: Communicator, model: CausalLM
+) -> StepSizes | None:
     """The recorded sizes of steps with prompts; None if they are launched, with the reason in the log if some are
     asked."""
     tokens = prefill_sizes(config.cuda_graph_prefill_sizes, config.max_num_batched_tokens)
-    obstacle = None
+    if not tokens:
+        return None
+    most = next((size for size in _PROMPT_DECODES if size >= config.max_num_seqs), _PROMPT_DECODES[-1])
+    sizes = StepSizes(decodes=tuple(size for size in _PROMPT_DECODES if size <= most), tokens=tokens)
     if not backend.can_capture_prompts:
-        obstacle = f"the attention backend {backend.name} plans prompts on the host"
+        obstacle: str | None = f"the attention backend {backend.name} plans prompts on the host"
     elif (speculation := SpeculativeConfig.of(config.speculative_config)) is not None and speculation.model is not None:
         obstacle = "a draft head reads what layers make of prompts"
     elif model.state_layers:
         obstacle = "some layers have recurrent states, whose prompts are planned on the host"
-    if tokens and obstacle is not None:
-        logger.warning("no CUDA graphs of steps with prompts: %s", obstacle)
-    if not tokens or obstacle is not None:
+    else:
+        rows = {count for size in sizes.largest_first for count in (size.num_tokens, size.num_requests)}
+        obstacle = why_not_capture(communicator, model, rows, tp_invariant=config.tp_invariant)
+    if obstacle is None:
+        return sizes
+    logger.warning("no CUDA graphs of steps with prompts: %s", obstacle)
+    return None
+
+
+def why_not_capture(
+    communicator: Communicator, model: CausalLM, row_counts: Iterable[int], *, tp_invariant: bool
+) -> str | None:
+    """Why steps in which ``row_counts`` rows are computed or sampled can not be CUDA graphs; None if they can.
+
+    The library's collectives can be captured or not, of any size.  Those in symmetric memory can, so where the
+    library's can not, all of a step must fit.
+    """
+    if communicator.can_capture:
         return None
-    most = next((size for size in _PROMPT_DECODES if size >= config.max_num_seqs), _PROMPT_DECODES[-1])
-    return StepSizes(decodes=tuple(size for size in _PROMPT_DECODES if size <= most), tokens=tokens)
+    if not isinstance(communicator, SymmetricCommunicator):
+        return (
+            "the ranks' collectives can not be captured; they can with NCCL, one GPU per rank, or with "
+            "all_reduce=symm_mem"
+        )
+    obstacle = communicator.why_not_capture(sizes_of(model, row_counts, tp_invariant=tp_invariant))
+    if obstacle is None:
+        return None
+    return f"symmetric memory does not take the ranks' {obstacle}; what their library takes can not be captured"
+
+
+def sizes_of(model: CausalLM, row_counts: Iterable[int], *, tp_invariant: bool) -> RecordedSizes:
+    """The collectives of steps in which ``row_counts`` rows are computed or sampled."""
+    reduced = {model.hidden_size * model.dtype.itemsize}
+    reduced |= {module.reduced_bytes for module in model.modules() if isinstance(module, QKNorm)} - {0}
+    gathered = {*SHARE_BYTES}
+    if tp_invariant:  # sums over ranks are all-gathers of float32
+        gathered.add(model.hidden_size * torch.float32.itemsize)
+    rows = tuple(row_counts)
+    return RecordedSizes(
+        all_reduces=frozenset(count * size for count in rows for size in reduced),
+        all_gathers=frozenset(count * size for count in rows for size in gathered),
+    )
 
 
 def _tape_plan(

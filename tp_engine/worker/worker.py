@@ -120,7 +120,7 @@ class Worker:
             device=device,
             note_inputs=self._note_inputs,
         )
-        graphs = graph_plan(effective.config, self._backends[0], self.groups.communicator, model)
+        graphs = graph_plan(effective.config, self._backends[0], self.groups.communicator, model, self.groups.check)
         graph_bytes = self._try_steps(parts, graphs) if warms_up(device.type) else 0
         meter.weights_loaded()
         ledger = self._start_up.run("profiling memory", lambda: self._measure_memory(parts, meter, graph_bytes))
@@ -186,7 +186,8 @@ class Worker:
     def record(self) -> None:
         """Record steps of the runner, which has no recordings; on a GPU a collective."""
         assert self.runner is not None, "start() comes first"
-        graphs = graph_plan(self.effective.config, self._backends[0], self.groups.communicator, self.runner.model)
+        config, groups = self.effective.config, self.groups
+        graphs = graph_plan(config, self._backends[0], groups.communicator, self.runner.model, groups.check)
         if graphs is not None:
             record_steps(graphs, self.runner)
 
