@@ -3,12 +3,13 @@
 
     python scripts/bench_few_rows.py                                        the 8B shape
     python scripts/bench_few_rows.py --shape qwen3-0.6b --rows 8 64
-    python scripts/bench_few_rows.py --tiles                                every candidate of TILES, too
+    python scripts/bench_few_rows.py --tiles --only head                    the LM head, with every candidate of TILES
 
 Each of a layer's products is timed as it stands in a decode step: QKV and gate and up with the norm before them, the
-output projection and down with the residual's sum.  The library's time is that of all these kernels.  At the end there
-are, for each weight, the rows for which Triton was faster: a line of MOST_ROWS (tp_engine/layers/formats/few_rows.py)
-follows.  Shares are those of the time of a plain copy of the weight's bytes.  Ends with one JSON line.
+output projection and down with the residual's sum, and the LM head with the choice of greedy or drawn tokens.  The
+library's time is that of all these kernels.  At the end there are, for each weight, the rows for which Triton was
+faster: lines of MOST_ROWS and HEAD_MOST_ROWS (tp_engine/layers/formats/few_rows.py) follow.  Shares are those of the
+time of a plain copy of the weight's bytes.  Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from bench_attention_sizes import report
 from bench_kernels import SHAPES, number_of_sets, seconds_per_launch
+from benchmarks.head_choice import heads
 from benchmarks.kernels.cases import Launch, Shape
 from benchmarks.machine import copy_bandwidth, processor_name
 
@@ -38,10 +40,45 @@ BLOCK_OUT, BLOCK_IN, WARPS, STAGES, SPLITS = (64, 128), (32, 64, 128), (4, 8), (
 REPEATS = 10
 
 
+class Timed(Protocol):
+    """A product, by the library's kernels and by Triton's, and the table of ``few_rows.py`` that chooses."""
+
+    table: ClassVar[str]
+
+    @property
+    def name(self) -> str:
+        """In the report."""
+
+    @property
+    def num_in(self) -> int:
+        """Columns of the weight."""
+
+    @property
+    def num_out(self) -> int:
+        """Rows of the weight."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its weight in bfloat16."""
+
+    def takes(self, tiles: Tiles) -> bool:
+        """Whether ``tiles`` are a candidate."""
+
+    def tensors(self, num_rows: int, device: str = "cuda") -> dict[str, Any]:
+        """One set of what the kernels read and write."""
+
+    def library(self, one: dict[str, Any]) -> Launch:
+        """The library's product with the kernels around it."""
+
+    def triton(self, one: dict[str, Any], tiles: Tiles | None = None) -> Launch:
+        """Triton's, with ``tiles`` instead of those of ``TILES``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """One product of a decoder layer: of a norm (``is_normed``) or added to the residual stream."""
 
+    table: ClassVar[str] = "MOST_ROWS"
     name: str
     num_in: int
     num_out: int
@@ -52,6 +89,63 @@ class Layer:
     def num_bytes(self) -> int:
         """Of its weight in bfloat16."""
         return 2 * self.num_in * self.num_out
+
+    def takes(self, tiles: Tiles) -> bool:
+        """Whether the outputs are whole tiles."""
+        return self.num_out // (2 if self.activation is not None else 1) % tiles.block_out == 0
+
+    def tensors(self, num_rows: int, device: str = "cuda") -> dict[str, Any]:
+        """See ``Timed``."""
+
+        def randn(*sizes: int) -> torch.Tensor:
+            return torch.randn(sizes, device=device).to(torch.bfloat16)
+
+        return {
+            "x": randn(num_rows, self.num_in),
+            "weight": randn(self.num_out, self.num_in) * self.num_in**-0.5,
+            "rule": NormRule(randn(self.num_in), 1e-6),
+            "stream": randn(num_rows, self.num_out),
+        }
+
+    def library(self, one: dict[str, Any]) -> Launch:
+        """Norm, product and activation, or product and sum: as many kernels."""
+        from tp_engine.kernels.ops import op
+
+        norm, gate, add = (op(name, one["x"].device.type) for name in ("norm", "gate", "add"))
+
+        def run() -> None:
+            x = norm(one["x"], one["rule"]) if self.is_normed else one["x"]
+            out = torch.nn.functional.linear(x, one["weight"])
+            if self.activation is not None:
+                gate(out, self.activation)
+            if not self.is_normed:
+                add(out, one["stream"])
+
+        return run
+
+    def triton(self, one: dict[str, Any], tiles: Tiles | None = None) -> Launch:
+        """One kernel: of one row, or of tiles."""
+        from tp_engine.attention.triton_backend import num_multiprocessors
+        from tp_engine.kernels.few_rows_linear_triton import few_rows_linear_triton, linear_sizes
+        from tp_engine.kernels.one_row_linear_triton import one_row_linear_triton, takes_weight
+
+        x, weight, is_gated = one["x"], one["weight"], self.activation is not None
+        rows = RowsToNorm(x, one["rule"]) if self.is_normed else x
+        stream = None if self.is_normed else one["stream"]
+        if len(x) == 1 and tiles is None and takes_weight(weight, is_gated=is_gated):
+            return partial(one_row_linear_triton, rows, weight, None, self.activation, stream=stream)
+        sizes = linear_sizes(weight, len(x), num_multiprocessors(weight.device), is_gated=is_gated, tiles=tiles)
+        arrivals = torch.zeros(self.num_out, dtype=torch.int32, device=weight.device)
+        return partial(
+            few_rows_linear_triton,
+            rows,
+            weight,
+            None,
+            self.activation,
+            stream=stream,
+            sizes=sizes,
+            arrivals=arrivals,
+        )
 
 
 def layers_of(shape: Shape) -> list[Layer]:
@@ -66,74 +160,18 @@ def layers_of(shape: Shape) -> list[Layer]:
     ]
 
 
-def tensors(layer: Layer, num_rows: int, device: str = "cuda") -> dict[str, Any]:
-    """One set of what the kernels read and write."""
-
-    def randn(*sizes: int) -> torch.Tensor:
-        return torch.randn(sizes, device=device).to(torch.bfloat16)
-
-    return {
-        "x": randn(num_rows, layer.num_in),
-        "weight": randn(layer.num_out, layer.num_in) * layer.num_in**-0.5,
-        "rule": NormRule(randn(layer.num_in), 1e-6),
-        "stream": randn(num_rows, layer.num_out),
-    }
-
-
-def library_launch(layer: Layer, one: dict[str, Any], device_type: str = "cuda") -> Launch:
-    """Norm, product and activation, or product and sum: as many kernels."""
-    from tp_engine.kernels.ops import op
-
-    norm, gate, add = (op(name, device_type) for name in ("norm", "gate", "add"))
-
-    def run() -> None:
-        x = norm(one["x"], one["rule"]) if layer.is_normed else one["x"]
-        out = torch.nn.functional.linear(x, one["weight"])
-        if layer.activation is not None:
-            gate(out, layer.activation)
-        if not layer.is_normed:
-            add(out, one["stream"])
-
-    return run
-
-
-def triton_launch(layer: Layer, one: dict[str, Any], tiles: Tiles | None = None) -> Launch:
-    """One kernel: of one row, or of ``tiles`` instead of those of ``TILES``."""
-    from tp_engine.attention.triton_backend import num_multiprocessors
-    from tp_engine.kernels.few_rows_linear_triton import few_rows_linear_triton, linear_sizes
-    from tp_engine.kernels.one_row_linear_triton import one_row_linear_triton, takes_weight
-
-    x, weight, is_gated = one["x"], one["weight"], layer.activation is not None
-    rows = RowsToNorm(x, one["rule"]) if layer.is_normed else x
-    stream = None if layer.is_normed else one["stream"]
-    if len(x) == 1 and tiles is None and takes_weight(weight, is_gated=is_gated):
-        return partial(one_row_linear_triton, rows, weight, None, layer.activation, stream=stream)
-    sizes = linear_sizes(weight, len(x), num_multiprocessors(weight.device), is_gated=is_gated, tiles=tiles)
-    arrivals = torch.zeros(layer.num_out, dtype=torch.int32, device=weight.device)
-    return partial(
-        few_rows_linear_triton,
-        rows,
-        weight,
-        None,
-        layer.activation,
-        stream=stream,
-        sizes=sizes,
-        arrivals=arrivals,
-    )
-
-
-def rows_of(layer: Layer, num_rows: int, bandwidth: float, *, all_tiles: bool) -> Iterator[dict[str, object]]:
+def rows_of(layer: Timed, num_rows: int, bandwidth: float, *, all_tiles: bool) -> Iterator[dict[str, object]]:
     """One row per candidate, Triton's current kernel first, the library last."""
     cache = torch.cuda.get_device_properties(0).L2_cache_size
-    sets = [tensors(layer, num_rows) for _ in range(number_of_sets(layer.num_bytes, cache))]
+    sets = [layer.tensors(num_rows) for _ in range(number_of_sets(layer.num_bytes, cache))]
     least = layer.num_bytes / bandwidth
-    yield _timed("triton", [triton_launch(layer, one) for one in sets], least) | {"is_current": True}
+    yield _timed("triton", [layer.triton(one) for one in sets], least) | {"is_current": True}
     candidates = itertools.product(BLOCK_OUT, BLOCK_IN, WARPS, STAGES, SPLITS) if all_tiles else ()
     for tiles in itertools.starmap(Tiles, candidates):
-        if layer.num_out // (2 if layer.activation is not None else 1) % tiles.block_out == 0:
-            launches = [triton_launch(layer, one, tiles) for one in sets]
+        if layer.takes(tiles):
+            launches = [layer.triton(one, tiles) for one in sets]
             yield _timed(str(tuple(tiles)), launches, least) | {"is_current": False}
-    yield _timed("library", [library_launch(layer, one) for one in sets], least) | {"is_current": False}
+    yield _timed("library", [layer.library(one) for one in sets], least) | {"is_current": False}
 
 
 def _timed(name: str, launches: Sequence[Launch], least: float) -> dict[str, object]:
@@ -158,6 +196,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b", help="the layer's shape (default: %(default)s)")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128, 256], help="rows of a step")
+    parser.add_argument("--vocab-size", type=int, default=151_936, help="tokens of the head (default: %(default)s)")
+    parser.add_argument("--only", help="products whose name contains this, such as head")
     parser.add_argument("--tiles", action="store_true", help="time every candidate of the tiles")
     parser.add_argument("--best", type=int, default=3, help="candidates to print beside the current one")
     return parser.parse_args(arguments)
@@ -171,14 +211,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     bandwidth, found = copy_bandwidth(), []
     print(f"{processor_name()}, {args.shape}: copies at {bandwidth / 1e9:,.0f} GB/s")
-    layers = layers_of(SHAPES[args.shape])
+    shape = SHAPES[args.shape]
+    layers: list[Timed] = [*layers_of(shape), *heads(shape.hidden, args.vocab_size)]
+    if args.only:
+        layers = [layer for layer in layers if args.only in layer.name]
     for layer, num_rows in itertools.product(layers, args.rows):
         rows = rows_of(layer, num_rows, bandwidth, all_tiles=args.tiles)
         name = f"{layer.name} ({layer.num_out} x {layer.num_in}), {num_rows} rows"
         found += [row | {"layer": layer.name, "rows": num_rows} for row in report(name, rows, args.best)]
     for layer in layers:
         faster = faster_rows([row for row in found if row["layer"] == layer.name])
-        print(f"{layer.name}: {layer.num_out * layer.num_in:,} elements: Triton is faster for {faster} rows")
+        num_elements = layer.num_out * layer.num_in
+        print(f"{layer.name}: {num_elements:,} elements: Triton is faster for {faster} rows ({layer.table})")
     facts = {"benchmark": "few_rows", "device": processor_name(), "torch": torch.__version__, "shape": args.shape}
     print(json.dumps(facts | {"results": found}))
     return 0

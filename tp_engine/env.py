@@ -105,7 +105,8 @@ def wants_native_kernels() -> bool:
 
 def few_rows_by() -> str:
     """``TP_ENGINE_FEW_ROWS``: what multiplies few rows on a GPU: ``table``, the choice that was made for each shape,
-    unless it is set to ``triton`` or ``library``, which decide for all shapes that Triton takes.
+    unless it is set to ``triton`` or ``library``, which decide for all shapes that Triton takes, LM heads that choose
+    tokens too.
 
     ``ConfigError`` if it is something else.
     """

@@ -39,6 +39,13 @@ def test_interpreted_ranks_in_shared_memory(num_ranks: int) -> None:
 
 @needs_triton
 @pytest.mark.timeout(300)
+def test_interpreted_head_that_chooses() -> None:
+    """Oracle: the tokens of the same engine on plain PyTorch, greedy and sampled."""
+    interpreted("kernel_cases_engine", "head", timeout_s=270)
+
+
+@needs_triton
+@pytest.mark.timeout(300)
 def test_interpreted_chain() -> None:
     """Oracle: transformers' greedy tokens, for models with norms, sums and experts at different places."""
     interpreted("kernel_cases_chain_engine", "tokens", timeout_s=270)

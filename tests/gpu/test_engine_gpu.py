@@ -99,6 +99,16 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(
     assert recorded == eager
 
 
+@pytest.mark.parametrize(("dtype", "params"), [("float32", GREEDY), ("float32", SEEDED), ("bfloat16", GREEDY)])
+def test_recorded_steps_whose_head_chooses(
+    folder: Path, dtype: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the same engine with ``enforce_eager``, whose head writes logits."""
+    monkeypatch.setenv("TP_ENGINE_FEW_ROWS", "triton")
+    recorded, eager = (generated(folder, params, dtype=dtype, enforce_eager=flag) for flag in (False, True))
+    assert recorded == eager
+
+
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["recorded", "eager"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_heads_in_attention(folder: Path, dtype: str, enforce_eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ MODULES = (
     "kernel_cases_adapters",
     "kernel_cases_one_row_linear",
     "kernel_cases_few_rows_linear",
+    "kernel_cases_head_choice",
     "kernel_cases_tree_linear",
     "kernel_cases_quantised",
     "kernel_cases_norm_codes",

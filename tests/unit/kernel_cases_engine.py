@@ -5,8 +5,9 @@ Run in a process of its own with TRITON_INTERPRET=1.  Oracle: the same engine on
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from tp_engine import LLM, SamplingParams
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.env import wants_heads_in_attention
 from tp_engine.layers.formats.dense import TreeLinear
+from tp_engine.layers.formats.head_choice import HeadChoice
 from tp_engine.model_config.tp_invariant import NUM_SHARDS
 from tp_engine.plan import IntArray
 from tp_engine.ranks.groups import RankGroups
@@ -50,7 +52,9 @@ STEPS = {
 }
 
 
-def generate(folder: Path, quantization: str | None = None, **more: Any) -> list[list[int]]:
+def generate(
+    folder: Path, quantization: str | None = None, *, sampling: Sequence[dict[str, Any]] = SAMPLING, **more: Any
+) -> list[list[int]]:
     """Chunked prefills beside decodes, and sequences that end at different steps."""
     options: dict[str, Any] = {
         "quantization": quantization,
@@ -61,8 +65,8 @@ def generate(folder: Path, quantization: str | None = None, **more: Any) -> list
         "max_num_seqs": 4,
     }
     params = [
-        SamplingParams(max_tokens=count, ignore_eos=True, **sampling)
-        for count, sampling in zip(NUM_TOKENS, SAMPLING, strict=True)
+        SamplingParams(max_tokens=count, ignore_eos=True, **own)
+        for count, own in zip(NUM_TOKENS, sampling, strict=True)
     ]
     with LLM(str(folder), device="cpu", dtype="float32", attention_backend="torch", **options) as llm:
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
@@ -98,6 +102,7 @@ def gpu_path() -> Iterator[None]:
     formats = "tp_engine.layers.formats"
     with (
         patch(f"{formats}.dense.runs_triton", lambda device_type: True),
+        patch(f"{formats}.head_choice.runs_triton", lambda device_type: True),
         patch(f"{formats}.quantised_products.runs_triton", lambda device_type: True),
         patch(f"{formats}.quantised_products.native_library", lambda: None),
         patch("tp_engine.worker.runner_parts.SamplingState", partial(SamplingState, has_tables=True)),
@@ -143,10 +148,34 @@ def check_invariant() -> None:
     print(AGREEMENT)
 
 
+def check_head() -> None:
+    """Recorded steps in which the LM head, tied to the embedding, chooses the tokens; oracle: the same engine on plain
+    PyTorch, with logits."""
+    sampling = ({"temperature": 0}, SAMPLING[1], {"temperature": 0.7, "seed": 4}, {"temperature": 0})
+    with tempfile.TemporaryDirectory() as name:
+        sizes: dict[str, Any] = {"num_layers": 1, "vocab_size": 115, "hidden_size": 128, "intermediate_size": 128}
+        folder = make_checkpoint(Path(name) / "model", "qwen3", tie=True, **sizes)
+        expected = generate(folder, sampling=sampling)
+        with (
+            triton_ops_on_cpus(),
+            gpu_path(),
+            patch.dict(os.environ, {"TP_ENGINE_FEW_ROWS": "triton"}),
+            patch("tp_engine.worker.worker.graph_plan", lambda *_: RECORDED),
+            patch.object(HeadChoice, "__call__", autospec=True, side_effect=HeadChoice.__call__) as chosen,
+        ):
+            found = generate(folder, sampling=sampling)
+    assert found == expected, (found, expected)
+    steps = [len(call.args[1]) for call in chosen.call_args_list]
+    assert steps[:3] == [4, 2, 1] and set(steps[3:]) == {1, 2, 4}, "recordings, then decode steps"
+    print(AGREEMENT)
+
+
 def main(case: str | None = None) -> None:
     if case is not None:
         if case == "tp_invariant":
             check_invariant()
+        elif case == "head":
+            check_head()
         else:
             check_quantised(case)
         return

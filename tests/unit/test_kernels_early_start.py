@@ -23,6 +23,7 @@ READ_EARLY = {
     "delta_step_kernel": {"weight"},
     "dequantise_kernel": {"codes", "factors", "scales", "zeros"},
     "few_rows_linear_kernel": {"weight"},
+    "head_choice_kernel": {"weight"},
     "norm_codes_kernel": {"weight"},
     "norm_kernel": {"weight"},
     "one_row_linear_kernel": {"weight"},

@@ -200,10 +200,17 @@ def cap_logits_kernel(  # type: ignore[no-untyped-def]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     place = logits + row * stride + column
-    values = tl.load(place, mask=inside, other=0.0).to(tl.float32) * SCALE
+    values = capped(tl.load(place, mask=inside, other=0.0).to(tl.float32), SCALE, CAP)
+    tl.store(place, values.to(logits.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def capped(values, SCALE: tl.constexpr, CAP: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """float32 times SCALE, bounded by CAP; 0: no bound."""
+    values *= SCALE
     if CAP > 0:
         values = CAP * tanh(values / CAP)
-    tl.store(place, values.to(logits.dtype.element_ty), mask=inside)
+    return values
 
 
 def cap_logits_triton(logits: torch.Tensor, scale: float, cap: float | None) -> None:
@@ -218,6 +225,7 @@ def cap_logits_triton(logits: torch.Tensor, scale: float, cap: float | None) -> 
             SCALE=scale,
             CAP=cap or 0.0,
             BLOCK=_BLOCK,
+            enable_fp_fusion=False,  # the same bits as in the LM head's own choice (``head_choice_triton``)
             **dependent_launch(logits.device),
         )
 

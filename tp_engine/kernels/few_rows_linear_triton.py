@@ -33,13 +33,12 @@ from tp_engine.kernels.dependent_launch_triton import (
     LINE_BYTES,
     dependent_launch,
     let_next_begin,
-    prefetch_weights,
     prefetched_columns,
     wait_for_previous,
 )
 from tp_engine.kernels.elementwise_triton import activation_constants, gated
+from tp_engine.kernels.few_rows_tile_triton import send_for_columns, tile_sums
 from tp_engine.kernels.fused_linear import RowsToNorm
-from tp_engine.kernels.norm_triton import load_gain
 from tp_engine.model_config.mlp import Activation
 from tp_engine.units import ceil_div
 
@@ -80,27 +79,6 @@ class LinearSizes:
     tiles: Tiles
     split_in: int
     num_splits: int
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def scaled_rows(  # type: ignore[no-untyped-def]
-    x,
-    gain,
-    column,
-    row_place,
-    is_row,
-    squares,
-    IN: tl.constexpr,  # noqa: N803
-    NORM: tl.constexpr,  # noqa: N803
-    OFFSET: tl.constexpr,  # noqa: N803
-):
-    """Columns of the rows, (BLOCK_IN, ROWS) in the type of ``x``, times the norm's gain; ``squares`` with theirs."""
-    values = tl.load(x + row_place[None, :] + column[:, None], mask=is_row[None, :], other=0.0)
-    if NORM:
-        wide = values.to(tl.float32)
-        squares += tl.sum(wide * wide, axis=0)
-        values = (wide * load_gain(gain, column, column < IN, OFFSET)[:, None]).to(values.dtype)
-    return values, squares
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -180,8 +158,7 @@ def few_rows_linear_kernel(  # type: ignore[no-untyped-def]
 ):
     """One program: BLOCK_OUT of the OUT results of up to ROWS rows, over SPLIT_IN columns, BLOCK_IN at a time.
 
-    With GATED, ``weight`` has twice as many rows, gate then up.  PREFETCHED columns behind the first BLOCK_IN are sent
-    for before the wait, a line of PER_LINE elements at a time.
+    With GATED, ``weight`` has twice as many rows, gate then up.
     """
     let_next_begin(PDL)
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -198,26 +175,16 @@ def few_rows_linear_kernel(  # type: ignore[no-untyped-def]
     first_up = first
     if GATED:
         first_up = tl.load(up_place)
-    for start in tl.static_range(BLOCK_IN, BLOCK_IN + PREFETCHED, BLOCK_IN):
-        later = begin + start + tl.arange(0, BLOCK_IN // PER_LINE) * PER_LINE
-        later = tl.where(later < end, later, begin)
-        prefetch_weights(weight + line + later[None, :], PDL)
-        if GATED:
-            prefetch_weights(weight + OUT * IN + line + later[None, :], PDL)
-    wait_for_previous(PDL)
-    squares = tl.zeros([ROWS], dtype=tl.float32)
-    row_place = row.to(tl.int64) * x_stride
-    values, squares = scaled_rows(x, gain, column, row_place, is_row, squares, IN, NORM, OFFSET)
-    zeros = tl.zeros([BLOCK_OUT, ROWS], dtype=tl.float32)
-    sums = tl.dot(first, values, zeros, input_precision=PRECISION)
-    up_sums = zeros
+    send_for_columns(weight + line, begin, end, BLOCK_IN, PREFETCHED, PER_LINE, PDL)
     if GATED:
-        up_sums = tl.dot(first_up, values, zeros, input_precision=PRECISION)
-    for start in range(BLOCK_IN, end - begin, BLOCK_IN):
-        values, squares = scaled_rows(x, gain, column + start, row_place, is_row, squares, IN, NORM, OFFSET)
-        sums = tl.dot(tl.load(place + start), values, sums, input_precision=PRECISION)
-        if GATED:
-            up_sums = tl.dot(tl.load(up_place + start), values, up_sums, input_precision=PRECISION)
+        send_for_columns(weight + OUT * IN + line, begin, end, BLOCK_IN, PREFETCHED, PER_LINE, PDL)
+    wait_for_previous(PDL)
+    # fmt: off
+    sums, up_sums, squares = tile_sums(
+        x, gain, place, up_place, first, first_up, row.to(tl.int64) * x_stride, is_row, column, end - begin,
+        IN, ROWS, BLOCK_OUT, BLOCK_IN, NORM, OFFSET, GATED, PRECISION,
+    )
+    # fmt: on
     if SPLITS == 1:
         # fmt: off
         finish(sums, up_sums, squares, bias, out, out_stride, output, row, is_row, eps,
@@ -258,10 +225,15 @@ def few_rows_linear_kernel(  # type: ignore[no-untyped-def]
 
 def takes_weight(weight: torch.Tensor, *, is_gated: bool = False) -> bool:
     """Whether ``few_rows_linear_triton`` takes a weight of this shape, for any number of rows that it takes."""
-    num_outputs, size = weight.shape
+    num_outputs, _ = weight.shape
     num_out = num_outputs // 2 if is_gated else num_outputs
-    is_whole = num_out > 0 and all(num_out % tiles.block_out == 0 for _, tiles in TILES) and size % _MIN_BLOCK_IN == 0
+    is_whole = num_out > 0 and all(num_out % tiles.block_out == 0 for _, tiles in TILES) and takes_columns(weight)
     return weight.is_contiguous() and is_whole and not (is_gated and num_outputs % 2)
+
+
+def takes_columns(weight: torch.Tensor) -> bool:
+    """Whether the columns of ``weight`` are whole blocks."""
+    return weight.shape[1] % _MIN_BLOCK_IN == 0
 
 
 def max_rows(dtype: torch.dtype) -> int:
@@ -274,14 +246,14 @@ def linear_sizes(
 ) -> LinearSizes:
     """Sizes for ``num_rows`` rows; they follow from the padded rows, the shape and the GPU, so sums have a fixed order.
 
-    ``tiles`` replaces the choice from ``TILES``.
+    ``num_multiprocessors`` are those to fill; 0: columns are not split.  ``tiles`` replaces the choice from ``TILES``.
     """
     num_outputs, size = weight.shape
     rows, usual = next(line for line in TILES if num_rows <= line[0])
     tiles = tiles or usual
     most_in = max(tiles.block_in // (1 + is_gated), _MIN_BLOCK_IN) if weight.dtype.itemsize == 2 else _MIN_BLOCK_IN
     tiles = tiles._replace(block_in=min(size & -size, most_in))
-    num_tiles = num_outputs // (2 if is_gated else 1) // tiles.block_out
+    num_tiles = ceil_div(num_outputs // (2 if is_gated else 1), tiles.block_out)
     wanted = num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR // num_tiles
     num_blocks = size // tiles.block_in
     per_split = ceil_div(num_blocks, max(1, min(wanted, tiles.most_splits, num_blocks)))

@@ -105,13 +105,12 @@ def best_tokens_kernel(  # type: ignore[no-untyped-def]
         scores = scores - (counts > 0).to(tl.float32) * tl.load(parameters + 5)
     token_ids = column + first_id
     if (temperature > 0) & (tl.max(inside.to(tl.int32), axis=0) > 0):
-        scaled = tl.math.div_rn(scores, temperature)
-        word_1, word_2 = noise_words(noise_keys, seeds, positions, place, row, HAS_KEYS)
-        scores = gumbel_noise(token_ids, word_1, word_2) + scaled
         if HAS_MAXIMA:
             highest = tl.math.div_rn(tl.load(maxima + place), temperature)
-            is_likely = scaled - highest >= tl.load(parameters + 2)
+            is_likely = tl.math.div_rn(scores, temperature) - highest >= tl.load(parameters + 2)
             scores = tl.where(is_likely, scores, float("-inf"))
+        word_1, word_2 = noise_words(noise_keys, seeds, positions, place, row, HAS_KEYS)
+        scores = drawn_scores(scores, token_ids, temperature, word_1, word_2)
     keys = tl.where(inside, pack_scores(scores, token_ids), LOWEST_KEY)
     num_blocks = tl.num_programs(1)
     tl.store(parts + place * num_blocks + tl.program_id(1), tl.max(keys, axis=0))
@@ -123,14 +122,10 @@ def best_tokens_kernel(  # type: ignore[no-untyped-def]
         exists = block < num_blocks
         of_blocks = tl.load(parts + place * num_blocks + block, mask=exists, other=LOWEST_KEY, cache_modifier=".cg")
         best = tl.max(of_blocks, axis=0)
-        tl.store(keys_out + place, best)
-        tl.store(tokens_out + place, id_of(best))
+        settle_rows(best, place, True, rows, keys_out, tokens_out, token_table, num_computed, token_stride, ADVANCES)
         if FINDS_MAXIMA:
             highest_of = tl.load(peaks + place * num_blocks + block, mask=exists, other=MIN_INT32, cache_modifier=".cg")
             tl.store(maxima_out + place, value_of(tl.max(highest_of, axis=0)))
-        if ADVANCES:
-            own_row = tl.load(rows + place).to(tl.int64)  # padding is -1, and not row 0
-            advance_rows(token_table, num_computed, token_stride, own_row, id_of(best))
 
 
 class BestTokens(NamedTuple):
@@ -227,6 +222,36 @@ def row_of(rows, floats, top_ks, place, NUM_FLOATS: tl.constexpr):  # type: igno
     is_row = row >= 0
     row = tl.maximum(row, 0)
     return row, tl.load(floats + row * NUM_FLOATS, mask=is_row, other=0.0), tl.load(top_ks + row)
+
+
+@triton.jit
+def drawn_scores(scores, token_ids, temperature, word_1, word_2):  # type: ignore[no-untyped-def]
+    """The scores of rows with a temperature over it, with noise; those of greedy rows as they are."""
+    draws = temperature > 0
+    scaled = tl.math.div_rn(scores, tl.where(draws, temperature, 1.0))
+    return tl.where(draws, gumbel_noise(token_ids, word_1, word_2) + scaled, scores)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def settle_rows(  # type: ignore[no-untyped-def]
+    best,
+    place,
+    exists,
+    rows,
+    keys_out,
+    tokens_out,
+    token_table,
+    num_computed,
+    token_stride,
+    ADVANCES: tl.constexpr,  # noqa: N803
+):
+    """Store the ``best`` keys of the rows at ``place``, one or a block, with their tokens; with ADVANCES the tokens
+    follow in the rows' tables."""
+    tl.store(keys_out + place, best, mask=exists)
+    tl.store(tokens_out + place, id_of(best), mask=exists)
+    if ADVANCES:
+        own_row = tl.load(rows + place, mask=exists, other=-1).to(tl.int64)  # padding is -1, and not row 0
+        advance_rows(token_table, num_computed, token_stride, own_row, id_of(best))
 
 
 @triton.jit

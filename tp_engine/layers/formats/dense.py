@@ -138,11 +138,11 @@ class PlainLinear:
     """``F.linear``."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = weight
+        self.weight = weight
         self.is_recordable = weight.device.type == "cuda"
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, self._weight, bias)
+        return F.linear(x, self.weight, bias)
 
 
 class PanelLinear:

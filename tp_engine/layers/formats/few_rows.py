@@ -33,6 +33,8 @@ from tp_engine.model_config.mlp import Activation
 # Up to how many elements of a weight, and the most rows for which Triton's tiles are taken.  None has been measured on
 # a GPU yet: scripts/bench_few_rows.py prints both times for each line that this table could have.
 MOST_ROWS: tuple[tuple[int, int], ...] = ((1 << 62, 1),)
+# The same for LM heads that choose tokens themselves (``head_choice``); 0: never.
+HEAD_MOST_ROWS: tuple[tuple[int, int], ...] = ((1 << 62, 0),)
 # With more outputs, such as a vocabulary, the library reads the weight as fast as memory allows.
 _MOST_OUTPUTS = 1 << 16
 
@@ -49,7 +51,7 @@ class FewRowsLinear:
         from tp_engine.kernels.few_rows_linear_triton import few_rows_linear_triton, linear_sizes
         from tp_engine.kernels.one_row_linear_triton import one_row_linear_triton
 
-        self._weight, self._activation = weight, activation
+        self.weight, self._activation = weight, activation
         self._takes_one, self._most_rows = takes_one, most_rows
         self._of_one_row, self._of_few_rows, self._sizes = one_row_linear_triton, few_rows_linear_triton, linear_sizes
         self._gate = op("gate", weight.device.type)
@@ -65,14 +67,14 @@ class FewRowsLinear:
         """``fused_linear.fused_linear``; the norm only if ``norms`` these rows, the stream only if ``fuses`` them."""
         num_rows = len(x)
         if num_rows == 1 and self._takes_one:
-            return self._of_one_row(x, self._weight, bias, self._activation, stream=stream, scale=scale)
+            return self._of_one_row(x, self.weight, bias, self._activation, stream=stream, scale=scale)
         if self.fuses(num_rows):
             sizes = self._sizes(
-                self._weight, num_rows, num_multiprocessors(self._weight.device), is_gated=self._activation is not None
+                self.weight, num_rows, num_multiprocessors(self.weight.device), is_gated=self._activation is not None
             )
             return self._of_few_rows(
                 x,
-                self._weight,
+                self.weight,
                 bias,
                 self._activation,
                 stream=stream,
@@ -81,7 +83,7 @@ class FewRowsLinear:
                 arrivals=self._arrivals,
             )
         assert isinstance(x, torch.Tensor) and stream is None, "the library only multiplies"
-        product = F.linear(x, self._weight, bias)
+        product = F.linear(x, self.weight, bias)
         return product if self._activation is None else self._gate(product, self._activation)
 
     def fuses(self, num_rows: int) -> bool:
@@ -91,26 +93,35 @@ class FewRowsLinear:
     def norms(self, num_rows: int) -> bool:
         """Whether it also normalises them.  In tiles of float16, rows times a norm's gain might overflow."""
         is_exact = num_rows == 1 and self._takes_one
-        return self.fuses(num_rows) and (is_exact or self._weight.dtype != torch.float16)
+        return self.fuses(num_rows) and (is_exact or self.weight.dtype != torch.float16)
 
 
 def choose_few_rows(weight: torch.Tensor, activation: Activation | None) -> FewRowsLinear | None:
     """The products of a ``weight`` (out, in) on a GPU with Triton; None if it leaves all rows to the library."""
     from tp_engine.kernels import few_rows_linear_triton, one_row_linear_triton
 
-    by, is_gated = few_rows_by(), activation is not None
-    if by == "library" or len(weight) > _MOST_OUTPUTS:
+    is_gated, most_rows = activation is not None, most_rows_of(MOST_ROWS, weight)
+    if most_rows == 0 or len(weight) > _MOST_OUTPUTS:
         return None
     takes_one = one_row_linear_triton.takes_weight(weight, is_gated=is_gated)
-    most_rows = next(rows for elements, rows in MOST_ROWS if weight.numel() <= elements)
-    if by == "triton":
-        most_rows = few_rows_linear_triton.MAX_ROWS
     if most_rows == 1 or not few_rows_linear_triton.takes_weight(weight, is_gated=is_gated):
         most_rows = 0
-    most_rows = min(most_rows, few_rows_linear_triton.max_rows(weight.dtype))
     if not (takes_one or most_rows):
         return None
     return FewRowsLinear(weight, activation, takes_one=takes_one, most_rows=most_rows)
+
+
+def most_rows_of(table: tuple[tuple[int, int], ...], weight: torch.Tensor) -> int:
+    """The most rows for which Triton's tiles are taken for ``weight`` (out, in): by ``table``, or as the user asks
+    (``env.few_rows_by``)."""
+    from tp_engine.kernels.few_rows_linear_triton import max_rows
+
+    by, most_rows = few_rows_by(), max_rows(weight.dtype)
+    if by == "library":
+        return 0
+    if by == "triton":
+        return most_rows
+    return min(most_rows, next(rows for elements, rows in table if weight.numel() <= elements))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
