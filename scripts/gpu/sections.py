@@ -157,7 +157,7 @@ def _benchmarks(args: argparse.Namespace) -> list[Section]:
         *(
             _bench(
                 f"few_rows_{size}",
-                f"linear layers of 1 to 256 rows, {size.upper()} shape: Triton beside the library",
+                f"linear layers of 1 to 256 rows and the LM head, {size.upper()} shape: Triton beside the library",
                 300,
                 "scripts/bench_few_rows.py",
                 *("--shape", f"qwen3-{size}"),
