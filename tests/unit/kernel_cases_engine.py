@@ -5,7 +5,6 @@ Run in a process of its own with TRITON_INTERPRET=1.  Oracle: the same engine on
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from tp_engine.worker.graph_capture import GraphPlan
 
 PROMPTS = [[5, 9, 13, 7], list(range(20, 50)), [7] * 17, [3]]
 NUM_TOKENS = (12, 3, 5, 4)
+HEAD_ROWS = "tp_engine.layers.formats.head_choice.HEAD_MOST_ROWS"
 RECORDED = GraphPlan(sizes=(1, 2, 4), make_recorder=RepeatingRecorder)
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
@@ -159,7 +159,7 @@ def check_head() -> None:
         with (
             triton_ops_on_cpus(),
             gpu_path(),
-            patch.dict(os.environ, {"TP_ENGINE_FEW_ROWS": "triton"}),
+            patch(HEAD_ROWS, ((1 << 62, 4),)),
             patch("tp_engine.worker.worker.graph_plan", lambda *_: RECORDED),
             patch.object(HeadChoice, "__call__", autospec=True, side_effect=HeadChoice.__call__) as chosen,
         ):
