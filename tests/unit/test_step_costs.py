@@ -30,13 +30,22 @@ def test_a_small_model_verifies_less_than_a_large_one() -> None:
     assert large.num_paying(1, likelihoods) == 4
 
 
-def test_the_budget_ends_where_twice_the_rows_take_too_long() -> None:
+def test_guesses_end_where_twice_the_rows_take_too_long() -> None:
     """Oracle: by hand: a guess that is right every second time gives 1.5 times the tokens."""
-    assert costs({1: 10.0, 2: 11.0, 4: 12.0, 8: 14.0, 16: 24.0, 32: 48.0}).most_rows == 12
-    assert costs({1: 10.0, 2: 20.0, 4: 40.0}).most_rows == 2, "a row always gets a guess if that one pays"
-    assert costs({1: 10.0, 32: 12.0}).most_rows == 32
+    assert costs({1: 10.0, 2: 11.0, 4: 12.0, 8: 14.0, 16: 24.0, 32: 48.0}).most_decodes == 6
+    assert costs({1: 10.0, 2: 20.0, 4: 40.0}).most_decodes == 1, "a row always gets a guess if that one pays"
+    assert costs({1: 10.0, 32: 12.0}).most_decodes == 16
 
 
 def test_times_that_fall_are_noise() -> None:
     """Oracle: a step of more rows is never quicker, so the time of fewer rows counts."""
     assert costs({1: 10.0, 2: 9.0, 4: 9.5}).num_paying(1, np.array([0.1])) == 1
+
+
+def test_likely_guesses_are_verified_where_unlikely_ones_do_not_pay() -> None:
+    """A model so small that a row more takes a third of a step, and guesses that a grammar forces.  Oracle: by hand:
+    nine tokens for the time of 3.4 steps."""
+    tiny = costs({1: 1.6e-4, 2: 1.8e-4, 4: 2.0e-4, 8: 3.5e-4, 16: 6.4e-4, 32: 1.2e-3})
+    assert tiny.most_decodes == 3
+    assert tiny.num_paying(1, np.full(8, 1.0)) == 8
+    assert tiny.num_paying(1, np.array([0.3, 0.09, 0.03])) == 0

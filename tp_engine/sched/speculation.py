@@ -16,9 +16,10 @@ What is kept is the run up to the first token that a guess does not equal: what 
     Scheduler.update     sources.take -> judge -> (the rows' own tokens are entered as always) -> extend
     the next plan        hand_over: what the ranks must know of the tokens kept
 
-Guesses need the last token, so a plan that may have some is not sent ahead of a result.  A step has at most a budget of
-decodes with its guesses, ``max_step_rows`` or what was measured (``step_costs.py``); where the rows alone are more than
-half of that, there are none, and plans go ahead as without speculation.
+Guesses need the last token, so a plan that may have some is not sent ahead of a result.  A step has at most
+``max_step_rows`` decodes with its guesses, as many as pay by the times that were measured (``step_costs.py``); where
+the rows alone are more than half of that, or than those times say, there are none, and plans go ahead as without
+speculation.
 """
 
 from __future__ import annotations
@@ -94,8 +95,9 @@ class Speculation:
         measured = batch.limits.decode_seconds
         self._costs = StepCosts(measured) if measured else None
         self._most_rows = min(config.most_rows, batch.limits.max_num_seqs)
+        self._most_decodes = self._most_rows // 2
         if self._costs is not None:
-            self._most_rows = min(self._most_rows, self._costs.most_rows)
+            self._most_decodes = min(self._most_decodes, self._costs.most_decodes)
         self._batch = batch
         self._rows: RowState = batch.rows
         self._stops = stops
@@ -117,13 +119,13 @@ class Speculation:
         or one of these steps has some."""
         if self._verifying:
             return True
-        return 0 < 2 * len(self._rows.decoding().rows) <= self._most_rows
+        return 0 < len(self._rows.decoding().rows) <= self._most_decodes
 
     def find(self) -> bool:
         """Guess for the step to be scheduled, while none is in flight; whether there is anything to verify."""
         self._found.clear()
         chosen = self._rows.ready_decodes()
-        if not 0 < 2 * len(chosen.rows) <= self._most_rows:
+        if not 0 < len(chosen.rows) <= self._most_decodes:
             return False
         runs: list[Run] = []
         likelihoods: list[float] = []
@@ -316,7 +318,7 @@ class Speculation:
         for drafts if the rows of the step after it may have guesses."""
         if self._num_drafts:
             num_sampled = len(plan.decode_rows) - len(plan.lane_rows) + int(plan.prefill_samples.sum())
-            if 0 < 2 * num_sampled <= self._most_rows:
+            if 0 < num_sampled <= self._most_decodes:
                 plan = msgspec.structs.replace(plan, num_drafts=self.sources.num_drafts())
         masked = [run for run in self._verifying if run.masks is not None]
         if masked:

@@ -22,7 +22,7 @@ _VERIFYING_S = 150e-6
 """What rank 0 does for a step with guesses beside its rows: it finds and judges them, and sends no plan ahead."""
 
 _LEAST_LIKELY = 0.5
-"""Of guesses as likely as this, one for each row pays up to ``StepCosts.most_rows``."""
+"""Of guesses as likely as this, one for each row pays up to ``StepCosts.most_decodes`` rows."""
 
 
 class StepCosts:
@@ -35,11 +35,14 @@ class StepCosts:
         )
 
     @property
-    def most_rows(self) -> int:
-        """Most rows of a step with guesses: half of them may decode, so that each gets one guess.  At least 2."""
+    def most_decodes(self) -> int:
+        """Most rows that get guesses, because one for each of them pays; at least 1.
+
+        A step of fewer rows may have more guesses than rows, where they are likely: ``num_paying`` tells.
+        """
         decodes = np.arange(1, len(self._seconds) // 2 + len(self._seconds) % 2)
         pays = (1 + _LEAST_LIKELY) * self._seconds[decodes] >= self._seconds[2 * decodes]
-        return 2 * int(max(decodes[pays], default=1))
+        return int(max(decodes[pays], default=1))
 
     def num_paying(self, num_decodes: int, likelihoods: npt.NDArray[np.float64]) -> int:
         """How many guesses to verify beside ``num_decodes`` rows, the likeliest first: ``likelihoods`` (n,) fall.
