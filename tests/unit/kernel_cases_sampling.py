@@ -26,7 +26,7 @@ from tp_engine.kernels import (
     sampling_nucleus_triton,
 )
 from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables, advance_decodes, prepare_decodes
-from tp_engine.kernels.sampling_best_triton import gumbel_noise, hash_tokens, noise_key
+from tp_engine.kernels.sampling_scores_triton import gumbel_noise, hash_tokens, noise_key
 from tp_engine.kernels.sampling_tables import CountTables, SamplingTables
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.model_config import padded_vocab_size

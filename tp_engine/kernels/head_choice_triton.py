@@ -38,15 +38,14 @@ from tp_engine.kernels.few_rows_linear_triton import (
     takes_columns,
 )
 from tp_engine.kernels.few_rows_tile_triton import send_for_columns, tile_sums
-from tp_engine.kernels.sampling_best_triton import (
+from tp_engine.kernels.sampling_best_triton import BestTokens, settle_rows
+from tp_engine.kernels.sampling_scores_triton import (
     LAUNCH_OPTIONS,
     LOWEST_KEY,
-    BestTokens,
     drawn_scores,
     noise_words,
     pack_scores,
     row_of,
-    settle_rows,
 )
 from tp_engine.kernels.sampling_tables import NUM_FLOATS, SamplingTables
 

@@ -20,7 +20,13 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
-from tp_engine.kernels.sampling_best_triton import (
+from tp_engine.kernels.sampling_filter_triton import (
+    draw,
+    load_block,
+    narrow,
+    search_registers,
+)
+from tp_engine.kernels.sampling_scores_triton import (
     LAUNCH_OPTIONS,
     LOWEST_KEY,
     MIN_INT32,
@@ -31,12 +37,6 @@ from tp_engine.kernels.sampling_best_triton import (
     pack_scores,
     row_of,
     value_of,
-)
-from tp_engine.kernels.sampling_filter_triton import (
-    draw,
-    load_block,
-    narrow,
-    search_registers,
 )
 from tp_engine.kernels.sampling_tables import NUM_FLOATS, SamplingTables
 

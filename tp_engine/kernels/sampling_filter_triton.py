@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.sampling_best_triton import (
+from tp_engine.kernels.sampling_scores_triton import (
     LAUNCH_OPTIONS,
     LOWEST_KEY,
     MIN_INT32,

@@ -28,10 +28,11 @@ import triton.language as tl
 
 from tp_engine.kernels.arrivals_triton import arrives_last
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
-from tp_engine.kernels.sampling_best_triton import (
+from tp_engine.kernels.sampling_best_triton import BestTokens
+from tp_engine.kernels.sampling_filter_triton import fixed_weights, load_block
+from tp_engine.kernels.sampling_scores_triton import (
     LAUNCH_OPTIONS,
     LOWEST_KEY,
-    BestTokens,
     gumbel_noise,
     id_of,
     noise_words,
@@ -39,7 +40,6 @@ from tp_engine.kernels.sampling_best_triton import (
     pack_scores,
     row_of,
 )
-from tp_engine.kernels.sampling_filter_triton import fixed_weights, load_block
 from tp_engine.kernels.sampling_tables import NUM_FLOATS, SamplingTables
 
 _BLOCK = 4096
