@@ -354,6 +354,23 @@ def test_ranks_that_can_share_memory_do() -> None:
     assert plans == [plans[0]] * 4 and plans[0].multimem_bytes == 0 and plans[0].one_shot_bytes == 4 * KIB
 
 
+@pytest.mark.parametrize("can_capture", [False, True])
+def test_all_gathers_stay_the_library_s_where_graphs_can_contain_them(can_capture: bool) -> None:
+    """Oracle: the rule; what both gather is equal."""
+
+    def body(library: Communicator) -> None:
+        library.can_capture, mine = can_capture, torch.tensor([1, 2]) + library.info.rank
+        buffer = FakeBuffer(library)
+        communicator = set_up(library, lambda _: FakeMemory(buffer))
+        assert isinstance(communicator, SymmetricCommunicator)
+        buffer.calls.clear()
+        assert communicator.plan.gathers(mine.nbytes) is not can_capture
+        assert communicator.all_gather(mine).tolist() == [1, 2, 2, 3]
+        assert bool(buffer.calls) is not can_capture
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("fault", ["allocates nothing", "maps nothing", "adds wrongly", "gathers wrongly"])
 def test_one_rank_that_can_not_share_memory_decides_for_all(fault: str) -> None:
     """Oracle: all ranks keep the library, or, if symmetric memory is required, all fail and name that rank.

@@ -59,7 +59,10 @@ def with_symmetric_memory(
     because mapping waits for a missing rank until torch's store gives up.  ``largest_bytes`` is the size of the largest
     tensor that a step all-reduces.  If ``is_required``, a rank that can not raises ``RankError`` on all ranks.
     ``wait`` waits for the device, and raises if another rank has ended.
+
+    All-gathers are ``library``'s if CUDA graphs can contain those: our own is not yet measured beside NCCL's.
     """
+    machine = replace(machine, has_triton=machine.has_triton and not library.can_capture)
     together = partial(all_do, host, "symmetric memory", "symm_mem", is_required=is_required)
     num_bytes = plan_reduces(replace(machine, has_multicast=True), largest_bytes).buffer_bytes
     own = together(lambda: allocate(num_bytes))
