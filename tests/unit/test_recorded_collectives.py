@@ -13,11 +13,11 @@ import torch
 
 from tests.families import FAMILIES
 from tests.simulated_ranks import NotingCommunicator, run_ranks
+from tests.unit.kernel_harness import needs_triton
 from tests.unit.test_models import CPU, LENGTHS, NO_BACKENDS, prefill_metadata, prompts
 from tests.unit.test_padded_batch import Stub
 from tests.unit.test_symmetric_memory import FakeBuffer
 from tp_engine.config import EngineConfig
-from tp_engine.kernels.ops import has_triton
 from tp_engine.kv_layout import MAX_GROUPS
 from tp_engine.layers.attention import forward_context
 from tp_engine.model_config import load_model_config
@@ -69,7 +69,7 @@ def small_model(world: Communicator) -> Any:
     return Stub(hidden_size=32, dtype=torch.float32, modules=list, state_layers=[], info=world.info)
 
 
-@pytest.mark.skipif(not has_triton(), reason="triton is not installed")
+@needs_triton
 @pytest.mark.parametrize(
     ("gather_bytes", "reduce_bytes", "options", "reason"),
     [

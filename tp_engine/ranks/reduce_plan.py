@@ -124,8 +124,11 @@ class ReducePlan:
         return Method.TWO_SHOT if num_bytes <= self.two_shot_bytes else Method.LIBRARY
 
 
-def plan_reduces(machine: Machine, largest_bytes: int) -> ReducePlan:
-    """The plan for all-reduces of up to ``largest_bytes``, on a machine for which ``why_not`` is None."""
+def plan_reduces(machine: Machine, largest_bytes: int, *, gathers: bool = True) -> ReducePlan:
+    """The plan for all-reduces of up to ``largest_bytes``, and for all-gathers if it ``gathers``.
+
+    ``machine`` is one for which ``why_not`` is None.
+    """
     largest = -(-largest_bytes // ALIGNMENT) * ALIGNMENT
     multicasts = (
         machine.has_multicast
@@ -136,7 +139,7 @@ def plan_reduces(machine: Machine, largest_bytes: int) -> ReducePlan:
         one_shot_bytes=min(_ONE_SHOT_LIMITS[machine.world_size], largest),
         two_shot_bytes=min(_TWO_SHOT_LIMIT, largest),
         multimem_bytes=min(_MULTIMEM_LIMIT, largest) if multicasts else 0,
-        gather_bytes=_GATHERED_LIMIT // machine.world_size if machine.has_triton else 0,
+        gather_bytes=_GATHERED_LIMIT // machine.world_size if gathers and machine.has_triton else 0,
     )
 
 

@@ -62,15 +62,15 @@ def with_symmetric_memory(
 
     All-gathers are ``library``'s if CUDA graphs can contain those: our own is not yet measured beside NCCL's.
     """
-    machine = replace(machine, has_triton=machine.has_triton and not library.can_capture)
+    plan_for = partial(plan_reduces, largest_bytes=largest_bytes, gathers=not library.can_capture)
     together = partial(all_do, host, "symmetric memory", "symm_mem", is_required=is_required)
-    num_bytes = plan_reduces(replace(machine, has_multicast=True), largest_bytes).buffer_bytes
+    num_bytes = plan_for(replace(machine, has_multicast=True)).buffer_bytes
     own = together(lambda: allocate(num_bytes))
     buffer = None if own is None else together(own.share)
     if buffer is None:
         return library
     multicasts = all(word == b"1" for word in host.all_gather_bytes(b"1" if buffer.has_multicast else b"0"))
-    plan = plan_reduces(replace(machine, has_multicast=multicasts), largest_bytes)
+    plan = plan_for(replace(machine, has_multicast=multicasts))
     made = SymmetricCommunicator(library, buffer, plan, progress, fuses_norm=fuses_norm)
     if together(lambda: check_results(made, library, device, wait)) is None:
         return library

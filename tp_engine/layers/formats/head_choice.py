@@ -81,13 +81,12 @@ def choose_head_choice(
     """
     if not (isinstance(product, (PlainLinear, FewRowsLinear)) and has_triton()):
         return None
-    from tp_engine.kernels.few_rows_linear_triton import max_rows
     from tp_engine.kernels.head_choice_triton import takes_head
 
     weight = product.weight
     if not (runs_triton(weight.device.type) and takes_head(weight)):
         return None
-    most_rows = min(most_rows_of(HEAD_MOST_ROWS, weight), max_rows(weight.dtype))
+    most_rows = most_rows_of(HEAD_MOST_ROWS, weight)
     if not most_rows:
         return None
     return HeadChoice(weight, first_id=first_id, num_ids=num_ids, scale=scale, softcap=softcap, most_rows=most_rows)
