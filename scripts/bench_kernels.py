@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -83,7 +84,7 @@ def seconds_per_launch(launches: Sequence[Launch], repeats: int) -> float:
 
 def all_cases(shape: Shape, args: argparse.Namespace) -> Iterator[KernelCase]:
     """Every kernel at every size asked for."""
-    from benchmarks.kernels.attention import attention_cases, latent_cases, prefill_case
+    from benchmarks.kernels.attention import attention_cases, latent_cases, prefill_cases
     from benchmarks.kernels.quantised import quantised_cases
     from benchmarks.kernels.sampling import sampling_cases
 
@@ -97,7 +98,7 @@ def all_cases(shape: Shape, args: argparse.Namespace) -> Iterator[KernelCase]:
             yield from decode_input_cases(shape, num_requests, length)
         yield from sampling_cases(shape, num_requests, VOCAB_SIZE)
     for num_tokens in args.prefill:
-        yield prefill_case(shape, num_tokens)
+        yield from prefill_cases(shape, num_tokens)
 
 
 def measure(case: KernelCase, ceilings: Ceilings, repeats: int) -> dict[str, object]:
@@ -105,10 +106,22 @@ def measure(case: KernelCase, ceilings: Ceilings, repeats: int) -> dict[str, obj
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     num_sets = number_of_sets(case.num_bytes, l2_bytes)
     try:
-        seconds = seconds_per_launch([case.make() for _ in range(num_sets)], repeats)
+        launches = [case.make() for _ in range(num_sets)]
+        first_s = _seconds_of_first(launches[0])
+        seconds = seconds_per_launch(launches, repeats)
     except Exception as error:  # the other kernels must still be measured
         return {"kernel": case.kernel, "size": case.size, "error": f"{type(error).__name__}: {error}"}
-    return row_of(case, seconds, ceilings, num_sets=num_sets, l2_bytes=l2_bytes)
+    row = row_of(case, seconds, ceilings, num_sets=num_sets, l2_bytes=l2_bytes)
+    return row | {"first_ms": round(first_s * 1e3, 1)}
+
+
+def _seconds_of_first(launch: Launch) -> float:
+    """The first launch, in which Triton compiles, or loads what it has compiled before, and cuDNN makes a plan."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    launch()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 def print_row(row: dict[str, object]) -> None:
@@ -120,7 +133,7 @@ def print_row(row: dict[str, object]) -> None:
     share = f"{row['share_of_copy']:>7.1%}{'  warm' if row['warm'] else ''}"
     if "tflop_per_s" in row:
         share += f"  {row['tflop_per_s']} TFLOP/s, {row['share_of_matmul']:.1%} of a matrix product's"
-    print(f"{row['kernel']:32} {row['size']:>16} {moved} {rate} {share}", flush=True)
+    print(f"{row['kernel']:32} {row['size']:>16} {moved} {rate} {share}  first {row['first_ms']} ms", flush=True)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -121,6 +121,18 @@ def wants_heads_in_attention() -> bool:
     return os.environ.get("TP_ENGINE_HEADS_IN_ATTENTION", "0") == "1"
 
 
+def long_prompts_by() -> str:
+    """``TP_ENGINE_LONG_PROMPTS``: who attends to long prompts that begin in a step, on a GPU: the attention backend, as
+    to all else (``backend``), or ``cudnn``.
+
+    ``ConfigError`` if it is something else.
+    """
+    chosen = os.environ.get("TP_ENGINE_LONG_PROMPTS", "backend")
+    if chosen not in ("backend", "cudnn"):
+        raise ConfigError(f"TP_ENGINE_LONG_PROMPTS is {chosen!r}; set it to backend or cudnn")
+    return chosen
+
+
 def cache_dir() -> Path:
     """``TP_ENGINE_CACHE_DIR``: the folder of compiled kernels, ``~/.cache/tp_engine`` unless set."""
     return Path(os.environ.get("TP_ENGINE_CACHE_DIR") or Path.home() / ".cache" / "tp_engine")

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
@@ -117,6 +118,13 @@ def _benchmarks(args: argparse.Namespace) -> list[Section]:
     return [
         _bench("bench_kernels", "kernels of the 8B shape", 420, "scripts/bench_kernels.py", "--shape", "qwen3-8b"),
         _bench(
+            "prompt_attention",
+            "attention of prompts, 8B shape: our kernel beside cuDNN, and cuDNN's plans",
+            240,
+            "scripts/bench_kernels.py",
+            *("--only", "prefill attention", "--batch", "1", "--prefill", "1024,1280,2048,8192,32768"),
+        ),
+        _bench(
             "bench_latents",
             "decode attention of DeepSeek-V3 on 1 and 8 ranks",
             240,
@@ -150,6 +158,7 @@ def _benchmarks(args: argparse.Namespace) -> list[Section]:
             "the same with CUDA graphs of steps with prompts",
             *("--cuda-graph-prefill-sizes", "auto", "--served-model-name", "prompts-recorded"),
         ),
+        *_long_prompts(),
         _offline("peers_0.6b", 420, "--shape", "qwen3-0.6b", "--rounds", "1"),
         _offline("offline_14b", 300, "--shape", "qwen3-14b", "--rounds", "1", "--no-peer"),
         _offline("offline_30b-a3b", 420, "--shape", "qwen3-30b-a3b", "--rounds", "1", "--no-peer"),
@@ -245,6 +254,22 @@ def _prompts(name: str) -> Section:
         300,
         *("scripts/bench_prompts.py", "--shape", f"qwen3-{size}"),
     )
+
+
+def _long_prompts() -> Iterator[Section]:
+    """Time to the first token of a long prompt of the 8B shape, by the attention backend and by cuDNN."""
+    for by in ("backend", "cudnn"):
+        yield Section(
+            name=f"long_prompts_{by}",
+            what=f"prompts of 8,192 tokens, 8B shape, long prompts by {by}",
+            command=(
+                "scripts/bench_prompts.py",
+                *("--shape", "qwen3-8b", "--prompt-len", "8192", "--sizes", "none", "--repeats", "10"),
+            ),
+            limit_s=300,
+            modules=_CORE,
+            variables=(f"TP_ENGINE_LONG_PROMPTS={by}",),
+        )
 
 
 def _bench(name: str, what: str, limit_s: float, *command: str, modules: tuple[str, ...] = _CORE) -> Section:

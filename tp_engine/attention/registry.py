@@ -12,6 +12,7 @@ from tp_engine.attention import flash_attn, flashinfer, native_backend, torch_va
 from tp_engine.attention.base import AttentionBackend, AttentionNeeds
 from tp_engine.attention.flashinfer import FlashInferBackend
 from tp_engine.attention.latent import LatentBackend
+from tp_engine.attention.long_prompts import LongPromptsBackend, wants_long_prompts
 from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.attention.pair import PairBackend
 from tp_engine.attention.torch_backend import TorchBackend
@@ -74,8 +75,10 @@ _KINDS: dict[str, _Kind] = {
 def check_backend(name: str, needs: AttentionNeeds) -> str:
     """The name of the backend to use: ``name``, or for ``auto`` the first usable one in its order.
 
-    Raises ``ConfigError`` if a named backend, or one of a pair, can not be used, or if a pair can not share the cache.
+    Raises ``ConfigError`` if a named backend, or one of a pair, can not be used, if a pair can not share the cache, or
+    if what is asked for long prompts can not be used.
     """
+    wants_long_prompts(needs)
     if name == "auto":
         return _choose(needs)
     parts = name.split(":", 1)
@@ -117,11 +120,17 @@ def _choose(needs: AttentionNeeds) -> str:
 
 def select_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:
     """A new backend of the kind that ``check_backend`` returns for the same arguments."""
-    prefill, _, decode = check_backend(name, needs).partition(":")
+    chosen = check_backend(name, needs)
+    if wants_long_prompts(needs):
+        return LongPromptsBackend(lambda: _make(chosen, needs))
+    return LatentBackend(_make(chosen, needs)) if needs.has_latents else _make(chosen, needs)
+
+
+def _make(name: str, needs: AttentionNeeds) -> AttentionBackend:
+    """A new backend, or pair of backends, for all steps."""
+    prefill, _, decode = name.partition(":")
     backend = _KINDS[prefill].make(needs)
-    if decode and decode != prefill:
-        backend = PairBackend(backend, _KINDS[decode].make(needs))
-    return LatentBackend(backend) if needs.has_latents else backend
+    return PairBackend(backend, _KINDS[decode].make(needs)) if decode and decode != prefill else backend
 
 
 def key_lanes(backend: AttentionBackend, block_size: int) -> int:

@@ -5,7 +5,7 @@ They are plans as rank 0 would send them; all tokens of their rows lie in block 
 Rows have two tokens, except those of the longer prompts::
 
     prompts      the beginning of one, a whole one; parts of several sizes, because products choose their kernels by
-                 the number of rows
+                 the number of rows, and attention its plan by that of a long prompt's tokens
     mixed        a decode beside a prompt
     sampling     decodes of every kind that a kernel or the general sampler treats differently
     decodes      of 1, 2, 4, ... rows up to the limit: attention splits the keys by the number of rows
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, Backends, prepare_groups
+from tp_engine.attention.long_prompts import first_lengths
 from tp_engine.config import MEASURED_LOGPROBS, EngineConfig
 from tp_engine.layers.adapters import adapting, group_step
 from tp_engine.layers.attention import forward_context
@@ -93,7 +94,7 @@ def _steps_of_every_kind(config: EngineConfig, num_groups: int) -> Iterator[Step
     """The plans that the limits on rows and tokens allow."""
     steps: list[tuple[Sequence[RowSampling], Sequence[int]]] = [((), (1,)), ((), (_LENGTH,)), ((_GREEDY,), (_LENGTH,))]
     longest = min(config.max_num_batched_tokens, config.max_model_len or _LENGTH)
-    steps += [((), (size,)) for size in _PART_SIZES if size <= longest]
+    steps += [((), (size,)) for size in (*_PART_SIZES, *first_lengths(longest)) if size <= longest]
     steps += [(samplings, ()) for samplings in _KINDS]
     steps.append(([_GREEDY] * (config.max_num_seqs - 1), (_LENGTH,)))  # launches differ from those of decodes alone
     for decodes, chunks in steps:
