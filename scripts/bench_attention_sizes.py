@@ -19,7 +19,7 @@ from benchmarks.kernels.attention import decode_bytes, prefill_flops
 from benchmarks.kernels.cases import Shape, random_cache
 from benchmarks.machine import copy_bandwidth, matmul_rate, processor_name
 
-from tp_engine.kernels.layer_kv import LayerKv, is_quantised
+from tp_engine.kernels.kv_cache.layer_kv import LayerKv, is_quantised
 
 CACHE_DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DECODE_TILES, DECODE_WARPS, DECODE_STAGES, SPLIT_FACTORS = (32, 64, 128), (2, 4, 8), (2, 3, 5), (0.5, 1, 4)
@@ -30,7 +30,7 @@ def decode_rows(
     shape: Shape, num_requests: int, length: int, cache_dtype: torch.dtype, bandwidth: float
 ) -> Iterator[dict[str, object]]:
     """One row per candidate, the current sizes first."""
-    from tp_engine.kernels.paged_decode_triton import (
+    from tp_engine.kernels.attention.paged_decode_triton import (
         MAX_ARRIVALS,
         MAX_SPLITS,
         DecodeSizes,
@@ -88,7 +88,7 @@ def prefill_rows(
     shape: Shape, num_requests: int, length: int, cache_dtype: torch.dtype, rate: float
 ) -> Iterator[dict[str, object]]:
     """One row per candidate, the current sizes first."""
-    from tp_engine.kernels.paged_prefill_triton import PrefillSizes, paged_prefill_triton, prefill_sizes
+    from tp_engine.kernels.attention.paged_prefill_triton import PrefillSizes, paged_prefill_triton, prefill_sizes
 
     columns = -(-length // shape.block_size)
     cache, scales = random_cache(shape, num_requests * columns, cache_dtype)

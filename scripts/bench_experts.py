@@ -5,7 +5,7 @@
     python scripts/bench_experts.py --shape qwen3-30b-a3b --tokens 1 32 256
     python scripts/bench_experts.py --shape gpt-oss-20b --weights mxfp4                      quantised weights
 
-Every candidate is timed on random routing; the one in ``TILES`` (tp_engine/kernels/experts_products_triton.py) is
+Every candidate is timed on random routing; the one in ``TILES`` (tp_engine/kernels/experts/products_triton.py) is
 marked.  Times are compared with the least possible time.  That is the larger of two: the bytes of all experts in use,
 over the bandwidth of a plain copy; the operations, over the rate of a large matrix product.  Both rates are measured in
 the same run.  Ends with one JSON line.
@@ -28,8 +28,8 @@ from bench_kernels import number_of_sets, seconds_per_launch
 from benchmarks.kernels.quantised import FORMATS, make_weight
 from benchmarks.machine import copy_bandwidth, matmul_rate, processor_name
 
-from tp_engine.kernels import routing
-from tp_engine.kernels.experts import ExpertWeights, QuantisedExpertWeights
+from tp_engine.kernels.experts import routing
+from tp_engine.kernels.experts.experts import ExpertWeights, QuantisedExpertWeights
 from tp_engine.model_config.mlp import SILU, RoutingRule
 
 BLOCK_M, BLOCK_N, BLOCK_K, WARPS, STAGES = (16, 32, 64, 128), (32, 64, 128), (64, 128), (4, 8), (3, 4)
@@ -103,8 +103,8 @@ def grouped_mm(weights: ExpertWeights, ids: torch.Tensor) -> Callable[[torch.Ten
 
 def rows_of(shape: Shape, weights: str, num_tokens: int, rates: tuple[float, float]) -> Iterator[dict[str, object]]:
     """One row per candidate, the current tiles first, PyTorch's products of plain weights last."""
-    from tp_engine.kernels.experts_products_triton import Tiles, tiles_for
-    from tp_engine.kernels.experts_triton import TritonExperts
+    from tp_engine.kernels.experts.experts_triton import TritonExperts
+    from tp_engine.kernels.experts.products_triton import Tiles, tiles_for
 
     rule = RoutingRule(top_k=shape.top_k, renormalises=True)
     x = torch.randn(num_tokens, shape.hidden, device="cuda", dtype=torch.bfloat16)

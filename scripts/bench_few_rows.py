@@ -30,9 +30,9 @@ from benchmarks.head_choice import heads
 from benchmarks.kernels.cases import Launch, Shape
 from benchmarks.machine import copy_bandwidth, processor_name
 
-from tp_engine.kernels.few_rows_linear_triton import Tiles
-from tp_engine.kernels.fused_linear import RowsToNorm
 from tp_engine.kernels.layer_ops import NormRule
+from tp_engine.kernels.linear.few_rows_linear_triton import Tiles
+from tp_engine.kernels.linear.fused_linear import RowsToNorm
 from tp_engine.model_config.mlp import SILU, Activation
 
 BLOCK_OUT, BLOCK_IN, WARPS, STAGES, SPLITS = (64, 128), (32, 64, 128), (4, 8), (2, 3, 4), (1, 4, 16)
@@ -126,8 +126,8 @@ class Layer:
     def triton(self, one: dict[str, Any], tiles: Tiles | None = None) -> Launch:
         """One kernel: of one row, or of tiles."""
         from tp_engine.attention.triton_backend import num_multiprocessors
-        from tp_engine.kernels.few_rows_linear_triton import few_rows_linear_triton, linear_sizes
-        from tp_engine.kernels.one_row_linear_triton import one_row_linear_triton, takes_weight
+        from tp_engine.kernels.linear.few_rows_linear_triton import few_rows_linear_triton, linear_sizes
+        from tp_engine.kernels.linear.one_row_linear_triton import one_row_linear_triton, takes_weight
 
         x, weight, is_gated = one["x"], one["weight"], self.activation is not None
         rows = RowsToNorm(x, one["rule"]) if self.is_normed else x

@@ -23,7 +23,7 @@ from benchmarks.machine import processor_name, read_bandwidth
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight
 from tp_engine.kernels.native.quantised import QuantisedPanels
-from tp_engine.kernels.quantised import Codes, QuantisedWeight, values_per_byte
+from tp_engine.kernels.quantised.weights import Codes, QuantisedWeight, values_per_byte
 
 Product = Callable[..., torch.Tensor]
 

@@ -5,7 +5,7 @@
     python scripts/bench_quantised_tiles.py --weights mxfp4 --rows 16
 
 Every candidate is timed for a weight with few outputs (down) and one with many (gate and up); the one in ``TILES``
-(tp_engine/kernels/quantised_linear_triton.py) is marked.  "dequantise" makes the values for PyTorch's product: where it
+(tp_engine/kernels/quantised/linear_triton.py) is marked.  "dequantise" makes the values for PyTorch's product: where it
 is faster, FEW_ROWS (tp_engine/layers/formats/quantised_products.py) is too high.  Shares are those of the time of a
 plain copy of as many bytes.  Ends with one JSON line.
 """
@@ -31,8 +31,8 @@ BLOCK_N, WARPS, STAGES = (16, 32, 64, 128), (2, 4, 8), (3, 4, 5)
 
 def rows_of(weights: str, sizes: tuple[int, int], num_rows: int, bandwidth: float) -> Iterator[dict[str, object]]:
     """One row per candidate, the current tiles first, the product with dequantised weights last."""
-    from tp_engine.kernels.dequantise_triton import multiply_dequantised
-    from tp_engine.kernels.quantised_linear_triton import TILES, RowTiles, quantised_linear_triton
+    from tp_engine.kernels.quantised.dequantise_triton import multiply_dequantised
+    from tp_engine.kernels.quantised.linear_triton import TILES, RowTiles, quantised_linear_triton
 
     num_bytes = make_weight(weights, sizes, "meta").num_bytes
     cache = torch.cuda.get_device_properties(0).L2_cache_size

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from tp_engine.kernels.tree_sum import tree_sum
+from tp_engine.kernels.linear.tree_sum import tree_sum
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.ranks.rank import RankInfo
 

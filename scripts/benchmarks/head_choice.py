@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from tp_engine.kernels.few_rows_linear_triton import Tiles
+from tp_engine.kernels.linear.few_rows_linear_triton import Tiles
 from tp_engine.plan import RowSampling
 from tp_engine.ranks.collectives import SingleRank
 from tp_engine.sampling.device_sampler import DeviceSampler, StepKind
@@ -67,7 +67,7 @@ class Head:
 
     def triton(self, one: dict[str, Any], tiles: Tiles | None = None) -> Callable[[], torch.Tensor]:
         """The product that chooses, with ``tiles`` instead of those of ``TILES``."""
-        from tp_engine.kernels.head_choice_triton import head_choice_triton, head_sizes
+        from tp_engine.kernels.linear.head_choice_triton import head_choice_triton, head_sizes
 
         weight, tables = one["weight"], one["sampler"]._tables
         sizes = head_sizes(weight, len(one["hidden"]), tiles)

@@ -9,7 +9,7 @@ from tests.paged_batches import PagedBatch, make_batch
 from tp_engine.attention.base import AttentionBackend, AttentionNeeds, AttentionShape
 from tp_engine.attention.registry import check_backend, select_backend
 from tp_engine.errors import ConfigError
-from tp_engine.kernels.layer_kv import LARGEST_VALUE, KeyValue, LayerKv, store_kv
+from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, KeyValue, LayerKv, store_kv
 from tp_engine.kernels.ops import has_triton
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -146,7 +146,7 @@ def test_decodes_in_a_cuda_graph(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_store_kernel_in_a_cuda_graph(dtype: torch.dtype) -> None:
     """Oracle: the PyTorch twin; the graph is replayed with other slots."""
-    from tp_engine.kernels.store_kv_triton import store_kv_triton
+    from tp_engine.kernels.kv_cache.store_kv_triton import store_kv_triton
 
     new = KeyValue(*torch.randn(2, 6, 3, 80, device="cuda").to(dtype))
     slots = torch.full((6,), -1, device="cuda")
@@ -166,7 +166,7 @@ def test_store_kernel_in_a_cuda_graph(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 def test_store_kernel_beyond_32_bits() -> None:
     """Oracle: the PyTorch twin, at a slot whose element offset does not fit in 32 bits."""
-    from tp_engine.kernels.store_kv_triton import store_kv_triton
+    from tp_engine.kernels.kv_cache.store_kv_triton import store_kv_triton
 
     num_blocks = 2**31 // (16 * 8 * 128) + 2
     if torch.cuda.mem_get_info()[0] < 3 * 2 * num_blocks * 16 * 8 * 128:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tp_engine.kernels.layer_kv import LayerKv
+from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import implementation, op
 from tp_engine.model_config.mlp import SILU
@@ -67,7 +67,7 @@ def captured(step: Any) -> torch.cuda.CUDAGraph:
 
 def test_decode_inputs_in_a_graph() -> None:
     """Oracle: the PyTorch twin on a copy of the tables; replays advance the rows, and also use other rows."""
-    from tp_engine.kernels.decode_inputs import DecodeInputs
+    from tp_engine.kernels.steps.decode_inputs import DecodeInputs
 
     make_tables = cases_of("kernel_cases_decode_inputs").make_tables
     tables, twin_tables = (make_tables(9, 600, 16, 1, device) for device in ("cuda", "cpu"))

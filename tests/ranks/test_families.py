@@ -21,7 +21,7 @@ import torch
 from tests.families import FAMILIES
 from tests.ranks import parity_job
 from tests.ranks.warm_ranks import warm_ranks
-from tp_engine.kernels import routing
+from tp_engine.kernels.experts import routing
 from tp_engine.model_config import load_model_config
 
 VOCAB_SIZE, MAX_MODEL_LEN, CHUNK = 203, 200, 24

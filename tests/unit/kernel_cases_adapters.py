@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tests.unit.kernel_cases_layer_ops import assert_close_enough, random, run_on_cpu
-from tp_engine.kernels.adapters import AdapterRows, AdapterWeights, add_adapters, group_rows
+from tp_engine.kernels.linear.adapters import AdapterRows, AdapterWeights, add_adapters, group_rows
 from tp_engine.kernels.ops import Kind, implementation
 
 # Of each row: two tiles of slot 0, one row of slot 2, none of slot 1, some rows without an adapter.

@@ -18,7 +18,7 @@ def main() -> None:
     from benchmarks.head_choice import heads
     from benchmarks.kernels.cases import Shape
 
-    from tp_engine.kernels.few_rows_linear_triton import Tiles
+    from tp_engine.kernels.linear.few_rows_linear_triton import Tiles
 
     shape = Shape(name="tiny", hidden=128, inner=128, num_heads=4, num_kv_heads=2, head_dim=32, device="cpu")
     for layer in layers_of(shape):

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from tests.unit.kernel_harness import AGREEMENT
-from tp_engine.kernels.block_codes import BlockForm, decode_blocks, encode_blocks
-from tp_engine.kernels.block_codes_triton import decode_blocks_triton, encode_blocks_triton
+from tp_engine.kernels.kv_cache.block_codes import BlockForm, decode_blocks, encode_blocks
+from tp_engine.kernels.kv_cache.block_codes_triton import decode_blocks_triton, encode_blocks_triton
 
 CODES = (torch.int8, torch.float8_e4m3fn)
 # Parts, block size, KV heads, head_dim.

@@ -23,7 +23,7 @@ from tests.unit.kernel_cases_codes_engine import CountedLaunches
 from tests.unit.kernel_cases_engine import gpu_path
 from tests.unit.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tp_engine import LLM, LoRARequest, SamplingParams
-from tp_engine.kernels import few_rows_linear_triton
+from tp_engine.kernels.linear import few_rows_linear_triton
 from tp_engine.models.causal_lm import CausalLM
 
 PROMPTS = [[5, 9, 13, 7], list(range(20, 50))]

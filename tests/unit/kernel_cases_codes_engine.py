@@ -17,7 +17,7 @@ from tests.tiny_models import make_checkpoint
 from tests.unit.kernel_cases_engine import gpu_path
 from tests.unit.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tp_engine import LLM, SamplingParams
-from tp_engine.kernels import norm_codes_triton
+from tp_engine.kernels.quantised import norm_codes_triton
 
 PROMPTS = [list(range(20, 44)), [7] * 3, [5, 9, 13]]
 # From 5 rows on, products are of codes: chunks of prompts are above, decodes and what the last layer reads below.

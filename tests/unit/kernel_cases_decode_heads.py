@@ -15,11 +15,11 @@ from tests.unit.kernel_cases_paged_attention import rule_of
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.attention.base import AttentionShape
 from tp_engine.attention.triton_backend import TritonBackend
-from tp_engine.kernels.decode_heads_triton import can_prepare
-from tp_engine.kernels.heads import HeadNorm, Rotation, UnpreparedHeads, prepare_heads
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv, store_kv
-from tp_engine.kernels.paged_decode_triton import MAX_ARRIVALS, decode_sizes, paged_decode_triton
-from tp_engine.kernels.plain_attention import paged_attention
+from tp_engine.kernels.attention.decode_heads_triton import can_prepare
+from tp_engine.kernels.attention.heads import HeadNorm, Rotation, UnpreparedHeads, prepare_heads
+from tp_engine.kernels.attention.paged_decode_triton import MAX_ARRIVALS, decode_sizes, paged_decode_triton
+from tp_engine.kernels.attention.plain_attention import paged_attention
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, store_kv
 
 # The new token is the only one, the last and the first of a block of 16, of a tile of 64, and of a later part; padding.
 LENGTHS = (1, 16, 17, 0, 64, 65, 300, 257)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from tests.unit.kernel_harness import AGREEMENT
-from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables
 from tp_engine.kernels.ops import Kind, has_triton, implementation
+from tp_engine.kernels.steps.decode_inputs import DecodeInputs, RowTables
 from tp_engine.worker.step_inputs import slots_for
 
 

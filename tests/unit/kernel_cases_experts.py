@@ -11,11 +11,11 @@ import torch
 
 from tests.unit.kernel_cases_layer_ops import assert_close_enough, both, random, run_on_cpu
 from tests.unit.kernel_cases_quantised import E4M3, E8M0, assert_same, make_stack, make_weight
-from tp_engine.kernels.experts import ExpertWeights, QuantisedExpertWeights, mix_experts, mix_quantised_experts
-from tp_engine.kernels.experts_grouped import dense_grouped_experts
+from tp_engine.kernels.experts.experts import ExpertWeights, QuantisedExpertWeights, mix_experts, mix_quantised_experts
+from tp_engine.kernels.experts.grouped import dense_grouped_experts
+from tp_engine.kernels.experts.routing import ExpertLoad
 from tp_engine.kernels.ops import implementation
-from tp_engine.kernels.quantised import Codes, dequantise
-from tp_engine.kernels.routing import ExpertLoad
+from tp_engine.kernels.quantised.weights import Codes, dequantise
 from tp_engine.model_config.mlp import SILU, Activation, RoutingRule
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,7 +86,7 @@ def check_experts(
     device: str, num_tokens: int, kind: str, shape: tuple[int, int, int], dtype: torch.dtype, bias: bool, first: int
 ) -> None:
     """Oracle: the twin in float64.  With ``first``, the ids also name experts of other ranks."""
-    from tp_engine.kernels.experts_triton import TritonExperts
+    from tp_engine.kernels.experts.experts_triton import TritonExperts
 
     num_experts, hidden, inner = shape
     weights = make_weights(num_experts, hidden, inner, dtype, device, bias=bias, first=first)
@@ -114,7 +114,7 @@ def _widened(weights: ExpertWeights) -> ExpertWeights:
 
 def check_grouped_mm(device: str, first: int) -> None:
     """Oracle: the twin in float64; large prompts through PyTorch's grouped product, here of few pairs."""
-    from tp_engine.kernels.experts_triton import TritonExperts
+    from tp_engine.kernels.experts.experts_triton import TritonExperts
 
     weights = make_weights(4, 64, 32, torch.bfloat16, device, bias=False, first=first)
     x, ids = random((30, 64), torch.bfloat16, device), make_ids("spread", 30, 3, 4 + 2 * first, device)
@@ -151,7 +151,7 @@ def check_quantised(
     bias: bool,
 ) -> None:
     """Oracle: the twin in float64; the last row alone gives the same."""
-    from tp_engine.kernels.experts_triton import TritonExperts
+    from tp_engine.kernels.experts.experts_triton import TritonExperts
 
     weights = make_quantised(shape, kind, options, dtype, device, bias=bias)
     x, ids = random((num_tokens, shape[1]), dtype, device), make_ids(kind_of_ids, num_tokens, 3, shape[0], device)
@@ -174,7 +174,7 @@ def check_quantised(
 
 def check_batches(device: str, dtype: torch.dtype) -> None:
     """A row's result is bit by bit the same alone and in a batch that shares its tiles."""
-    from tp_engine.kernels.experts_triton import TritonExperts
+    from tp_engine.kernels.experts.experts_triton import TritonExperts
 
     weights = make_weights(4, 48, 40, dtype, device, bias=True)
     product, x = TritonExperts(weights), random((20, 48), dtype, device)
@@ -250,7 +250,7 @@ CASES = make_cases()
 def launch_all() -> None:
     """A layer of Qwen3-30B-A3B, of gpt-oss-20b on one of 4 ranks, of GLM-4.5-Air, of Qwen1.5-MoE; every tile size of
     one.  gpt-oss-20b with quantised weights; every tile size of those it is released with."""
-    from tp_engine.kernels.experts_triton import TritonExperts
+    from tp_engine.kernels.experts.experts_triton import TritonExperts
 
     for num_experts, hidden, inner, rule, activation, bias in (
         (128, 2048, 768, RoutingRule(top_k=8, renormalises=True), SILU, False),

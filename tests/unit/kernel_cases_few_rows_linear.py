@@ -24,14 +24,14 @@ from tests.unit.kernel_cases_layer_ops import (
     random,
 )
 from tests.unit.kernel_harness import AGREEMENT
-from tp_engine.kernels.few_rows_linear_triton import (
+from tp_engine.kernels.layer_ops import NormRule
+from tp_engine.kernels.linear.few_rows_linear_triton import (
     few_rows_linear_triton,
     linear_sizes,
     max_rows,
     takes_weight,
 )
-from tp_engine.kernels.fused_linear import RowsToNorm, fused_linear
-from tp_engine.kernels.layer_ops import NormRule
+from tp_engine.kernels.linear.fused_linear import RowsToNorm, fused_linear
 from tp_engine.model_config.mlp import SILU, Activation
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16

@@ -15,9 +15,9 @@ import torch
 
 from tests.unit.kernel_cases_reduce_norm import addresses
 from tests.unit.kernel_harness import AGREEMENT
-from tp_engine.kernels import gather_triton
-from tp_engine.kernels.gather_triton import all_gather_triton
-from tp_engine.kernels.meeting_triton import MAX_PROGRAMS, meet
+from tp_engine.kernels.ranks import gather_triton
+from tp_engine.kernels.ranks.gather_triton import all_gather_triton
+from tp_engine.kernels.ranks.meeting_triton import MAX_PROGRAMS, meet
 
 BLOCK = 512
 NUM_PLACES = 2 * MAX_PROGRAMS

@@ -21,12 +21,12 @@ from tests.simulated_ranks import run_ranks
 from tests.unit.kernel_cases_decode_inputs import make_tables
 from tests.unit.kernel_cases_sampling import ONE_AT_A_TIME, make_state
 from tests.unit.kernel_harness import AGREEMENT
-from tp_engine.kernels import head_choice_triton as head_choice
-from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables, advance_decodes, prepare_decodes
 from tp_engine.kernels.elementwise_triton import cap_logits_triton
-from tp_engine.kernels.few_rows_linear_triton import few_rows_linear_triton
-from tp_engine.kernels.sampling_best_triton import BestTokens, best_tokens_triton
-from tp_engine.kernels.sampling_tables import SamplingTables
+from tp_engine.kernels.linear import head_choice_triton as head_choice
+from tp_engine.kernels.linear.few_rows_linear_triton import few_rows_linear_triton
+from tp_engine.kernels.sampling.best_triton import BestTokens, best_tokens_triton
+from tp_engine.kernels.sampling.tables import SamplingTables
+from tp_engine.kernels.steps.decode_inputs import DecodeInputs, RowTables, advance_decodes, prepare_decodes
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.layers.formats.head_choice import HeadChoice
 from tp_engine.model_config import padded_vocab_size

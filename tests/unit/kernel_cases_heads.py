@@ -14,8 +14,8 @@ import torch
 
 from tests.paged_batches import among_layers
 from tests.unit.kernel_cases_layer_ops import DTYPES, EPS, Case, assert_close_enough, both, random, run_on_cpu
-from tp_engine.kernels.heads import HeadNorm, Rotation
-from tp_engine.kernels.layer_kv import LARGEST_VALUE, KeyValue, LayerKv, dequantise, is_quantised, store_kv
+from tp_engine.kernels.attention.heads import HeadNorm, Rotation
+from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, KeyValue, LayerKv, dequantise, is_quantised, store_kv
 from tp_engine.kernels.ops import implementation
 
 MAX_LEN = 100

@@ -8,8 +8,8 @@ import torch
 
 from tests.paged_batches import among_layers
 from tests.unit.kernel_harness import AGREEMENT
-from tp_engine.kernels.layer_kv import LARGEST_VALUE, SCALE_DTYPE, KeyValue, LayerKv, store_kv
-from tp_engine.kernels.store_kv_triton import store_kv_triton
+from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, SCALE_DTYPE, KeyValue, LayerKv, store_kv
+from tp_engine.kernels.kv_cache.store_kv_triton import store_kv_triton
 
 
 def check(num_kv_heads: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, merged: bool) -> None:

@@ -13,12 +13,12 @@ import torch
 from tests.paged_batches import PagedBatch, among_layers, make_batch
 from tests.unit.kernel_cases_layer_ops import DTYPES, Case, assert_close_enough, both, random, run_on_cpu
 from tp_engine.attention.base import AttentionShape
-from tp_engine.kernels.heads import Rotation
-from tp_engine.kernels.layer_kv import LARGEST_VALUE, SCALE_DTYPE, KeyValue, LayerKv, dequantise, store_kv
+from tp_engine.kernels.attention.heads import Rotation
+from tp_engine.kernels.attention.paged_decode_triton import MAX_ARRIVALS
+from tp_engine.kernels.attention.paged_latent_triton import latent_chunks_triton, latent_decode_triton, latent_sizes
+from tp_engine.kernels.attention.plain_attention import paged_attention
+from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, SCALE_DTYPE, KeyValue, LayerKv, dequantise, store_kv
 from tp_engine.kernels.layer_ops import NormRule
-from tp_engine.kernels.paged_decode_triton import MAX_ARRIVALS
-from tp_engine.kernels.paged_latent_triton import latent_chunks_triton, latent_decode_triton, latent_sizes
-from tp_engine.kernels.plain_attention import paged_attention
 
 INT8, FP8 = LARGEST_VALUE
 # Query and all tokens of each request; lengths around the edges of blocks, tiles and splits; (1, 0) is padding.
@@ -221,7 +221,7 @@ def launch_model(number: int, num_decodes: int, num_tokens: int, num_chunks: int
 
 def launch_all(capability: int) -> None:
     """Decodes with and without splits; chunks."""
-    from tp_engine.kernels.store_kv_triton import store_kv_triton
+    from tp_engine.kernels.kv_cache.store_kv_triton import store_kv_triton
 
     launch_model(0, 1024, 1024)
     for number in MODELS_OF[capability]:

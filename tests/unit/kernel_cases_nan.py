@@ -17,10 +17,10 @@ from tests.unit.kernel_cases_heads import SLOTS, Heads, read_part
 from tests.unit.kernel_cases_layer_ops import both, random
 from tests.unit.kernel_cases_paged_attention import FP8, INT8, Case, rule_of, run_on, stored_batch
 from tests.unit.kernel_harness import AGREEMENT
-from tp_engine.kernels.heads import Rotation
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv, dequantise
+from tp_engine.kernels.attention.heads import Rotation
+from tp_engine.kernels.attention.plain_attention import paged_attention
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, dequantise
 from tp_engine.kernels.layer_ops import NormRule
-from tp_engine.kernels.plain_attention import paged_attention
 
 NAN = float("nan")
 

@@ -24,9 +24,9 @@ from tests.unit.kernel_cases_layer_ops import (
     random,
 )
 from tests.unit.kernel_harness import AGREEMENT
-from tp_engine.kernels.fused_linear import RowsToNorm, fused_linear
 from tp_engine.kernels.layer_ops import NormRule
-from tp_engine.kernels.one_row_linear_triton import one_row_linear_triton, takes_weight
+from tp_engine.kernels.linear.fused_linear import RowsToNorm, fused_linear
+from tp_engine.kernels.linear.one_row_linear_triton import one_row_linear_triton, takes_weight
 from tp_engine.model_config.mlp import SILU, Activation
 
 # (in, out): a block that is all of a row, several blocks of 1024 and of 128, the largest block.

@@ -12,9 +12,9 @@ import torch
 
 from tests.unit.kernel_cases_decode_inputs import make_tables
 from tests.unit.kernel_harness import AGREEMENT
-from tp_engine.kernels.decode_inputs import RowTables
 from tp_engine.kernels.ops import Kind, has_triton, implementation
-from tp_engine.kernels.padded_steps import PaddedInputs, PaddedRequests
+from tp_engine.kernels.steps.decode_inputs import RowTables
+from tp_engine.kernels.steps.padded_steps import PaddedInputs, PaddedRequests
 from tp_engine.plan import StepPlan
 from tp_engine.worker.padded_batch import MAX_CHUNKS, PaddedBatch, StepSize
 from tp_engine.worker.step_inputs import slots_for

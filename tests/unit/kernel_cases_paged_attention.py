@@ -12,7 +12,15 @@ import torch
 from tests.paged_batches import PagedBatch, among_layers, make_batch
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.attention.base import AttentionShape
-from tp_engine.kernels.layer_kv import (
+from tp_engine.kernels.attention.paged_decode_triton import (
+    MAX_ARRIVALS,
+    decode_sizes,
+    fixed_decode_sizes,
+    paged_decode_triton,
+)
+from tp_engine.kernels.attention.paged_prefill_triton import paged_prefill_triton, prefill_sizes
+from tp_engine.kernels.attention.plain_attention import paged_attention
+from tp_engine.kernels.kv_cache.layer_kv import (
     LARGEST_VALUE,
     SCALE_DTYPE,
     KeyValue,
@@ -22,14 +30,6 @@ from tp_engine.kernels.layer_kv import (
     layer_view,
     store_kv,
 )
-from tp_engine.kernels.paged_decode_triton import (
-    MAX_ARRIVALS,
-    decode_sizes,
-    fixed_decode_sizes,
-    paged_decode_triton,
-)
-from tp_engine.kernels.paged_prefill_triton import paged_prefill_triton, prefill_sizes
-from tp_engine.kernels.plain_attention import paged_attention
 from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.worker.kv_cache import KvCacheShape
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.unit.kernel_cases_layer_ops import ACTIVATIONS, assert_close_enough, both, gate_exactly, random, run_on_cpu
-from tp_engine.kernels.quantised import Codes, QuantisedWeight, dequantise, multiply_quantised, values_per_byte
+from tp_engine.kernels.quantised.weights import Codes, QuantisedWeight, dequantise, multiply_quantised, values_per_byte
 from tp_engine.model_config.mlp import SILU, Activation
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
@@ -81,9 +81,9 @@ def check(
     has_bias: bool = False,
 ) -> None:
     """Rows are slices of wider rows; a single row also by the kernel for one row; the weight's values as well."""
-    from tp_engine.kernels.dequantise_triton import dequantise_triton
-    from tp_engine.kernels.quantised_linear_triton import quantised_linear_triton
-    from tp_engine.kernels.quantised_row_triton import quantised_row_triton, takes_row
+    from tp_engine.kernels.quantised.dequantise_triton import dequantise_triton
+    from tp_engine.kernels.quantised.linear_triton import quantised_linear_triton
+    from tp_engine.kernels.quantised.row_triton import quantised_row_triton, takes_row
 
     weight = make_weight(kind, shape, device, **options)
     x = random((num_rows, shape[1] + 16), dtype, device)[:, : shape[1]]
@@ -100,7 +100,7 @@ def check(
 
 def check_batches(device: str, kind: Codes, options: dict[str, Any]) -> None:
     """A row's result is the same in batches of other sizes, whose tiles differ."""
-    from tp_engine.kernels.quantised_linear_triton import quantised_linear_triton
+    from tp_engine.kernels.quantised.linear_triton import quantised_linear_triton
 
     weight, x = make_weight(kind, (40, 160), device, **options), random((90, 160), BFLOAT16, device)
     whole = quantised_linear_triton(x, weight, None)
@@ -126,7 +126,7 @@ def check_product(device: str, kind: Codes, options: dict[str, Any], activation:
 
 def check_parts(device: str) -> None:
     """Few values at a time; the last rows are fewer, and share a scale."""
-    from tp_engine.kernels.dequantise_triton import multiply_dequantised
+    from tp_engine.kernels.quantised.dequantise_triton import multiply_dequantised
 
     weight = make_weight("e4m3", (150, 64), device, group=32, row_block=32)
     x, bias = random((5, 64), FLOAT32, device), random((150,), FLOAT32, device, 1)
@@ -168,7 +168,7 @@ def check_gated_rows(
 
 def check_every_code(device: str, kind: Codes, dtype: torch.dtype) -> None:
     """Rows of an identity give each code's value, exactly; also where a GPU converts e4m3 itself."""
-    from tp_engine.kernels.quantised_linear_triton import quantised_linear_triton
+    from tp_engine.kernels.quantised.linear_triton import quantised_linear_triton
 
     codes = torch.arange(256, dtype=torch.uint8, device=device).reshape(4, 64)
     if kind == "e4m3":
@@ -255,9 +255,9 @@ def main() -> None:
 def launch_all(capability: int) -> None:
     """Products of Qwen3-8B in every format, with one row and with more; every tile, with an activation, of one; rows as
     8-bit floats where the GPU has them."""
-    from tp_engine.kernels.dequantise_triton import dequantise_triton
-    from tp_engine.kernels.quantised_linear_triton import quantised_linear_triton
-    from tp_engine.kernels.quantised_row_triton import quantised_row_triton, takes_row
+    from tp_engine.kernels.quantised.dequantise_triton import dequantise_triton
+    from tp_engine.kernels.quantised.linear_triton import quantised_linear_triton
+    from tp_engine.kernels.quantised.row_triton import quantised_row_triton, takes_row
 
     formats: tuple[tuple[Codes, dict[str, Any]], ...] = (
         ("int4", {"group": 128, "scales": BFLOAT16}),

@@ -19,8 +19,8 @@ from tests.ranks.launch import torchrun
 from tests.unit.kernel_cases_engine import HEAD_ROWS, RECORDED, generate, gpu_path, make_model
 from tests.unit.kernel_cases_reduce_norm import addresses
 from tests.unit.kernel_harness import AGREEMENT, triton_ops_on_cpus
-from tp_engine.kernels.gather_triton import all_gather_triton
-from tp_engine.kernels.meeting_triton import MAX_PROGRAMS
+from tp_engine.kernels.ranks.gather_triton import all_gather_triton
+from tp_engine.kernels.ranks.meeting_triton import MAX_PROGRAMS
 from tp_engine.layers.formats.head_choice import HeadChoice
 from tp_engine.ranks.collectives import ProcessGroupCommunicator
 from tp_engine.ranks.groups import RankGroups

@@ -18,8 +18,8 @@ import torch
 from tests.unit.kernel_cases_layer_ops import assert_close_enough, granted_for
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.kernels.layer_ops import NormRule, add_norm
-from tp_engine.kernels.meeting_triton import MAX_PROGRAMS
-from tp_engine.kernels.reduce_norm_triton import all_reduce_add_norm_triton
+from tp_engine.kernels.ranks.meeting_triton import MAX_PROGRAMS
+from tp_engine.kernels.ranks.reduce_norm_triton import all_reduce_add_norm_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-6

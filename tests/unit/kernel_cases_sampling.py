@@ -19,15 +19,10 @@ import triton.language as tl
 from tests.simulated_ranks import NotingCommunicator, run_ranks
 from tests.unit.kernel_cases_decode_inputs import make_tables
 from tests.unit.kernel_harness import AGREEMENT
-from tp_engine.kernels import (
-    sampling_best_triton,
-    sampling_candidates_triton,
-    sampling_filter_triton,
-    sampling_nucleus_triton,
-)
-from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables, advance_decodes, prepare_decodes
-from tp_engine.kernels.sampling_scores_triton import gumbel_noise, hash_tokens, noise_key
-from tp_engine.kernels.sampling_tables import CountTables, SamplingTables
+from tp_engine.kernels.sampling import best_triton, candidates_triton, filter_triton, nucleus_triton
+from tp_engine.kernels.sampling.scores_triton import gumbel_noise, hash_tokens, noise_key
+from tp_engine.kernels.sampling.tables import CountTables, SamplingTables
+from tp_engine.kernels.steps.decode_inputs import DecodeInputs, RowTables, advance_decodes, prepare_decodes
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.model_config import padded_vocab_size
 from tp_engine.plan import RowSampling
@@ -297,18 +292,18 @@ def launch_all() -> None:
     )
     maxima = empty(64, dtype=torch.float32)
     whole, part = empty(64, 151936, dtype=torch.bfloat16), empty(64, 18992, dtype=torch.bfloat16)
-    best = sampling_best_triton.best_tokens_triton
+    best = best_triton.best_tokens_triton
     best(whole, rows, positions, tables, first_id=0)
     ids, lengths, blocks = (empty(*shape, dtype=torch.int32) for shape in ((256, 4097), (256,), (1, 256, 256)))
     row_tables = RowTables(token_ids=ids, num_computed=lengths, block_table=blocks, block_size=16)
     best(whole, rows, positions, tables, first_id=0, advanced=row_tables)
     best(part, rows, positions, tables, first_id=18992)
     best(part, rows, positions, tables, first_id=18992, counts=counts, maxima=maxima)
-    sampling_filter_triton.top_keys_triton(part, rows, tables, first_id=18992, width=64)
+    filter_triton.top_keys_triton(part, rows, tables, first_id=18992, width=64)
     for dtype in (torch.float16, torch.float32):
         other = empty(64, 18992, dtype=dtype)
         best(other, rows, positions, tables, first_id=18992)
-        sampling_filter_triton.top_keys_triton(other, rows, tables, first_id=18992, width=64)
+        filter_triton.top_keys_triton(other, rows, tables, first_id=18992, width=64)
     wide, keys = empty(64, 151936, dtype=torch.float32), empty(64, 2, dtype=torch.int32)
     for logits, own_positions, noise_keys in ((whole, positions, None), (wide, None, keys)):
         found = best(
@@ -316,17 +311,17 @@ def launch_all() -> None:
             noise_keys=noise_keys,
         )  # fmt: skip
         draws = (logits, rows, own_positions, tables)
-        sampling_nucleus_triton.draw_nucleus_triton(*draws, found, noise_keys=noise_keys)
-        sampling_candidates_triton.draw_ranked_triton(*draws, found.token_ids, noise_keys=noise_keys)
+        nucleus_triton.draw_nucleus_triton(*draws, found, noise_keys=noise_keys)
+        candidates_triton.draw_ranked_triton(*draws, found.token_ids, noise_keys=noise_keys)
 
 
 def main(ranks: str) -> None:
     """The cases of ``one`` rank, or those of ``several``."""
     # Several blocks of few tokens; too few candidates for some rows.
-    sampling_best_triton._BLOCK = sampling_filter_triton._BLOCK = sampling_candidates_triton._BLOCK = 256
-    sampling_nucleus_triton._BLOCK = 256
-    sampling_candidates_triton._CHUNK = 128
-    sampling_candidates_triton._GROUPS = sampling_candidates_triton._KEPT = 16
+    best_triton._BLOCK = filter_triton._BLOCK = candidates_triton._BLOCK = 256
+    nucleus_triton._BLOCK = 256
+    candidates_triton._CHUNK = 128
+    candidates_triton._GROUPS = candidates_triton._KEPT = 16
     for name, check in CASES.items():
         if (name[-2:] in ("-2", "-3")) != (ranks == "several"):
             continue

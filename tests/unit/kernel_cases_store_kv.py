@@ -8,8 +8,8 @@ import torch
 
 from tests.paged_batches import among_layers
 from tests.unit.kernel_harness import AGREEMENT
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv, store_kv
-from tp_engine.kernels.store_kv_triton import store_kv_triton
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, store_kv
+from tp_engine.kernels.kv_cache.store_kv_triton import store_kv_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from tests.unit.kernel_cases_layer_ops import DTYPES, assert_close_enough, random
 from tests.unit.kernel_harness import AGREEMENT
-from tp_engine.kernels.tree_linear_triton import tree_linear_triton
-from tp_engine.kernels.tree_sum import tree_linear, tree_sum
+from tp_engine.kernels.linear.tree_linear_triton import tree_linear_triton
+from tp_engine.kernels.linear.tree_sum import tree_linear, tree_sum
 from tp_engine.model_config.tp_invariant import NUM_SHARDS, WORLD_SIZES
 
 # (in, out): shards smaller than a block, and of several blocks with a rest; outputs that blocks do not divide.

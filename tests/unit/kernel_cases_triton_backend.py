@@ -11,7 +11,7 @@ from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.attention.base import AttentionShape
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.attention.triton_backend import TritonBackend
-from tp_engine.kernels.layer_kv import LARGEST_VALUE, KeyValue, LayerKv
+from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, KeyValue, LayerKv
 
 MIXED = [(1, 40), (1, 1), (1, 0), (5, 5), (7, 30), (40, 55)]
 DECODES = [(1, 40), (1, 300), (1, 0)]

@@ -88,7 +88,8 @@ def compiled_for(capability: int) -> Iterator[list[Any]]:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    from tp_engine.kernels import dependent_launch_triton, quantised_values_triton
+    from tp_engine.kernels import dependent_launch_triton
+    from tp_engine.kernels.quantised import values_triton
 
     kernels: list[Any] = []
     launch, active = JITFunction.run, driver._active  # without a GPU, asking for the active driver fails
@@ -102,7 +103,7 @@ def compiled_for(capability: int) -> Iterator[list[Any]]:
     try:
         with (
             patch.object(dependent_launch_triton, "can_launch_early", lambda device: capability >= 90),
-            patch.object(quantised_values_triton, "has_fp8_units", lambda device: capability >= 89),
+            patch.object(values_triton, "has_fp8_units", lambda device: capability >= 89),
         ):
             yield kernels
     finally:

@@ -18,7 +18,7 @@ from tp_engine.attention.flashinfer import FlashInferBackend
 from tp_engine.attention.pair import PairBackend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.attention.torch_varlen import TorchVarlenBackend, paged_varlen_attn
-from tp_engine.kernels.layer_kv import LayerKv
+from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 
 DECODES = [(1, 40), (1, 300), (1, 1), (1, 256), (1, 257)]
 PREFILLS = [(5, 5), (7, 300), (1, 9), (40, 290)]

@@ -24,7 +24,7 @@ from tp_engine.attention.long_prompts import (
 from tp_engine.attention.registry import check_backend, select_backend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.errors import ConfigError
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv, store_kv
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, store_kv
 
 PLAIN: dict[str, Any] = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 16, "scale": 0.25}
 NEEDS: dict[str, Any] = {

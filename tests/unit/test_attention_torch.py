@@ -16,7 +16,7 @@ from tp_engine.attention.calls import TILE
 from tp_engine.attention.gathering import MAX_BATCHED_QUERY, group_requests
 from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.attention.torch_backend import TorchBackend
-from tp_engine.kernels.layer_kv import LayerKv
+from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 from tp_engine.kernels.native.library import native_library
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": TorchBackend, "native": NativeBackend}

@@ -45,7 +45,7 @@ def test_without_a_gpu(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.skipif(torch.cuda.is_available() or not has_triton(), reason="for Triton without a GPU")
 def test_candidates_can_be_made(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: every candidate has a row, current sizes first; the kernels and the clock are replaced."""
-    from tp_engine.kernels import paged_decode_triton, paged_prefill_triton
+    from tp_engine.kernels.attention import paged_decode_triton, paged_prefill_triton
 
     calls: list[object] = []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: _Properties)

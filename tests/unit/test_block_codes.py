@@ -8,7 +8,7 @@ import torch
 
 from tests.unit.kernel_cases_block_codes import CODES, DTYPES, SHAPES, form_of, random_pool, same_but_for_ties
 from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
-from tp_engine.kernels.block_codes import BlockForm, decode_blocks, encode_blocks, round_up
+from tp_engine.kernels.kv_cache.block_codes import BlockForm, decode_blocks, encode_blocks, round_up
 from tp_engine.kernels.native import block_codes as native
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.paged_attention import in_kernel_order

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tp_engine.kernels.block_codes import pair_ids
+from tp_engine.kernels.kv_cache.block_codes import pair_ids
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.plan import NO_PAIRS, IntArray

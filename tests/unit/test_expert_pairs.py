@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.unit.kernel_cases_layer_ops import assert_close_enough, random
-from tp_engine.kernels.expert_pairs import Run, multiply_runs, pair_up
-from tp_engine.kernels.experts import ExpertWeights
+from tp_engine.kernels.experts.experts import ExpertWeights
+from tp_engine.kernels.experts.pairs import Run, multiply_runs, pair_up
 from tp_engine.kernels.native.experts import NativeExperts
 from tp_engine.kernels.native.library import native_library
 from tp_engine.model_config.mlp import SILU

@@ -16,8 +16,8 @@ from tests.unit.kernel_cases_experts import RULES, make_ids, make_weights
 from tests.unit.kernel_cases_layer_ops import assert_close_enough, random
 from tests.unit.test_weights import empty_parameters
 from tp_engine.errors import ConfigError, WeightError
-from tp_engine.kernels import routing
-from tp_engine.kernels.experts import ExpertWeights, mix_experts
+from tp_engine.kernels.experts import routing
+from tp_engine.kernels.experts.experts import ExpertWeights, mix_experts
 from tp_engine.kernels.native.experts import NativeExperts
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.ops import implementation

@@ -13,8 +13,8 @@ from tests.simulated_ranks import run_ranks
 from tests.unit.test_models import CPU, NO_BACKENDS, logits_of, prompts
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
-from tp_engine.kernels.int8_rows import TorchInt8Rows
 from tp_engine.kernels.ops import int8_rows
+from tp_engine.kernels.quantised.int8_rows import TorchInt8Rows
 from tp_engine.layers.formats import int8
 from tp_engine.layers.formats.base import Product
 from tp_engine.layers.formats.int8 import Int8Linear, check_int8, make_int8_linear, quantise_weight

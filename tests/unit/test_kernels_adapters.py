@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.kernel_cases_adapters import SLOTS, cases_of
 from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
-from tp_engine.kernels.adapters import TILE_ROWS, group_rows
+from tp_engine.kernels.linear.adapters import TILE_ROWS, group_rows
 from tp_engine.kernels.native.library import native_library
 
 

@@ -51,7 +51,7 @@ def test_kernels_compile_for(capability: int) -> None:
 )
 def test_what_is_taken(shape: tuple[int, int], is_gated: bool, is_taken: bool) -> None:
     """Oracle: whole tiles of 64 outputs, of gate and of up; blocks of 32 columns."""
-    from tp_engine.kernels.few_rows_linear_triton import takes_weight
+    from tp_engine.kernels.linear.few_rows_linear_triton import takes_weight
 
     assert takes_weight(torch.empty(shape, device="meta"), is_gated=is_gated) is is_taken
 
@@ -63,7 +63,7 @@ def test_splits_cover_all_columns_once(shape: tuple[int, int], num_multiprocesso
 
     Sizes follow from the padded number of rows, so that every step of this size adds up in the same order.
     """
-    from tp_engine.kernels.few_rows_linear_triton import TILES, linear_sizes
+    from tp_engine.kernels.linear.few_rows_linear_triton import TILES, linear_sizes
 
     weight = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     for (rows, tiles), fewest in zip(TILES, (1, *(rows + 1 for rows, _ in TILES[:-1])), strict=True):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.kernel_harness import CAPABILITIES, compile_cases, compiled_for, interpreted, needs_triton, quiet
-from tp_engine.kernels.sampling_tables import SamplingTables
+from tp_engine.kernels.sampling.tables import SamplingTables
 from tp_engine.layers.formats import head_choice
 from tp_engine.layers.formats.base import Product
 from tp_engine.layers.formats.dense import PlainLinear, TreeLinear, choose_product
@@ -39,7 +39,7 @@ def test_kernels_compile_for(capability: int) -> None:
 @quiet
 def test_no_number_of_rows_compiles_a_kernel_anew() -> None:
     """Oracle: Triton's own cache: one compilation for each padded number of rows."""
-    from tp_engine.kernels.head_choice_triton import head_choice_triton, head_sizes
+    from tp_engine.kernels.linear.head_choice_triton import head_choice_triton, head_sizes
 
     weight, tables = torch.empty(992, 1024, dtype=torch.bfloat16, device="meta"), SamplingTables.empty(64, META)
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.paged_batches import among_layers
 from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
-from tp_engine.kernels.layer_kv import (
+from tp_engine.kernels.kv_cache.layer_kv import (
     LARGEST_VALUE,
     SCALE_DTYPE,
     KeyValue,

@@ -11,7 +11,7 @@ from tests.unit.kernel_cases_layer_ops import EPS, both
 from tests.unit.kernel_cases_norm_codes import BFLOAT16, MODELS
 from tests.unit.kernel_harness import CAPABILITIES, compile_cases, compiled_for, interpreted, needs_triton, quiet
 from tp_engine.kernels.layer_ops import NormRule
-from tp_engine.kernels.row_codes import CodeRule
+from tp_engine.kernels.quantised.row_codes import CodeRule
 
 pytestmark = needs_triton
 # GPUs from compute capability 8.9 on have e4m3; on others no product reads codes.

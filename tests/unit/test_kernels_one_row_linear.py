@@ -36,6 +36,6 @@ def test_kernels_compile_for(capability: int) -> None:
 )
 def test_what_is_taken(rows: int, columns: int, is_gated: bool, is_taken: bool) -> None:
     """Oracle: whole blocks only."""
-    from tp_engine.kernels.one_row_linear_triton import takes_weight
+    from tp_engine.kernels.linear.one_row_linear_triton import takes_weight
 
     assert takes_weight(torch.empty(rows, columns, device="meta"), is_gated=is_gated) is is_taken

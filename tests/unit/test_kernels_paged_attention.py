@@ -9,8 +9,8 @@ from tests.paged_batches import make_batch
 from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
 from tp_engine.attention.base import AttentionShape
 from tp_engine.errors import ConfigError
-from tp_engine.kernels.layer_kv import LayerKv, store_kv
-from tp_engine.kernels.plain_attention import paged_attention
+from tp_engine.kernels.attention.plain_attention import paged_attention
+from tp_engine.kernels.kv_cache.layer_kv import LayerKv, store_kv
 
 
 @pytest.mark.parametrize("window", [None, 1, 20])
@@ -57,7 +57,7 @@ def test_kernels_compile_for(capability: int) -> None:
 )
 def test_number_of_splits(num_requests: int, num_kv_heads: int, usual: int, most: int) -> None:
     """Oracle: powers of two: two programs per multiprocessor, and 16 at most; neither above 64."""
-    from tp_engine.kernels.paged_decode_triton import decode_sizes
+    from tp_engine.kernels.attention.paged_decode_triton import decode_sizes
 
     sizes = decode_sizes(num_requests, num_kv_heads, 128, 2, 132)
     assert (sizes.usual_splits, sizes.num_splits) == (usual, most)
@@ -66,7 +66,7 @@ def test_number_of_splits(num_requests: int, num_kv_heads: int, usual: int, most
 @needs_triton
 def test_fixed_splits_do_not_depend_on_the_batch() -> None:
     """Oracle: those of one request on the smallest GPU."""
-    from tp_engine.kernels.paged_decode_triton import fixed_decode_sizes
+    from tp_engine.kernels.attention.paged_decode_triton import fixed_decode_sizes
 
     expected = fixed_decode_sizes(1, 1, 128, 2, 1)
     assert all(fixed_decode_sizes(*batch, 128, 2, 132) == expected for batch in ((1, 8), (64, 1), (1000, 8)))
@@ -76,7 +76,7 @@ def test_fixed_splits_do_not_depend_on_the_batch() -> None:
 def test_a_step_too_large_for_a_launch_is_refused() -> None:
     """Oracle: by hand: 64 heads of one KV head leave 2 queries per program of 128 rows, so 65,535 programs hold 131,069
     tokens of one request."""
-    from tp_engine.kernels.paged_prefill_triton import paged_prefill_triton, prefill_sizes
+    from tp_engine.kernels.attention.paged_prefill_triton import paged_prefill_triton, prefill_sizes
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

@@ -11,15 +11,15 @@ import torch
 from tests.unit.kernel_cases_delta import launch_step
 from tests.unit.kernel_cases_quantised import make_stack
 from tests.unit.kernel_harness import compiled_for, needs_triton, quiet
-from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables, padded_room
-from tp_engine.kernels.experts import ExpertWeights, QuantisedExpertWeights
-from tp_engine.kernels.heads import HeadNorm, Rotation
-from tp_engine.kernels.layer_kv import LayerKv
+from tp_engine.kernels.attention.heads import HeadNorm, Rotation
+from tp_engine.kernels.experts.experts import ExpertWeights, QuantisedExpertWeights
+from tp_engine.kernels.experts.routing import ExpertLoad
+from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import OPS, implementation
-from tp_engine.kernels.routing import ExpertLoad
-from tp_engine.kernels.row_codes import CodeRule
-from tp_engine.kernels.sampling_tables import SamplingTables
+from tp_engine.kernels.quantised.row_codes import CodeRule
+from tp_engine.kernels.sampling.tables import SamplingTables
+from tp_engine.kernels.steps.decode_inputs import DecodeInputs, RowTables, padded_room
 from tp_engine.model_config.mlp import SILU, Activation, RoutingRule
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, BLOCK_SIZE, MAX_ROWS = 1024, 16, 8, 128, 151_936, 16, 64
@@ -50,8 +50,8 @@ def launch_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tensor) -> t
 
 def launch_unusual_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """The same with every feature that most models lack, on one of eight ranks."""
-    from tp_engine.kernels.gather_triton import all_gather_triton
-    from tp_engine.kernels.reduce_norm_triton import all_reduce_add_norm_triton
+    from tp_engine.kernels.ranks.gather_triton import all_gather_triton
+    from tp_engine.kernels.ranks.reduce_norm_triton import all_reduce_add_norm_triton
 
     ops = {name: implementation(name, "triton") for name, one in OPS.items() if one.triton is not None}
     x, residual = empty(num_tokens, HIDDEN), empty(num_tokens, HIDDEN)
@@ -82,8 +82,8 @@ def launch_attention(
     query: torch.Tensor, cache: torch.Tensor, num_decodes: int, num_chunks: int, width: int, **rule: Any
 ) -> None:
     """Decodes, then chunks of the remaining tokens; block tables of ``width`` columns."""
-    from tp_engine.kernels.paged_decode_triton import MAX_ARRIVALS, decode_sizes, paged_decode_triton
-    from tp_engine.kernels.paged_prefill_triton import paged_prefill_triton, prefill_sizes
+    from tp_engine.kernels.attention.paged_decode_triton import MAX_ARRIVALS, decode_sizes, paged_decode_triton
+    from tp_engine.kernels.attention.paged_prefill_triton import paged_prefill_triton, prefill_sizes
 
     num_requests = num_decodes + num_chunks
     table, seq_lens = empty(num_requests, width, dtype=torch.int32), empty(num_requests, dtype=torch.int32)
@@ -105,8 +105,8 @@ def launch_attention(
 
 def launch_decode_inputs_and_sampling(num_rows: int, slots: torch.Tensor) -> None:
     """The other launches of a step of ``num_rows`` decodes, whose ``slots`` (G, N) precede those of prefills."""
-    from tp_engine.kernels import sampling_candidates_triton, sampling_filter_triton, sampling_nucleus_triton
-    from tp_engine.kernels.sampling_best_triton import best_tokens_triton
+    from tp_engine.kernels.sampling import candidates_triton, filter_triton, nucleus_triton
+    from tp_engine.kernels.sampling.best_triton import best_tokens_triton
 
     tables = RowTables(
         token_ids=empty(MAX_ROWS, 4097, dtype=torch.int32),
@@ -128,9 +128,9 @@ def launch_decode_inputs_and_sampling(num_rows: int, slots: torch.Tensor) -> Non
     best_tokens_triton(logits, rows, positions, sampling, first_id=0)
     best_tokens_triton(logits, inputs.rows, inputs.positions, sampling, first_id=0, advanced=tables)
     best = best_tokens_triton(logits, rows, positions, sampling, first_id=0, ranked_below=VOCAB, finds_maxima=True)
-    sampling_nucleus_triton.draw_nucleus_triton(logits, rows, positions, sampling, best)
-    sampling_filter_triton.top_keys_triton(logits, rows, sampling, first_id=0, width=64)
-    sampling_candidates_triton.draw_ranked_triton(logits, rows, positions, sampling, best.token_ids)
+    nucleus_triton.draw_nucleus_triton(logits, rows, positions, sampling, best)
+    filter_triton.top_keys_triton(logits, rows, sampling, first_id=0, width=64)
+    candidates_triton.draw_ranked_triton(logits, rows, positions, sampling, best.token_ids)
 
 
 @needs_triton
@@ -165,7 +165,7 @@ def test_no_size_of_a_batch_compiles_a_kernel_anew(num_groups: int) -> None:
 def launch_experts(num_tokens: int) -> None:
     """Routing, experts, the same with quantised weights, and a gated shared MLP of a layer like gpt-oss-20b's on one of
     four ranks."""
-    from tp_engine.kernels.experts_triton import TritonExperts
+    from tp_engine.kernels.experts.experts_triton import TritonExperts
 
     num_experts, hidden, inner = 32, 2880, 736
     weights = ExpertWeights(

@@ -7,7 +7,7 @@ import torch
 
 from tests.paged_batches import among_layers
 from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv, store_kv
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, store_kv
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])

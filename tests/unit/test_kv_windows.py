@@ -103,8 +103,8 @@ def test_a_chunk_takes_a_quarter_of_the_pool_at_most() -> None:
 @needs_triton
 def test_no_kernel_begins_further_before_a_window_than_a_tile() -> None:
     """Oracle: the kernels' own sizes.  Their tiles must divide ``TILE_TOKENS``, where the kept blocks begin."""
-    from tp_engine.kernels.paged_decode_triton import decode_sizes
-    from tp_engine.kernels.paged_prefill_triton import prefill_sizes
+    from tp_engine.kernels.attention.paged_decode_triton import decode_sizes
+    from tp_engine.kernels.attention.paged_prefill_triton import prefill_sizes
 
     (native,) = re.findall(r"\bTILE = (\d+)", NATIVE_TYPES.read_text(encoding="utf-8"))
     tiles = {int(native)}

@@ -21,9 +21,9 @@ from tp_engine.attention.registry import check_backend, select_backend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
-from tp_engine.kernels.heads import Rotation
-from tp_engine.kernels.latents import absorb_queries, prepare_latents, release_values
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv, layer_view, states_at, store_kv
+from tp_engine.kernels.attention.heads import Rotation
+from tp_engine.kernels.attention.latents import absorb_queries, prepare_latents, release_values
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, layer_view, states_at, store_kv
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.ops import has_triton, implementation

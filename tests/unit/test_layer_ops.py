@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from tp_engine.kernels.heads import HeadNorm, Rotation
+from tp_engine.kernels.attention.heads import HeadNorm, Rotation
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight

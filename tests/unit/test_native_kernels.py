@@ -13,8 +13,8 @@ from tp_engine.attention.base import AttentionShape
 from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.kernels import layer_ops
-from tp_engine.kernels.heads import HeadNorm, Heads, Rotation, prepare_heads
-from tp_engine.kernels.layer_kv import LayerKv, store_kv
+from tp_engine.kernels.attention.heads import HeadNorm, Heads, Rotation, prepare_heads
+from tp_engine.kernels.kv_cache.layer_kv import LayerKv, store_kv
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.native import ops as native_ops
 from tp_engine.kernels.native import self_check

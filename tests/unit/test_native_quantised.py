@@ -14,12 +14,12 @@ from tests.unit.kernel_cases_experts import make_ids
 from tests.unit.kernel_cases_layer_ops import assert_close_enough, random
 from tests.unit.kernel_cases_quantised import BFLOAT16, E4M3, E8M0, FLOAT16, FLOAT32, make_weight
 from tests.unit.test_experts import assert_rows_are_their_own
-from tp_engine.kernels.experts import ExpertWeights, QuantisedExpertWeights, mix_experts, mix_quantised_experts
+from tp_engine.kernels.experts.experts import ExpertWeights, QuantisedExpertWeights, mix_experts, mix_quantised_experts
 from tp_engine.kernels.layer_ops import gate
 from tp_engine.kernels.native.experts import NativeQuantisedExperts
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.quantised import QuantisedPanels
-from tp_engine.kernels.quantised import Codes, QuantisedWeight, dequantise, values_per_byte
+from tp_engine.kernels.quantised.weights import Codes, QuantisedWeight, dequantise, values_per_byte
 from tp_engine.model_config.mlp import SILU, Activation
 from tp_engine.ranks.collectives import SingleRank
 from tp_engine.worker.tape_recorder import TapeRecorder

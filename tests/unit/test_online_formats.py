@@ -11,7 +11,7 @@ import torch
 from tests.simulated_ranks import run_ranks
 from tests.unit.test_int8_format import build, relative_rms
 from tests.unit.test_models import logits_of, prompts
-from tp_engine.kernels.quantised import QuantisedWeight, dequantise
+from tp_engine.kernels.quantised.weights import QuantisedWeight, dequantise
 from tp_engine.layers.formats.online import INT4_GROUP, quantise_e4m3, quantise_int4, quantise_int8
 from tp_engine.model_config import load_model_config
 from tp_engine.ranks.collectives import Communicator

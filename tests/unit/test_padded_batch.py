@@ -14,8 +14,8 @@ from tp_engine.attention.base import AttentionNeeds
 from tp_engine.attention.registry import select_backend
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
-from tp_engine.kernels.decode_inputs import RowTables
 from tp_engine.kernels.ops import has_triton
+from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.plan import StepPlan
 from tp_engine.worker.graph_capture import graph_plan, prefill_sizes
 from tp_engine.worker.padded_batch import MAX_CHUNKS, PaddedBatch, StepSize, StepSizes

@@ -11,7 +11,7 @@ import torch
 
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
-from tp_engine.kernels.block_codes import BlockForm
+from tp_engine.kernels.kv_cache.block_codes import BlockForm
 from tp_engine.plan import NO_PAIRS, Admission, IntArray, RowSampling, StepPlan
 from tp_engine.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader
 from tp_engine.worker.block_moves import BlockGroups, CpuMover, StoreReports

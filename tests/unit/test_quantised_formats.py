@@ -18,7 +18,7 @@ from tests.unit.test_shard import Somewhere
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.quantised import QuantisedPanels
-from tp_engine.kernels.quantised import QuantisedWeight, dequantise
+from tp_engine.kernels.quantised.weights import QuantisedWeight, dequantise
 from tp_engine.layers.experts import Experts
 from tp_engine.layers.formats import quantised
 from tp_engine.layers.formats.base import Product

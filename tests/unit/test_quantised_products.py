@@ -8,11 +8,11 @@ import torch
 from tests.unit.kernel_cases_layer_ops import random
 from tests.unit.kernel_harness import needs_triton
 from tp_engine.kernels import layer_ops
-from tp_engine.kernels.experts import QuantisedExpertWeights, mix_quantised_experts
+from tp_engine.kernels.experts.experts import QuantisedExpertWeights, mix_quantised_experts
 from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.quantised import QuantisedWeight, multiply_quantised
-from tp_engine.kernels.row_codes import RowCodes, quantise_rows
-from tp_engine.kernels.scaled_products import BlockProduct, RowwiseProduct, random_codes
+from tp_engine.kernels.quantised.row_codes import RowCodes, quantise_rows
+from tp_engine.kernels.quantised.scaled_products import BlockProduct, RowwiseProduct, random_codes
+from tp_engine.kernels.quantised.weights import QuantisedWeight, multiply_quantised
 from tp_engine.layers.formats import quantised_products
 from tp_engine.layers.formats.quantised_products import (
     TritonQuantised,

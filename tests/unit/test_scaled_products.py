@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from tests.unit.kernel_cases_quantised import make_weight
-from tp_engine.kernels import scaled_products
-from tp_engine.kernels.experts import QuantisedExpertWeights
-from tp_engine.kernels.experts_grouped import GroupedExperts, grouped_experts
+from tp_engine.kernels.experts.experts import QuantisedExpertWeights
+from tp_engine.kernels.experts.grouped import GroupedExperts, grouped_experts
 from tp_engine.kernels.layer_ops import gate
-from tp_engine.kernels.quantised import QuantisedWeight, dequantise
-from tp_engine.kernels.row_codes import CODE_DTYPE, multiply_rounded, quantise_rows, rounded_rows
-from tp_engine.kernels.scaled_products import (
+from tp_engine.kernels.quantised import scaled_products
+from tp_engine.kernels.quantised.row_codes import CODE_DTYPE, multiply_rounded, quantise_rows, rounded_rows
+from tp_engine.kernels.quantised.scaled_products import (
     GroupedProduct,
     RowwiseProduct,
     agrees_with_twin,
@@ -24,6 +23,7 @@ from tp_engine.kernels.scaled_products import (
     row_scales,
     scaled_product,
 )
+from tp_engine.kernels.quantised.weights import QuantisedWeight, dequantise
 from tp_engine.model_config.mlp import SILU
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tp_engine.kernels import sampling_tables
+from tp_engine.kernels.sampling import tables as sampling_tables
 from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.worker import runner_parts

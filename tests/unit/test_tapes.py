@@ -20,8 +20,8 @@ from tp_engine import LLM, SamplingParams
 from tp_engine.attention.base import AttentionBackend, AttentionShape
 from tp_engine.attention.latent import LatentBackend
 from tp_engine.attention.native_backend import NativeBackend
-from tp_engine.kernels.heads import HeadNorm, Rotation
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.attention.heads import HeadNorm, Rotation
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight

@@ -128,7 +128,7 @@ def _bytes_of_all(product: _Product, scheme: WeightScheme | None, itemsize: int)
 
 
 def _weight_bytes(product: _Product, scheme: WeightScheme | None, itemsize: int) -> int:
-    """Codes, scales, zeros and factors of one weight (``kernels/quantised.py``)."""
+    """Codes, scales, zeros and factors of one weight (``kernels/quantised/weights.py``)."""
     rows, columns = product.rows, product.columns
     if scheme is None:
         return rows * columns * itemsize

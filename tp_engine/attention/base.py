@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.plan import NO_IDS, IntArray
 
 
@@ -66,8 +66,8 @@ class AttentionShape:
     """The constants of one attention layer on this rank.  ``sliding_window`` counts the visible keys, self included.
 
     ``softcap`` bounds the scores; ``sinks`` (heads,) float32 are extra scores, one per head, without values
-    (kernels/plain_attention.py has the formulas).  With ``value_dim`` the cache has one part: values are the first
-    elements of its keys.  ``latent`` is for ``attention/latent.py``, which stands before another backend.
+    (kernels/attention/plain_attention.py has the formulas).  With ``value_dim`` the cache has one part: values are the
+    first elements of its keys.  ``latent`` is for ``attention/latent.py``, which stands before another backend.
     """
 
     num_heads: int

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 
 from tp_engine.attention.base import AttentionShape
 from tp_engine.attention.gathering import RowReader
-from tp_engine.kernels import plain_attention
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.attention import plain_attention
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.plan import IntArray
 
 _HIDDEN = float("-inf")

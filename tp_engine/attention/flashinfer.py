@@ -11,7 +11,7 @@ import torch
 
 from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
 from tp_engine.attention.flash_attn import why_not_these_types
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.ops import op
 from tp_engine.plan import IntArray
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.attention.calls import TILE, StaircaseMasks, attend_last
 from tp_engine.attention.latent import attend_expanded
-from tp_engine.kernels.layer_kv import KeyValue
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue
 
 
 def attend_fresh(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata
-from tp_engine.kernels.layer_kv import LayerKv, states_at
+from tp_engine.kernels.kv_cache.layer_kv import LayerKv, states_at
 from tp_engine.plan import IntArray
 
 # Longest query that is batched: a longer one is enough work to hide the cost of its own call.

@@ -21,7 +21,7 @@ from tp_engine.attention.base import AttentionBackend, AttentionMetadata, Attent
 from tp_engine.attention.calls import TILE, StaircaseMasks, attend_last
 from tp_engine.attention.gathering import RequestGroup, RowReader, visible_keys
 from tp_engine.attention.pair import split_step
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.ops import op
 
 MIN_EXPANDED_QUERIES = 128

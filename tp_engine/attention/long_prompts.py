@@ -29,8 +29,8 @@ from tp_engine.attention.gathering import RowReader
 from tp_engine.attention.unprepared import PreparesHeads
 from tp_engine.env import long_prompts_by
 from tp_engine.errors import ConfigError
-from tp_engine.kernels.heads import UnpreparedHeads
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.attention.heads import UnpreparedHeads
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.ops import op
 from tp_engine.units import round_up
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.paged_attention import PagedAttention

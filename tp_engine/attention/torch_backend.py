@@ -19,7 +19,7 @@ from tp_engine.attention.calls import (
     batched_mask,
 )
 from tp_engine.attention.gathering import MAX_CALL_TOKENS, RequestGroup, RowReader, group_requests, visible_keys
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv, scatter_kv, tokens_to_store
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, scatter_kv, tokens_to_store
 from tp_engine.plan import IntArray
 
 

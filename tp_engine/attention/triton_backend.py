@@ -8,8 +8,8 @@ import torch
 
 from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
 from tp_engine.attention.unprepared import PreparesHeads
-from tp_engine.kernels.heads import UnpreparedHeads
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.attention.heads import UnpreparedHeads
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.ops import has_triton
 
 MIN_CAPABILITY = (8, 0)
@@ -31,8 +31,8 @@ class TritonBackend(PreparesHeads):
     can_capture_prompts = True
 
     def __init__(self, *, is_invariant: bool = False, prepares_heads: bool = False) -> None:
-        from tp_engine.kernels import decode_heads_triton, paged_decode_triton, paged_prefill_triton
-        from tp_engine.kernels.store_kv_triton import store_kv_triton
+        from tp_engine.kernels.attention import decode_heads_triton, paged_decode_triton, paged_prefill_triton
+        from tp_engine.kernels.kv_cache.store_kv_triton import store_kv_triton
 
         self._store_kv = store_kv_triton
         self._decode = paged_decode_triton.paged_decode_triton
@@ -151,7 +151,7 @@ def num_multiprocessors(device: torch.device) -> int:
 @cache
 def _shared_memory(device: torch.device) -> int:
     """Bytes that one program may use."""
-    from tp_engine.kernels.paged_prefill_triton import LARGE_SHARED_MEMORY
+    from tp_engine.kernels.attention.paged_prefill_triton import LARGE_SHARED_MEMORY
 
     if device.type != "cuda":
         return LARGE_SHARED_MEMORY

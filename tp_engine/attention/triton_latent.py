@@ -8,7 +8,7 @@ import torch
 
 from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
 from tp_engine.attention.triton_backend import num_multiprocessors, why_no_triton
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 
 MAX_ROW_DIM = 576
 
@@ -24,9 +24,9 @@ class TritonLatentBackend:
     can_capture_prompts = False
 
     def __init__(self) -> None:
-        from tp_engine.kernels import paged_latent_triton
-        from tp_engine.kernels.paged_decode_triton import MAX_ARRIVALS
-        from tp_engine.kernels.store_kv_triton import store_kv_triton
+        from tp_engine.kernels.attention import paged_latent_triton
+        from tp_engine.kernels.attention.paged_decode_triton import MAX_ARRIVALS
+        from tp_engine.kernels.kv_cache.store_kv_triton import store_kv_triton
 
         self._store_kv = store_kv_triton
         self._decode, self._attend_chunks = (

@@ -7,8 +7,8 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
-from tp_engine.kernels.heads import UnpreparedHeads
-from tp_engine.kernels.layer_kv import LayerKv
+from tp_engine.kernels.attention.heads import UnpreparedHeads
+from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 
 
 @runtime_checkable

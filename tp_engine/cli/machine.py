@@ -20,7 +20,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.ipc.segment import SHM_FOLDER
 from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.quantised import Codes, QuantisedWeight, values_per_byte
+from tp_engine.kernels.quantised.weights import Codes, QuantisedWeight, values_per_byte
 from tp_engine.layers.formats.int8 import takes_int8_products
 from tp_engine.layers.formats.quantised_products import choose_quantised_product
 from tp_engine.units import GIB, MIB, format_gib

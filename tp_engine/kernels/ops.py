@@ -14,24 +14,16 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
 
-from tp_engine.kernels import (
-    adapters,
-    block_codes,
-    decode_inputs,
-    delta_rule,
-    experts,
-    heads,
-    latents,
-    layer_kv,
-    layer_ops,
-    ngram_drafts,
-    padded_steps,
-    routing,
-    row_codes,
-)
-from tp_engine.kernels.int8_rows import Int8Rows, TorchInt8Rows
+from tp_engine.kernels import delta_rule, layer_ops
+from tp_engine.kernels.attention import heads, latents
+from tp_engine.kernels.experts import experts, routing
+from tp_engine.kernels.kv_cache import block_codes, layer_kv
+from tp_engine.kernels.linear import adapters
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import NativeInt8Rows
+from tp_engine.kernels.quantised import row_codes
+from tp_engine.kernels.quantised.int8_rows import Int8Rows, TorchInt8Rows
+from tp_engine.kernels.steps import decode_inputs, ngram_drafts, padded_steps
 
 Kind: TypeAlias = Literal["twin", "triton", "native"]
 
@@ -60,35 +52,37 @@ OPS: dict[str, Op] = {
     "delta_step": Op(delta_rule.delta_step, "delta_rule_triton:delta_step_triton", "delta:delta_step"),
     "delta_chunks": Op(delta_rule.delta_chunks, None, "delta:delta_chunks"),
     "cap_logits": Op(layer_ops.cap_logits, "elementwise_triton:cap_logits_triton", "ops:cap_logits"),
-    "prepare_heads": Op(heads.prepare_heads, "heads_triton:prepare_heads_triton", "ops:prepare_heads"),
-    "head_squares": Op(heads.head_squares, "head_width_triton:head_squares_triton", "ops:head_squares"),
-    "norm_width": Op(heads.norm_width, "head_width_triton:norm_width_triton", "ops:norm_width"),
-    "prepare_latents": Op(latents.prepare_latents, "latents_triton:prepare_latents_triton", "latents:prepare_latents"),
+    "prepare_heads": Op(heads.prepare_heads, "attention.heads_triton:prepare_heads_triton", "ops:prepare_heads"),
+    "head_squares": Op(heads.head_squares, "attention.head_width_triton:head_squares_triton", "ops:head_squares"),
+    "norm_width": Op(heads.norm_width, "attention.head_width_triton:norm_width_triton", "ops:norm_width"),
+    "prepare_latents": Op(
+        latents.prepare_latents, "attention.latents_triton:prepare_latents_triton", "latents:prepare_latents"
+    ),
     "absorb_queries": Op(latents.absorb_queries, None, "latents:absorb_queries"),
     "release_values": Op(latents.release_values, None, "latents:release_values"),
-    "route": Op(routing.route, "routing_triton:route_triton", "experts:route"),
+    "route": Op(routing.route, "experts.routing_triton:route_triton", "experts:route"),
     "to_float32": Op(routing.to_float32, None, "experts:to_float32"),
-    "add_gated": Op(experts.add_gated, "experts_triton:add_gated_triton", "experts:add_gated"),
+    "add_gated": Op(experts.add_gated, "experts.experts_triton:add_gated_triton", "experts:add_gated"),
     "prepare_decodes": Op(
-        decode_inputs.prepare_decodes, "decode_inputs_triton:prepare_decodes_triton", "ops:prepare_decodes"
+        decode_inputs.prepare_decodes, "steps.decode_inputs_triton:prepare_decodes_triton", "ops:prepare_decodes"
     ),
     "advance_decodes": Op(
-        decode_inputs.advance_decodes, "decode_inputs_triton:advance_decodes_triton", "ops:advance_decodes"
+        decode_inputs.advance_decodes, "steps.decode_inputs_triton:advance_decodes_triton", "ops:advance_decodes"
     ),
-    "prepare_steps": Op(padded_steps.prepare_steps, "padded_steps_triton:prepare_steps_triton"),
-    "advance_steps": Op(padded_steps.advance_steps, "padded_steps_triton:advance_steps_triton"),
-    "quantise_rows": Op(row_codes.quantise_rows, "row_codes_triton:quantise_rows_triton"),
+    "prepare_steps": Op(padded_steps.prepare_steps, "steps.padded_steps_triton:prepare_steps_triton"),
+    "advance_steps": Op(padded_steps.advance_steps, "steps.padded_steps_triton:advance_steps_triton"),
+    "quantise_rows": Op(row_codes.quantise_rows, "quantised.row_codes_triton:quantise_rows_triton"),
     "encode_blocks": Op(
-        block_codes.encode_blocks, "block_codes_triton:encode_blocks_triton", "block_codes:encode_blocks"
+        block_codes.encode_blocks, "kv_cache.block_codes_triton:encode_blocks_triton", "block_codes:encode_blocks"
     ),
     "decode_blocks": Op(
-        block_codes.decode_blocks, "block_codes_triton:decode_blocks_triton", "block_codes:decode_blocks"
+        block_codes.decode_blocks, "kv_cache.block_codes_triton:decode_blocks_triton", "block_codes:decode_blocks"
     ),
-    "norm_codes": Op(row_codes.norm_codes, "norm_codes_triton:norm_codes_triton"),
-    "add_adapters": Op(adapters.add_adapters, "adapters_triton:add_adapters_triton", "ops:add_adapters"),
-    "ngram_drafts": Op(ngram_drafts.ngram_drafts, "ngram_drafts_triton:ngram_drafts_triton"),
+    "norm_codes": Op(row_codes.norm_codes, "quantised.norm_codes_triton:norm_codes_triton"),
+    "add_adapters": Op(adapters.add_adapters, "linear.adapters_triton:add_adapters_triton", "ops:add_adapters"),
+    "ngram_drafts": Op(ngram_drafts.ngram_drafts, "steps.ngram_drafts_triton:ngram_drafts_triton"),
     # On CPUs the native attention stores what it is given, so there is no C function that only stores.
-    "store_kv": Op(layer_kv.store_kv, "store_kv_triton:store_kv_triton"),
+    "store_kv": Op(layer_kv.store_kv, "kv_cache.store_kv_triton:store_kv_triton"),
 }
 
 

@@ -7,7 +7,7 @@
     y_r = x W_r' + (x A') B_r'                 part_r = x_r W_r' + (x_r A_r') B'     the ranks' sum is x W' + x A' B'
 
 So an adapter adds no collective: a row-parallel layer adds it to its part, before the all-reduce.  A product made of
-several modules has a pair for each (``kernels/adapters.py`` draws the memory).  The scale is part of B.
+several modules has a pair for each (``kernels/linear/adapters.py`` draws the memory).  The scale is part of B.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Protocol
 import torch
 
 from tp_engine.errors import WeightError
-from tp_engine.kernels.adapters import AdapterRows, AdapterWeights, group_rows
-from tp_engine.kernels.row_codes import Rows
+from tp_engine.kernels.linear.adapters import AdapterRows, AdapterWeights, group_rows
+from tp_engine.kernels.quantised.row_codes import Rows
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.formats.stored import LinearShape, Part
 from tp_engine.layers.upload import upload_all

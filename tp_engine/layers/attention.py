@@ -15,8 +15,8 @@ import torch
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from tp_engine.attention.fresh import attend_fresh
 from tp_engine.attention.unprepared import PreparesHeads
-from tp_engine.kernels.heads import UnpreparedHeads
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.attention.heads import UnpreparedHeads
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.layers.context import Layer
 
 _metadata: ContextVar[Sequence[AttentionMetadata]] = ContextVar("attention_metadata")

@@ -25,7 +25,7 @@ class LayerContext:
 
     ``format_of(names)`` is the format of a linear layer made of the stored modules ``names``.  ``splits_experts``: a
     rank has a part of each expert; otherwise it has some experts whole (expert parallelism).  ``tp_invariant``: sums
-    over columns are those of ``kernels/tree_sum.py``.  With ``adapters``, linear layers have slots for some.
+    over columns are those of ``kernels/linear/tree_sum.py``.  With ``adapters``, linear layers have slots for some.
     """
 
     communicator: Communicator

@@ -12,7 +12,7 @@ import torch
 
 from tp_engine.attention.base import AttentionMetadata
 from tp_engine.kernels.delta_rule import Chunk, DeltaRule, LayerStates
-from tp_engine.kernels.row_codes import Rows
+from tp_engine.kernels.quantised.row_codes import Rows
 from tp_engine.layers.attention import current_metadata, only
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.formats.few_rows import BlockPart

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from tp_engine.kernels.row_codes import Rows
+from tp_engine.kernels.quantised.row_codes import Rows
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.formats.base import LinearFormat, Product
 from tp_engine.layers.formats.dense import Dense, PanelLinear

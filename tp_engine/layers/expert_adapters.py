@@ -8,9 +8,9 @@
     gate and up    A whole, B this rank's gate rows and up rows
     down           A this rank's columns, B whole: the all-reduce behind adds the ranks' parts up
 
-A pair of a row and an expert is then a row of ``kernels/adapters.py`` with the slot ``slot * E + expert``.  The product
-of gate and up, its adapter, the activation, the product of down, its adapter and the sum over a row's experts are
-operations of their own.  Rows without an adapter go through the product of the layer.
+A pair of a row and an expert is then a row of ``kernels/linear/adapters.py`` with the slot ``slot * E + expert``.  The
+product of gate and up, its adapter, the activation, the product of down, its adapter and the sum over a row's experts
+are operations of their own.  Rows without an adapter go through the product of the layer.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from tp_engine.kernels.adapters import AdapterRows, AdapterWeights, group_rows
-from tp_engine.kernels.expert_pairs import Run, pair_up
-from tp_engine.kernels.experts import add_up
+from tp_engine.kernels.experts.experts import add_up
+from tp_engine.kernels.experts.pairs import Run, pair_up
+from tp_engine.kernels.linear.adapters import AdapterRows, AdapterWeights, group_rows
 from tp_engine.layers.adapters import LocalPair, rows_of_step
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.formats.base import SeparateExperts

@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from tp_engine.kernels.routing import ExpertLoad
+from tp_engine.kernels.experts.routing import ExpertLoad
 from tp_engine.layers.attention import current_metadata
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.expert_adapters import ExpertAdapters

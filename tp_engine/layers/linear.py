@@ -20,7 +20,7 @@ from typing import cast
 
 import torch
 
-from tp_engine.kernels.row_codes import Rows
+from tp_engine.kernels.quantised.row_codes import Rows
 from tp_engine.layers.adapters import LinearAdapters, has_adapters
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.formats.base import LinearFormat, Product

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from tp_engine.kernels.heads import HeadNorm
+from tp_engine.kernels.attention.heads import HeadNorm
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.model_config.spec import AttentionSpec, NormSpec, QkNormSpec

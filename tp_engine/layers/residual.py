@@ -14,10 +14,10 @@ from typing import Protocol
 
 import torch
 
-from tp_engine.kernels.fused_linear import RowsToNorm
 from tp_engine.kernels.layer_ops import NormRule
+from tp_engine.kernels.linear.fused_linear import RowsToNorm
 from tp_engine.kernels.ops import has_triton
-from tp_engine.kernels.row_codes import RowCodes, Rows
+from tp_engine.kernels.quantised.row_codes import RowCodes, Rows
 from tp_engine.layers.adapters import has_adapters
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.formats.few_rows import BlockPart, NormInReaders, PartToAdd
@@ -168,7 +168,7 @@ class Fused:
     """One kernel for tensors that are all-reduced in one shot, ``Composed`` for larger tensors."""
 
     def __init__(self, communicator: SymmetricCommunicator, add_norm: AddNorm) -> None:
-        from tp_engine.kernels.reduce_norm_triton import all_reduce_add_norm_triton
+        from tp_engine.kernels.ranks.reduce_norm_triton import all_reduce_add_norm_triton
 
         self._communicator = communicator
         self._composed = Composed(communicator, add_norm)

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from tp_engine.kernels.heads import Rotation
+from tp_engine.kernels.attention.heads import Rotation
 from tp_engine.model_config.rope import RopeSpec
 from tp_engine.weights.source import Decode, as_stored
 

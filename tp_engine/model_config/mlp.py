@@ -56,7 +56,8 @@ class MlpSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRule:
-    """How a token's router logits become ``top_k`` experts and their weights (``kernels/routing.py`` has the formulas).
+    """How a token's router logits become ``top_k`` experts and their weights; ``kernels/experts/routing.py`` has the
+    formulas.
 
     ``scores`` are the softmax of all logits, the sigmoid of each, or the logits, of which the chosen ones go through a
     softmax.  With ``num_groups`` above 1 only the experts of the best ``top_groups`` groups can be chosen; a group is

@@ -1,6 +1,6 @@
 """Which models, numbers of ranks and options ``tp_invariant`` takes: the same bits on 1, 2, 4 and 8 ranks.
 
-The columns of every row-parallel product are ``NUM_SHARDS`` equal parts; ``kernels/tree_sum.py`` adds them up.
+The columns of every row-parallel product are ``NUM_SHARDS`` equal parts; ``kernels/linear/tree_sum.py`` adds them up.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from tp_engine.attention.base import AttentionBackend, AttentionShape
-from tp_engine.kernels.heads import Rotation, UnpreparedHeads
-from tp_engine.kernels.row_codes import Rows
+from tp_engine.kernels.attention.heads import Rotation, UnpreparedHeads
+from tp_engine.kernels.quantised.row_codes import Rows
 from tp_engine.layers.attention import Attention, current_metadata, only
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.delta import GatedDeltaNet

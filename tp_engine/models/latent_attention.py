@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.attention.base import AttentionBackend, AttentionShape
-from tp_engine.kernels.heads import Rotation
-from tp_engine.kernels.layer_kv import KeyValue
-from tp_engine.kernels.row_codes import Rows
+from tp_engine.kernels.attention.heads import Rotation
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue
+from tp_engine.kernels.quantised.row_codes import Rows
 from tp_engine.layers.attention import Attention, current_metadata, only
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.formats.few_rows import BlockPart

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from tp_engine.kernels.row_codes import Rows
+from tp_engine.kernels.quantised.row_codes import Rows
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.experts import Experts, Router
 from tp_engine.layers.formats.few_rows import BlockPart

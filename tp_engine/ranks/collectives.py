@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from tp_engine.kernels.tree_sum import tree_sum
+from tp_engine.kernels.linear.tree_sum import tree_sum
 from tp_engine.progress import RankProgress
 from tp_engine.ranks.rank import RankInfo
 

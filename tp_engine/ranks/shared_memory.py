@@ -1,7 +1,7 @@
 """All-reduces and small all-gathers of ranks on one host, through memory that they share (``ipc/tensor_slots.py``).
 
-Sums are trees over the ranks (``kernels/tree_sum.py``) in float32, rounded once: equal on all ranks, and they repeat
-bit for bit.  With several hosts, the ranks of each share memory, and ``two_level.py`` joins the hosts.
+Sums are trees over the ranks (``kernels/linear/tree_sum.py``) in float32, rounded once: equal on all ranks, and they
+repeat bit for bit.  With several hosts, the ranks of each share memory, and ``two_level.py`` joins the hosts.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 
 from tp_engine.errors import RankError
 from tp_engine.ipc.tensor_slots import TensorSlots
+from tp_engine.kernels.linear.tree_sum import tree_sum
 from tp_engine.kernels.native import exchange as native
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.tape import call
-from tp_engine.kernels.tree_sum import tree_sum
 from tp_engine.log import get_logger
 from tp_engine.progress import RankProgress
 from tp_engine.ranks.collectives import Communicator

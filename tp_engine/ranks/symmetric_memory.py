@@ -146,7 +146,7 @@ class TorchSymmetricBuffer:
         tensor.copy_(torch.ops.symm_mem.multimem_all_reduce_(room, "sum", self._group_name))
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
-        from tp_engine.kernels.gather_triton import all_gather_triton
+        from tp_engine.kernels.ranks.gather_triton import all_gather_triton
 
         return all_gather_triton(part, buffers=self.addresses, signals=self.signals, rank=self._handle.rank)
 

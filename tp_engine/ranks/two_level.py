@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from tp_engine.kernels.tree_sum import tree_sum
+from tp_engine.kernels.linear.tree_sum import tree_sum
 from tp_engine.ranks.rank import Agreeing, RankInfo
 
 

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tp_engine.kernels.decode_inputs import RowTables
-from tp_engine.kernels.sampling_tables import SamplingTables
+from tp_engine.kernels.sampling.tables import SamplingTables
+from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.layers.formats.head_choice import HeadChoice
 from tp_engine.plan import IntArray
 from tp_engine.ranks.collectives import Communicator
@@ -56,10 +56,10 @@ class DeviceSampler:
     """Samples the rows of ``state``, which has tables, together with the other ranks if there are any."""
 
     def __init__(self, state: SamplingState, communicator: Communicator) -> None:
-        from tp_engine.kernels.sampling_best_triton import best_tokens_triton
-        from tp_engine.kernels.sampling_candidates_triton import draw_ranked_triton
-        from tp_engine.kernels.sampling_filter_triton import top_keys_triton
-        from tp_engine.kernels.sampling_nucleus_triton import draw_nucleus_triton
+        from tp_engine.kernels.sampling.best_triton import best_tokens_triton
+        from tp_engine.kernels.sampling.candidates_triton import draw_ranked_triton
+        from tp_engine.kernels.sampling.filter_triton import top_keys_triton
+        from tp_engine.kernels.sampling.nucleus_triton import draw_nucleus_triton
 
         assert state.tables is not None, "kernels read the state's tables"
         self._tables: SamplingTables = state.tables

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 from tp_engine.kernels.ops import has_triton
-from tp_engine.kernels.sampling_tables import SamplingTables
+from tp_engine.kernels.sampling.tables import SamplingTables
 from tp_engine.sampling.groups import RowGroup, Way
 from tp_engine.sampling.noise import gumbel_noise
 from tp_engine.sampling.ranking import rank_candidates, row_argmax, row_chunks
@@ -132,9 +132,9 @@ def draws_by_kernel(device_type: str) -> bool:
 
 def draw_filtered(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor) -> torch.Tensor:
     """``draw`` for a group with top_k or top_p by kernels, which need no sort: (m,) int32."""
-    from tp_engine.kernels.sampling_best_triton import best_tokens_triton
-    from tp_engine.kernels.sampling_candidates_triton import draw_ranked_triton
-    from tp_engine.kernels.sampling_nucleus_triton import draw_nucleus_triton
+    from tp_engine.kernels.sampling.best_triton import best_tokens_triton
+    from tp_engine.kernels.sampling.candidates_triton import draw_ranked_triton
+    from tp_engine.kernels.sampling.nucleus_triton import draw_nucleus_triton
 
     num_rows, vocab_size = logits.shape
     unused = torch.zeros_like(group.temperature)

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tp_engine.kernels.sampling_tables import CountTables
+from tp_engine.kernels.sampling.tables import CountTables
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.layers.upload import upload, upload_all
 from tp_engine.plan import MASK_TOKENS, NO_IDS, NO_MASKS, IntArray, RowSampling

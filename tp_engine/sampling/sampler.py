@@ -22,9 +22,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from tp_engine.kernels.decode_inputs import RowTables
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.ops import best_tokens
+from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.layers.upload import upload, upload_all
 from tp_engine.plan import IntArray
 from tp_engine.ranks.collectives import Communicator

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from tp_engine.kernels.ops import has_triton
-from tp_engine.kernels.sampling_tables import SamplingTables
+from tp_engine.kernels.sampling.tables import SamplingTables
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.layers.upload import upload_all
 from tp_engine.plan import IntArray, RowSampling

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import Backends, prepare_groups
-from tp_engine.kernels.decode_inputs import RowTables
+from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.layers.attention import forward_context
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import FIRST_STEP_ID, IntArray, StepPlan

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata
-from tp_engine.kernels.decode_inputs import PAD_ROW, DecodeInputs, RowTables
 from tp_engine.kernels.ops import op
+from tp_engine.kernels.steps.decode_inputs import PAD_ROW, DecodeInputs, RowTables
 from tp_engine.layers.upload import upload_into
 from tp_engine.plan import IntArray
 

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from tp_engine.kernels.ngram_drafts import NO_DRAFT
+from tp_engine.kernels.steps.ngram_drafts import NO_DRAFT
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.upload import upload_all
 from tp_engine.models.causal_lm import CausalLM

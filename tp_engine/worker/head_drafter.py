@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, Backends
-from tp_engine.kernels.ngram_drafts import NO_DRAFT
+from tp_engine.kernels.steps.ngram_drafts import NO_DRAFT
 from tp_engine.layers.attention import Attention, forward_context, only
 from tp_engine.layers.upload import upload_all
 from tp_engine.models.causal_lm import CausalLM

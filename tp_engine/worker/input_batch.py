@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata
-from tp_engine.kernels.decode_inputs import RowTables, padded_room
+from tp_engine.kernels.steps.decode_inputs import RowTables, padded_room
 from tp_engine.layers.upload import upload_all
 from tp_engine.plan import Admission, IntArray, StepPlan
 from tp_engine.units import ceil_div

@@ -5,7 +5,7 @@
     raw     (blocks, block_bytes) uint8         | block 0                                       | block 1 ...
                                                 | K0 V0 K1 V1 ... | scales, if quantised | room |
     cache   (blocks, layers of the group, parts, block_size, local KV heads, head_dim)    0: keys, 1: values
-    scales  (blocks, layers of the group, parts, local KV heads, block_size) float32      kernels/layer_kv.py
+    scales  (blocks, layers of the group, parts, local KV heads, block_size) float32      kernels/kv_cache/layer_kv.py
     a layer's view is (parts, blocks, block_size, local KV heads, head_dim): of the layer with place i in its group
 
 A block belongs to one group of layers at a time (kv_layout.py), so each group has a view of all blocks, in the shape of
@@ -27,7 +27,7 @@ import torch
 
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kernels.huge_pages import map_zeros
-from tp_engine.kernels.layer_kv import SCALE_DTYPE, is_quantised, layer_view
+from tp_engine.kernels.kv_cache.layer_kv import SCALE_DTYPE, is_quantised, layer_view
 from tp_engine.kv_layout import KvLayout
 from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray

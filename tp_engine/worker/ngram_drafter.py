@@ -1,7 +1,7 @@
 """Prompt lookup on rank 0's device: drafts are what followed a row's last tokens before, in its own text.
 
-The rows' texts are on the device, and the search is one operation (``kernels/ngram_drafts.py``), so rank 0's host looks
-nothing up.  The other ranks have nothing to do: drafts reach them as guesses in a plan.
+The rows' texts are on the device, and the search is one operation (``kernels/steps/ngram_drafts.py``), so rank 0's host
+looks nothing up.  The other ranks have nothing to do: drafts reach them as guesses in a plan.
 """
 
 from __future__ import annotations

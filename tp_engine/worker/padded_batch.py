@@ -1,7 +1,7 @@
 """Steps with prompts at fixed sizes: which sizes there are, what the host sends of a step, where its inputs are.
 
 A step of size (D, T) has room for D decodes and for up to ``MAX_CHUNKS`` chunks of prompts with T tokens in all
-(``kernels/padded_steps.py``).  Its launches depend on D and T alone, so a CUDA graph may hold it.
+(``kernels/steps/padded_steps.py``).  Its launches depend on D and T alone, so a CUDA graph may hold it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata
-from tp_engine.kernels.decode_inputs import PAD_ROW, RowTables
 from tp_engine.kernels.ops import op
-from tp_engine.kernels.padded_steps import PaddedInputs, PaddedRequests
+from tp_engine.kernels.steps.decode_inputs import PAD_ROW, RowTables
+from tp_engine.kernels.steps.padded_steps import PaddedInputs, PaddedRequests
 from tp_engine.layers.upload import upload_into
 from tp_engine.plan import IntArray, StepPlan
 

@@ -13,7 +13,7 @@ from tp_engine.attention.base import AttentionBackend, AttentionMetadata, Attent
 from tp_engine.attention.long_prompts import LEAST_TOKENS, LongPromptsBackend, attend_by_cudnn, attend_causally
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.attention.triton_latent import TritonLatentBackend
-from tp_engine.kernels.layer_kv import LayerKv
+from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 
 
 def decode_bytes(shape: Shape, num_requests: int, length: int, cache_dtype: torch.dtype) -> int:

@@ -115,8 +115,8 @@ def token_cases(shape: Shape, num_tokens: int) -> Iterator[KernelCase]:
 
 
 def _heads_launch(shape: Shape, num_tokens: int, cache_dtype: torch.dtype) -> Launch:
-    from tp_engine.kernels.heads import HeadNorm, Rotation
-    from tp_engine.kernels.layer_kv import LayerKv
+    from tp_engine.kernels.attention.heads import HeadNorm, Rotation
+    from tp_engine.kernels.kv_cache.layer_kv import LayerKv
     from tp_engine.kernels.ops import op
 
     num_kv_heads, head_dim = shape.num_kv_heads, shape.head_dim
@@ -151,8 +151,8 @@ def decode_input_cases(shape: Shape, num_requests: int, length: int) -> Iterator
 
 
 def _decode_inputs_launch(shape: Shape, num_requests: int, length: int, *, advances: bool) -> Launch:
-    from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables
     from tp_engine.kernels.ops import op
+    from tp_engine.kernels.steps.decode_inputs import DecodeInputs, RowTables
 
     num_columns = -(-length // shape.block_size)
     tables = RowTables(

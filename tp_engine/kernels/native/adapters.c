@@ -1,4 +1,4 @@
-/* Products with adapters: kernels/adapters.py has the formulas and the order of the matrices.
+/* Products with adapters: kernels/linear/adapters.py has the formulas and the order of the matrices.
 
    A tile is some rows of one slot.  First each row becomes `rank` numbers for each part, float32, by sums across
    vectors; then these times B, whose rows lie along the outputs, are added to the row's output.  A sum's items are added in

@@ -1,4 +1,4 @@
-/* KV blocks in 8 bits, encoded and decoded while they are copied.  kernels/block_codes.py has the format. */
+/* KV blocks in 8 bits, encoded and decoded while they are copied.  kernels/kv_cache/block_codes.py has the format. */
 
 #include "simd.h"
 

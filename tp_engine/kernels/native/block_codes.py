@@ -1,4 +1,4 @@
-"""KV blocks in 8 bits by ``block_codes.c``: ``kernels/block_codes.py`` says what the arguments are."""
+"""KV blocks in 8 bits by ``block_codes.c``: ``kernels/kv_cache/block_codes.py`` says what the arguments are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from tp_engine.kernels.block_codes import BlockForm
+from tp_engine.kernels.kv_cache.block_codes import BlockForm
 from tp_engine.kernels.native.layout import DTYPE_CODES, BlockCodes
 from tp_engine.plan import IntArray
 

@@ -3,7 +3,7 @@
 #include "simd.h"
 #include "tape.h"
 
-/* Inputs of one token per request, as kernels/decode_inputs.py draws them.  Only the used part of a block table is
+/* Inputs of one token per request, as kernels/steps/decode_inputs.py draws them.  Only the used part of a block table is
    copied.  A row of a table has `num_columns`; groups are `source_stride` apart in the rows' tables, `slot_stride` and
    `table_stride` apart in the inputs. */
 int prepare_decodes(const int32_t *rows, int64_t num_requests, const int32_t *token_ids, int64_t token_stride,

@@ -9,10 +9,11 @@ from typing import get_args
 
 import torch
 
-from tp_engine.kernels import experts as expert_twins
-from tp_engine.kernels import huge_pages, routing
-from tp_engine.kernels.expert_pairs import Run
-from tp_engine.kernels.experts import ExpertWeights, QuantisedExpertWeights
+from tp_engine.kernels import huge_pages
+from tp_engine.kernels.experts import experts as expert_twins
+from tp_engine.kernels.experts import routing
+from tp_engine.kernels.experts.experts import ExpertWeights, QuantisedExpertWeights
+from tp_engine.kernels.experts.pairs import Run
 from tp_engine.kernels.native.layout import DTYPE_CODES, Experts, Routing
 from tp_engine.kernels.native.linear import fits_panels, multiply_packed
 from tp_engine.kernels.native.ops import are_dense

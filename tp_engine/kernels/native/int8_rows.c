@@ -1,4 +1,4 @@
-/* Rows quantised to 8 bits before an integer product, and the product's rows scaled back.  kernels/int8_rows.py has the
+/* Rows quantised to 8 bits before an integer product, and the product's rows scaled back.  kernels/quantised/int8_rows.py has the
    formulas. */
 
 #include "simd.h"

@@ -1,4 +1,4 @@
-/* Latent attention's small operations: kernels/latents.py has the formulas and the names. */
+/* Latent attention's small operations: kernels/attention/latents.py has the formulas and the names. */
 
 #include "simd.h"
 #include "tape.h"

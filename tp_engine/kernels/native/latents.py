@@ -6,9 +6,9 @@ import ctypes
 
 import torch
 
-from tp_engine.kernels import latents as twins
-from tp_engine.kernels.heads import Rotation
-from tp_engine.kernels.layer_kv import LayerKv
+from tp_engine.kernels.attention import latents as twins
+from tp_engine.kernels.attention.heads import Rotation
+from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.native.layout import DTYPE_CODES
 

@@ -10,15 +10,15 @@ import ctypes
 
 import torch
 
-from tp_engine.kernels import adapters as adapter_twins
-from tp_engine.kernels import heads as head_twins
 from tp_engine.kernels import layer_ops as twins
-from tp_engine.kernels.adapters import AdapterRows, AdapterWeights
-from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables
-from tp_engine.kernels.heads import HeadNorm, Heads, Rotation
-from tp_engine.kernels.layer_kv import LayerKv
+from tp_engine.kernels.attention import heads as head_twins
+from tp_engine.kernels.attention.heads import HeadNorm, Heads, Rotation
+from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 from tp_engine.kernels.layer_ops import NormRule
+from tp_engine.kernels.linear import adapters as adapter_twins
+from tp_engine.kernels.linear.adapters import AdapterRows, AdapterWeights
 from tp_engine.kernels.native.layout import DTYPE_CODES, MAX_ADAPTED_PARTS, Adapters
+from tp_engine.kernels.steps.decode_inputs import DecodeInputs, RowTables
 from tp_engine.model_config.mlp import Activation
 
 MAX_HEAD_DIM = 512

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from tp_engine.kernels.layer_kv import KeyValue
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue
 from tp_engine.kernels.native.layout import DTYPE_CODES, Layer, Step
 from tp_engine.plan import IntArray
 

@@ -1,4 +1,4 @@
-/* Quantised weights in panels: kernels/quantised.py says what they mean, panels.h what a panel is.
+/* Quantised weights in panels: kernels/quantised/weights.py says what they mean, panels.h what a panel is.
 
        column     of x and of the weight.  Each group's are filled up with zeros of x to whole words
        word       32 bits of codes of one output: 8 columns of 4 bits, or 4 of 8

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tp_engine.kernels import huge_pages
 from tp_engine.kernels.native.layout import DTYPE_CODES, Quantised
 from tp_engine.kernels.native.linear import NO_ACTIVATION
-from tp_engine.kernels.quantised import Codes, QuantisedWeight, code_values, values_per_byte
+from tp_engine.kernels.quantised.weights import Codes, QuantisedWeight, code_values, values_per_byte
 from tp_engine.model_config.mlp import Activation
 
 # As in quantised.h.

@@ -1,4 +1,4 @@
-/* Which experts a token goes to, and with which weights: kernels/routing.py has the formulas. */
+/* Which experts a token goes to, and with which weights: kernels/experts/routing.py has the formulas. */
 
 #include "simd.h"
 #include "tape.h"

@@ -10,19 +10,23 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tp_engine.kernels import adapters, block_codes, latents, layer_ops, routing
-from tp_engine.kernels import heads as head_twins
+from tp_engine.kernels import layer_ops
+from tp_engine.kernels.attention import heads as head_twins
+from tp_engine.kernels.attention import latents
+from tp_engine.kernels.attention.heads import HeadNorm, Rotation
+from tp_engine.kernels.attention.plain_attention import attend
 from tp_engine.kernels.delta_rule import Chunk, DeltaRule, LayerStates, delta_chunks, delta_step
-from tp_engine.kernels.experts import (
+from tp_engine.kernels.experts import routing
+from tp_engine.kernels.experts.experts import (
     ExpertWeights,
     QuantisedExpertWeights,
     add_gated,
     mix_experts,
     mix_quantised_experts,
 )
-from tp_engine.kernels.heads import HeadNorm, Rotation
-from tp_engine.kernels.int8_rows import TorchInt8Rows
+from tp_engine.kernels.kv_cache import block_codes
 from tp_engine.kernels.layer_ops import NormRule
+from tp_engine.kernels.linear import adapters
 from tp_engine.kernels.native import block_codes as native_block_codes
 from tp_engine.kernels.native import delta, experts, ops
 from tp_engine.kernels.native import latents as native_latents
@@ -31,8 +35,8 @@ from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.kernels.native.linear import NativeInt8Rows, PackedWeight
 from tp_engine.kernels.native.paged_attention import PagedAttention, in_kernel_order
 from tp_engine.kernels.native.quantised import QuantisedPanels
-from tp_engine.kernels.plain_attention import attend
-from tp_engine.kernels.quantised import Codes, QuantisedWeight, multiply_quantised, values_per_byte
+from tp_engine.kernels.quantised.int8_rows import TorchInt8Rows
+from tp_engine.kernels.quantised.weights import Codes, QuantisedWeight, multiply_quantised, values_per_byte
 from tp_engine.kv_layout import StateKind
 from tp_engine.model_config.mlp import Activation, ActivationKind, RoutingRule
 

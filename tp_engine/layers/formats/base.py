@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from tp_engine.kernels.expert_pairs import Run
+from tp_engine.kernels.experts.pairs import Run
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.formats.experts import ExpertsShape
 from tp_engine.layers.formats.stored import LinearShape
@@ -44,7 +44,7 @@ class ExpertsProduct(Protocol):
 class SeparateExperts(ExpertsProduct, Protocol):
     """Experts without biases whose two products there are apart too, for adapters between them.
 
-    Rows ``x`` (P, in) are pairs of a row and an expert, by expert: ``runs`` (``kernels/expert_pairs.py``)."""
+    Rows ``x`` (P, in) are pairs of a row and an expert, by expert: ``runs`` (``kernels/experts/pairs.py``)."""
 
     def gate_up(self, x: torch.Tensor, runs: list[Run]) -> torch.Tensor:
         """(P, hidden) -> (P, 2 * inner), gate first, without the activation."""

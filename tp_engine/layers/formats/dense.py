@@ -32,9 +32,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tp_engine.kernels.expert_pairs import Run, multiply_runs
-from tp_engine.kernels.experts import ExpertWeights, mix_experts
-from tp_engine.kernels.experts_grouped import grouped_experts
+from tp_engine.kernels.experts.experts import ExpertWeights, mix_experts
+from tp_engine.kernels.experts.grouped import grouped_experts
+from tp_engine.kernels.experts.pairs import Run, multiply_runs
 from tp_engine.kernels.native.experts import NativeExperts, takes_experts
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight, fits_panels
@@ -187,7 +187,7 @@ class TreeLinear:
     is_recordable = True
 
     def __init__(self, weight: torch.Tensor, num_shards: int, *, keeps_sums: bool) -> None:
-        from tp_engine.kernels.tree_linear_triton import tree_linear_triton
+        from tp_engine.kernels.linear.tree_linear_triton import tree_linear_triton
 
         self._run, self._weight, self._num_shards, self._keeps_sums = tree_linear_triton, weight, num_shards, keeps_sums
 
@@ -231,7 +231,7 @@ def choose_product(weight: torch.Tensor, activation: Activation | None = None) -
 def choose_experts(weights: ExpertWeights, top_k: int) -> ExpertsProduct:
     """The fastest product of a layer's experts: C on CPUs, Triton on GPUs, plain PyTorch if there is neither."""
     if runs_triton(weights.gate_up.device.type) and has_triton():
-        from tp_engine.kernels.experts_triton import TritonExperts
+        from tp_engine.kernels.experts.experts_triton import TritonExperts
 
         return TritonExperts(weights, grouped=grouped_experts(weights))
     library = native_library() if weights.gate_up.device.type == "cpu" and takes_experts(weights) else None

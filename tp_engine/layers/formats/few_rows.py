@@ -23,10 +23,10 @@ import torch.nn.functional as F
 
 from tp_engine.attention.triton_backend import num_multiprocessors
 from tp_engine.env import few_rows_by
-from tp_engine.kernels.fused_linear import RowsToNorm
 from tp_engine.kernels.layer_ops import NormRule
+from tp_engine.kernels.linear.fused_linear import RowsToNorm
 from tp_engine.kernels.ops import op
-from tp_engine.kernels.row_codes import Rows
+from tp_engine.kernels.quantised.row_codes import Rows
 from tp_engine.layers.formats.base import Product
 from tp_engine.model_config.mlp import Activation
 
@@ -48,8 +48,8 @@ class FewRowsLinear:
     is_recordable = True
 
     def __init__(self, weight: torch.Tensor, activation: Activation | None, *, takes_one: bool, most_rows: int) -> None:
-        from tp_engine.kernels.few_rows_linear_triton import few_rows_linear_triton, linear_sizes
-        from tp_engine.kernels.one_row_linear_triton import one_row_linear_triton
+        from tp_engine.kernels.linear.few_rows_linear_triton import few_rows_linear_triton, linear_sizes
+        from tp_engine.kernels.linear.one_row_linear_triton import one_row_linear_triton
 
         self.weight, self._activation = weight, activation
         self._takes_one, self._most_rows = takes_one, most_rows
@@ -98,7 +98,7 @@ class FewRowsLinear:
 
 def choose_few_rows(weight: torch.Tensor, activation: Activation | None) -> FewRowsLinear | None:
     """The products of a ``weight`` (out, in) on a GPU with Triton; None if it leaves all rows to the library."""
-    from tp_engine.kernels import few_rows_linear_triton, one_row_linear_triton
+    from tp_engine.kernels.linear import few_rows_linear_triton, one_row_linear_triton
 
     is_gated, most_rows = activation is not None, most_rows_of(MOST_ROWS, weight)
     if most_rows == 0 or len(weight) > _MOST_OUTPUTS:
@@ -114,7 +114,7 @@ def choose_few_rows(weight: torch.Tensor, activation: Activation | None) -> FewR
 def most_rows_of(table: tuple[tuple[int, int], ...], weight: torch.Tensor) -> int:
     """The most rows for which Triton's tiles are taken for ``weight`` (out, in): by ``table``, or as the user asks
     (``env.few_rows_by``)."""
-    from tp_engine.kernels.few_rows_linear_triton import max_rows
+    from tp_engine.kernels.linear.few_rows_linear_triton import max_rows
 
     by, most_rows = few_rows_by(), max_rows(weight.dtype)
     if by == "library":

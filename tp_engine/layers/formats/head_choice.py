@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tp_engine.kernels.decode_inputs import RowTables
 from tp_engine.kernels.ops import has_triton
-from tp_engine.kernels.sampling_tables import SamplingTables
+from tp_engine.kernels.sampling.tables import SamplingTables
+from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.layers.formats.base import Product
 from tp_engine.layers.formats.dense import PlainLinear, runs_triton
 from tp_engine.layers.formats.few_rows import HEAD_MOST_ROWS, FewRowsLinear, most_rows_of
 
 if TYPE_CHECKING:
-    from tp_engine.kernels.sampling_best_triton import BestTokens
+    from tp_engine.kernels.sampling.best_triton import BestTokens
 
 
 class HeadChoice:
@@ -37,7 +37,7 @@ class HeadChoice:
         softcap: float | None,
         most_rows: int,
     ) -> None:
-        from tp_engine.kernels.head_choice_triton import head_choice_triton, head_sizes
+        from tp_engine.kernels.linear.head_choice_triton import head_choice_triton, head_sizes
 
         self._weight, self._first_id, self._num_ids = weight, first_id, num_ids
         self._scale, self._softcap, self._most_rows = scale, softcap, most_rows
@@ -81,7 +81,7 @@ def choose_head_choice(
     """
     if not (isinstance(product, (PlainLinear, FewRowsLinear)) and has_triton()):
         return None
-    from tp_engine.kernels.head_choice_triton import takes_head
+    from tp_engine.kernels.linear.head_choice_triton import takes_head
 
     weight = product.weight
     if not (runs_triton(weight.device.type) and takes_head(weight)):

@@ -12,7 +12,7 @@ Each rank quantises its own part of a weight.  For a column-parallel weight that
 scale either way; for a row-parallel weight the scales become finer, because each rank has its own for its columns.
 
 oneDNN's product with a packed weight (``torch.ops.onednn.qlinear_pointwise``) takes one scale for all of ``x``: 1
-here; the rows' scales are applied before and after it (``kernels/int8_rows.py``).  It was chosen over
+here; the rows' scales are applied before and after it (``kernels/quantised/int8_rows.py``).  It was chosen over
 ``torch.ops.quantized.linear_dynamic``, whose one scale for all rows lets a request change its neighbours' results and
 whose quantised tensors PyTorch has deprecated; over ``torch._weight_int8pack_mm``, which computes in floats; and over
 ``torch._int_mm``, which keeps no packed weight.  docs/benchmarks.md has the times.  The functions belong to torch's
@@ -27,8 +27,8 @@ from functools import cache
 import torch
 
 from tp_engine.errors import ConfigError
-from tp_engine.kernels.int8_rows import CODE_OFFSET, LARGEST_CODE
 from tp_engine.kernels.ops import int8_rows
+from tp_engine.kernels.quantised.int8_rows import CODE_OFFSET, LARGEST_CODE
 from tp_engine.layers.formats.base import Product
 from tp_engine.layers.formats.dense import Dense, ThenGate
 from tp_engine.layers.formats.stored import LinearShape

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.nn.functional as F
 
-from tp_engine.kernels.experts import QuantisedExpertWeights
-from tp_engine.kernels.quantised import INT4_OFFSET, QuantisedWeight
+from tp_engine.kernels.experts.experts import QuantisedExpertWeights
+from tp_engine.kernels.quantised.weights import INT4_OFFSET, QuantisedWeight
 from tp_engine.layers.formats.base import ExpertsProduct, Product
 from tp_engine.layers.formats.dense import Dense
 from tp_engine.layers.formats.experts import ExpertsShape

@@ -25,7 +25,7 @@ from functools import partial
 
 import torch
 
-from tp_engine.kernels.quantised import E2M1_VALUES, INT4_OFFSET, Codes
+from tp_engine.kernels.quantised.weights import E2M1_VALUES, INT4_OFFSET, Codes
 from tp_engine.layers.formats.stored import StoredTensor, Unit
 from tp_engine.model_config.quantization import WeightScheme
 from tp_engine.weights.source import Decode, as_stored

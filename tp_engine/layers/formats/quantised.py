@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from tp_engine.kernels.experts import QuantisedExpertWeights
-from tp_engine.kernels.quantised import QuantisedWeight
+from tp_engine.kernels.experts.experts import QuantisedExpertWeights
+from tp_engine.kernels.quantised.weights import QuantisedWeight
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.formats.base import ExpertsProduct, Product
 from tp_engine.layers.formats.dense import ThenGate, expert_biases

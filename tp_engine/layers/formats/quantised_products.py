@@ -17,7 +17,7 @@ more        any other                            Triton makes the values, PyTorc
 Where ``down`` of a gated MLP is a scaled product, the activation and the rounding of its result to 8 bits are one pass
 over memory (``GatedPair``).  Where all products that read a norm are scaled, so are the norm and the rounding of its
 rows (``wanted_codes``).  Experts on a GPU are Triton's grouped products, and PyTorch's from many pairs on
-(``kernels.experts_grouped``).
+(``kernels/experts/grouped.py``).
 
 Weights stay packed: no copy of the values is kept.  Activations may be rounded to 8 bits only if the format says that
 they are quantised, and only where that makes the product faster; elsewhere they stay as they are, which is more exact.
@@ -31,15 +31,15 @@ from dataclasses import dataclass
 
 import torch
 
-from tp_engine.kernels.experts import QuantisedExpertWeights, mix_quantised_experts
-from tp_engine.kernels.experts_grouped import grouped_experts
+from tp_engine.kernels.experts.experts import QuantisedExpertWeights, mix_quantised_experts
+from tp_engine.kernels.experts.grouped import grouped_experts
 from tp_engine.kernels.native.experts import NativeQuantisedExperts
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.quantised import QuantisedPanels
 from tp_engine.kernels.ops import has_triton, op
-from tp_engine.kernels.quantised import QuantisedWeight, multiply_quantised
-from tp_engine.kernels.row_codes import CodeRule, Rows
-from tp_engine.kernels.scaled_products import ScaledProduct, has_fp8_units, scaled_product
+from tp_engine.kernels.quantised.row_codes import CodeRule, Rows
+from tp_engine.kernels.quantised.scaled_products import ScaledProduct, has_fp8_units, scaled_product
+from tp_engine.kernels.quantised.weights import QuantisedWeight, multiply_quantised
 from tp_engine.layers.formats.base import ExpertsProduct, Product
 from tp_engine.layers.formats.dense import runs_triton
 from tp_engine.model_config.mlp import Activation
@@ -87,9 +87,9 @@ class TritonQuantised:
     def __init__(
         self, weight: QuantisedWeight, activation: Activation | None, scaled: ScaledProduct | None = None
     ) -> None:
-        from tp_engine.kernels.dequantise_triton import multiply_dequantised
-        from tp_engine.kernels.quantised_linear_triton import quantised_linear_triton
-        from tp_engine.kernels.quantised_row_triton import quantised_row_triton, takes_row
+        from tp_engine.kernels.quantised.dequantise_triton import multiply_dequantised
+        from tp_engine.kernels.quantised.linear_triton import quantised_linear_triton
+        from tp_engine.kernels.quantised.row_triton import quantised_row_triton, takes_row
 
         self._weight = weight.map(torch.Tensor.contiguous)
         self.activation, self.scaled = activation, scaled
@@ -203,7 +203,7 @@ def choose_quantised_experts(
     ``quantises_activations``: rows of ``x`` may be rounded to 8 bits, each by its largest value.
     """
     if runs_triton(weights.down.codes.device.type) and has_triton():
-        from tp_engine.kernels.experts_triton import TritonExperts
+        from tp_engine.kernels.experts.experts_triton import TritonExperts
 
         quantises = quantises_activations and dtype == torch.bfloat16
         return TritonExperts(weights, grouped=grouped_experts(weights, quantises_activations=quantises))

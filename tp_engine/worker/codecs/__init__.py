@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from tp_engine.kernels.block_codes import BlockForm
+from tp_engine.kernels.kv_cache.block_codes import BlockForm
 from tp_engine.kv_codec import is_lossy, pca_settings
 from tp_engine.worker.codecs.base import BlockCopy, Codec
 from tp_engine.worker.codecs.eight_bits import EightBits

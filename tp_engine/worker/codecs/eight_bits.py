@@ -1,4 +1,6 @@
-"""The codecs int8 and fp8: one byte per element and a scale per token and head; kernels/block_codes.py has the format.
+"""The codecs int8 and fp8: one byte per element and a scale per token and head.
+
+``kernels/kv_cache/block_codes.py`` has the format.
 
 Of the same size, int8 has a tenth of the error: its steps are equally fine everywhere, and the elements of a head's
 vector are of similar size.
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from tp_engine.kernels.block_codes import BlockForm, Pairs
+from tp_engine.kernels.kv_cache.block_codes import BlockForm, Pairs
 from tp_engine.kernels.ops import op
 from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray

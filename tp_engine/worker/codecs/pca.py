@@ -6,7 +6,7 @@
     coordinates --- synthesis (rank, head_dim) ---> state, within the bound, or the block is refused
 
     blob    codes (heads, block_size, rank) int8 | scales (heads, block_size) bfloat16
-            heads: KV heads of all parts, part after part (kernels/block_codes.py); a part is K or V of a layer
+            heads: KV heads of all parts, part after part (kernels/kv_cache/block_codes.py); a part is K or V of a layer
 
 The basis of a head is that of the largest singular values of its vectors in the first blocks that are to be stored, 16
 tokens for each dimension.  It stays fixed from then on; those blocks are refused.  A coordinate is divided by its
@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tp_engine.kernels.block_codes import SCALE_BYTES, BlockForm, quantise
+from tp_engine.kernels.kv_cache.block_codes import SCALE_BYTES, BlockForm, quantise
 from tp_engine.layers.upload import upload
 from tp_engine.log import get_logger
 from tp_engine.plan import IntArray

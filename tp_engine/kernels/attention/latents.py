@@ -1,0 +1,69 @@
+"""Latent attention's small operations in plain PyTorch (``model_config/latent.py`` has the sizes and the names).
+
+::
+
+    prepare     query heads [ nope | rope ] -> [ nope | turned rope ], scaled
+                rows        [ latent | rope ] -> [ normalised latent | turned rope ]
+    absorb      query heads [ nope | rope ] -> [ nope K_h | rope ]         K_h (nope_dim, rank) of the head's ``up``
+    release     means of latents -> means of values: mean V_h^T            V_h (value_dim, rank), the rest of ``up``
+
+The pairs that turn are neighbours (``is_interleaved``) or half of rope_dim apart; they stay where they are, because
+scores are sums over pairs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tp_engine.kernels.attention.heads import Rotation, apply_rotary
+from tp_engine.kernels.kv_cache.layer_kv import LayerKv
+from tp_engine.kernels.layer_ops import NormRule, norm
+
+
+def prepare_latents(
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    rule: NormRule,
+    rotation: Rotation,
+    is_interleaved: bool,
+    kv: LayerKv | None,
+    slot_mapping: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``query`` (N, heads, query_dim) and ``rows`` (N, row_dim) -> both prepared; rows as (N, 1, row_dim).
+
+    ``rule`` is that of the latents' norm.  This twin leaves the store to the attention backend.  An implementation may
+    store the rows at the slots ``slot_mapping`` (N,) int64 of ``kv``, if there is one, and then returns None for them.
+    """
+    rank = len(rule.weight)
+    size = rotation.rotary_dim
+    nope = query.shape[2] - size
+    turned = _turn(query[..., nope:], rotation, is_interleaved)
+    query = torch.cat((query[..., :nope], turned), -1)
+    if rotation.query_scale is not None:
+        scale = rotation.query_scale.index_select(0, rotation.positions).view(-1, 1, 1)
+        query = (query * scale).to(query.dtype)
+    key = _turn(rows[:, rank:].unsqueeze(1), rotation, is_interleaved)
+    return query, torch.cat((norm(rows[:, :rank], rule).unsqueeze(1), key), -1)
+
+
+def _turn(heads: torch.Tensor, rotation: Rotation, is_interleaved: bool) -> torch.Tensor:
+    """``heads`` (N, heads, rope_dim), turned."""
+    if not is_interleaved:
+        return apply_rotary(heads, *rotation.cos_sin())
+    cos, sin = rotation.table.index_select(0, rotation.positions).unsqueeze(1).chunk(2, -1)
+    first, second = heads.view(*heads.shape[:-1], -1, 2).unbind(-1)
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
+
+
+def absorb_queries(query: torch.Tensor, up: torch.Tensor, nope_dim: int) -> torch.Tensor:
+    """``query`` (n, heads, nope_dim + rope_dim), ``up`` (heads, nope_dim + value_dim, rank) -> (n, heads, row_dim)."""
+    size, rank = query.shape[2] - nope_dim, up.shape[2]
+    out = query.new_empty(*query.shape[:2], rank + size)
+    out[..., :rank] = torch.bmm(query[..., :nope_dim].transpose(0, 1), up[:, :nope_dim]).transpose(0, 1)
+    out[..., rank:] = query[..., nope_dim:]
+    return out
+
+
+def release_values(attended: torch.Tensor, up: torch.Tensor, nope_dim: int) -> torch.Tensor:
+    """``attended`` (n, heads, rank), ``up`` as above -> (n, heads, value_dim)."""
+    return torch.bmm(attended.transpose(0, 1), up[:, nope_dim:].transpose(1, 2)).transpose(0, 1)

@@ -1,0 +1,1 @@
+"""Which experts a token goes to, and products with these experts' weights."""

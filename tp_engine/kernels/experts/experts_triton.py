@@ -1,0 +1,156 @@
+"""A layer's experts in Triton: pairs sorted by expert, two grouped products, the sum over a token's pairs.
+
+::
+
+    sort            pairs of a token and an expert, by expert                         sort_triton
+    gate and up     x of the pairs -> inner[pair], activated                          products_triton
+    down            inner of the pairs -> outputs[pair]
+    sum             program (token, columns): outputs of the token's pairs times their weights, in the order of j
+
+Grids have room for the most blocks that the number of tokens can need, so a CUDA graph holds all of it and the host
+never waits.  No sum is atomic, and a product adds up its columns in blocks of one size for any number of rows, so a
+row's result does not depend on the rest of the batch.  The shape is vLLM's (``fused_moe.py``, Apache-2.0), the code is
+this project's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+
+from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.experts.experts import ExpertWeights, QuantisedExpertWeights
+from tp_engine.kernels.experts.grouped import GroupedExperts
+from tp_engine.kernels.experts.products_triton import Tiles, multiply_pairs, tiles_for
+from tp_engine.kernels.experts.sort_triton import sort_pairs
+from tp_engine.units import ceil_div
+
+_COLUMNS = 1024
+
+# Pairs per expert, on average, from which PyTorch's grouped products take over, on GPUs that have them.  In bfloat16,
+# at 32,768 tokens, VeOmni measured 242 to 215 TFLOP/s for 128 experts, and 181 to 71 for 512.  Not yet measured here.
+GROUPED_MM_FROM = 512
+
+
+@triton.jit(do_not_specialize=["first_expert"])  # type: ignore[untyped-decorator]
+def sum_kernel(  # type: ignore[no-untyped-def]
+    outputs,
+    ids,
+    weights,
+    out,
+    first_expert,
+    EXPERTS: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,  # noqa: N803
+    TOP_K: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
+):
+    """One program: up to BLOCK columns of one token."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    total = tl.zeros((BLOCK,), tl.float32)
+    for index in tl.static_range(TOP_K):
+        pair = token * TOP_K + index
+        expert = tl.load(ids + pair) - first_expert
+        is_here = (expert >= 0) & (expert < EXPERTS)
+        output = tl.load(outputs + pair * WIDTH + column, mask=inside & is_here, other=0.0).to(tl.float32)
+        total += output * tl.load(weights + pair)
+    tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_gated_kernel(  # type: ignore[no-untyped-def]
+    total,
+    x,
+    gates,
+    stride,
+    WIDTH: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
+):
+    """One program: up to BLOCK columns of one token."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    gate = 1.0 / (1.0 + tl.exp(-tl.load(gates + token * stride).to(tl.float32)))
+    place = token * WIDTH + column
+    added = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * gate
+    added += tl.load(total + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total + place, added.to(total.dtype.element_ty), mask=inside)
+
+
+class TritonExperts:
+    """``kernels.experts.mix_experts`` or ``mix_quantised_experts`` of ``weights``; shapes follow from the number of
+    tokens alone.
+
+    ``grouped``: the products of many pairs, if there are any; ``tiles`` replaces the choice from ``TILES``, and
+    ``grouped_mm_from`` replaces ``GROUPED_MM_FROM``.
+    """
+
+    is_recordable = True
+
+    def __init__(
+        self,
+        weights: ExpertWeights | QuantisedExpertWeights,
+        tiles: Tiles | None = None,
+        *,
+        grouped: GroupedExperts | None = None,
+        grouped_mm_from: int = GROUPED_MM_FROM,
+    ) -> None:
+        if isinstance(weights, QuantisedExpertWeights):
+            gate_up, down = (one.map(torch.Tensor.contiguous) for one in (weights.gate_up, weights.down))
+            weights = replace(weights, gate_up=gate_up, down=down)
+        self._weights, self._tiles, self._grouped = weights, tiles, grouped
+        self._grouped_mm_from = grouped_mm_from * weights.down.shape[0]
+
+    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See ``mix_experts``."""
+        experts, (num_tokens, top_k) = self._weights, expert_ids.shape
+        num_experts, hidden, _ = experts.down.shape
+        out = torch.empty_like(x)
+        if not num_tokens:
+            return out
+        assert x.is_contiguous(), x.stride()
+        num_pairs = num_tokens * top_k
+        if self._grouped is not None and num_pairs >= self._grouped_mm_from:
+            outputs = self._grouped(x, expert_ids, num_experts)
+        else:
+            tiles = self._tiles or tiles_for(num_pairs, num_experts)
+            order = sort_pairs(expert_ids, experts.first, num_experts, tiles.block_m)
+            inner = multiply_pairs(
+                x, experts.gate_up, experts.gate_up_bias, order, tiles,
+                pairs_per_row=top_k, activation=experts.activation,
+            )  # fmt: skip
+            outputs = multiply_pairs(inner, experts.down, experts.down_bias, order, tiles)
+        block = min(triton.next_power_of_2(hidden), _COLUMNS)
+        sum_kernel[(num_tokens, ceil_div(hidden, block))](
+            outputs,
+            expert_ids,
+            weights,
+            out,
+            experts.first,
+            EXPERTS=num_experts,
+            WIDTH=hidden,
+            TOP_K=top_k,
+            BLOCK=block,
+            **dependent_launch(x.device),
+        )
+        return out
+
+
+def add_gated_triton(total: torch.Tensor, x: torch.Tensor, gates: torch.Tensor) -> None:
+    """``experts.add_gated``."""
+    num_tokens, width = x.shape
+    assert total.is_contiguous() and x.is_contiguous(), (total.stride(), x.stride())
+    if num_tokens:
+        block = min(triton.next_power_of_2(width), _COLUMNS)
+        grid = (num_tokens, ceil_div(width, block))
+        add_gated_kernel[grid](total, x, gates, gates.stride(0), WIDTH=width, BLOCK=block, **dependent_launch(x.device))

@@ -1,0 +1,111 @@
+"""A layer's experts by PyTorch's grouped products of pairs that are sorted by expert: for many pairs, on GPUs.
+
+::
+
+    sort           pairs of a token and an expert, by expert
+    gate and up    x of the pairs, each by its expert's weight
+    down           activated gate and up, the same; outputs return to the order of the pairs
+
+==================  ==================================================  ===================================
+weights             rows                                                product
+==================  ==================================================  ===================================
+bfloat16            as they are                                         ``F.grouped_mm``
+e4m3, a scale per   rounded to 8 bits, if the format says that          ``torch._scaled_grouped_mm``
+row                 activations are quantised                           (``scaled_products``)
+==================  ==================================================  ===================================
+
+Shapes follow from the number of tokens alone, and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from tp_engine.kernels.experts.experts import ExpertWeights, QuantisedExpertWeights
+from tp_engine.kernels.ops import op
+from tp_engine.kernels.quantised.scaled_products import grouped_scaled_product
+from tp_engine.model_config.mlp import Activation
+
+_CAPABILITY = (9, 0)
+
+
+class GroupedProduct(Protocol):
+    """A stack of weights (E, out, in), each applied to its own rows."""
+
+    def __call__(
+        self, x: torch.Tensor, rows: torch.Tensor | None, ends: torch.Tensor, activation: Activation | None = None
+    ) -> torch.Tensor:
+        """Rows ``rows`` (M,) int64 of ``x`` (N, in), or all of them in order -> (M, out).
+
+        ``ends`` (E,) int32: weight e has the rows from the end of the one before to ``ends[e]``; results of rows after
+        the last end are undefined.  With an ``activation``, ``x`` (N, 2 * in) is gate and up.
+        """
+
+
+class DenseGrouped:
+    """``F.grouped_mm`` of ``weight`` (E, out, in)."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight.transpose(1, 2)
+
+    def __call__(
+        self, x: torch.Tensor, rows: torch.Tensor | None, ends: torch.Tensor, activation: Activation | None = None
+    ) -> torch.Tensor:
+        x = x if activation is None else op("gate", x.device.type)(x, activation)
+        return F.grouped_mm(x if rows is None else x[rows], self._weight, offs=ends)
+
+
+class GroupedExperts:
+    """The experts from ``first`` on; the products have no biases."""
+
+    def __init__(self, gate_up: GroupedProduct, down: GroupedProduct, activation: Activation, first: int) -> None:
+        self._gate_up, self._down, self._activation, self._first = gate_up, down, activation, first
+
+    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+        """``x`` (N, hidden), ``expert_ids`` (N, k) int32 -> each pair's output (N * k, hidden).
+
+        Outputs of pairs whose expert is on another rank are undefined.
+        """
+        local = (expert_ids.flatten() - self._first).long()
+        local = torch.where((local < 0) | (local >= num_experts), num_experts, local)
+        found = local.sort(stable=True)
+        numbers = torch.arange(num_experts, device=x.device)
+        ends = torch.searchsorted(found.values, numbers, right=True).to(torch.int32)
+        both = self._gate_up(x, found.indices // expert_ids.shape[1], ends)
+        outputs = self._down(both, None, ends, self._activation)
+        return torch.empty_like(outputs).index_copy_(0, found.indices, outputs)
+
+
+def dense_grouped_experts(weights: ExpertWeights) -> GroupedExperts:
+    """The products of ``weights``, without looking whether the device has them."""
+    return GroupedExperts(DenseGrouped(weights.gate_up), DenseGrouped(weights.down), weights.activation, weights.first)
+
+
+def grouped_experts(
+    weights: ExpertWeights | QuantisedExpertWeights, *, quantises_activations: bool = False
+) -> GroupedExperts | None:
+    """The grouped products of these experts on their device; None if there are none.
+
+    ``quantises_activations``: rows may be rounded to 8 bits.
+    """
+    if weights.gate_up_bias is not None or weights.down_bias is not None:
+        return None
+    if isinstance(weights, ExpertWeights):
+        return dense_grouped_experts(weights) if _takes_grouped_mm(weights.down) else None
+    if not quantises_activations:
+        return None
+    gate_up, down = grouped_scaled_product(weights.gate_up), grouped_scaled_product(weights.down)
+    if gate_up is None or down is None:
+        return None
+    return GroupedExperts(gate_up, down, weights.activation, weights.first)
+
+
+def _takes_grouped_mm(down: torch.Tensor) -> bool:
+    """Whether the GPU's grouped product takes these experts: bfloat16, rows of whole 16 bytes."""
+    if down.device.type != "cuda" or down.dtype != torch.bfloat16:
+        return False
+    is_capable = torch.cuda.get_device_capability(down.device) >= _CAPABILITY
+    return is_capable and down.shape[1] % 8 == 0 and down.shape[2] % 8 == 0

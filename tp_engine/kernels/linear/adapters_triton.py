@@ -1,0 +1,129 @@
+"""Products with adapters in two kernels: to ``max_rank`` numbers for each part, and from these to the outputs.
+
+::
+
+    shrink   program (tile, part)           up to 16 rows of one slot times that part of its A: float32, in memory
+    expand   program (tile, part, block)    these times a block of the part's columns of its B, added to the outputs
+
+A program has rows of one slot only, and its loops do not depend on how many rows there are, so a row's result does not
+depend on the rest of the step.  Not yet measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tp_engine.kernels.linear.adapters import TILE_ROWS, AdapterRows, AdapterWeights
+
+_BLOCK_IN, _BLOCK_OUT = 128, 64
+_MIN_RANK = 16  # of matrix units
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def shrink_kernel(  # type: ignore[no-untyped-def]
+    x,
+    x_stride,
+    a,
+    ranks,
+    rows,
+    tiles,
+    shrunk,
+    IN: tl.constexpr,  # noqa: N803
+    RANK: tl.constexpr,  # noqa: N803
+    RANK_ROOM: tl.constexpr,  # noqa: N803
+    PARTS: tl.constexpr,  # noqa: N803
+    BLOCK_IN: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+):
+    """``shrunk`` (n, PARTS * RANK) of the rows of one tile and one part."""
+    tile, part = tl.program_id(0), tl.program_id(1)
+    first, count, slot = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+    if tl.load(ranks + slot) > 0:
+        own, k, column = tl.arange(0, TILE), tl.arange(0, RANK_ROOM), tl.arange(0, BLOCK_IN)
+        row = tl.load(rows + first + own, mask=own < count, other=0).to(tl.int64)
+        of_x = x + row[:, None] * x_stride
+        of_a = a + ((slot * PARTS + part) * RANK + k).to(tl.int64)[:, None] * IN
+        sums = tl.zeros((TILE, RANK_ROOM), dtype=tl.float32)
+        for start in range(0, IN, BLOCK_IN):
+            at = start + column
+            values = tl.load(of_x + at[None, :], mask=(own < count)[:, None] & (at < IN)[None, :], other=0.0)
+            weights = tl.load(of_a + at[None, :], mask=(k < RANK)[:, None] & (at < IN)[None, :], other=0.0)
+            sums = tl.dot(values, tl.trans(weights), sums, input_precision="ieee")
+        to = shrunk + (first + own)[:, None] * (PARTS * RANK) + part * RANK + k[None, :]
+        tl.store(to, sums, mask=(own < count)[:, None] & (k < RANK)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def expand_kernel(  # type: ignore[no-untyped-def]
+    shrunk,
+    b,
+    ranks,
+    rows,
+    tiles,
+    out,
+    part,
+    first_column,
+    num_columns,
+    OUT: tl.constexpr,  # noqa: N803
+    RANK: tl.constexpr,  # noqa: N803
+    RANK_ROOM: tl.constexpr,  # noqa: N803
+    PARTS: tl.constexpr,  # noqa: N803
+    BLOCK_OUT: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+):
+    """Adds to a block of the columns of one part, of the rows of one tile."""
+    tile = tl.program_id(0)
+    first, count, slot = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+    if tl.load(ranks + slot) > 0:
+        own, k = tl.arange(0, TILE), tl.arange(0, RANK_ROOM)
+        column = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+        is_row, is_rank, is_column = (own < count)[:, None], k < RANK, (column < num_columns)[None, :]
+        row = tl.load(rows + first + own, mask=own < count, other=0).to(tl.int64)
+        from_a = shrunk + (first + own)[:, None] * (PARTS * RANK) + part * RANK + k[None, :]
+        values = tl.load(from_a, mask=is_row & is_rank[None, :], other=0.0)
+        of_b = b + (slot * RANK + k).to(tl.int64)[:, None] * OUT + first_column + column[None, :]
+        weights = tl.load(of_b, mask=is_rank[:, None] & is_column, other=0.0).to(tl.float32)
+        added = tl.dot(values, weights, input_precision="ieee")
+        to = out + row[:, None] * OUT + first_column + column[None, :]
+        old = tl.load(to, mask=is_row & is_column, other=0.0).to(tl.float32)
+        tl.store(to, (old + added).to(out.dtype.element_ty), mask=is_row & is_column)
+
+
+def add_adapters_triton(out: torch.Tensor, x: torch.Tensor, weights: AdapterWeights, rows: AdapterRows) -> None:
+    """See ``adapters.add_adapters``; ``out`` is contiguous, and so are the rows of ``x``."""
+    a, b, parts, rank = weights.a, weights.b, len(weights.part_sizes), weights.max_rank
+    assert out.is_contiguous() and x.stride(1) == 1 and out.dtype is x.dtype is a.dtype
+    num_tiles, room = len(rows.tiles), max(triton.next_power_of_2(rank), _MIN_RANK)
+    shrunk = torch.empty((rows.num_rows, parts * rank), dtype=torch.float32, device=x.device)
+    sizes = {"RANK": rank, "RANK_ROOM": room, "PARTS": parts, "TILE": TILE_ROWS}
+    shrink_kernel[(num_tiles, parts)](
+        x,
+        x.stride(0),
+        a,
+        weights.ranks,
+        rows.rows,
+        rows.tiles,
+        shrunk,
+        IN=a.shape[2],
+        BLOCK_IN=_BLOCK_IN,
+        **sizes,
+    )
+    first = 0
+    for part, size in enumerate(weights.part_sizes):
+        expand_kernel[(num_tiles, triton.cdiv(size, _BLOCK_OUT))](
+            shrunk,
+            b,
+            weights.ranks,
+            rows.rows,
+            rows.tiles,
+            out,
+            part,
+            first,
+            size,
+            OUT=b.shape[2],
+            BLOCK_OUT=_BLOCK_OUT,
+            **sizes,
+        )
+        first += size

@@ -1,0 +1,1 @@
+"""Weights and rows of activations as codes with scales, and products with them."""

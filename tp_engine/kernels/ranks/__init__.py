@@ -1,0 +1,1 @@
+"""Kernels of several ranks that meet in memory which their GPUs share."""

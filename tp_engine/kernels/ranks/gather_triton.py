@@ -1,0 +1,66 @@
+"""All-gather in one kernel, over memory that the ranks' GPUs share.
+
+::
+
+    rank r    part [ block 0 | block 1 | ... ]  ->  its buffer       a program copies its blocks
+              meet                                                   every rank's are there
+              all buffers  ->  whole [ rank 0's part | rank 1's part | ... ]
+              meet                                                   the buffers may be overwritten
+
+A rank reads the bytes that any all-gather would bring it, and waits for two exchanges of signals.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tp_engine.kernels.ranks.meeting_triton import MAX_PROGRAMS, meet
+
+_BLOCK = 512
+
+
+@triton.jit(do_not_specialize=["rank", "num_words"], do_not_specialize_on_alignment=["part"])  # type: ignore[untyped-decorator]
+def gather_kernel(  # type: ignore[no-untyped-def]
+    part,
+    whole,
+    buffers,
+    signals,
+    num_words,
+    rank,
+    BLOCK: tl.constexpr,  # noqa: N803
+    WORLD_SIZE: tl.constexpr,  # noqa: N803
+):
+    """One program: every num_programs-th block of each part."""
+    program, num_programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    lane = tl.arange(0, BLOCK)
+    own = tl.load(buffers + rank).to(tl.pointer_type(tl.int64))
+    for start in range(program * BLOCK, num_words, num_programs * BLOCK):
+        word = start + lane
+        tl.store(own + word, tl.load(part + word, mask=word < num_words), mask=word < num_words)
+    meet(signals, rank, program * 2, WORLD_SIZE)
+    for start in range(program * BLOCK, num_words, num_programs * BLOCK):
+        word = start + lane
+        for peer in tl.static_range(WORLD_SIZE):
+            theirs = tl.load(buffers + peer).to(tl.pointer_type(tl.int64))
+            words = tl.load(theirs + word, mask=word < num_words)
+            tl.store(whole + peer * num_words + word, words, mask=word < num_words)
+    meet(signals, rank, program * 2 + 1, WORLD_SIZE)
+
+
+def all_gather_triton(part: torch.Tensor, *, buffers: torch.Tensor, signals: torch.Tensor, rank: int) -> torch.Tensor:
+    """The parts (n,) int64 of all ranks, contiguous, as (world size, n); a collective.
+
+    ``buffers`` and ``signals`` (world size,) int64 hold the addresses of the ranks' buffers, with room for ``part``,
+    and of their signals, all 0.
+    """
+    assert part.dim() == 1 and part.dtype == torch.int64 and part.is_contiguous()
+    world_size, num_words = len(buffers), len(part)
+    whole = part.new_empty((world_size, num_words))
+    if num_words == 0:
+        return whole
+    gather_kernel[(min(triton.cdiv(num_words, _BLOCK), MAX_PROGRAMS),)](
+        part, whole, buffers, signals, num_words, rank, BLOCK=_BLOCK, WORLD_SIZE=world_size
+    )
+    return whole

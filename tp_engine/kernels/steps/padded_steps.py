@@ -1,0 +1,116 @@
+"""Inputs of a padded step with prompts, made on the device, and the end of such a step, in plain PyTorch.
+
+The twin of ``padded_steps_triton``.  A step has room for D decodes, then for R chunks of prompts with T tokens in all;
+its sizes are D and T, whatever is in it::
+
+    requests, B = D + R   | decodes | padding | chunks | padding |        tokens, N = D + T, with as many for each
+    query_start           0 1 2 ... D         D, where chunks end, the last end again and again
+
+The host says which rows there are (``PaddedRequests``), in one small upload.  From that and the rows' tables come, with
+``t`` the place of a token in its request and ``n = num_computed[r]`` for its row ``r``::
+
+    input_ids    (N,)      int32  token_ids[r, n + t]                                           padding:  0
+    positions    (N,)      int64  n + t                                                                   0
+    slot_mapping (G, N)    int64  table[g, r, (n + t) // size] * size + (n + t) % size                   -1
+    seq_lens     (B,)      int32  n + the request's tokens                                                0
+    block_table  (G, B, M) int32  table[g, r], the columns in use
+
+``advance_steps`` ends the step: each request's tokens are computed, and behind them comes its sampled token, if it has
+one.  ``decode_inputs`` has the same for steps of decodes alone, whose rows seldom change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from tp_engine.kernels.steps.decode_inputs import RowTables, padded_room
+from tp_engine.plan import PAD_SLOT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedRequests:
+    """What the host says of the B requests of a step, all int32; at most B tokens are sampled.
+
+    ``rows`` (B,), -1 for padding.  ``wanted`` (B,): the sampled tokens' places among the step's tokens, in batch order,
+    then 0; ``sampled_rows`` (B,): their rows, then -1.  ``sampled_places`` (B,): each request's place in these two, -1
+    if it is not sampled.  ``query_start`` (B + 1,): where each request's tokens begin; one token for each of the first
+    ``num_decodes``, padding included, none for padding behind the chunks.
+    """
+
+    num_decodes: int
+    rows: torch.Tensor
+    wanted: torch.Tensor
+    sampled_rows: torch.Tensor
+    sampled_places: torch.Tensor
+    query_start: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedInputs:
+    """Inputs of one step; see the module's text.  Each group's part of ``slot_mapping`` and ``block_table`` is
+    contiguous.  Columns of ``block_table`` after a request's last block keep their old block ids."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+
+    @staticmethod
+    def allocate(max_tokens: int, max_requests: int, tables: RowTables) -> PaddedInputs:
+        """Room for a step, or a little more with several groups (``padded_room``)."""
+        device, (num_groups, _, num_columns) = tables.block_table.device, tables.block_table.shape
+        tokens, requests = padded_room(max_tokens, num_groups), padded_room(max_requests, num_groups)
+        return PaddedInputs(
+            input_ids=torch.zeros(tokens, dtype=torch.int32, device=device),
+            positions=torch.zeros(tokens, dtype=torch.int64, device=device),
+            slot_mapping=torch.full((num_groups, tokens), PAD_SLOT, dtype=torch.int64, device=device),
+            seq_lens=torch.zeros(requests, dtype=torch.int32, device=device),
+            block_table=torch.zeros((num_groups, requests, num_columns), dtype=torch.int32, device=device),
+        )
+
+    def first(self, num_tokens: int, num_requests: int) -> PaddedInputs:
+        """The inputs of a smaller step, in the same memory."""
+        return PaddedInputs(
+            input_ids=self.input_ids[:num_tokens],
+            positions=self.positions[:num_tokens],
+            slot_mapping=self.slot_mapping[:, :num_tokens],
+            seq_lens=self.seq_lens[:num_requests],
+            block_table=self.block_table[:, :num_requests],
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all the tensors."""
+        return sum(getattr(self, field.name).nbytes for field in fields(self))
+
+
+def prepare_steps(tables: RowTables, requests: PaddedRequests, inputs: PaddedInputs) -> None:
+    """Fill ``inputs`` for ``requests``."""
+    rows, starts = requests.rows, requests.query_start
+    tokens = torch.arange(len(inputs.input_ids), device=rows.device)
+    owners = torch.searchsorted(starts[1:], tokens, right=True).clamp_(max=len(rows) - 1)
+    is_padding = (rows[owners] < 0) | (tokens >= starts[owners + 1])
+    computed = tables.num_computed[rows.clamp(min=0)]
+    positions = (computed[owners] + tokens - starts[owners]).masked_fill_(is_padding, 0)
+    row_of_token = rows[owners].clamp(min=0)
+    block = tables.block_table[:, row_of_token, positions // tables.block_size].to(torch.int64)
+    slots = block * tables.block_size + positions % tables.block_size
+    inputs.input_ids.copy_(tables.token_ids[row_of_token, positions].masked_fill_(is_padding, 0))
+    inputs.positions.copy_(positions)
+    inputs.slot_mapping.copy_(slots.masked_fill_(is_padding, PAD_SLOT))
+    inputs.seq_lens.copy_((computed + starts.diff()).masked_fill_(rows < 0, 0))
+    inputs.block_table.copy_(tables.block_table.index_select(1, rows.clamp(min=0)))
+
+
+def advance_steps(tables: RowTables, requests: PaddedRequests, sampled: torch.Tensor) -> None:
+    """End a step whose sampled token ids are ``sampled`` (n,) int32, of which padding may follow; see above."""
+    kept = requests.rows >= 0
+    rows = requests.rows[kept].to(torch.int64)
+    lengths = tables.num_computed[rows] + requests.query_start.diff()[kept]
+    tables.num_computed[rows] = lengths
+    places = requests.sampled_places[kept].to(torch.int64)
+    ends = places >= 0
+    tables.token_ids[rows[ends], lengths[ends].to(torch.int64)] = sampled[places[ends]]
