@@ -6,14 +6,17 @@
         --peer transformers vllm ctranslate2 --peer-python vllm=~/vllm/bin/python
     python scripts/bench_offline.py --cells A:bfloat16,B:bfloat16 --quantization int4,none,awq,gptq \\
         --peer llama.cpp:Q4_0 llama.cpp:Q4_K_M vllm:awq vllm:gptq --workloads latency,throughput --threads 2
-    python scripts/bench_offline.py --shape qwen3-0.6b --nano-vllm-path ~/nano-vllm          on a GPU
+    python scripts/bench_offline.py --shape qwen3-0.6b --together --workloads latency,batch32,batch256 \\
+        --peer vllm --peer-python vllm=~/vllm/bin/python --nano-vllm-path ~/nano-vllm          on a GPU
     python scripts/bench_offline.py --shape qwen3-8b --tensor-parallel-size 1,2 --devices 0,0 --no-peer
 
-On CPUs the engines alternate.  On a GPU they run one after the other, each alone in the device's memory.  For each
-workload it prints the median of the rounds, the ratios between the engines, and the roofline of the machine's rates,
-which are measured in the same run.  The last line is one JSON object.  The Qwen3 shapes have random ("dummy") weights.
-vllm, ctranslate2 and llama.cpp run in separate processes, on the same checkpoint.  A peer that is not found is left
-out, with the reason.
+On CPUs the engines alternate.  On a GPU they run one after the other, each alone in the device's memory; --together
+loads all at once, with equal shares of the memory, and they alternate there too.  For each workload it prints the
+median of the rounds, the ratios between the engines, and the roofline of the machine's rates, which are measured in the
+same run.  The last line is one JSON object.  The Qwen3 shapes have random ("dummy") weights.  vllm, nano-vllm,
+ctranslate2 and llama.cpp run in separate processes, on the same checkpoint.  For a Qwen3 shape vllm draws random
+weights of its own and nano-vllm gets a checkpoint; the answers of neither are compared.  A peer that is not found is
+left out, with the reason.
 
 Quantised weights are named after each engine, and ratios are those of the first kind of --quantization.  llama.cpp
 quantises the checkpoint with its own defaults.  For awq and gptq the checkpoint is written in this packing, rounded to
@@ -33,7 +36,8 @@ from typing import Any
 import torch
 from benchmarks.int4_checkpoint import PACKINGS
 from benchmarks.machine import copy_bandwidth, cpu_matmul_rate, matmul_rate, processor_name, read_bandwidth
-from benchmarks.offline.contenders import engine_makers, packed_checkpoints, peer_makers, run_all
+from benchmarks.offline.contenders import engine_makers, memory_share, packed_checkpoints, peer_makers, run_all
+from benchmarks.offline.engines import free_device
 from benchmarks.offline.options import parse_arguments
 from benchmarks.offline.summary import print_table, summarise
 from benchmarks.roofline import Ceilings, ModelCost, decode_step_s, model_cost
@@ -67,13 +71,14 @@ def compare(args: argparse.Namespace, model: str) -> dict[str, object]:
         packed = packed_checkpoints(args, model, Path(folder))
         peers, skipped = peer_makers(args, model, packed)
         makers = engine_makers(args, model, packed) | peers
-        runs, failures = run_all(makers, args.workloads.split(","), vocab_size, args.rounds)
+        share = memory_share(args, len(makers))
+        runs, failures = run_all(makers, args.workloads.split(","), vocab_size, args.rounds, share)
     results = [
         summarise(WORKLOADS[name](vocab_size, 0), measured, cost, ceilings)
         for name, measured in runs.items()
         if measured
     ]
-    found = {"failures": failures, "skipped": skipped, "workloads": results}
+    found = {"memory_share": share, "failures": failures, "skipped": skipped, "workloads": results}
     return describe(args, cost, ceilings) | {"weight_bytes": weight_bytes(config, args)} | found
 
 
@@ -97,8 +102,9 @@ def measure_ceilings(args: argparse.Namespace) -> Ceilings:
     num_devices = max(int(size) for size in args.tensor_parallel_size.split(","))
     if args.devices:
         num_devices = len(set(args.devices.split(",")))
-    rate = matmul_rate(getattr(torch, args.dtype))
-    return Ceilings(bytes_per_s=copy_bandwidth() * num_devices, flops_per_s=rate * num_devices)
+    bandwidth, rate = copy_bandwidth(), matmul_rate(getattr(torch, args.dtype))
+    free_device()  # engines in other processes need the memory
+    return Ceilings(bytes_per_s=bandwidth * num_devices, flops_per_s=rate * num_devices)
 
 
 def describe(args: argparse.Namespace, cost: ModelCost, ceilings: Ceilings) -> dict[str, object]:

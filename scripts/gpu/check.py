@@ -19,7 +19,7 @@ from typing import IO
 
 from gpu.figures import figures_of
 from gpu.run import Outcome, engine_options, run_section, why_not
-from gpu.sections import Section, all_sections
+from gpu.sections import GPU_PEERS, Section, all_sections
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,9 +57,19 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     default = Path(os.environ.get("OUT") or "gpu_check_results")
     parser.add_argument("--out", type=Path, default=default, help="folder for the results (default: %(default)s)")
     parser.add_argument("--nano-vllm-path", help="also measure the nano-vllm in this folder")
+    peers = " or ".join(GPU_PEERS)
+    parser.add_argument(
+        "--peer-python",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help=f"also measure this peer, {peers}, with an interpreter that has it",
+    )
     parser.add_argument("--list", action="store_true", help="show the sections")
     parser.add_argument("--dry-run", action="store_true", help="show the commands, without running them")
     args = parser.parse_args(arguments)
+    if wrong := [pair for pair in args.peer_python if pair.partition("=")[0] not in GPU_PEERS or "=" not in pair]:
+        parser.error(f"--peer-python is {', '.join(wrong)}; it must be NAME=PATH with NAME {peers}")
     known = {section.name for section in all_sections(args)}
     named = set(filter(None, [*(args.sections or "").split(","), *args.skip.split(",")]))
     if unknown := named - known:

@@ -46,10 +46,11 @@ def figures_of(report: Mapping[str, Any]) -> list[Figure]:
 def _offline(report: Mapping[str, Any]) -> Iterator[Figure]:
     yield Figure("copy bandwidth", report.get("copy_gb_per_s", 0.0), "GB/s")
     yield Figure("matrix products", report.get("matmul_tflops", 0.0), "TFLOP/s")
+    together = ", GPU shared" if report.get("memory_share") else ""
     for result in report["workloads"]:
         case = (report["shape"], result["workload"])
         for engine, found in result["engines"].items():
-            label = f"{report['shape']} {result['workload']}, {engine}"
+            label = f"{report['shape']} {result['workload']}, {engine}" + together
             ours = engine == "tp_engine TP 1"
             kind = engine.removeprefix("tp_engine TP 1 ")
             if kind in report.get("weight_bytes", {}):

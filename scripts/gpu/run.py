@@ -42,6 +42,8 @@ class Outcome:
 def why_not(section: Section, num_gpus: int, options: Collection[str], remaining_s: float) -> Outcome | None:
     """The reason why a section can not run here; None if it can."""
     missing = [name for name in section.modules if importlib.util.find_spec(name) is None]
+    if section.needs:
+        return Outcome(name=section.name, status="skipped", note=f"needs {section.needs}")
     if section.option is not None and section.option not in options:
         return Outcome(name=section.name, status="not built", note=f"the engine has no option {section.option}")
     if section.min_gpus > num_gpus:

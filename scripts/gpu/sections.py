@@ -17,13 +17,15 @@ _CODEC_TESTS = "tests/gpu/test_codecs_gpu.py"
 _CORE = ("torch", "transformers", "safetensors", "msgspec", "zmq", "xxhash")
 _TESTS = (*_CORE, "pytest", "psutil")
 _SERVER = (*_CORE, "fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2")
+GPU_PEERS = ("vllm", "nano-vllm")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """``command`` follows the interpreter; ``modules`` must be importable; ``option`` must be an engine option.
 
-    ``variables`` of the environment are NAME=VALUE.
+    ``needs`` is what the command line must name and does not; the section is then skipped.  ``variables`` of the
+    environment are NAME=VALUE.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Section:
     modules: tuple[str, ...] = ()
     option: str | None = None
     min_gpus: int = 1
+    needs: str = ""
     variables: tuple[str, ...] = ()
 
     def argv(self) -> list[str]:
@@ -113,7 +116,6 @@ def _side_by_side(most: int) -> tuple[str, ...]:
 
 
 def _benchmarks(args: argparse.Namespace) -> list[Section]:
-    nano = ("--nano-vllm-path", args.nano_vllm_path) if args.nano_vllm_path else ()
     offline = "scripts/bench_offline.py"
     return [
         _bench("bench_kernels", "kernels of the 8B shape", 420, "scripts/bench_kernels.py", "--shape", "qwen3-8b"),
@@ -138,7 +140,7 @@ def _benchmarks(args: argparse.Namespace) -> list[Section]:
             "scripts/bench_offline.py",
             *("--shape", "D", "--rounds", "1", "--no-peer"),
         ),
-        _offline("offline_0.6b", 240, "--shape", "qwen3-0.6b", "--rounds", "2", "--no-peer", *nano),
+        _offline("offline_0.6b", 240, "--shape", "qwen3-0.6b", "--rounds", "2", "--no-peer"),
         Section(
             name="heads_0.6b",
             what="offline_0.6b with attention that prepares heads",
@@ -160,6 +162,8 @@ def _benchmarks(args: argparse.Namespace) -> list[Section]:
         ),
         *_long_prompts(),
         _offline("peers_0.6b", 420, "--shape", "qwen3-0.6b", "--rounds", "1"),
+        _gpu_peers(args, "0.6b", 540, "latency,batch32,batch256"),
+        _gpu_peers(args, "8b", 590, "latency,batch32"),
         _offline("offline_14b", 300, "--shape", "qwen3-14b", "--rounds", "1", "--no-peer"),
         _offline("offline_30b-a3b", 420, "--shape", "qwen3-30b-a3b", "--rounds", "1", "--no-peer"),
         _quantised("quantised_8b", 560),
@@ -210,6 +214,25 @@ def _offline(name: str, limit_s: float, *arguments: str) -> Section:
     peers = " beside transformers" if name.startswith("peers") else ""
     return _bench(
         name, f"batch 1 and 256 requests, {size} shape{peers}", limit_s, "scripts/bench_offline.py", *arguments
+    )
+
+
+def _gpu_peers(args: argparse.Namespace, size: str, limit_s: float, workloads: str) -> Section:
+    """The shape beside the peers that the command line names, taking turns on one GPU."""
+    given = [pair.partition("=")[0] for pair in args.peer_python] + ["nano-vllm"] * bool(args.nano_vllm_path)
+    return Section(
+        name=f"peers_gpu_{size}",
+        what=f"{workloads} in turns with vLLM and nano-vllm, {size.upper()} shape",
+        command=(
+            "scripts/bench_offline.py",
+            *("--shape", f"qwen3-{size}", "--together", "--rounds", "3", "--workloads", workloads),
+            *("--peer", *(dict.fromkeys(given) or GPU_PEERS)),
+            *(part for pair in args.peer_python for part in ("--peer-python", pair)),
+            *(("--nano-vllm-path", args.nano_vllm_path) if args.nano_vllm_path else ()),
+        ),
+        limit_s=limit_s,
+        modules=_CORE,
+        needs="" if given else "--peer-python vllm=PATH or --nano-vllm-path PATH",
     )
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,6 @@ import pytest
 import torch
 from benchmarks.offline import contenders
 from benchmarks.offline.engines import (
-    Engine,
     Measurement,
     TpEngine,
     TransformersGenerate,
@@ -24,11 +20,9 @@ from benchmarks.offline.engines import (
 from benchmarks.offline.options import parse_arguments
 from benchmarks.offline.summary import print_table, summarise
 from benchmarks.roofline import Ceilings, ModelCost, decode_step_s, model_cost, prompts_s, workload_s
-from benchmarks.shapes import DUMMY_SHAPES, SHAPES, add_tokenizer, qwen3_config, random_model
+from benchmarks.shapes import DUMMY_SHAPES, SHAPES, qwen3_config, random_model
 from benchmarks.workloads import WORKLOADS, Workload, batch256
-from gpu.figures import figures_of
 
-ROOT = Path(__file__).parents[2]
 COST = ModelCost(num_parameters=1000, itemsize=2, kv_values=10, num_layers=1, attention_width=4)
 CEILINGS = Ceilings(bytes_per_s=1e6, flops_per_s=1e9)
 # Parameters of the published checkpoints, with the input embedding.
@@ -58,8 +52,8 @@ class Answers:
         self.closed = True
 
 
-def makers(**engines: Answers) -> dict[str, Callable[[], Engine]]:
-    return {name: lambda engine=engine: engine for name, engine in engines.items()}  # type: ignore[misc]
+def makers(**engines: Answers) -> contenders.Makers:
+    return {name: lambda _, engine=engine: engine for name, engine in engines.items()}  # type: ignore[misc]
 
 
 def small_config(folder: Path) -> None:
@@ -201,75 +195,6 @@ def test_dummy_checkpoint_holds_the_same_weights(tmp_path: Path) -> None:
     saved = load_file(tmp_path / "model.safetensors")
     for name, value in dummy_weights(shapes, torch.bfloat16, torch.device("cpu")):
         torch.testing.assert_close(saved[name], value, rtol=0, atol=0)
-
-
-NANO_VLLM = """
-import atexit
-import time
-from pathlib import Path
-
-CALLS = []
-
-
-class SamplingParams:
-    def __init__(self, temperature, ignore_eos, max_tokens):
-        assert temperature > 1e-10 and ignore_eos
-        self.max_tokens = max_tokens
-
-
-class LLM:
-    def __init__(self, model, **options):
-        assert (Path(model) / "model.safetensors").exists() and (Path(model) / "tokenizer.json").exists()
-        CALLS.append(options)
-        atexit.register(self.exit)
-
-    def generate(self, prompts, sampling_params, use_tqdm=True):
-        CALLS.append([(len(prompt), params.max_tokens) for prompt, params in zip(prompts, sampling_params)])
-        time.sleep(1e-3 * max(params.max_tokens for params in sampling_params))
-
-    def exit(self):
-        CALLS.append("exit")
-"""
-
-
-def test_nano_vllm_gets_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a stand-in with nano-vllm's interface, which wants a tokenizer and weights in the folder."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "engine" / "nanovllm").mkdir(parents=True)
-    (tmp_path / "engine" / "nanovllm" / "__init__.py").write_text(NANO_VLLM)
-    args = parse_arguments(["--shape", "qwen3-0.6b", "--no-peer", "--nano-vllm-path", str(tmp_path / "engine")])
-    small_config(tmp_path)
-    engine = contenders.engine_makers(args, str(tmp_path), {})["nano-vllm"]()
-    try:
-        assert engine.run(Workload("one", [[5, 6, 7]], [4])).first_token_s is not None
-        assert engine.run(Workload("two", [[5], [6, 7]], [4, 2])).token_ids == []
-    finally:
-        engine.close()
-        calls = sys.modules.pop("nanovllm").CALLS
-    assert calls[1:] == [[(3, 4)], [(3, 1)], [(1, 4), (2, 2)], "exit"]
-
-
-def test_a_run_on_the_cpu(tmp_path: Path) -> None:
-    """Oracle: one JSON line with every engine's latency, its share of the roofline of this run, and the ratios."""
-    (tmp_path / "model").mkdir()
-    small_config(tmp_path / "model")
-    (tmp_path / "engine" / "nanovllm").mkdir(parents=True)
-    (tmp_path / "engine" / "nanovllm" / "__init__.py").write_text(NANO_VLLM)
-    (tmp_path / "model" / "model.safetensors").touch()
-    add_tokenizer(tmp_path / "model")
-    command = [sys.executable, "scripts/bench_offline.py", "--model", str(tmp_path / "model"), "--rounds", "1"]
-    command += ["--workloads", "latency", "--no-peer", "--nano-vllm-path", str(tmp_path / "engine")]
-    command += ["--engine-options", '{"load_format": "dummy"}']
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
-    (result,) = report["workloads"]
-    assert report["read_gb_per_s"] > 0 and report["decode_roofline_ms"] > 0 and not report["failures"]
-    assert set(result["engines"]) == {"tp_engine TP 1", "nano-vllm"} and result["roofline"]["ms_per_token"] > 0
-    ours = result["engines"]["tp_engine TP 1"]
-    assert ours["ttft_ms"] > 0 and ours["ms_per_token"] > 0 and 0 < ours["share_of_roofline"] < 1
-    assert set(result["speedup_over"]) == {"nano-vllm"}
-    assert [figure.unit for figure in figures_of(report)].count("of the roofline") == 2, "gpu_check shows both engines"
 
 
 def test_command_line_depends_on_the_shape(capsys: pytest.CaptureFixture[str]) -> None:

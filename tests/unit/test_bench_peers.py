@@ -8,12 +8,14 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from bench_offline import main
 from benchmarks.machine import cpu_matmul_rate
+from benchmarks.offline.contenders import add_checkpoint
 from benchmarks.offline.gguf_checkpoint import gguf_name, interleave, read_checkpoint
 from benchmarks.offline.options import parse_arguments
 from benchmarks.offline.peer_side import link_with_tokenizer
@@ -40,7 +42,7 @@ class Answer:
 
 class LLM:
     def __init__(self, model, dtype, skip_tokenizer_init, max_model_len, disable_log_stats, mode="good",
-                 tensor_parallel_size=1):
+                 tensor_parallel_size=1, load_format="auto"):
         assert dtype == "float32" and skip_tokenizer_init and max_model_len > 0
         self.cached, self.mode = set(), mode
         if mode == "refuses":
@@ -75,8 +77,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def peer(mode: str = "good", timeout_s: float = 60.0) -> PeerProcess:
-    options = {"mode": mode}
-    load = {"dtype": "float32", "max_model_len": 64, "options": options}
+    load: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "options": {"mode": mode}}
     return PeerProcess("vllm", sys.executable, "somewhere", threads=1, timeout_s=timeout_s, **load)
 
 
@@ -101,7 +102,7 @@ def test_a_peer_in_its_own_process(stand_in: Path) -> None:
         ("dies", "ended with exit code 9; it said last: out of memory"),
     ],
 )
-def test_a_peer_that_fails(stand_in: Path, mode: str, told: str) -> None:
+def test_a_peer_that_fails(stand_in: Path, mode: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: an error with the child's output; the child is gone afterwards in every case."""
     engine = None
     with pytest.raises(RuntimeError, match=told):
@@ -110,6 +111,7 @@ def test_a_peer_that_fails(stand_in: Path, mode: str, told: str) -> None:
     if engine is not None:
         engine.close()
         assert engine._process.returncode is not None
+    assert mode == "short" or "hello from the import" in capsys.readouterr().err
 
 
 def test_a_peer_that_hangs(stand_in: Path) -> None:
@@ -272,7 +274,7 @@ def test_llama_cpp_gets_a_converted_checkpoint(stand_in: Path, further: dict[str
     (stand_in / "packages" / "gguf.py").write_text(GGUF)
     tiny_llama(stand_in / "model")
     assert isinstance(find_peer("llama.cpp", sys.executable), Found)
-    load = {"dtype": "float32", "max_model_len": 64, "options": {}} | further
+    load: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "options": {}} | further
     engine = PeerProcess("llama.cpp", sys.executable, str(stand_in / "model"), threads=1, timeout_s=60, **load)
     try:
         assert engine.run(WORK).token_ids == [[3] * 4]
@@ -286,8 +288,18 @@ def test_a_run_with_a_peer(stand_in: Path, capsys: pytest.CaptureFixture[str]) -
     small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = qwen3_config("qwen3-0.6b", "float32") | small | {"vocab_size": 300, "head_dim": 16, "eos_token_id": 2}
     (stand_in / "config.json").write_text(json.dumps(config | {"bos_token_id": 1, "num_key_value_heads": 2}))
-    arguments = ["--model", str(stand_in), "--workloads", "shared_prefix", "--rounds", "1"]
-    arguments += ["--engine-options", '{"load_format": "dummy"}', "--peer", "vllm", "llama.cpp"]
+    add_checkpoint(stand_in, "float32")
+    arguments = [
+        "--model",
+        str(stand_in),
+        "--workloads",
+        "shared_prefix",
+        "--rounds",
+        "1",
+        "--peer",
+        "vllm",
+        "llama.cpp",
+    ]
     arguments += ["--peer-python", f"llama.cpp={stand_in}/nowhere"]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
@@ -329,7 +341,14 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         ("--cells", "A:float32", "--model", "m"): "leave out --model and --shape",
         ("--peer", "vllm", "--no-peer"): "exclude each other",
         ("--peer-python", "vllm"): "'vllm' is not NAME=PATH with NAME one of vllm",
-        ("--shape", "qwen3-8b", "--peer", "vllm"): "choose A, B or C",
+        (
+            "--shape",
+            "qwen3-8b",
+            "--peer",
+            "ctranslate2",
+            "vllm",
+        ): "no weights to load for ctranslate2; choose A, B or C",
+        ("--shape", "qwen3-8b", "--peer", "vllm:awq"): "no weights to load for vllm:awq; choose A, B or C",
     }
     for arguments, told in wrong.items():
         with pytest.raises(SystemExit):

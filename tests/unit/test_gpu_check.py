@@ -66,6 +66,25 @@ def test_benchmarks_are_called_as_they_want_it() -> None:
     assert seen == {*parsers, "bench_serve.py"}
 
 
+def test_peers_take_turns_where_they_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the benchmark's own parser; without a peer the section says what it needs."""
+    named = check.parse_arguments(["--peer-python", "vllm=/x/python", "--sections", "peers_gpu_0.6b,peers_gpu_8b"])
+    for one in check.chosen(named):
+        args = parse_offline(list(one.command[1:]))
+        assert args.together and args.peer == ["vllm"] and args.peer_python["vllm"] == "/x/python" and not one.needs
+    both = check.parse_arguments(["--peer-python", "vllm=/x/python", "--nano-vllm-path", "here"])
+    command = {one.name: one for one in all_sections(both)}["peers_gpu_0.6b"].command
+    assert command[command.index("--peer") :][:3] == ("--peer", "vllm", "nano-vllm")
+    assert command[command.index("--workloads") + 1] == "latency,batch32,batch256"
+    lacking = {one.name: one for one in all_sections(check.parse_arguments([]))}["peers_gpu_0.6b"]
+    outcome = why_not(lacking, 1, (), remaining_s=600.0)
+    assert outcome is not None and outcome.status == "skipped"
+    assert outcome.note == "needs --peer-python vllm=PATH or --nano-vllm-path PATH"
+    with pytest.raises(SystemExit):
+        check.parse_arguments(["--peer-python", "/x/python"])
+    assert "it must be NAME=PATH with NAME vllm or nano-vllm" in capsys.readouterr().err
+
+
 def test_sections_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: their own order; the error for an unknown name lists the known ones."""
     args = check.parse_arguments(["--sections", "graphs,environment,engine", "--skip", "engine"])

@@ -18,13 +18,11 @@ from benchmarks.int4_checkpoint import PACKINGS, write_int4_checkpoint
 from benchmarks.offline.engines import (
     Engine,
     Measurement,
-    SameApi,
     TpEngine,
     TransformersGenerate,
     save_dummy_checkpoint,
 )
-from benchmarks.offline.peers import PACKAGES, PeerProcess, find_peer
-from benchmarks.shapes import add_tokenizer
+from benchmarks.offline.peers import GPU_PEERS, PACKAGES, Found, PeerProcess, find_peer
 from benchmarks.workloads import WORKLOADS
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.config import QUANTIZATIONS
@@ -33,15 +31,17 @@ from tp_engine.models.causal_lm import build_model
 from tp_engine.ranks.collectives import SingleRank
 from tp_engine.weights.source import sources_of
 
-Makers = dict[str, Callable[[], Engine]]
+Makers = dict[str, Callable[[Mapping[str, Any]], Engine]]
+"""Functions that make the engines, from the options of engines that share a GPU."""
 Runs = dict[str, dict[str, list[Measurement]]]
 """Workload -> engine -> rounds."""
 
 _WARM_UP_SEED = 1_000_000
+_SHARED_MEMORY = 0.85  # of a GPU; the rest is for what engines do not count, such as a CUDA context for each process
 
 
 def engine_makers(args: argparse.Namespace, model: str, packed: Mapping[str, str]) -> Makers:
-    """Functions that make the engines: tp_engine at every size and quantization, then the peers in this process.
+    """Functions that make tp_engine at every size and quantization, then the peer in this process.
 
     ``packed`` has the folder of the same model by packing ("awq").
     """
@@ -54,18 +54,18 @@ def engine_makers(args: argparse.Namespace, model: str, packed: Mapping[str, str
         makers[name] = partial(_make_ours, args, packed.get(kind, model), options, alone=len(sizes) == 1)
     if "transformers" in args.peer:
         compiled = " (static cache, compiled)" if torch.cuda.is_available() else ""
-        makers["transformers generate" + compiled] = lambda: TransformersGenerate(
+        makers["transformers generate" + compiled] = lambda _: TransformersGenerate(
             model, args.dtype, dummy=args.is_dummy
         )
-    if args.nano_vllm_path:
-        makers["nano-vllm"] = lambda: nano_vllm(args, Path(model))
     return makers
 
 
-def _make_ours(args: argparse.Namespace, model: str, options: dict[str, Any], *, alone: bool) -> Engine:
+def _make_ours(
+    args: argparse.Namespace, model: str, options: dict[str, Any], shared: Mapping[str, Any], *, alone: bool
+) -> Engine:
     """tp_engine in this process; on CPUs in a separate process, as each number of ranks needs its own threads."""
     if alone or torch.cuda.is_available():
-        return TpEngine(model, options)
+        return TpEngine(model, {**shared, **options})
     settings = {"dtype": options["dtype"], "max_model_len": options["max_model_len"], "options": options}
     return PeerProcess(
         "tp_engine", sys.executable, model, threads=args.threads, timeout_s=args.peer_timeout_s, **settings
@@ -83,22 +83,39 @@ def peer_makers(args: argparse.Namespace, model: str, packed: Mapping[str, str])
     """Functions that make the peers in separate processes, and the reason for each peer that is left out."""
     makers: Makers = {}
     skipped: dict[str, str] = {}
-    load = {"dtype": args.dtype, "max_model_len": engine_options(args, 1)["max_model_len"]}
     for peer in args.peer:
         name, _, kind = peer.partition(":")
         if name not in PACKAGES:
             continue
-        found = find_peer(name, args.peer_python[name])
+        found = find_peer(name, args.peer_python[name], args.peer_folders.get(name))
         if isinstance(found, str):
             skipped[peer] = found
             continue
         folder = packed.get(kind, model)
         further = {"quantization": kind} if kind and kind not in packed else {}
         for ranks, options in _peer_sizes(args, name).items():
-            settings = load | {"options": options, "threads": args.threads} | further
-            make = partial(PeerProcess, name, found.python, folder, timeout_s=args.peer_timeout_s, **settings)
+            make = partial(_make_peer, args, name, found, folder, options, **further)
             makers[" ".join(filter(None, [name, found.version, ranks, kind]))] = make
     return makers, skipped
+
+
+def _make_peer(
+    args: argparse.Namespace,
+    name: str,
+    found: Found,
+    model: str,
+    options: dict[str, Any],
+    shared: Mapping[str, Any],
+    **further: str,
+) -> Engine:
+    """A peer in a process of its own, with our options where it has the same, and with a checkpoint if it needs one."""
+    ours, known = {**shared, **engine_options(args, 1)}, GPU_PEERS.get(name, ())
+    if args.is_dummy and "load_format" not in known:
+        add_checkpoint(Path(model), args.dtype)
+    load = {"dtype": args.dtype, "max_model_len": ours["max_model_len"]} | further
+    load["options"] = {option: ours[option] for option in known if option in ours} | options
+    process = {"threads": args.threads, "timeout_s": args.peer_timeout_s, "folder": found.folder}
+    return PeerProcess(name, found.python, model, **process, **load)
 
 
 def _peer_sizes(args: argparse.Namespace, name: str) -> dict[str, dict[str, Any]]:
@@ -115,6 +132,7 @@ def engine_options(args: argparse.Namespace, size: int) -> dict[str, Any]:
     options: dict[str, Any] = {"dtype": args.dtype, "tensor_parallel_size": size}
     if torch.cuda.is_available():
         options |= {"max_model_len": 2048, "max_num_seqs": 256, "max_num_batched_tokens": 16384}
+        options["enable_prefix_caching"] = True
     elif args.is_dummy:
         options |= {"max_model_len": 2048}
     else:
@@ -127,16 +145,11 @@ def engine_options(args: argparse.Namespace, size: int) -> dict[str, Any]:
     return options
 
 
-def nano_vllm(args: argparse.Namespace, model: Path) -> Engine:
-    """The nano-vllm in a folder; it needs a tokenizer and a checkpoint."""
-    sys.path.insert(0, str(args.nano_vllm_path))
-    import nanovllm
-
-    if args.is_dummy and not list(model.glob("*.safetensors")):
-        add_tokenizer(model)
+def add_checkpoint(model: Path, dtype: str) -> None:
+    """Write dummy weights beside the config.json, unless there are weights already."""
+    if not list(model.glob("*.safetensors")):
         shapes = stored_shapes(json.loads((model / "config.json").read_text(encoding="utf-8")))
-        save_dummy_checkpoint(model, shapes, getattr(torch, args.dtype))
-    return SameApi(nanovllm, str(model), {"enforce_eager": False, "max_model_len": 2048, "max_num_seqs": 256})
+        save_dummy_checkpoint(model, shapes, getattr(torch, dtype))
 
 
 def stored_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -153,24 +166,35 @@ def stored_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {source.name: source.shape for parameter in model.parameters() for source in sources_of(parameter)}
 
 
-def run_all(makers: Makers, names: list[str], vocab_size: int, rounds: int) -> tuple[Runs, dict[str, str]]:
-    """Run every workload on every engine: alternating on CPUs, one engine after the other on a GPU.
+def memory_share(args: argparse.Namespace, num_engines: int) -> float | None:
+    """The share of a GPU's memory of each engine that is loaded together with the others; None if they do not share."""
+    if not args.together or not torch.cuda.is_available():
+        return None
+    return round(_SHARED_MEMORY / num_engines, 3)
+
+
+def run_all(
+    makers: Makers, names: list[str], vocab_size: int, rounds: int, share: float | None = None
+) -> tuple[Runs, dict[str, str]]:
+    """Run every workload on every engine: alternating on CPUs and on a shared GPU, else one engine after the other.
 
     Returns the rounds, and the error of each engine that failed.
     """
     runs: Runs = {name: {} for name in names}
     failures: dict[str, str] = {}
-    for group in [{name: make} for name, make in makers.items()] if torch.cuda.is_available() else [makers]:
-        _run_group(group, runs, failures, vocab_size, rounds)
+    alternate = share is not None or not torch.cuda.is_available()
+    shared = {} if share is None else {"gpu_memory_utilization": share}
+    for group in [makers] if alternate else [{name: make} for name, make in makers.items()]:
+        _run_group(group, shared, runs, failures, vocab_size, rounds)
     return runs, failures
 
 
-def _run_group(makers: Mapping[str, Callable[[], Engine]], runs: Runs, failures: dict[str, str], *work: int) -> None:
+def _run_group(makers: Makers, shared: Mapping[str, Any], runs: Runs, failures: dict[str, str], *work: int) -> None:
     """Load these engines together, take turns, and close them."""
     engines: dict[str, Engine] = {}
     try:
         for name, make in makers.items():
-            _attempt(name, failures, lambda name=name, make=make: engines.update({name: make()}))  # type: ignore[misc]
+            _attempt(name, failures, lambda name=name, make=make: engines.update({name: make(shared)}))  # type: ignore[misc]
         for workload, per_engine in runs.items():
             _take_turns(workload, engines, per_engine, failures, *work)
     finally:

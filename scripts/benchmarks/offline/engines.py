@@ -113,44 +113,6 @@ class TransformersGenerate:
         free_device()
 
 
-class SameApi:
-    """Another engine with ``LLM(model, **options)`` and ``generate(prompts, sampling_params)``, such as nano-vllm.
-
-    The caller imports ``module``.  It samples at temperature 0.6, because nano-vllm has no greedy decoding, so answers
-    are not compared.
-    """
-
-    def __init__(self, module: Any, model: str, options: Mapping[str, Any]) -> None:
-        self._module = module
-        self._llm = module.LLM(model, **options)
-
-    def run(self, workload: Workload) -> Measurement:
-        params = [
-            self._module.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count)
-            for count in workload.max_tokens
-        ]
-        started = time.perf_counter()
-        self._llm.generate(workload.prompts, params, use_tqdm=False)
-        total_s = time.perf_counter() - started
-        first = None
-        if len(workload.prompts) == 1:
-            one = self._module.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1)
-            started = time.perf_counter()
-            self._llm.generate(workload.prompts, [one], use_tqdm=False)
-            first = time.perf_counter() - started
-        return Measurement(total_s, first, [])
-
-    def close(self) -> None:
-        import atexit
-
-        leave = getattr(self._llm, "exit", None)
-        if leave is not None:
-            atexit.unregister(leave)  # nano-vllm registers it, and a second call would fail
-            leave()
-        del self._llm
-        free_device()
-
-
 def dummy_model(model: str, dtype: torch.dtype, device: torch.device) -> Any:
     """transformers' model of a folder without weights; it gets the weights of ``load_format="dummy"``, seed 0."""
     from transformers import AutoConfig, AutoModelForCausalLM

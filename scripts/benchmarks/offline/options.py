@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from benchmarks.int4_checkpoint import PACKINGS
-from benchmarks.offline.peers import PACKAGES, PEERS, parse_pythons
+from benchmarks.offline.peers import DUMMY_PEERS, PACKAGES, PEERS, parse_pythons
 from benchmarks.shapes import DUMMY_SHAPES, SHAPES
 from benchmarks.workloads import LARGE_WORKLOADS, SMALL_WORKLOADS, WORKLOADS
 from tp_engine.config import QUANTIZATIONS
@@ -69,6 +69,12 @@ def _add_peer_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer-timeout-s", type=float, default=1200.0, help="longest that a peer may take to answer")
     parser.add_argument("--no-peer", action="store_true", help="measure tp_engine alone")
     parser.add_argument("--nano-vllm-path", type=Path, help="also measure the nano-vllm in this folder (GPU only)")
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="on a GPU: load all engines at once, with equal shares of its memory (transformers takes what it needs), "
+        "and let them take turns; default: one engine after the other.  On CPUs they take turns with and without it",
+    )
 
 
 def _cells(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -89,7 +95,9 @@ def _check_peers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     if args.no_peer and args.peer:
         parser.error("--no-peer and --peer exclude each other; give one of them")
     args.peer = [] if args.no_peer else list(dict.fromkeys(args.peer or ["transformers"]))
-    if args.is_dummy and (unable := [name for name in args.peer if name != "transformers"]):
+    args.peer_folders = {"nano-vllm": args.nano_vllm_path} if args.nano_vllm_path else {}
+    args.peer = list(dict.fromkeys([*args.peer, *args.peer_folders]))
+    if args.is_dummy and (unable := [name for name in args.peer if name not in DUMMY_PEERS]):
         parser.error(f"--shape {args.shape} has no weights to load for {', '.join(unable)}; choose A, B or C")
     try:
         args.peer_python = parse_pythons(args.peer_python)

@@ -3,10 +3,11 @@
 ``python -m benchmarks.offline.peer_side NAME``.  Commands are JSON lines on standard input, answers are lines on
 standard output that begin with ``ANSWER``::
 
-    {"load": {"model": FOLDER, "dtype": "float32", "max_model_len": 1024, "options": {}}}  ->  {"loaded": true}
+    {"load": {"model": FOLDER, "dtype": "float32", "max_model_len": 1024, "options": {}}}  ->  {"comparable": true}
     {"run": {"prompts": [[1, 2]], "max_tokens": [3]}}  ->  {"total_s": .., "first_token_s": .. or null, "token_ids": ..}
 
-The answer to a command that fails is {"error": "..."}.
+``comparable`` tells whether the answers should equal those of tp_engine.  The answer to a command that fails is
+{"error": "..."}.
 """
 
 from __future__ import annotations
@@ -19,19 +20,25 @@ import tempfile
 import time
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 ANSWER = "ANSWER "
 
 
 class Vllm:
-    """vLLM, greedy; its prefix cache is cleared between the run to the first token and the whole run."""
+    """vLLM, greedy; its prefix cache is cleared between the run to the first token and the whole run.
+
+    Its dummy weights are not those of tp_engine, so answers are then not compared.
+    """
 
     MODULE = "vllm"
+    OTHER_DUMMY_WEIGHTS = True
     SETTINGS: ClassVar[dict[str, Any]] = {"skip_tokenizer_init": True, "disable_log_stats": True}
     WANTED: ClassVar[dict[str, Any]] = {"detokenize": False}
 
     def __init__(self, model: str, dtype: str, max_model_len: int, options: dict[str, Any]) -> None:
+        self.comparable = not (self.OTHER_DUMMY_WEIGHTS and options.get("load_format") == "dummy")
         self._api = importlib.import_module(self.MODULE)
         self._llm = self._api.LLM(
             model=model, **({"dtype": dtype, "max_model_len": max_model_len} | self.SETTINGS | options)
@@ -51,8 +58,47 @@ class TpEngine(Vllm):
     """tp_engine; its classes have vLLM's names."""
 
     MODULE = "tp_engine"
+    OTHER_DUMMY_WEIGHTS = False
     SETTINGS: ClassVar[dict[str, Any]] = {}
     WANTED: ClassVar[dict[str, Any]] = {}
+
+
+class NanoVllm:
+    """nano-vllm.  It has no greedy decoding, so it samples at temperature 0.6 and its answers are not compared.
+
+    It needs a tokenizer to start.  It also turns answers into text, which no other engine here does; that is switched
+    off.  Its prefix cache stays between the run to the first token and the whole run, but holds only blocks of 256
+    tokens, so nothing of a shorter prompt.
+    """
+
+    comparable = False
+
+    def __init__(self, model: str, dtype: str, max_model_len: int, options: dict[str, Any]) -> None:
+        self._api = importlib.import_module("nanovllm")
+        self._folder = tempfile.TemporaryDirectory()
+        linked = Path(self._folder.name) / "model"
+        link_with_tokenizer(Path(model), linked)
+        if "gpu_memory_utilization" in options:
+            options = options | {"gpu_memory_utilization": beside_others(options["gpu_memory_utilization"])}
+        self._llm = self._api.LLM(str(linked), **({"max_model_len": max_model_len} | options))
+        self._llm.tokenizer = SimpleNamespace(decode=lambda token_ids: "")
+
+    def generate(self, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
+        params = [self._api.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count) for count in counts]
+        return [list(one["token_ids"]) for one in self._llm.generate(prompts, params, use_tqdm=False)]
+
+    def forget(self) -> None:
+        """Do nothing: nano-vllm can not clear its prefix cache."""
+
+
+def beside_others(share: float) -> float:
+    """nano-vllm's ``gpu_memory_utilization`` for this share: it must include what other programs use of the GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return share
+    free, total = torch.cuda.mem_get_info()
+    return share + (total - free) / total
 
 
 class Ctranslate2:
@@ -60,6 +106,8 @@ class Ctranslate2:
 
     One batch runs to its longest answer, because ``generate_batch`` has one length for all.
     """
+
+    comparable = True
 
     def __init__(self, model: str, dtype: str, max_model_len: int, options: dict[str, Any]) -> None:
         import ctranslate2
@@ -94,6 +142,8 @@ class LlamaCpp:
     Requests run one after the other, because its ``Llama`` has one sequence.  ``Llama`` keeps the K and V of a prefix
     that two successive prompts share.
     """
+
+    comparable = True
 
     def __init__(
         self, model: str, dtype: str, max_model_len: int, options: dict[str, Any], quantization: str | None = None
@@ -137,7 +187,13 @@ def link_with_tokenizer(model: Path, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-ENGINES = {"tp_engine": TpEngine, "vllm": Vllm, "ctranslate2": Ctranslate2, "llama.cpp": LlamaCpp}
+ENGINES = {
+    "tp_engine": TpEngine,
+    "vllm": Vllm,
+    "nano-vllm": NanoVllm,
+    "ctranslate2": Ctranslate2,
+    "llama.cpp": LlamaCpp,
+}
 
 
 def run(engine: Any, prompts: list[list[int]], max_tokens: list[int]) -> dict[str, Any]:
@@ -164,7 +220,7 @@ def main(name: str) -> None:
         try:
             if "load" in command:
                 engine = ENGINES[name](**command["load"])
-                answer: dict[str, Any] = {"loaded": True}
+                answer: dict[str, Any] = {"comparable": engine.comparable}
             else:
                 answer = run(engine, **command["run"])
         except Exception as error:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 from benchmarks.int4_checkpoint import PACKINGS
 from benchmarks.offline.engines import Measurement
 from benchmarks.offline.peer_side import ANSWER
@@ -22,13 +24,24 @@ from benchmarks.workloads import Workload
 
 SCRIPTS = Path(__file__).resolve().parents[2]
 MODULE = "benchmarks.offline.peer_side"
-PACKAGES = {"vllm": ("vllm",), "ctranslate2": ("ctranslate2", "transformers"), "llama.cpp": ("llama_cpp", "gguf")}
+PACKAGES = {
+    "vllm": ("vllm",),
+    "nano-vllm": ("nanovllm", "flash_attn"),
+    "ctranslate2": ("ctranslate2", "transformers"),
+    "llama.cpp": ("llama_cpp", "gguf"),
+}
 """Peers that run in a separate process, and the modules that their interpreter must have."""
+_SAME_OPTIONS = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
+GPU_PEERS = {"vllm": (*_SAME_OPTIONS, "load_format", "enable_prefix_caching"), "nano-vllm": _SAME_OPTIONS}
+"""Peers that run on a GPU, and the options of tp_engine that they have under the same name and get as well."""
 WEIGHT_KINDS = {"llama.cpp": ("Q4_0", "Q4_K_M", "Q8_0"), "vllm": PACKINGS}
 """The quantised weights that a peer can run with: file types of llama.cpp, checkpoints that the benchmark writes."""
+DUMMY_PEERS = ("transformers", *GPU_PEERS)
+"""Peers of shapes without weights: they draw random ones, or get a checkpoint of random ones."""
 PEERS = ("transformers", *PACKAGES, *(f"{name}:{kind}" for name, kinds in WEIGHT_KINDS.items() for kind in kinds))
 
 _PROBE_S, _CLOSE_S = 60.0, 20.0
+_SHOWN_LINES = 60
 _SETTLE_S = 0.3  # OpenMP's threads spin for 0.2 s after their last work and would slow the next engine
 _PROBE = """
 import importlib.util, sys
@@ -44,54 +57,72 @@ print(metadata.version(names[0]) if names else "")
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """An interpreter that has the peer."""
+    """An interpreter that has the peer, and the folder with the peer's package if it is not installed."""
 
     python: str
     version: str
+    folder: Path | None = None
 
 
-def find_peer(name: str, python: str) -> Found | str:
+def find_peer(name: str, python: str, folder: Path | None = None) -> Found | str:
     """The peer's interpreter, or the reason why the peer is left out."""
     if not os.access(python, os.X_OK) or Path(python).is_dir():
         return f"{python} is no interpreter; give one with --peer-python {name}=PATH"
     probe = [python, "-c", _PROBE, *PACKAGES[name]]
     try:
-        done = subprocess.run(probe, capture_output=True, text=True, timeout=_PROBE_S, check=False)
+        done = subprocess.run(
+            probe, env=os.environ | {"PYTHONPATH": _python_path(folder)},
+            capture_output=True, text=True, timeout=_PROBE_S, check=False,
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{python} does not answer: {error}"
     if done.returncode:
         missing = done.stdout.strip() or f"it fails with exit code {done.returncode}"
         return f"not installed for {python}: {missing}; give another with --peer-python {name}=PATH"
-    return Found(python=python, version=done.stdout.strip())
+    return Found(python=python, version=done.stdout.strip(), folder=folder)
 
 
 class PeerProcess:
-    """A peer with a model loaded.  Raises ``RuntimeError`` with its output if it fails or does not answer in time."""
+    """A peer with a model loaded; ``folder`` holds its package if it is not installed.
 
-    def __init__(self, name: str, python: str, model: str, *, threads: int, timeout_s: float, **load: Any) -> None:
+    Raises ``RuntimeError`` if it fails or does not answer in time, and shows the end of its output.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        python: str,
+        model: str,
+        *,
+        threads: int,
+        timeout_s: float,
+        folder: Path | None = None,
+        **load: Any,
+    ) -> None:
         self._name, self._timeout_s = name, timeout_s
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # closed by close
         self._process = subprocess.Popen(
             [python, "-m", MODULE, name],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            env=peer_environment(name, python, threads, load.get("options", {}).get("tensor_parallel_size", 1)),
+            env=peer_environment(name, python, threads, load.get("options", {}).get("tensor_parallel_size", 1), folder),
         )  # fmt: skip
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=_follow, args=(self._process.stdout, self._answers), daemon=True).start()
         try:
-            self._ask(load={"model": model, **load})
+            self._comparable = self._ask(load={"model": model, **load})["comparable"]
         except BaseException:
             self.close()
             raise
 
     def run(self, workload: Workload) -> Measurement:
-        """Generate exactly the tokens that the workload asks for."""
+        """Generate exactly the tokens that the workload asks for; answers that can not be compared are left out."""
         found = self._ask(run={"prompts": workload.prompts, "max_tokens": workload.max_tokens})
         time.sleep(_SETTLE_S)
         lengths = [len(tokens) for tokens in found["token_ids"]]
         if lengths != workload.max_tokens:
             raise RuntimeError(f"{self._name} generated {lengths} tokens; {workload.max_tokens} were asked for")
-        return Measurement(found["total_s"], found["first_token_s"], found["token_ids"])
+        token_ids = found["token_ids"] if self._comparable else []
+        return Measurement(found["total_s"], found["first_token_s"], token_ids)
 
     def close(self) -> None:
         """End the process."""
@@ -122,35 +153,50 @@ class PeerProcess:
             raise RuntimeError(f"{self._name}'s process ended with exit code {code}{self._last_words()}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
+            self._last_words()
             raise RuntimeError(f"{self._name}: {answer['error']}")
         return answer
 
     def _last_words(self) -> str:
+        """The last line of the peer's output; the lines before it, which may have the cause, go to standard error."""
         self._log.seek(0)
         lines = self._log.read().strip().splitlines()
+        print(*lines[-_SHOWN_LINES:], sep="\n", file=sys.stderr, flush=True)
         return f"; it said last: {lines[-1]}" if lines else ""
 
 
-def peer_environment(name: str, python: str, threads: int, num_ranks: int = 1) -> dict[str, str]:
+def peer_environment(
+    name: str, python: str, threads: int, num_ranks: int = 1, folder: Path | None = None
+) -> dict[str, str]:
     """The environment that the peer's documentation recommends on CPUs: a core per thread, faster libraries if found.
 
-    tp_engine gets only the number of threads, if one was chosen.
+    tp_engine gets only the number of threads, if one was chosen.  On a GPU vLLM runs as by default.
     """
     cores = sorted(os.sched_getaffinity(0))[: threads or None]
-    paths = [str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    found = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    found = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": _python_path(SCRIPTS, folder)}
     if name == "vllm":
-        found |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-        share = max(1, len(cores) // num_ranks)
-        bound = [",".join(map(str, cores[rank * share : (rank + 1) * share])) for rank in range(num_ranks)]
-        found |= {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "|".join(bound)}
-        if libraries := faster_libraries(Path(python)):
-            found["LD_PRELOAD"] = ":".join(libraries)
-    elif name == "tp_engine":
+        found |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+        if not torch.cuda.is_available():
+            found |= _vllm_on_cpus(Path(python), cores, num_ranks)
+    elif name in ("tp_engine", "nano-vllm"):
         found |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
     else:
         found |= {"CT2_USE_MKL": "0", "OMP_NUM_THREADS": str(len(cores))}
     return found
+
+
+def _vllm_on_cpus(python: Path, cores: list[int], num_ranks: int) -> dict[str, str]:
+    share = max(1, len(cores) // num_ranks)
+    bound = [",".join(map(str, cores[rank * share : (rank + 1) * share])) for rank in range(num_ranks)]
+    found = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "|".join(bound)}
+    if libraries := faster_libraries(python):
+        found["LD_PRELOAD"] = ":".join(libraries)
+    return found | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+def _python_path(*folders: Path | None) -> str:
+    """These folders before those that this process has."""
+    return os.pathsep.join(str(folder) for folder in (*folders, os.environ.get("PYTHONPATH")) if folder)
 
 
 def faster_libraries(python: Path, system: Path = Path("/usr/lib")) -> list[str]:

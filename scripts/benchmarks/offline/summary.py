@@ -106,6 +106,8 @@ def print_table(report: dict[str, Any]) -> None:
     print(f"{kind} bandwidth {report[kind + '_gb_per_s']} GB/s: {ceiling}")
     if "matmul_tflops" in report:
         print(f"matrix products {report['matmul_tflops']} TFLOP/s")
+    if report.get("memory_share"):
+        print(f"the engines share the GPU and take turns; each may use {report['memory_share']:.1%} of its memory")
     print(f"\n{'workload':<16}{'engine':<48}{'tokens/s':>10}{'TTFT ms':>10}{'ms/token':>10}{'roofline':>10}")
     for result in report["workloads"]:
         for name, figure in result["engines"].items():
