@@ -20,7 +20,7 @@ from benchmarks.machine import copy_bandwidth, processor_name, read_bandwidth
 from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
 from tp_engine.attention.registry import select_backend
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, layer_view
-from tp_engine.worker.step_inputs import slots_for
+from tp_engine.worker.batch.step_inputs import slots_for
 
 NUM_LAYERS = 4
 SHAPES = {"B": (12, 4, 64), "C": (8, 4, 32)}

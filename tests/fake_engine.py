@@ -35,7 +35,7 @@ from tp_engine.kv_layout import DiskCounters, MoveCounters
 from tp_engine.plan import FloatArray, TokenLogprobs
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
 from tp_engine.sched.adapters import AdapterSlots, AdapterStats
-from tp_engine.sched.speculation import SpeculationCounters
+from tp_engine.sched.guesses.speculation import SpeculationCounters
 from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats, SchedulerView, ViewLimits
 
 THREAD_DEADLINE_S = 20.0

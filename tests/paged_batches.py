@@ -12,7 +12,7 @@ from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, layer_view
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.paged_attention import in_kernel_order
 from tp_engine.plan import PAD_SLOT
-from tp_engine.worker.step_inputs import slot_mapping
+from tp_engine.worker.batch.step_inputs import slot_mapping
 
 
 @dataclass

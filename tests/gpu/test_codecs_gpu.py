@@ -16,8 +16,8 @@ from tp_engine.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressRea
 from tp_engine.units import ceil_div
 from tp_engine.worker.codecs import make_codec
 from tp_engine.worker.codecs.pca import TOKENS_PER_DIM
-from tp_engine.worker.host_tier import HostTier
-from tp_engine.worker.kv_cache import KvCacheShape
+from tp_engine.worker.memory.kv_cache import KvCacheShape
+from tp_engine.worker.tiers.host_tier import HostTier
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), needs_triton]
 

@@ -12,10 +12,10 @@ import torch
 
 from tp_engine import LLM, SamplingParams
 from tp_engine.plan import StepPlan
-from tp_engine.worker.captured_decodes import DecodeGraphs
+from tp_engine.worker.batch.padded_batch import StepSize
 from tp_engine.worker.model_runner import ModelRunner
-from tp_engine.worker.padded_batch import StepSize
-from tp_engine.worker.readback import PendingStep
+from tp_engine.worker.recorded.captured_decodes import DecodeGraphs
+from tp_engine.worker.results.readback import PendingStep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -97,7 +97,7 @@ def test_decode_inputs_in_a_graph() -> None:
 
 def test_padded_steps_in_a_graph() -> None:
     """Oracle: the PyTorch twin on a copy of the tables; replays are of other steps than the captured one."""
-    from tp_engine.worker.padded_batch import PaddedBatch, StepSize
+    from tp_engine.worker.batch.padded_batch import PaddedBatch, StepSize
 
     make_plan = cases_of("kernel_cases_padded_steps").make_plan
     make_tables = cases_of("kernel_cases_decode_inputs").make_tables

@@ -7,7 +7,7 @@ from typing import Any
 from tests.ranks.speculation_job import run_once
 from tp_engine import LLM
 from tp_engine.plan import IntArray
-from tp_engine.sched.guesses import DraftedSource, Guess
+from tp_engine.sched.guesses.guesses import DraftedSource, Guess
 from tp_engine.sched.sequence import Sequence
 
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from tp_engine import LLM, SamplingParams, StructuredOutputsParams
 from tp_engine.plan import IntArray
-from tp_engine.sched.guess_sources import GuessSources
-from tp_engine.sched.guesses import Guess, GuessSource
+from tp_engine.sched.guesses.guess_sources import GuessSources
+from tp_engine.sched.guesses.guesses import Guess, GuessSource
 from tp_engine.sched.sequence import Sequence
 
 OWN = ("own", "own again")  # those of the engine's method; at the second time it knows the answers

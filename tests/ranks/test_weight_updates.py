@@ -16,7 +16,7 @@ from tp_engine import LLM, AsyncLLM, RequestError, SamplingParams
 from tp_engine.errors import EngineDeadError, RankError
 from tp_engine.outputs import RequestOutput
 from tp_engine.worker import weight_update
-from tp_engine.worker.kv_cache import resident_bytes
+from tp_engine.worker.memory.kv_cache import resident_bytes
 from tp_engine.worker.sleep import drop_memory, take_memory
 
 OPTIONS: dict[str, Any] = {**TWO_RANKS, "num_gpu_blocks_override": 64, "max_model_len": 128, "block_size": 8}

@@ -14,8 +14,8 @@ import numpy as np
 
 from tests.unit.host_tier_harness import Lag, TierSimulation, TierWorker
 from tp_engine.plan import NO_IDS, StepPlan, StepResult
-from tp_engine.sched.disk_journal import DiskContents, JournalHeader, read_header, read_nodes
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
+from tp_engine.sched.tiers.disk_journal import DiskContents, JournalHeader, read_header, read_nodes
 from tp_engine.tier_progress import CHANNEL_WORDS, TIER_CHANNELS, TierProgress, TierProgressReader
 
 

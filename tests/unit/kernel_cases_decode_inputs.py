@@ -11,7 +11,7 @@ import torch
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.kernels.ops import Kind, has_triton, implementation
 from tp_engine.kernels.steps.decode_inputs import DecodeInputs, RowTables
-from tp_engine.worker.step_inputs import slots_for
+from tp_engine.worker.batch.step_inputs import slots_for
 
 
 def make_tables(num_rows: int, max_len: int, block_size: int, num_groups: int, device: str, seed: int = 0) -> RowTables:

@@ -30,8 +30,8 @@ from tp_engine.sampling.device_sampler import StepKind
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.sampler import KernelSampler
 from tp_engine.sampling.state import SamplingState
-from tp_engine.worker.captured_decodes import CapturedDecodes
-from tp_engine.worker.graph_capture import GraphPlan
+from tp_engine.worker.recorded.captured_decodes import CapturedDecodes
+from tp_engine.worker.recorded.graph_capture import GraphPlan
 
 PROMPTS = [[5, 9, 13, 7], list(range(20, 50)), [7] * 17, [3]]
 NUM_TOKENS = (12, 3, 5, 4)

@@ -17,8 +17,8 @@ from tests.unit.kernel_harness import AGREEMENT
 from tp_engine import LLM, SamplingParams, StructuredOutputsParams
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.sampling.state import SamplingState
-from tp_engine.worker.captured_decodes import CapturedDecodes
-from tp_engine.worker.graph_capture import GraphPlan
+from tp_engine.worker.recorded.captured_decodes import CapturedDecodes
+from tp_engine.worker.recorded.graph_capture import GraphPlan
 
 RECORDED = GraphPlan(sizes=(1, 2), make_recorder=RepeatingRecorder)
 PARAMS = [

@@ -12,7 +12,7 @@ import torch
 
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.kernels.ops import Kind, has_triton, implementation
-from tp_engine.sched.guesses import NgramSource
+from tp_engine.sched.guesses.guesses import NgramSource
 
 NO_SEQUENCE: Any = SimpleNamespace()  # the source reads its tokens only
 

@@ -16,8 +16,8 @@ from tp_engine.kernels.ops import Kind, has_triton, implementation
 from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.kernels.steps.padded_steps import PaddedInputs, PaddedRequests
 from tp_engine.plan import StepPlan
-from tp_engine.worker.padded_batch import MAX_CHUNKS, PaddedBatch, StepSize
-from tp_engine.worker.step_inputs import slots_for
+from tp_engine.worker.batch.padded_batch import MAX_CHUNKS, PaddedBatch, StepSize
+from tp_engine.worker.batch.step_inputs import slots_for
 
 Chunk = tuple[int, int, bool]
 """A chunk's row, its number of tokens, and whether it is sampled."""

@@ -31,7 +31,7 @@ from tp_engine.kernels.kv_cache.layer_kv import (
     store_kv,
 )
 from tp_engine.kv_layout import KvKind, lay_out
-from tp_engine.worker.kv_cache import KvCacheShape
+from tp_engine.worker.memory.kv_cache import KvCacheShape
 
 INT8, FP8 = LARGEST_VALUE
 DECODES = [(1, 40), (1, 1), (1, 0), (1, 300), (1, 65)]

@@ -23,13 +23,13 @@ from tests.unit.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tests.unit.test_kv_groups import WINDOWED
 from tp_engine import LLM, SamplingParams
 from tp_engine.plan import IntArray, StepPlan
-from tp_engine.sched.guesses import Guess, NgramSource
+from tp_engine.sched.guesses.guesses import Guess, NgramSource
 from tp_engine.sched.sequence import Sequence
-from tp_engine.worker.captured_decodes import Keep, Recording, Step, keep_nothing
-from tp_engine.worker.graph_capture import GraphPlan
+from tp_engine.worker.batch.padded_batch import StepSize, StepSizes
 from tp_engine.worker.model_runner import ModelRunner
-from tp_engine.worker.padded_batch import StepSize, StepSizes
-from tp_engine.worker.readback import PendingStep
+from tp_engine.worker.recorded.captured_decodes import Keep, Recording, Step, keep_nothing
+from tp_engine.worker.recorded.graph_capture import GraphPlan
+from tp_engine.worker.results.readback import PendingStep
 
 OPTIONS: dict[str, Any] = {
     "max_model_len": 64,
@@ -113,7 +113,7 @@ def recorded_prompts(seen_of_steps: set[SeenStep], is_measured: bool) -> Iterato
     plan = GraphPlan(sizes=(1, 2, 4), prompts=SIZES, make_recorder=StrictRecorder)
     with ExitStack() as stack:
         stack.enter_context(patch("tp_engine.worker.worker.graph_plan", lambda *_: plan))
-        stack.enter_context(patch("tp_engine.worker.padded_batch.MAX_CHUNKS", 4))  # less for the interpreter to do
+        stack.enter_context(patch("tp_engine.worker.batch.padded_batch.MAX_CHUNKS", 4))  # less to interpret
         stack.enter_context(patch("tp_engine.worker.worker.warms_up", lambda device_type: is_measured))
         stack.enter_context(patch.object(ModelRunner, "_replay_prompts", replay_and_note))
         stack.enter_context(patch.object(NgramSource, "guess", guess_the_last))

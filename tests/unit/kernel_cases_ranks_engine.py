@@ -27,8 +27,8 @@ from tp_engine.ranks.groups import RankGroups
 from tp_engine.ranks.reduce_plan import ReducePlan
 from tp_engine.ranks.symmetric_memory import SymmetricCommunicator
 from tp_engine.units import KIB
-from tp_engine.worker.captured_decodes import DecodeGraphs
-from tp_engine.worker.graph_capture import GraphPlan, why_not_capture
+from tp_engine.worker.recorded.captured_decodes import DecodeGraphs
+from tp_engine.worker.recorded.graph_capture import GraphPlan, why_not_capture
 
 BUFFER_BYTES = 64 * KIB
 PLAN = ReducePlan(one_shot_bytes=BUFFER_BYTES, gather_bytes=BUFFER_BYTES)

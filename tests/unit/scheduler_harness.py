@@ -22,7 +22,7 @@ import numpy.typing as npt
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
 from tp_engine.sampling_params import SamplingParams
-from tp_engine.sched.guesses import GuessSource
+from tp_engine.sched.guesses.guesses import GuessSource
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 
 VOCABULARY = 50

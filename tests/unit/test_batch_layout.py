@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tp_engine.plan import StepPlan
-from tp_engine.worker.step_inputs import make_layout
+from tp_engine.worker.batch.step_inputs import make_layout
 
 
 @pytest.mark.parametrize(

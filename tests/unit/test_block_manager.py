@@ -8,8 +8,8 @@ import pytest
 from tests.unit.scheduler_harness import limits
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
+from tp_engine.sched.blocks.roots import Roots
 from tp_engine.sched.intake import build_group
-from tp_engine.sched.roots import Roots
 from tp_engine.sched.sequence import Entry, Sequence, SequencePhase
 from tp_engine.sched.step_builder import Batch
 

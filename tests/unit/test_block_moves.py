@@ -18,9 +18,9 @@ from tp_engine.kernels.native.library import native_library
 from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.plan import NO_PAIRS, IntArray
 from tp_engine.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader
-from tp_engine.worker.block_moves import BlockMover, CpuMover, CudaMover, StoreReports, runs_of
 from tp_engine.worker.codecs.base import BlockCopy, Codec
-from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape
+from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
+from tp_engine.worker.tiers.block_moves import BlockMover, CpuMover, CudaMover, StoreReports, runs_of
 
 MakeMover = Callable[[torch.Tensor, torch.Tensor, Codec], BlockMover]
 
@@ -306,7 +306,7 @@ def test_streams_leave_the_bytes_of_one_after_another(
 ) -> None:
     """Oracle: moves and forward passes one after another; a late stream changes nothing, with a codec neither, whose
     staging area has room for a part of a plan's moves."""
-    monkeypatch.setattr("tp_engine.worker.block_moves.num_staged", lambda _codec: 1)
+    monkeypatch.setattr("tp_engine.worker.tiers.block_moves.num_staged", lambda _codec: 1)
     codecs: tuple[Codec, ...] = (BlockCopy(8, "any"), Halves(8))
     for seed, codec in itertools.product(range(5), codecs):
         assert outcome(machine, seed, order, waits=True, codec=codec)
@@ -326,7 +326,7 @@ def test_stores_are_reported_when_streams_have_made_them(
 
     make = torch.empty
     monkeypatch.setattr("torch.empty", lambda *sizes, pin_memory=False, **more: make(*sizes, **more))
-    monkeypatch.setattr("tp_engine.worker.block_moves.num_staged", lambda _codec: 2)
+    monkeypatch.setattr("tp_engine.worker.tiers.block_moves.num_staged", lambda _codec: 2)
     pool = torch.arange(6, dtype=torch.uint8).repeat(8, 1).T.contiguous()
     words = memoryview(bytearray(8 * CHANNEL_WORDS)).cast("q")
     reports, reader = StoreReports(TierProgress(words)), TierProgressReader([words])

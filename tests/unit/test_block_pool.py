@@ -8,8 +8,8 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from tp_engine.sched.block_pool import BlockPool
-from tp_engine.sched.lru_queue import BlockIds
+from tp_engine.sched.blocks.block_pool import BlockPool
+from tp_engine.sched.blocks.lru_queue import BlockIds
 
 
 def ids(*blocks: int) -> BlockIds:

@@ -11,10 +11,10 @@ import torch
 from tp_engine.attention.base import AttentionMetadata
 from tp_engine.kernels.ops import Kind, implementation, kind_of
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
-from tp_engine.worker import decode_batch, input_batch
-from tp_engine.worker.input_batch import InputBatch
-from tp_engine.worker.lanes import MirroredTable
-from tp_engine.worker.step_inputs import StepInputs
+from tp_engine.worker.batch import decode_batch, input_batch
+from tp_engine.worker.batch.input_batch import InputBatch
+from tp_engine.worker.batch.lanes import MirroredTable
+from tp_engine.worker.batch.step_inputs import StepInputs
 
 CPU = torch.device("cpu")
 NUM_ROWS, MAX_LEN, BLOCK_SIZE = 6, 60, 4

@@ -10,10 +10,10 @@ import torch
 
 from tests.repeating_recorder import RepeatingRecorder
 from tp_engine.errors import ConfigError, RankError
-from tp_engine.worker import captured_decodes
-from tp_engine.worker.captured_decodes import CudaRecorder, DecodeGraphs
-from tp_engine.worker.graph_capture import capture_sizes
-from tp_engine.worker.readback import Readback
+from tp_engine.worker.recorded import captured_decodes
+from tp_engine.worker.recorded.captured_decodes import CudaRecorder, DecodeGraphs
+from tp_engine.worker.recorded.graph_capture import capture_sizes
+from tp_engine.worker.results.readback import Readback
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tp_engine.kernels.native.delta import delta_chunks as native_delta_chunks
 from tp_engine.kernels.native.delta import delta_step as native_delta_step
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kv_layout import StateGroup, StateKind
-from tp_engine.worker.row_states import RowStates
+from tp_engine.worker.batch.row_states import RowStates
 
 KINDS = [
     StateKind(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=8, taps=4),

@@ -22,11 +22,11 @@ from tp_engine.ranks.rank import RankInfo
 from tp_engine.tier_progress import TierProgressReader
 from tp_engine.units import GIB
 from tp_engine.worker.codecs.base import BlockCopy
-from tp_engine.worker.disk_files import Identity, SlotFiles, choose_disk_slots, lock_directory, make_directory
-from tp_engine.worker.disk_tier import DiskTier
 from tp_engine.worker.effective_config import resolve
-from tp_engine.worker.fingerprint import make_identity
-from tp_engine.worker.kv_cache import KvCacheShape
+from tp_engine.worker.memory.kv_cache import KvCacheShape
+from tp_engine.worker.tiers.disk_files import Identity, SlotFiles, choose_disk_slots, lock_directory, make_directory
+from tp_engine.worker.tiers.disk_tier import DiskTier
+from tp_engine.worker.tiers.fingerprint import make_identity
 
 SLOT_BYTES = 5000
 OURS = Identity(b"f" * 16, {"weights": "a", "model": "b"})

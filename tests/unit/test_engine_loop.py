@@ -14,7 +14,7 @@ from tp_engine.plan import StepPlan
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
-from tp_engine.worker.readback import PendingStep
+from tp_engine.worker.results.readback import PendingStep
 
 LIMITS = SchedulerLimits(num_blocks=32, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=32)
 

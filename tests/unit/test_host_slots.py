@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 
-from tp_engine.sched.host_slots import NO_SLOT, HostSlots
-from tp_engine.sched.lru_queue import NO_BLOCKS, BlockIds
+from tp_engine.sched.blocks.lru_queue import NO_BLOCKS, BlockIds
+from tp_engine.sched.tiers.host_slots import NO_SLOT, HostSlots
 
 
 def ids(*numbers: int) -> BlockIds:

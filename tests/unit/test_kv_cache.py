@@ -10,7 +10,7 @@ import torch
 
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kv_layout import KvKind, lay_out
-from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape, resident_bytes
+from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape, resident_bytes
 
 CPU = torch.device("cpu")
 

@@ -15,13 +15,13 @@ from tp_engine.errors import ConfigError
 from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.plan import NO_PAIRS
 from tp_engine.units import GIB
-from tp_engine.worker.block_moves import CpuMover, staging_bytes
 from tp_engine.worker.codecs import make_codec
 from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.effective_config import resolve
-from tp_engine.worker.host_memory import HostMemory
-from tp_engine.worker.host_tier import HostTier, choose_slots
-from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape
+from tp_engine.worker.memory.host_memory import HostMemory
+from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
+from tp_engine.worker.tiers.block_moves import CpuMover, staging_bytes
+from tp_engine.worker.tiers.host_tier import HostTier, choose_slots
 
 CPU = torch.device("cpu")
 

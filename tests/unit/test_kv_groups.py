@@ -26,12 +26,12 @@ from tp_engine.ranks.collectives import SingleRank
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.sampling.state import SamplingState
 from tp_engine.weights.loader import load_weights
+from tp_engine.worker.batch.input_batch import InputBatch
+from tp_engine.worker.batch.step_inputs import digest_inputs
 from tp_engine.worker.codecs.base import BlockCopy
-from tp_engine.worker.host_tier import HostTier
-from tp_engine.worker.input_batch import InputBatch
-from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape
+from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 from tp_engine.worker.model_runner import ModelRunner
-from tp_engine.worker.step_inputs import digest_inputs
+from tp_engine.worker.tiers.host_tier import HostTier
 from tp_engine.worker.trial_steps import warm_up
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from tests.unit.kernel_harness import needs_triton
 from tests.unit.scheduler_harness import limits
 from tp_engine.kv_layout import TILE_TOKENS
 from tp_engine.plan import BoolArray
-from tp_engine.sched.kv_windows import KvWindows
+from tp_engine.sched.blocks.kv_windows import KvWindows
 
 NATIVE_TYPES = Path(__file__).parents[2] / "tp_engine" / "kernels" / "native" / "attention_types.h"
 

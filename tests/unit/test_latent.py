@@ -31,7 +31,7 @@ from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.model_config import check_tensor_parallel, read_model, resolve_max_model_len
 from tp_engine.model_config.latent import LatentSpec
 from tp_engine.worker.effective_config import resolve
-from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape
+from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 
 # Keys of published files.  transformers' defaults confirm V3, V3.2, GLM-4.7-Flash and Mistral Small 4; the numbers of
 # parameters that the publishers name confirm the sizes of all.

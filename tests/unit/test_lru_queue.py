@@ -8,7 +8,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from tp_engine.sched.lru_queue import BlockIds, LruQueue
+from tp_engine.sched.blocks.lru_queue import BlockIds, LruQueue
 
 
 def ids(*blocks: int) -> BlockIds:

@@ -15,15 +15,15 @@ from tp_engine.kv_layout import KvCapacity, KvKind, KvLayout, kv_cache_lines, la
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.units import GIB, MIB, format_gib
 from tp_engine.worker.device import MemorySnapshot
-from tp_engine.worker.kv_cache import KvCacheShape
-from tp_engine.worker.memory import AgreementGroup, MemoryMeter, choose_blocks, log_memory, settle_blocks
-from tp_engine.worker.memory_ledger import (
+from tp_engine.worker.memory.kv_cache import KvCacheShape
+from tp_engine.worker.memory.ledger import (
     MemoryLedger,
     compute_ledger,
     ledger_json,
     ledger_table,
     requested_bytes,
 )
+from tp_engine.worker.memory.meter import AgreementGroup, MemoryMeter, choose_blocks, log_memory, settle_blocks
 
 ONE_GROUP = lay_out([KvKind(window=None, num_kv_heads=2, head_dim=64)] * 4)
 SHAPE = KvCacheShape(layout=ONE_GROUP, block_size=16, dtype=torch.bfloat16)

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.memory_cases import SimulatedGroup, on_ranks
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.ranks.rank import RankInfo
-from tp_engine.worker.memory import Agreement, agree_on_blocks
+from tp_engine.worker.memory.meter import Agreement, agree_on_blocks
 
 
 def agree(locals_: Sequence[int | Exception]) -> list[Any]:

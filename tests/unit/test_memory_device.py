@@ -18,9 +18,9 @@ from tp_engine.ranks.rank import RankInfo
 from tp_engine.units import MIB
 from tp_engine.worker import device
 from tp_engine.worker.device import CpuDevice, CudaDevice, MemorySnapshot, make_device
-from tp_engine.worker.host_memory import HostMemory, host_memory, process_memory, reset_peak
-from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape
-from tp_engine.worker.memory import MemoryMonitor
+from tp_engine.worker.memory.host_memory import HostMemory, host_memory, process_memory, reset_peak
+from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
+from tp_engine.worker.memory.meter import MemoryMonitor
 
 GB = 1 << 30
 TWO_LAYERS = lay_out([KvKind(window=None, num_kv_heads=4, head_dim=64)] * 2)

@@ -14,9 +14,9 @@ from tp_engine.errors import ConfigError
 from tp_engine.kernels.kv_cache.block_codes import BlockForm
 from tp_engine.plan import NO_PAIRS, Admission, IntArray, RowSampling, StepPlan
 from tp_engine.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader
-from tp_engine.worker.block_moves import BlockGroups, CpuMover, StoreReports
 from tp_engine.worker.codecs.pca import TOKENS_PER_DIM, Pca
 from tp_engine.worker.effective_config import resolve
+from tp_engine.worker.tiers.block_moves import BlockGroups, CpuMover, StoreReports
 
 DIM, BLOCK_SIZE, PARTS, HEADS = 24, 8, 4, 2
 NUM_CALIBRATION = TOKENS_PER_DIM * DIM // BLOCK_SIZE

@@ -14,7 +14,7 @@ import pytest
 from tests.unit.host_tier_harness import Lag, MaskedTierWorker, TierSimulation
 from tests.unit.test_host_tier_cases import AHEAD, ENDLESS, LAGS, POOL, one_after_the_other, prompt
 from tests.unit.test_scheduler_grammar import CONSTRAINED_SEEDS, GrammarSimulation
-from tp_engine.sched.prefetch import Sessions
+from tp_engine.sched.tiers.prefetch import Sessions
 
 BUSY = replace(POOL, num_blocks=40, max_num_batched_tokens=8, max_host_moves=2)
 NEXT = [*prompt(1, 33), 7, 7]

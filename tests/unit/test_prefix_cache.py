@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from tp_engine.sched.lru_queue import BlockIds
-from tp_engine.sched.prefix_cache import NO_BLOCK, Place, PrefixCache, is_lost
+from tp_engine.sched.blocks.lru_queue import BlockIds
+from tp_engine.sched.blocks.prefix_cache import NO_BLOCK, Place, PrefixCache, is_lost
 
 SIZE = 4
 

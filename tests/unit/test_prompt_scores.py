@@ -18,10 +18,10 @@ from tp_engine.models.causal_lm import build_model
 from tp_engine.plan import TokenLogprobs
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling import logprobs
-from tp_engine.worker import prompt_scores
 from tp_engine.worker.effective_config import resolve
-from tp_engine.worker.prompt_scores import empty_scores, positions_at_once, score_prompt
-from tp_engine.worker.readback import Readback
+from tp_engine.worker.results import prompt_scores
+from tp_engine.worker.results.prompt_scores import empty_scores, positions_at_once, score_prompt
+from tp_engine.worker.results.readback import Readback
 from tp_engine.worker.trial_steps import run_largest_step
 
 Checkpoint = Callable[..., Path]

@@ -9,9 +9,9 @@ import torch
 
 from tp_engine.errors import RankError
 from tp_engine.sampling.logprobs import LogprobTensors
-from tp_engine.worker import readback
-from tp_engine.worker.pooled_rows import PooledTensors
-from tp_engine.worker.readback import Readback, wait_for
+from tp_engine.worker.results import readback
+from tp_engine.worker.results.pooled_rows import PooledTensors
+from tp_engine.worker.results.readback import Readback, wait_for
 
 
 class FakeEvent:

@@ -25,7 +25,7 @@ from tp_engine.model_config import load_model_config, read_model
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.units import GIB
-from tp_engine.worker.kv_cache import KvCacheShape
+from tp_engine.worker.memory.kv_cache import KvCacheShape
 
 
 def llama(layers: int, hidden: int, inner: int, heads: int, **more: Any) -> dict[str, Any]:

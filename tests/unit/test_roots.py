@@ -11,7 +11,7 @@ from tests.unit.scheduler_harness import RandomLoad, Simulation, limits
 from tests.unit.test_scheduler_properties import SHAPES
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
-from tp_engine.sched.roots import Roots
+from tp_engine.sched.blocks.roots import Roots
 
 GIVEN = limits(num_blocks=40, num_host_slots=32, num_disk_slots=64, max_model_len=64)
 PROMPT = list(range(1, 34))  # eight blocks of 4, and a token

@@ -9,7 +9,7 @@ import torch
 from tests.unit.sampler_cases import ids, sample, sampler_for
 from tp_engine.plan import RowSampling
 from tp_engine.sampling.logprobs import logprobs_of
-from tp_engine.worker.readback import Readback
+from tp_engine.worker.results.readback import Readback
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,7 +18,7 @@ from tp_engine.sampling import shares
 from tp_engine.sampling.parallel import ParallelSampler
 from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
-from tp_engine.worker.readback import Readback
+from tp_engine.worker.results.readback import Readback
 
 STEPS = 3
 Answers = list[tuple[list[int], TokenLogprobs | None]]

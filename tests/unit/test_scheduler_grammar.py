@@ -29,7 +29,7 @@ from tests.unit.scheduler_harness import (
 from tests.unit.test_speculation import GUESSERS, ScriptedSource
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.request import EngineRequest, FinishReason
-from tp_engine.sched.guesses import GuessSource
+from tp_engine.sched.guesses.guesses import GuessSource
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.speculative import SpeculativeConfig
 from tp_engine.structured_outputs import StructuredOutputsParams

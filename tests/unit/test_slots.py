@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tp_engine.plan import PAD_SLOT
-from tp_engine.worker.step_inputs import slot_mapping, slots_for
+from tp_engine.worker.batch.step_inputs import slot_mapping, slots_for
 
 
 def test_golden_two_blocks_of_256() -> None:

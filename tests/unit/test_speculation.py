@@ -18,10 +18,10 @@ from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.plan import IntArray, StepResult
 from tp_engine.request import FinishReason
-from tp_engine.sched.guess_sources import Acceptance, GuessSources, Part, make_sources
-from tp_engine.sched.guesses import NO_GUESS, Guess, GuessSource, NgramSource
+from tp_engine.sched.guesses.guess_sources import Acceptance, GuessSources, Part, make_sources
+from tp_engine.sched.guesses.guesses import NO_GUESS, Guess, GuessSource, NgramSource
+from tp_engine.sched.guesses.speculation import SpeculationCounters
 from tp_engine.sched.sequence import Sequence
-from tp_engine.sched.speculation import SpeculationCounters
 from tp_engine.speculative import METHODS, SpeculativeConfig
 from tp_engine.worker.effective_config import resolve
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tp_engine.sched.step_costs import StepCosts
+from tp_engine.sched.guesses.step_costs import StepCosts
 
 
 def costs(seconds: dict[int, float]) -> StepCosts:

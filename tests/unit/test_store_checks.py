@@ -11,7 +11,7 @@ from tests.unit.host_tier_harness import Lag, RefusingSimulation
 from tests.unit.scheduler_harness import RandomLoad
 from tests.unit.test_host_tier_cases import POOL, one_after_the_other
 from tests.unit.test_scheduler_properties import LAYOUTS, SCALE, SHAPES
-from tp_engine.sched.store_checks import StoreChecks
+from tp_engine.sched.tiers.store_checks import StoreChecks
 from tp_engine.tier_progress import TierReport
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tp_engine.sched.guesses import NO_GUESS, Guess
-from tp_engine.sched.suffix_source import SuffixSource
+from tp_engine.sched.guesses.guesses import NO_GUESS, Guess
+from tp_engine.sched.guesses.suffix_source import SuffixSource
 from tp_engine.speculative import SpeculativeConfig
 
 DEPTH = 10

@@ -39,11 +39,11 @@ from tp_engine.sampling.ranking import row_argmax
 from tp_engine.sampling.sampler import make_sampler, recorded_sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.weights.loader import load_weights
-from tp_engine.worker.captured_decodes import CapturedDecodes
-from tp_engine.worker.input_batch import InputBatch
-from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape
-from tp_engine.worker.row_states import RowStates
-from tp_engine.worker.tape_recorder import TapeMemory, TapeRecorder, TapeRecording
+from tp_engine.worker.batch.input_batch import InputBatch
+from tp_engine.worker.batch.row_states import RowStates
+from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
+from tp_engine.worker.recorded.captured_decodes import CapturedDecodes
+from tp_engine.worker.recorded.tape_recorder import TapeMemory, TapeRecorder, TapeRecording
 
 LIBRARY = native_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native kernels can not be built here")

@@ -17,10 +17,10 @@ from tp_engine.kernels.huge_pages import HUGE_PAGE
 from tp_engine.plan import StepPlan
 from tp_engine.units import GIB, MIB
 from tp_engine.worker.codecs.base import BlockCopy
-from tp_engine.worker.host_memory import HostMemory
-from tp_engine.worker.host_tier import HostTier, choose_slots
-from tp_engine.worker.kv_cache import resident_bytes
-from tp_engine.worker.memory import settle_slots
+from tp_engine.worker.memory.host_memory import HostMemory
+from tp_engine.worker.memory.kv_cache import resident_bytes
+from tp_engine.worker.memory.meter import settle_slots
+from tp_engine.worker.tiers.host_tier import HostTier, choose_slots
 
 COPY = BlockCopy(MIB, "any")
 ROOMY = HostMemory(total=64 * GIB, free=48 * GIB)

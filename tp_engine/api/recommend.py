@@ -9,7 +9,7 @@ from tp_engine.config import DEMO_MODEL
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.units import parse_bytes
-from tp_engine.worker.host_memory import host_memory
+from tp_engine.worker.memory.host_memory import host_memory
 
 CONFIG_FILES = ("config.json", "generation_config.json", "hf_quant_config.json")
 

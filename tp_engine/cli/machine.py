@@ -25,7 +25,7 @@ from tp_engine.layers.formats.int8 import takes_int8_products
 from tp_engine.layers.formats.quantised_products import choose_quantised_product
 from tp_engine.units import GIB, MIB, format_gib
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
-from tp_engine.worker.host_memory import host_memory
+from tp_engine.worker.memory.host_memory import host_memory
 
 LEAST_SHM = 16 * MIB
 LEAST_FILES = 4096

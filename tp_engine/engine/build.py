@@ -20,9 +20,9 @@ from tp_engine.kv_codec import may_refuse
 from tp_engine.plan import NO_IDS
 from tp_engine.progress import RankPhase
 from tp_engine.ranks.groups import RankGroups
-from tp_engine.sched.disk_journal import DiskContents
 from tp_engine.sched.limits import TierReports
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
+from tp_engine.sched.tiers.disk_journal import DiskContents
 from tp_engine.tier_progress import TIER_CHANNELS, TierProgressReader
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.worker import Worker

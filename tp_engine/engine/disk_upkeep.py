@@ -2,7 +2,7 @@
 
 The journal's thread writes it, so that no step waits for a disk.  A rewrite goes to a new file, which takes the
 journal's place when it is whole.  What the process's end cuts off is read as torn at the next start, and dropped
-(``sched/disk_journal.py``).
+(``sched/tiers/disk_journal.py``).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from queue import SimpleQueue
 
 from tp_engine.log import get_logger
 from tp_engine.plan import StepPlan
-from tp_engine.sched.disk_journal import DiskContents, JournalHeader, read_header, read_nodes
 from tp_engine.sched.scheduler import Scheduler
-from tp_engine.worker.disk_start import DiskStart
+from tp_engine.sched.tiers.disk_journal import DiskContents, JournalHeader, read_header, read_nodes
+from tp_engine.worker.tiers.disk_start import DiskStart
 
 logger = get_logger(__name__)
 

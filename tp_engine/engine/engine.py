@@ -34,7 +34,7 @@ from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.sched.view import SchedulerStats, ViewLimits
 from tp_engine.worker.orders import Outcome
-from tp_engine.worker.readback import PendingStep
+from tp_engine.worker.results.readback import PendingStep
 from tp_engine.worker.worker import Worker
 
 _COMPILING_SLICE_S = 0.005

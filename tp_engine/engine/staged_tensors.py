@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 
 from tp_engine.errors import RequestError
-from tp_engine.worker.host_memory import host_memory
+from tp_engine.worker.memory.host_memory import host_memory
 
 NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 """The tensors of a checkpoint by their names in it, such as ``module.named_parameters()`` of a transformers model."""

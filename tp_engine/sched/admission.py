@@ -6,13 +6,13 @@ import enum
 import time
 
 from tp_engine.plan import Admission, IntArray
-from tp_engine.sched.block_manager import Donation, Hits
-from tp_engine.sched.disk_waits import DiskWaits
-from tp_engine.sched.prefix_cache import BlockName, identity
+from tp_engine.sched.blocks.block_manager import Donation, Hits
+from tp_engine.sched.blocks.prefix_cache import BlockName, identity
+from tp_engine.sched.blocks.snapshots import Snapshots
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.sequence import NO_ROW, Entry, Sequence, SequencePhase
-from tp_engine.sched.snapshots import Snapshots
 from tp_engine.sched.step_builder import Batch, StepDraft
+from tp_engine.sched.tiers.disk_waits import DiskWaits
 
 #: Candidates that may be passed over in one step.  It bounds the work of a step, however many wait for one prompt.
 _MAX_DEFERRED = 32

@@ -12,8 +12,8 @@ from tp_engine.errors import RequestError
 from tp_engine.plan import NO_FLOATS, NO_IDS, IntArray, RowSampling
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
+from tp_engine.sched.blocks.roots import Roots
 from tp_engine.sched.limits import SchedulerLimits
-from tp_engine.sched.roots import Roots
 from tp_engine.sched.sequence import RequestGroup, Sequence
 
 _INT64_RANGE = 1 << 64

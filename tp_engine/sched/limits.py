@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from tp_engine.kv_layout import TILE_TOKENS
-from tp_engine.sched.kv_windows import KvWindows
+from tp_engine.sched.blocks.kv_windows import KvWindows
 from tp_engine.speculative import SpeculativeConfig
 from tp_engine.tier_progress import TierReport
 from tp_engine.units import ceil_div

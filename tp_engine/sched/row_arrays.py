@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.plan import IntArray
+from tp_engine.sched.blocks.kv_windows import Counts
+from tp_engine.sched.blocks.lru_queue import NO_BLOCKS, BlockIds
 from tp_engine.sched.decode_run import DecodeRun, RowSet
-from tp_engine.sched.kv_windows import Counts
 from tp_engine.sched.limits import SchedulerLimits
-from tp_engine.sched.lru_queue import NO_BLOCKS, BlockIds
 
 ONE = np.ones((), dtype=np.int64)  # numpy adds an array in two thirds of the time that it takes for a Python number
 

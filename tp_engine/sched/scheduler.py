@@ -31,13 +31,11 @@ from tp_engine.errors import RequestError
 from tp_engine.plan import IntArray, StepPlan, StepResult
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.admission import Admitter
+from tp_engine.sched.blocks.roots import Roots
 from tp_engine.sched.constraint import FillMasks, Grammar
 from tp_engine.sched.decode_run import RowSet
-from tp_engine.sched.disk_journal import DiskContents
-from tp_engine.sched.disk_tier import TierLinks
-from tp_engine.sched.disk_waits import DiskWaits
-from tp_engine.sched.guesses import GuessSource
-from tp_engine.sched.host_tier import HostTier
+from tp_engine.sched.guesses.guesses import GuessSource
+from tp_engine.sched.guesses.speculation import Speculation
 from tp_engine.sched.intake import build_group
 from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports
 from tp_engine.sched.outcome import (
@@ -48,13 +46,15 @@ from tp_engine.sched.outcome import (
     ending,
     slice_logprobs,
 )
-from tp_engine.sched.prefetch import Prefetcher
 from tp_engine.sched.readiness import Blocked
-from tp_engine.sched.roots import Roots
 from tp_engine.sched.sequence import NO_ROW, RequestGroup, Sequence, SequencePhase
-from tp_engine.sched.speculation import Speculation
 from tp_engine.sched.steady_steps import SteadySteps
 from tp_engine.sched.step_builder import Batch, StepBuilder, StepDraft
+from tp_engine.sched.tiers.disk_journal import DiskContents
+from tp_engine.sched.tiers.disk_tier import TierLinks
+from tp_engine.sched.tiers.disk_waits import DiskWaits
+from tp_engine.sched.tiers.host_tier import HostTier
+from tp_engine.sched.tiers.prefetch import Prefetcher
 from tp_engine.sched.view import SchedulerStats, SchedulerView, ViewLimits, stats_of, view_scheduler
 
 __all__ = ["Scheduler", "SchedulerLimits"]

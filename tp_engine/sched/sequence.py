@@ -27,10 +27,10 @@ import msgspec
 
 from tp_engine.plan import FloatArray, IntArray, RowSampling, TokenLogprobs
 from tp_engine.request import EngineRequest
+from tp_engine.sched.blocks.kv_windows import Counts
+from tp_engine.sched.blocks.lru_queue import BlockIds
+from tp_engine.sched.blocks.prefix_cache import Place
 from tp_engine.sched.constraint import TokenConstraint
-from tp_engine.sched.kv_windows import Counts
-from tp_engine.sched.lru_queue import BlockIds
-from tp_engine.sched.prefix_cache import Place
 from tp_engine.sched.readiness import Blocked
 
 NO_ROW = -1

@@ -22,17 +22,17 @@ import numpy as np
 from tp_engine.log import get_logger
 from tp_engine.plan import NO_FLAGS, NO_IDS, NO_MASKS, NO_PAIRS, Admission, BoolArray, IntArray, StepPlan
 from tp_engine.sched.adapters import AdapterSlots
-from tp_engine.sched.block_manager import BlockManager
+from tp_engine.sched.blocks.block_manager import BlockManager
+from tp_engine.sched.blocks.lru_queue import BlockIds
+from tp_engine.sched.blocks.prefix_cache import identity, is_lost
 from tp_engine.sched.constraint import FillMasks
 from tp_engine.sched.decode_run import RowSet
-from tp_engine.sched.disk_tier import NO_LINKS, TierLinks
-from tp_engine.sched.host_tier import HostTier
 from tp_engine.sched.limits import SchedulerLimits
-from tp_engine.sched.lru_queue import BlockIds
-from tp_engine.sched.prefix_cache import identity, is_lost
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.row_state import NO_ROWS, RowState
 from tp_engine.sched.sequence import Entry, Sequence, SequencePhase
+from tp_engine.sched.tiers.disk_tier import NO_LINKS, TierLinks
+from tp_engine.sched.tiers.host_tier import HostTier
 from tp_engine.sched.waiting_queue import WaitingQueue
 
 _logger = get_logger(__name__)

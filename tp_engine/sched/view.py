@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.sched.adapters import AdapterStats
+from tp_engine.sched.guesses.speculation import SpeculationCounters
 from tp_engine.sched.row_state import RowState
 from tp_engine.sched.sequence import Sequence
-from tp_engine.sched.speculation import SpeculationCounters
 from tp_engine.sched.step_builder import Batch
 from tp_engine.units import ceil_div
 

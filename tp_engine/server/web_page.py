@@ -15,7 +15,7 @@ from tp_engine.api.openai.errors import HttpError
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import Distribution, EngineReport, RankReport
 from tp_engine.errors import RequestError
-from tp_engine.sched.speculation import SpeculationCounters
+from tp_engine.sched.guesses.speculation import SpeculationCounters
 from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats
 from tp_engine.server.bodies import json_reply
 from tp_engine.server.engine_watch import INTERVAL_S, MAX_SAMPLES, EngineWatch

@@ -23,7 +23,7 @@ from tp_engine.layers.adapters import AdapterSlots, LocalPair, StepAdapters, gro
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.plan import StepPlan
 from tp_engine.weights.adapter import check_all_used, read_adapter
-from tp_engine.worker.step_inputs import BatchLayout
+from tp_engine.worker.batch.step_inputs import BatchLayout
 
 HostAdapter: TypeAlias = tuple[LocalPair | None, ...]
 """A rank's share of an adapter, layer by layer; None for a layer that it leaves alone."""

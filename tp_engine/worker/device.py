@@ -14,8 +14,8 @@ import torch
 from tp_engine.device_map import DeviceMap
 from tp_engine.errors import ConfigError
 from tp_engine.ranks.rank import Agreeing
-from tp_engine.worker.host_memory import host_memory, process_memory, reset_peak
-from tp_engine.worker.readback import Check, never_fails, record_event, wait_for
+from tp_engine.worker.memory.host_memory import host_memory, process_memory, reset_peak
+from tp_engine.worker.results.readback import Check, never_fails, record_event, wait_for
 
 _LIBC = ctypes.CDLL(None)
 _SUCCESS = 0

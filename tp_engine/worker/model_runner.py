@@ -18,19 +18,19 @@ from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.sampler import make_sampler, recorded_sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.adapters import RankAdapters
-from tp_engine.worker.captured_decodes import CapturedDecodes, Recorder
-from tp_engine.worker.captured_prompts import CapturedPrompts
-from tp_engine.worker.drafter import Drafter
-from tp_engine.worker.host_tier import HostTier
-from tp_engine.worker.input_batch import InputBatch
-from tp_engine.worker.kv_cache import KvBlocks
-from tp_engine.worker.padded_batch import StepSize, StepSizes
-from tp_engine.worker.pooled_rows import PooledRows, PooledTensors
+from tp_engine.worker.batch.input_batch import InputBatch
+from tp_engine.worker.batch.padded_batch import StepSize, StepSizes
+from tp_engine.worker.batch.row_states import RowStates
+from tp_engine.worker.batch.step_inputs import StepInputs, digest_inputs
+from tp_engine.worker.drafters.drafter import Drafter
+from tp_engine.worker.memory.kv_cache import KvBlocks
 from tp_engine.worker.profiling import Named, unnamed
-from tp_engine.worker.prompt_scores import ScoredPrompts
-from tp_engine.worker.readback import Check, PendingStep, Readback, never_fails
-from tp_engine.worker.row_states import RowStates
-from tp_engine.worker.step_inputs import StepInputs, digest_inputs
+from tp_engine.worker.recorded.captured_decodes import CapturedDecodes, Recorder
+from tp_engine.worker.recorded.captured_prompts import CapturedPrompts
+from tp_engine.worker.results.pooled_rows import PooledRows, PooledTensors
+from tp_engine.worker.results.prompt_scores import ScoredPrompts
+from tp_engine.worker.results.readback import Check, PendingStep, Readback, never_fails
+from tp_engine.worker.tiers.host_tier import HostTier
 
 NoteInputs: TypeAlias = Callable[[int, int], None]
 """Receives the digest of each step's inputs: ``note_inputs(step_id, digest)``."""

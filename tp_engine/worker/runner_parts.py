@@ -19,18 +19,18 @@ from tp_engine.ranks.groups import RankGroups
 from tp_engine.sampling.state import SamplingState
 from tp_engine.tier_progress import TierProgress
 from tp_engine.worker.adapters import RankAdapters
-from tp_engine.worker.block_moves import staging_bytes
+from tp_engine.worker.batch.input_batch import InputBatch
+from tp_engine.worker.batch.row_states import RowStates
 from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.device import Device
-from tp_engine.worker.drafter import Drafter
+from tp_engine.worker.drafters.drafter import Drafter
+from tp_engine.worker.drafters.head_drafter import HeadDrafter
+from tp_engine.worker.drafters.ngram_drafter import NgramDrafter
 from tp_engine.worker.effective_config import EffectiveConfig
-from tp_engine.worker.head_drafter import HeadDrafter
-from tp_engine.worker.host_tier import HostTier
-from tp_engine.worker.input_batch import InputBatch
-from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape
+from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 from tp_engine.worker.model_runner import ModelRunner, NoteInputs
-from tp_engine.worker.ngram_drafter import NgramDrafter
-from tp_engine.worker.row_states import RowStates
+from tp_engine.worker.tiers.block_moves import staging_bytes
+from tp_engine.worker.tiers.host_tier import HostTier
 
 
 @dataclass(frozen=True, slots=True)

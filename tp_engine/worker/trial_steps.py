@@ -38,7 +38,7 @@ from tp_engine.speculative import SpeculativeConfig
 from tp_engine.units import ceil_div
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.model_runner import ModelRunner
-from tp_engine.worker.prompt_scores import empty_scores, positions_at_once, score_largest
+from tp_engine.worker.results.prompt_scores import empty_scores, positions_at_once, score_largest
 
 _LENGTH = 2
 # Between any two of these, products of experts and with quantised weights change their tiles at most once.

@@ -27,20 +27,33 @@ from tp_engine.worker.adapters import RankAdapters
 from tp_engine.worker.all_reduce import share_memory
 from tp_engine.worker.codecs import make_codec
 from tp_engine.worker.device import Device, check_kinds, kind_of_device, make_device
-from tp_engine.worker.disk_start import DiskStart, open_disk_tier
 from tp_engine.worker.effective_config import EffectiveConfig
-from tp_engine.worker.graph_capture import GraphPlan, graph_plan, measure_graph_bytes, record_decodes, record_steps
-from tp_engine.worker.host_memory import host_memory
-from tp_engine.worker.host_tier import choose_slots
-from tp_engine.worker.kv_cache import KvCacheShape
-from tp_engine.worker.memory import MemoryMeter, MemoryMonitor, choose_blocks, log_memory, settle_blocks, settle_slots
-from tp_engine.worker.memory_ledger import MemoryLedger, memory_lines
+from tp_engine.worker.memory.host_memory import host_memory
+from tp_engine.worker.memory.kv_cache import KvCacheShape
+from tp_engine.worker.memory.ledger import MemoryLedger, memory_lines
+from tp_engine.worker.memory.meter import (
+    MemoryMeter,
+    MemoryMonitor,
+    choose_blocks,
+    log_memory,
+    settle_blocks,
+    settle_slots,
+)
 from tp_engine.worker.model_loading import load_head, load_model, log_weights
 from tp_engine.worker.model_runner import ModelRunner, NoteInputs
 from tp_engine.worker.orders import Outcome, obey
 from tp_engine.worker.profiling import make_step_profiler, names_for
-from tp_engine.worker.readback import PendingStep
+from tp_engine.worker.recorded.graph_capture import (
+    GraphPlan,
+    graph_plan,
+    measure_graph_bytes,
+    record_decodes,
+    record_steps,
+)
+from tp_engine.worker.results.readback import PendingStep
 from tp_engine.worker.runner_parts import RunnerParts
+from tp_engine.worker.tiers.disk_start import DiskStart, open_disk_tier
+from tp_engine.worker.tiers.host_tier import choose_slots
 from tp_engine.worker.together import StartUp
 from tp_engine.worker.trial_steps import run_largest_decodes, run_largest_step, time_decodes, warm_up, warms_up
 

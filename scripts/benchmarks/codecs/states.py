@@ -9,7 +9,7 @@ import torch
 
 from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.worker.codecs import make_codec
-from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape
+from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 
 CPU = torch.device("cpu")
 

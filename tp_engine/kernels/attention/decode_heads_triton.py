@@ -8,7 +8,8 @@
 
 No other program reads the new position: the splits of a request end where another's tiles begin, and other requests'
 rows, which must be of other positions, do not see it.  ``heads`` are only read, so the order of programs is free.
-Two rows that stand for one request at consecutive positions (``worker/lanes.py``) would read each other's new keys.
+Two rows that stand for one request at consecutive positions (``worker/batch/lanes.py``) would read each other's new
+keys.
 
 The halves of a head, prepared apart, are put together again as the factor of a matrix product.  So heads are whole:
 their size is a power of two and all of it turns, or none.

@@ -9,8 +9,8 @@
 
 Latent attention keeps one part: its values are the first elements of its keys (``attention/latent.py``).
 
-Both are views of a pool whose blocks hold all layers of a group (worker/kv_cache.py): a block's keys are contiguous,
-its values too, and ``block_stride`` elements lie between one block and the next.
+Both are views of a pool whose blocks hold all layers of a group (worker/memory/kv_cache.py): a block's keys are
+contiguous, its values too, and ``block_stride`` elements lie between one block and the next.
 
 The scale of a head's vector is its largest magnitude over the type's largest value, so nothing saturates and a token's
 K/V depends on that token alone.  Offsets are the scales' last dimension because kernels read a block's scales together.

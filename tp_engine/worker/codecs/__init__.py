@@ -15,7 +15,7 @@ from tp_engine.kv_codec import is_lossy, pca_settings
 from tp_engine.worker.codecs.base import BlockCopy, Codec
 from tp_engine.worker.codecs.eight_bits import EightBits
 from tp_engine.worker.codecs.pca import Pca
-from tp_engine.worker.kv_cache import KvCacheShape
+from tp_engine.worker.memory.kv_cache import KvCacheShape
 
 _CODECS: dict[str, Callable[[BlockForm], Codec]] = {
     "int8": lambda form: EightBits(form, torch.int8),

@@ -1,0 +1,106 @@
+"""Snapshots of recurrent states: what the prefix cache needs besides blocks, where layers keep a state instead of K/V.
+
+A state exists only as it is behind a row's last computed token.  A prompt may begin with cached tokens if their blocks
+are there, and a snapshot of the state behind them.  Snapshots are slots of their own behind those of the rows, evicted
+in the order of their last use; each is named by the identity of the block before it in the prefix cache::
+
+    slots      | row 0 | row 1 | ... | snapshot | snapshot | ...
+    prompt A   | b0 | b1 | b2 | b3 |..        a snapshot behind b3: the last block that an equal prompt can share
+    prompt B   | b0 | b1 | b4 | ..            no snapshot behind b1, so B computes all, and takes one there
+    prompt C   | b0 | b1 | b5 | ..            begins behind b1
+
+They are taken at the end of a prompt, rounded down to a block, and where two prompts part.  A chunk ends there, and the
+plan with the row's next chunk copies its slot first.  Identities are never used again, so a snapshot behind an evicted
+block is never found again, and goes in its turn.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+
+from tp_engine.sched.blocks.prefix_cache import identity
+from tp_engine.sched.row_state import RowState
+from tp_engine.sched.sequence import Sequence, SequencePhase
+
+
+class Snapshots:
+    """``count`` slots from ``first_slot`` on, and the prompts that will fill some soon."""
+
+    def __init__(self, first_slot: int, count: int, rows: RowState) -> None:
+        self._rows = rows
+        self._free = list(range(first_slot + count - 1, first_slot - 1, -1))
+        self._slot_of: OrderedDict[int, int] = OrderedDict()  # the one used longest ago first
+        self._names: list[int] = []  # its keys, rising
+        self._count = count
+        self._expected: dict[int, tuple[Sequence, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def longest(self, known: list[tuple[int, int]], block_size: int) -> tuple[int, tuple[int, int] | None]:
+        """How many of a prompt's ``known`` blocks (``PrefixCache.stretches``) end with a snapshot, at most.
+
+        If these are not all, also the last known block, and the tokens up to it.
+        """
+        num_known = num_left = sum(count for _, count in known)
+        for first, count in reversed(known):
+            place = bisect_left(self._names, first + count) - 1
+            if place >= 0 and self._names[place] >= first:
+                num_left += self._names[place] + 1 - first - count
+                break
+            num_left -= count
+        if num_left == num_known:
+            return num_known, None
+        return num_left, (known[-1][0] + known[-1][1] - 1, num_known * block_size)
+
+    def use(self, name: int) -> int:
+        """The slot of a snapshot that is there; it is the last to be evicted now."""
+        self._slot_of.move_to_end(name)
+        return self._slot_of[name]
+
+    def take(self, name: int) -> int | None:
+        """A slot for a new snapshot; None if it is there already."""
+        self._expected.pop(name, None)
+        if name in self._slot_of or not self._count:
+            return None
+        if not self._free:
+            old, slot = self._slot_of.popitem(last=False)
+            del self._names[bisect_left(self._names, old)]
+            self._free.append(slot)
+        self._slot_of[name] = slot = self._free.pop()
+        insort(self._names, name)
+        return slot
+
+    def expect(self, name: int, sequence: Sequence, position: int) -> None:
+        """``sequence`` will take this snapshot when it has computed ``position`` tokens."""
+        self._expected[name] = sequence, position
+
+    def is_expected(self, name: int) -> bool:
+        """Whether a running prompt will take this snapshot."""
+        found = self._expected.get(name)
+        if found is not None:
+            sequence, position = found
+            is_planned = sequence.phase is SequencePhase.PREFILL and position in sequence.snapshots_at
+            if is_planned and self._rows.num_scheduled[sequence.row] <= position:
+                return True
+            del self._expected[name]
+        return any(self._ends_at(sequence, name) for sequence in self._rows.prefilling())
+
+    def _ends_at(self, sequence: Sequence, name: int) -> bool:
+        """Whether the last chunk of a row ends with the block ``name``, where it takes a snapshot."""
+        position = sequence.num_published * self._rows.block_size
+        return position in sequence.snapshots_at and identity(sequence.place) == name
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._free += self._slot_of.values()
+        self._slot_of.clear()
+        self._names.clear()
+        self._expected.clear()
+
+    def check_integrity(self) -> None:
+        """Assert that each slot is free or has one name."""
+        slots = [*self._free, *self._slot_of.values()]
+        assert len(slots) == len(set(slots)) == self._count
+        assert sorted(self._slot_of) == self._names

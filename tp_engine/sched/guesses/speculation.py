@@ -1,0 +1,346 @@
+"""Speculation that changes no token: guesses of a row's next tokens, of which one step verifies several.
+
+A sampled token is a function of the tokens before it, its position and the row's parameters; noise too (``noise``).  So
+the step computes the row as always, and beside it a *lane* (plan.py) for each guess, which samples the token behind::
+
+                 position   reads                     samples
+    row          p          the last known token      s0        right in any case
+    lane 0       p + 1      guess 0                   s1        right if guess 0 is s0
+    lane 1       p + 2      guess 1                   s2        right if so, and guess 1 is s1
+
+What is kept is the run up to the first token that a guess does not equal: what steps of one token would have given.
+
+::
+
+    Scheduler.schedule   must_wait -> find -> StepBuilder -> add_lanes -> StepPlan with lanes
+    Scheduler.update     sources.take -> judge -> (the rows' own tokens are entered as always) -> extend
+    the next plan        hand_over: what the ranks must know of the tokens kept
+
+Guesses need the last token, so a plan that may have some is not sent ahead of a result.  A step has at most
+``max_step_rows`` decodes with its guesses, as many as pay by the times that were measured (``step_costs.py``); where
+the rows alone are more than half of that, or than those times say, there are none, and plans go ahead as without
+speculation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+
+from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
+from tp_engine.request import SequenceDelta, StepOutput
+from tp_engine.sched.constraint import FillMasks, TokenConstraint
+from tp_engine.sched.guesses.grammar_guesses import follow, masks_of
+from tp_engine.sched.guesses.guess_sources import GuessSources, Part, make_sources
+from tp_engine.sched.guesses.guesses import GuessSource
+from tp_engine.sched.guesses.step_costs import StepCosts
+from tp_engine.sched.outcome import Ending, StopChecker, accept, ending, slice_logprobs
+from tp_engine.sched.row_state import RowState
+from tp_engine.sched.sequence import Sequence
+from tp_engine.sched.step_builder import Batch, StepDraft
+from tp_engine.speculative import SpeculativeConfig
+
+
+@dataclass(slots=True)
+class SpeculationCounters:
+    """Totals since the start: verified runs, their tokens, those that were right, and these by their place in the run;
+    and tokens and right ones of each source."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    by_source: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+class Run(msgspec.Struct, gc=False):
+    """The lanes of a row in a step, from the ``first`` on: ``tokens`` (n,) are their guesses, by the sources of
+    ``parts``, and ``masks`` (n, words) what a grammar allows there; once the result is there, ``kept`` (a,) are the
+    tokens behind the row's own that were sampled right."""
+
+    row: int
+    tokens: IntArray
+    parts: list[Part]
+    masks: IntArray | None = None
+    first: int = 0
+    kept: IntArray = NO_IDS
+
+
+class Verified(msgspec.Struct, gc=False):
+    """A step with lanes, without them: ``plan`` and ``result`` as if it had had none, the ``runs``, and the
+    log-probabilities of the lanes, the first of which is ``logprobs[first_lane]``."""
+
+    plan: StepPlan
+    result: StepResult
+    runs: list[Run]
+    logprobs: TokenLogprobs | None
+    first_lane: int
+
+
+class Speculation:
+    """The scheduler's guesses.  ``sources`` replace those of the configuration, for tests."""
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        batch: Batch,
+        stops: StopChecker,
+        fill_masks: FillMasks | None = None,
+        sources: Iterable[GuessSource] | None = None,
+    ) -> None:
+        self._most_tokens = config.num_speculative_tokens
+        measured = batch.limits.decode_seconds
+        self._costs = StepCosts(measured) if measured else None
+        self._most_rows = min(config.most_rows, batch.limits.max_num_seqs)
+        self._most_decodes = self._most_rows // 2
+        if self._costs is not None:
+            self._most_decodes = min(self._most_decodes, self._costs.most_decodes)
+        self._batch = batch
+        self._rows: RowState = batch.rows
+        self._stops = stops
+        self._fill_masks = fill_masks
+        self.sources = GuessSources(make_sources(config) if sources is None else sources, self._most_tokens)
+        self._num_drafts = self._most_tokens if self.sources.are_drafted else 0
+        self._found: list[Run] = []
+        self._verifying: list[Run] = []
+        self._kept: list[Run] = []
+        self.counters = SpeculationCounters(accepted_at=[0] * self._most_tokens)
+
+    def stats(self) -> SpeculationCounters:
+        """A copy of the counters."""
+        own = self.counters
+        return replace(own, accepted_at=own.accepted_at.copy(), by_source=self.sources.counts.copy())
+
+    def must_wait(self) -> bool:
+        """Whether the next plan must be made after the results of all steps in flight, because it may have guesses,
+        or one of these steps has some."""
+        if self._verifying:
+            return True
+        return 0 < len(self._rows.decoding().rows) <= self._most_decodes
+
+    def find(self) -> bool:
+        """Guess for the step to be scheduled, while none is in flight; whether there is anything to verify."""
+        self._found.clear()
+        chosen = self._rows.ready_decodes()
+        if not 0 < len(chosen.rows) <= self._most_decodes:
+            return False
+        runs: list[Run] = []
+        likelihoods: list[float] = []
+        for row, sequence in zip(chosen.rows.tolist(), chosen.sequences, strict=True):
+            known = int(self._rows.num_tokens[row])
+            most = min(self._most_tokens, sequence.max_tokens - known - 1)
+            if most < 1:
+                continue
+            found = self.sources.guess(sequence, self._rows.tokens[row, :known], most)
+            if len(found.tokens):
+                runs.append(Run(row, found.tokens, found.parts))
+                likelihoods += found.likelihoods
+        runs = self._likeliest(runs, likelihoods, len(chosen.rows))
+        if self._rows.readiness.num_constrained:
+            runs = self._allowed(runs)
+        self._found += runs
+        return bool(self._found)
+
+    def _likeliest(self, runs: list[Run], likelihoods: list[float], num_decodes: int) -> list[Run]:
+        """The likeliest tokens of all runs, as many as the budget allows and as pay: a part of each run from its begin
+        on, as likelihoods fall."""
+        found = np.array(likelihoods)
+        best = np.argsort(-found, kind="stable")[: self._most_rows - num_decodes]
+        if self._costs is not None:
+            best = best[: self._costs.num_paying(num_decodes, found[best])]
+        if len(best) < len(found):
+            owners = np.repeat(np.arange(len(runs)), [len(run.tokens) for run in runs])
+            counts = np.bincount(owners[best], minlength=len(runs)).tolist()
+            for run, count in zip(runs, counts, strict=True):
+                run.tokens = run.tokens[:count]
+        return [run for run in runs if len(run.tokens)]
+
+    def _allowed(self, runs: list[Run]) -> list[Run]:
+        """``runs`` up to the first guess that the row's grammar refuses, with their masks."""
+        free, constrained, places = list[Run](), list[Run](), list[list[TokenConstraint]]()
+        for run in runs:
+            sequence = self._rows.sequences[run.row]
+            assert sequence is not None, "a vacant row has guesses"
+            if sequence.constraint is None:
+                free.append(run)
+            elif copies := follow(sequence.constraint, run.tokens.tolist()):
+                constrained.append(run)
+                places.append(copies)
+        if not constrained:
+            return free
+        assert self._fill_masks is not None, "a request has a grammar, and the scheduler got no fill_masks"
+        for run, masks in zip(constrained, masks_of(places, self._fill_masks), strict=True):
+            run.tokens, run.masks = run.tokens[: len(masks)], masks
+        return free + [run for run in constrained if len(run.tokens)]
+
+    def add_lanes(self, draft: StepDraft) -> None:
+        """Give the rows that run in this step lanes for what was found, as far as tokens and blocks are left.
+
+        With its lanes a step has at most ``max_num_seqs`` rows: a rank's inputs have room for no more.
+        """
+        if not self._found or not draft.may_preempt:
+            return
+        decoding = set(draft.decodes.rows.tolist())
+        num_left = self._batch.limits.max_num_seqs - len(decoding) - len(draft.prefills)
+        self._verifying, first = [], 0
+        for run in self._found:
+            room = min(self._room(draft, run), draft.budget, num_left - first) if run.row in decoding else 0
+            if room > 0:
+                run.tokens, run.first = run.tokens[:room], first
+                first += len(run.tokens)
+                draft.budget -= len(run.tokens)
+                self._verifying.append(run)
+        self._found.clear()
+        self._rows.end_run()
+        if self._verifying:
+            owners = np.repeat([run.row for run in self._verifying], [len(run.tokens) for run in self._verifying])
+            draft.lane_rows = owners.astype(np.int32)
+            draft.lane_tokens = np.concatenate([run.tokens for run in self._verifying])
+
+    def _room(self, draft: StepDraft, run: Run) -> int:
+        """Guesses for which the row has slots behind that of its own token; it gets free blocks for them, and for what
+        the ranks draft behind them."""
+        blocks, row = self._batch.blocks, run.row
+        end = int(self._rows.num_scheduled[row]) + 1
+        room = min(end + len(run.tokens) + self._num_drafts, int(self._rows.max_tokens[row]))
+        count = blocks.blocks_for(room) - int(self._rows.num_blocks[row])
+        if count > 0 and row not in draft.block_rows and blocks.has_room(count * blocks.num_groups):
+            draft.add_blocks(np.full(count, row, dtype=np.int32), blocks.grow(row, count))
+        return int(self._rows.capacity[row]) - end
+
+    def judge(self, plan: StepPlan, result: StepResult) -> Verified:
+        """What the result of a plan with lanes says of their guesses."""
+        runs, self._verifying = self._verifying, []
+        num_lanes, first = len(plan.lane_rows), len(plan.decode_rows) - len(plan.lane_rows)
+        lanes = slice(first, first + num_lanes)
+        sampled = result.token_ids
+        own = dict(zip(plan.decode_rows[:first].tolist(), sampled[:first].tolist(), strict=True))
+        for run in runs:
+            behind = sampled[lanes][run.first : run.first + len(run.tokens)]
+            before = np.concatenate(([own[run.row]], behind[:-1]))
+            num_right = int((run.tokens == before).cumprod().sum())
+            run.kept = behind[:num_right].copy()
+            self._count(plan, run, num_right)
+        logprobs = result.logprobs
+        return Verified(
+            plan=msgspec.structs.replace(
+                plan, decode_rows=plan.decode_rows[:first], lane_rows=NO_IDS, lane_tokens=NO_IDS
+            ),
+            result=replace(
+                result,
+                token_ids=np.delete(sampled, lanes),
+                logprobs=None if logprobs is None else _without(logprobs, lanes),
+            ),
+            runs=runs,
+            logprobs=logprobs,
+            first_lane=first,
+        )
+
+    def _count(self, plan: StepPlan, run: Run, num_right: int) -> None:
+        self.sources.note(run.parts, len(run.tokens), num_right)
+        counters = self.counters
+        counters.num_drafts += 1
+        counters.num_draft_tokens += len(run.tokens)
+        counters.num_accepted_tokens += num_right
+        for place in range(num_right):
+            counters.accepted_at[place] += 1
+        sequence = self._rows.sequences[run.row]
+        if sequence is not None and self._rows.since_step[run.row] <= plan.step_id:
+            sequence.num_guessed_tokens += len(run.tokens)
+            sequence.num_accepted_tokens += num_right
+
+    def extend(self, verified: Verified, output: StepOutput) -> list[Sequence]:
+        """The rows' own tokens are entered: enter those behind them, with a record in ``output`` for each row.
+
+        Returns the sequences that end with them.
+        """
+        ended: list[Sequence] = []
+        for run in verified.runs:
+            sequence = self._rows.sequences[run.row]
+            if not len(run.kept) or sequence is None or self._rows.since_step[run.row] > verified.plan.step_id:
+                continue
+            end = self._cut(run, sequence) if sequence.constraint is None else self._follow(run, sequence)
+            self._rows.extend(run.row, run.kept)
+            delta = SequenceDelta(
+                request_id=sequence.request_id,
+                index=sequence.index,
+                new_token_ids=run.kept.tolist(),
+                logprobs=self._logprobs(verified, run),
+                first_scheduled_s=sequence.first_scheduled_s,
+                num_guessed_tokens=sequence.num_guessed_tokens,
+                num_accepted_tokens=sequence.num_accepted_tokens,
+            )
+            if end is None:
+                self._kept.append(run)
+            else:
+                end.enter(delta, sequence)
+                ended.append(sequence)
+            output.deltas.append(delta)
+        self._rows.end_run()
+        return ended
+
+    def _cut(self, run: Run, sequence: Sequence) -> Ending | None:
+        """How the sequence ends within ``run.kept``, if it does; what is behind the end is cut off."""
+        known, count = int(self._rows.num_tokens[run.row]), len(run.kept)
+        may_end = self._stops.may_stop(run.kept)
+        may_end[-1] = True
+        for place in np.flatnonzero(may_end).tolist():
+            end = ending(sequence, int(run.kept[place]), known + place + 1, sequence.max_tokens)
+            if end is not None and place < count:
+                run.kept = run.kept[: place + 1]
+                return end
+        return None
+
+    def _follow(self, run: Run, sequence: Sequence) -> Ending | None:
+        """As ``_cut``, for a sequence with a grammar, which accepts what is kept."""
+        assert sequence.constraint is not None, "a sequence without a grammar"
+        known = int(self._rows.num_tokens[run.row])
+        for place, token_id in enumerate(run.kept.tolist()):
+            end = ending(sequence, token_id, known + place + 1, sequence.max_tokens)
+            is_accepted, end = accept(sequence.constraint, token_id, end)
+            if end is not None:
+                run.kept = run.kept[: place + is_accepted]
+                return end
+        return None
+
+    def _logprobs(self, verified: Verified, run: Run) -> TokenLogprobs | None:
+        asked = int(self._rows.num_logprobs[run.row])
+        if asked < 0 or verified.logprobs is None:
+            return None
+        first = verified.first_lane + run.first
+        return slice_logprobs(verified.logprobs, first, first + len(run.kept), asked)
+
+    def hand_over(self, plan: StepPlan) -> StepPlan:
+        """The next plan: it begins with the tokens that were kept since the last one, its lanes have masks, and it asks
+        for drafts if the rows of the step after it may have guesses."""
+        if self._num_drafts:
+            num_sampled = len(plan.decode_rows) - len(plan.lane_rows) + int(plan.prefill_samples.sum())
+            if 0 < num_sampled <= self._most_decodes:
+                plan = msgspec.structs.replace(plan, num_drafts=self.sources.num_drafts())
+        masked = [run for run in self._verifying if run.masks is not None]
+        if masked:
+            lanes = [np.arange(run.first, run.first + len(run.tokens), dtype=np.int32) for run in masked]
+            rows = np.concatenate(lanes) + np.int32(self._batch.limits.max_num_seqs)
+            masks = [run.masks[: len(run.tokens)] for run in masked if run.masks is not None]
+            plan = msgspec.structs.replace(
+                plan, mask_rows=np.concatenate((plan.mask_rows, rows)), masks=np.concatenate((plan.masks, *masks))
+            )
+        if not self._kept:
+            return plan
+        kept, self._kept = self._kept, []
+        return msgspec.structs.replace(
+            plan,
+            kept_rows=np.repeat([run.row for run in kept], [len(run.kept) for run in kept]).astype(np.int32),
+            kept_tokens=np.concatenate([run.kept for run in kept]),
+        )
+
+
+def _without(logprobs: TokenLogprobs, lanes: slice) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_ids=np.delete(logprobs.token_ids, lanes, axis=0),
+        logprobs=np.delete(logprobs.logprobs, lanes, axis=0),
+        ranks=np.delete(logprobs.ranks, lanes),
+    )

@@ -1,0 +1,128 @@
+"""Which sequences wait for the disk tier, and for how long.
+
+::
+
+    waiting queue --considered, part of its prefix is on disk--> parked (Blocked.READING) --read--> waiting queue
+                                                                    |
+                                                                    +--after 30 s, or if the disk has stalled: what is
+                                                                       not read is computed again
+
+A parked sequence has no row and no block; its reads hold slots of the host tier, whatever becomes of it.  So others run
+on, and nothing can wait for it in a circle.  A long prefix is read in several rounds.  While reads of others take all
+room, it waits for those.  What has been read is on the host like any other block, and may be lost again before the
+sequence enters.  So rounds after which no less is left to read are limited.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from tp_engine.sched.blocks.lru_queue import BlockIds
+from tp_engine.sched.readiness import Blocked
+from tp_engine.sched.sequence import Sequence
+from tp_engine.sched.tiers.disk_tier import DiskTier
+from tp_engine.sched.tiers.host_tier import HostTier
+
+_MAX_ROUNDS = 3  # without progress
+_PATIENCE_S = 30.0
+_SHARE = 2  # what part of the host's slots one sequence may fill
+
+
+class Reader(Protocol):
+    """A sequence, or what will be one: see ``Sequence``."""
+
+    num_disk_waits: int
+    num_read_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    sequence: Sequence
+    number: int
+    deadline_s: float
+
+
+class DiskWaits:
+    """The parked sequences."""
+
+    def __init__(self, tier: HostTier, disk: DiskTier) -> None:
+        self.tier = tier
+        self._disk = disk
+        self._clock = disk.clock
+        self._waits: list[_Wait] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Parked sequences, including those that have been aborted since."""
+        return len(self._waits)
+
+    @property
+    def has_background_work(self) -> bool:
+        """Whether anything is to be written, or being read or written by a disk that answers."""
+        return self._disk.has_work or (self._disk.is_busy and not self._disk.has_stalled)
+
+    def rest(self) -> None:
+        """See ``DiskTier``."""
+        self._disk.rest()
+
+    def salt(self, salt: str) -> str:
+        """What stands for a request's salt in the prefix cache."""
+        return self._disk.salt(salt)
+
+    def must_wait(self, sequence: Sequence, held: BlockIds) -> bool:
+        """Whether the sequence is parked until a read has ended, which begins ``held``, its hits.
+
+        If not, it takes its hits from the tiers above alone (``Sequence.reads_disk``).
+        """
+        disk = self._disk
+        num_left = int(disk.is_far(held).sum())
+        if not num_left:
+            return False
+        sequence.reads_disk = False
+        if sequence.num_disk_waits >= _MAX_ROUNDS or disk.has_stalled:
+            return False
+        wanted = self.tier.first_below(held, _SHARE)
+        number = self.fetch(sequence, wanted)
+        number = number if number > disk.num_reads_ended else disk.num_reads_ordered
+        if number <= disk.num_reads_ended or not disk.is_far(wanted).any():
+            return False
+        sequence.reads_disk = True
+        sequence.num_disk_waits += num_left >= sequence.num_unread_blocks
+        sequence.num_unread_blocks = num_left
+        sequence.blocked |= Blocked.READING
+        self._waits.append(_Wait(sequence, number, self._clock() + _PATIENCE_S))
+        return True
+
+    def read_ahead(self, sequence: Reader, held: BlockIds) -> bool:
+        """Begin what reads a waiting sequence will need; whether any part of ``held`` is not above the disk."""
+        if not self._disk.is_far(held).any():
+            return False
+        if sequence.num_disk_waits < _MAX_ROUNDS and not self._disk.has_stalled:
+            self.fetch(sequence, self.tier.first_below(held, _SHARE))
+        return True
+
+    def fetch(self, sequence: Reader, wanted: BlockIds) -> int:
+        """Begin the reads of the first of ``wanted`` that are on disk; the number of the last one that is for them."""
+        sequence.num_read_blocks = max(sequence.num_read_blocks, int(self._disk.is_far(wanted).sum()))
+        return self._disk.fetch(wanted, self.tier.take_slots)
+
+    def settle(self) -> list[Sequence]:
+        """Take in what ranks have reported; the sequences that need not wait any longer."""
+        disk, now_s, ready = self._disk, self._clock(), []
+        disk.settle()
+        if not self._waits:
+            return []
+        left: list[_Wait] = []
+        for wait in self._waits:
+            if not wait.sequence.blocked & Blocked.READING:
+                continue  # aborted
+            if wait.number <= disk.num_reads_ended:
+                ready.append(wait.sequence)
+            elif disk.has_stalled or now_s > wait.deadline_s:
+                wait.sequence.num_disk_waits = _MAX_ROUNDS
+                ready.append(wait.sequence)
+            else:
+                left.append(wait)
+        self._waits = left
+        return ready

@@ -1,0 +1,226 @@
+"""The persistent batch: what a rank remembers of every row, and the inputs of a step that follow from it.
+
+Per row, changed only by plans::
+
+    token_ids    device           prompt, then generated tokens; written by the sampler, read by the next step
+    block_table  host and device  block ids in order, a table for each group of layers (kv_layout.py)
+    num_computed host and device  tokens whose K/V is in the cache; each side counts decode steps for itself
+    num_prompt   host             tokens of the prompt
+    num_blocks   host             blocks in use of each of its tables
+
+In every step the device makes the inputs of decodes from these tables (decode_batch.py), and the host makes those of
+prefills.  A step's inputs are the decodes', then the prefills'.  The host never needs the value of a generated token,
+so a step can be prepared before the last one has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tp_engine.attention.base import AttentionMetadata
+from tp_engine.kernels.steps.decode_inputs import RowTables, padded_room
+from tp_engine.layers.upload import upload_all
+from tp_engine.plan import Admission, IntArray, StepPlan
+from tp_engine.units import ceil_div
+from tp_engine.worker.batch.decode_batch import DecodeBatch, PrefillInputs
+from tp_engine.worker.batch.lanes import Lanes, MirroredTable, places_in_runs
+from tp_engine.worker.batch.step_inputs import BatchLayout, SlotArray, StepInputs, make_layout, slots_for
+
+
+class InputBatch:
+    """Owner of the rows.  ``apply`` takes a plan's changes, ``prepare`` makes its inputs, ``advance`` ends the step."""
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int,
+        device: torch.device,
+        num_lanes: int = 0,
+    ) -> None:
+        self._block_size = block_size
+        self._num_groups = num_groups
+        self._device = device
+        self._row_stride = max_model_len + 1  # room for a token sampled at the very end, which is never read
+        self.max_num_seqs = max_num_seqs
+        num_rows = max_num_seqs + num_lanes
+        self._token_ids = torch.zeros((num_rows, self._row_stride), dtype=torch.int32, device=device)
+        self._flat_token_ids = self._token_ids.view(-1)
+        self._last_decodes: BatchLayout | None = None
+        self._block_table = MirroredTable((num_groups, num_rows, ceil_div(max_model_len, block_size)), device)
+        self.num_blocks = np.zeros(num_rows, dtype=np.int32)
+        self._computed = MirroredTable((num_rows,), device)
+        self.num_computed = self._computed.host
+        self.num_prompt = np.zeros(num_rows, dtype=np.int32)
+        self._lanes = Lanes(self._token_ids, self._block_table, self._computed)
+        self.decodes = DecodeBatch(self.row_tables(), max_num_seqs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device."""
+        own = (self._token_ids, self._block_table.device, self._computed.device)
+        return sum(tensor.nbytes for tensor in own) + self.decodes.num_bytes
+
+    def row_tables(self) -> RowTables:
+        """The rows as the device sees them."""
+        return RowTables(
+            token_ids=self._token_ids,
+            num_computed=self._computed.device,
+            block_table=self._block_table.device,
+            block_size=self._block_size,
+        )
+
+    def apply(self, plan: StepPlan) -> None:
+        """What was kept, then released rows, admissions, new blocks, and lanes (plan.py)."""
+        if len(plan.kept_rows):
+            self._lanes.keep(plan.kept_rows, plan.kept_tokens)
+        if len(plan.released):
+            self.num_blocks[plan.released] = 0
+        if plan.admitted:
+            self._admit(plan.admitted)
+        if len(plan.block_rows):
+            self._append_blocks(plan.block_rows, plan.block_ids)
+        if len(plan.lane_rows):
+            most = int(self.num_blocks[plan.lane_rows].max())
+            self._lanes.fill(plan.lanes, plan.lane_rows, plan.lane_tokens, most)
+
+    def _admit(self, admitted: Sequence[Admission]) -> None:
+        rows = np.array([admission.row for admission in admitted], dtype=np.int32)
+        prompts = upload_all([admission.token_ids for admission in admitted], self._device)
+        for row, admission, token_ids in zip(rows.tolist(), admitted, prompts, strict=True):
+            self._token_ids[row, : len(token_ids)] = token_ids
+            self.num_prompt[row] = admission.num_prompt_tokens
+            self.num_computed[row] = admission.num_computed_tokens
+        self._computed.push(rows)
+        self.num_blocks[rows] = 0
+        block_ids = [admission.block_ids for admission in admitted]
+        counts = [len(ids) // self._num_groups for ids in block_ids]
+        self._append_blocks(rows.repeat(counts), np.concatenate(block_ids))
+
+    def _append_blocks(self, rows: IntArray, block_ids: IntArray) -> None:
+        """Append a block to the table of each of ``rows`` (n,), which are grouped.
+
+        ``block_ids`` (n x G,): each block's ids, group by group.
+        """
+        if not len(rows):
+            return
+        columns = self.num_blocks[rows] + places_in_runs(rows)
+        self._block_table.host[:, rows, columns] = block_ids.reshape(len(rows), self._num_groups).T
+        self.num_blocks[rows] = columns + 1  # of a row's entries numpy enters the last
+        self._block_table.push(rows, columns)
+
+    def prepare(self, plan: StepPlan) -> StepInputs:
+        """The inputs of this step, in a few array operations for any number of rows."""
+        layout = self._layout_of(plan)
+        seq_lens = self.num_computed[layout.rows] + layout.query_lens
+        if not layout.is_decode_only:
+            return self._with_prefills(layout, seq_lens)
+        num_decodes = layout.num_decodes
+        self.decodes.set_rows(layout.rows, num_decodes, plan.rows_epoch)
+        inputs = self.decodes.prepare(num_decodes)
+        return StepInputs(
+            layout=layout,
+            input_ids=inputs.input_ids,
+            positions=inputs.positions,
+            attention=self.decodes.metadata(inputs, seq_lens),
+            sampled_positions=seq_lens,
+        )
+
+    def _with_prefills(self, layout: BatchLayout, seq_lens: IntArray) -> StepInputs:
+        """The host makes the inputs of the prefills, the device those of the decodes before them."""
+        first = layout.num_decodes
+        prefills, sampled_places = self._prefills(layout, seq_lens[first:])
+        lengths = self.decodes.prepare_before(layout.rows[:first], prefills)
+        tables = (table for _, table in self.decodes.groups(len(layout.rows)))
+        return StepInputs(
+            layout=layout,
+            input_ids=prefills.input_ids,
+            positions=prefills.positions,
+            attention=tuple(
+                AttentionMetadata(
+                    num_decodes=first,
+                    slot_mapping=slot_mapping,
+                    block_table=block_table,
+                    seq_lens=lengths,
+                    query_start=layout.query_start,
+                    host_query_lens=layout.query_lens,
+                    host_seq_lens=seq_lens,
+                    is_padded=False,
+                    decode_rows=self.decodes.inputs(first).rows,
+                    prefill_rows=layout.prefill_rows,
+                )
+                for slot_mapping, block_table in zip(prefills.slot_mapping.unbind(), tables, strict=True)
+            ),
+            sampled_positions=seq_lens[layout.samples],
+            prefill_places=sampled_places if len(sampled_places) else None,
+            places=prefills.places,
+        )
+
+    def _prefills(self, layout: BatchLayout, ends: IntArray) -> tuple[PrefillInputs, torch.Tensor]:
+        """The inputs of the chunks, which end at ``ends`` (P,), and ``StepInputs.prefill_places``."""
+        room, chunks, rows, stride = layout.num_decodes, layout.prefill_tokens, layout.token_rows, self._row_stride
+        positions = ((ends - chunks).repeat(chunks) + layout.offsets).astype(np.int64)
+        slots = slots_for(self._block_table.host, rows, positions, self._block_size)
+        is_sampled = layout.samples[room:]
+        sampled_places = layout.prefill_rows[is_sampled] * np.int64(stride) + ends[is_sampled]
+        num_tokens = room + len(rows)
+        num_slots = padded_room(num_tokens, self._num_groups)
+        behind = [_behind(room, values, num_tokens) for values in (rows * stride + positions, positions)]
+        on_device = upload_all((*behind, _behind(room, slots, num_slots), ends, sampled_places), self._device)
+        prefills = PrefillInputs(
+            input_ids=self._flat_token_ids.index_select(0, on_device[0]),
+            positions=on_device[1],
+            slot_mapping=on_device[2][:, :num_tokens],
+            rows=layout.prefill_index,
+            seq_lens=on_device[3],
+            places=on_device[0],
+        )
+        return prefills, on_device[4]
+
+    def following_tokens(self, row: int, first: int, count: int) -> torch.Tensor:
+        """Token ids (count,) int32 of ``row`` from position ``first`` on."""
+        return self._token_ids[row, first : first + count]
+
+    def advance(self, inputs: StepInputs, sampled: torch.Tensor | None) -> None:
+        """The step's tokens are computed; ``sampled`` (n,) int32 become the next known tokens of their rows."""
+        layout, num_decodes = inputs.layout, inputs.layout.num_decodes
+        if num_decodes:
+            assert sampled is not None
+            self.decodes.advance(num_decodes, sampled if layout.is_decode_only else sampled[:num_decodes])
+            self.count_computed(layout.rows[:num_decodes])
+        if layout.is_decode_only:
+            return
+        self.num_computed[layout.prefill_rows] += layout.prefill_tokens
+        self._computed.push(layout.prefill_rows)
+        if inputs.prefill_places is not None:
+            assert sampled is not None
+            self._flat_token_ids.index_copy_(0, inputs.prefill_places, sampled[num_decodes:])
+
+    def count_computed(self, rows: IntArray, tokens: IntArray | int = 1) -> None:
+        """Count on the host the ``tokens`` (n,) of ``rows`` (n,) that the device has counted."""
+        if not self._computed.is_shared:
+            self.num_computed[rows] += tokens
+
+    def _layout_of(self, plan: StepPlan) -> BatchLayout:
+        """The layout of ``plan``, kept while the same rows decode and nothing else happens."""
+        if len(plan.prefill_rows):
+            return make_layout(plan, self._device)
+        last = self._last_decodes
+        if last is None or not np.array_equal(last.rows, plan.decode_rows):
+            self._last_decodes = last = make_layout(plan, self._device)
+        return last
+
+
+def _behind(room: int, values: SlotArray, width: int) -> SlotArray:
+    """``values`` (..., n) behind ``room`` columns of zeros, filled with zeros to ``width`` columns."""
+    count = values.shape[-1]
+    if count == width:
+        return values
+    whole = np.zeros((*values.shape[:-1], width), dtype=np.int64)
+    whole[..., room : room + count] = values
+    return whole

@@ -1,0 +1,1 @@
+"""What drafts the next tokens of a step's rows on the ranks."""

@@ -1,0 +1,209 @@
+"""Drafts of a step's next tokens, made by a draft head on every rank behind the sampling.
+
+::
+
+    the step's tokens    states of the model, the token behind each    -> the head stores K/V for all of them
+    last right token     of each request                               -> draft 0
+    next positions       the head's own output, the draft before       -> drafts 1, 2, ...
+
+All of a step's tokens go through the head, in the step's own batch, so its K/V are as far as the model's.  Lanes
+(plan.py) are among them.  Which guesses of a request were right follows from integers that are equal on all ranks, so
+the host waits for nothing.
+
+K/V of drafts lie behind those of the request's tokens, in blocks that it has; where these end, so do its drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tp_engine.attention.base import AttentionMetadata, Backends
+from tp_engine.kernels.steps.ngram_drafts import NO_DRAFT
+from tp_engine.layers.attention import Attention, forward_context, only
+from tp_engine.layers.upload import upload_all
+from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.draft_head import DraftHead
+from tp_engine.plan import PAD_SLOT, IntArray, StepPlan
+from tp_engine.ranks.collectives import Communicator
+from tp_engine.sampling import shares
+from tp_engine.sampling.logprobs import Fetch
+from tp_engine.worker.batch.input_batch import InputBatch
+from tp_engine.worker.batch.step_inputs import StepInputs
+from tp_engine.worker.drafters.drafter import Drafter, Pending, by_row, drafted_rows, right_lanes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputedStep:
+    """What the head reads of a step of N tokens, n of which are sampled from, once these are sampled.
+
+    ``states`` (N, state_size) of the model; ``following`` (N,) int32, the token behind each; ``positions`` (N,) int64;
+    ``wanted`` (n,) int64, the tokens that are sampled from, None: all; ``attention`` as for the model.
+    """
+
+    states: torch.Tensor
+    following: torch.Tensor
+    positions: torch.Tensor
+    attention: Sequence[AttentionMetadata]
+    wanted: torch.Tensor | None
+
+
+class HeadDrafter(Drafter):
+    """A head with the rows of ``batch``; its layer is in KV ``group``, for which ``backends[group]`` attends."""
+
+    def __init__(
+        self, head: DraftHead, backends: Backends, group: int, batch: InputBatch, communicator: Communicator
+    ) -> None:
+        self._head, self._batch, self._communicator = head, batch, communicator
+        self._backend, self._group, self._num_groups = backends[group], group, len(backends)
+        self._tables = batch.row_tables()
+        self._states = head.new_states(batch.max_num_seqs)
+
+    def take_model(self, model: CausalLM) -> list[Attention]:
+        """See ``Drafter``."""
+        self._head.embed_as(model)
+        return [self._head.attention_layer]
+
+    @property
+    def decode_states(self) -> torch.Tensor:
+        """See ``Drafter``."""
+        return self._states
+
+    def room(self, num_tokens: int) -> torch.Tensor:
+        """See ``Drafter``."""
+        return self._states[:num_tokens] if num_tokens <= len(self._states) else self._head.new_states(num_tokens)
+
+    def follow(
+        self,
+        plan: StepPlan,
+        inputs: StepInputs,
+        states: torch.Tensor | None,
+        sampled: torch.Tensor | None,
+        fetch: Fetch,
+    ) -> Pending | None:
+        """See ``Drafter``."""
+        assert states is not None
+        step = ComputedStep(
+            states=states,
+            following=self._tokens_behind(inputs, sampled),
+            positions=inputs.positions,
+            attention=inputs.attention,
+            wanted=inputs.layout.wanted,
+        )
+        return self._follow(plan, step, sampled, fetch)
+
+    def follow_recorded(self, plan: StepPlan, sampled: torch.Tensor | None, fetch: Fetch) -> Pending | None:
+        """See ``Drafter``; only decodes are recorded where there is a head."""
+        assert sampled is not None
+        decodes, rows = self._batch.decodes, plan.decode_rows
+        inputs = decodes.inputs(len(rows))
+        attention = decodes.metadata(inputs, self._batch.num_computed[rows])
+        self._backend.prepare(attention[self._group])
+        step = ComputedStep(
+            states=self._states[: len(rows)],
+            following=sampled,
+            positions=inputs.positions,
+            attention=attention,
+            wanted=None,
+        )
+        return self._follow(plan, step, sampled, fetch)
+
+    def _follow(self, plan: StepPlan, step: ComputedStep, sampled: torch.Tensor | None, fetch: Fetch) -> Pending | None:
+        head, drafts = self._head, plan.num_drafts > 0 and sampled is not None
+        wanted = step.wanted
+        if not drafts:  # only K/V are needed
+            wanted = torch.zeros(1, dtype=torch.int64, device=step.positions.device)
+        with forward_context(step.attention):
+            out, fed = head(step.following, head.combine(step.states), step.positions, wanted)
+        if not drafts or sampled is None:
+            return None
+        rows = drafted_rows(plan)
+        limits = self._num_slots(rows)
+        on_rows, on_limits = upload_all((rows.astype(np.int64), limits), sampled.device)
+        last = self._last_right(plan, sampled) if len(plan.lane_rows) else None
+        position = only(last, only(step.wanted, step.positions))
+        table = self._tables.block_table[self._group].index_select(0, on_rows)
+        tokens = self._draft(plan.num_drafts, only(last, out), only(last, fed), position, table, on_limits)
+        if not self._communicator.info.is_first:
+            return None
+        wait, no_match = fetch([tokens]), np.zeros(len(rows), dtype=np.int32)
+        return lambda: by_row(rows, wait()[0], no_match)
+
+    def _tokens_behind(self, inputs: StepInputs, sampled: torch.Tensor | None) -> torch.Tensor:
+        """The token (N,) int32 behind each of the step's tokens, in the rows' table or just ``sampled`` (n,)."""
+        if inputs.places is None:
+            assert sampled is not None
+            return sampled
+        num_decodes = inputs.layout.num_decodes
+        found = self._tables.token_ids.view(-1).index_select(0, inputs.places + 1)
+        if sampled is not None:
+            found[:num_decodes] = sampled[:num_decodes]
+        return found
+
+    def _num_slots(self, rows: IntArray) -> npt.NDArray[np.int64]:
+        """Positions (m,) for which each of ``rows`` (m,) has slots."""
+        room = self._batch.num_blocks[rows].astype(np.int64) * self._tables.block_size
+        return np.minimum(room, self._tables.token_ids.shape[1] - 1)
+
+    def _last_right(self, plan: StepPlan, sampled: torch.Tensor) -> torch.Tensor:
+        """For each request (m,) int64 the place in ``sampled`` of its last token that counts."""
+        chains, num_right = right_lanes(plan, sampled)
+        last = chains.gather(1, num_right)[:, 0]
+        return torch.cat((last, torch.arange(len(plan.decode_rows), len(sampled), device=last.device)))
+
+    def _draft(
+        self,
+        count: int,
+        out: torch.Tensor,
+        fed: torch.Tensor,
+        position: torch.Tensor,
+        table: torch.Tensor,
+        limits: torch.Tensor,
+    ) -> torch.Tensor:
+        """(m, count) int32, from what the head gave at ``position`` (m,); requests have ``limits`` (m,) slots."""
+        tokens, found = self._best(out), []
+        is_open = torch.ones_like(tokens, dtype=torch.bool)
+        for _ in range(count - 1):
+            found.append(tokens.masked_fill(~is_open, NO_DRAFT))
+            position = position + 1
+            is_open = position < limits
+            position = torch.minimum(position, limits - 1)
+            with forward_context([self._metadata(position, is_open, table)] * self._num_groups):
+                out, fed = self._head(tokens, fed, position)
+            tokens = self._best(out)
+        return torch.stack((*found, tokens.masked_fill(~is_open, NO_DRAFT)), 1)
+
+    def _metadata(self, position: torch.Tensor, is_open: torch.Tensor, table: torch.Tensor) -> AttentionMetadata:
+        """Decodes at ``position`` (m,), which store K/V where it ``is_open``."""
+        size, count = self._tables.block_size, len(position)
+        block = table.gather(1, (position // size)[:, None])[:, 0].to(torch.int64)
+        lengths = (position + 1).to(torch.int32)
+        metadata = AttentionMetadata(
+            num_decodes=count,
+            slot_mapping=(block * size + position % size).masked_fill_(~is_open, PAD_SLOT),
+            block_table=table,
+            seq_lens=lengths,
+            query_start=self._batch.decodes.inputs(count).query_start,
+            host_query_lens=np.ones(count, dtype=np.int32),
+            host_seq_lens=self._host_lengths(lengths),
+        )
+        self._backend.prepare(metadata)
+        return metadata
+
+    def _host_lengths(self, lengths: torch.Tensor) -> IntArray:
+        """``lengths`` on the host; kernels that can be recorded read the device's, so it does not wait for these."""
+        if lengths.device.type != "cpu" and self._backend.can_capture_decodes:
+            return np.zeros(len(lengths), dtype=np.int32)
+        found: IntArray = lengths.cpu().numpy()
+        return found
+
+    def _best(self, out: torch.Tensor) -> torch.Tensor:
+        """The likeliest token (m,) int32 behind each of ``out`` (m, hidden); a collective."""
+        lm_head = self._head.lm_head
+        share = shares.greedy_share(lm_head(out)[:, : lm_head.slice.num_ids], lm_head.slice)
+        (stack,) = shares.exchange(self._communicator, [share])
+        return self._head.tokens_of(shares.decide_best(stack))

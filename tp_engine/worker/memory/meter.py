@@ -1,0 +1,252 @@
+"""Device memory at the start, in order: snapshots, ledger, agreement of the ranks, report; then growth at run time."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tp_engine.errors import MemoryBudgetError
+from tp_engine.kv_layout import KvCapacity, kv_cache_lines
+from tp_engine.log import get_logger
+from tp_engine.ranks.rank import RankInfo
+from tp_engine.worker.device import Device, MemorySnapshot
+from tp_engine.worker.memory.kv_cache import KvCacheShape, resident_bytes
+from tp_engine.worker.memory.ledger import (
+    MemoryLedger,
+    blocks_that_fit,
+    check_longest_request,
+    compute_ledger,
+    ledger_json,
+    ledger_table,
+    requested_bytes,
+)
+
+logger = get_logger(__name__)
+
+_FAILED, _FINE = 0, 1
+_RANK_BITS = 20
+_MAX_BLOCKS = 1 << 40  # more is a bug in the counting
+
+
+class MemoryMeter:
+    """Takes the three snapshots: B0 when made, B1 at ``weights_loaded``, A at ``finish``.
+
+    Call ``steps_begin`` between the last two if something was allocated for the steps only.
+    """
+
+    def __init__(self, device: Device, *, utilization: float) -> None:
+        """Raises ``MemoryBudgetError`` if the device has less free memory than ``utilization`` asks for."""
+        self._device = device
+        self._before = self._settled_snapshot()
+        self._loaded: MemorySnapshot | None = None
+        self._aside = 0
+        self._requested = requested_bytes(self._before, utilization, is_shared=device.type == "cpu")
+
+    def weights_loaded(self) -> None:
+        """The weights are in place; the largest steps come next."""
+        self._loaded = self._settled_snapshot()
+        self._device.reset_peak()
+
+    def steps_begin(self) -> None:
+        """The largest steps come next; what was allocated since ``weights_loaded`` is only for them."""
+        assert self._loaded is not None, "weights_loaded() comes before steps_begin()"
+        self._aside = self._device.snapshot().torch_allocated - self._loaded.torch_allocated
+        self._device.reset_peak()
+
+    def finish(
+        self, *, table_bytes: int = 0, cuda_graph_bytes: int = 0, state_bytes: int = 0, adapter_bytes: int = 0
+    ) -> MemoryLedger:
+        """The largest steps have run; the other bytes are reserved for later allocations, but those of the slots for
+        adapters, which exist since the weights do."""
+        assert self._loaded is not None, "weights_loaded() comes before finish()"
+        self._device.synchronize()
+        after = self._device.snapshot()
+        return compute_ledger(
+            self._before,
+            self._loaded,
+            after,
+            requested=self._requested,
+            tables=table_bytes,
+            cuda_graphs=cuda_graph_bytes,
+            states=state_bytes,
+            adapters=adapter_bytes,
+            aside=self._aside,
+        )
+
+    def _settled_snapshot(self) -> MemorySnapshot:
+        gc.collect()
+        self._device.synchronize()
+        self._device.empty_cache()
+        return self._device.snapshot()
+
+
+def choose_blocks(
+    ledger: MemoryLedger,
+    shape: KvCacheShape,
+    *,
+    num_blocks_override: int | None = None,
+    cache_bytes_override: int | None = None,
+) -> int:
+    """This rank's number of KV blocks: the override in blocks or in bytes, or what the ledger leaves."""
+    if num_blocks_override is not None:
+        wanted = num_blocks_override * shape.block_bytes
+        if wanted > ledger.available:
+            logger.warning("num_gpu_blocks_override takes %d bytes; profiling found %d", wanted, ledger.available)
+        return num_blocks_override
+    if cache_bytes_override is None:
+        return blocks_that_fit(ledger, shape.block_bytes)
+    if cache_bytes_override < shape.block_bytes:
+        raise MemoryBudgetError(
+            f"kv_cache_memory_bytes is {cache_bytes_override}; one block takes {shape.block_bytes} bytes: raise it"
+        )
+    return cache_bytes_override // shape.block_bytes
+
+
+def settle_blocks(
+    choose: Callable[[], int],
+    group: AgreementGroup,
+    shape: KvCacheShape,
+    capacity: KvCapacity,
+    *,
+    is_override: bool,
+) -> int:
+    """The number of KV blocks of every rank.  ``choose`` finds this rank's own; if it fails, every rank fails.
+
+    A user's number of blocks may be too small for ``max_model_len``: the scheduler then refuses longer requests.
+    Otherwise too few blocks raise ``MemoryBudgetError``.
+    """
+    num_blocks = agree_on_blocks(_result_of(choose), group).num_blocks
+    if not is_override:
+        check_longest_request(capacity, num_blocks=num_blocks, block_bytes=shape.block_bytes)
+    elif num_blocks < capacity.blocks_per_request and group.info.is_first:
+        logger.warning(
+            "num_gpu_blocks_override %d holds %d tokens: longer requests are refused although max_model_len is %d",
+            num_blocks,
+            capacity.longest_request(num_blocks),
+            capacity.max_model_len,
+        )
+    return num_blocks
+
+
+def log_memory(
+    ledger: MemoryLedger, shape: KvCacheShape, capacity: KvCapacity, info: RankInfo, *, num_blocks: int
+) -> None:
+    """The report: each rank's ledger as a table and as JSON, then rank 0's three lines on the cache."""
+    logger.info("%s", ledger_table(ledger, info))
+    num_bytes = num_blocks * shape.block_bytes
+    report = ledger_json(ledger, info, num_blocks=num_blocks, kv_cache_bytes=num_bytes)
+    logger.info("memory: %s", report)
+    if info.is_first:
+        lines = kv_cache_lines(
+            num_bytes=num_bytes,
+            num_tokens=capacity.num_tokens(num_blocks),
+            max_model_len=capacity.max_model_len,
+        )
+        for line in lines:
+            logger.info("%s", line)
+
+
+class MemoryMonitor:
+    """Growth of this process's memory since this object was made, when the rank became ready."""
+
+    def __init__(self, device: Device, *kv_memory: torch.Tensor) -> None:
+        """``kv_memory``: blocks of K/V, which on a CPU take pages as they come into use."""
+        self._device = device
+        self._kv_memory = kv_memory
+        self._ready_bytes = self._own_bytes()
+
+    def growth(self) -> int:
+        """Bytes more than when the rank became ready.  Pages of a CPU cache that come into use are not growth."""
+        return self._own_bytes() - self._ready_bytes
+
+    def _own_bytes(self) -> int:
+        snapshot = self._device.snapshot()
+        in_cache = sum(map(resident_bytes, self._kv_memory)) if self._device.type == "cpu" else 0
+        return snapshot.torch_reserved + snapshot.non_torch - in_cache
+
+
+class AgreementGroup(Protocol):
+    """The collectives on the CPU that the agreement needs; ranks/groups.py implements it."""
+
+    info: RankInfo
+
+    def all_reduce_min(self, values: list[int]) -> list[int]:
+        """Element-wise minimum over ranks, int64."""
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, in rank order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """``num_blocks`` is the smallest number of all ranks, on ``limiting_rank`` first; ``largest`` is the largest."""
+
+    num_blocks: int
+    largest: int
+    limiting_rank: int
+
+
+def settle_slots(choose: Callable[[], int], group: AgreementGroup, *, of: str = "host tier") -> int:
+    """The number of slots of a tier of every rank.  ``choose`` finds this rank's own; its failure is every rank's."""
+    return agree_on_blocks(_result_of(choose), group, of=of).num_blocks
+
+
+def _result_of(choose: Callable[[], int]) -> int | Exception:
+    try:
+        return choose()
+    except Exception as error:
+        return error
+
+
+def agree_on_blocks(local: int | Exception, group: AgreementGroup, *, of: str = "KV cache") -> Agreement:
+    """Take the smallest ``local`` number of blocks.  Every rank calls this, a rank that failed with its exception.
+
+    One all-reduce MIN carries three numbers::
+
+        status              FAILED is less than FINE: one failure fails every rank
+        blocks << 20 | rank the smallest number, and the first rank that has it
+        -blocks             the largest number
+
+    Raises ``MemoryBudgetError`` naming every rank that failed, with its cause, on all ranks alike.
+    """
+    failure = _failure(local)
+    blocks = local if isinstance(local, int) and failure is None else 0
+    status, smallest, minus_largest = group.all_reduce_min(
+        [_FINE if failure is None else _FAILED, blocks << _RANK_BITS | group.info.rank, -blocks]
+    )
+    if status == _FINE:
+        agreement = Agreement(
+            num_blocks=smallest >> _RANK_BITS, largest=-minus_largest, limiting_rank=smallest & (1 << _RANK_BITS) - 1
+        )
+        _log(agreement, group.info, of)
+        return agreement
+    causes = group.all_gather_bytes((failure or "").encode())
+    failed = [f"{group.info.topology.named(rank)}: {cause.decode()}" for rank, cause in enumerate(causes) if cause]
+    raise MemoryBudgetError(
+        f"{len(failed)} of {group.info.world_size} ranks could not provide a {of}: {'; '.join(failed)}",
+        rank=next(rank for rank, cause in enumerate(causes) if cause),
+    ) from (local if isinstance(local, Exception) else None)
+
+
+def _failure(local: int | Exception) -> str | None:
+    """Why ``local`` can not be agreed on, or None."""
+    if isinstance(local, Exception):
+        return f"{type(local).__name__}: {local}"
+    if not 0 < local <= _MAX_BLOCKS:
+        return f"it counted {local} KV blocks, where 1 to {_MAX_BLOCKS} are possible"
+    return None
+
+
+def _log(agreement: Agreement, info: RankInfo, of: str) -> None:
+    if info.is_first and info.world_size > 1:
+        logger.info(
+            "blocks of the %s: %d on every rank (limited by %s; the roomiest has %d)",
+            of,
+            agreement.num_blocks,
+            info.topology.named(agreement.limiting_rank),
+            agreement.largest,
+        )

@@ -1,0 +1,263 @@
+"""Which steps are recorded, for which sizes, and how much memory the recordings take.
+
+Steps of decodes are recorded where the attention backend and the ranks' collectives can be, which in symmetric memory
+depends on their sizes.  Steps with prompts are recorded on GPUs, if ``cuda_graph_prefill_sizes`` asks for it, where
+besides no layer makes a plan of its prompts on the host.  The runner launches kernel by kernel the steps that are in no
+recording (``padded_batch.StepSizes.size_for``) and those of which more is read than sampled tokens.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from tp_engine.attention.base import AttentionBackend
+from tp_engine.config import EngineConfig
+from tp_engine.errors import ConfigError
+from tp_engine.kernels.native.library import native_library
+from tp_engine.kernels.ops import has_triton
+from tp_engine.layers.norm import QKNorm
+from tp_engine.log import get_logger
+from tp_engine.models.causal_lm import CausalLM
+from tp_engine.ranks.collectives import Communicator
+from tp_engine.ranks.reduce_plan import RecordedSizes
+from tp_engine.ranks.symmetric_memory import SymmetricCommunicator
+from tp_engine.sampling.device_sampler import SHARE_BYTES
+from tp_engine.speculative import SpeculativeConfig
+from tp_engine.worker.batch.padded_batch import MAX_CHUNKS, StepSizes
+from tp_engine.worker.device import Device
+from tp_engine.worker.model_runner import ModelRunner
+from tp_engine.worker.recorded.captured_decodes import CudaRecorder, Recorder
+from tp_engine.worker.recorded.tape_recorder import TapeRecorder
+from tp_engine.worker.results.readback import Check, never_fails
+
+logger = get_logger(__name__)
+
+# With more rows, a tape saves only a small part of a step.
+_MAX_TAPE_ROWS = 64
+# The usual batch sizes of CUDA graphs.
+_SMALLEST = (1, 2, 4)
+_FINE_STEP, _FINE_UP_TO, _COARSE_STEP = 8, 256, 16
+_LARGEST = 512
+# Padding costs little up to a few hundred tokens, and every size costs time at the start and memory.
+_PROMPT_DECODES = (0, 8, 32, 64, 128, 256)
+_PROMPT_TOKENS = (32, 64, 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphPlan:
+    """Record decode steps of ``sizes`` rows, and steps with ``prompts``, with a recorder from ``make_recorder``."""
+
+    sizes: tuple[int, ...]
+    prompts: StepSizes | None = None
+    make_recorder: Callable[[], Recorder] = CudaRecorder
+
+
+def graph_plan(
+    config: EngineConfig,
+    backend: AttentionBackend,
+    communicator: Communicator,
+    model: CausalLM,
+    check: Check = never_fails,
+) -> GraphPlan | None:
+    """What to record, the same on every rank; None if steps are launched one kernel after another.
+
+    On CUDA the reason is logged.  ``check`` raises if another rank has ended, while a recording waits for the device.
+    """
+    if config.enforce_eager:
+        return None
+    if config.device != "cuda":
+        return _tape_plan(config, backend, communicator, model)
+    sizes = capture_sizes(config.cuda_graph_sizes, config.max_num_seqs)
+    obstacle = _obstacle(config, backend)
+    if obstacle is None:
+        obstacle = why_not_capture(communicator, model, sizes, tp_invariant=config.tp_invariant)
+    if obstacle is not None:
+        logger.warning("no CUDA graphs, so decode steps are slower: %s", obstacle)
+        return None
+    prompts = _prompt_sizes(config, backend, communicator, model)
+    return GraphPlan(sizes=sizes, prompts=prompts, make_recorder=partial(CudaRecorder, check))
+
+
+def _obstacle(config: EngineConfig, backend: AttentionBackend) -> str | None:
+    if config.check_inputs:
+        return "check_inputs reads every step's inputs"
+    if not backend.can_capture_decodes:
+        return f"the attention backend {backend.name} can not be captured"
+    if not has_triton():
+        return "the triton package is not installed"
+    return None
+
+
+def _prompt_sizes(
+    config: EngineConfig, backend: AttentionBackend, communicator: Communicator, model: CausalLM
+) -> StepSizes | None:
+    """The recorded sizes of steps with prompts; None if they are launched, with the reason in the log if some are
+    asked."""
+    tokens = prefill_sizes(config.cuda_graph_prefill_sizes, config.max_num_batched_tokens)
+    if not tokens:
+        return None
+    most = next((size for size in _PROMPT_DECODES if size >= config.max_num_seqs), _PROMPT_DECODES[-1])
+    sizes = StepSizes(decodes=tuple(size for size in _PROMPT_DECODES if size <= most), tokens=tokens)
+    if not backend.can_capture_prompts:
+        obstacle: str | None = f"the attention backend {backend.name} plans prompts on the host"
+    elif (speculation := SpeculativeConfig.of(config.speculative_config)) is not None and speculation.model is not None:
+        obstacle = "a draft head reads what layers make of prompts"
+    elif model.state_layers:
+        obstacle = "some layers have recurrent states, whose prompts are planned on the host"
+    else:
+        rows = {count for size in sizes.largest_first for count in (size.num_tokens, size.num_requests)}
+        obstacle = why_not_capture(communicator, model, rows, tp_invariant=config.tp_invariant)
+    if obstacle is None:
+        return sizes
+    logger.warning("no CUDA graphs of steps with prompts: %s", obstacle)
+    return None
+
+
+def why_not_capture(
+    communicator: Communicator, model: CausalLM, row_counts: Iterable[int], *, tp_invariant: bool
+) -> str | None:
+    """Why steps in which ``row_counts`` rows are computed or sampled can not be CUDA graphs; None if they can.
+
+    The library's collectives can be captured or not, of any size.  Those in symmetric memory can, so where the
+    library's can not, all of a step must fit.
+    """
+    if communicator.can_capture:
+        return None
+    if not isinstance(communicator, SymmetricCommunicator):
+        return (
+            "the ranks' collectives can not be captured; they can with NCCL, one GPU per rank, or with "
+            "all_reduce=symm_mem"
+        )
+    obstacle = communicator.why_not_capture(sizes_of(model, row_counts, tp_invariant=tp_invariant))
+    if obstacle is None:
+        return None
+    return f"symmetric memory does not take the ranks' {obstacle}; what their library takes can not be captured"
+
+
+def sizes_of(model: CausalLM, row_counts: Iterable[int], *, tp_invariant: bool) -> RecordedSizes:
+    """The collectives of steps in which ``row_counts`` rows are computed or sampled."""
+    reduced = {model.hidden_size * model.dtype.itemsize}
+    reduced |= {module.reduced_bytes for module in model.modules() if isinstance(module, QKNorm)} - {0}
+    gathered = {*SHARE_BYTES}
+    if tp_invariant:  # sums over ranks are all-gathers of float32
+        gathered.add(model.hidden_size * torch.float32.itemsize)
+    rows = tuple(row_counts)
+    return RecordedSizes(
+        all_reduces=frozenset(count * size for count in rows for size in reduced),
+        all_gathers=frozenset(count * size for count in rows for size in gathered),
+    )
+
+
+def _tape_plan(
+    config: EngineConfig, backend: AttentionBackend, communicator: Communicator, model: CausalLM
+) -> GraphPlan | None:
+    """One tape for each number of rows, if a step consists of compiled code only."""
+    library = native_library()
+    if library is None or config.check_inputs or not model.is_recordable:
+        return None
+    if not (backend.can_capture_decodes and communicator.can_capture):
+        return None
+    sizes = range(1, min(config.max_num_seqs, _MAX_TAPE_ROWS) + 1)
+    return GraphPlan(sizes=tuple(sizes), make_recorder=lambda: TapeRecorder(library, communicator))
+
+
+def record_steps(plan: GraphPlan, runner: ModelRunner) -> None:
+    """Record all of ``plan``; a collective."""
+    recorder = plan.make_recorder()
+    if plan.prompts is not None:
+        runner.capture_prompts(plan.prompts, recorder, plan.prompts.largest_first)
+    runner.capture(plan.sizes, recorder)
+
+
+def record_decodes(plan: GraphPlan, runner: ModelRunner, most_rows: int) -> None:
+    """Record the decode steps of ``plan`` that serve up to ``most_rows`` rows; a collective."""
+    num_sizes = 1 + sum(size < most_rows for size in plan.sizes[:-1])
+    runner.capture(plan.sizes[:num_sizes], plan.make_recorder())
+
+
+def measure_graph_bytes(plan: GraphPlan, device: Device, runner: ModelRunner) -> int:
+    """Bytes that all recordings of ``plan`` will take, from those of its two largest sizes of each kind of step.
+
+    All share one pool, in which the smaller ones reuse the largest's memory: each further one adds only its own.
+    ``runner`` may have a KV cache of any size, and keeps no recording.  A collective.
+    """
+    recorder, num_bytes = plan.make_recorder(), 0
+    if plan.prompts is not None:
+        sizes = plan.prompts.largest_first
+        record = [partial(runner.capture_prompts, plan.prompts, recorder, [size]) for size in sizes[:2]]
+        num_bytes += _grown_bytes(device, record, len(sizes))
+    num_bytes += _grown_bytes(
+        device, [partial(runner.capture, (size,), recorder) for size in plan.sizes[:-3:-1]], len(plan.sizes)
+    )
+    runner.forget_captured()
+    del recorder
+    gc.collect()
+    device.empty_cache()
+    return num_bytes
+
+
+def _grown_bytes(device: Device, record: Sequence[Callable[[], object]], count: int) -> int:
+    """Bytes that ``count`` recordings take, of which ``record`` makes the first, and the second if there is one."""
+    used, kept = [_held_bytes(device)], []
+    for one in record:
+        kept.append(one())
+        used.append(_held_bytes(device))
+    first, further = used[1] - used[0], used[-1] - used[1]
+    return max(first, 0) + max(further, 0) * (count - 1)
+
+
+def _held_bytes(device: Device) -> int:
+    snapshot = device.snapshot()
+    return snapshot.torch_reserved + snapshot.non_torch
+
+
+def capture_sizes(asked: str | None, max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes of recorded steps in rising order; a step runs the next larger one, padded.
+
+    ``asked`` is a comma-separated list; None takes 1, 2, 4, then every 8 up to 256 and every 16 up to 512, as far as
+    ``max_num_seqs`` goes, which is always the last unless it is larger: padding then costs at most an eighth or 16
+    rows.  Raises ``ConfigError`` unless ``asked`` is a list of numbers from 1 to ``max_num_seqs``.
+    """
+    if asked is not None:
+        return _parse("cuda_graph_sizes", asked, 1, "max_num_seqs", max_num_seqs, "batch sizes", "1,2,4,8")
+    fine = range(_FINE_STEP, _FINE_UP_TO + 1, _FINE_STEP)
+    coarse = range(_FINE_UP_TO + _COARSE_STEP, _LARGEST + 1, _COARSE_STEP)
+    largest = min(max_num_seqs, _LARGEST)
+    return (*(size for size in (*_SMALLEST, *fine, *coarse) if size < largest), largest)
+
+
+def prefill_sizes(asked: str, max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Numbers of prompt tokens of recorded steps in rising order; a step runs the next larger one, padded.
+
+    ``asked`` is ``none``, a comma-separated list, or ``auto``: 32 to 1,024, as far as ``max_num_batched_tokens`` goes.
+    Raises ``ConfigError`` for anything else, and for sizes that are out of range.
+    """
+    if asked == "none":
+        return ()
+    least = MAX_CHUNKS + 1  # so that a step's tokens are never as many as those that can be sampled
+    if asked == "auto":
+        largest = min(max_num_batched_tokens, _PROMPT_TOKENS[-1])
+        return tuple(size for size in (*(size for size in _PROMPT_TOKENS if size < largest), largest) if size >= least)
+    name = "cuda_graph_prefill_sizes"
+    what, limit = "none, auto, or numbers of prompt tokens", "max_num_batched_tokens"
+    return _parse(name, asked, least, limit, max_num_batched_tokens, what, "32,64,128")
+
+
+def _parse(name: str, asked: str, least: int, limit: str, most: int, what: str, example: str) -> tuple[int, ...]:
+    """The option ``name``, a list of sizes from ``least`` to ``most``, which is the option ``limit``."""
+    try:
+        sizes = sorted({int(part) for part in asked.split(",")})
+    except ValueError as error:
+        raise ConfigError(f"{name} is {asked!r}; it must be {what} separated by commas, such as {example}") from error
+    if sizes[0] < least or sizes[-1] > most:
+        wrong = sizes[0] if sizes[0] < least else sizes[-1]
+        raise ConfigError(
+            f"{name} contains {wrong}; sizes go from {least} to {limit}, which is {most}: leave it out, or raise "
+            f"{limit}"
+        )
+    return tuple(sizes)

@@ -1,0 +1,98 @@
+"""Log-probabilities of prompt tokens, a bounded number of positions at a time.
+
+Logits are the widest tensors of a step, and a prompt may have as many positions as a step has tokens.  The number of
+positions scored at once is therefore fixed at the start, and the largest step (``trial_steps``) scores as many.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tp_engine.models.causal_lm import CausalLM
+from tp_engine.plan import IntArray, RowSampling
+from tp_engine.sampling.logprobs import LogprobTensors, logprobs_of
+from tp_engine.worker.batch.input_batch import InputBatch
+from tp_engine.worker.batch.step_inputs import StepInputs
+
+_LEAST_POSITIONS = 16  # with fewer, most of the time goes into reading the output head's weight
+
+
+class ScoredPrompts:
+    """Which rows of ``batch`` ask for log-probabilities of their prompts, and these, chunk by chunk, by ``model``."""
+
+    def __init__(self, model: CausalLM, batch: InputBatch) -> None:
+        self.model, self._batch = model, batch
+        self._num_alternatives = np.full(len(batch.num_prompt), -1, dtype=np.int32)
+
+    def admit(self, row: int, sampling: RowSampling) -> None:
+        """A row has a new occupant."""
+        self._num_alternatives[row] = sampling.prompt_logprobs
+
+    def any_of(self, rows: IntArray) -> bool:
+        """Whether one of ``rows`` (n,) asks for them; its prompt may be computed already."""
+        return bool((self._num_alternatives[rows] >= 0).any())
+
+    def score(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, LogprobTensors]:
+        """Log-probabilities of the prompt tokens that follow this step's positions, by row, for the rows that asked.
+
+        ``hidden`` (N, hidden) are the outputs of all tokens.  A collective, because computing logits is one.
+        """
+        rows, query_lens = inputs.layout.rows, inputs.layout.query_lens
+        wanted = np.flatnonzero(self._num_alternatives[rows] >= 0)
+        max_positions = positions_at_once(self._batch.max_num_seqs)
+        scores: dict[int, LogprobTensors] = {}
+        for request in wanted:
+            row = int(rows[request])
+            first = int(self._batch.num_computed[row])
+            num_scored = min(int(query_lens[request]), int(self._batch.num_prompt[row]) - 1 - first)
+            if num_scored <= 0:
+                continue
+            start = int(query_lens[:request].sum())
+            following = self._batch.following_tokens(row, first + 1, num_scored)
+            k = int(self._num_alternatives[row])
+            found = score_prompt(self.model, hidden[start : start + num_scored], following, k, max_positions)
+            if found is not None:
+                scores[row] = found
+        return scores
+
+
+def positions_at_once(max_num_seqs: int) -> int:
+    """Positions whose logits exist at once: as many as a step samples, at least 16."""
+    return max(max_num_seqs, _LEAST_POSITIONS)
+
+
+def score_prompt(
+    model: CausalLM, hidden: torch.Tensor, following: torch.Tensor, k: int, max_positions: int
+) -> LogprobTensors | None:
+    """Score ``following`` (n,) int32, the tokens after the outputs ``hidden`` (n, hidden), and the ``k`` likeliest.
+
+    n is at least 1.  Rank 0 gets the result, the others None.  A collective for every ``max_positions`` positions.
+    """
+    parts: list[LogprobTensors] = []
+    for start in range(0, len(hidden), max_positions):
+        logits = model.compute_logits(hidden[start : start + max_positions])
+        if logits is not None:
+            parts.append(logprobs_of(logits, following[start : start + max_positions], k))
+        del logits  # before the next ones are made
+    return LogprobTensors.joined(parts) if parts else None
+
+
+def score_largest(model: CausalLM, logits: torch.Tensor, following: torch.Tensor, k: int) -> None:
+    """Use as much memory as ``score_prompt`` at once, beside local ``logits`` (n, width) of that many positions.
+
+    Scores only a few positions, because sampling has scored as many as a step samples.  A collective.
+    """
+    gathered = model.lm_head.gather(logits)
+    if gathered is not None:
+        logprobs_of(gathered[:_LEAST_POSITIONS], following[:_LEAST_POSITIONS], k)
+
+
+def empty_scores(num_positions: int, vocab_size: int, k: int, device: torch.device) -> LogprobTensors:
+    """Tensors as large as the result of ``score_prompt`` for ``num_positions`` positions."""
+    shape = (num_positions, 1 + min(k, vocab_size))
+    return LogprobTensors(
+        token_ids=torch.zeros(shape, dtype=torch.int32, device=device),
+        logprobs=torch.zeros(shape, device=device),
+        ranks=torch.zeros(num_positions, dtype=torch.int32, device=device),
+    )

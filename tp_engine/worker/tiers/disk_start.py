@@ -1,0 +1,165 @@
+"""How the ranks open their disk tier together, and agree on what it has.
+
+::
+
+    rank 0        makes and locks the directory
+    all ranks     fingerprint, number of slots (the smallest counts), files with room reserved
+    all ranks     tell each other: store, serials of the slots that may be trusted
+                  one store everywhere   -> what all ranks have under one serial is kept
+                  anything else          -> all begin empty, under a new store, and say why
+
+Serials of writes go on behind the largest that any rank has, which all ranks know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tp_engine.log import get_logger
+from tp_engine.ranks.groups import RankGroups
+from tp_engine.ranks.rank import RankInfo
+from tp_engine.tier_progress import TierProgress
+from tp_engine.units import format_gib
+from tp_engine.worker.effective_config import EffectiveConfig
+from tp_engine.worker.memory.meter import settle_slots
+from tp_engine.worker.runner_parts import RunnerParts
+from tp_engine.worker.tiers.disk_files import SlotFiles, choose_disk_slots, lock_directory, make_directory
+from tp_engine.worker.tiers.disk_tier import DiskTier
+from tp_engine.worker.tiers.fingerprint import make_identity
+from tp_engine.worker.tiers.host_tier import HostTier
+
+logger = get_logger(__name__)
+
+Result = TypeVar("Result")
+
+
+class _Report(msgspec.Struct, array_like=True):
+    """What a rank tells the others: store ("" for none), why there is none, serials (int64), a new store."""
+
+    store: str
+    difference: str
+    serials: bytes
+    proposal: str
+
+
+class Together(Protocol):
+    """Runs a phase on all ranks; its failure on one is a failure of all: ``StartUp.run_together``."""
+
+    def __call__(self, name: str, body: Callable[[], Result]) -> Result: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStart:
+    """A rank's tier, and what the scheduler must know of it: ``serials`` are those of each rank, by slot."""
+
+    tier: DiskTier
+    path: Path
+    num_slots: int
+    store: bytes
+    serials: tuple[npt.NDArray[np.int64], ...]
+    first_serial: int
+    lock: int | None
+
+    def close(self) -> None:
+        """End the threads, and let others use the directory."""
+        self.tier.close()
+        if self.lock is not None:
+            os.close(self.lock)
+
+
+def open_disk_tier(
+    effective: EffectiveConfig,
+    groups: RankGroups,
+    together: Together,
+    parts: RunnerParts,
+    tier: HostTier,
+    channels: Mapping[str, TierProgress],
+) -> DiskStart:
+    """Open this rank's files, agree on what is kept, and put a disk tier below ``tier``.  A collective.
+
+    Raises ``ConfigError`` or ``MemoryBudgetError`` on a rank that can not, ``RankError`` on the others.
+    """
+    config, info, slot_bytes = effective.config, groups.info, tier.slots.shape[1]
+    assert config.kv_disk_path is not None
+    path = Path(config.kv_disk_path)
+    with contextlib.ExitStack() as undo:
+        lock = together("locking the disk tier", lambda: _lock(path) if info.is_first else None)
+        if lock is not None:
+            undo.callback(os.close, lock)
+        num_slots = settle_slots(
+            lambda: choose_disk_slots(
+                path,
+                config.kv_disk_size,
+                slot_bytes,
+                rank=info.rank,
+                world_size=info.world_size,
+                local_world_size=info.local_world_size,
+            ),
+            groups.host,
+            of="disk tier",
+        )
+        files = together(
+            "opening the disk tier",
+            lambda: undo.enter_context(contextlib.closing(_open(path, num_slots, slot_bytes, effective, info, parts))),
+        )
+        own = _Report(files.store, files.difference, files.serials.tobytes(), secrets.token_hex(16))
+        gathered = groups.host.all_gather_bytes(msgspec.msgpack.encode(own))
+        reports = [msgspec.msgpack.decode(one, type=_Report) for one in gathered]
+        stores = {report.store for report in reports}
+        keeps = len(stores) == 1 and "" not in stores
+        store = reports[0].store if keeps else reports[0].proposal
+        files.begin(store, keeps=keeps)
+        if info.is_first:
+            size = format_gib(num_slots * slot_bytes)
+            logger.info("Disk KV cache: %s a rank, %d slots, in %s", size, num_slots, path)
+            _log_loss(reports, keeps=keeps)
+        serials = tuple(np.frombuffer(report.serials, np.int64) for report in reports)
+        first_serial = 1 + max(int(one.max()) for one in serials)
+        undo.pop_all()
+        disk = tier.disk = DiskTier(tier.slots.numpy(), files, channels, first_serial=first_serial)
+        return DiskStart(
+            tier=disk,
+            path=path,
+            num_slots=num_slots,
+            store=bytes.fromhex(store),
+            serials=serials if keeps else (),
+            first_serial=first_serial,
+            lock=lock,
+        )
+
+
+def _open(
+    path: Path, num_slots: int, slot_bytes: int, effective: EffectiveConfig, info: RankInfo, parts: RunnerParts
+) -> SlotFiles:
+    assert parts.codec is not None, "there is a host tier above"
+    names = [backend.name for backend in parts.backends]
+    identity = make_identity(effective, info, parts.kv_shape, names, codec=parts.codec)
+    return SlotFiles(path, info.rank, num_slots, slot_bytes, identity)
+
+
+def _lock(path: Path) -> int:
+    make_directory(path)
+    return lock_directory(path)
+
+
+def _log_loss(reports: list[_Report], *, keeps: bool) -> None:
+    """Say why what is there can not be used."""
+    if keeps:
+        return
+    reasons = [f"rank {rank}: {report.difference}" for rank, report in enumerate(reports) if report.difference]
+    if reasons:
+        logger.warning(
+            "the disk tier begins empty, because what it has does not fit this engine: %s", "; ".join(reasons)
+        )
+    elif any(report.store for report in reports):
+        logger.warning("the disk tier begins empty, because the files of its ranks do not belong together")
