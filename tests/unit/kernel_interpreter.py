@@ -4,7 +4,7 @@
 
 By itself the interpreter (of Triton 3.7) truncates to bfloat16 instead of rounding, loses a carry when it rounds to
 8-bit floats, and takes the bits of bfloat16 for integers in matrix products and in conversions from integers.  It also
-searches the whole language for builtins at each call of each function, which takes half of the time.
+patches the whole language at each call of each function, and does other work in vain: most of its time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import sys
 from functools import cache
-from inspect import getmembers
+from inspect import getmembers, ismodule
 from typing import Any
 
 import numpy as np
@@ -61,8 +61,42 @@ def round_as_a_device_does() -> None:
     builder.cast_impl = cast_by_value
 
 
+def patch_the_language_once() -> None:
+    """Mend this process's interpreter: a launch patches the language, and functions that its programs call need not.
+
+    Left out of a call is only what the launch, or a call before that nothing undoes, has done already.
+    """
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    of_launch: list[frozenset[str]] = []
+    lasting: set[str] = set()
+
+    @cache
+    def modules_of(function: Any) -> frozenset[str]:
+        seen = [value for value in function.__globals__.values() if ismodule(value)]
+        return frozenset(module.__name__ for module in seen if module in (tl, tl.core))
+
+    def patch_if_needed(function: Any) -> Any:
+        modules = modules_of(function)
+        if not of_launch:  # the launch itself, which undoes it at its end
+            of_launch.append(modules)
+            return patch(function)
+        if modules <= of_launch[0] | lasting:
+            return interpreter._LangPatchScope()
+        lasting.update(modules - of_launch[0])
+        return patch(function)
+
+    def launch_and_forget(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return launch(self, *args, **kwargs)
+        finally:
+            of_launch.clear()
+
+    interpreter._patch_lang = patch_if_needed
+    interpreter.GridExecutor.__call__ = launch_and_forget
+
+
 def search_for_builtins_once() -> None:
-    """Mend this process's interpreter: a module of the language has the same builtins in each call.
+    """Mend this process's interpreter: a module of the language has the same builtins in each launch.
 
     Those that are interpreted already are no builtins any more, as without this function.
     """
@@ -79,7 +113,22 @@ def search_for_builtins_once() -> None:
     interpreter._patch_builtin = patch_builtins
 
 
+def skip_what_is_not_used() -> None:
+    """Mend this process's interpreter: it would compute each sum of integers again to look for an overflow, of which
+    it tells only in Triton's debugging mode, and make a table of all types to look one up."""
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    of_scalar = cache(interpreter._get_np_dtype)
+
+    def type_in_numpy(of: Any) -> Any:
+        scalar = of.element_ty if isinstance(of, tl.block_type) else of
+        return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else of_scalar(scalar)
+
+    interpreter._get_np_dtype = type_in_numpy
+
+
 if __name__ == "__main__":
+    patch_the_language_once()
     search_for_builtins_once()
+    skip_what_is_not_used()
     round_as_a_device_does()
     importlib.import_module(f"tests.unit.{sys.argv[1]}").main(*sys.argv[2:])
