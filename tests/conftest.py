@@ -30,6 +30,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("same each time")
 
+RANKS = Path(__file__).parent / "ranks"
+
 # scripts/test_multi_gpu runs these on every rank of a torchrun job.
 collect_ignore = [] if "RANK" in os.environ else ["multi_gpu"]
 
@@ -55,7 +57,7 @@ def leaves_nothing(session_leaves_nothing: None) -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Jobs of several ranks come first: beside short tests they leave no core idle, and the run does not end with a
     few long ones."""
-    items.sort(key=lambda item: "ranks" not in item.path.parts)
+    items.sort(key=lambda item: RANKS not in item.path.parents)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

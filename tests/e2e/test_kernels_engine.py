@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.kernel_harness import interpreted, needs_triton
+from tests.unit.kernels.kernel_harness import interpreted, needs_triton
 
 
 @needs_triton

@@ -17,7 +17,7 @@ import torch
 
 from tests.text_tokenizers import byte_level_tokenizer
 from tests.tiny_models import make_checkpoint
-from tests.unit.structured_cases import Case, cases, choice_case, regex_case, schema_case
+from tests.unit.grammar.structured_cases import Case, cases, choice_case, regex_case, schema_case
 from tp_engine import LLM, SamplingParams, StructuredOutputsParams
 from tp_engine.outputs import RequestOutput
 from tp_engine.plan import StepPlan

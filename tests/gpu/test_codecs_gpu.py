@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit import kernel_cases_block_codes
-from tests.unit.kernel_harness import needs_triton
+from tests.unit.kernels import kernel_cases_block_codes
+from tests.unit.kernels.kernel_harness import needs_triton
 from tp_engine.kv_layout import KvKind, MoveCounters, lay_out
 from tp_engine.plan import NO_PAIRS, IntArray, StepPlan
 from tp_engine.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader, TierReport

@@ -44,7 +44,7 @@ MODULES = (
 @cache
 def cases_of(module: str) -> Any:
     """The module of cases."""
-    return importlib.import_module(f"tests.unit.{module}")
+    return importlib.import_module(f"tests.unit.kernels.{module}")
 
 
 @pytest.mark.parametrize(("module", "case"), [(module, case) for module in MODULES for case in cases_of(module).CASES])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.kernel_harness import needs_triton
+from tests.unit.kernels.kernel_harness import needs_triton
 from tp_engine.plan import RowSampling
 from tp_engine.ranks.collectives import SingleRank
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a 
 
 def test_cases() -> None:
     """Oracle: ``Sampler`` on the same GPU; the noise is equal bit by bit."""
-    from tests.unit.kernel_cases_sampling import CASES
+    from tests.unit.kernels.kernel_cases_sampling import CASES
 
     for name, check in CASES.items():
         try:
@@ -26,7 +26,7 @@ def test_cases() -> None:
 
 def test_captured() -> None:
     """Oracle: the same launches without a graph; between replays rows, positions and logits change."""
-    from tests.unit.kernel_cases_sampling import FILTERED, MIN_P, PENALISED, PLAIN, RANKED, make_state
+    from tests.unit.kernels.kernel_cases_sampling import FILTERED, MIN_P, PENALISED, PLAIN, RANKED, make_state
     from tp_engine.sampling.device_sampler import DeviceSampler, StepKind
 
     samplings: list[RowSampling] = [*PLAIN, *MIN_P, *RANKED, *FILTERED, *PENALISED]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.unit.sampler_cases import mixed_samplings
+from tests.unit.sampling.sampler_cases import mixed_samplings
 from tp_engine.model_config import padded_vocab_size
 from tp_engine.plan import RowSampling
 from tp_engine.progress import RankProgress

@@ -16,7 +16,7 @@ from tests.ranks import draft_head_job, parity_job
 from tests.ranks.test_parity import CACHED, PLAIN, TIGHT, make_prompts
 from tests.ranks.test_speculation import SAMPLERS, VOCABULARY
 from tests.ranks.warm_ranks import warm_ranks
-from tests.unit.kernel_cases_ngram_drafts import NO_SEQUENCE
+from tests.unit.kernels.kernel_cases_ngram_drafts import NO_SEQUENCE
 from tp_engine.sched.guesses.guesses import NgramSource
 
 # Those that need a tokenizer are left out.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks.launch import TWO_RANKS
-from tests.unit.test_profiling import names_in
+from tests.unit.worker.test_profiling import names_in
 from tp_engine import LLM, RequestError, SamplingParams
 from tp_engine.engine.acts import act
 from tp_engine.errors import EngineDeadError, RankError

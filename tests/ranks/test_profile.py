@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_profiling import names_in
+from tests.unit.worker.test_profiling import names_in
 from tp_engine import AsyncLLM, RequestError, SamplingParams
 
 PROMPT = [5, 9, 13, 7]

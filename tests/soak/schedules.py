@@ -10,9 +10,9 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from tests.unit.host_tier_harness import Lag, MaskedTierWorker
-from tests.unit.test_scheduler_grammar import GrammarSimulation, MixedLoad
-from tests.unit.test_scheduler_properties import LAYOUTS, SHAPES
+from tests.unit.sched.host_tier_harness import Lag, MaskedTierWorker
+from tests.unit.sched.test_scheduler_grammar import GrammarSimulation, MixedLoad
+from tests.unit.sched.test_scheduler_properties import LAYOUTS, SHAPES
 
 _ACTS = 400
 _POOLS = [one for one in (*SHAPES.values(), *LAYOUTS.values()) if one.max_model_len > 20]

@@ -1,0 +1,254 @@
+"""Requests that generate nothing: what they ask of the engine, what becomes of its answer, and which are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.fake_engine import MODEL_INFO
+from tests.pooling_models import eos_tokenizer, yes_no_tokenizer
+from tests.unit.sched.scheduler_harness import FakeWorker, limits
+from tp_engine.api.input_processor import InputProcessor
+from tp_engine.api.pooling import PoolingParams, ScorePairs, embedding_request, paired
+from tp_engine.errors import ConfigError, RequestError
+from tp_engine.model_config.pooling import read_pooling
+from tp_engine.outputs import RequestOutput
+from tp_engine.plan import StepPlan, StepResult
+from tp_engine.request import EngineRequest, FinishReason, Pooling
+from tp_engine.sampling_params import SamplingParams
+from tp_engine.sched.scheduler import Scheduler
+
+EMBED = msgspec.structs.replace(MODEL_INFO, convert="embed", hidden_size=8, dimensions=())
+RANK = msgspec.structs.replace(MODEL_INFO, convert="classify", hidden_size=8)
+STATE = np.array([3.0, 0.0, 4.0, 0.0, 0.0, 0.0, 0.0, 12.0], dtype=np.float32)
+
+
+def output(request_id: str, pooled: Sequence[float]) -> RequestOutput:
+    return RequestOutput(
+        request_id=request_id, prompt=None, prompt_token_ids=[7, 8], pooled=np.array(pooled, dtype=np.float32)
+    )
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, [3 / 13, 0, 4 / 13, 0, 0, 0, 0, 12 / 13]),
+        ({"dimensions": 3}, [0.6, 0.0, 0.8]),
+        ({"dimensions": 3, "use_activation": False}, [3.0, 0.0, 4.0]),
+    ],
+)
+def test_vectors(params: dict[str, Any], expected: list[float]) -> None:
+    """Oracle: by hand, 3-4-5 and 5-12-13; a cut vector has length 1 again."""
+    assert PoolingParams(**params).vector(STATE).tolist() == pytest.approx(expected, abs=1e-7)
+
+
+def test_a_vector_of_zeros_stays_one() -> None:
+    """Oracle: no division by zero."""
+    assert PoolingParams().vector(STATE * 0).tolist() == [0.0] * 8
+
+
+@pytest.mark.parametrize(
+    ("model", "params", "words"),
+    [
+        (MODEL_INFO, {}, ("--convert embed",)),
+        (RANK, {}, ("--convert embed",)),
+        (msgspec.structs.replace(EMBED, dimensions=None), {"dimensions": 4}, ("4", "have 8", "is_matryoshka")),
+        (EMBED, {"dimensions": 9}, ("9", "from 1 to 8")),
+        (EMBED, {"dimensions": 0}, ("0", "from 1 to 8")),
+        (msgspec.structs.replace(EMBED, dimensions=(2, 4)), {"dimensions": 3}, ("3", "one of 2, 4")),
+    ],
+)
+def test_embeddings_that_are_refused(model: Any, params: dict[str, Any], words: Sequence[str]) -> None:
+    """Oracle: the message names the value, the rule and the remedy."""
+    with pytest.raises(RequestError) as caught:
+        PoolingParams(**params).check(model)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_model_for_embeddings_generates_no_text() -> None:
+    """Oracle: the message names the endpoint."""
+    processor = InputProcessor(EMBED, eos_tokenizer())
+    with pytest.raises(RequestError, match="/v1/embeddings"):
+        processor.process("hi", SamplingParams(), request_id="r")
+
+
+def test_lengths_of_an_embedded_prompt() -> None:
+    """Oracle: the whole context may be the prompt; a longer one is refused, or cut at its beginning."""
+    model = msgspec.structs.replace(EMBED, max_model_len=16)
+    processor = InputProcessor(model, eos_tokenizer())
+    whole = embedding_request(processor, list(range(16)), PoolingParams(), request_id="r")
+    assert whole.prompt_token_ids == list(range(16)) and whole.pooling == Pooling()
+    with pytest.raises(RequestError, match=r"17 tokens.*truncate_prompt_tokens"):
+        embedding_request(processor, list(range(17)), PoolingParams(), request_id="r")
+    cut = embedding_request(processor, list(range(17)), PoolingParams(truncate_prompt_tokens=-1), request_id="r")
+    assert cut.prompt_token_ids == list(range(1, 17))
+    text = embedding_request(processor, "the quick", PoolingParams(), request_id="r")
+    assert text.prompt_token_ids[-1] == eos_tokenizer().eos_token_id
+
+
+def test_scores_of_a_reranker() -> None:
+    """Oracle: the model card's formula; the two ids are those of yes and no; each pair is one prompt."""
+    tokenizer = yes_no_tokenizer()
+    processor = InputProcessor(RANK, tokenizer)
+    pairs = ScorePairs.of(processor, RANK, [("q", "first"), ("q", "second")], request_id="s", instruction="Rate!")
+    ids = tuple(tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))
+    assert [request.pooling for request in pairs.requests] == [Pooling(token_ids=ids)] * 2
+    text = tokenizer.decode(pairs.requests[1].prompt_token_ids)
+    assert "<Instruct>: Rate!\n<Query>: q\n<Document>: second<|im_end|>" in text and text.endswith("</think>\n\n")
+    scores = pairs.scores([output("a", [2.0, 1.0]), output("b", [-400.0, 400.0])])
+    assert scores == pytest.approx([1 / (1 + np.exp(-1.0)), 0.0])
+    first, _ = pairs.outputs([output("a", [0.0, 0.0]), output("b", [9.0, 0.0])])
+    assert first.outputs.score == 0.5 and first.prompt_token_ids == [7, 8]
+
+
+def test_a_reranker_cuts_the_document_and_keeps_its_template() -> None:
+    """Oracle: the tokenizer; the last tokens are the template's, whatever is cut."""
+    model = msgspec.structs.replace(RANK, max_model_len=600)
+    processor = InputProcessor(model, yes_no_tokenizer())
+
+    def prompts(**options: Any) -> list[list[int]]:
+        pairs = ScorePairs.of(processor, model, [("q", "fox " * 100)], request_id="s", **options)
+        return [request.prompt_token_ids for request in pairs.requests]
+
+    ((cut,), (fewer,)) = (prompts(params=PoolingParams(truncate_prompt_tokens=500)), prompts(max_tokens_per_doc=5))
+    assert len(cut) == 500
+    text = yes_no_tokenizer().decode(fewer)
+    assert text.count("fox") in (1, 2, 3) and text.endswith("</think>\n\n")
+    with pytest.raises(RequestError, match="truncate_prompt_tokens is 10"):
+        prompts(params=PoolingParams(truncate_prompt_tokens=10))
+    with pytest.raises(RequestError, match="max_tokens_per_doc is 0"):
+        prompts(max_tokens_per_doc=0)
+
+
+def test_scores_of_embeddings() -> None:
+    """Oracle: cosines by hand; each distinct text is one request."""
+    processor = InputProcessor(EMBED, eos_tokenizer())
+    pairs = ScorePairs.of(processor, EMBED, paired("q", ["a", "b", "a"]), request_id="s")
+    assert len(pairs.requests) == 3
+    vectors = [output("q", [1.0, 0.0]), output("a", [2.0, 2.0]), output("b", [0.0, 5.0])]
+    assert pairs.scores(vectors) == pytest.approx([0.5**0.5, 0.0, 0.5**0.5])
+    assert [len(one.prompt_token_ids) for one in pairs.outputs(vectors)] == [4, 4, 4]
+    with pytest.raises(RequestError, match="instruction"):
+        ScorePairs.of(processor, EMBED, [("q", "a")], request_id="s", instruction="Rate!")
+
+
+@pytest.mark.parametrize(
+    ("queries", "documents", "text"),
+    [("q", [], "documents is empty"), ([], ["d"], "queries is empty"), (["a", "b"], ["d"] * 3, "2 queries for 3")],
+)
+def test_pairs_that_are_refused(queries: Any, documents: Any, text: str) -> None:
+    """Oracle: the message names the counts and the rule."""
+    with pytest.raises(RequestError, match=text):
+        paired(queries, documents)
+
+
+def test_scores_of_other_models_are_refused() -> None:
+    """Oracle: the messages name the remedy: an option, or another model."""
+    with pytest.raises(RequestError, match="--convert classify"):
+        ScorePairs.of(InputProcessor(MODEL_INFO, yes_no_tokenizer()), MODEL_INFO, [("q", "d")], request_id="s")
+    with pytest.raises(RequestError, match="no single tokens for yes and no"):
+        ScorePairs.of(InputProcessor(RANK, eos_tokenizer()), RANK, [("q", "d")], request_id="s")
+    with pytest.raises(RequestError, match="no tokenizer"):
+        ScorePairs.of(InputProcessor(RANK, None), RANK, [("q", "d")], request_id="s")
+
+
+def folder_of(folder: Path, pooling: dict[str, Any] | None, **config: object) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    if pooling is not None:
+        (folder / "modules.json").write_text("[]")
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "pooling", "config", "convert", "expected"),
+    [
+        ("Qwen/Qwen3-0.6B", None, {}, "auto", ("none", None)),
+        ("Qwen/Qwen3-Embedding-0.6B", {"pooling_mode_lasttoken": True}, {}, "auto", ("embed", ())),
+        ("some/model", {"pooling_mode": "lasttoken"}, {}, "auto", ("embed", None)),
+        ("some/model", {"pooling_mode_lasttoken": True}, {"is_matryoshka": True}, "auto", ("embed", ())),
+        ("some/model", None, {"matryoshka_dimensions": [64, 32]}, "embed", ("embed", (32, 64))),
+        ("Qwen/Qwen3-Reranker-4B", None, {}, "auto", ("classify", None)),
+        ("Qwen/Qwen3-Reranker-4B", {"pooling_mode": "cls"}, {}, "auto", ("classify", None)),
+        ("Qwen/Qwen3-Reranker-4B", None, {}, "none", ("none", None)),
+        ("some/model", {"pooling_mode_mean_tokens": True}, {}, "none", ("none", None)),
+    ],
+)
+def test_what_a_model_is_for(
+    name: str, pooling: dict[str, Any] | None, config: dict[str, Any], convert: str, expected: Any, tmp_path: Path
+) -> None:
+    """Oracle: the files and names of the models on the hub; an explicit choice wins."""
+    found = read_pooling(name, folder_of(tmp_path, pooling, **config), convert)
+    assert (found.convert, found.dimensions) == expected
+
+
+@pytest.mark.parametrize(
+    ("place", "convert"),
+    [
+        ("rerankers/Qwen3-0.6B", "none"),
+        ("Qwen3-Reranker-0.6B", "classify"),
+        ("models--Qwen--Qwen3-Reranker-0.6B/snapshots/0123", "classify"),
+    ],
+)
+def test_folders_of_rerankers(place: str, convert: str, tmp_path: Path) -> None:
+    """Oracle: only a model's own name counts, also in the hub's cache."""
+    folder = tmp_path / place
+    folder.mkdir(parents=True)
+    assert read_pooling(str(folder), folder_of(folder, None), "auto").convert == convert
+
+
+@pytest.mark.parametrize("pooling", [{"pooling_mode_mean_tokens": True}, {"pooling_mode": "cls"}])
+def test_other_poolings_are_refused(pooling: dict[str, Any], tmp_path: Path) -> None:
+    """Oracle: the message names the file, the mode and the one that is supported."""
+    with pytest.raises(ConfigError, match=r"1_Pooling/config.json: .*(mean_tokens|cls).*lasttoken"):
+        read_pooling("some/model", folder_of(tmp_path, pooling), "auto")
+
+
+class PoolingWorker(FakeWorker):
+    """Pools the first token id of each row that pools."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = super().execute(plan)
+        pools = {admission.row: admission.sampling.pools for admission in plan.admitted}
+        self.pools = getattr(self, "pools", {}) | pools
+        rows = [row for row in plan.prefill_rows[plan.prefill_samples].tolist() if self.pools[row]]
+        pooled = {row: np.array(self.rows[row].token_ids[:1], dtype=np.float32) for row in rows}
+        return dataclasses.replace(result, pooled=pooled)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_scheduler_ends_pooling_rows_with_their_prompts(ahead: int) -> None:
+    """Oracle: prompts of the whole context, beside a row that generates: each gets its own value, with its end.
+
+    One is aborted while its last chunk is computed, and its row's value belongs to none.
+    """
+    sizes = limits(num_blocks=64, block_size=4, max_model_len=40, max_num_batched_tokens=48)
+    scheduler, worker = Scheduler(sizes), PoolingWorker(sizes)
+    scheduler.add(EngineRequest(request_id="t", prompt_token_ids=[9, 8], params=SamplingParams(max_tokens=8)))
+    params = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
+    for number in (1, 2, 3):
+        prompt = [number] * 40
+        scheduler.add(EngineRequest(request_id=f"p{number}", prompt_token_ids=prompt, params=params, pooling=Pooling()))
+    found: dict[str, list[float]] = {}
+    plans: list[StepPlan] = []
+    while scheduler.has_unfinished or plans:
+        while len(plans) <= ahead and (plan := scheduler.schedule()) is not None:
+            plans.append(plan)
+        plan = plans.pop(0)
+        result = worker.execute(plan)
+        if any(values[0] == 2.0 for values in result.pooled.values()):
+            scheduler.abort(["p2"])
+        for delta in scheduler.update(plan, result):
+            if delta.pooled is not None:
+                found[delta.request_id] = delta.pooled.tolist()
+                assert delta.finish_reason is FinishReason.STOP and not delta.new_token_ids
+    assert found == {"p1": [1.0], "p3": [3.0]}
+    scheduler.check_integrity()

@@ -1,0 +1,186 @@
+"""scripts/gpu_check: its sections, how it treats those that fail, hang or lack something, and its table."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bench_prompts import parse_arguments as parse_prompts
+from bench_steps import parse_arguments as parse_steps
+from benchmarks.offline.options import parse_arguments as parse_offline
+from benchmarks.serving.options import parse_arguments as parse_serve
+from gpu import check
+from gpu.figures import Figure, figures_of
+from gpu.run import Outcome, last_json, run_section, why_not
+from gpu.sections import Section, all_sections
+
+ROOT = Path(__file__).parents[3]
+
+
+def section(name: str, code: str, limit_s: float = 30.0, **options: object) -> Section:
+    return Section(name=name, what="", command=("-c", code), limit_s=limit_s, **options)  # type: ignore[arg-type]
+
+
+def sections() -> list[Section]:
+    return all_sections(check.parse_arguments(["--nano-vllm-path", "."]))
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    """Oracle: exit code 2 and the remedy; no file is written."""
+    done = subprocess.run(
+        ["scripts/gpu_check", "--out", "never-made"], cwd=ROOT, env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    if done.returncode != 2:
+        pytest.skip("this host has a GPU")
+    assert "needs a CUDA GPU" in done.stderr and "--dry-run" in done.stderr and not (ROOT / "never-made").exists()
+
+
+def test_dry_run_shows_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the sections; every script and test file in them exists."""
+    assert check.main(["--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    for one in sections():
+        assert one.name in shown and one.limit_s <= 600
+        paths = [part for part in one.command if part.startswith(("scripts/", "tests/"))]
+        assert paths and all((ROOT / path).exists() for path in paths), one
+    assert shown.count(sys.executable) == len(sections())
+
+
+def test_benchmarks_are_called_as_they_want_it() -> None:
+    """Oracle: the scripts' own parsers."""
+    parsers = {"bench_offline.py": parse_offline, "bench_steps.py": parse_steps, "bench_prompts.py": parse_prompts}
+    seen = set()
+    for one in sections():
+        script, arguments = Path(one.command[0]).name, list(one.command[1:])
+        if script in parsers and "--nano-vllm-path" not in arguments:
+            parsers[script](arguments)
+            seen.add(script)
+        elif script == "bench_serve.py":
+            parse_serve("", arguments)
+            seen.add(script)
+    assert seen == {*parsers, "bench_serve.py"}
+
+
+def test_peers_take_turns_where_they_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the benchmark's own parser; without a peer the section says what it needs."""
+    named = check.parse_arguments(["--peer-python", "vllm=/x/python", "--sections", "peers_gpu_0.6b,peers_gpu_8b"])
+    for one in check.chosen(named):
+        args = parse_offline(list(one.command[1:]))
+        assert args.together and args.peer == ["vllm"] and args.peer_python["vllm"] == "/x/python" and not one.needs
+    both = check.parse_arguments(["--peer-python", "vllm=/x/python", "--nano-vllm-path", "here"])
+    command = {one.name: one for one in all_sections(both)}["peers_gpu_0.6b"].command
+    assert command[command.index("--peer") :][:3] == ("--peer", "vllm", "nano-vllm")
+    assert command[command.index("--workloads") + 1] == "latency,batch32,batch256"
+    lacking = {one.name: one for one in all_sections(check.parse_arguments([]))}["peers_gpu_0.6b"]
+    outcome = why_not(lacking, 1, (), remaining_s=600.0)
+    assert outcome is not None and outcome.status == "skipped"
+    assert outcome.note == "needs --peer-python vllm=PATH or --nano-vllm-path PATH"
+    with pytest.raises(SystemExit):
+        check.parse_arguments(["--peer-python", "/x/python"])
+    assert "it must be NAME=PATH with NAME vllm or nano-vllm" in capsys.readouterr().err
+
+
+def test_sections_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: their own order; the error for an unknown name lists the known ones."""
+    args = check.parse_arguments(["--sections", "graphs,environment,engine", "--skip", "engine"])
+    assert [one.name for one in check.chosen(args)] == ["environment", "graphs"]
+    with pytest.raises(SystemExit):
+        check.parse_arguments(["--sections", "grafs"])
+    assert "no section is called grafs; there are bench_kernels" in capsys.readouterr().err
+
+
+def test_it_goes_on_after_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: every section's end is reported; the files hold the output; the children of a hanging section are
+    ended."""
+    hang = "import subprocess, time; subprocess.Popen(['sleep', '50']); print('waiting', flush=True); time.sleep(50)"
+    chosen = [
+        section("fails", "print('{\"a\": 1}'); raise SystemExit(3)"),
+        section("hangs", hang, limit_s=2.0),
+        section("lacks", "", modules=("no_such_module",)),
+        section("unbuilt", "", option="no_such_option"),
+        section("many", "", min_gpus=8),
+        section("works", "print('= 3 passed in 1.0s ='); print('{\"benchmark\": \"steps\"')"),
+    ]
+    with (tmp_path / "gpu_check.log").open("w") as log:
+        outcomes = check.run_all(chosen, 1, 600.0, log, tmp_path)
+    assert [outcome.status for outcome in outcomes] == [
+        "failed", "timeout", "skipped", "not built", "skipped", "passed",
+    ]  # fmt: skip
+    assert outcomes[0].report == {"a": 1} and outcomes[0].note == "exit code 3"
+    assert [outcome.is_bad for outcome in outcomes] == [True, True, False, False, False, False]
+    assert outcomes[2].note == "not installed: no_such_module" and "needs 8 GPUs, found 1" in outcomes[4].note
+    assert "3 passed in 1.0s" in outcomes[5].note
+    assert "waiting" in (tmp_path / "gpu_check.log").read_text()
+    saved = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert [one["name"] for one in saved] == [one.name for one in chosen]
+    assert (tmp_path / "gpu_check.txt").read_text() in capsys.readouterr().out
+
+
+def test_no_section_starts_without_time() -> None:
+    """Oracle: the budget."""
+    outcome = why_not(section("late", ""), 1, (), remaining_s=3.0)
+    assert outcome is not None and outcome.status == "skipped" and "--budget-s" in outcome.note
+
+
+def test_output_of_a_section_is_shown_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the child's output, with its errors."""
+    log = io.StringIO()
+    run_section(section("prints", "import sys; print('one'); print('two', file=sys.stderr)"), log, 30.0)
+    assert sorted(log.getvalue().split()) == ["one", "two"] and "    one" in capsys.readouterr().out
+
+
+def test_last_json() -> None:
+    """Oracle: the last line that is an object."""
+    assert last_json(['{"a": 1}\n', '{"b": 2}\n', "{not json}\n", "done\n"]) == {"b": 2}
+    assert last_json(["nothing\n"]) == {}
+
+
+def test_figures_of_quantised_weights() -> None:
+    """Oracle: by hand: 4 GB in 2.5 ms are 1,600 GB/s, 80 % of 2,000 GB/s; 3 ms become 2.5, and twice the tokens."""
+    names = ("tp_engine TP 1", "tp_engine TP 1 int4")
+    single = [{"ms_per_token": ms, "share_of_roofline": 0.5} for ms in (3.0, 2.5)]
+    batch = [{"tokens_per_s": rate, "share_of_roofline": 0.5} for rate in (100.0, 200.0)]
+    report = {
+        "shape": "qwen3-8b", "decode_roofline_ms": 2.0, "copy_gb_per_s": 2000.0, "weight_bytes": {"int4": 4 * 10**9},
+        "workloads": [
+            {"workload": workload, "engines": dict(zip(names, found, strict=True)), "speedup_over": {names[1]: ratio}}
+            for workload, found, ratio in (("latency", single, 0.8), ("32 requests", batch, 0.5))
+        ],
+    }  # fmt: skip
+    found = [figure for figure in figures_of(report) if figure.label.endswith("int4")]
+    assert [(one.value, one.unit, one.verdict) for one in found] == [
+        (1.25, "times unquantised", ""), (2.5, "ms/token", ""), (pytest.approx(0.8), "of the copy bandwidth", "met"),
+        (2.0, "times unquantised", ""), (200.0, "tokens/s", ""),
+    ]  # fmt: skip
+
+
+def test_figures_and_goals() -> None:
+    """Oracle: the issue's goals, by hand: 26,000 tokens/s and 60 % missed and met, 80 % of a copy, 50 us."""
+    batch, single = {"tokens_per_s": 25e3, "share_of_roofline": 0.7}, {"ms_per_token": 0.4, "share_of_roofline": 0.7}
+    offline = {
+        "shape": "qwen3-0.6b", "decode_roofline_ms": 0.28, "copy_gb_per_s": 4300.0, "matmul_tflops": 790.0,
+        "workloads": [
+            {"workload": "256 requests", "engines": {"tp_engine TP 1": batch}},
+            {"workload": "latency", "engines": {"tp_engine TP 1": single}},
+        ],
+    }  # fmt: skip
+    verdicts = {(figure.unit, figure.verdict) for figure in figures_of(offline)}
+    assert ("tokens/s", "missed") in verdicts and ("of the roofline", "met") in verdicts
+    rows = [{"kernel": "decode attention (bf16)", "size": size, "share_of_copy": 0.7} for size in ("1 x 9", "64 x 9")]
+    rows.append(
+        {"kernel": "prefill attention (bf16)", "size": "9 tokens", "share_of_copy": 0.1, "share_of_matmul": 0.5}
+    )
+    rows.append({"kernel": "x", "size": "1", "error": "y"})
+    kernels = figures_of({"benchmark": "kernels", "copy_gb_per_s": 1.0, "results": rows})
+    assert [figure.verdict for figure in kernels] == ["", "", "missed", ""] and kernels[-1].value == 0.5
+    steps = {"benchmark": "steps", "shape": "C", "batch_size": 256, "context_len": 8, "step_ms": 1.0}
+    steps |= {"share_of_roofline": 0.5, "gap_us_median": 40.0}
+    found = figures_of(steps)
+    assert found[-1] == Figure("C decode, 256 rows of 8, gap", 40.0, "us", 50.0, lower=True)
+    assert found[-1].verdict == "met" and figures_of({"benchmark": "unknown"}) == []
+    assert "      50  met" in check.table([Outcome(name="steps", status="passed", report=steps)])

@@ -1,0 +1,185 @@
+"""The ``tp-engine`` command, in this process: dispatch, errors, benchmarks, and the doctor's findings."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import tp_engine
+from tp_engine.cli import bench, machine
+from tp_engine.cli.findings import Status
+from tp_engine.cli.main import COMMANDS, main
+
+pytestmark = pytest.mark.usefixtures("logging_as_before")
+
+
+def test_every_command_is_listed_and_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the table of commands; each names an existing function."""
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    for name, command in COMMANDS.items():
+        assert name in printed and callable(command.load())
+    assert main([]) == 2
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the package's version."""
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"tp-engine {tp_engine.__version__}\n"
+
+
+def test_the_console_script_is_this_command() -> None:
+    """Oracle: the project's own entry point."""
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'tp-engine = "tp_engine.cli.main:main"' in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["sreve"], "unknown command sreve; did you mean serve?"),
+        (["--versoin"], "unknown option --versoin; did you mean --version?"),
+        (["serve", "--blok-size", "16"], "unknown option --blok-size; did you mean --block-size?"),
+        (["serve", "--block-size", "17"], "block_size is 17; it must be a power of two"),
+        (["run-batch"], "--input-file"),
+        (["chat", "--ulr", "http://x"], "unknown option --ulr; did you mean --url?"),
+        (["chat", "--url", "localhost:8000"], "url is 'localhost:8000'; it must be like http://localhost:8000"),
+        (["complete", "--url", "http://127.0.0.1:1", "--block-size", "16"], "--block-size is for a model"),
+        (["chat", "--block-size", "17", "-q", "hi"], "block_size is 17; it must be a power of two"),
+        (["bench", "latncy"], "did you mean latency?"),
+        (["recommend", "--gpu", "h10"], "did you mean h100?"),
+        (["doctor", "--jsn"], "unknown option --jsn; did you mean --json?"),
+    ],
+)
+def test_wrong_use_is_told_with_a_remedy(arguments: list[str], told: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Oracle: exit code 2, one line on standard error that names the command, the value and the nearest right one."""
+    assert main(arguments) == 2
+    printed = capfd.readouterr()
+    assert told in printed.err and printed.err.startswith("tp-engine")
+
+
+def test_print_config_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the effective configuration of a server that would start two ranks by itself."""
+    assert main(["serve", "--tensor-parallel-size", "2", "--port", "0", "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    assert "[engine]" in printed and "[server]" in printed and "tensor_parallel_size = 2" in printed
+
+
+def test_benchmarks_are_called_with_their_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a stand-in for the script notes its arguments; its exit code is the command's."""
+    (tmp_path / "bench_offline.py").write_text(
+        "import json, pathlib, sys\n"
+        "def main():\n"
+        "    pathlib.Path(__file__).with_name('seen').write_text(json.dumps(sys.argv[1:]))\n"
+        "    return 3\n"
+    )
+    monkeypatch.setattr(bench, "SCRIPTS", tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "bench_offline", raising=False)
+    assert main(["bench", "throughput", "--rounds", "5"]) == 3
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert seen == ["--no-peer", "--workloads", "throughput", "--rounds", "5"]
+    monkeypatch.delitem(__import__("sys").modules, "bench_offline", raising=False)
+
+
+def test_an_installed_package_has_no_benchmarks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: exit code 2, and the folder that has the scripts."""
+    monkeypatch.setattr(bench, "SCRIPTS", tmp_path)
+    assert main(["bench", "serve"]) == 2
+    assert "not part of the installed package" in capsys.readouterr().err
+
+
+def test_every_benchmark_is_a_script_of_this_checkout() -> None:
+    """Oracle: the files in scripts/."""
+    for benchmark in bench.BENCHMARKS.values():
+        assert (bench.SCRIPTS / f"{benchmark.script}.py").is_file()
+
+
+def test_the_doctor_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the tests run here, so no requirement is missing; one of the usable backends is chosen."""
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] and report["version"] == tp_engine.__version__
+    by_topic = {finding["topic"]: finding for finding in report["findings"]}
+    chosen = dict(pair.split(" ", 1) for pair in by_topic["would be chosen"]["detail"].split(", "))["attention_backend"]
+    usable = {name: finding["detail"] for name, finding in by_topic.items() if finding["detail"].startswith("usable")}
+    named_only = dict.fromkeys(usable, "usable where attention_backend names it")
+    assert "attention torch" in usable and usable == {**named_only, f"attention {chosen}": "usable"}
+    assert {"python", "packages", "processor", "memory", "shared memory", "open files", "malloc"} <= by_topic.keys()
+    assert all(finding["status"] in ("ok", "note") for finding in report["findings"])
+    for name in ("int4", "int8", "int8 of w8a8", "fp8", "fp4"):
+        assert re.search(rf"\b{name}\b", by_topic["quantised weights"]["detail"])
+    assert main(["doctor"]) == 0
+    assert "nothing needed is missing" in capsys.readouterr().out
+
+
+def test_the_doctor_s_exit_code_tells_of_missing_things(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: a missing and an outdated package: exit code 1 and the command that installs them."""
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name == "xxhash":
+            raise metadata.PackageNotFoundError(name)
+        return "1.9" if name == "numpy" else real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "xxhash is not installed" in printed and "pip install 'numpy>=2.0' 'xxhash>=3.5'" in printed
+
+
+def test_a_model_that_is_not_there_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: exit code 1, with the reason of the engine's own check."""
+    assert main(["doctor", "--model", "/no/such/folder"]) == 1
+    assert "there is no such folder" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("free_bytes", "status"), [(1 << 20, Status.MISSING), (1 << 30, Status.OK)])
+def test_small_shared_memory_is_missing(monkeypatch: pytest.MonkeyPatch, free_bytes: int, status: Status) -> None:
+    """Oracle: a file system of that size."""
+    stat = SimpleNamespace(f_blocks=free_bytes, f_bavail=free_bytes, f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda folder: stat)
+    finding = machine.shared_memory(Path("/dev/shm"))
+    assert finding.status is status and (finding.remedy is None) == (status is Status.OK)
+
+
+@pytest.mark.parametrize(("limit", "status"), [(1024, Status.NOTE), (65_536, Status.OK)])
+def test_few_open_files_are_noted(monkeypatch: pytest.MonkeyPatch, limit: int, status: Status) -> None:
+    """Oracle: the limit."""
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, 65_536))
+    finding = machine.open_files()
+    assert finding.status is status and (status is Status.OK or finding.remedy == "ulimit -n 65536")
+
+
+def test_another_malloc_is_suggested_on_cpus_alone() -> None:
+    """Oracle: the libraries that are loaded, and that models run on."""
+    assert machine.allocator("", on_cpu=True).status is Status.NOTE
+    assert machine.allocator("", on_cpu=False).status is Status.OK
+    assert machine.allocator("/usr/lib/libtcmalloc_minimal.so.4", on_cpu=True).detail == "tcmalloc is loaded"
+
+
+def test_huge_pages_are_suggested_where_nobody_gets_them(tmp_path: Path) -> None:
+    """Oracle: the kernel's own notation; a kernel without huge pages."""
+    setting = tmp_path / "enabled"
+    assert machine.huge_pages(setting).detail.startswith("missing")
+    for line, status in (("always [madvise] never", Status.OK), ("always madvise [never]", Status.NOTE)):
+        setting.write_text(line + "\n")
+        assert machine.huge_pages(setting).status is status
+    assert machine.huge_pages(setting).remedy == f"echo madvise > {setting}"
+
+
+def test_a_folder_that_can_not_be_written_to_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the system's figure for the nearest folder that exists."""
+    assert machine.writable("x", tmp_path / "a" / "b", "remedy").status is Status.OK
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert machine.writable("x", tmp_path / "a", "remedy").status is Status.NOTE

@@ -1,0 +1,31 @@
+"""Launches everything that ``scripts/bench_kernels.py`` launches, once; needs its own process and
+TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.unit.kernels.kernel_harness import AGREEMENT, ROOT
+
+
+def main() -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from benchmarks.kernels.attention import attention_cases, latent_cases, prefill_cases
+    from benchmarks.kernels.cases import Shape, decode_input_cases, token_cases
+    from benchmarks.kernels.quantised import quantised_cases
+    from benchmarks.kernels.sampling import sampling_cases
+
+    shape = Shape(name="tiny", hidden=32, inner=24, num_heads=4, num_kv_heads=2, head_dim=32, device="cpu")
+    small = (*token_cases(shape, 3), *decode_input_cases(shape, 2, 40), *prefill_cases(shape, 20))
+    many = (*quantised_cases(shape, 1), *quantised_cases(shape, 5), *quantised_cases(shape, 70))
+    many = (*many, *latent_cases(shape, 1, 20))
+    for case in (*small, *many, *attention_cases(shape, 2, 40), *sampling_cases(shape, 2, 50)):
+        launch = case.make()
+        launch()
+        launch()
+        assert case.num_bytes > 0
+    print(AGREEMENT)
+
+
+if __name__ == "__main__":
+    main()

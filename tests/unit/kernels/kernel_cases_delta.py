@@ -1,0 +1,121 @@
+"""The gated delta rule's step by Triton against its PyTorch twin: interpreted (``main``), on CUDA (``CASES``), and the
+launches of real models (``launch_all``).
+
+The rule is that of ``kernel_cases_layer_ops``; what is exact is the twin's in float64.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+import torch
+
+from tests.unit.kernels.kernel_cases_layer_ops import DTYPES, Case, assert_close_enough, both, random, run_on_cpu
+from tp_engine.kernels.delta_rule import DeltaRule, LayerStates
+from tp_engine.kernels.ops import implementation
+from tp_engine.kv_layout import StateKind
+
+# Key heads, value heads, key_dim, value_dim, taps.
+KINDS = ((2, 4, 16, 8, 4), (1, 3, 24, 40, 2), (3, 3, 8, 64, 3), (1, 2, 48, 16, 1))
+NUM_SLOTS = 6
+# Two steps of the rows of some slots; -1 is padding.
+STEPS = ((3, -1, 0, 4), (4, 3, -1, -1))
+
+
+def kind_of(numbers: tuple[int, ...]) -> StateKind:
+    """The kind by the numbers of ``KINDS``."""
+    key_heads, value_heads, key_dim, value_dim, taps = numbers
+    return StateKind(
+        num_key_heads=key_heads, num_value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, taps=taps
+    )
+
+
+def make_rule(kind: StateKind, device: str) -> DeltaRule:
+    """Constants of which the decay of the first head is slow, and that of the last one fast."""
+    decay = -torch.logspace(-4, 1, kind.num_value_heads).to(device)
+    conv = random((kind.taps, kind.num_channels), torch.float32, device, 1)
+    dt_bias = random((kind.num_value_heads,), torch.float32, device, 2) * 3
+    return DeltaRule(kind, conv, decay, dt_bias, random((kind.value_dim,), torch.float32, device, 3), 1e-6)
+
+
+def make_states(kind: StateKind, device: str) -> LayerStates:
+    """Views of one tensor whose slots have room between them, like those of several layers."""
+    num_matrices = kind.num_value_heads * kind.key_dim * kind.value_dim
+    raw = random((NUM_SLOTS, kind.num_conv_elements + num_matrices + 8), torch.float32, device, 4)
+    conv, matrices = raw[:, : kind.num_conv_elements], raw[:, -num_matrices:]
+    inputs = (NUM_SLOTS, kind.taps - 1, kind.num_channels)
+    return LayerStates(conv.view(inputs), matrices.view(NUM_SLOTS, kind.num_value_heads, kind.key_dim, kind.value_dim))
+
+
+def in_float64(rule: DeltaRule, states: LayerStates) -> tuple[DeltaRule, LayerStates]:
+    """Copies for the exact results."""
+    conv, decay, dt_bias, norm = (one.double() for one in (rule.conv, rule.decay, rule.dt_bias, rule.norm))
+    return DeltaRule(rule.kind, conv, decay, dt_bias, norm, rule.eps), LayerStates(*(part.double() for part in states))
+
+
+def check_step(device: str, numbers: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Rows that are slices of wider rows; gates far from zero; slots that no row has stay as they are."""
+    kind = kind_of(numbers)
+    step, twin = both("delta_step")
+    rule, states = make_rule(kind, device), make_states(kind, device)
+    exact_rule, exact_states = in_float64(rule, states)
+    twin_states, before = (LayerStates(*(part.clone() for part in states)) for _ in range(2))
+    width = kind.num_channels + kind.num_value_heads * kind.value_dim
+    for seed, chosen in enumerate(STEPS):
+        slots = torch.tensor(chosen, dtype=torch.int32, device=device)
+        mixed = random((len(slots), width + 8), dtype, device, seed)[:, :width]
+        gates = random((len(slots), 2 * kind.num_value_heads + 3), dtype, device, seed)[:, :-3]
+        gates[0] *= 40
+        found, by_twin = step(mixed, gates, rule, states, slots), twin(mixed, gates, rule, twin_states, slots)
+        exact = twin(mixed.double(), gates.double(), exact_rule, exact_states, slots)
+        used = slots >= 0
+        unit_of_sums = 4 if dtype == torch.float32 else 1e-2
+        assert_close_enough(found[used], by_twin[used], exact[used], unit_of_sums * exact[used].abs().max().item())
+        assert found.isfinite().all()
+    for own, other, wide, old in zip(states, twin_states, exact_states, before, strict=True):
+        kept = [slot for slot in range(NUM_SLOTS) if not any(slot in chosen for chosen in STEPS)]
+        assert torch.equal(own[kept], old[kept])
+        if own.numel():
+            assert_close_enough(own[:-1], other[:-1], wide[:-1], 4 * wide.abs().max().item())
+
+
+CASES: dict[str, Case] = {
+    f"delta-step-{numbers}-{dtype}": partial(check_step, numbers=numbers, dtype=dtype)
+    for numbers, dtype in product(KINDS, DTYPES)
+}
+
+
+def launch_step(
+    num_rows: int, numbers: tuple[int, ...] = (16, 32, 128, 128, 4), dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """A step of one layer, by default of Qwen3-Next on one rank, whose inputs begin a batch with prompts."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    kind = kind_of(numbers)
+    heads, width = kind.num_value_heads, kind.value_dim
+    rule = DeltaRule(kind, empty(kind.taps, kind.num_channels), empty(heads), empty(heads), empty(width), 1e-6)
+    states = LayerStates(empty(9, kind.taps - 1, kind.num_channels), empty(9, heads, kind.key_dim, width))
+    mixed = empty(num_rows + 5, kind.num_channels + heads * width, dtype=dtype)
+    gates, slots = empty(num_rows + 5, 2 * heads, dtype=dtype), empty(num_rows + 5, dtype=torch.int32)
+    step = implementation("delta_step", "triton")
+    step(mixed[:num_rows], gates[:num_rows], rule, states, slots[:num_rows])
+
+
+def launch_all() -> None:
+    """Qwen3-Next and Qwen3.5 on one rank and on one of 16, in every type, and the largest heads."""
+    launch_step(7)
+    launch_step(7, (16, 48, 128, 128, 4))
+    for dtype in DTYPES:
+        launch_step(7, (1, 2, 128, 128, 4), dtype)
+    launch_step(7, (1, 1, 256, 256, 4))
+
+
+def main() -> None:
+    run_on_cpu(CASES)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""A whole engine on the GPU's data path, interpreted: every Triton kernel of a step, inputs made on the device.
+
+Run in a process of its own with TRITON_INTERPRET=1.  Oracle: the same engine on plain PyTorch, its tokens.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import torch
+
+from tests.repeating_recorder import RepeatingRecorder
+from tests.tiny_models import make_checkpoint
+from tests.unit.kernels.kernel_harness import AGREEMENT, triton_ops_on_cpus
+from tp_engine import LLM, SamplingParams
+from tp_engine.attention.triton_backend import TritonBackend
+from tp_engine.env import wants_heads_in_attention
+from tp_engine.layers.formats.dense import TreeLinear
+from tp_engine.layers.formats.head_choice import HeadChoice
+from tp_engine.model_config.tp_invariant import NUM_SHARDS
+from tp_engine.plan import IntArray
+from tp_engine.ranks.groups import RankGroups
+from tp_engine.sampling.device_sampler import StepKind
+from tp_engine.sampling.logprobs import LogprobTensors
+from tp_engine.sampling.sampler import KernelSampler
+from tp_engine.sampling.state import SamplingState
+from tp_engine.worker.recorded.captured_decodes import CapturedDecodes
+from tp_engine.worker.recorded.graph_capture import GraphPlan
+
+PROMPTS = [[5, 9, 13, 7], list(range(20, 50)), [7] * 17, [3]]
+NUM_TOKENS = (12, 3, 5, 4)
+HEAD_ROWS = "tp_engine.layers.formats.head_choice.HEAD_MOST_ROWS"
+RECORDED = GraphPlan(sizes=(1, 2, 4), make_recorder=RepeatingRecorder)
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.8, "top_k": 5, "seed": 4},
+    {"temperature": 0, "presence_penalty": 1.5},
+)
+# Steps of decodes alone, whether their sampling is recorded, and whether it ends the step, too: the penalised row ends
+# first, then the ranked.
+STEPS = {
+    (StepKind(ranked=True, penalised=True), False, False),
+    (StepKind(ranked=True), True, False),
+    (StepKind(), True, True),
+}
+
+
+def generate(
+    folder: Path, quantization: str | None = None, *, sampling: Sequence[dict[str, Any]] = SAMPLING, **more: Any
+) -> list[list[int]]:
+    """Chunked prefills beside decodes, and sequences that end at different steps."""
+    options: dict[str, Any] = {
+        "quantization": quantization,
+        **more,
+        "max_model_len": 64,
+        "num_gpu_blocks_override": 32,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 4,
+    }
+    params = [
+        SamplingParams(max_tokens=count, ignore_eos=True, **own)
+        for count, own in zip(NUM_TOKENS, sampling, strict=True)
+    ]
+    with LLM(str(folder), device="cpu", dtype="float32", attention_backend="torch", **options) as llm:
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        llm.engine.check_integrity()
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+class CountedDecodes(CapturedDecodes):
+    """Notes what ``STEPS`` has of each step, and in ``ends`` when it ends."""
+
+    steps: ClassVar[set[tuple[StepKind | None, bool, bool]]] = set()
+    ends: ClassVar[list[str]] = []
+
+    def close(self) -> None:
+        super().close()
+        self.ends.append("recordings")
+
+    def run(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> tuple[torch.Tensor, LogprobTensors | None]:
+        assert isinstance(self._sampler, KernelSampler)
+        kind = self._sampler.device.kind_of(rows, positions)
+        with (
+            patch.object(self._sampler, "sample", side_effect=self._sampler.sample) as launched,
+            patch.object(self._decodes, "advance", side_effect=self._decodes.advance) as advanced,
+        ):
+            result = super().run(rows, positions, epoch)
+        self.steps.add((kind, not launched.called, not advanced.called))
+        return result
+
+
+@contextmanager
+def gpu_path() -> Iterator[None]:
+    """Inside, products, attention and sampling are those of a GPU."""
+    formats = "tp_engine.layers.formats"
+    with (
+        patch(f"{formats}.dense.runs_triton", lambda device_type: True),
+        patch(f"{formats}.head_choice.runs_triton", lambda device_type: True),
+        patch(f"{formats}.quantised_products.runs_triton", lambda device_type: True),
+        patch(f"{formats}.quantised_products.native_library", lambda: None),
+        patch("tp_engine.worker.runner_parts.SamplingState", partial(SamplingState, has_tables=True)),
+        patch(
+            "tp_engine.worker.worker.select_backend",
+            lambda *_: TritonBackend(prepares_heads=wants_heads_in_attention()),
+        ),
+    ):
+        yield
+
+
+def make_model(parent: str) -> Path:
+    """A checkpoint whose products Triton takes."""
+    return make_checkpoint(Path(parent) / "model", "qwen3", vocab_size=101, hidden_size=128, intermediate_size=128)
+
+
+def check_quantised(quantization: str) -> None:
+    """Quantised weights; oracle: the same by C."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_model(name)
+        expected = generate(folder, quantization)
+        with triton_ops_on_cpus(), gpu_path():
+            found = generate(folder, quantization)
+    assert found == expected, (found, expected)
+    print(AGREEMENT)
+
+
+def check_invariant() -> None:
+    """Sums as trees, and decodes split by their lengths; oracle: the same engine on plain PyTorch."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_model(name)
+        expected = generate(folder)
+        with (
+            triton_ops_on_cpus(),
+            gpu_path(),
+            patch("tp_engine.worker.effective_config.check_tp_invariant"),
+            patch("tp_engine.worker.worker.select_backend", lambda *_: TritonBackend(is_invariant=True)),
+            patch.object(TreeLinear, "__call__", autospec=True, side_effect=TreeLinear.__call__) as multiplied,
+        ):
+            found = generate(folder, tp_invariant=True)
+    assert found == expected, (found, expected)
+    assert {call.args[0]._num_shards for call in multiplied.call_args_list} == {1, NUM_SHARDS}
+    print(AGREEMENT)
+
+
+def check_head() -> None:
+    """Recorded steps in which the LM head, tied to the embedding, chooses the tokens; oracle: the same engine on plain
+    PyTorch, with logits."""
+    sampling = ({"temperature": 0}, SAMPLING[1], {"temperature": 0.7, "seed": 4}, {"temperature": 0})
+    with tempfile.TemporaryDirectory() as name:
+        sizes: dict[str, Any] = {"num_layers": 1, "vocab_size": 115, "hidden_size": 128, "intermediate_size": 128}
+        folder = make_checkpoint(Path(name) / "model", "qwen3", tie=True, **sizes)
+        expected = generate(folder, sampling=sampling)
+        with (
+            triton_ops_on_cpus(),
+            gpu_path(),
+            patch(HEAD_ROWS, ((1 << 62, 4),)),
+            patch("tp_engine.worker.worker.graph_plan", lambda *_: RECORDED),
+            patch.object(HeadChoice, "__call__", autospec=True, side_effect=HeadChoice.__call__) as chosen,
+        ):
+            found = generate(folder, sampling=sampling)
+    assert found == expected, (found, expected)
+    steps = [len(call.args[1]) for call in chosen.call_args_list]
+    assert steps[:3] == [4, 2, 1] and set(steps[3:]) == {1, 2, 4}, "recordings, then decode steps"
+    print(AGREEMENT)
+
+
+def main(case: str | None = None) -> None:
+    if case is not None:
+        if case == "tp_invariant":
+            check_invariant()
+        elif case == "head":
+            check_head()
+        else:
+            check_quantised(case)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_model(name)
+        expected = generate(folder)
+        with (
+            triton_ops_on_cpus() as used,
+            gpu_path(),
+        ):
+            found = generate(folder)
+            with (
+                patch("tp_engine.worker.worker.graph_plan", lambda *_: RECORDED),
+                patch("tp_engine.worker.worker.warms_up", lambda device_type: True),
+                patch("tp_engine.worker.model_runner.CapturedDecodes", CountedDecodes),
+                patch.object(RankGroups, "close", lambda groups: CountedDecodes.ends.append("process groups")),
+            ):
+                recorded = generate(folder)
+    assert {"embed", "norm", "add_norm", "gate", "prepare_heads", "prepare_decodes", "advance_decodes"} <= used, (
+        f"the engine took {used} from the table"
+    )
+    assert found == expected, (found, expected)
+    assert recorded == expected, (recorded, expected)
+    assert CountedDecodes.ends == ["recordings", "recordings", "process groups"], "those of the trial come first"
+    assert CountedDecodes.steps == STEPS, CountedDecodes.steps
+    assert [len(tokens) for tokens in found] == list(NUM_TOKENS)
+    print(AGREEMENT)
+
+
+if __name__ == "__main__":
+    main()

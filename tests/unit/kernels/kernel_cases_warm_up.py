@@ -1,0 +1,127 @@
+"""The warm-up launches everything that Triton must compile for later steps: an engine on the GPU's data path,
+interpreted.
+
+Triton compiles a launch for its *specialisation*: the kernel, its constants, the types of its arguments, whether
+pointers are aligned to 16 bytes, and of integers whether they are 1 or multiples of 16.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+from tests.tiny_models import make_checkpoint
+from tests.unit.kernels.kernel_harness import AGREEMENT, triton_ops_on_cpus
+from tp_engine import LLM, SamplingParams
+from tp_engine.attention.triton_backend import TritonBackend
+from tp_engine.sampling.state import SamplingState
+
+Specialisation = tuple[Any, ...]
+OPTIONS = {"max_model_len": 64, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 16, "max_num_seqs": 5}
+PROMPTS = [[5, 9, 13, 7], list(range(20, 40)), [7] * 3, [3], [4, 5]]
+MIXTURES: tuple[tuple[dict[str, Any], ...], ...] = (
+    ({"temperature": 0},) * 5,
+    ({"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "top_k": 5, "seed": 4}, {"temperature": 0}),
+    ({"temperature": 1.0, "min_p": 0.2}, {"temperature": 1.0, "presence_penalty": 1.0}),
+    ({"temperature": 1.0, "top_p": 0.5, "logprobs": 2}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 0}),
+    ({"temperature": 1.0, "top_k": 9, "repetition_penalty": 1.2}, {"temperature": 0.5, "logit_bias": {7: 3.0}}),
+)
+
+
+@contextmanager
+def gpu_path(*, prepares_heads: bool = False) -> Iterator[None]:
+    """An engine on CPU tensors takes the GPU's path, and warms up."""
+    with ExitStack() as stack:
+        for name, stand_in in (
+            ("worker.runner_parts.SamplingState", partial(SamplingState, has_tables=True)),
+            ("worker.worker.select_backend", lambda *_: TritonBackend(prepares_heads=prepares_heads)),
+            ("worker.worker.warms_up", lambda device_type: True),
+            ("sampling.filters.draws_by_kernel", lambda device_type: True),
+        ):
+            stack.enter_context(patch(f"tp_engine.{name}", stand_in))
+        stack.enter_context(triton_ops_on_cpus())
+        yield
+
+
+@contextmanager
+def recorded(specialisations: set[Specialisation]) -> Iterator[None]:
+    """Every launch adds its specialisation."""
+    run = InterpretedFunction.run
+
+    def run_and_note(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
+        specialisations.add(specialisation(self, args, kwargs))
+        return run(self, *args, **kwargs)
+
+    with patch.object(InterpretedFunction, "run", run_and_note):
+        yield
+
+
+def specialisation(kernel: InterpretedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialisation:
+    """The launch as Triton's compiler sees it."""
+    parameters = inspect.signature(kernel.fn).parameters
+    options = {
+        name: value for name, value in kwargs.items() if name not in parameters and name not in ("grid", "warmup")
+    }
+    own = {name: value for name, value in kwargs.items() if name in parameters}
+    bound = inspect.signature(kernel.fn).bind(*args, **own).arguments
+    kept = kernel.kwargs.get("do_not_specialize") or ()
+    seen = tuple((name, kind_of(value, parameters[name], name in kept)) for name, value in bound.items())
+    return (kernel.fn.__name__, *seen, *sorted(options.items()))
+
+
+def kind_of(value: Any, parameter: inspect.Parameter, is_general: bool) -> Any:
+    """What the compiler knows of an argument."""
+    if "constexpr" in str(parameter.annotation) or value is None:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int) and not is_general:
+        return "1" if value == 1 else "a multiple of 16" if value % 16 == 0 else "an integer"
+    return type(value).__name__
+
+
+def serve(llm: LLM, mixture: tuple[dict[str, Any], ...]) -> None:
+    """One request for each set of parameters; they end after different numbers of steps."""
+    params = [SamplingParams(max_tokens=2 + i // 2, ignore_eos=True, **one) for i, one in enumerate(mixture)]
+    outputs = llm.generate(PROMPTS[: len(params)], params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [one.max_tokens for one in params]
+
+
+def check(make_llm: Callable[[], LLM], **path: bool) -> None:
+    """Serving launches only what the start has launched."""
+    started: set[Specialisation] = set()
+    served: set[Specialisation] = set()
+    with gpu_path(**path):
+        with recorded(started):
+            llm = make_llm()
+        with llm, recorded(served):
+            for mixture in MIXTURES:
+                serve(llm, mixture)
+    assert len(served) >= 12, f"only {len(served)} launches were seen"
+    for one in sorted(served - started, key=str):
+        like = next((other for other in started if other[0] == one[0]), ())
+        raise AssertionError(f"{one[0]} was not warmed up: {[pair for pair in one if pair not in like]}")
+
+
+def main(path: str = "") -> None:
+    with tempfile.TemporaryDirectory() as name:
+        shape: dict[str, Any] = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "hidden_size": 32, "head_dim": 16}
+        folder = make_checkpoint(Path(name) / "model", "qwen3", vocab_size=101, **shape)
+        check(
+            lambda: LLM(str(folder), device="cpu", dtype="float32", attention_backend="torch", **OPTIONS),
+            prepares_heads=path == "heads",
+        )
+    print(AGREEMENT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Run a module of kernel cases in Triton's interpreter, with the rounding of a device.
+
+    TRITON_INTERPRET=1 python -m tests.unit.kernels.kernel_interpreter kernel_cases_layer_ops
+
+By itself the interpreter (of Triton 3.7) truncates to bfloat16 instead of rounding, loses a carry when it rounds to
+8-bit floats, and takes the bits of bfloat16 for integers in matrix products and in conversions from integers.  It also
+patches the whole language at each call of each function, and does other work in vain: most of its time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import cache
+from inspect import getmembers, ismodule
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+_TYPES = {
+    tl.float32: torch.float32,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+}
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def round_as_a_device_does() -> None:
+    """Mend this process's interpreter."""
+    builder = interpreter.InterpreterBuilder
+    convert, dot, cast = interpreter._convert_float, builder.create_dot, builder.cast_impl
+
+    def convert_exactly(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        if source not in _TYPES or target not in _TYPES:
+            converted: np.ndarray = convert(data, source, target, rounding)
+            return converted
+        values = torch.from_numpy(np.ascontiguousarray(data)).view(_TYPES[source])
+        rounded = values.to(torch.float32).to(_TYPES[target]).view(_SAME_SIZE[_TYPES[target].itemsize])
+        return rounded.numpy().reshape(data.shape)
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        values = convert_exactly(handle.data, tl.bfloat16, tl.float32, None).view(np.float32)
+        return interpreter.TensorHandle(values, tl.float32)
+
+    def dot_of_floats(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, widened(a), widened(b), *rest)
+
+    def cast_by_value(self: Any, source: Any, target: Any) -> Any:
+        if target.scalar == tl.bfloat16 and np.issubdtype(source.data.dtype, np.integer) and source.dtype.is_int():
+            source = interpreter.TensorHandle(source.data.astype(np.float32), tl.float32)
+        return cast(self, source, target)
+
+    interpreter._convert_float = convert_exactly
+    builder.create_dot = dot_of_floats
+    builder.cast_impl = cast_by_value
+
+
+def patch_the_language_once() -> None:
+    """Mend this process's interpreter: a launch patches the language, and functions that its programs call need not.
+
+    Left out of a call is only what the launch, or a call before that nothing undoes, has done already.
+    """
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    of_launch: list[frozenset[str]] = []
+    lasting: set[str] = set()
+
+    @cache
+    def modules_of(function: Any) -> frozenset[str]:
+        seen = [value for value in function.__globals__.values() if ismodule(value)]
+        return frozenset(module.__name__ for module in seen if module in (tl, tl.core))
+
+    def patch_if_needed(function: Any) -> Any:
+        modules = modules_of(function)
+        if not of_launch:  # the launch itself, which undoes it at its end
+            of_launch.append(modules)
+            return patch(function)
+        if modules <= of_launch[0] | lasting:
+            return interpreter._LangPatchScope()
+        lasting.update(modules - of_launch[0])
+        return patch(function)
+
+    def launch_and_forget(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return launch(self, *args, **kwargs)
+        finally:
+            of_launch.clear()
+
+    interpreter._patch_lang = patch_if_needed
+    interpreter.GridExecutor.__call__ = launch_and_forget
+
+
+def search_for_builtins_once() -> None:
+    """Mend this process's interpreter: a module of the language has the same builtins in each launch.
+
+    Those that are interpreted already are no builtins any more, as without this function.
+    """
+
+    @cache
+    def names_of(package: Any) -> tuple[str, ...]:
+        return tuple(name for name, member in getmembers(package) if tl.core.is_builtin(member))
+
+    def patch_builtins(package: Any, builder: Any, scope: Any) -> None:
+        for name in names_of(package):
+            if tl.core.is_builtin(member := getattr(package, name)):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtins
+
+
+def skip_what_is_not_used() -> None:
+    """Mend this process's interpreter: it would compute each sum of integers again to look for an overflow, of which
+    it tells only in Triton's debugging mode, and make a table of all types to look one up."""
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    of_scalar = cache(interpreter._get_np_dtype)
+
+    def type_in_numpy(of: Any) -> Any:
+        scalar = of.element_ty if isinstance(of, tl.block_type) else of
+        return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else of_scalar(scalar)
+
+    interpreter._get_np_dtype = type_in_numpy
+
+
+if __name__ == "__main__":
+    patch_the_language_once()
+    search_for_builtins_once()
+    skip_what_is_not_used()
+    round_as_a_device_does()
+    importlib.import_module(f"tests.unit.kernels.{sys.argv[1]}").main(*sys.argv[2:])

@@ -1,0 +1,62 @@
+"""Latent attention's Triton kernels: interpreted, compiled, and the backend that launches them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.kernels.kernel_harness import (
+    CAPABILITIES,
+    compile_cases,
+    compiled_for,
+    interpreted,
+    needs_triton,
+    quiet,
+)
+
+
+@needs_triton
+@pytest.mark.timeout(300)
+def test_interpreted_kernels() -> None:
+    """Oracle: the twins; the error is at most twice theirs in the same precision."""
+    interpreted("kernel_cases_latents", timeout_s=270)
+
+
+@needs_triton
+@quiet
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_kernels_compile_for(capability: int) -> None:
+    """Oracle: Triton's own compiler, which needs no GPU; sm_80 has enough shared memory."""
+    from tests.unit.kernels.kernel_cases_latents import SHARED_MEMORY
+
+    for kernel in compile_cases("kernel_cases_latents", capability):
+        assert kernel.metadata.shared <= SHARED_MEMORY
+
+
+@needs_triton
+@quiet
+@pytest.mark.timeout(300)
+def test_no_size_of_a_batch_compiles_a_kernel_anew() -> None:
+    """Oracle: Triton's own cache: three steps cover splits and chunks, and no later step adds to it."""
+    from tests.unit.kernels.kernel_cases_latents import launch_model
+
+    with compiled_for(90) as kernels:
+        launch_model(3, 2, 60)
+        launch_model(3, 2000, 2000)
+        known = {id(kernel) for kernel in kernels}
+        for num_decodes, num_tokens, num_chunks in ((1, 1, 0), (16, 17, 1), (0, 5, 1), (33, 99, 16), (0, 4000, 300)):
+            launch_model(3, num_decodes, num_tokens, num_chunks)
+        added = [kernel.name for kernel in kernels if id(kernel) not in known]
+    assert not added, f"compiled for a size: {sorted(set(added))}"
+
+
+@needs_triton
+def test_numbers_of_splits() -> None:
+    """Oracle: by hand: powers of two; one program per multiprocessor, four at most; 128 heads are four programs, and 8
+    heads four queries to a program."""
+    from tp_engine.kernels.attention.paged_latent_triton import latent_sizes
+
+    found = [latent_sizes(count, heads, 2, 132) for count, heads in ((1, 16), (1, 128), (8, 16), (132, 128))]
+    assert [(one.usual_splits, one.num_splits) for one in found] == [(64, 64), (32, 64), (16, 64), (1, 1)]
+    chunks = latent_sizes(2, 8, 2, 132, num_queries=64)  # 18 programs
+    assert (chunks.usual_splits, chunks.num_splits) == (4, 16)

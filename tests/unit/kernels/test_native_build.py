@@ -1,0 +1,170 @@
+"""Building and caching the native kernels: a compiler that fails, a damaged or shared cache, the off switch."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tp_engine import env
+from tp_engine.kernels.native import build, library
+from tp_engine.kernels.native.build import BuildError, built_library, is_intact
+from tp_engine.kernels.native.library import native_library
+from tp_engine.kernels.ops import OPS, is_recordable, op
+
+ROOT = Path(__file__).parents[3]
+# Writes its arguments to the file after -o, and a line per call to a log beside itself.
+COMPILER = """#!/bin/sh
+echo call >> "$(dirname "$0")/calls"
+all="$*"
+while [ "$1" != -o ]; do shift; done
+echo "$all" > "$2"
+"""
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for the C compiler, first in PATH, and an empty cache folder."""
+    path = tmp_path / "bin" / "cc"
+    path.parent.mkdir()
+    path.write_text(COMPILER)
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("TP_ENGINE_CACHE_DIR", str(tmp_path / "cache"))
+    return path
+
+
+@pytest.fixture
+def fresh_choice() -> Iterator[None]:
+    """No choice of implementation remains from before, in this test and after it."""
+    for chosen in (native_library, op, is_recordable):
+        chosen.cache_clear()
+    yield
+    for chosen in (native_library, op, is_recordable):
+        chosen.cache_clear()
+
+
+def calls_of(compiler: Path) -> int:
+    log = compiler.parent / "calls"
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def test_it_is_compiled_once(compiler: Path) -> None:
+    """Oracle: the compiler's own log; the library names the OpenMP runtime, and the folder has no other file."""
+    runtime = Path("/some/libgomp.so.1")
+    path = built_library(runtime)
+    assert is_intact(path) and str(runtime) in path.read_bytes().decode(errors="replace")
+    assert calls_of(compiler) == len(build.SOURCES) + 1
+    assert built_library(runtime) == path and calls_of(compiler) == len(build.SOURCES) + 1
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_the_key_covers_runtime_and_compiler(compiler: Path) -> None:
+    """Oracle: another runtime and another compiler give another file."""
+    first = built_library(Path("/some/libgomp.so.1"))
+    second = built_library(Path("/some/libiomp5.so"))
+    compiler.write_text(COMPILER + "# another version\n")
+    third = built_library(Path("/some/libgomp.so.1"))
+    assert len({first, second, third}) == 3
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "empty"])
+def test_a_damaged_file_is_compiled_again(compiler: Path, damage: str) -> None:
+    """Oracle: the file before the damage."""
+    path = built_library(Path("/some/libgomp.so.1"))
+    whole = path.read_bytes()
+    damaged = {"flipped": bytes([whole[0] ^ 1]) + whole[1:], "short": whole[:-7], "empty": b""}[damage]
+    path.write_bytes(damaged)
+    assert not is_intact(path)
+    assert built_library(Path("/some/libgomp.so.1")) == path
+    assert is_intact(path)
+
+
+def test_processes_may_compile_at_the_same_time(compiler: Path) -> None:
+    """Oracle: all get the one whole file, there is no other, and the compiler's log: one process has compiled."""
+    compiler.write_text(COMPILER.replace("#!/bin/sh", "#!/bin/sh\nsleep 0.2"))
+    script = (
+        "from pathlib import Path; from tp_engine.kernels.native.build import built_library; "
+        "print(built_library(Path('/some/libgomp.so.1')))"
+    )
+    command = [sys.executable, "-c", script]
+    running = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    paths = {Path(process.communicate(timeout=60)[0].strip()) for process in running}
+    assert [process.returncode for process in running] == [0, 0, 0]
+    assert len(paths) == 1
+    path = paths.pop()
+    assert is_intact(path) and list(path.parent.iterdir()) == [path]
+    assert calls_of(compiler) == len(build.SOURCES) + 1
+
+
+def test_another_process_that_is_too_slow(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the file; the other process, which has the lock all the time, is waited for in vain."""
+    monkeypatch.setattr(build, "COMPILE_TIMEOUT_S", 0.2)
+    env.cache_dir().mkdir()
+    other = os.open(env.cache_dir(), os.O_RDONLY)
+    try:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        monkeypatch.setattr(build, "_run", lambda command: Path(command[command.index("-o") + 1]).touch())
+        assert is_intact(built_library(Path("/some/libgomp.so.1")))
+    finally:
+        os.close(other)
+
+
+def test_a_compiler_that_does_not_end(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the limit and the remedy."""
+    monkeypatch.setattr(build, "COMPILE_TIMEOUT_S", 0.2)
+    compiler.write_text("#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(BuildError, match=r"cc had not ended after 0 s; start once while"):
+        built_library(Path("/some/libgomp.so.1"))
+
+
+def test_a_compiler_that_fails(compiler: Path) -> None:
+    """Oracle: the compiler's message; the cache stays empty."""
+    compiler.write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
+    with pytest.raises(BuildError, match="no such flag"):
+        built_library(Path("/some/libgomp.so.1"))
+    assert not list(env.cache_dir().iterdir())
+
+
+def test_a_folder_that_can_not_be_written(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the folder and the remedy."""
+    monkeypatch.setenv("TP_ENGINE_CACHE_DIR", "/proc/nowhere")
+    with pytest.raises(BuildError, match=r"can not write to /proc/nowhere .*set TP_ENGINE_CACHE_DIR"):
+        built_library(Path("/some/libgomp.so.1"))
+
+
+@pytest.mark.usefixtures("fresh_choice")
+@pytest.mark.parametrize("reason", ["no compiler", "fails", "no library", "wrong results", "switched off"])
+def test_pytorch_computes_where_there_are_no_kernels(
+    reason: str, compiler: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Oracle: one line in the log, and PyTorch's operations."""
+    said = {
+        "no compiler": "there is no C compiler; install gcc",
+        "fails": "bad luck",
+        "no library": "no native CPU kernels",  # the stand-in's output can not be loaded
+        "wrong results": "norm in torch.float32 differs",
+        "switched off": "switched off by TP_ENGINE_NATIVE",
+    }[reason]
+    if reason == "no compiler":
+        monkeypatch.setenv("PATH", str(compiler.parent / "none"))
+    elif reason == "fails":
+        compiler.write_text("#!/bin/sh\necho bad luck >&2\nexit 1\n")
+    elif reason == "wrong results":
+        monkeypatch.setattr(library, "built_library", lambda openmp: Path("any"))
+        monkeypatch.setattr(library, "_load", lambda path: None)
+        monkeypatch.setattr(library, "disagreement", lambda found: said)
+    elif reason == "switched off":
+        monkeypatch.setenv("TP_ENGINE_NATIVE", "0")
+    with caplog.at_level(logging.INFO, logger="tp_engine"):
+        assert native_library() is None
+        assert native_library() is None
+        assert all(op(name, "cpu") is entry.twin for name, entry in OPS.items())
+        assert not any(is_recordable(name, "cpu") for name in OPS)
+    assert len(caplog.messages) == 1 and said in caplog.messages[0]

@@ -1,0 +1,56 @@
+"""Weights that are quantised when they are loaded: codes, errors, and whole models beside float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.simulated_ranks import run_ranks
+from tests.unit.layers.test_int8_format import build, relative_rms
+from tests.unit.models.test_models import logits_of, prompts
+from tp_engine.kernels.quantised.weights import QuantisedWeight, dequantise
+from tp_engine.layers.formats.online import INT4_GROUP, quantise_e4m3, quantise_int4, quantise_int8
+from tp_engine.model_config import load_model_config
+from tp_engine.ranks.collectives import Communicator
+
+Quantise = Callable[[torch.Tensor], QuantisedWeight]
+# Half a step of each kind, as a share of the largest magnitude of its row or group.
+STEPS = {"e4m3": 1 / 28, "int8": 1 / 254, "int4": 1 / 8}
+
+
+@pytest.mark.parametrize("shape", [(5, 64), (7, 100), (3, 33), (2, 6, 96)])
+@pytest.mark.parametrize("quantise", [quantise_e4m3, quantise_int8, quantise_int4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_errors_are_within_half_a_step(quantise: Quantise, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Oracle: the step that each row's, or group's, largest magnitude allows; zeros stay zero.  int4 clamps one end."""
+    weight = torch.randn(shape).to(dtype)
+    weight[..., 0, :] = 0
+    found = quantise(weight)
+    assert found.shape == shape
+    values = dequantise(found)
+    step = STEPS[found.kind] * weight.abs().amax().float()
+    assert (values - weight.float()).abs().max() <= 1.02 * step
+    assert (values[..., 0, :] == 0).all()
+    if found.kind == "int4":
+        assert found.scales is not None and found.scales.shape[-1] == -(-shape[-1] // INT4_GROUP)
+
+
+@pytest.mark.parametrize(("quantization", "largest"), [("fp8", 0.05), ("int4", 0.15)])
+@pytest.mark.parametrize(("architecture", "world_size"), [("llama", 1), ("qwen3", 2), ("qwen3-moe", 1), ("qwen2", 2)])
+def test_error_of_a_model_is_bounded(
+    architecture: str, world_size: int, quantization: str, largest: float, checkpoint: Callable[..., Path]
+) -> None:
+    """Oracle: the same model in float32; an error above zero proves the quantisation.  With experts, a token near a
+    border goes to another one."""
+    config, folder = load_model_config(str(checkpoint(architecture, hidden_size=128)))
+
+    def logits(quantization: str | None) -> Callable[[Communicator], torch.Tensor | None]:
+        return lambda communicator: logits_of(build(config, folder, communicator, quantization), prompts(config))
+
+    found, expected = (run_ranks(world_size, logits(kind))[0] for kind in (quantization, None))
+    assert found is not None and expected is not None
+    error = relative_rms(found, expected)
+    assert 0.001 < error < largest * (1.5 if architecture == "qwen3-moe" else 1.0), error

@@ -1,0 +1,86 @@
+"""The house rules on the size of files: lines of documents, lines of modules, and modules that are too short."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+MODULES = sorted((ROOT / "tp_engine").rglob("*.py"))
+DOCUMENTS = [*(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")), *(ROOT / "docs").glob("*.md")]
+SHORT_MODULES = Path(__file__).parents[2] / "short_modules.txt"
+
+MAX_COLUMNS = 120
+MAX_LINES = 400
+SHORT_LINES = 60
+MAX_SHORT_MODULES = 15
+MIN_MEDIAN_LINES = 110
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def num_lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_documents_are_at_most_120_columns_wide(path: Path) -> None:
+    """Oracle: the rule; a line of a single word, such as an address, can not be broken."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    wide = [
+        (number, len(line)) for number, line in enumerate(lines, 1) if len(line) > MAX_COLUMNS and " " in line.strip()
+    ]
+    assert not wide, f"{name_of(path)}: lines (and their columns) of more than {MAX_COLUMNS}: {wide}"
+
+
+def test_no_module_is_long() -> None:
+    """Oracle: the rule."""
+    long = {name_of(path): num_lines(path) for path in MODULES if num_lines(path) > MAX_LINES}
+    assert not long, f"more than {MAX_LINES} lines: {long}"
+
+
+def test_the_median_module_holds_a_concept() -> None:
+    """Oracle: the rule; it counts every module of the package."""
+    median = statistics.median(map(num_lines, MODULES))
+    assert median >= MIN_MEDIAN_LINES, f"the median module has {median:g} lines, not {MIN_MEDIAN_LINES}"
+
+
+def test_short_modules_have_several_importers_or_a_reason() -> None:
+    """Oracle: the rule; tests/short_modules.txt lists the exceptions, and no other module."""
+    lines = SHORT_MODULES.read_text(encoding="utf-8").splitlines()
+    listed = dict(line.split(" | ") for line in lines if line and not line.startswith("#"))
+    importers = importers_of_modules()
+    short = {
+        name_of(path): name_of(next(iter(importers[path])))
+        for path in MODULES
+        if num_lines(path) < SHORT_LINES and len(importers[path]) == 1 and path.name != "__init__.py"
+    }
+    unlisted = {name: importer for name, importer in short.items() if name not in listed}
+    assert not unlisted, f"under {SHORT_LINES} lines with one importer; merge each into it: {unlisted}"
+    assert not listed.keys() - short.keys(), f"no exceptions any more: {sorted(listed.keys() - short.keys())}"
+    assert len(listed) <= MAX_SHORT_MODULES
+
+
+def importers_of_modules() -> dict[Path, set[Path]]:
+    """Which modules of the package import a module."""
+    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES}
+    importers: dict[Path, set[Path]] = defaultdict(set)
+    for importer in MODULES:
+        for node in ast.walk(ast.parse(importer.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module is not None and node.level == 0, f"{name_of(importer)} has a relative import"
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            else:
+                continue
+            for name in names:
+                if name in paths and paths[name] != importer:
+                    importers[paths[name]].add(importer)
+    return importers

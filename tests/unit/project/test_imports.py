@@ -1,0 +1,219 @@
+"""The house rules on imports, read from the source of every module.
+
+Imports point one way, only one place names each outside package, and the control plane does not import torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PACKAGE = ROOT / "tp_engine"
+
+# What each part may import directly; indirectly, it may import what those may.  Every part may import the foundation.
+DIRECTIONS = {
+    "launch": {"cli"},
+    "cli": {"server"},
+    "integrations": {"server"},
+    "server": {"api"},
+    "api": {"engine"},
+    "engine": {"sched", "ipc", "worker", "grammar"},
+    "worker": {"models", "sampling", "weights", "ranks"},
+    "models": {"layers"},
+    "sampling": {"layers"},
+    "layers": {"attention", "ranks", "weights"},
+    "weights": {"ranks"},
+    "attention": {"kernels"},
+    "kernels": set(),
+    "ranks": {"ipc", "kernels"},
+    "sched": set(),
+    "ipc": set(),
+    "grammar": set(),
+    "foundation": set(),
+}
+
+# The two modules beside the foundation that start a job, as the files in launch/ do.
+LAUNCHERS = {"serve", "batch"}
+
+# Folders that belong to the foundation: modules of it that now have several files.
+FOUNDATION_FOLDERS = {"advice", "model_config", "options", "flight_recorder"}
+
+# Outside package -> the only place that may name it (a folder ends with a slash).
+DOORS = {
+    "torch.distributed": "tp_engine/ranks/",
+    "triton": "tp_engine/kernels/",
+    "flash_attn": "tp_engine/attention/flash_attn.py",
+    "flash_attn_interface": "tp_engine/attention/flash_attn.py",
+    "flashinfer": "tp_engine/attention/flashinfer.py",
+    "safetensors": "tp_engine/weights/",
+    "llguidance": "tp_engine/grammar/",
+    "ray": "tp_engine/integrations/",
+    "os.environ": "tp_engine/env.py",
+    "os.getenv": "tp_engine/env.py",
+}
+
+TORCH_FREE = ("foundation", "sched", "ipc", "grammar")
+FORBIDDEN = ("pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve")
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A dotted name that a module imports or spells out, such as ``tp_engine.plan.StepPlan`` or ``os.environ``."""
+
+    path: str
+    line: int
+    name: str
+
+    def names(self, thing: str) -> bool:
+        return self.name == thing or self.name.startswith(thing + ".")
+
+
+def uses_in(source: str, path: str) -> Iterator[Use]:
+    """Every import, also those inside functions and under TYPE_CHECKING, and every attribute of an imported module."""
+    tree = ast.parse(source, path)
+    aliases: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                aliases[alias.asname or alias.name.partition(".")[0]] = alias.name if alias.asname else ""
+                yield Use(path, node.lineno, alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: write the full module name instead of a relative import"
+            for alias in node.names:
+                yield Use(path, node.lineno, f"{node.module}.{alias.name}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (name := dotted(node)) and (first := name.partition("."))[0] in aliases:
+            yield Use(path, node.lineno, ".".join(filter(None, (aliases[first[0]] or first[0], first[2]))))
+
+
+def dotted(node: ast.expr) -> str | None:
+    """``a.b.c`` of an attribute chain that begins with a plain name."""
+    if isinstance(node, ast.Attribute):
+        inner = dotted(node.value)
+        return f"{inner}.{node.attr}" if inner else None
+    return node.id if isinstance(node, ast.Name) else None
+
+
+@cache
+def all_uses() -> tuple[Use, ...]:
+    files = sorted(PACKAGE.rglob("*.py")) + sorted((ROOT / "launch").glob("*.py"))
+    return tuple(use for file in files for use in uses_in(file.read_text(), file.relative_to(ROOT).as_posix()))
+
+
+def part_of_path(path: str) -> str:
+    """The part of the house that a file belongs to."""
+    pieces = path.split("/")
+    if pieces[0] == "launch" or (len(pieces) == 2 and pieces[1].removesuffix(".py") in LAUNCHERS):
+        return "launch"
+    return pieces[1] if len(pieces) > 2 and pieces[1] not in FOUNDATION_FOLDERS else "foundation"
+
+
+def part_of_name(name: str) -> str:
+    """The part of the house that ``tp_engine.x.y`` names."""
+    pieces = name.split(".")
+    if len(pieces) > 1 and pieces[1] in LAUNCHERS:
+        return "launch"
+    is_part = len(pieces) > 1 and (PACKAGE / pieces[1]).is_dir() and pieces[1] not in FOUNDATION_FOLDERS
+    return pieces[1] if is_part else "foundation"
+
+
+def reachable(part: str) -> set[str]:
+    parts = {part, "foundation"}
+    for below in DIRECTIONS[part]:
+        parts |= reachable(below)
+    return parts
+
+
+def report(broken: list[str]) -> None:
+    assert not broken, "import rules are broken:\n  " + "\n  ".join(broken)
+
+
+def test_every_folder_has_its_place() -> None:
+    """Oracle: the list of directions above; a new folder needs a line there."""
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert folders - FOUNDATION_FOLDERS == set(DIRECTIONS) - {"foundation", "launch"}
+
+
+def test_imports_point_one_way() -> None:
+    """Oracle: the directions above.  The package's front page names the Python API, lazily; no other module may."""
+    broken = []
+    for use in all_uses():
+        if not use.names("tp_engine") or use.path == "tp_engine/__init__.py":
+            continue
+        here, there = part_of_path(use.path), part_of_name(use.name)
+        if there not in reachable(here):
+            broken.append(f"{use.path}:{use.line}: {here} must not import {there} ({use.name})")
+    report(broken)
+
+
+def test_one_door_per_outside_thing() -> None:
+    """Oracle: the table of doors above."""
+    report(
+        [
+            f"{use.path}:{use.line}: {use.name} is used outside its door, {door}"
+            for use in all_uses()
+            for thing, door in DOORS.items()
+            if use.names(thing) and not (use.path == door or (door.endswith("/") and use.path.startswith(door)))
+        ]
+    )
+
+
+def test_control_plane_names_no_torch() -> None:
+    """Oracle: the names in the foundation, sched and ipc."""
+    report(
+        [
+            f"{use.path}:{use.line}: {part_of_path(use.path)} must not import torch ({use.name})"
+            for use in all_uses()
+            if use.names("torch") and part_of_path(use.path) in TORCH_FREE
+        ]
+    )
+
+
+def test_control_plane_loads_no_torch() -> None:
+    """Oracle: sys.modules of a fresh interpreter that imported all of the foundation, sched and ipc."""
+    modules = [
+        file.relative_to(ROOT).as_posix().removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if part_of_path(file.relative_to(ROOT).as_posix()) in TORCH_FREE
+    ]
+    code = f"import sys, {', '.join(modules)}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_nothing_is_pickled() -> None:
+    """Oracle: the imports; a pickle that crosses a process border runs whatever code it carries."""
+    report(
+        [
+            f"{use.path}:{use.line}: {use.name} is not allowed: plans and messages have a fixed layout"
+            for use in all_uses()
+            for thing in FORBIDDEN
+            if use.names(thing)
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("import os\nos.environ['A']", "os.environ"),
+        ("from os import environ", "os.environ"),
+        ("import torch\ntorch.distributed.barrier()", "torch.distributed"),
+        ("import torch.distributed as dist", "torch.distributed"),
+        ("import torch as t\nt.distributed.barrier()", "torch.distributed"),
+        ("def f():\n    import triton.language as tl", "triton"),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from tp_engine.api import llm", "tp_engine.api"),
+    ],
+)
+def test_the_reader_sees_every_way_to_name_a_thing(source: str, name: str) -> None:
+    """Oracle: each spelling of the same dependency, written here."""
+    assert any(use.names(name) for use in uses_in(source, "example.py"))

@@ -1,0 +1,82 @@
+"""docs/serving.md names everything that a user can send or set, and only things that exist."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tp_engine.api.batch_job.config import BatchConfig
+from tp_engine.config import EngineConfig
+from tp_engine.options.flags import make_parser
+from tp_engine.server.app import create_app
+from tp_engine.server.config import ServerConfig
+from tp_engine.server.state import ServerState
+
+PAGE = Path(__file__).parents[3] / "docs" / "serving.md"
+LAUNCHERS = ({"engine": EngineConfig, "server": ServerConfig}, {"engine": EngineConfig, "batch": BatchConfig})
+FLAG = re.compile(r"`(-{1,2}[a-z][a-z0-9-]*)`")
+# The app adds these by itself; they are not routes of the schema.
+DESCRIPTION_PATHS = {"/openapi.json", "/docs", "/redoc"}
+
+
+@cache
+def section(title: str) -> str:
+    """The text under ``## title``, up to the next section."""
+    return PAGE.read_text(encoding="utf-8").split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def first_column(title: str) -> str:
+    rows = [line for line in section(title).splitlines() if line.startswith("| `")]
+    return "\n".join(row.split(" | ")[0] for row in rows)
+
+
+def flags() -> set[str]:
+    """Every spelling that the launchers accept, except the ``--no-x`` of a ``--x``."""
+    names: set[str] = set()
+    for action in [one for tables in LAUNCHERS for one in make_parser("serve", "", tables)._actions]:
+        negative = isinstance(action, argparse.BooleanOptionalAction)
+        names |= {name for name in action.option_strings if not (negative and name.startswith("--no-"))}
+    return names
+
+
+@cache
+def schema() -> dict[str, Any]:
+    return create_app(ServerState(ServerConfig(), ("demo",))).openapi()
+
+
+def body_fields(prefix: str = "/") -> set[str]:
+    """The names of the fields of the bodies of all paths that begin with ``prefix``."""
+    names: set[str] = set()
+    for path, operations in schema()["paths"].items():
+        for operation in operations.values() if path.startswith(prefix) else ():
+            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+            names |= body.get("properties", {}).keys()
+    return names
+
+
+def test_every_flag_is_documented() -> None:
+    """Oracle: the parser of the launchers, in both directions."""
+    documented = set(FLAG.findall(first_column("Flags")))
+    assert sorted(flags() - documented) == [], "add a row to docs/serving.md, Flags"
+    assert sorted(documented - flags()) == [], "docs/serving.md names a flag that does not exist"
+
+
+def test_every_endpoint_is_documented() -> None:
+    """Oracle: the server's own schema, in both directions."""
+    there = {f"{method.upper()} {path}" for path, operations in schema()["paths"].items() for method in operations}
+    documented = set(re.findall(r"`([A-Z]+ /[^`]*)`", first_column("Endpoints")))
+    assert sorted(there - documented) == [], "add a row to docs/serving.md, Endpoints"
+    stale = {name for name in documented - there if name.split()[1] not in DESCRIPTION_PATHS}
+    assert sorted(stale) == [], "docs/serving.md names an endpoint that does not exist"
+
+
+def test_every_request_field_is_documented() -> None:
+    """Oracle: the bodies' schemas, in both directions."""
+    documented = set(re.findall(r"`([a-z_0-9]+)`", first_column("Request fields")))
+    assert sorted(body_fields("/v1/") - documented) == [], "add a row to docs/serving.md, Request fields"
+    assert sorted(documented - body_fields()) == [], "docs/serving.md names a field that does not exist"
+    beside_endpoints = set(re.findall(r"`([a-z_]+)`", section("Endpoints")))
+    assert sorted(body_fields() - documented - beside_endpoints) == [], "name it in docs/serving.md, Endpoints"

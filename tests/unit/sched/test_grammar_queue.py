@@ -1,0 +1,126 @@
+"""Requests that wait for their grammars, with a compiler whose speed the test sets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.text_tokenizers import byte_level_tokenizer
+from tests.unit.sched.scheduler_harness import limits
+from tp_engine.engine.grammar_queue import GrammarQueue
+from tp_engine.errors import RequestError
+from tp_engine.grammar.compiler import CompiledGrammar, GrammarCompiler
+from tp_engine.grammar.vocabulary import make_vocabulary
+from tp_engine.request import EngineRequest, FinishReason
+from tp_engine.sampling_params import SamplingParams
+from tp_engine.sched.scheduler import Scheduler
+from tp_engine.structured_outputs import StructuredOutputsParams
+
+DEADLINE_S = 20.0
+VOCAB = 384
+
+
+class SlowCompiler(GrammarCompiler):
+    """Compiles an expression when the test sets its ``go``; one that begins with "broken" fails like a bug."""
+
+    def __init__(self) -> None:
+        super().__init__(make_vocabulary(byte_level_tokenizer().backend_tokenizer.to_str(), VOCAB, (1,)))
+        self.go: dict[str, threading.Event] = {}
+
+    def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
+        regex = str(params.regex)
+        assert self.go[regex].wait(DEADLINE_S)
+        if regex.startswith("broken"):
+            raise ZeroDivisionError("a bug")
+        return super().compile(params)
+
+
+@dataclass
+class Bench:
+    compiler: SlowCompiler = field(default_factory=SlowCompiler)
+
+    def __post_init__(self) -> None:
+        self.queue = GrammarQueue(self.compiler, VOCAB)
+        self.scheduler = Scheduler(limits(), self.queue.fill_masks)
+
+    def add(self, request_id: str, regex: str) -> None:
+        self.compiler.go.setdefault(regex, threading.Event())
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex))
+        self.queue.add(EngineRequest(request_id=request_id, prompt_token_ids=[5], params=params), self.scheduler)
+
+    def abort(self, request_id: str) -> None:
+        self.queue.forget([request_id])
+        self.scheduler.abort([request_id])
+
+    def finish(self, *regexes: str) -> list[Any]:
+        """Let these compile, and settle every finished one."""
+        for regex in regexes:
+            self.compiler.go[regex].set()
+        for future in list(self.queue._waiting.values()):
+            future.exception(DEADLINE_S)
+        self.queue.wait(DEADLINE_S)
+        return self.queue.settle(self.scheduler)
+
+    def num_masked_rows(self) -> int:
+        """The rows of the next plan; all of them have masks."""
+        plan = self.scheduler.schedule()
+        return 0 if plan is None else len(plan.mask_rows)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    for event in made.compiler.go.values():
+        event.set()
+    made.queue.close()
+
+
+def test_a_request_runs_when_its_grammar_is_there(bench: Bench) -> None:
+    """Oracle: a known grammar needs no thread."""
+    bench.add("first", "ab*")
+    assert bench.queue.settle(bench.scheduler) == [] and bench.num_masked_rows() == 0
+    assert bench.finish("ab*") == []
+    bench.add("second", "ab*")
+    assert not bench.queue._waiting
+    assert bench.num_masked_rows() == 2
+
+
+def test_a_failure_ends_its_request_alone(bench: Bench) -> None:
+    """A grammar that the library refuses, and a bug. Oracle: one record each, with the reason."""
+    bench.add("refused", "(")
+    (delta,) = bench.finish("(")
+    assert (delta.request_id, delta.finish_reason) == ("refused", FinishReason.ERROR) and "unclosed" in delta.error
+    bench.add("bug", "broken")
+    (delta,) = bench.finish("broken")
+    assert (delta.request_id, delta.error) == ("bug", "a bug")
+    assert not bench.scheduler.has_unfinished
+
+
+def test_the_grammar_of_an_aborted_request_is_not_for_the_next_of_its_name(bench: Bench) -> None:
+    """Oracle: the second request waits for its own grammar, although the first one's is ready."""
+    bench.add("same", "first")
+    old = bench.queue._waiting["same"]
+    bench.abort("same")
+    bench.add("same", "second")
+    bench.compiler.go["first"].set()
+    if not old.cancelled():
+        old.exception(DEADLINE_S)
+    bench.queue.settle(bench.scheduler)
+    assert bench.num_masked_rows() == 0 and bench.scheduler.has_unfinished
+    assert bench.finish("second") == []
+    assert bench.num_masked_rows() == 1
+
+
+def test_without_a_compiler() -> None:
+    """Oracle: the reason why there is no compiler; the scheduler does not know the request."""
+    queue = GrammarQueue(RequestError("no tokenizer", param="structured_outputs"), VOCAB)
+    scheduler = Scheduler(limits(), queue.fill_masks)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    with pytest.raises(RequestError, match="no tokenizer"):
+        queue.add(EngineRequest(request_id="r", prompt_token_ids=[5], params=params), scheduler)
+    assert not scheduler.has_unfinished

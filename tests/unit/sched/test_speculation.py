@@ -1,0 +1,333 @@
+"""Guessed tokens on rank 0: runs, lanes, blocks, counters.  Oracle: the fake model on each sequence alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import ANY
+
+import numpy as np
+import pytest
+
+from tests.unit.sched.scheduler_harness import VOCABULARY, RandomLoad, Simulation, expected_tokens, limits
+from tp_engine.api.openai.answer_shape import Usage
+from tp_engine.config import EngineConfig
+from tp_engine.errors import ConfigError
+from tp_engine.plan import IntArray, StepResult
+from tp_engine.request import FinishReason
+from tp_engine.sched.guesses.guess_sources import Acceptance, GuessSources, Part, make_sources
+from tp_engine.sched.guesses.guesses import NO_GUESS, Guess, GuessSource, NgramSource
+from tp_engine.sched.guesses.speculation import SpeculationCounters
+from tp_engine.sched.sequence import Sequence
+from tp_engine.speculative import METHODS, SpeculativeConfig
+from tp_engine.worker.effective_config import resolve
+
+MOST = 6
+PROMPT = [8, 36, 48, 4, 16, 7, 31, 48, 28]  # the fake model answers with different tokens, with seed 3
+
+
+class ScriptedSource(GuessSource):
+    """``make`` turns the tokens that are right, and how many are wanted, into the guess."""
+
+    name = "scripted"
+    most_matched = 3
+
+    def __init__(self, make: Callable[[list[int], int, random.Random], list[int]]) -> None:
+        self.simulation: Simulation
+        self._make = make
+        self._random = random.Random(5)
+
+    def guess(self, sequence: Sequence, tokens: IntArray, count: int) -> Guess:
+        """See ``GuessSource``."""
+        made = self._make(self._right(tokens.tolist(), count), count, self._random)
+        return Guess(np.array(made[:count], dtype=np.int32), self._random.randint(0, self.most_matched))
+
+    def _right(self, tokens: list[int], count: int) -> list[int]:
+        for request in self.simulation.requests.values():
+            start = len(request.prompt_token_ids)
+            for index in range(request.params.n if tokens[:start] == request.prompt_token_ids else 0):
+                expected, _ = self.simulation.expected(request, index)
+                if tokens[start:] == expected[: len(tokens) - start]:
+                    return expected[len(tokens) - start :][:count]
+        return []
+
+
+def noise(count: int, rng: random.Random) -> list[int]:
+    return [rng.randrange(VOCABULARY) for _ in range(count)]
+
+
+def changed(right: list[int], rng: random.Random) -> list[int]:
+    """Right up to a random place."""
+    place = rng.randint(0, len(right))
+    return [*right[:place], *((token + 1) % VOCABULARY for token in right[place:])]
+
+
+GUESSERS: dict[str, Callable[[list[int], int, random.Random], list[int]]] = {
+    "right": lambda right, count, rng: right,
+    "wrong": lambda right, count, rng: [(token + 1) % VOCABULARY for token in right],
+    "random": lambda right, count, rng: noise(rng.randint(0, count), rng),
+    "longest": lambda right, count, rng: [*right, *noise(count - len(right), rng)],
+    "partly right": lambda right, count, rng: changed(right, rng),
+}
+
+
+def simulate(kind: str, *, ahead: int = 0, most_rows: int = 24, **changes: object) -> Simulation:
+    """A simulation whose guesses are those of ``GUESSERS``."""
+    source = ScriptedSource(GUESSERS[kind])
+    config = SpeculativeConfig(num_speculative_tokens=MOST, max_step_rows=most_rows)
+    simulation = Simulation(limits(speculation=config, **changes), ahead=ahead, guess_source=source)
+    source.simulation = simulation
+    return simulation
+
+
+def counters(simulation: Simulation) -> SpeculationCounters:
+    found = simulation.scheduler.stats().speculation
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("kind", GUESSERS)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_random_loads_give_the_tokens_of_single_steps(kind: str, ahead: int) -> None:
+    """Chunks, forks, stops, aborts, preemptions, shared prefixes.  Oracle: the fake model; no block is lost, and what
+    prompts find cached is their own history (``FakeWorker``)."""
+    num_preemptions = num_accepted = 0
+    for seed in range(4):
+        sizes = {"num_blocks": 14 + 8 * (seed % 3), "max_num_batched_tokens": 12 + 20 * (seed % 2), "max_num_seqs": 8}
+        windows = {"windows": (None, 8), "tile_tokens": 4, "num_blocks": 40} if seed == 3 else {}
+        simulation = simulate(kind, ahead=ahead, most_rows=12, **{**sizes, **windows})
+        load = RandomLoad(simulation, seed)
+        for _ in range(200):
+            load.act()
+        simulation.run()
+        num_preemptions += simulation.scheduler.stats().num_preemptions
+        num_accepted += counters(simulation).num_accepted_tokens
+        assert counters(simulation).num_draft_tokens > 0
+    assert num_preemptions > 0, "the load was too light"
+    assert num_accepted > 0 or kind in ("wrong", "random")
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_right_guesses_take_one_step_for_their_run(ahead: int) -> None:
+    """By hand: 1 token of the prompt's step, then 1 + 6 per step."""
+    simulation = simulate("right", ahead=ahead)
+    simulation.add([1, 2, 3], max_tokens=1 + 3 * (MOST + 1), ignore_eos=True)
+    simulation.run()
+    assert [len(plan.lane_rows) for plan in simulation.plans] == [0, MOST, MOST, MOST]
+    found = counters(simulation)
+    assert (found.num_drafts, found.num_draft_tokens, found.num_accepted_tokens) == (3, 3 * MOST, 3 * MOST)
+    assert found.accepted_at == [3] * MOST
+
+
+def test_a_stop_within_a_run_ends_the_sequence_there() -> None:
+    """By hand: what was verified behind the stop token is dropped."""
+    expected = expected_tokens(PROMPT, 3, 24, frozenset())
+    stop = next(token for token in expected[3:] if expected.index(token) > 2)
+    other = simulate("right")
+    other.add(PROMPT, max_tokens=15, seed=3, ignore_eos=True, stop_token_ids=(stop,))
+    other.run()
+    output = other.outputs["r0", 0]
+    assert output.token_ids == expected[: expected.index(stop) + 1]
+    assert output.finish_reason is FinishReason.STOP and output.deltas[-1].stop_reason == stop
+
+
+def test_a_sequence_tells_its_figures_at_its_end() -> None:
+    """By hand: as the totals, with one request."""
+    simulation = simulate("partly right")
+    simulation.add([1, 2, 3], max_tokens=60, ignore_eos=True)
+    simulation.run()
+    found, last = counters(simulation), simulation.outputs["r0", 0].deltas[-1]
+    assert (last.num_guessed_tokens, last.num_accepted_tokens) == (found.num_draft_tokens, found.num_accepted_tokens)
+    assert 0 < last.num_accepted_tokens < last.num_guessed_tokens
+
+
+def test_many_rows_are_planned_ahead_without_guesses() -> None:
+    """By hand: 5 rows are more than half of 8."""
+    simulation = simulate("right", ahead=1, most_rows=8)
+    for number in range(5):
+        simulation.add([number, 3], max_tokens=9, ignore_eos=True)
+    simulation.run()
+    assert not any(len(plan.lane_rows) for plan in simulation.plans)
+    assert len(simulation.plans) == 9
+
+
+def test_rows_never_exceed_the_budget() -> None:
+    """By hand: 3 rows and 5 lanes are 8."""
+    simulation = simulate("right", most_rows=8)
+    for number in range(3):
+        simulation.add([number, 3], max_tokens=30, ignore_eos=True)
+    simulation.run()
+    sizes = {len(plan.decode_rows) for plan in simulation.plans}
+    assert max(sizes) == 8
+
+
+def test_ngrams() -> None:
+    """By hand: the longest match, the last of equal ones, a period at the end, and none."""
+    source = NgramSource(2, 3)
+
+    def look(text: str, count: int = 4) -> tuple[str, int]:
+        found = source.guess(ANY, np.array([ord(c) for c in text], dtype=np.int32), count)
+        return "".join(map(chr, found.tokens)), found.matched
+
+    assert look("abcdefgabc") == ("defg", 3)
+    assert look("abcd-xbce-ybc") == ("e-yb", 2)
+    assert look("xyxyx") == ("yxyx", 3)
+    assert look("zzzz", 3) == ("zzz", 3)
+    assert source.guess(ANY, np.array([1, 2, 3], dtype=np.int32), 4) is NO_GUESS
+    assert source.guess(ANY, np.array([1, 2, 4, 2], dtype=np.int32), 4) is NO_GUESS
+    assert source.guess(ANY, np.array([1], dtype=np.int32), 4) is NO_GUESS
+
+
+class Fixed(GuessSource):
+    """Always guesses ``tokens``, and keeps what it is told."""
+
+    most_matched = 3
+
+    def __init__(self, name: str, tokens: list[int]) -> None:
+        self.name = name
+        self.tokens = np.array(tokens, dtype=np.int32)
+        self.results: list[int] = []
+        self.ended: list[list[int]] = []
+
+    def guess(self, sequence: Sequence, tokens: IntArray, count: int) -> Guess:
+        """See ``GuessSource``."""
+        return Guess(self.tokens[:count], 2)
+
+    def take(self, result: StepResult) -> None:
+        """See ``GuessSource``."""
+        self.results.append(result.step_id)
+
+    def learn(self, sequence: Sequence) -> None:
+        """See ``GuessSource``."""
+        self.ended.append(sequence.token_ids.tolist())
+
+
+FREE: Any = SimpleNamespace(constraint=None)
+
+
+def test_the_likelier_source_is_verified() -> None:
+    """By hand: the longer guess at first, and the other source once the first one has been wrong."""
+    sources = GuessSources([Fixed("long", [1, 2, 3, 4]), Fixed("short", [8, 9])], most_tokens=4)
+    assert sources.names == ["grammar", "long", "short"]
+    tokens = np.array([5], dtype=np.int32)
+    found = sources.guess(FREE, tokens, 4)
+    assert found.parts == [Part("long", 2, 4)] and len(found.tokens) == len(found.likelihoods) == 4
+    for _ in range(9):
+        sources.note([Part("long", 2, 4)], 4, 0)
+        sources.note([Part("short", 2, 2)], 2, 1)
+    assert sources.guess(FREE, tokens, 4).parts[0].source == "short"
+
+
+def test_what_a_grammar_forces_comes_first() -> None:
+    """By hand: two forced tokens, then another source's, as far as there is room; each is measured alone."""
+    sources = GuessSources([Fixed("fixed", [7, 8, 9])], most_tokens=4)
+    constrained: Any = SimpleNamespace(constraint=SimpleNamespace(forced=lambda: [1, 2]))
+    tokens = np.array([5], dtype=np.int32)
+    found = sources.guess(constrained, tokens, 4)
+    assert found.tokens.tolist() == [1, 2, 7, 8] and found.parts == [Part("grammar", 0, 2), Part("fixed", 2, 2)]
+    assert found.likelihoods == pytest.approx([0.8, 0.8**2, 0.8**3, 0.8**4])
+    for _ in range(20):
+        sources.note(found.parts, 4, 2)
+    found = sources.guess(constrained, tokens, 4)
+    assert found.tokens.tolist() == [1, 2] and found.likelihoods[1] > 0.8
+    for _ in range(150):
+        sources.note(found.parts, 1, 0)
+    assert not len(sources.guess(constrained, tokens, 1).tokens), "neither pays any more"
+
+
+def test_sources_are_told_results_and_ends() -> None:
+    """By hand: every step's result, and a sequence's tokens at its end."""
+    source = Fixed("fixed", [1])
+    simulation = Simulation(limits(speculation=SpeculativeConfig()), guess_source=source)
+    simulation.add([1, 2, 3], max_tokens=5, ignore_eos=True)
+    simulation.run()
+    assert source.results == [plan.step_id for plan in simulation.plans]
+    assert source.ended == [[1, 2, 3, *simulation.outputs["r0", 0].token_ids]]
+
+
+def test_past_answers_are_guessed() -> None:
+    """By hand: a request comes again, and its answer is found behind the end of its prompt."""
+    simulation = Simulation(limits(speculation=SpeculativeConfig(method="suffix", num_speculative_tokens=MOST)))
+    num_steps = []
+    for _ in range(2):
+        simulation.add(PROMPT, max_tokens=15, seed=3, ignore_eos=True)
+        num_steps.append(simulation.run())
+    assert num_steps[1] <= num_steps[0] / 2, num_steps
+
+
+def test_every_method_has_sources() -> None:
+    """Oracle: the option's methods."""
+    for method in METHODS:
+        assert make_sources(SpeculativeConfig(method=method, model="a head" if method == "eagle3" else None))
+
+
+def test_acceptance_falls_with_failures_and_is_forgotten() -> None:
+    """By hand: (right + 2) / (tried + 2.5), which goes back to 0.8."""
+    acceptance = Acceptance(3, 4)
+    assert acceptance.likelihoods(2, 3).tolist() == pytest.approx([0.8, 0.64, 0.512])
+    for _ in range(50):
+        acceptance.note(2, 3, 0)
+    assert acceptance.likelihoods(2, 3)[0] < 0.05
+    assert acceptance.likelihoods(1, 1)[0] == 0.8
+    for _ in range(400):
+        late = acceptance.likelihoods(2, 1)[0]
+    assert late > 0.7
+    for _ in range(50):
+        acceptance.note(3, 4, 4)
+    assert acceptance.likelihoods(3, 4)[-1] > 0.85
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "which is not JSON"),
+        ("4", "it must be a JSON object, such as"),
+        ('{"metod": "ngram"}', "names 'metod'; it can set method,"),
+        ('{"method": "medusa"}', "has the method 'medusa'; choose one of ngram, ngram_gpu, suffix, eagle3"),
+        (
+            '{"method": "eagle3"}',
+            "'eagle3' and the model None; eagle3 needs the folder or the hub name of a draft head",
+        ),
+        ('{"model": "a head"}', "'ngram' and the model 'a head'; eagle3 needs"),
+        ('{"num_speculative_tokens": 0}', "num_speculative_tokens 0; it must be an integer, at least 1"),
+        ('{"num_speculative_tokens": true}', "num_speculative_tokens True; it must be an integer"),
+        ('{"num_speculative_tokens": 17}', "num_speculative_tokens 17; it must be an integer, at least 1, at most 16"),
+        ('{"prompt_lookup_min": 4, "prompt_lookup_max": 3}', "prompt_lookup_min 4 above prompt_lookup_max 3"),
+        ('{"suffix_decoding_min_token_prob": 1.5}', "prob 1.5; it must be a number above 0, at most 1"),
+        ('{"suffix_decoding_max_spec_factor": "x"}', "factor 'x'; it must be a number above 0"),
+        ('{"max_step_rows": 1}', "max_step_rows 1, which leaves no room for a guess"),
+    ],
+)
+def test_wrong_options_are_refused(text: str, message: str) -> None:
+    """By hand: the value, the rule and the remedy."""
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(speculative_config=text)
+
+
+def test_options() -> None:
+    """By hand: vLLM's names; a bound that is given alone moves the other one's default."""
+    assert SpeculativeConfig.of(None) is None
+    assert SpeculativeConfig.of('{"prompt_lookup_min": 7}') == SpeculativeConfig(
+        prompt_lookup_min=7, prompt_lookup_max=7
+    )
+    assert SpeculativeConfig.of('{"prompt_lookup_max": 1}') == SpeculativeConfig(
+        prompt_lookup_min=1, prompt_lookup_max=1
+    )
+    with pytest.raises(ConfigError, match="max_num_seqs is 4, and speculative_config has num_speculative_tokens 4"):
+        EngineConfig(speculative_config="{}", max_num_seqs=4)
+
+
+def test_models_with_recurrent_states_are_refused(checkpoint: Callable[..., Path]) -> None:
+    """By hand."""
+    with pytest.raises(ConfigError, match="recurrent states, from which a wrong guess can not be taken back"):
+        resolve(EngineConfig(model=str(checkpoint("qwen3.5")), device="cpu", speculative_config="{}"))
+
+
+def test_usage_tells_what_was_guessed() -> None:
+    """By hand: OpenAI's fields for predicted outputs, and none where nothing was guessed."""
+    details = Usage(guessed_tokens=9, accepted_tokens=4).as_json()["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 5}
+    assert "completion_tokens_details" not in Usage().as_json()

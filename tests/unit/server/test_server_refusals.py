@@ -1,0 +1,135 @@
+"""What the server refuses, and how: before the first byte, in one shape; and what happens on a later failure."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.asgi import App, Exchange, until
+from tests.fake_engine import FakeEngine, arith, echo
+from tests.unit.server.test_server_api import error_of, serve
+from tp_engine.request import EngineRequest
+from tp_engine.server.config import ServerConfig
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "echo": True, "stream": True}, "max_tokens"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"n": 0}, "n"),
+        ({"n": 5000}, "n"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"temperature": -1}, "temperature"),
+        ({"request_id": "a b"}, "request_id"),
+        ({"request_id": ""}, "request_id"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt"),
+    ],
+    ids=str,
+)
+def test_refusals_name_the_field(body: dict[str, Any], param: str) -> None:
+    """Oracle: the wrong field, before the first byte, also for a stream."""
+
+    async def scenario(app: App) -> None:
+        reply = await app.post("/v1/completions", {"prompt": "a", **body})
+        assert reply.status == 400 and error_of(reply)["param"] == param
+
+    serve(scenario)
+
+
+class FailingLater(FakeEngine):
+    """Fails at the fifth step."""
+
+    def step(self) -> Any:
+        if self.num_steps == 4:
+            raise RuntimeError("rank 1: lost")
+        return super().step()
+
+
+def test_a_failure_within_a_stream_is_an_event() -> None:
+    """Oracle: 200 has been sent; an error event in the one shape and the end follow."""
+
+    async def scenario(app: App) -> None:
+        body = {"prompt": [5], "max_tokens": 100, "stream": True, "ignore_eos": True}
+        reply = await app.post("/v1/completions", body)
+        assert reply.status == 200 and reply.content.endswith(b"data: [DONE]\n\n")
+        assert reply.events[-1]["error"]["code"] == "engine_dead"
+        assert (await app.get("/health")).status == 503
+
+    serve(scenario, FailingLater(arith))
+
+
+def test_what_says_to_be_no_json_is_refused() -> None:
+    """Oracle: a page of another origin can send text/plain without a preflight request; such a body has no effect."""
+
+    async def scenario(app: App) -> None:
+        body = json.dumps({"prompt": "a"}).encode()
+        for kind, status in (
+            ("text/plain", 400),
+            ("application/x-www-form-urlencoded", 400),
+            ("application/json; charset=utf-8", 200),
+            ("Application/JSON", 200),
+        ):
+            reply = await app.post("/v1/completions", body, **{"Content-Type": kind})
+            assert reply.status == status, kind
+
+    assert len(serve(scenario).added) == 2
+
+
+class Trickle(Exchange):
+    """A client that never sends the rest of its body."""
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self._body_taken:
+            self._body_taken = True
+            return {"type": "http.request", "body": self.body, "more_body": True}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+
+def test_a_body_that_does_not_come_is_408() -> None:
+    """Oracle: the limit of the configuration; the connection is closed."""
+
+    async def scenario(app: App) -> None:
+        exchange = Trickle(app.app, "POST", "/v1/completions", b'{"prompt"')
+        reply = await exchange.reply()
+        assert (reply.status, reply.headers["connection"]) == (408, "close")
+        assert error_of(reply)["code"] == "request_timeout"
+
+    serve(scenario, config=ServerConfig(body_timeout_s=0.05))
+
+
+def test_a_full_house_is_429_and_says_when_to_come_back() -> None:
+    """Oracle: as many prompts as may run or wait are inside; the next is refused, and served later."""
+
+    async def scenario(app: App) -> None:
+        app.state.limit.max_num_prompts = 2
+        body = {"prompt": [5], "max_tokens": 1000, "ignore_eos": True}
+        inside = [app.start("POST", "/v1/completions", body) for _ in range(2)]
+        await until(lambda: app.state.limit.num_prompts == 2, "both")
+        reply = await app.post("/v1/completions", {"prompt": "a"})
+        assert reply.status == 429 and int(reply.headers["retry-after"]) >= 1
+        assert error_of(reply)["type"] == "rate_limit_error"
+        unread = await Trickle(app.app, "POST", "/v1/chat/completions", b"{").reply()
+        assert unread.status == 429  # without waiting for the rest of the body
+        for exchange in inside:
+            exchange.leave()
+            await exchange.ended()
+        assert (await app.post("/v1/completions", {"prompt": "a"})).status == 200
+
+    def reply(request: EngineRequest) -> list[int]:
+        return arith(request) if request.params.ignore_eos else echo(request)
+
+    serve(scenario, FakeEngine(reply, step_delay_s=0.005))
