@@ -112,6 +112,7 @@ def check_adapters() -> None:
 
     def generate_with(folder: Path, adapter: Path) -> list[list[int]]:
         options: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_num_seqs": 2, "max_model_len": 64}
+        options["max_num_batched_tokens"] = 24
         params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
         with LLM(str(folder), device="cpu", dtype="float32", enable_lora=True, **options) as llm:
             llm.load_adapter("own", str(adapter))
