@@ -224,9 +224,10 @@ def _recorded() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        from tp_engine.ranks.store import record_error  # torch.distributed
+        if env.has_torchrun_agent():
+            from tp_engine.ranks.store import record_error  # torch.distributed, which takes more than a second
 
-        record_error(error)
+            record_error(error)
         raise
 
 
