@@ -223,15 +223,10 @@ class PrefixCache:
         num_followers = dict.fromkeys(self._runs, 0)
         for name, run in self._run_named.items():
             assert run.name == name and run.token_bytes.startswith(name[1]) and 0 < run.length <= len(run.blocks)
-            assert len(run.token_bytes) == len(run.blocks) * self._block_bytes
-            living = run.blocks[: run.length].reshape(-1)
-            places = np.flatnonzero(living != NO_BLOCK)
-            assert self._runs[run.serial] is run and np.all(self._serial_of[living[places]] == run.serial)
-            assert np.array_equal(self._place_of[living[places]], places)
-            assert np.all(run.blocks[: run.length, self._is_full] != NO_BLOCK), "a full group lacks a block"
-            assert self._has_full or run.num_held == len(places)
+            assert len(run.token_bytes) == len(run.blocks) * self._block_bytes and self._runs[run.serial] is run
             if run.parent is not None:
                 num_followers[run.parent.serial] += 1
+        self._check_blocks(list(self._run_named.values()))
         assert len(self._runs) == len(self._run_named)
         for serial, run in self._runs.items():
             assert run.num_followers == num_followers[serial]
@@ -239,6 +234,22 @@ class PrefixCache:
         for name, blocks in self._tail_named.items():
             assert all(self._tail_names[block] == name for block in blocks.tolist())
         assert not self._serial_of[list(self._tail_names)].any(), "a block is cached, and a tail"
+
+    def _check_blocks(self, runs: list[Run]) -> None:
+        """Assert that the living blocks of these runs know their run and their place; all runs at once."""
+        if not runs:
+            return
+        blocks = np.concatenate([run.blocks[: run.length] for run in runs])
+        assert np.all(blocks[:, self._is_full] != NO_BLOCK), "a full group lacks a block"
+        sizes = [run.length * self._num_groups for run in runs]
+        living, owner = blocks.reshape(-1), np.repeat(np.arange(len(runs)), sizes)
+        places = np.arange(len(living)) - (np.cumsum(sizes) - sizes)[owner]
+        held = living != NO_BLOCK
+        serials = np.array([run.serial for run in runs])
+        assert np.array_equal(self._serial_of[living[held]], serials[owner[held]])
+        assert np.array_equal(self._place_of[living[held]], places[held])
+        if not self._has_full:
+            assert [run.num_held for run in runs] == np.bincount(owner[held], minlength=len(runs)).tolist()
 
     def _walk(self, place: Place, token_bytes: bytes, max_blocks: int) -> tuple[list[tuple[Run, int, int]], int, Place]:
         """The known blocks of ``token_bytes`` behind ``place``: of each run its first block and how many; how many in
