@@ -97,9 +97,11 @@ def test_interpreted_groups() -> None:
 
 @needs_triton
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("path", ["usual", "heads"])
+@pytest.mark.parametrize("path", ["usual", "heads", "adapters"])
 def test_interpreted_warm_up(path: str) -> None:
     """Oracle: the kernel specialisations of the warm-up; serving adds none, so it compiles nothing."""
+    if path == "adapters":
+        pytest.importorskip("peft")
     interpreted("kernel_cases_warm_up", path, timeout_s=270)
 
 

@@ -99,6 +99,18 @@ def test_neighbours_do_not_change_a_rows_bits(files: Files, llm: LLM) -> None:
         assert answer(run(plain, files.prompts[2:3], [None])[0]) == together[2]
 
 
+@pytest.mark.parametrize("quantization", [None, "int8", "fp8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_slots_without_adapters_change_no_bit(files: Files, dtype: str, quantization: str | None) -> None:
+    """Oracle: an engine without slots, bit by bit: prompts in chunks, and decodes, by tapes where there are some."""
+    kind = {"dtype": dtype, "quantization": quantization}
+    found = []
+    for options in (SIZES, OPTIONS):
+        with LLM(str(files.checkpoint), **(options | kind)) as made:
+            found.append([answer(output) for output in run(made, files.prompts, [None] * 4)])
+    assert found[0] == found[1]
+
+
 def test_reload_in_place_while_requests_run(files: Files, llm: LLM) -> None:
     """Oracle: PEFT with each of both adapters: a request that runs during the reload ends with the old one, later ones
     have the new one although the same folder's K/V of their whole prompt is cached, and then find their own."""

@@ -22,7 +22,6 @@ import torch
 
 from tp_engine.errors import WeightError
 from tp_engine.kernels.linear.adapters import AdapterRows, AdapterWeights, group_rows
-from tp_engine.kernels.quantised.row_codes import Rows
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.formats.stored import LinearShape, Part
 from tp_engine.layers.upload import upload_all
@@ -146,12 +145,10 @@ class LinearAdapters:
         """Bytes of all slots on the device."""
         return self._weights.a.nbytes + self._weights.b.nbytes + self._weights.ranks.nbytes
 
-    def add(self, out: torch.Tensor, x: Rows) -> None:
-        """Add the products of ``x`` (n, in) with the rows' adapters to ``out`` (n, out), if this step has some."""
-        rows = rows_of_step(len(out))
-        if rows is not None:
-            assert isinstance(x, torch.Tensor), "a step with adapters has rows, not codes"
-            self._add(out, x, self._weights, rows)
+    def add(self, out: torch.Tensor, x: torch.Tensor, rows: AdapterRows) -> torch.Tensor:
+        """Add the products of ``x`` (n, in) with the adapters of ``rows`` to ``out`` (n, out) in place; return it."""
+        self._add(out, x, self._weights, rows)
+        return out
 
     def take(self, pairs: Mapping[str, AdapterPair], used: set[str], names: Mapping[str, str]) -> LocalPair | None:
         """This rank's share of an adapter's ``pairs``; None if it leaves this layer alone.

@@ -21,9 +21,9 @@ from typing import cast
 import torch
 
 from tp_engine.kernels.quantised.row_codes import Rows
-from tp_engine.layers.adapters import LinearAdapters, has_adapters
+from tp_engine.layers.adapters import LinearAdapters, has_adapters, rows_of_step
 from tp_engine.layers.context import Layer, LayerContext
-from tp_engine.layers.formats.base import LinearFormat, Product
+from tp_engine.layers.formats.base import GatedProduct, LinearFormat, Product
 from tp_engine.layers.formats.few_rows import BlockPart, part_to_add
 from tp_engine.layers.formats.stored import LinearShape, Part
 from tp_engine.model_config.mlp import Activation
@@ -38,13 +38,8 @@ class LocalLinear(Layer):
         self, shape: LinearShape, *, bias: bool, context: LayerContext, format: LinearFormat | None = None
     ) -> None:
         super().__init__()
-        self.adapters, self._activation = None, None
-        if context.adapters is not None:  # an adapter's product is added before the activation
-            self.adapters = LinearAdapters(shape, context)
-            self._activation, self._gate = shape.activation, context.op("gate")
-            self._can_record = shape.activation is None or context.can_record("gate")
-            shape = replace(shape, activation=None)
-        self.shape, self._dtype = shape, context.dtype
+        self.adapters = None if context.adapters is None else LinearAdapters(shape, context)
+        self.shape, self._dtype, self._gate = shape, context.dtype, context.op("gate")
         self._format = context.format_of([part.name for part in shape.parts]) if format is None else format
         for name, parameter in self._format.create(context, shape).items():
             self.register_parameter(name, parameter)
@@ -62,17 +57,22 @@ class LocalLinear(Layer):
         assert self._product is None, "finish_loading was called twice"
         weights = {name: weight for name, weight in self.named_parameters(recurse=False) if name != "bias"}
         self._product = self._format.finish(weights, self.shape, self._dtype)
-        self.is_recordable = self._product.is_recordable and (self.adapters is None or self._can_record)
+        assert self.shape.activation is None or isinstance(self._product, GatedProduct), "see LinearFormat"
+        self.is_recordable = self._product.is_recordable
         for name in weights:
             delattr(self, name)
 
     def product(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
         """``x`` (N, in), no tensor only if the product takes it (``wanted_codes``, ``NormInReaders``) -> (N, out)."""
-        out = self.loaded(cast("torch.Tensor", x), bias)
-        if self.adapters is None:
-            return out
-        self.adapters.add(out, x)
-        return out if self._activation is None else self._gate(out, self._activation)
+        rows, activation = None if self.adapters is None else rows_of_step(len(x)), self.shape.activation
+        if self.adapters is None or rows is None:
+            return self.loaded(cast("torch.Tensor", x), bias)
+        assert isinstance(x, torch.Tensor), "a step with adapters has rows, not codes"
+        if activation is None:
+            return self.adapters.add(self.loaded(x, bias), x, rows)
+        before = cast("GatedProduct", self.loaded).before_activation(x, bias)
+        gated: torch.Tensor = self._gate(self.adapters.add(before, x, rows), activation)
+        return gated
 
     def forward(self, x: Rows) -> torch.Tensor:
         return self.product(x, self.bias)

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 
 from tp_engine.kernels.quantised.row_codes import Rows
+from tp_engine.layers.adapters import has_adapters
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.experts import Experts, Router
 from tp_engine.layers.formats.few_rows import BlockPart
@@ -41,15 +42,13 @@ class GatedMLP(Layer):
 
     @cached_property
     def _pair(self) -> GatedPair | None:
-        """Both products as one, for many rows, if the weights have it and no adapter comes between them."""
-        if self.gate_up_proj.adapters is not None:
-            return None
+        """Both products as one, for many rows without adapters, if the weights have it."""
         return gated_pair(self.gate_up_proj.loaded, self.down_proj.loaded)
 
     def forward(self, x: Rows) -> BlockPart:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output."""
         pair = self._pair
-        if pair is not None and len(x) > pair.more_than:
+        if pair is not None and len(x) > pair.more_than and not has_adapters():
             return pair(x, self.gate_up_proj.bias, self.down_proj.own_bias)
         return self.down_proj.part(self.gate_up_proj(x))
 

@@ -59,15 +59,16 @@ def warms_up(device_type: str) -> bool:
 
 def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
     """Run the first steps on ``runner``, which has no rows and gets arbitrary ones; a collective."""
-    for plan in _steps_of_every_kind(config, runner.num_groups):
-        runner.run(plan).result()
-    run_largest_decodes(runner, config)
+    for adapter in (0, 1) if config.enable_lora else (0,):  # the slot is empty
+        for plan in _steps_of_every_kind(config, runner.num_groups, adapter):
+            runner.run(plan).result()
+        run_largest_decodes(runner, config, adapter)
 
 
-def run_largest_decodes(runner: ModelRunner, config: EngineConfig) -> None:
+def run_largest_decodes(runner: ModelRunner, config: EngineConfig, adapter: int = 0) -> None:
     """Run decodes of 1, 2, 4, ... rows: one of them needs the most memory for attention's partial results."""
     for num_rows in _decode_sizes(config.max_num_seqs):
-        runner.run(_plan(config, runner.num_groups, [_GREEDY] * num_rows)).result()
+        runner.run(_plan(config, runner.num_groups, [_GREEDY] * num_rows, adapter=adapter)).result()
 
 
 def time_decodes(runner: ModelRunner, config: EngineConfig, most_rows: int) -> dict[int, float]:
@@ -90,8 +91,8 @@ def time_decodes(runner: ModelRunner, config: EngineConfig, most_rows: int) -> d
     return found
 
 
-def _steps_of_every_kind(config: EngineConfig, num_groups: int) -> Iterator[StepPlan]:
-    """The plans that the limits on rows and tokens allow."""
+def _steps_of_every_kind(config: EngineConfig, num_groups: int, adapter: int) -> Iterator[StepPlan]:
+    """The plans that the limits on rows and tokens allow; all rows have the ``adapter`` in this slot."""
     steps: list[tuple[Sequence[RowSampling], Sequence[int]]] = [((), (1,)), ((), (_LENGTH,)), ((_GREEDY,), (_LENGTH,))]
     longest = min(config.max_num_batched_tokens, config.max_model_len or _LENGTH)
     steps += [((), (size,)) for size in (*_PART_SIZES, *first_lengths(longest)) if size <= longest]
@@ -100,11 +101,9 @@ def _steps_of_every_kind(config: EngineConfig, num_groups: int) -> Iterator[Step
     for decodes, chunks in steps:
         num_tokens, num_rows = len(decodes) + sum(chunks), len(decodes) + len(chunks)
         if num_tokens <= config.max_num_batched_tokens and num_rows <= config.max_num_seqs:
-            yield _plan(config, num_groups, decodes, chunks)
-    if config.enable_lora:  # the slot is empty
-        yield _plan(config, num_groups, [_GREEDY], adapter=1)
+            yield _plan(config, num_groups, decodes, chunks, adapter)
     if (speculation := SpeculativeConfig.of(config.speculative_config)) is not None:
-        plan = _plan(config, num_groups, [_GREEDY])
+        plan = _plan(config, num_groups, [_GREEDY], adapter=adapter)
         yield msgspec.structs.replace(plan, num_drafts=speculation.num_speculative_tokens)
 
 

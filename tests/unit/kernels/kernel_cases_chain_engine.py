@@ -169,8 +169,9 @@ def counted(num_rows: int) -> Iterator[Counter[str]]:
         yield launches
 
 
-def kernels_of_a_layer(by: str, num_rows: int, prepares_heads: bool) -> dict[str, int]:
-    """What a decode step of ``num_rows`` rows launches for three layers and not for two."""
+def kernels_of_a_layer(by: str, num_rows: int, prepares_heads: bool, **options: Any) -> dict[str, int]:
+    """What a decode step of ``num_rows`` rows launches for three layers and not for two, with the ``options`` of
+    ``LLM``."""
     steps: list[Counter[str]] = []
     for num_layers in (2, 3):
         with tempfile.TemporaryDirectory() as name:
@@ -178,7 +179,8 @@ def kernels_of_a_layer(by: str, num_rows: int, prepares_heads: bool) -> dict[str
                 Path(name) / "model", "qwen3", num_layers=num_layers, hidden_size=128, intermediate_size=128
             )
             with chained(by, prepares_heads=prepares_heads), counted(num_rows) as launches:
-                generate(folder, [[5, 6]] * num_rows, 2, max_num_seqs=num_rows, max_num_batched_tokens=2 * num_rows + 1)
+                sizes = {"max_num_seqs": num_rows, "max_num_batched_tokens": 2 * num_rows + 1}
+                generate(folder, [[5, 6]] * num_rows, 2, **sizes, **options)
         steps.append(launches)
     return dict(steps[1] - steps[0])
 
@@ -195,4 +197,6 @@ def main(part: str) -> None:
         found = {key: kernels_of_a_layer(*key) for key in KERNELS}
         assert found == KERNELS, found
         assert tuple(sum(kernels.values()) for kernels in found.values()) == NUMBERS
+        with_slots = kernels_of_a_layer("table", 1, False, enable_lora=True)  # no row has an adapter
+        assert with_slots == ONE_ROW_CHAIN, with_slots
     print(AGREEMENT)

@@ -129,6 +129,8 @@ def check_product(device: str, kind: Codes, options: dict[str, Any], activation:
         # For many rows a library multiplies rounded weights.
         granted = 1e-2 if num_rows <= FEW_ROWS else 2 * exact.abs().max().item()
         assert_close_enough(product(x, bias), twin, exact, granted)
+        if activation is not None:
+            assert_same(product.before_activation(x, bias), TritonQuantised(weight, None)(x, bias))
 
 
 def check_parts(device: str) -> None:

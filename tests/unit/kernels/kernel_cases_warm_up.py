@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,8 +22,9 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from tests.tiny_models import make_checkpoint
 from tests.unit.kernels.kernel_harness import AGREEMENT, triton_ops_on_cpus
-from tp_engine import LLM, SamplingParams
+from tp_engine import LLM, LoRARequest, SamplingParams
 from tp_engine.attention.triton_backend import TritonBackend
+from tp_engine.layers.formats import quantised_products
 from tp_engine.sampling.state import SamplingState
 
 Specialisation = tuple[Any, ...]
@@ -89,37 +91,51 @@ def kind_of(value: Any, parameter: inspect.Parameter, is_general: bool) -> Any:
     return type(value).__name__
 
 
-def serve(llm: LLM, mixture: tuple[dict[str, Any], ...]) -> None:
-    """One request for each set of parameters; they end after different numbers of steps."""
+def serve(llm: LLM, mixture: tuple[dict[str, Any], ...], adapter: LoRARequest | None) -> None:
+    """One request for each set of parameters, with the ``adapter``; they end after different numbers of steps."""
     params = [SamplingParams(max_tokens=2 + i // 2, ignore_eos=True, **one) for i, one in enumerate(mixture)]
-    outputs = llm.generate(PROMPTS[: len(params)], params, use_tqdm=False)
+    outputs = llm.generate(PROMPTS[: len(params)], params, use_tqdm=False, lora_request=adapter)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [one.max_tokens for one in params]
 
 
-def check(make_llm: Callable[[], LLM], **path: bool) -> None:
-    """Serving launches only what the start has launched."""
+def check(make_llm: Callable[[], LLM], *adapters: LoRARequest, **path: bool) -> None:
+    """Serving launches only what the start has launched, without an adapter and with those given."""
     started: set[Specialisation] = set()
     served: set[Specialisation] = set()
     with gpu_path(**path):
         with recorded(started):
             llm = make_llm()
         with llm, recorded(served):
-            for mixture in MIXTURES:
-                serve(llm, mixture)
+            for mixture, adapter in product(MIXTURES, (None, *adapters)):
+                serve(llm, mixture, adapter)
     assert len(served) >= 12, f"only {len(served)} launches were seen"
     for one in sorted(served - started, key=str):
         like = next((other for other in started if other[0] == one[0]), ())
         raise AssertionError(f"{one[0]} was not warmed up: {[pair for pair in one if pair not in like]}")
 
 
+def check_adapters(folder: Path, **options: Any) -> None:
+    """Products with quantised weights, which are others in steps with adapters; the largest step has other tiles."""
+    from tests.lora_adapters import ADAPTERS, make_adapter
+
+    options["max_num_batched_tokens"] = 40
+    adapter = LoRARequest("own", 1, str(make_adapter(folder / "adapter", folder, **ADAPTERS["linears"])))
+    with (
+        patch.object(quantised_products, "runs_triton", lambda device_type: True),
+        patch.object(quantised_products, "native_library", lambda: None),
+    ):
+        check(lambda: LLM(str(folder), quantization="int4", enable_lora=True, **options), adapter)
+
+
 def main(path: str = "") -> None:
     with tempfile.TemporaryDirectory() as name:
         shape: dict[str, Any] = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "hidden_size": 32, "head_dim": 16}
         folder = make_checkpoint(Path(name) / "model", "qwen3", vocab_size=101, **shape)
-        check(
-            lambda: LLM(str(folder), device="cpu", dtype="float32", attention_backend="torch", **OPTIONS),
-            prepares_heads=path == "heads",
-        )
+        options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "attention_backend": "torch", **OPTIONS}
+        if path == "adapters":
+            check_adapters(folder, **options)
+        else:
+            check(lambda: LLM(str(folder), **options), prepares_heads=path == "heads")
     print(AGREEMENT)
 
 

@@ -19,6 +19,7 @@ from tp_engine.kernels.layer_ops import gate
 from tp_engine.kernels.native.experts import NativeQuantisedExperts
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.quantised import QuantisedPanels
+from tp_engine.kernels.ops import implementation
 from tp_engine.kernels.quantised.weights import Codes, QuantisedWeight, dequantise, values_per_byte
 from tp_engine.model_config.mlp import SILU, Activation
 from tp_engine.ranks.collectives import SingleRank
@@ -128,6 +129,7 @@ def test_blocks(library: ctypes.CDLL, row_block: int, scales: torch.dtype) -> No
             product = QuantisedPanels(library, part, dtype).product(x, bias)
             found = QuantisedPanels(library, part, dtype, SILU).product(x, bias)
             torch.testing.assert_close(found, gate(product, SILU))
+            assert torch.equal(QuantisedPanels(library, part, dtype, SILU).before_activation(x, bias), product)
 
 
 @pytest.mark.parametrize("scales", SCALES[1:], ids=str)
@@ -167,13 +169,13 @@ def test_every_code(library: ctypes.CDLL, kind: Codes, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rows_result_is_its_own(library: ctypes.CDLL, kind: Codes, dtype: torch.dtype) -> None:
     """Oracle: the same rows in other batches and with other numbers of threads, bit by bit, with and without an
-    activation; and the activation of the product, bit by bit."""
+    activation, and before it; and the activation of the product, bit by bit."""
     weight = make_weight(kind, (260, 1500), group=48, zeros=kind == "int4", factors=True)
     x, bias = operands((260, 1500), 130, dtype)
     threads = torch.get_num_threads()
     product, gated = QuantisedPanels(library, weight, dtype), QuantisedPanels(library, weight, dtype, SILU)
     whole, whole_gated = product.product(x, bias), gated.product(x, bias)
-    torch.testing.assert_close(whole_gated, gate(whole, SILU))
+    assert torch.equal(whole_gated, implementation("gate", "native")(whole, SILU))
     try:
         for number in (1, 2, 3):
             torch.set_num_threads(number)
@@ -181,6 +183,7 @@ def test_a_rows_result_is_its_own(library: ctypes.CDLL, kind: Codes, dtype: torc
                 own = slice(130 - rows, 130)
                 assert torch.equal(product.product(x[own], bias), whole[own])
                 assert torch.equal(gated.product(x[own], bias), whole_gated[own])
+                assert torch.equal(gated.before_activation(x[own], bias), whole[own])
     finally:
         torch.set_num_threads(threads)
 

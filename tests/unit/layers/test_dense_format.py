@@ -191,15 +191,20 @@ def test_a_tied_head_and_its_embedding_have_one_weight(dtype: torch.dtype) -> No
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 100, 2048])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_gate_and_up_in_panels(library: ctypes.CDLL, dtype: torch.dtype, size: int, has_bias: bool) -> None:
-    """Oracle: SwiGLU's kernel after the product in panels, bit by bit, NaN too; sizes that do not fill a panel."""
+    """Oracle: SwiGLU's kernel after the product in panels, and that product, bit by bit, NaN too; sizes that do not
+    fill a panel."""
     x, weight, bias = operands((2 * size, 76), 200, dtype)
     weight[0, 3], weight[size, 70] = float("inf"), float("nan")
     separate, gated = PackedWeight(library, weight), PackedWeight(library, weight, activation=SILU)
     native_gate = implementation("gate", "native")
     for rows in (0, 1, 5, 6, 7, 97, 200):
         offset = bias if has_bias else None
-        expected = native_gate(separate.product(x[:rows], offset), SILU)
-        torch.testing.assert_close(gated.product(x[:rows], offset), expected, rtol=0, atol=0, equal_nan=True)
+        both = separate.product(x[:rows], offset)
+        for found, expected in (
+            (gated.before_activation(x[:rows], offset), both),
+            (gated.product(x[:rows], offset), native_gate(both, SILU)),
+        ):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.usefixtures("any_library")

@@ -24,16 +24,14 @@ from tp_engine.layers.attention import current_metadata, forward_context
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_engine.layers.formats import choose_formats
-from tp_engine.layers.formats.base import Product
 from tp_engine.layers.formats.quantised_products import WantedCodes
 from tp_engine.layers.linear import RowParallelLinear
 from tp_engine.layers.norm import Norm, QKNorm
 from tp_engine.layers.residual import Join
 from tp_engine.layers.rotary import RotaryEmbedding
-from tp_engine.model_config.mlp import SILU, MlpSpec
+from tp_engine.model_config.mlp import SILU
 from tp_engine.model_config.rope import RopeSpec
 from tp_engine.model_config.spec import AttentionSpec, NormSpec, QkNormSpec
-from tp_engine.models import mlp
 from tp_engine.ranks.collectives import Communicator, SingleRank
 from tp_engine.weights.source import as_stored, sources_of
 
@@ -150,34 +148,6 @@ def test_row_parallel_bias_is_added_once() -> None:
 
     for result in run_ranks(3, body):
         torch.testing.assert_close(result, F.linear(x, weight, bias))
-
-
-@pytest.mark.parametrize("num_rows", [2, 3])
-def test_gated_mlp_of_many_rows_is_one_product(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the layers one after the other; a joint product, if there is one, is called above its number of rows."""
-    calls: list[int] = []
-
-    class Pair:
-        more_than = 2
-
-        def __init__(self, gate_up: Product, down: Product) -> None:
-            self.gate_up, self.down = gate_up, down
-
-        def __call__(
-            self, x: torch.Tensor, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None
-        ) -> torch.Tensor:
-            calls.append(len(x))
-            return self.down(self.gate_up(x, gate_up_bias), down_bias)
-
-    monkeypatch.setattr(mlp, "gated_pair", Pair)
-    layer = mlp.GatedMLP(MlpSpec(inner_size=16, bias=True), 8, context=ALONE.at("mlp"))
-    for parameter in layer.parameters():
-        parameter.copy_(torch.randn_like(parameter))
-    for part in (layer.gate_up_proj, layer.down_proj):
-        part.finish_loading()
-    x = torch.randn(num_rows, 8)
-    torch.testing.assert_close(layer(x), layer.down_proj.part(layer.gate_up_proj(x)))
-    assert calls == [3] * (num_rows > 2)
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 100])

@@ -3,8 +3,9 @@
 
 #include "simd.h"
 
-/* The activations of the gate.  Mirrored in model_config/mlp.py. */
-enum { NO_GATE = -1, SILU = 0, GELU_TANH = 1, SWIGLU_CLAMPED = 2, RELU2 = 3 };
+/* The activations of the gate, mirrored in model_config/mlp.py.  NO_GATE: none; BOTH_PARTS: none, of a weight that has gate
+   and up. */
+enum { BOTH_PARTS = -2, NO_GATE = -1, SILU = 0, GELU_TANH = 1, SWIGLU_CLAMPED = 2, RELU2 = 3 };
 
 /* x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), which is gelu's tanh formula without the loss of digits below 0. */
 INLINE vf gelu_tanh(vf x)
@@ -37,4 +38,12 @@ INLINE vf gated(vf gate, vf up, float alpha, float limit, const int kind, const 
     case GELU_TANH: { enum { KIND = GELU_TANH }; statement; } break;                    \
     case SWIGLU_CLAMPED: { enum { KIND = SWIGLU_CLAMPED }; statement; } break;          \
     default: { enum { KIND = RELU2 }; statement; }                                      \
+    }
+
+/* The same, and without activation. */
+#define FOR_RESULT(statement)                                                           \
+    switch (kind) {                                                                     \
+    case BOTH_PARTS: { enum { KIND = BOTH_PARTS }; statement; } break;                  \
+    case NO_GATE: { enum { KIND = NO_GATE }; statement; } break;                        \
+    default: FOR_KIND(statement)                                                        \
     }

@@ -11,7 +11,7 @@ from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.model_config.mlp import Activation
 from tp_engine.units import round_up
 
-NO_ACTIVATION = -1  # as in gated.h
+BOTH_PARTS, NO_ACTIVATION = -2, -1  # as in gated.h
 _WIDENED_ALIGNMENT = 16  # numbers of the longest vector
 
 
@@ -43,6 +43,7 @@ class PackedWeight:
         self._library, self._dtype, self._out_size = library, weight.dtype, out_size
         self._num_parts = 1 if activation is None else 2
         self._kind = NO_ACTIVATION if activation is None else activation.code
+        self._kind_before = NO_ACTIVATION if activation is None else BOTH_PARTS
         self._num_shards, self._keeps_sums = num_shards, keeps_sums
         self._bounds = (0.0, 0.0) if activation is None else (float(activation.alpha), float(activation.limit))
         assert out_size % self._num_parts == 0, f"gate and up have {out_size} rows, an odd number"
@@ -66,13 +67,18 @@ class PackedWeight:
         Sums are float32 and rounded once; a row's result is the same, bit by bit, for any other rows and any number of
         threads.  With an activation the result is ``gate`` of that product, (N, size), bit by bit.
         """
+        return self._multiply(x, bias, self._kind, self._out_size // self._num_parts)
+
+    def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``product`` without the activation, bit by bit that of a weight without one: (N, out)."""
+        return self._multiply(x, bias, self._kind_before, self._out_size)
+
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, kind: int, width: int) -> torch.Tensor:
         assert x.dtype is self._dtype and (bias is None or bias.dtype is self._dtype)
         if x.stride(1) != 1:
             x = x.contiguous()
         rows = x.shape[0]
-        out = torch.empty(
-            (rows, self._out_size // self._num_parts), dtype=torch.float32 if self._keeps_sums else x.dtype
-        )
+        out = torch.empty((rows, width), dtype=torch.float32 if self._keeps_sums else x.dtype)
         widened = torch.empty((rows, self._widened_size), dtype=torch.float32) if self._widened_size else None
         self._library.packed_linear(
             x.data_ptr(),
@@ -84,7 +90,7 @@ class PackedWeight:
             rows,
             self._out_size,
             self._items,
-            self._kind,
+            kind,
             *self._bounds,
             DTYPE_CODES[x.dtype],
             self._num_shards,

@@ -1,4 +1,5 @@
-/* x @ weight.T + bias with the weight in panels (panels.h); or gate times up of that, by an activation (gated.h).
+/* x @ weight.T + bias with the weight in panels (panels.h); or gate times up of that, by an activation (gated.h).  With
+   BOTH_PARTS it is the product without the activation, bit by bit, of a weight whose panels hold gate and up.
 
    Each task has one panel and some of the rows, and reads its panel in chunks of items.  A chunk stays in the second-level
    cache for all tiles of rows (linear_tile.h), and these fetch what follows in memory: the next chunk, or the next panel.
@@ -34,7 +35,7 @@ typedef struct {
     int stores_float32;   /* out is float32, whatever the type */
 } Linear;
 
-/* Parts of a weight: gate and up, if there is an activation. */
+/* Parts of a weight: gate and up, or one. */
 INLINE int parts_of(const int kind) { return kind == NO_GATE ? 1 : 2; }
 
 /* Adds the bias to `sum`, the sums of outputs `i` to `i + VW` of a part. */
@@ -59,13 +60,14 @@ INLINE void store_float32(const Linear *p, Sums sums, char *to, int64_t row, int
 /* Stores the results of some rows times a panel. */
 INLINE void store_sums(const Linear *p, Sums sums, int64_t row, int64_t rows, int64_t panel, const int dtype, const int kind)
 {
-    const int vectors = VECTORS / parts_of(kind);
+    const int vectors = VECTORS / parts_of(kind), stored_parts = kind == BOTH_PARTS ? 2 : 1;
+    const int64_t part_bytes = p->part_size * item_bytes(dtype);
     if (p->stores_float32) {
         store_float32(p, sums, p->out, row, rows, panel);
         return;
     }
     for (int64_t r = 0; r < rows; r++) {
-        char *out = p->out + (row + r) * p->part_size * item_bytes(dtype);
+        char *out = p->out + (row + r) * stored_parts * part_bytes;
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
             const int64_t i = (panel * vectors + v) * VW;
@@ -74,7 +76,10 @@ INLINE void store_sums(const Linear *p, Sums sums, int64_t row, int64_t rows, in
             vf result = p->num_shards ? sums[r][v] : add_bias(p, sums[r][v], 0, i, dtype);
             if (kind != NO_GATE) {
                 const vf up = add_bias(p, sums[r][v + vectors], 1, i, dtype);
-                result = gated(rounded(result, dtype), rounded(up, dtype), p->alpha, p->limit, kind, dtype);
+                if (kind == BOTH_PARTS)
+                    store_some(out + part_bytes, i, p->part_size, up, dtype);
+                else
+                    result = gated(rounded(result, dtype), rounded(up, dtype), p->alpha, p->limit, kind, dtype);
             }
             store_some(out, i, p->part_size, result, dtype);
         }
@@ -190,10 +195,7 @@ static void run_task(const Linear *p, int64_t task, int64_t num_groups, int64_t 
 {
     const int64_t panel = task / num_groups, group = task % num_groups;
     const int64_t first = group * p->rows / num_groups, count = (group + 1) * p->rows / num_groups - first;
-    if (kind == NO_GATE)
-        FOR_DTYPE(run_rows(p, first, count, panel, TYPE, NO_GATE))
-    else
-        FOR_KIND(FOR_DTYPE(run_rows(p, first, count, panel, TYPE, KIND)))
+    FOR_RESULT(FOR_DTYPE(run_rows(p, first, count, panel, TYPE, KIND)))
 }
 
 /* widened (rows, stride) = rows of x, which are x_stride bytes apart, in float32; a stride is a multiple of VW. */

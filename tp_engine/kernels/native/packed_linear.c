@@ -5,9 +5,9 @@
 
 /* out = x @ weight.T + bias: x (rows, items), its rows x_stride elements of `dtype` apart; weight as packed; bias
    (out_size) or NULL and out (rows, out_size) contiguous.  Sums are float32 and rounded once.  With an activation,
-   out (rows, out_size / 2) is the activation of gate and up.  If `widens` is true of the type, widened has room for rows
-   of 2 * items float32, rounded up to a multiple of VW; otherwise it may be NULL.  With num_shards, the items' sums are
-   added as a tree (linear_rows.h), without activation; out is float32 then if `keeps_sums`.
+   out (rows, out_size / 2) is that of gate and up; BOTH_PARTS leaves it out.  If `widens` is true of the type, widened has
+   room for rows of 2 * items float32, rounded up to a multiple of VW; otherwise it may be NULL.  With num_shards, the items'
+   sums are added as a tree (linear_rows.h), without activation; out is float32 then if `keeps_sums`.
 
    With a single tile of rows each thread has the same panels in every step, which its core's caches may still hold.
    With more, arithmetic takes the time, and cores differ in speed from moment to moment, so the thread that is done first

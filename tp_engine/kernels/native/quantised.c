@@ -122,10 +122,7 @@ void run_quantised_task(const Linear *p, const Quantised *q, int64_t task, int64
     const int64_t first = group * p->rows / num_groups, count = (group + 1) * p->rows / num_groups - first;
     vf totals[GROUP][VECTORS];
     multiply_rows(totals, p, q, first, count, panel, (int)dtype);
-    if (kind == NO_GATE)
-        FOR_DTYPE(store_sums(p, totals, first, count, panel, TYPE, NO_GATE))
-    else
-        FOR_KIND(FOR_DTYPE(store_sums(p, totals, first, count, panel, TYPE, KIND)))
+    FOR_RESULT(FOR_DTYPE(store_sums(p, totals, first, count, panel, TYPE, KIND)))
 }
 
 void prepare_row(const Quantised *q, char *to, const char *from, int64_t dtype)

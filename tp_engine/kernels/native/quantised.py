@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from tp_engine.kernels import huge_pages
 from tp_engine.kernels.native.layout import DTYPE_CODES, Quantised
-from tp_engine.kernels.native.linear import NO_ACTIVATION
+from tp_engine.kernels.native.linear import BOTH_PARTS, NO_ACTIVATION
 from tp_engine.kernels.quantised.weights import Codes, QuantisedWeight, code_values, values_per_byte
 from tp_engine.model_config.mlp import Activation
 
@@ -60,6 +60,7 @@ class QuantisedPanels:
         self._library, self._dtype, self._out_size = library, dtype, weight.shape[0]
         self._num_parts = 1 if activation is None else 2
         self._kind = NO_ACTIVATION if activation is None else activation.code
+        self._kind_before = NO_ACTIVATION if activation is None else BOTH_PARTS
         self._bounds = (0.0, 0.0) if activation is None else (float(activation.alpha), float(activation.limit))
         self._packed = pack_quantised(library, weight.map(lambda one: one.unsqueeze(0)), dtype, self._num_parts)
         self._row_bytes = library.quantised_row_bytes(self._packed.form, DTYPE_CODES[dtype])
@@ -75,11 +76,18 @@ class QuantisedPanels:
         Sums are float32 and rounded once; a row's result is the same, bit by bit, for any other rows and any number of
         threads.  With an activation the result is ``gate`` of that product, (N, size), bit by bit.
         """
+        return self._multiply(x, bias, self._kind, self._out_size // self._num_parts)
+
+    def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``product`` without the activation, bit by bit that of a weight without one: (N, out)."""
+        return self._multiply(x, bias, self._kind_before, self._out_size)
+
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, kind: int, width: int) -> torch.Tensor:
         assert x.dtype is self._dtype and (bias is None or bias.dtype is self._dtype)
         if x.stride(1) != 1:
             x = x.contiguous()
         rows = x.shape[0]
-        out = torch.empty((rows, self._out_size // self._num_parts), dtype=x.dtype)
+        out = torch.empty((rows, width), dtype=x.dtype)
         prepared = torch.empty(rows * self._row_bytes, dtype=torch.uint8)
         self._library.quantised_linear(
             self._packed.form,
@@ -92,7 +100,7 @@ class QuantisedPanels:
             prepared.data_ptr(),
             rows,
             self._out_size,
-            self._kind,
+            kind,
             *self._bounds,
             DTYPE_CODES[x.dtype],
             torch.get_num_threads(),

@@ -174,8 +174,9 @@ def _linear(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator
     expected = F.linear(x.double(), weight.double(), bias.double())
     yield "packed_linear", PackedWeight(library, weight).product(x, bias), expected
     for rule in _ACTIVATIONS:
-        found = PackedWeight(library, weight[:36], activation=rule).product(x, bias[:36])
-        yield f"packed_linear with {rule.kind}", found, layer_ops.gate(expected[:, :36], rule)
+        gated = PackedWeight(library, weight[:36], activation=rule)
+        yield f"packed_linear with {rule.kind}", gated.product(x, bias[:36]), layer_ops.gate(expected[:, :36], rule)
+    yield "packed_linear of both parts", gated.before_activation(x, bias[:36]), expected[:, :36]
     ids = torch.tensor([36, 0, 50, 17], dtype=torch.int32)
     wanted = torch.where(ids[:, None] < 37, weight[ids.clamp(max=36).long()], 0.0) * 2
     yield "embed_panels", PackedWeight(library, weight).rows(ids, None, 2.0), wanted

@@ -30,6 +30,14 @@ class Product(Protocol):
         """``x`` (N, in) -> (N, out), in the type of ``x``."""
 
 
+@runtime_checkable
+class GatedProduct(Product, Protocol):
+    """A product that ends with the activation of gate and up, where adapters need what is before it."""
+
+    def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``x`` (N, in) -> (N, 2 * size), gate first, from the same weight."""
+
+
 class ExpertsProduct(Protocol):
     """The experts of a layer that are on this rank.  ``is_recordable``: whether recordings of steps can hold them."""
 
@@ -69,7 +77,7 @@ class LinearFormat(Protocol):
     def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:
         """The product of the loaded ``parameters``, on their device, for rows of ``dtype``.
 
-        Raises ``ConfigError`` if it can not be made.
+        If ``shape`` has an activation, it is a ``GatedProduct``.  Raises ``ConfigError`` if it can not be made.
         """
 
     def create_experts(self, context: LayerContext, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:

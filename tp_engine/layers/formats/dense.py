@@ -167,6 +167,10 @@ class PanelLinear:
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self.weight.product(x, bias)
 
+    def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See ``GatedProduct``."""
+        return self.weight.before_activation(x, bias)
+
 
 class PackedLinear:
     """oneDNN with the weight in its own blocked order."""
@@ -196,14 +200,15 @@ class TreeLinear:
 
 
 class ThenGate:
-    """Another product, then the activation of its gate and up, on ``device_type``."""
+    """Another product, ``before_activation``, then the activation of its gate and up, on ``device_type``."""
 
     def __init__(self, product: Product, activation: Activation, device_type: str) -> None:
         self.is_recordable = product.is_recordable and is_recordable("gate", device_type)
-        self._product, self._activation, self._gate = product, activation, op("gate", device_type)
+        self.before_activation = product
+        self._activation, self._gate = activation, op("gate", device_type)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        gated: torch.Tensor = self._gate(self._product(x, bias), self._activation)
+        gated: torch.Tensor = self._gate(self.before_activation(x, bias), self._activation)
         return gated
 
 

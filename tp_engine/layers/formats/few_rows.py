@@ -65,18 +65,32 @@ class FewRowsLinear:
         scale: float = 1.0,
     ) -> torch.Tensor:
         """``fused_linear.fused_linear``; the norm only if ``norms`` these rows, the stream only if ``fuses`` them."""
+        return self._multiply(x, bias, self._activation, stream, scale)
+
+    def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See ``GatedProduct``."""
+        return self._multiply(x, bias, None)
+
+    def _multiply(
+        self,
+        x: torch.Tensor | RowsToNorm,
+        bias: torch.Tensor | None,
+        activation: Activation | None,
+        stream: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
         num_rows = len(x)
         if num_rows == 1 and self._takes_one:
-            return self._of_one_row(x, self.weight, bias, self._activation, stream=stream, scale=scale)
+            return self._of_one_row(x, self.weight, bias, activation, stream=stream, scale=scale)
         if self.fuses(num_rows):
             sizes = self._sizes(
-                self.weight, num_rows, num_multiprocessors(self.weight.device), is_gated=self._activation is not None
+                self.weight, num_rows, num_multiprocessors(self.weight.device), is_gated=activation is not None
             )
             return self._of_few_rows(
                 x,
                 self.weight,
                 bias,
-                self._activation,
+                activation,
                 stream=stream,
                 scale=scale,
                 sizes=sizes,
@@ -84,7 +98,7 @@ class FewRowsLinear:
             )
         assert isinstance(x, torch.Tensor) and stream is None, "the library only multiplies"
         product = F.linear(x, self.weight, bias)
-        return product if self._activation is None else self._gate(product, self._activation)
+        return product if activation is None else self._gate(product, activation)
 
     def fuses(self, num_rows: int) -> bool:
         """Whether the product of so many rows is Triton's."""

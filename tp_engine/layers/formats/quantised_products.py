@@ -61,6 +61,10 @@ class PlainQuantised:
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return multiply_quantised(x, self._weight, bias, self._activation)
 
+    def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See ``GatedProduct``."""
+        return multiply_quantised(x, self._weight, bias)
+
 
 class PanelQuantised:
     """C with the codes in panels; an ``activation`` is applied to gate and up."""
@@ -74,6 +78,10 @@ class PanelQuantised:
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self._weight.product(x, bias)
+
+    def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See ``GatedProduct``."""
+        return self._weight.before_activation(x, bias)
 
 
 class TritonQuantised:
@@ -101,18 +109,22 @@ class TritonQuantised:
         self.made_by = "Triton" if scaled is None else f"Triton, {many}"
 
     def __call__(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
-        if isinstance(x, torch.Tensor) and len(x) <= self.few_rows:
-            product = self._of_one_row if len(x) == 1 else self._of_few_rows
-            return product(x, self._weight, bias, self.activation)
-        out = self.before_activation(x, bias)
-        return out if self.activation is None else self._gate(out, self.activation)
+        return self._multiply(x, bias, self.activation)
 
     def before_activation(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
-        """The product of many rows, not activated."""
+        """See ``GatedProduct``."""
+        return self._multiply(x, bias, None)
+
+    def _multiply(self, x: Rows, bias: torch.Tensor | None, activation: Activation | None) -> torch.Tensor:
+        if isinstance(x, torch.Tensor) and len(x) <= self.few_rows:
+            product = self._of_one_row if len(x) == 1 else self._of_few_rows
+            return product(x, self._weight, bias, activation)
         if self.scaled is not None:
-            return self.scaled(x, bias)
-        assert isinstance(x, torch.Tensor), "without a product of codes, rows are values"
-        return self._of_many_rows(x, self._weight, bias)
+            out = self.scaled(x, bias)
+        else:
+            assert isinstance(x, torch.Tensor), "without a product of codes, rows are values"
+            out = self._of_many_rows(x, self._weight, bias)
+        return out if activation is None else self._gate(out, activation)
 
 
 class GatedPair:
