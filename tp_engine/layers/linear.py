@@ -64,7 +64,7 @@ class LocalLinear(Layer):
 
     def product(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
         """``x`` (N, in), no tensor only if the product takes it (``wanted_codes``, ``NormInReaders``) -> (N, out)."""
-        rows, activation = None if self.adapters is None else rows_of_step(len(x)), self.shape.activation
+        rows, activation = rows_of_step(len(x)), self.shape.activation
         if self.adapters is None or rows is None:
             return self.loaded(cast("torch.Tensor", x), bias)
         assert isinstance(x, torch.Tensor), "a step with adapters has rows, not codes"

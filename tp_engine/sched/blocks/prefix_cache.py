@@ -226,7 +226,8 @@ class PrefixCache:
             assert len(run.token_bytes) == len(run.blocks) * self._block_bytes and self._runs[run.serial] is run
             if run.parent is not None:
                 num_followers[run.parent.serial] += 1
-        self._check_blocks(list(self._run_named.values()))
+        if self._run_named:
+            self._check_blocks(list(self._run_named.values()))
         assert len(self._runs) == len(self._run_named)
         for serial, run in self._runs.items():
             assert run.num_followers == num_followers[serial]
@@ -237,19 +238,14 @@ class PrefixCache:
 
     def _check_blocks(self, runs: list[Run]) -> None:
         """Assert that the living blocks of these runs know their run and their place; all runs at once."""
-        if not runs:
-            return
-        blocks = np.concatenate([run.blocks[: run.length] for run in runs])
+        lengths, serials, num_held = np.array([(run.length, run.serial, run.num_held) for run in runs]).T
+        blocks, sizes = np.concatenate([run.blocks[: run.length] for run in runs]), lengths * self._num_groups
         assert np.all(blocks[:, self._is_full] != NO_BLOCK), "a full group lacks a block"
-        sizes = [run.length * self._num_groups for run in runs]
-        living, owner = blocks.reshape(-1), np.repeat(np.arange(len(runs)), sizes)
-        places = np.arange(len(living)) - (np.cumsum(sizes) - sizes)[owner]
-        held = living != NO_BLOCK
-        serials = np.array([run.serial for run in runs])
-        assert np.array_equal(self._serial_of[living[held]], serials[owner[held]])
-        assert np.array_equal(self._place_of[living[held]], places[held])
-        if not self._has_full:
-            assert [run.num_held for run in runs] == np.bincount(owner[held], minlength=len(runs)).tolist()
+        flat, owner = blocks.reshape(-1), np.repeat(np.arange(len(runs)), sizes)
+        held, places = flat != NO_BLOCK, np.arange(len(flat)) - (np.cumsum(sizes) - sizes)[owner]
+        assert np.array_equal(self._place_of[flat[held]], places[held])
+        assert np.array_equal(self._serial_of[flat[held]], serials[owner[held]])
+        assert self._has_full or np.array_equal(np.bincount(owner[held], minlength=len(runs)), num_held)
 
     def _walk(self, place: Place, token_bytes: bytes, max_blocks: int) -> tuple[list[tuple[Run, int, int]], int, Place]:
         """The known blocks of ``token_bytes`` behind ``place``: of each run its first block and how many; how many in
