@@ -64,11 +64,10 @@ class LocalLinear(Layer):
 
     def product(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
         """``x`` (N, in), no tensor only if the product takes it (``wanted_codes``, ``NormInReaders``) -> (N, out)."""
-        rows, activation = rows_of_step(len(x)), self.shape.activation
-        if self.adapters is None or rows is None:
+        if self.adapters is None or (rows := rows_of_step(len(x))) is None:
             return self.loaded(cast("torch.Tensor", x), bias)
         assert isinstance(x, torch.Tensor), "a step with adapters has rows, not codes"
-        if activation is None:
+        if (activation := self.shape.activation) is None:
             return self.adapters.add(self.loaded(x, bias), x, rows)
         before = cast("GatedProduct", self.loaded).before_activation(x, bias)
         gated: torch.Tensor = self._gate(self.adapters.add(before, x, rows), activation)
