@@ -23,7 +23,7 @@ def attend_fresh(
         if shape.latent is not None:
             output[rows] = attend_expanded(own, states.key, shape, masks)
         elif _is_plain(shape, length):
-            output[rows] = _attend_plainly(own, states, shape)
+            output[rows] = attend_causally(own, states, shape.scale)
         else:
             output[rows] = attend_last(own, states, shape, masks)
         start += length
@@ -35,8 +35,8 @@ def _is_plain(shape: AttentionShape, length: int) -> bool:
     return shape.softcap is None and shape.sinks is None and length <= (shape.sliding_window or length)
 
 
-def _attend_plainly(query: torch.Tensor, new: KeyValue, shape: AttentionShape) -> torch.Tensor:
-    """One request, with PyTorch's function."""
+def attend_causally(query: torch.Tensor, new: KeyValue, scale: float) -> torch.Tensor:
+    """One request: queries (n, heads, head_dim) over as many keys, each over those before it, by PyTorch's function."""
     q, k, v = (states.transpose(0, 1).unsqueeze(0) for states in (query, *new))
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=shape.scale, enable_gqa=True)
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return attended.squeeze(0).transpose(0, 1)

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionNeeds, AttentionShape
+from tp_engine.attention.fresh import attend_causally
 from tp_engine.attention.gathering import RowReader
 from tp_engine.attention.unprepared import PreparesHeads
 from tp_engine.env import long_prompts_by
@@ -163,16 +164,9 @@ class LongPromptsBackend(PreparesHeads):
 
 
 def attend_by_cudnn(query: torch.Tensor, new: KeyValue, scale: float) -> torch.Tensor:
-    """Causal attention of queries (n, heads, head_dim) over as many keys, by cuDNN."""
+    """``attend_causally`` by cuDNN."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return attend_causally(query, new, scale)
-
-
-def attend_causally(query: torch.Tensor, new: KeyValue, scale: float) -> torch.Tensor:
-    """The same by the implementation that PyTorch chooses."""
-    q, k, v = (states.transpose(0, 1).unsqueeze(0) for states in (query, *new))
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    return attended.squeeze(0).transpose(0, 1)
 
 
 def padded_length(num_tokens: int) -> int:

@@ -10,7 +10,8 @@ import torch
 
 from benchmarks.kernels.cases import KernelCase, Launch, Shape, can_use, random_cache, short_name
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
-from tp_engine.attention.long_prompts import LEAST_TOKENS, LongPromptsBackend, attend_by_cudnn, attend_causally
+from tp_engine.attention.fresh import attend_causally
+from tp_engine.attention.long_prompts import LEAST_TOKENS, LongPromptsBackend, attend_by_cudnn
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.attention.triton_latent import TritonLatentBackend
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv

@@ -14,9 +14,9 @@ import torch
 from tests.paged_batches import PagedBatch, make_batch
 from tp_engine import LLM, SamplingParams
 from tp_engine.attention.base import AttentionNeeds, AttentionShape
+from tp_engine.attention.fresh import attend_causally
 from tp_engine.attention.long_prompts import (
     LongPromptsBackend,
-    attend_causally,
     first_lengths,
     padded_length,
     why_not,
