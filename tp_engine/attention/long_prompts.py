@@ -10,8 +10,8 @@ A long prompt begins in this step, so its queries are as many as its keys: cuDNN
 it, has no other form.  Keys and values are gathered from the cache, where head preparation may have put them already.
 
 cuDNN makes a plan for each length it has not met, which takes long.  So a prompt is padded to one of four lengths from
-each power of two to the next, and ``first_lengths`` has them for the first steps.  Padding repeats the first key,
-which no query before it sees, because unwritten memory may hold NaN.
+each power of two to the next, and ``first_lengths`` has them for the first steps.  Padding repeats the first key and
+value: no query of the prompt sees them, but NaN, which unwritten memory may hold, would pass through the mask.
 """
 
 from __future__ import annotations
