@@ -15,6 +15,8 @@ from tp_engine import env
 LOG_FORMATS = ("text", "json")
 
 _ROOT = "tp_engine"
+_MAX_SAID = 256
+_said: set[tuple[object, ...]] = set()
 _REQUEST: ContextVar[str | None] = ContextVar("request_id", default=None)
 _TRACE: ContextVar[str | None] = ContextVar("trace_id", default=None)
 
@@ -50,6 +52,16 @@ def bind_request(request_id: str | None, trace_id: str | None = None) -> None:
     _REQUEST.set(request_id)
     if trace_id is not None:
         _TRACE.set(trace_id)
+
+
+def warn_once(logger: logging.Logger, text: str, *arguments: object) -> None:
+    """Log a warning, once per process for the same ``text`` and ``arguments``.
+
+    Clients choose arguments, so only the first ``_MAX_SAID`` warnings are remembered, and later ones are not logged.
+    """
+    if (text, *arguments) not in _said and len(_said) < _MAX_SAID:
+        _said.add((text, *arguments))
+        logger.warning(text, *arguments)
 
 
 class _TextFormatter(logging.Formatter):

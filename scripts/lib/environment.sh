@@ -63,6 +63,18 @@ set_up_own() { # folder package ...
     fi
 }
 
+# Installs programs of npm into a folder, whose node_modules/.bin has them then.
+set_up_npm() { # folder package ...
+    local folder="$ROOT/$1"
+    shift
+    if [[ "$(cat "$folder/.installed" 2>/dev/null)" != "$*" ]]; then
+        say "setting up $folder (once; a few minutes)"
+        mkdir -p "$folder"
+        npm install --silent --no-audit --no-fund --prefix "$folder" "$@" </dev/null
+        echo "$*" >"$folder/.installed"
+    fi
+}
+
 # Lets Python keep compiled source, whatever the shell's settings: tests start hundreds of short processes, and each
 # would compile for half a second.
 compile_once() { unset PYTHONDONTWRITEBYTECODE; }

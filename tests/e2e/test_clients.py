@@ -208,7 +208,12 @@ def test_the_asynchronous_client(server: RunningServer) -> None:
         ({"max_output_tokens": 0}, openai.BadRequestError, "max_output_tokens", None),
         ({"previous_response_id": "resp_1"}, openai.BadRequestError, "previous_response_id", None),
         ({"background": True}, openai.BadRequestError, "background", None),
-        ({"tools": [{"type": "web_search"}]}, openai.BadRequestError, "tools", None),
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+            openai.BadRequestError,
+            "tool_choice",
+            None,
+        ),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, openai.BadRequestError, "text", None),
     ],
 )

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tp_engine.api.openai import protocol
 from tp_engine.api.openai.answer_shape import AnswerShape
 from tp_engine.api.openai.errors import HttpError, describe_error
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody, parse_body
@@ -160,7 +159,6 @@ def test_unknown_fields_are_ignored_with_one_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: one line for two requests."""
-    monkeypatch.setattr(protocol, "_warned_fields", set())
     monkeypatch.setattr(logging.getLogger("tp_engine"), "propagate", True)
     with caplog.at_level(logging.WARNING, logger="tp_engine"):
         completion(frobnicate=1)

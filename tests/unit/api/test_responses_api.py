@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Any
+import logging
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from openai import omit
 from openai.lib.streaming.responses._responses import ResponseStreamState
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseInputItemParam, ResponseStreamEvent, ToolParam
 from pydantic import TypeAdapter
 
 from tp_engine.api.openai.protocol import parse_body
 from tp_engine.api.openai.responses_api.events import ResponseWriter, whole_response
+from tp_engine.api.openai.responses_api.items import input_messages
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
-from tp_engine.api.openai.responses_api.requests import chat_body, input_messages, prepare_response
+from tp_engine.api.openai.responses_api.requests import chat_body, prepare_response
 from tp_engine.api.openai.responses_api.shape import ResponseShape
+from tp_engine.api.openai.responses_api.tools import ResponseTools
 from tp_engine.errors import RequestError
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -35,7 +38,18 @@ def body(**fields: Any) -> ResponsesBody:
 
 
 def shape(**fields: Any) -> ResponseShape:
-    return ResponseShape(response_id="resp_1", created=1, model="demo", body=body(**fields), temperature=1.0, top_p=0.5)
+    asked = body(**fields)
+    return ResponseShape(
+        response_id="resp_1", created=1, model="demo", body=asked, temperature=1.0, top_p=0.5,
+        tools=ResponseTools.of(asked.tools or ()),
+    )  # fmt: skip
+
+
+def kinds_of(parameter: Any) -> tuple[str, ...]:
+    """The values that ``type`` may have in one of the official client's types."""
+    kind = get_type_hints(parameter)["type"]
+    literals = get_args(kind)
+    return literals if get_origin(kind) is Literal else tuple(get_args(literals[0]))
 
 
 def user(*texts: str) -> dict[str, Any]:
@@ -96,7 +110,7 @@ def test_reasoning_begins_a_message() -> None:
     ("item", "word"),
     [
         ({"type": "item_reference", "id": "msg_1"}, "stores no items"),
-        ({"type": "web_search_call"}, "web_search_call"),
+        ({"type": "unheard_of_call"}, "unheard_of_call"),
         ({"type": ["message"], "role": "user"}, "type is"),
         ({"role": "robot", "content": "x"}, "robot"),
         ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "input_image"),
@@ -123,7 +137,11 @@ def test_bad_items_are_named(item: dict[str, Any], word: str) -> None:
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"truncation": "auto"}, "truncation"),
         ({"n": 2}, "n"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"name": "f"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [3]}]}, "tools"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER, {"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "mcp"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "tools": [{"name": ["x"]}]}}, "tool_choice"),
         ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
@@ -172,6 +190,164 @@ def test_allowed_tools_are_the_only_ones() -> None:
     tools = json.loads(chat.model_dump_json(exclude_none=True))["tools"]
     assert [tool["function"]["name"] for tool in tools] == ["other"]
     assert chat.tool_choice == "required"
+
+
+ITEM_KINDS = [kind for item in get_args(ResponseInputItemParam) for kind in kinds_of(item)]
+# One item that has the fields of all kinds.
+ANY_ITEM = {
+    "id": "i", "call_id": "c", "role": "user", "name": "f", "arguments": "{}", "input": "x", "output": "o",
+    "content": [{"type": "output_text", "text": "hm"}], "summary": [], "tools": [], "action": {}, "operation": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", sorted(set(ITEM_KINDS) - {"item_reference"}))
+def test_no_item_of_the_reference_ends_a_conversation(kind: str) -> None:
+    """Oracle: the official client's types name all kinds of items."""
+    assert {"message", "custom_tool_call", "web_search_call", "additional_tools"} <= set(ITEM_KINDS)
+    messages = input_messages([{"role": "user", "content": "x"}, ANY_ITEM | {"type": kind}], None)
+    assert messages[0] == {"role": "user", "content": "x"}
+
+
+def test_calls_and_outputs_of_all_kinds_of_tools() -> None:
+    """Oracle: the chat of a model that has called functions; a note stands for a picture."""
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": "x"},
+        {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": '*** "Begin"\n'},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+        {"type": "function_call", "call_id": "c2", "namespace": "mcp", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "a "}, image]},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"type": "local_shell_call", "id": "ls", "call_id": "c3", "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "local_shell_call_output", "id": "c3", "output": "a.py"},
+        {"type": "shell_call", "call_id": "c4", "action": {"commands": ["ls"]}},
+        {"type": "shell_call_output", "call_id": "c4", "output": [{"stdout": "a.py", "stderr": ""}]},
+        {"type": "apply_patch_call", "call_id": "c5", "operation": {"type": "delete_file", "path": "a"}},
+        {"type": "apply_patch_call_output", "call_id": "c5", "status": "completed"},
+        {"type": "message", "role": "assistant", "content": None},
+        {"type": "reasoning", "id": "rs", "summary": [], "content": None, "encrypted_content": "gAAA"},
+        {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+    ]  # fmt: skip
+    told = [
+        (
+            [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())],
+            message["content"],
+        )
+        for message in input_messages(items, None)[1:]
+    ]
+    assert told == [
+        ([("apply_patch", '{"input": "*** \\"Begin\\"\\n"}')], ""),
+        ([], "done"),
+        ([("mcp__f", "{}")], ""),
+        ([], "a [image omitted]"),
+        ([("local_shell", '{"type": "exec", "command": ["ls"]}')], ""),
+        ([], "a.py"),
+        ([("shell", '{"commands": ["ls"]}')], ""),
+        ([], '{"stdout": "a.py", "stderr": ""}'),
+        ([("apply_patch", '{"type": "delete_file", "path": "a"}')], ""),
+        ([], ""),
+        ([], "No."),
+    ]
+
+
+SPAWN = {"type": "function", "name": "spawn", "parameters": {"type": "object", "properties": {}}}
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Edit files.", "format": {"type": "text"}}
+AGENTS = {"type": "namespace", "name": "agents", "description": "", "tools": [SPAWN, PATCH | {"name": "tell"}]}
+TOOL_KINDS = [kind for tool in get_args(ToolParam) for kind in kinds_of(tool)]
+
+
+def chat_tools(**fields: Any) -> tuple[list[str] | None, Any]:
+    """The names of the chat's tools, and its choice."""
+    chat = chat_body(body(**fields))
+    return chat.tools and [tool["function"]["name"] for tool in chat.tools], chat.tool_choice
+
+
+@pytest.mark.parametrize("kind", sorted(set(TOOL_KINDS) - {"function", "custom", "namespace"}))
+def test_tools_that_a_server_would_run_are_left_out(kind: str) -> None:
+    """Oracle: the official client's types name all kinds of tools; the choice of such a tool is refused by its name."""
+    assert {"web_search", "local_shell", "mcp", "tool_search"} <= set(TOOL_KINDS)
+    assert chat_tools(tools=[WEATHER, {"type": kind}], tool_choice="auto") == (["weather"], "auto")
+    assert chat_tools(tools=[{"type": kind}], tool_choice="auto") == (None, None)
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": kind}]}
+    assert chat_tools(tools=[WEATHER, {"type": kind}], tool_choice=allowed) == (None, None)
+    for choice in ("required", {"type": kind}, allowed | {"mode": "required"}):
+        with pytest.raises(RequestError, match=kind) as error:
+            chat_body(body(tools=[{"type": kind}], tool_choice=choice))
+        assert error.value.param == "tool_choice"
+
+
+def test_left_out_tools_are_named_once_in_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: one line for each kind, over many requests."""
+    monkeypatch.setattr(logging.getLogger("tp_engine"), "propagate", True)
+    with caplog.at_level(logging.WARNING, logger="tp_engine"):
+        for _ in range(3):
+            chat_body(body(tools=[{"type": "an_odd_kind"}, {"type": "an_odd_kind"}, {"type": "another"}]))
+    assert [("an_odd_kind" in text, "another" in text) for text in caplog.messages] == [(True, False), (False, True)]
+
+
+def test_namespaces_and_custom_tools_become_functions() -> None:
+    """Oracle: vLLM's names; a function of a namespace may be chosen by its own name, and a tool may come in an item."""
+    tools = [WEATHER, PATCH, AGENTS]
+    names = ["weather", "apply_patch", "agents__spawn", "agents__tell"]
+    assert chat_tools(tools=tools) == (names, None)
+    extra = {"type": "additional_tools", "role": "developer", "tools": [WEATHER | {"name": "more"}]}
+    items = [extra, {"role": "user", "content": "x"}]
+    assert chat_tools(input=items, tools=tools) == ([*names, "more"], None)
+    for choice, name in (
+        ({"type": "custom", "name": "apply_patch"}, "apply_patch"),
+        ({"type": "function", "name": "spawn"}, "agents__spawn"),
+        ({"type": "function", "name": "agents__spawn"}, "agents__spawn"),
+        ({"type": "function", "name": "spawn", "namespace": "agents"}, "agents__spawn"),
+    ):
+        assert chat_tools(tools=tools, tool_choice=choice)[1] == {"type": "function", "function": {"name": name}}
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "namespace", "name": "agents"}]}
+    assert chat_tools(tools=tools, tool_choice=allowed) == (["agents__spawn", "agents__tell"], "auto")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "*** Begin \\"Patch\\"\\n"}', '*** Begin "Patch"\n'),
+        ('{"input": "cut o', "cut o"),
+        ("not JSON", "not JSON"),
+        ('{"patch": "x"}', '{"patch": "x"}'),
+    ],
+)
+def test_calls_of_custom_tools_and_namespaces_have_the_clients_names(arguments: str, text: str) -> None:
+    """Oracle: the official client's strict types; the client's own names and text; whole equals streamed."""
+    shaped = shape(tools=[PATCH, AGENTS])
+    calls = [
+        {"id": "c0", "type": "function", "function": {"name": "apply_patch", "arguments": arguments}},
+        {"id": "c1", "type": "function", "function": {"name": "agents__spawn", "arguments": "{}"}},
+    ]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    whole = whole_response(shaped, {"choices": [{"message": message, "finish_reason": "tool_calls"}], "usage": USAGE})
+    Response.model_validate(whole)
+    patch, spawn = whole["output"]
+    assert (patch["type"], patch["call_id"], patch["name"], patch["input"]) == (
+        "custom_tool_call", "c0", "apply_patch", text,
+    )  # fmt: skip
+    assert (spawn["type"], spawn["namespace"], spawn["name"], spawn["arguments"]) == (
+        "function_call", "agents", "spawn", "{}",
+    )  # fmt: skip
+    writer = ResponseWriter(shaped)
+    events = writer.begin()
+    for index, call in enumerate(calls):
+        function = call["function"]
+        assert isinstance(function, dict)
+        for piece in (
+            {"name": function["name"], "arguments": ""},
+            *({"arguments": one} for one in function["arguments"]),
+        ):
+            events += writer.take({"delta": {"tool_calls": [{"index": index, "id": call["id"], "function": piece}]}})
+    events += writer.finish(USAGE)
+    for one in events:
+        EVENT.validate_python(one)
+    assert without_ids(events[-1]["response"]["output"]) == without_ids(whole["output"])
+    deltas = [one["delta"] for one in events if one["type"] == "response.custom_tool_call_input.delta"]
+    assert "".join(deltas) == text
 
 
 # Pieces of one answer as the chat's deltas: reasoning, text, two calls.

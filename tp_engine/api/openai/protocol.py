@@ -11,14 +11,12 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tp_engine.errors import RequestError, shown
-from tp_engine.log import get_logger
+from tp_engine.log import get_logger, warn_once
 
 logger = get_logger(__name__)
 
-MAX_REMEMBERED_FIELDS = 256
 REQUEST_ID = r"^[!-~]+$"  # visible ASCII, because it comes back in a header
 MAX_REQUEST_ID = 128
-_warned_fields: set[str] = set()
 
 
 class StreamOptions(BaseModel):
@@ -153,7 +151,5 @@ def request_error(error: ValidationError) -> RequestError:
 
 def _warn_of_unknown_fields(body: BaseModel) -> None:
     """Log each unknown field name once per process; the field is ignored."""
-    for name in (body.model_extra or {}).keys() - _warned_fields:
-        if len(_warned_fields) < MAX_REMEMBERED_FIELDS:
-            _warned_fields.add(name)
-            logger.warning("ignoring the unknown request field %s", shown(name))
+    for name in body.model_extra or {}:
+        warn_once(logger, "ignoring the unknown request field %s", shown(name))

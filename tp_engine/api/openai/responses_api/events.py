@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from tp_engine.api.openai.answer_shape import JsonObject
 from tp_engine.api.openai.responses_api.shape import ResponseShape
+from tp_engine.api.openai.responses_api.tools import CallableTool, custom_input
 
 _LAST_EVENT = {"completed": "response.completed", "failed": "response.failed"}
 
@@ -91,9 +92,10 @@ class ResponseWriter:
         """A piece of a tool call; one with a new index is a new call."""
         function, index = call.get("function") or {}, call.get("index", number)
         events: list[JsonObject] = []
-        if not isinstance(self._open, FunctionCallItem) or index != self._call_index:
+        if not isinstance(self._open, CallItem) or index != self._call_index:
             call_id = call.get("id") or f"call_{uuid.uuid4().hex}"
-            events = self._switch(FunctionCallItem(call_id, function.get("name") or ""))
+            tool = self._shape.tools.called(function.get("name") or "")
+            events = self._switch((CustomCallItem if tool.is_custom else FunctionCallItem)(call_id, tool))
             self._call_index = index
         assert self._open is not None
         return events + self._placed(self._open.add(function.get("arguments") or ""))
@@ -219,18 +221,38 @@ class MessageItem(TextItem):
         return super()._part() | {"annotations": [], "logprobs": list(self._logprobs)}
 
 
-class FunctionCallItem:
-    """A call of one of the client's functions, whose arguments grow."""
+class CallItem(ABC):
+    """A call of one of the client's tools, whose arguments grow."""
 
-    def __init__(self, call_id: str, name: str) -> None:
-        self.item_id = f"fc_{uuid.uuid4().hex}"
+    id_prefix: str
+
+    def __init__(self, call_id: str, tool: CallableTool) -> None:
+        self.item_id = f"{self.id_prefix}_{uuid.uuid4().hex}"
         self._call_id = call_id
-        self._name = name
+        self._tool = tool
         self._pieces: list[str] = []
+
+    @property
+    def _arguments(self) -> str:
+        return "".join(self._pieces)
 
     def opened(self) -> list[JsonObject]:
         """The item appears, without arguments."""
         return [{"type": "response.output_item.added", "item": self.json("in_progress")}]
+
+    @abstractmethod
+    def json(self, status: str) -> JsonObject:
+        """The item as it stands."""
+
+    def _item(self, kind: str) -> JsonObject:
+        item = {"id": self.item_id, "type": kind, "call_id": self._call_id, "name": self._tool.name}
+        return item if self._tool.namespace is None else item | {"namespace": self._tool.namespace}
+
+
+class FunctionCallItem(CallItem):
+    """A call of a function."""
+
+    id_prefix = "fc"
 
     def add(self, text: str, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[JsonObject]:
         """The arguments grow."""
@@ -241,10 +263,30 @@ class FunctionCallItem:
 
     def closed(self) -> list[JsonObject]:
         """The arguments are complete."""
-        done = {"type": "response.function_call_arguments.done", "item_id": self.item_id, "name": self._name}
-        return [done | {"arguments": "".join(self._pieces)}]
+        done = {"type": "response.function_call_arguments.done", "item_id": self.item_id, "name": self._tool.name}
+        return [done | {"arguments": self._arguments}]
 
     def json(self, status: str) -> JsonObject:
         """The item as it stands."""
-        item = {"id": self.item_id, "type": "function_call", "call_id": self._call_id, "name": self._name}
-        return item | {"arguments": "".join(self._pieces), "status": status}
+        return self._item("function_call") | {"arguments": self._arguments, "status": status}
+
+
+class CustomCallItem(CallItem):
+    """A call of a custom tool.  Its text comes whole at the end: before, it is a piece of JSON."""
+
+    id_prefix = "ctc"
+
+    def add(self, text: str, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[JsonObject]:
+        """The arguments grow."""
+        self._pieces.append(text)
+        return []
+
+    def closed(self) -> list[JsonObject]:
+        """The text is complete."""
+        text, kind = custom_input(self._arguments), "response.custom_tool_call_input"
+        deltas = [{"type": f"{kind}.delta", "item_id": self.item_id, "delta": text}] if text else []
+        return [*deltas, {"type": f"{kind}.done", "item_id": self.item_id, "input": text}]
+
+    def json(self, status: str) -> JsonObject:
+        """The item as it stands."""
+        return self._item("custom_tool_call") | {"input": custom_input(self._arguments), "status": status}

@@ -10,6 +10,7 @@ from typing import Any
 from tp_engine.api.openai.answer_shape import JsonObject
 from tp_engine.api.openai.requests import PreparedAnswer
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
+from tp_engine.api.openai.responses_api.tools import ResponseTools
 
 # By the finish reason of the chat: the response's status, and why it is incomplete.
 _STATUS: Mapping[str, tuple[str, str | None]] = {
@@ -28,9 +29,10 @@ class ResponseShape:
     body: ResponsesBody
     temperature: float
     top_p: float
+    tools: ResponseTools
 
     @classmethod
-    def of(cls, body: ResponsesBody, prepared: PreparedAnswer) -> ResponseShape:
+    def of(cls, body: ResponsesBody, prepared: PreparedAnswer, tools: ResponseTools) -> ResponseShape:
         """The shape for ``body`` and its prepared chat; the ids of the two differ only in the prefix."""
         params = prepared.requests[0].params
         return cls(
@@ -40,6 +42,7 @@ class ResponseShape:
             body=body,
             temperature=params.temperature,
             top_p=params.top_p,
+            tools=tools,
         )
 
     def running(self) -> JsonObject:

@@ -1,0 +1,229 @@
+"""From the items of a Responses ``input`` to the messages of a chat.
+
+::
+
+    input item                                message of the chat
+    message (user, system, developer)         a message; developer becomes system, which chat templates know
+    message (assistant), reasoning, and all
+    calls of the client's tools               one assistant message, as long as they follow each other
+    outputs of these calls                    a message of the role tool
+    what tells the model nothing              nothing; the log says so
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tp_engine.api.openai.responses_api.tools import custom_arguments, flat_name
+from tp_engine.errors import RequestError, shown
+from tp_engine.log import get_logger, warn_once
+
+logger = get_logger(__name__)
+
+Item = Mapping[str, Any]
+Messages = list[dict[str, Any]]
+
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_TEXT_PARTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"}
+# What a server's own tools did, what it alone can read, and settings: nothing that a chat's model could learn from.
+_UNTOLD = frozenset(
+    {
+        "additional_tools",  # ``additional_tools`` below reads it
+        "code_interpreter_call",
+        "compaction",
+        "compaction_trigger",
+        "computer_call",
+        "computer_call_output",
+        "configuration_update",
+        "file_search_call",
+        "image_generation_call",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_call",
+        "mcp_list_tools",
+        "program",
+        "program_output",
+        "tool_search_call",
+        "tool_search_output",
+        "web_search_call",
+    }
+)
+# The kind of an output -> what stands for one that is missing; None if it may not be missing.
+_OUTPUTS: Mapping[str, str | None] = {
+    "function_call_output": None,
+    "custom_tool_call_output": None,
+    "local_shell_call_output": None,
+    "shell_call_output": None,
+    "apply_patch_call_output": "",
+}
+
+
+def input_messages(items: str | Sequence[Item], instructions: str | None) -> Messages:
+    """Chat messages of an ``input``; ``instructions`` come first.  Raises ``RequestError``.
+
+    System messages at the beginning become one, because most chat templates take only one.
+    """
+    messages: Messages = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    if not items:
+        raise RequestError("input is an empty list; give text or at least one item", param="input")
+    for number, item in enumerate(items):
+        _add_item(messages, f"input[{number}]", item)
+    if not messages:
+        raise RequestError("input has no item that the model can read; give at least one message", param="input")
+    return _one_system_message(messages)
+
+
+def additional_tools(items: str | Sequence[Item]) -> list[Item]:
+    """The tools that items of an ``input`` bring, beside those of the body."""
+    found: list[Item] = []
+    for item in () if isinstance(items, str) else items:
+        tools = item.get("tools") if item.get("type") == "additional_tools" else None
+        found += [tool for tool in tools if isinstance(tool, Mapping)] if isinstance(tools, list) else []
+    return found
+
+
+def _add_item(messages: Messages, where: str, item: Item) -> None:
+    kind = "message" if item.get("type") is None else item["type"]
+    if not isinstance(kind, str):
+        raise RequestError(f"{where}.type is {shown(kind, 60)}; it must be text, such as message", param="input")
+    if kind == "message":
+        _add_message(messages, where, item)
+    elif kind in _CALLS:
+        name, arguments = _CALLS[kind](where, item)
+        function = {"name": name, "arguments": arguments}
+        call = {"id": _call_id(where, item), "type": "function", "function": function}
+        _assistant(messages).setdefault("tool_calls", []).append(call)
+    elif kind in _OUTPUTS:
+        output = item.get("output")
+        text = _output_text(f"{where}.output", _OUTPUTS[kind] if output is None else output)
+        messages.append({"role": "tool", "tool_call_id": _call_id(where, item), "content": text})
+    elif kind == "reasoning":
+        text = _text(f"{where}.content", item.get("content") or item.get("summary") or "")
+        if text:
+            message = _assistant(messages, begins_turn=True)
+            message["reasoning_content"] = message.get("reasoning_content", "") + text
+    elif kind in _UNTOLD:
+        if kind != "additional_tools":
+            warn_once(logger, "items of the type %s are left out of responses: they tell the model nothing", kind)
+    elif kind == "item_reference":
+        raise RequestError(f"{where} is an item_reference; this server stores no items, send it whole", param="input")
+    else:
+        raise RequestError(
+            f"{where}.type is {shown(kind, 60)}; it must be message, reasoning, function_call, function_call_output "
+            "or another item of the Responses API",
+            param="input",
+        )
+
+
+def _function_call(where: str, item: Item) -> tuple[str, str]:
+    name, namespace = _string(where, item, "name"), item.get("namespace")
+    return name if namespace is None else flat_name(namespace, name), _string(where, item, "arguments")
+
+
+def _custom_tool_call(where: str, item: Item) -> tuple[str, str]:
+    return _string(where, item, "name"), custom_arguments(_string(where, item, "input"))
+
+
+def _built_in(name: str, field: str) -> Callable[[str, Item], tuple[str, str]]:
+    """The call of a tool that OpenAI defines and the client runs: the tool's name, and ``field`` as its arguments."""
+
+    def read(where: str, item: Item) -> tuple[str, str]:
+        return name, json.dumps(item.get(field) or {}, ensure_ascii=False)
+
+    return read
+
+
+# The kind of a call -> the name of the function in the chat, and the text of its arguments.
+_CALLS: Mapping[str, Callable[[str, Item], tuple[str, str]]] = {
+    "function_call": _function_call,
+    "custom_tool_call": _custom_tool_call,
+    "local_shell_call": _built_in("local_shell", "action"),
+    "shell_call": _built_in("shell", "action"),
+    "apply_patch_call": _built_in("apply_patch", "operation"),
+}
+
+
+def _add_message(messages: Messages, where: str, item: Item) -> None:
+    role, content = item.get("role"), item.get("content")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise RequestError(f"{where}.role is {shown(role, 60)}; it must be one of {', '.join(_ROLES)}", param="input")
+    if role != "assistant":
+        messages.append({"role": _ROLES[role], "content": _text(f"{where}.content", content)})
+    elif content is not None:
+        _assistant(messages, begins_turn=True)["content"] = _text(f"{where}.content", content)
+
+
+def _assistant(messages: Messages, *, begins_turn: bool = False) -> dict[str, Any]:
+    """The assistant's message that the conversation ends with, or a new one.
+
+    Text that ``begins_turn`` can not follow text or calls of the same message.
+    """
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or (begins_turn and (last.get("content") or "tool_calls" in last)):
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _one_system_message(messages: Messages) -> Messages:
+    leading = 0
+    while leading < len(messages) and messages[leading]["role"] == "system":
+        leading += 1
+    if leading < 2:
+        return messages
+    text = "\n\n".join(message["content"] for message in messages[:leading])
+    return [{"role": "system", "content": text}, *messages[leading:]]
+
+
+def _text(where: str, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{where} is {shown(content, 60)}; it must be text or a list of text parts", param="input")
+    return "".join(_part_text(f"{where}[{number}]", part) for number, part in enumerate(content))
+
+
+def _output_text(where: str, output: object) -> str:
+    """What a tool answered.  A note stands for a picture or a file, which would else end the conversation for good."""
+    if not isinstance(output, list):
+        return _text(where, output)
+    return "".join(_output_part(f"{where}[{number}]", part) for number, part in enumerate(output))
+
+
+def _output_part(where: str, part: object) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(part, Mapping) and kind is None:  # of a shell: {"stdout": ..., "stderr": ..., "outcome": ...}
+        return json.dumps(part, ensure_ascii=False)
+    if isinstance(kind, str) and kind not in _TEXT_PARTS:
+        warn_once(logger, "parts of the type %s in tools' outputs are left out: the model reads text", shown(kind, 60))
+        return f"[{kind[:60].removeprefix('input_')} omitted]"
+    return _part_text(where, part)
+
+
+def _part_text(where: str, part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping):
+        kind = part.get("type")
+        name = "refusal" if kind == "refusal" else "text"
+        if isinstance(kind, str) and kind in _TEXT_PARTS and isinstance(part.get(name), str):
+            return str(part[name])
+        raise RequestError(f"{where} has the type {shown(kind, 60)}; only parts of text are supported", param="input")
+    raise RequestError(f"{where} is {shown(part, 60)}; it must be a part such as an input_text", param="input")
+
+
+def _call_id(where: str, item: Item) -> str:
+    """The id of the call, which an output of ``local_shell`` has as its own."""
+    return _string(where, item, "call_id" if item.get("call_id") is not None or "id" not in item else "id")
+
+
+def _string(where: str, item: Item, name: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"{where}.{name} is {shown(value, 60)}; it must be text", param="input")
+    return value
