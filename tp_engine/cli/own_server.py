@@ -1,6 +1,6 @@
 """A server for one session at a terminal: started for it, stopped with it, closed to other clients.
 
-``python -m tp_engine.cli.own_server`` is that server's process; it reads its orders as JSON from standard input.
+``main`` is that server's process; it reads its orders as JSON from standard input.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tp_engine.child_process import start_child
 from tp_engine.config import EngineConfig
 from tp_engine.engine.processes import die_with_parent, end_process
 from tp_engine.log import configure_logging
@@ -54,17 +55,8 @@ def own_server(engine: Mapping[str, Any]) -> Iterator[OwnServer]:
         port_file = Path(name) / "port"
         orders = _Orders(dict(engine), secrets.token_urlsafe(32), str(port_file), os.getpid())
         # A session of its own: the terminal's Ctrl-C stops an answer, not the server.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tp_engine.cli.own_server"],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        process = start_child("tp_engine.cli.own_server", msgspec.json.encode(orders), own_session=True, output=log)
         try:
-            assert process.stdin is not None
-            with process.stdin as stream, contextlib.suppress(BrokenPipeError):
-                stream.write(msgspec.json.encode(orders))
             url = wait_ready(process, port_file)
             if url is None:
                 text = Path(log.name).read_text(encoding="utf-8", errors="replace")
@@ -112,7 +104,3 @@ def main() -> int:
     configure_logging("rank 0")
     server = ServerConfig(port=0, port_file=orders.port_file, api_key=(orders.api_key,))
     return serve(EngineConfig(**orders.engine), server)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

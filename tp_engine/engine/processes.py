@@ -6,20 +6,18 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tp_engine import env
+from tp_engine.child_process import start_child
 from tp_engine.engine.incident import describe_exit
 from tp_engine.engine.peers import ProcessHandle
 from tp_engine.errors import RankError
 
 _watched_parents: set[int] = set()
-_started: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
 
 
 def die_with_parent(parent_pid: int, *, grace_s: float = 0.0) -> None:
@@ -79,36 +77,6 @@ def end_process(process: subprocess.Popen[bytes], *, timeout_s: float) -> None:
         process.wait()
 
 
-def ignore_interrupts() -> None:
-    """A child's main calls this first: the terminal's Ctrl-C reaches every process, and the parent decides."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-@contextlib.contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """A child that starts within has SIGINT blocked until ``ignore_interrupts``, so Python prints no traceback."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def note_started(process: subprocess.Popen[bytes]) -> None:
-    """Register a child that lives for this process alone with ``kill_started``."""
-    _started.add(process)
-
-
-def kill_started() -> None:
-    """Kill the registered children, from any thread, before this process ends without closing anything.
-
-    Otherwise they would end seconds later, and log that their parent has gone.
-    """
-    for process in list(_started):
-        process.kill()
-
-
 class ChildRanks:
     """Processes of ranks that this process started: each runs a module and reads its spec from standard input.
 
@@ -121,13 +89,7 @@ class ChildRanks:
         self._children: list[subprocess.Popen[bytes]] = []
         try:
             for text in inputs:
-                with _interrupts_held_back():
-                    child = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE)
-                self._children.append(child)
-                note_started(child)
-                assert child.stdin is not None
-                child.stdin.write(text)
-                child.stdin.close()
+                self._children.append(start_child(module, text))
         except BaseException:
             self.kill()
             raise

@@ -1,7 +1,7 @@
 """A rank other than 0: the process that rank 0 starts for it, and its life from the process groups to the stop plan.
 
-``python -m tp_engine.engine.rank_process`` reads its ``RankSpec`` from standard input.  Where torchrun starts the
-ranks, ``start.serve_rank`` calls ``run_worker`` instead.
+``main`` reads its ``RankSpec`` from standard input.  Where torchrun starts the ranks, ``start.serve_rank`` calls
+``run_worker`` instead.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tp_engine.child_process import ignore_interrupts
 from tp_engine.config import EngineConfig
 from tp_engine.engine.job import Job
-from tp_engine.engine.processes import die_with_parent, ignore_interrupts
+from tp_engine.engine.processes import die_with_parent
 from tp_engine.faults import configured_faults, fault_injector
 from tp_engine.ipc.plan_channel import MessageSource, PlanSubscriber
 from tp_engine.ipc.rank_slot import StepRecorder
@@ -124,7 +125,3 @@ def _run_plans(worker: Worker, subscriber: PlanSubscriber, job: Job) -> None:
             worker.execute(plan)
         recorder.launched(plan.step_id)
         recorder.done(plan.step_id)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,6 @@
 """Rank 0 as a service in a process of its own, so that a program's event loop is not disturbed (``AsyncLLM``).
 
-``spawn_service`` starts ``python -m tp_engine.engine.service_process``, which reads its ``ServiceSpec`` from standard
-input.
+``spawn_service`` starts a process that calls ``main``, which reads its ``ServiceSpec`` from standard input.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from pathlib import Path
 
 import msgspec
 
+from tp_engine.child_process import ignore_interrupts
 from tp_engine.config import EngineConfig
-from tp_engine.engine.processes import ChildRanks, die_with_parent, ignore_interrupts
+from tp_engine.engine.processes import ChildRanks, die_with_parent
 from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import new_address, remove_address
 from tp_engine.engine.start import check_config, start_engine
@@ -115,7 +115,3 @@ def main() -> int:
         logger.exception("the engine failed")
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

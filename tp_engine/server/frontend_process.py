@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from tp_engine.child_process import start_child
 from tp_engine.engine.incident import describe_exit
-from tp_engine.engine.processes import note_started
 from tp_engine.server.config import ServerConfig
 
 _FLUSH_S = 3.0
@@ -82,17 +80,8 @@ class FrontendProcess:
             tokenizer=tokenizer,
         )
         # A session of its own: a Ctrl-C at the terminal reaches the frontend through rank 0 alone.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tp_engine.server.main"],
-            stdin=subprocess.PIPE,
-            pass_fds=(listener.fileno(),),
-            start_new_session=True,
-        )
-        note_started(process)
-        assert process.stdin is not None
-        with process.stdin as stream, contextlib.suppress(BrokenPipeError):
-            stream.write(msgspec.json.encode(settings))
-        return cls(process)
+        text, fds = msgspec.json.encode(settings), (listener.fileno(),)
+        return cls(start_child("tp_engine.server.main", text, own_session=True, pass_fds=fds))
 
     def check(self) -> None:
         """Raise ``ChildProcessError`` if the frontend has ended."""

@@ -25,8 +25,9 @@ from tp_engine import env
 from tp_engine.adapters import adapter_names
 from tp_engine.api.openai.requests import default_model_name
 from tp_engine.api.sampling_defaults import load_generation_defaults
+from tp_engine.child_process import kill_children
 from tp_engine.config import EngineConfig
-from tp_engine.engine.processes import die_with_launcher, kill_started
+from tp_engine.engine.processes import die_with_launcher
 from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import new_address, remove_address
 from tp_engine.ipc.pulse import Pulse
@@ -131,7 +132,7 @@ class _Leftovers:
 
     def leave(self, last_words: str = _STOPPED) -> None:
         """The last act of a process that ends without unwinding: kill its children, remove its files."""
-        kill_started()
+        kill_children()
         self._remove()
         logger.info("%s", last_words)
 

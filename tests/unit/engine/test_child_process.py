@@ -1,0 +1,83 @@
+"""How a child is started: where it imports from, what it reads, and that this is the only place that starts Python."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tp_engine.child_process import start_child
+
+ROOT = Path(__file__).parents[3]
+DEADLINE_S = 30.0
+
+_TELLS = """
+import json, sys
+def main():
+    import queue, tokenizers, types
+    told = {"path": sys.path, "files": [queue.__file__, tokenizers.__file__, types.__file__],
+            "settings": sys.stdin.read()}
+    json.dump(told, sys.stdout)
+    return 7
+"""
+
+
+def write_hostile_modules(folder: Path) -> Path:
+    """A folder as a user may have it: files with the names of modules that the engine imports."""
+    folder.mkdir()
+    for name in ("json", "queue", "tokenizers", "torch", "types"):
+        (folder / f"{name}.py").write_text(f"raise RuntimeError('the current folder\\'s {name}.py was imported')\n")
+    return folder
+
+
+def test_a_child_imports_as_its_parent_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the parent's ``sys.path``, less the current folder; a notebook's ``sys.path.insert(0, ...)`` counts."""
+    modules, output = tmp_path / "modules", tmp_path / "output"
+    modules.mkdir()
+    (modules / "tells.py").write_text(_TELLS)
+    hostile = write_hostile_modules(tmp_path / "hostile")
+    monkeypatch.chdir(hostile)
+    monkeypatch.setattr(sys, "path", ["", "../modules", *sys.path])
+    with output.open("w+b") as file:
+        child = start_child("tells", b"one\ntwo", output=file)
+        assert child.wait(DEADLINE_S) == 7, output.read_text()
+    told = json.loads(output.read_text())
+    assert told["settings"] == "one\ntwo"
+    assert not any(Path(name).is_relative_to(hostile) for name in told["files"])
+    assert told["path"] == [str(modules), *map(os.path.abspath, filter(None, sys.path[2:]))]
+
+
+def test_a_checkout_that_was_found_in_the_current_directory_is_found_by_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the package's own folder in place of ``''``, where nothing else leads to it (a notebook there)."""
+    (tmp_path / "tells.py").write_text(_TELLS)
+    others = [entry for entry in sys.path if entry and os.path.abspath(entry) != str(ROOT)]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), "", *others])
+    with (tmp_path / "output").open("w+b") as file:
+        assert start_child("tells", b"", output=file).wait(DEADLINE_S) == 7
+    assert json.loads((tmp_path / "output").read_text())["path"][:2] == [str(tmp_path), str(ROOT)]
+
+
+def test_a_child_that_ends_before_it_reads_is_no_error(tmp_path: Path) -> None:
+    """Oracle: its exit code, also for settings that do not fit into a pipe."""
+    with (tmp_path / "output").open("w+b") as file:
+        child = start_child("no_such_module", bytes(1 << 20), own_session=True, output=file)
+        assert child.wait(DEADLINE_S) == 1
+    assert "No module named 'no_such_module'" in (tmp_path / "output").read_text()
+
+
+def test_one_place_starts_python() -> None:
+    """Oracle: the rule, read from the source: ``sys.executable`` stands nowhere else (``doctor`` shows it)."""
+    for path in sorted((ROOT / "tp_engine").rglob("*.py")):
+        name = path.relative_to(ROOT / "tp_engine").as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                used = f"{node.value.id}.{node.attr}"
+                if used == "sys.executable":
+                    assert name in ("child_process.py", "cli/findings.py"), f"{name}: use start_child"
+                assert not used.startswith("multiprocessing.") and used != "os.fork", f"{name}: use start_child"

@@ -1,0 +1,92 @@
+"""Processes that this process starts: each runs the ``main`` of a module of the package, with settings on its input.
+
+A child imports from where its parent does, and never from the current directory, which may hold a ``queue.py`` or a
+``tokenizers.py`` that belongs to somebody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+_ROOT = str(Path(__file__).resolve().parents[1])
+# The first line of standard input is the import path; the settings follow.  The module's name stays on the command
+# line, where process lists show it.
+_ENTER = (
+    "import json, sys; sys.path[:] = json.loads(sys.stdin.buffer.readline()); "
+    "from importlib import import_module; sys.exit(import_module(sys.argv.pop()).main())"
+)
+
+_children: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_children.clear)
+
+
+def start_child(
+    module: str,
+    settings: bytes,
+    *,
+    own_session: bool = False,
+    pass_fds: Sequence[int] = (),
+    output: IO[bytes] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a process that calls ``module.main()``, and write ``settings`` to its standard input, which then ends.
+
+    ``own_session``: the terminal's Ctrl-C does not reach it; otherwise its main begins with ``ignore_interrupts``.
+    ``output`` takes its standard output and error.  If the process ends before it has read the settings, its exit code
+    says so, and no error is raised here.
+    """
+    with contextlib.nullcontext() if own_session else _interrupts_held_back():
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-c", _ENTER, module],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            pass_fds=pass_fds,
+            start_new_session=own_session,
+        )
+    _children.add(child)
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError), child.stdin as stream:
+        stream.write(json.dumps(_import_path()).encode() + b"\n" + settings)
+    return child
+
+
+def kill_children() -> None:
+    """Kill this process's children, from any thread, before it ends without closing anything.
+
+    Otherwise they would end seconds later, and log that their parent has gone.
+    """
+    for child in list(_children):
+        child.kill()
+
+
+def ignore_interrupts() -> None:
+    """A child's main calls this first: the terminal's Ctrl-C reaches every process, and the parent decides."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _import_path() -> list[str]:
+    """``sys.path`` in absolute paths; for the current folder (``''``) this package's own, if nothing else has it."""
+    entries = [os.path.abspath(entry) if entry else "" for entry in sys.path]
+    if _ROOT in entries:
+        return [entry for entry in entries if entry]
+    return [entry or _ROOT for entry in entries]
+
+
+@contextlib.contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """A child that starts within has SIGINT blocked until ``ignore_interrupts``, so Python prints no traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
