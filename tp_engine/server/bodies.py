@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from tp_engine.api.openai.errors import HttpError, describe_error
 from tp_engine.api.openai.protocol import parse_body
@@ -24,6 +24,7 @@ logger = get_logger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
 DONE_EVENT = b"data: [DONE]\n\n"
+_PING = b": ping\n\n"
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -117,13 +118,24 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events from a generator.
 
-    The status line waits for the first event, so an error before it becomes an error answer.  A later error becomes an
-    error event, which ends the stream.  A client's leaving closes the generator before the connection's task ends.
+    The status line waits for the first event, so an error before it becomes an error answer.  After ``ping_s`` seconds
+    of silence (0: never) it is sent nevertheless, with a comment, and a comment follows each further silence: proxies
+    and clients close connections on which nothing comes.  An error after the status line becomes the last events, which
+    ``failure`` makes of it.  A client's leaving closes the generator before the connection's task ends.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], held: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        failure: Callable[[Exception], bytes],
+        held: contextlib.ExitStack,
+        *,
+        ping_s: float,
+    ) -> None:
         self._events = events
+        self._failure = failure
         self._held = held
+        self._ping_s = ping_s
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,22 +143,53 @@ class EventStream(Response):
             await until_disconnect(receive, self._send_events(scope, receive, send))
 
     async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
+        parts = _Parts(send)
         try:
-            async with contextlib.aclosing(self._events) as events:
+            async with _pinging(parts, self._ping_s), contextlib.aclosing(self._events) as events:
                 async for data in events:
-                    if not started:
-                        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-                        started = True
-                    await send(_part(data))
+                    await parts.send(data)
         except Exception as error:
-            if not started:
+            if not parts.begun:
                 await error_reply(error)(scope, receive, send)
                 return
             logger.error("a stream failed: %s", error)
-            await send(_part(event(describe_error(error)[1]) + DONE_EVENT))
+            await parts.send(self._failure(error))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _part(data: bytes) -> Message:
-    return {"type": "http.response.body", "body": data, "more_body": True}
+class _Parts:
+    """The parts of a streamed answer; the status line goes before the first.  Two tasks may send."""
+
+    def __init__(self, send: Send) -> None:
+        self.begun = False
+        self.sent_s = asyncio.get_running_loop().time()
+        self._send = send
+        self._lock = asyncio.Lock()
+
+    async def send(self, data: bytes) -> None:
+        """Send one part."""
+        async with self._lock:
+            if not self.begun:
+                await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                self.begun = True
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            self.sent_s = asyncio.get_running_loop().time()
+
+
+@contextlib.asynccontextmanager
+async def _pinging(parts: _Parts, ping_s: float) -> AsyncGenerator[None, None]:
+    """Within, a comment is sent whenever ``ping_s`` seconds have passed without a part."""
+    pings = asyncio.ensure_future(_ping(parts, ping_s))
+    try:
+        yield
+    finally:
+        pings.cancel()
+        await asyncio.gather(pings, return_exceptions=True)
+
+
+async def _ping(parts: _Parts, ping_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    while ping_s > 0:
+        await asyncio.sleep(parts.sent_s + ping_s - loop.time())
+        if loop.time() >= parts.sent_s + ping_s:
+            await parts.send(_PING)

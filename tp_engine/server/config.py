@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,9 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
     )
     max_body_bytes: int = option(16 * MIB, "largest request body", size=True)
     body_timeout_s: float = option(60.0, "longest time that the body of a request may take to arrive")
+    sse_keep_alive_interval: float = option(
+        10.0, "seconds of silence after which a stream sends its headers and a comment; 0: never"
+    )
     shutdown_timeout_s: float = option(
         20.0, "time that running requests get to finish after the first signal", flags=("--shutdown-timeout",)
     )
@@ -106,6 +110,10 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
         for name in ("max_body_bytes", "body_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive")
+        if not 0.0 <= self.sse_keep_alive_interval < math.inf:
+            raise ConfigError(
+                f"sse_keep_alive_interval is {self.sse_keep_alive_interval}; it must be seconds, or 0 (never)"
+            )
         if not 0.0 < self.shutdown_timeout_s <= 25.0:
             raise ConfigError(
                 f"shutdown_timeout_s is {self.shutdown_timeout_s}; it must be above 0 and at most 25: torchrun kills "

@@ -23,7 +23,7 @@ from tp_engine.request import EngineRequest
 from tp_engine.server.bodies import EventStream, json_reply, read_body, until_disconnect
 from tp_engine.server.middleware import name_request
 from tp_engine.server.state import ServerState
-from tp_engine.server.streaming import Batches, ChunkWriter, merge, response_events
+from tp_engine.server.streaming import Batches, ChunkWriter, ResponseStream, merge
 
 Body = ChatBody | CompletionBody | ResponsesBody
 
@@ -50,9 +50,9 @@ async def answer(state: ServerState, request: Request, kind: type[Body]) -> Resp
         batches = merge([update_batches(state, engine_request) for engine_request in prepared.requests])
         if not body.stream:
             return json_reply(await until_disconnect(request.receive, _whole_answer(prepared, batches)))
-        if isinstance(prepared, PreparedResponse):
-            return EventStream(response_events(prepared, batches), held.pop_all())
-        return EventStream(ChunkWriter(body, prepared).events(batches), held.pop_all())
+        writer = ResponseStream(prepared) if isinstance(prepared, PreparedResponse) else ChunkWriter(body, prepared)
+        ping_s = state.config.sse_keep_alive_interval
+        return EventStream(writer.events(batches), writer.failure, held.pop_all(), ping_s=ping_s)
 
 
 async def _whole_answer(prepared: PreparedAnswer | PreparedResponse, batches: Batches) -> JsonObject:

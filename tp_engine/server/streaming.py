@@ -19,11 +19,8 @@ from tp_engine.api.openai.responses_api.events import ResponseWriter
 from tp_engine.api.openai.responses_api.requests import PreparedResponse
 from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ChatEvent, ContentText, ReasoningText
 from tp_engine.api.request_state import SequenceUpdate
-from tp_engine.log import get_logger
 from tp_engine.outputs import CompletionOutput
 from tp_engine.server.bodies import DONE_EVENT, event
-
-logger = get_logger(__name__)
 
 Item = TypeVar("Item")
 Batches = AsyncGenerator[tuple[int, list[SequenceUpdate]], None]
@@ -66,6 +63,10 @@ class ChunkWriter:
         if self._body.include_usage:
             yield event(self._shape.envelope([], self.usage, chunk=True))
         yield DONE_EVENT
+
+    def failure(self, error: Exception) -> bytes:
+        """The last events after an error."""
+        return event(describe_error(error)[1]) + DONE_EVENT
 
     def _events(self, number: int, update: SequenceUpdate) -> bytes:
         """The events of one update; nothing while its text is held back."""
@@ -188,29 +189,34 @@ class ChunkTemplate:
         return _encode_text(text).join(self._parts)
 
 
-async def response_events(prepared: PreparedResponse, batches: Batches) -> AsyncGenerator[bytes, None]:
-    """All events of a streamed response, those of one batch together; closes ``batches``.
+class ResponseStream:
+    """Turns the updates of a response's chat into the events of the response."""
 
-    An error after the first event ends the stream with ``response.failed``.
-    """
-    chunks, writer = ChunkWriter(prepared.chat_body, prepared.chat), ResponseWriter(prepared.shape)
-    begun = False
-    try:
+    def __init__(self, prepared: PreparedResponse) -> None:
+        self._chunks = ChunkWriter(prepared.chat_body, prepared.chat)
+        self._writer = ResponseWriter(prepared.shape)
+        self._begun = False
+
+    async def events(self, batches: Batches) -> AsyncGenerator[bytes, None]:
+        """All events of the stream, those of one batch together; closes ``batches``."""
         async with contextlib.aclosing(batches):
             async for number, updates in batches:
-                events = [] if begun else writer.begin()
-                begun = True
+                events = self._beginning()
                 for update in updates:
-                    for choice in chunks.choices(number, update):
-                        events += writer.take(choice)
+                    for choice in self._chunks.choices(number, update):
+                        events += self._writer.take(choice)
                 if events:
                     yield _data(events)
-        yield _data(writer.finish(chunks.usage.as_json()))
-    except Exception as error:
-        if not begun:
-            raise
-        logger.error("response %s failed: %s", prepared.shape.response_id, error)
-        yield _data(writer.fail(describe_error(error)[1]["error"]["message"]))
+        yield _data([*self._beginning(), *self._writer.finish(self._chunks.usage.as_json())])
+
+    def failure(self, error: Exception) -> bytes:
+        """The last events after an error: those up to ``response.failed``."""
+        return _data([*self._beginning(), *self._writer.fail(describe_error(error)[1]["error"]["message"])])
+
+    def _beginning(self) -> list[JsonObject]:
+        events = [] if self._begun else self._writer.begin()
+        self._begun = True
+        return events
 
 
 def _data(events: Iterable[Mapping[str, Any]]) -> bytes:
