@@ -16,10 +16,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tp_engine.config import DEMO_MODEL, EngineConfig, option
+from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import Distribution, EngineReport
 from tp_engine.options import Options
+from tp_engine.options.fields import option
 from tp_engine.options.launch import run_launched
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
 from tp_engine.sched.view import SchedulerStats, ViewLimits

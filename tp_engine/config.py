@@ -6,40 +6,34 @@ files (``block_size = 32``).  ``tp_engine.options`` makes the latter two from th
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tp_engine.adapters import parse_modules
 from tp_engine.device_map import check_devices
 from tp_engine.errors import ConfigError
 from tp_engine.kv_codec import check_codec
 from tp_engine.log import LOG_FORMATS
+from tp_engine.options.fields import check_fields, option
 from tp_engine.speculative import CONFIG_NAME, SpeculativeConfig
 from tp_engine.structured_outputs import StructuredOutputsDefaults
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-CONVERSIONS = ("auto", "none", "embed", "classify")
+CONVERSIONS = ("auto", "none", "embed", "classify", "pooling")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 KV_CACHE_DTYPES = (*DTYPES, "fp8", "int8")
 QUANTIZATIONS = ("int8", "fp8", "int4")
+CHECKPOINT_QUANTIZATIONS = ("awq", "gptq", "compressed-tensors", "modelopt", "mxfp4")
+"""Methods of quantised checkpoints, which are served without the option; a name is checked against config.json."""
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 MEASURED_LOGPROBS = 20
 """What the memory profile has room for where there is no limit; the default limit."""
 ATTENTION_BACKENDS = ("auto", "torch", "native", "triton", "flash_attn", "flashinfer", "torch_varlen")
 ALL_REDUCES = ("auto", "nccl", "symm_mem", "gloo", "shm")
+_DEFAULT_BATCHED_TOKENS = 2048
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
-
-
-def option(default: Any, help_text: str, **metadata: Any) -> Any:
-    """A configuration field.  ``choices`` in ``metadata`` are checked, shown in ``--help`` and named in errors.
-
-    ``is_of_host``: a path or a habit of one host, which the other hosts of a job need not share.
-    """
-    return field(default=default, metadata={"help": help_text, **metadata})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,39 +46,35 @@ class EngineConfig:
         flags=("--model-path",),
         positional=True,
         is_of_host=True,
+        section="Model",
     )
     tokenizer: str | None = option(
         None, "tokenizer folder or hub name (default: the model's)", flags=("--tokenizer-path",), is_of_host=True
     )
     revision: str | None = option(None, "hub revision of the model")
-    tensor_parallel_size: int = option(1, "number of ranks that share the model", flags=("-tp", "--tp", "--tp-size"))
+    convert: str = option(
+        "auto",
+        "what the model is for: none (text), embed, classify (scores of pairs), pooling (one of these two); auto looks "
+        "at its files and its name",
+        choices=CONVERSIONS,
+    )
+    dtype: str = option("auto", "type of weights and activations; auto takes the checkpoint's", choices=DTYPES)
+    quantization: str | None = option(
+        None,
+        "quantise the decoder's linear weights while loading: int8 (on CPUs, with activations), fp8, or int4 (the "
+        "output head int8); or how the checkpoint is quantised, which it says itself (default: none)",
+        choices=(*QUANTIZATIONS, *CHECKPOINT_QUANTIZATIONS),
+        flags=("-q",),
+    )
+    load_format: str = option("auto", "safetensors, or dummy for random weights", choices=LOAD_FORMATS)
+    tensor_parallel_size: int = option(
+        1, "number of ranks that share the model", flags=("-tp", "--tp", "--tp-size"), section="Ranks and devices"
+    )
     device: str = option("auto", "where to run; auto takes CUDA if there is a GPU", choices=DEVICES)
     devices: str | None = option(
         None,
         "GPU of each rank, such as 0,1; 0,0 lets two ranks share one, for tests (default: one GPU per rank)",
         is_of_host=True,
-    )
-    dtype: str = option("auto", "type of weights and activations; auto takes the checkpoint's", choices=DTYPES)
-    kv_cache_dtype: str = option(
-        "auto", "type of the KV cache; auto takes dtype; fp8 and int8 are quantised", choices=KV_CACHE_DTYPES
-    )
-    quantization: str | None = option(
-        None,
-        "quantise the decoder's linear weights while loading: int8 (on CPUs, with activations), fp8, or int4 (the "
-        "output head int8); of an unquantised model (default: none)",
-        choices=QUANTIZATIONS,
-        flags=("-q",),
-    )
-    convert: str = option(
-        "auto",
-        "what the model is for: none (text), embed, classify (scores of pairs); auto looks at its files and its name",
-        choices=CONVERSIONS,
-    )
-    load_format: str = option("auto", "safetensors, or dummy for random weights", choices=LOAD_FORMATS)
-    attention_backend: str = option(
-        "auto",
-        f"attention implementation, or PREFILL:DECODE for two that share the work: {', '.join(ATTENTION_BACKENDS)}; "
-        "auto takes triton on GPUs and native on CPUs, and another one if these can not be used",
     )
     all_reduce: str = option(
         "auto",
@@ -93,7 +83,7 @@ class EngineConfig:
         choices=ALL_REDUCES,
     )
     enable_expert_parallel: bool = option(
-        False, "give each rank some experts, whole, instead of a part of each", flags=("--ep",)
+        False, "give each rank some experts, whole, instead of a part of each", flags=("-ep",)
     )
     fuse_all_reduce_norm: bool = option(
         False, "all-reduce, residual sum and norm in one kernel, if all_reduce uses shared memory"
@@ -103,16 +93,32 @@ class EngineConfig:
         "the same tokens and log-probabilities, bit for bit, on 1, 2, 4 and 8 ranks: sums over a layer's columns are a "
         "fixed tree",
     )
+    attention_backend: str = option(
+        "auto",
+        f"attention implementation, or PREFILL:DECODE for two that share the work: {', '.join(ATTENTION_BACKENDS)}; "
+        "auto takes triton on GPUs and native on CPUs, and another one if these can not be used",
+        ignores_case=True,
+        section="Kernels",
+    )
     enforce_eager: bool = option(
         False, "launch every kernel of every step: no CUDA graphs, no tapes on CPUs", flags=("--disable-cuda-graph",)
     )
     cuda_graph_sizes: str | None = option(
-        None, "batch sizes whose decode steps are CUDA graphs, such as 1,2,4,8 (default: up to max_num_seqs or 512)"
+        None,
+        "batch sizes whose decode steps are CUDA graphs, such as 1,2,4,8 (default: up to max_num_seqs or 512)",
+        numbers=True,
     )
     cuda_graph_prefill_sizes: str = option(
         "none",
         "numbers of prompt tokens whose steps are CUDA graphs too, such as 32,64,128; auto: 32 to 1024; none: prompts "
         "are launched kernel by kernel",
+        numbers=True,
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "type of the KV cache; auto takes dtype; fp8 and int8 are quantised",
+        choices=KV_CACHE_DTYPES,
+        section="KV cache",
     )
     block_size: int = option(16, "tokens per KV block", flags=("--page-size",))
     gpu_memory_utilization: float | None = option(
@@ -123,6 +129,14 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of what profiling finds")
     kv_cache_memory_bytes: int | None = option(
         None, "bytes of KV cache per rank, instead of what profiling finds", size=True
+    )
+    enable_prefix_caching: bool = option(
+        True, "share the KV blocks of equal prefixes", negative_flags=("--disable-radix-cache",)
+    )
+    num_state_snapshots: int | None = option(
+        None,
+        "recurrent states kept for the prefix cache, of models that have some (default: half of max_num_seqs, at least "
+        "8)",
     )
     kv_offloading_size: float = option(
         0.0, "GiB of host memory, over all ranks, for KV blocks of prefixes that the cache has no room for (0: none)"
@@ -142,34 +156,42 @@ class EngineConfig:
         "longest prompt plus output in tokens, such as 32k (default: the model's)",
         count=True,
         flags=("--context-length",),
+        section="Scheduling",
     )
     max_num_seqs: int = option(256, "most sequences in one step", flags=("--max-running-requests",))
-    max_num_batched_tokens: int = option(2048, "most tokens in one step", count=True, flags=("--chunked-prefill-size",))
-    async_scheduling: bool = option(True, "send the plan of the next step to the other ranks while a step runs")
-    enable_prefix_caching: bool = option(
-        True, "share the KV blocks of equal prefixes", negative_flags=("--disable-radix-cache",)
-    )
-    num_state_snapshots: int | None = option(
+    max_num_batched_tokens: int = option(
         None,
-        "recurrent states kept for the prefix cache, of models that have some (default: half of max_num_seqs, at least "
-        "8)",
+        f"most tokens in one step, at least max_num_seqs (default: {_DEFAULT_BATCHED_TOKENS})",
+        count=True,
+        flags=("--chunked-prefill-size",),
     )
-    structured_outputs_config: str | None = option(
-        None,
-        "JSON object: defaults of structured output for requests without such fields: disable_any_whitespace, "
-        "whitespace_pattern, disable_additional_properties",
+    async_scheduling: bool = option(
+        True,
+        "send the plan of the next step to the other ranks while a step runs",
+        negative_flags=("--disable-overlap-schedule",),
     )
     speculative_config: str | None = option(
         None,
         "JSON object: guess tokens and verify several in one step, which changes none of them: method (ngram, "
         "ngram_gpu, suffix, eagle3), num_speculative_tokens, and the keys of docs/serving.md (default: none)",
+        json=True,
+        flags=("-sc",),
     )
-    enable_lora: bool = option(False, "serve LoRA adapters beside the model; the model of a request names its adapter")
+    enable_lora: bool = option(
+        False, "serve LoRA adapters beside the model; the model of a request names its adapter", section="Adapters"
+    )
     max_loras: int = option(4, "adapters with a slot on the devices; requests of others wait for one")
     max_lora_rank: int = option(16, "largest rank of an adapter, for which the slots have room")
     lora_experts: bool = option(False, "slots have room for matrices of routed experts too; on CPUs")
     lora_modules: tuple[str, ...] = option(
         (), "adapters to load at the start: NAME=FOLDER, or a JSON object with name and path", is_of_host=True
+    )
+    structured_outputs_config: str | None = option(
+        None,
+        "JSON object: defaults of structured output for requests without such fields: disable_any_whitespace, "
+        "whitespace_pattern, disable_additional_properties",
+        json=True,
+        section="Answers",
     )
     max_logprobs: int = option(
         MEASURED_LOGPROBS, "most alternatives per token that a request may ask for; -1: no limit"
@@ -179,7 +201,9 @@ class EngineConfig:
         choices=LOGPROBS_MODES,
     )  # fmt: skip
     seed: int = option(0, "seed of requests without one, and of dummy weights", flags=("--random-seed",))
-    startup_timeout_s: float = option(600.0, "longest time that ranks wait for each other while starting")
+    startup_timeout_s: float = option(
+        600.0, "longest time that ranks wait for each other while starting", section="Time limits"
+    )
     collective_timeout_s: float = option(120.0, "longest time that one collective may take")
     hang_soft_limit_s: float = option(30.0, "after so long without progress the stacks of all ranks are logged")
     hang_hard_limit_s: float = option(120.0, "after so long without progress the job ends and names the cause")
@@ -187,7 +211,10 @@ class EngineConfig:
         4.0, "with several hosts: a host that acknowledges nothing for so long is lost, and the job ends"
     )
     profile: str | None = option(
-        None, "folder for a torch.profiler trace of some steps of every rank (default: none)", is_of_host=True
+        None,
+        "folder for a torch.profiler trace of some steps of every rank (default: none)",
+        is_of_host=True,
+        section="Diagnosis",
     )
     profile_steps: str = option("10:20", "steps that profile records, FIRST:END, END not included; or none")
     check_inputs: bool = option(False, "compare a digest of every step's inputs among the ranks, to find a divergence")
@@ -201,15 +228,13 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        self._check_types_and_choices()
+        check_fields(self)
+        if self.max_num_batched_tokens is None:
+            object.__setattr__(self, "max_num_batched_tokens", max(_DEFAULT_BATCHED_TOKENS, self.max_num_seqs))
+        self._check_values()
         self._check_ranges()
 
-    def _check_types_and_choices(self) -> None:
-        for spec in dataclasses.fields(self):
-            value, choices = getattr(self, spec.name), spec.metadata.get("choices")
-            if choices and value is not None and value not in choices:
-                raise ConfigError(f"{spec.name} is {value!r}; choose one of {', '.join(choices)}")
-            check_type(spec.name, value, str(spec.type))
+    def _check_values(self) -> None:
         if self.devices is not None:
             check_devices(self.devices)
         StructuredOutputsDefaults.of(self.structured_outputs_config)
@@ -325,16 +350,3 @@ class EngineConfig:
     def scores_processed(self) -> bool:
         """Whether log-probabilities come from processed logits."""
         return self.logprobs_mode == "processed_logprobs"
-
-
-def check_type(name: str, value: object, annotation: str) -> None:
-    """Raise ``ConfigError`` for a value that does not fit its field's annotation, such as ``'16'`` for an int."""
-    kinds: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "int": (int,), "float": (int, float)}
-    base, _, none = annotation.partition(" | ")
-    if value is None and none == "None":
-        return
-    if base not in kinds:
-        return
-    wrong_bool = isinstance(value, bool) and base != "bool"
-    if wrong_bool or not isinstance(value, kinds[base]):
-        raise ConfigError(f"{name} is {value!r} of type {type(value).__name__}; it must be of type {annotation}")

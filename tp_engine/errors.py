@@ -6,6 +6,9 @@ the remedy.  A mistake of the engine is an ``assert``.  A fault of the machine i
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class ConfigError(ValueError):
     """A configuration that can not work; raised before a device is touched."""
@@ -58,3 +61,9 @@ def shown(value: object, limit: int = 80) -> str:
     """``value`` as error messages show it: at most ``limit`` characters."""
     text = repr(value)
     return text if len(text) <= limit else text[:limit] + "..."
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``'; did you mean X?'`` with the nearest known name, or an empty string if none is near."""
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {nearest[0]}?" if nearest else ""

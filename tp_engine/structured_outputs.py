@@ -14,8 +14,6 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 MAX_CONSTRAINT_CHARACTERS = 1 << 20
 _PARAM = "structured_outputs"
 CONFIG_NAME = "structured_outputs_config"
-# vLLM's options that change nothing here: there is one grammar library.
-_WITHOUT_EFFECT = ("backend", "disable_fallback")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +109,7 @@ class StructuredOutputsDefaults:
         if not isinstance(given, dict):
             raise ConfigError(f"{CONFIG_NAME} is {text!r}; it must be a JSON object")
         known = [spec.name for spec in dataclasses.fields(cls)]
-        if unknown := sorted(given.keys() - {*known, *_WITHOUT_EFFECT}):
+        if unknown := sorted(given.keys() - set(known)):
             raise ConfigError(f"{CONFIG_NAME} names {unknown[0]!r}; it can set {', '.join(known)}")
         return cls(**{name: given[name] for name in known if given.get(name) is not None})
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tp_engine.advice.block_size import Lengths
-from tp_engine.errors import ConfigError
+from tp_engine.errors import ConfigError, did_you_mean
 from tp_engine.model_config.spec import ModelSpec
-from tp_engine.options.flags import did_you_mean
 from tp_engine.units import GIB
 
 # GiB as torch.cuda.mem_get_info reports them; less than the number in the name.

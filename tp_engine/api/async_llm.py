@@ -22,7 +22,7 @@ from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import EngineReport
 from tp_engine.engine.tokenizer import TokenDecoder
 from tp_engine.errors import RankError, RequestError
-from tp_engine.options import check_names
+from tp_engine.options.intake import take_options
 from tp_engine.outputs import BeamSearchOutput, RequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
@@ -48,8 +48,8 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str = str(DEMO_MODEL), *, address: str | None = None, **options: Any) -> None:
-        check_names("AsyncLLM", options, EngineConfig)
-        self._config = None if address is not None else EngineConfig(model=model, **options)
+        taken = take_options(options, [EngineConfig], where="AsyncLLM")
+        self._config = None if address is not None else EngineConfig(model=model, **taken)
         self._address = address
         self._tokenizer_given: Any | None = None
         self._service: ServiceHandle | None = None

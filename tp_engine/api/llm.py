@@ -24,7 +24,7 @@ from tp_engine.engine.staged_tensors import NamedTensors, StagedTensors
 from tp_engine.engine.start import check_config, serve_rank, start_engine
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import RequestError
-from tp_engine.options import check_names
+from tp_engine.options.intake import take_options
 from tp_engine.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
@@ -49,8 +49,7 @@ class LLM(Closing):
     """
 
     def __init__(self, model: str = str(DEMO_MODEL), **options: Any) -> None:
-        check_names("LLM", options, EngineConfig)
-        config = EngineConfig(model=model, **options)
+        config = EngineConfig(model=model, **take_options(options, [EngineConfig], where="LLM"))
         launched = env.launched_rank()
         if launched is not None and launched.rank > 0:
             serve_rank(config)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tp_engine.config import option
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.source import resolve_model_folder
+from tp_engine.options.fields import option
 from tp_engine.sampling_params import SamplingParams
 
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -73,9 +73,10 @@ class SamplingDefaultOptions:
         "auto",
         "where sampling defaults come from: auto (generation_config.json beside the weights), vllm (none), or the "
         "folder of such a file",
+        section="Sampling defaults",
     )
     override_generation_config: str | None = option(
-        None, """JSON object of sampling defaults that go before those, such as '{"temperature": 0.5}'"""
+        None, """JSON object of sampling defaults that go before those, such as '{"temperature": 0.5}'""", json=True
     )
 
     @property

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tp_engine.errors import ConfigError
-from tp_engine.options.flags import did_you_mean
+from tp_engine.errors import ConfigError, did_you_mean
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 

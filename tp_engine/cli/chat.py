@@ -20,8 +20,8 @@ from tp_engine.cli.session import (
     parse_client,
     show,
 )
-from tp_engine.config import option
-from tp_engine.options.flags import did_you_mean
+from tp_engine.errors import did_you_mean
+from tp_engine.options.fields import option
 
 CHAT_PROMPT = "> "
 TEXT_PROMPT = "text> "

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import tp_engine
 from tp_engine.cli.findings import Finding, Status, as_text, check_packages
-from tp_engine.config import DEMO_MODEL, EngineConfig, check_type, option
+from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.options import parse_options
+from tp_engine.options.fields import check_fields, option
 
 SOMETHING_MISSING = 1
 
@@ -24,8 +25,7 @@ class DoctorConfig:
     json: bool = option(False, "print JSON")
 
     def __post_init__(self) -> None:
-        for spec in dataclasses.fields(self):
-            check_type(spec.name, getattr(self, spec.name), str(spec.type))
+        check_fields(self)
 
 
 def main(argv: Sequence[str]) -> int:

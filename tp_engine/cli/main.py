@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import tp_engine
-from tp_engine.errors import ConfigError, EngineDeadError, RequestError
-from tp_engine.options.flags import did_you_mean
+from tp_engine.errors import ConfigError, EngineDeadError, RequestError, did_you_mean
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from tp_engine.advice.question import GPU_GIB, WORKLOADS, Workload, find_workload
 from tp_engine.api.recommend import recommend
-from tp_engine.config import DEMO_MODEL, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, check_type, option
+from tp_engine.config import DEMO_MODEL, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
 from tp_engine.errors import ConfigError
 from tp_engine.options import parse_options
+from tp_engine.options.fields import check_fields, option
 
 DOES_NOT_FIT = 1
 
@@ -47,8 +48,7 @@ class RecommendConfig:
     json: bool = option(False, "print JSON")
 
     def __post_init__(self) -> None:
-        for spec in dataclasses.fields(self):
-            check_type(spec.name, getattr(self, spec.name), str(spec.type))
+        check_fields(self)
         for name in ("input_len", "output_len", "tensor_parallel_size", "device_memory", "max_model_len", "block_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

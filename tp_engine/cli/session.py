@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import http.client
 import json
 import sys
@@ -14,9 +13,10 @@ from urllib.parse import urlsplit
 
 from tp_engine import env
 from tp_engine.cli.own_server import own_server
-from tp_engine.config import EngineConfig, check_type, option
+from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.options import Options, parse_options
+from tp_engine.options.fields import check_fields, option
 
 Ask = Callable[[str], str]  # a prompt -> the line; EOFError at the end, KeyboardInterrupt for Ctrl-C
 
@@ -36,8 +36,7 @@ class ClientConfig:
     timeout_s: float = option(600.0, "longest silence of the server while it answers")
 
     def __post_init__(self) -> None:
-        for spec in dataclasses.fields(self):
-            check_type(spec.name, getattr(self, spec.name), str(spec.type))
+        check_fields(self)
         if self.url is not None and (
             urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).netloc
         ):

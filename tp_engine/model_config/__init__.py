@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tp_engine.config import QUANTIZATIONS
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.families import read_spec
@@ -72,8 +73,13 @@ def check_quantization_options(model: ModelSpec, quantization: str | None, kv_ca
     """Raise ``ConfigError`` for options that contradict the checkpoint's own quantisation."""
     own = model.quantization
     if own is None:
+        if quantization is not None and quantization not in QUANTIZATIONS:
+            raise ConfigError(
+                f"quantization is {quantization}, but the checkpoint's weights are not quantised; leave it out, or set "
+                f"one of {', '.join(QUANTIZATIONS)} to quantise them while loading"
+            )
         return
-    if quantization is not None:
+    if quantization not in (None, own.method.partition(" ")[0]):
         raise ConfigError(
             f"quantization is {quantization}, but the checkpoint's weights are quantised already ({own.method}); leave "
             "quantization out: they are served as they are"

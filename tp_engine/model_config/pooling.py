@@ -40,10 +40,12 @@ def read_pooling(model: str, folder: Path, convert: str) -> PoolingSpec:
     Raises ``ConfigError`` for a model whose embeddings are not those of its last token.
     """
     name = _own_name(model, folder)
-    if convert == "auto" and "reranker" in name:
+    if convert in ("auto", "pooling") and "reranker" in name:
         convert = "classify"
+    elif convert == "pooling" or (convert == "auto" and (folder / _MODULES_FILE).is_file()):
+        convert = "embed"
     elif convert == "auto":
-        convert = "embed" if (folder / _MODULES_FILE).is_file() else "none"
+        convert = "none"
     if convert != "embed":
         return PoolingSpec(convert=convert)
     _check_last_token(folder)

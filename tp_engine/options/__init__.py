@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tp_engine.errors import ConfigError
-from tp_engine.options.flags import MODEL_TAG, did_you_mean, make_parser
-from tp_engine.units import parse_bytes, parse_count
+from tp_engine.options.flags import MODEL_TAG, make_parser
+from tp_engine.options.intake import flag_of, take_options
 
 Config = TypeVar("Config")
 
@@ -53,9 +53,9 @@ def parse_options(
     tag = flags.pop(MODEL_TAG, None)
     if tag is not None and flags.setdefault("model", tag) != tag:
         raise ConfigError(f"the model is given twice, as {tag!r} and as --model {flags['model']!r}; give it once")
+    taken = take_options(flags, tables.values(), spelled=flag_of)
     for name, kind in tables.items():
-        names = [spec.name for spec in dataclasses.fields(kind) if spec.name in flags]
-        given[name] |= {key: tuple(flags[key]) if isinstance(flags[key], list) else flags[key] for key in names}
+        given[name] |= {spec.name: taken[spec.name] for spec in dataclasses.fields(kind) if spec.name in taken}
     return Options(tables=tables, given=given, print_config=print_config)
 
 
@@ -94,28 +94,7 @@ def load_tables(path: str, tables: Mapping[str, type[Any]]) -> dict[str, dict[st
 def _read_table(path: str, name: str, table: Any, kind: type[Any]) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: {name} is {table!r}; it must be a table, [{name}]")
-    check_names(f"{path}, [{name}]", table, kind)
-    specs = {spec.name: spec for spec in dataclasses.fields(kind)}
-    return {key: _convert(specs[key], value) for key, value in table.items()}
-
-
-def check_names(where: str, names: Iterable[str], kind: type[Any]) -> None:
-    """Raise ``ConfigError`` for a name that is no field of ``kind``, with the nearest field."""
-    known = [spec.name for spec in dataclasses.fields(kind)]
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"{where}: unknown option {name}{did_you_mean(name, known)}")
-
-
-def _convert(spec: dataclasses.Field[Any], value: Any) -> Any:
-    """The value of a field: TOML has no tuples, and text may hold a size or a count.  The dataclass checks the rest."""
-    if spec.metadata.get("size") and isinstance(value, str):
-        return parse_bytes(value)
-    if spec.metadata.get("count") and isinstance(value, str):
-        return parse_count(value)
-    if str(spec.type).startswith("tuple"):
-        return tuple(value) if isinstance(value, list) else (value,)
-    return value
+    return take_options(table, [kind], where=f"{path}, [{name}]")
 
 
 def dump_table(name: str, config: Any) -> str:

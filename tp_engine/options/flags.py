@@ -1,20 +1,33 @@
-"""Command-line flags from configuration dataclasses, and the flags of other servers that are refused or ignored."""
+"""The command line: flags from configuration dataclasses, in the spellings that ``vllm serve`` takes.
+
+::
+
+    --max_model_len 8192              --max-model-len 8192: underscores for dashes
+    --speculative-config.method mtp   --speculative-config '{"method": "mtp"}': keys of a JSON object, one by one
+    -cc.pass_config.x True            the same for short flags, and for keys inside keys
+    --a.list+ x,y                     a list
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
-from collections.abc import Iterable, Mapping
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
-from tp_engine.errors import ConfigError
-from tp_engine.log import get_logger
+from tp_engine.errors import ConfigError, did_you_mean
+from tp_engine.options.fields import base_type
+from tp_engine.options.foreign import OPTIONS
+from tp_engine.options.intake import flag_of, known_value, parsed_text
 from tp_engine.units import parse_bytes, parse_count
 
-logger = get_logger(__name__)
-
 MODEL_TAG = "model_tag"
+_ENGINE = "engine"
+_KEYS = re.compile(r"--?[A-Za-z][\w-]*(\.[\w-]+)+\+?")
 
 
 class OptionsParser(argparse.ArgumentParser):
@@ -22,73 +35,151 @@ class OptionsParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Like argparse's method, but every refusal has a remedy."""
-        parsed, unknown = self.parse_known_args(args, namespace)
+        words = plain_spelling(sys.argv[1:] if args is None else args)
+        parsed, unknown = self.parse_known_args([self._plain_switch(word) for word in words], namespace)
         for word in unknown:
             flag = word.partition("=")[0]
-            if word in REDUNDANT_FLAGS:
-                logger.info("%s is always in effect", word)
-                continue
-            if flag in REFUSED_FLAGS:
-                self.error(f"{flag} is not an option here: {REFUSED_FLAGS[flag]}")
             if flag.startswith("-"):
                 self.error(f"unknown option {flag}{did_you_mean(flag, self._option_string_actions)}")
             self.error(f"unexpected argument {word!r}; options are written --name value")
         return parsed
+
+    def _plain_switch(self, word: str) -> str:
+        """``--x=false`` -> ``--no-x``."""
+        flag, equals, value = word.partition("=")
+        if not equals or not isinstance(self._option_string_actions.get(flag), Switch):
+            return word
+        is_on = parsed_text(value.capitalize())
+        if not isinstance(is_on, bool):
+            self.error(f"{flag} is {value!r}; it takes no value, or true or false")
+        return flag if is_on else flag.replace("--no-", "--") if flag.startswith("--no-") else f"--no-{flag[2:]}"
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of exiting: the launcher reports the error and chooses the exit code."""
         raise ConfigError(f"{message} (all options: --help)")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``'; did you mean X?'`` with the nearest known name, or an empty string if none is near."""
-    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
+class Switch(argparse.Action):
+    """``--x`` and its other spellings mean True, ``--no-x`` means False."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:
+        negated = [f"--no-{flag[2:]}" for flag in option_strings[:1] if flag.startswith("--")]
+        spellings = [*option_strings[:1], *negated, *option_strings[1:]]
+        super().__init__(spellings, dest, nargs=0, **settings)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Note the value that the spelling stands for."""
+        setattr(namespace, self.dest, not str(option_string).startswith("--no-"))
+
+
+class _Value(argparse.Action):
+    """A value; keys of a JSON object that come one by one belong to one object."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Note the value."""
+        earlier, later = parsed_text(getattr(namespace, self.dest, None)), parsed_text(values)
+        both = isinstance(earlier, dict) and isinstance(later, dict)
+        setattr(namespace, self.dest, {**earlier, **later} if both else values)
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Flags in a wide column, each with its value named once."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        value = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(action.option_strings)} {value}"
 
 
 def make_parser(prog: str, description: str, tables: Mapping[str, type[Any]]) -> OptionsParser:
     """A parser whose namespace holds only the given values, keyed by field name, ``config`` and ``print_config``."""
+    takes_model = any(spec.metadata.get("positional") for kind in tables.values() for spec in dataclasses.fields(kind))
     # A later table overrides a flag of the same name: the -q of ``tp-engine chat`` overrides the engine's.
     parser = OptionsParser(
         prog=prog,
+        usage=f"{prog} {'[MODEL] ' if takes_model else ''}[options]",
         description=description,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         conflict_handler="resolve",
+        formatter_class=_HelpFormatter,
     )
     files = ", ".join(f"[{name}]" for name in tables)
     parser.add_argument("--config", metavar="FILE", help=f"TOML file with any of the tables {files}")
-    if any(spec.metadata.get("positional") for kind in tables.values() for spec in dataclasses.fields(kind)):
+    if takes_model:
         parser.add_argument(MODEL_TAG, metavar="MODEL", nargs="?", help="the model, as with --model")
     parser.add_argument("--print-config", action="store_true", help="print the effective configuration and exit")
     for name, kind in tables.items():
-        group = parser.add_argument_group(name)
+        group = None
         for spec in dataclasses.fields(kind):
+            if group is None or "section" in spec.metadata:
+                group = parser.add_argument_group(spec.metadata.get("section", name))
             _add_flag(group, spec)
+    if _ENGINE in tables:
+        _add_foreign_flags(parser)
     return parser
 
 
+def plain_spelling(words: Sequence[str]) -> list[str]:
+    """The command line with dashes in the names of flags, and each JSON object in one piece."""
+    plain: list[str] = []
+    objects: dict[str, Any] = {}
+    rest = iter(words)
+    for word in rest:
+        flag, equals, text = word.partition("=")
+        if _KEYS.fullmatch(flag):
+            flag, *keys = flag.split(".")
+            value = text if equals else next(rest, None)
+            if value is None:
+                return [*plain, _dashed(flag)]  # argparse asks for the value
+            is_list = keys[-1].endswith("+")
+            keys[-1] = keys[-1].removesuffix("+")
+            _put(objects.setdefault(_dashed(flag), {}), keys, value.split(",") if is_list else parsed_text(value))
+        else:
+            plain.append(_dashed(flag) + equals + text)
+    return plain + [word for flag, found in objects.items() for word in (flag, json.dumps(found))]
+
+
+def _dashed(flag: str) -> str:
+    return flag.replace("_", "-") if flag.startswith("--") else flag
+
+
+def _put(target: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    *outer, last = keys
+    for key in outer:
+        inner = target.setdefault(key, {})
+        target = inner if isinstance(inner, dict) else target.setdefault(key, {})
+    earlier = target.get(last)
+    target[last] = earlier + value if isinstance(earlier, list) and isinstance(value, list) else value
+
+
 def _add_flag(group: argparse._ArgumentGroup, spec: dataclasses.Field[Any]) -> None:
-    names = (*spec.metadata.get("flags", ()), "--" + spec.name.replace("_", "-"))
-    if negatives := spec.metadata.get("negative_flags"):
-        text = f"as --no-{spec.name.replace('_', '-')}"
-        group.add_argument(*negatives, dest=spec.name, action="store_false", default=argparse.SUPPRESS, help=text)
+    names = (flag_of(spec.name), *spec.metadata.get("flags", ()))
     settings: dict[str, Any] = {"dest": spec.name, "help": _help(spec)}
-    if spec.type == "bool":
-        settings["action"] = argparse.BooleanOptionalAction
+    if base_type(spec) == "bool":
+        settings["action"] = Switch
     else:
         settings |= _value_settings(spec)
     group.add_argument(*names, **settings)
+    if negatives := spec.metadata.get("negative_flags"):
+        text = f"as --no-{flag_of(spec.name)[2:]}"
+        group.add_argument(*negatives, dest=spec.name, action="store_false", default=argparse.SUPPRESS, help=text)
 
 
 def _value_settings(spec: dataclasses.Field[Any]) -> dict[str, Any]:
-    base = str(spec.type).partition(" | ")[0]
-    if spec.metadata.get("choices"):
-        return {"choices": spec.metadata["choices"], "type": int if base == "int" else str}
+    base, choices = base_type(spec), spec.metadata.get("choices")
+    if choices:
+        return {"type": _raising(partial(_choice, spec)), "metavar": "{" + ",".join(map(str, choices)) + "}"}
     if spec.metadata.get("size"):
-        return {"type": _size, "metavar": "SIZE"}
+        return {"type": _raising(parse_bytes), "metavar": "SIZE"}
     if spec.metadata.get("count"):
-        return {"type": _count, "metavar": "N"}
+        return {"type": _raising(parse_count), "metavar": "N"}
+    if spec.metadata.get("json"):
+        return {"action": _Value, "metavar": "JSON"}
     if base.startswith("tuple"):
         return {"nargs": "+", "metavar": "NAME"}
     return {
@@ -97,76 +188,41 @@ def _value_settings(spec: dataclasses.Field[Any]) -> dict[str, Any]:
     }
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def _raising(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``parse``, whose ``ConfigError`` becomes argparse's own error, which names the flag."""
+
+    def parse_value(text: str) -> Any:
+        try:
+            return parse(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse_value
 
 
-def _count(text: str) -> int:
-    try:
-        return parse_count(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def _choice(spec: dataclasses.Field[Any], text: str) -> Any:
+    """A choice in any case, or a value of other servers, which is translated later."""
+    choices = spec.metadata["choices"]
+    found = next((one for one in choices if str(one).lower() == text.lower()), None)
+    if found is None and known_value(spec.name, text) is None:
+        raise ConfigError(f"{text!r} is none of {', '.join(map(str, choices))}{did_you_mean(text, map(str, choices))}")
+    return text if found is None else found
 
 
 def _help(spec: dataclasses.Field[Any]) -> str:
     text = str(spec.metadata.get("help", ""))
     if spec.default not in (None, "", ()) and "(default:" not in text:
-        text += f" (default: {spec.default})"
+        default = "on" if spec.default is True else spec.default
+        text += "" if spec.default is False else f" (default: {default})"
     return text.replace("%", "%%")
 
 
-# Flags of other servers, with the reason for the refusal.
-_NO_OTHER_PARALLELISM = "a model is shared by tensor parallelism alone; leave it out, and see --tensor-parallel-size"
-_ORDER = "requests run in order of (priority, arrival), and no other; leave it out"
-_NO_LORA = "adapters are not supported; merge them into the weights"
-
-REFUSED_FLAGS = {
-    "--schedule-policy": _ORDER,
-    "--schedule-conservativeness": _ORDER,
-    "--scheduling-policy": _ORDER,
-    "--pipeline-parallel-size": _NO_OTHER_PARALLELISM,
-    "-pp": _NO_OTHER_PARALLELISM,
-    "--pp-size": _NO_OTHER_PARALLELISM,
-    "--data-parallel-size": _NO_OTHER_PARALLELISM,
-    "-dp": _NO_OTHER_PARALLELISM,
-    "--dp-size": _NO_OTHER_PARALLELISM,
-    "--ep-size": _NO_OTHER_PARALLELISM,
-    "--enable-expert-parallel": _NO_OTHER_PARALLELISM,
-    "--nnodes": "it is an option of torchrun, before the script: torchrun --nnodes 2 ... launch/serve.py",
-    "--node-rank": "it is an option of torchrun, before the script: torchrun --nnodes 2 --node-rank 0 ...",
-    "--trust-remote-code": "code that comes with a model is never run; leave it out",
-    "--enable-lora": _NO_LORA,
-    "--lora-modules": _NO_LORA,
-    "--lora-paths": _NO_LORA,
-    "--speculative-config": "speculative decoding is not supported; leave it out",
-    "--speculative-algorithm": "speculative decoding is not supported; leave it out",
-    "--swap-space": "preempted requests are computed again, not swapped; leave it out",
-    "--max-total-tokens": "the size of the cache is given in blocks, with --num-gpu-blocks-override",
-    "--max-prefill-tokens": "see --max-num-batched-tokens",
-    "--watchdog-timeout": "see --hang-soft-limit-s and --hang-hard-limit-s",
-    "--download-dir": "hub models lie where the environment variable HF_HOME says",
-    "--distributed-executor-backend": "ranks are processes, of torchrun or of rank 0; leave it out",
-    "--cpu-offload-gb": "weights stay on the device; leave it out, or raise --tensor-parallel-size",
-    "--task": "models generate text, and nothing else; leave it out",
-    "--grammar-backend": "structured output has one library; leave it out",
-    "--guided-decoding-backend": "structured output has one library; leave it out",
-    "--constrained-json-whitespace-pattern": "see --structured-outputs-config, whitespace_pattern",
-    "--constrained-json-disable-any-whitespace": "see --structured-outputs-config, disable_any_whitespace",
-    "--runner": "models generate text, and nothing else; leave it out",
-}
-
-# Flags that are accepted without a value and change nothing, because they are always in effect.
-REDUNDANT_FLAGS = frozenset(
-    {
-        "--disable-log-stats",
-        "--disable-uvicorn-access-log",
-        "--enable-chunked-prefill",
-        "--enable-metrics",
-        "--enable-prompt-tokens-details",
-        "--enable-request-id-headers",
-        "--enable-server-load-tracking",
-    }
-)
+def _add_foreign_flags(parser: OptionsParser) -> None:
+    """Flags of other servers: ``--help`` does not show them."""
+    known = parser._option_string_actions
+    for name, row in OPTIONS.items():
+        flags = [flag for flag in (flag_of(name), *row.short_flags) if flag not in known and "." not in flag]
+        if not flags:
+            continue
+        settings: dict[str, Any] = {"nargs": "+"} if row.arity == "=*" else {"action": _Value if row.arity else Switch}
+        parser.add_argument(*flags, dest=name, help=argparse.SUPPRESS, **settings)

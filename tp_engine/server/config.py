@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tp_engine import env
 from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.sampling_defaults import SamplingDefaultOptions
-from tp_engine.config import check_type, option
 from tp_engine.errors import ConfigError
+from tp_engine.options.fields import check_fields, option
 from tp_engine.units import MIB
 
 _PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -28,21 +25,25 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
     A list may be one JSON list too, as in vLLM.
     """
 
-    host: str = option("127.0.0.1", "address to listen on")
+    host: str = option("127.0.0.1", "address to listen on", section="Server")
     port: int = option(8000, "port to listen on; 0 takes a free one")
     port_file: str | None = option(None, "file that holds the port, from before the model loads until the server ends")
     uds: str | None = option(None, "path of a Unix socket to listen on, instead of host and port")
-    ssl_keyfile: str | None = option(None, "the private key's file, for HTTPS")
+    root_path: str = option("", "path prefix that a reverse proxy strips, such as /llm")
+    ssl_keyfile: str | None = option(None, "the private key's file, for HTTPS", section="HTTPS")
     ssl_certfile: str | None = option(None, "the certificate's file, for HTTPS")
     ssl_ca_certs: str | None = option(None, "file of the authorities whose client certificates are accepted")
     ssl_cert_reqs: int = option(0, "client certificates: 0 none, 1 optional, 2 required", choices=(0, 1, 2))
-    root_path: str = option("", "path prefix that a reverse proxy strips, such as /llm")
-    allowed_origins: tuple[str, ...] = option((), "origins whose web pages may send requests; * means all")
+    allowed_origins: tuple[str, ...] = option(
+        (), "origins whose web pages may send requests; * means all", section="Web pages of other origins"
+    )
     allowed_methods: tuple[str, ...] = option(("*",), "methods that those pages may use")
     allowed_headers: tuple[str, ...] = option(("*",), "headers that those pages may send")
     allow_credentials: bool = option(False, "let those pages send cookies and the like")
     served_model_name: tuple[str, ...] = option(
-        (), "names under which clients may ask for the model (default: --model, or its folder's name)"
+        (),
+        "names under which clients may ask for the model (default: --model, or its folder's name)",
+        section="Requests",
     )
     api_key: tuple[str, ...] = option(
         (), "keys, one of which every request but health checks must bring (default: TP_ENGINE_API_KEY)", secret=True
@@ -65,6 +66,7 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
         "a line in the log for every request",
         flags=("--log-requests",),
         negative_flags=("--disable-log-requests",),
+        section="Logs and metrics",
     )
     metrics_prefix: tuple[str, ...] = option(
         ("tp_engine",), "prefixes of names in /metrics; vllm for routers that read vLLM's names, several for both"
@@ -79,14 +81,7 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
     disable_fastapi_docs: bool = option(False, "do not offer /openapi.json, /docs and /redoc")
 
     def __post_init__(self) -> None:
-        for spec in dataclasses.fields(self):
-            value = getattr(self, spec.name)
-            if str(spec.type) == "tuple[str, ...]":
-                object.__setattr__(self, spec.name, _names(spec.name, value))
-            check_type(spec.name, value, str(spec.type))
-            if value is not None and spec.metadata.get("choices") and value not in spec.metadata["choices"]:
-                known = ", ".join(map(str, spec.metadata["choices"]))
-                raise ConfigError(f"{spec.name} is {value!r}; choose one of {known}")
+        check_fields(self)
         self.check_chat_options()
         self._check_ranges()
         self._check_listening()
@@ -141,17 +136,3 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
         """The keys of ``api_key``, else the environment's; empty for an open server."""
         default = env.default_api_key()
         return self.api_key or (() if default is None else (default,))
-
-
-def _names(option_name: str, value: Any) -> tuple[str, ...]:
-    """Several texts from a list, from one text, or from one text that is a JSON list."""
-    names = (value,) if isinstance(value, str) else value
-    if isinstance(names, (tuple, list)) and len(names) == 1 and str(names[0]).startswith("["):
-        try:
-            names = json.loads(names[0])
-        except ValueError as error:
-            raise ConfigError(f"{option_name} begins like a JSON list and is none: {error}") from error
-    if not isinstance(names, (tuple, list)) or any(not isinstance(name, str) or not name for name in names):
-        shown = "not shown" if option_name == "api_key" else repr(value)
-        raise ConfigError(f"{option_name} is {shown}; it must be texts, none of them empty")
-    return tuple(names)

@@ -145,6 +145,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
         convert=pooling.convert,
         device=device,
         dtype=dtype,
+        quantization=None if model.quantization is not None else config.quantization,
         kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         gpu_memory_utilization=config.gpu_memory_utilization or _DEFAULT_UTILIZATION[device],
         max_model_len=resolve_max_model_len(model, config.max_model_len),

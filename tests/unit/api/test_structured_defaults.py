@@ -16,7 +16,7 @@ from tp_engine.errors import ConfigError
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.structured_outputs import StructuredOutputsParams
 
-CONFIG = '{"whitespace_pattern": " ?", "disable_additional_properties": true, "backend": "auto"}'
+CONFIG = '{"whitespace_pattern": " ?", "disable_additional_properties": true}'
 REFUSED = [
     ("{", "not JSON"),
     ("[1]", "must be a JSON object"),

@@ -209,8 +209,7 @@ def test_spellings_of_server_options(argv: list[str], field: str, value: object)
     [
         (["one", "--model", "two"], "given twice"),
         (["--schedule-policy", "lpm"], "--schedule-policy is not an option here: requests run in order"),
-        (["--trust-remote-code"], "never run"),
-        (["--enable-metrics=1"], "unknown option --enable-metrics"),
+        (["--enable-metrics=1"], "--enable-metrics is '1'; it takes no value"),
         (["--pipeline-parallel-size=2"], "tensor parallelism alone"),
         (["--constrained-json-disable-any-whitespace"], "see --structured-outputs-config"),
         (["--max-model-len", "1.5K"], "is not a count"),

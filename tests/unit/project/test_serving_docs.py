@@ -34,12 +34,10 @@ def first_column(title: str) -> str:
 
 
 def flags() -> set[str]:
-    """Every spelling that the launchers accept, except the ``--no-x`` of a ``--x``."""
-    names: set[str] = set()
-    for action in [one for tables in LAUNCHERS for one in make_parser("serve", "", tables)._actions]:
-        negative = isinstance(action, argparse.BooleanOptionalAction)
-        names |= {name for name in action.option_strings if not (negative and name.startswith("--no-"))}
-    return names
+    """Every spelling that the launchers' ``--help`` shows, except the ``--no-x`` of a ``--x``."""
+    actions = [action for tables in LAUNCHERS for action in make_parser("serve", "", tables)._actions]
+    names = {name for action in actions if action.help != argparse.SUPPRESS for name in action.option_strings}
+    return {name for name in names if not name.startswith("--no-")}
 
 
 @cache

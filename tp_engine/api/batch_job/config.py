@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.sampling_defaults import SamplingDefaultOptions
-from tp_engine.config import check_type, option
 from tp_engine.errors import ConfigError
+from tp_engine.options.fields import check_fields, option
 from tp_engine.units import MIB
 
 STANDARD_STREAM = "-"
@@ -64,13 +63,8 @@ class BatchConfig(ChatOptions, SamplingDefaultOptions):
     progress_bar: bool = option(True, "show the progress on a terminal, or in the log if there is none")
 
     def __post_init__(self) -> None:
-        for spec in dataclasses.fields(self):
-            check_type(spec.name, getattr(self, spec.name), str(spec.type))
+        check_fields(self)
         self.check_chat_options()
-        if self.output_order not in OUTPUT_ORDERS:
-            raise ConfigError(f"output_order is {self.output_order!r}; it must be one of {', '.join(OUTPUT_ORDERS)}")
-        if any(not isinstance(name, str) or not name for name in self.served_model_name):
-            raise ConfigError(f"served_model_name is {self.served_model_name!r}; it must be names, none of them empty")
         for name, least in (("max_in_flight", 1), ("max_body_bytes", 1), ("errors_exit_code", 0)):
             value = getattr(self, name)
             if value is not None and value < least:

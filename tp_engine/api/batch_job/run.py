@@ -39,7 +39,7 @@ from tp_engine.engine.start import ask_rank0, check_config, serve_rank, tell_ran
 from tp_engine.engine.tokenizer import TokenDecoder, load_tokenizer
 from tp_engine.errors import ConfigError
 from tp_engine.log import get_logger
-from tp_engine.options.flags import did_you_mean
+from tp_engine.options.intake import take_options
 from tp_engine.units import MIB
 from tp_engine.worker.effective_config import EffectiveConfig
 
@@ -61,11 +61,9 @@ def run_batch(
     kill of the process, and the next call with the same files continues.  Under torchrun every rank calls this; on
     ranks other than 0 it ends the process.
     """
+    taken = take_options(options, [EngineConfig, BatchConfig], where="run_batch")
     fields = [{spec.name for spec in dataclasses.fields(kind)} for kind in (EngineConfig, BatchConfig)]
-    for name in options:
-        if name not in fields[0] | fields[1]:
-            raise ConfigError(f"run_batch: unknown option {name}{did_you_mean(name, fields[0] | fields[1])}")
-    engine, batch = ({name: value for name, value in options.items() if name in names} for names in fields)
+    engine, batch = ({name: value for name, value in taken.items() if name in names} for names in fields)
     config = EngineConfig(model=model, **engine)
     return run_job(config, BatchConfig(input_file=fspath(input_file), output_file=fspath(output_file), **batch))
 

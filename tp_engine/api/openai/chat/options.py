@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,8 @@ from tp_engine.api.openai.tools import (
     qwen3_coder,
 )
 from tp_engine.api.openai.tools.events import ToolFormat
-from tp_engine.config import option
 from tp_engine.errors import ConfigError
+from tp_engine.options.fields import option
 
 # The name that --tool-call-parser takes -> the format, from a module of its own.
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
@@ -42,7 +41,9 @@ CONTENT_FORMATS = ("auto", "string", "openai")
 class ChatOptions:
     """How chats become prompts, and what is found in the answers."""
 
-    chat_template: str | None = option(None, "Jinja template of chats, as a file or as text (default: the model's)")
+    chat_template: str | None = option(
+        None, "Jinja template of chats, as a file or as text (default: the model's)", section="Chats"
+    )
     chat_template_content_format: str = option(
         "auto",
         "contents for the template: string, openai (a list of parts), or auto, which reads it in the template",
@@ -64,10 +65,6 @@ class ChatOptions:
 
     def check_chat_options(self) -> None:
         """Raise ``ConfigError`` for values that can not be served."""
-        for spec in dataclasses.fields(ChatOptions):
-            value, choices = getattr(self, spec.name), spec.metadata.get("choices")
-            if choices and value not in choices and not (value is None and spec.default is None):
-                raise ConfigError(f"{spec.name} is {value!r}; choose one of {', '.join(choices)}")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError(
                 "enable_auto_tool_choice needs tool_call_parser, which finds the calls in the model's text: add "

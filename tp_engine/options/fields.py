@@ -1,0 +1,117 @@
+"""Fields of configuration dataclasses: each is a flag, a key of a TOML table and a keyword of the Python API.
+
+The three give a value in several forms: a size as text or as a number, a JSON object as text or as a mapping, several
+names as a list or as one text.  ``check_fields`` brings each to the one form that the engine reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import Any
+
+from tp_engine.errors import ConfigError, shown
+from tp_engine.units import parse_bytes, parse_count
+
+_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "int": (int,), "float": (int, float)}
+
+
+def option(default: Any, help_text: str, **metadata: Any) -> Any:
+    """A field.  ``metadata`` says more about it:
+
+    * ``choices``: its only values, which ``--help`` shows and errors name
+    * ``flags``: other spellings of the flag; ``negative_flags``: spellings of its opposite
+    * ``size``, ``count``: a number that may be text, such as 2GiB or 32k
+    * ``json``: a JSON object, kept as text; ``numbers``: whole numbers, kept as text such as 1,2,4
+    * ``positional``: the value may stand without a flag; ``secret``: it is never shown
+    * ``ignores_case``: its values are words in small letters
+    * ``section``: a section of ``--help`` begins with this field
+    * ``is_of_host``: a path or a habit of one host, which the other hosts of a job need not share
+    """
+    return field(default=default, metadata={"help": help_text, **metadata})
+
+
+def check_fields(config: Any) -> None:
+    """Bring every field of the frozen dataclass ``config`` to its one form; None is the default.
+
+    Raises ``ConfigError`` for a value that is not of the field's type, or none of its choices.
+    """
+    for spec in dataclasses.fields(config):
+        given = getattr(config, spec.name)
+        value = spec.default if given is None else _in_one_form(spec, given)
+        object.__setattr__(config, spec.name, value)
+        if value is not None:
+            _check_type(spec, value)
+            _check_choice(spec, value)
+
+
+def is_optional(spec: dataclasses.Field[Any]) -> bool:
+    """Whether the field may be None when the configuration is complete."""
+    return str(spec.type).endswith(" | None")
+
+
+def base_type(spec: dataclasses.Field[Any]) -> str:
+    """The field's annotation without None: ``str``, ``bool``, ``int``, ``float`` or ``tuple[str, ...]``."""
+    return str(spec.type).removesuffix(" | None")
+
+
+def _in_one_form(spec: dataclasses.Field[Any], value: Any) -> Any:
+    kind, is_list = spec.metadata, isinstance(value, Sequence) and not isinstance(value, str)
+    if kind.get("size") and isinstance(value, str):
+        return parse_bytes(value)
+    if kind.get("count") and isinstance(value, str):
+        return parse_count(value)
+    if kind.get("json") and isinstance(value, Mapping):
+        return _json_text(spec.name, value)
+    if kind.get("numbers") and is_list:
+        return ",".join(map(str, value))
+    if base_type(spec).startswith("tuple"):
+        return _texts(spec, value)
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _texts(spec: dataclasses.Field[Any], value: Any) -> tuple[str, ...]:
+    """Several texts from a list, from one text, or from one text that is a JSON list; objects become JSON text."""
+    items = [value] if isinstance(value, (str, Mapping)) else value
+    if isinstance(items, (tuple, list)) and len(items) == 1 and str(items[0]).lstrip().startswith("["):
+        try:
+            items = json.loads(items[0])
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{spec.name} begins like a JSON list and is none: {error}") from error
+    if isinstance(items, (tuple, list)):
+        items = tuple(_json_text(spec.name, one) if isinstance(one, Mapping) else one for one in items)
+        if all(isinstance(one, str) and one for one in items):
+            return items
+    raise ConfigError(f"{spec.name} is {_shown(spec, value)}; it must be texts, none of them empty")
+
+
+def _json_text(name: str, value: Mapping[Any, Any]) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} can not be written as JSON: {error}") from error
+
+
+def _check_type(spec: dataclasses.Field[Any], value: Any) -> None:
+    kinds = _KINDS.get(base_type(spec), (object,))
+    if isinstance(value, kinds) and (bool in kinds or object in kinds or not isinstance(value, bool)):
+        return
+    rule = f"of type {spec.type}"
+    if spec.metadata.get("json"):
+        rule = "a JSON object, as a mapping or as text"
+    elif spec.metadata.get("numbers"):
+        rule = "whole numbers, as a list or as text such as 1,2,4"
+    raise ConfigError(f"{spec.name} is {_shown(spec, value)} of type {type(value).__name__}; it must be {rule}")
+
+
+def _check_choice(spec: dataclasses.Field[Any], value: Any) -> None:
+    choices = spec.metadata.get("choices")
+    if choices and value not in choices:
+        raise ConfigError(f"{spec.name} is {value!r}; choose one of {', '.join(map(str, choices))}")
+
+
+def _shown(spec: dataclasses.Field[Any], value: Any) -> str:
+    return "not shown" if spec.metadata.get("secret") else shown(value)

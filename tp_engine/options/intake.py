@@ -1,0 +1,166 @@
+"""From names and values as users give them to fields of configurations.
+
+The command line, TOML files and the Python API all come here, so that a spelling which one of them takes works in all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from tp_engine.errors import ConfigError, did_you_mean, shown
+from tp_engine.log import get_logger
+from tp_engine.options.foreign import OPTIONS, VALUES
+from tp_engine.options.foreign_rows import ForeignOption, ForeignValue
+
+logger = get_logger(__name__)
+
+
+def take_options(
+    given: Mapping[str, Any], kinds: Iterable[type[Any]], *, where: str = "", spelled: Callable[[str], str] = str
+) -> dict[str, Any]:
+    """The fields of the dataclasses ``kinds`` that ``given`` sets: by their names, by other spellings of their flags,
+    and by options and values of other servers.
+
+    The log has a line for what is translated or without an effect.  Raises ``ConfigError`` for a name that is none of
+    them, with the nearest one, and for an option that is refused, with the remedy; ``where`` begins the message, and
+    ``spelled`` writes names as the user did.
+    """
+    return _Intake(kinds, where, spelled).take(given)
+
+
+def flag_of(name: str) -> str:
+    """``block_size`` -> ``--block-size``; keys behind a dot stay as they are."""
+    option, *keys = name.split(".")
+    return ".".join(("--" + option.replace("_", "-"), *keys))
+
+
+def parsed_text(value: Any) -> Any:
+    """What a text of the command line stands for: JSON, in which True, False and None may stand, else the text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(value, value))
+    except (ValueError, RecursionError):
+        return value
+
+
+def known_value(name: str, value: Any) -> ForeignValue | None:
+    """What stands for ``value`` of the option ``name``, if another server has it."""
+    rows = VALUES.get(name, ()) if isinstance(value, str) else ()
+    return next((row for row in rows if row.matches(value)), None)
+
+
+class _Intake:
+    def __init__(self, kinds: Iterable[type[Any]], where: str, spelled: Callable[[str], str]) -> None:
+        self._fields = {spec.name: spec for kind in kinds for spec in dataclasses.fields(kind)}
+        self._where = f"{where}: " if where else ""
+        self._spelled = spelled
+        self._taken: dict[str, Any] = {}
+        self._reasons: dict[str, list[str]] = {}
+        self._spellings = {
+            flag.removeprefix("--").replace("-", "_"): (spec.name, is_opposite)
+            for spec in self._fields.values()
+            for is_opposite, kind in ((False, "flags"), (True, "negative_flags"))
+            for flag in spec.metadata.get(kind, ())
+            if flag.startswith("--")
+        }
+
+    def take(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        foreign, own = {}, self._own(given)
+        for name in given:
+            if name in OPTIONS and not self._is_own(name):
+                foreign[name] = OPTIONS[name]
+            elif not self._is_own(name):
+                known = [*self._fields, *self._spellings, *(one for one in OPTIONS if "." not in one)]
+                raise ConfigError(f"{self._where}unknown option {self._spelled(name)}{did_you_mean(name, known)}")
+        for name, value in own.items():
+            self._taken[name] = self._own_value(self._fields[name], value)
+        for name in sorted(foreign, key=list(OPTIONS).index):
+            self._take_foreign(name, foreign[name], parsed_text(given[name]), own)
+        for reason, names in self._reasons.items():
+            logger.info("%s%s: %s", self._where, ", ".join(names), reason)
+        return self._taken
+
+    def _is_own(self, name: str) -> bool:
+        return name in self._fields or name in self._spellings
+
+    def _own(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that are given by their names or by other spellings."""
+        own = {name: value for name, value in given.items() if name in self._fields}
+        for name in given.keys() & self._spellings.keys() - self._fields.keys():
+            field, is_opposite = self._spellings[name]
+            self._set(own, name, field, not given[name] if is_opposite else given[name])
+        return own
+
+    def _set(self, target: dict[str, Any], name: str, field: str, value: Any) -> None:
+        """Set ``field`` because ``name`` was given; ``ConfigError`` if it has another value."""
+        earlier = target.setdefault(field, value)
+        objects = parsed_text(earlier), parsed_text(value)
+        if all(isinstance(one, Mapping) for one in objects):
+            shared = objects[0].keys() & objects[1].keys()
+            earlier, value = ({key: one[key] for key in shared} for one in objects)
+            target[field] = {**objects[1], **objects[0]}
+        if earlier != value:
+            raise ConfigError(
+                f"{self._where}{self._spelled(name)} sets {self._spelled(field)} to {_text(value)}, and it is given as "
+                f"{_text(earlier)}; give one of them"
+            )
+
+    def _take_foreign(self, name: str, row: ForeignOption, value: Any, own: Mapping[str, Any]) -> None:
+        if value in row.harmless:
+            return
+        shown_name = self._spelled(name)
+        if row.is_refused:
+            raise ConfigError(f"{self._where}{shown_name} is not an option here: {row.reason}")
+        try:
+            became = {} if row.become is None else row.become(value)
+        except ConfigError as error:
+            raise ConfigError(f"{self._where}{shown_name}: {error}") from error
+        except (TypeError, AttributeError, KeyError, ValueError) as error:
+            raise ConfigError(f"{self._where}{shown_name} is {shown(value)}, which it can not be") from error
+        if not became:
+            self._reasons.setdefault(row.reason, []).append(shown_name)
+        for field, meant in became.items():
+            if field not in self._fields:
+                raise ConfigError(f"{self._where}unknown option {shown_name}; it is {self._spelled(field)}")
+            if not (row.yields and field in own):
+                self._set(self._taken, name, field, self._own_value(self._fields[field], meant))
+                reason = f"taken as {self._spelled(field)} {_text(meant)}".rstrip()
+                self._reasons.setdefault(reason, []).append(f"{shown_name} {_text(value)}".rstrip())
+
+    def _own_value(self, spec: dataclasses.Field[Any], value: Any) -> Any:
+        """The value of a field, in this engine's words."""
+        if spec.metadata.get("json"):
+            return self._without_foreign_keys(spec.name, value)
+        if type(value).__module__ == "torch":  # torch.bfloat16, which vLLM takes too
+            value = str(value).removeprefix("torch.")
+        choices = spec.metadata.get("choices", ())
+        if not isinstance(value, str) or value in choices or not (choices or spec.name in VALUES):
+            return value
+        foreign = known_value(spec.name, value)
+        if foreign is None:
+            ignores_case = value.lower() in choices or spec.metadata.get("ignores_case")
+            return value.lower() if ignores_case else value
+        if foreign.means is None:
+            raise ConfigError(f"{self._where}{self._spelled(spec.name)} {value} is not served here: {foreign.reason}")
+        reason = "; ".join(filter(None, (f"taken as {foreign.means or 'the default'}", foreign.reason)))
+        self._reasons.setdefault(reason, []).append(f"{self._spelled(spec.name)} {value}")
+        return foreign.means or None
+
+    def _without_foreign_keys(self, name: str, value: Any) -> Any:
+        """The JSON object without the keys that have no effect here; what is none is left for the field's check."""
+        found = parsed_text(value)
+        if not isinstance(found, Mapping):
+            return value
+        foreign = {key: row for key in found if (row := OPTIONS.get(f"{name}.{key}")) is not None}
+        for key, row in foreign.items():
+            self._take_foreign(f"{name}.{key}", row, found[key], {})
+        return {key: one for key, one in found.items() if key not in foreign} if foreign else value
+
+
+def _text(value: Any) -> str:
+    """A value in the log and in errors; none for a switch."""
+    return "" if value is True else value if isinstance(value, str) else shown(value, 200)
