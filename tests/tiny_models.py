@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.families import FAMILIES, Family
+from tests.families import FAMILIES
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +20,34 @@ def make_checkpoint(
     folder: Path,
     architecture: str = "qwen3",
     *,
+    seed: int | None = None,
+    dtype: str = "float32",
+    max_shard_size: str | None = None,
+    **settings: Any,
+) -> Path:
+    """Write config.json and safetensors into ``folder`` (made if missing) and return it.
+
+    ``max_shard_size`` such as ``"50KB"`` splits the weights over several files; ``settings`` are those of
+    ``make_config``.
+    """
+    import torch
+    import transformers
+
+    family = FAMILIES[architecture]
+    config = make_config(architecture, dtype=dtype, **settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(family.seed if seed is None else seed)
+        model = getattr(transformers, family.model)(config)
+        _randomise_vectors(model)
+    model = model.to(getattr(torch, dtype))
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder, **({"max_shard_size": max_shard_size} if max_shard_size else {}))
+    return folder
+
+
+def make_config(
+    architecture: str,
+    *,
     num_layers: int | None = None,
     hidden_size: int = 64,
     num_heads: int = 8,
@@ -29,20 +57,16 @@ def make_checkpoint(
     vocab_size: int = 203,
     tie: bool | None = None,
     max_position: int = 512,
-    seed: int | None = None,
     dtype: str = "float32",
-    max_shard_size: str | None = None,
     **config_overrides: Any,
-) -> Path:
-    """Write config.json and safetensors into ``folder`` (made if missing) and return it.
+) -> PretrainedConfig:
+    """transformers' configuration of a tiny model.
 
     ``architecture`` is a key of ``FAMILIES``; ``num_layers`` None means the family's, or 2; ``intermediate_size`` None
     means the family's, or 96; ``head_dim`` None means ``hidden_size // num_heads``; ``tie`` None means the family's
-    default; ``max_shard_size`` such as ``"50KB"`` splits the weights over several files; ``config_overrides`` reach the
-    transformers configuration by its own names (``eos_token_id``, ``sliding_window``, ``rope_parameters``,
-    ``attention_bias``, ...).
+    default; ``config_overrides`` reach the transformers configuration by its own names (``eos_token_id``,
+    ``sliding_window``, ``rope_parameters``, ``attention_bias``, ...).
     """
-    import torch
     import transformers
 
     family = FAMILIES[architecture]
@@ -71,19 +95,6 @@ def make_checkpoint(
     if "kv_lora_rank" in settings:  # transformers expands latents to as many heads as queries have
         settings["num_key_value_heads"] = settings["num_attention_heads"]
         del settings["head_dim"]
-    config = _configure(transformers, family, settings)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(family.seed if seed is None else seed)
-        model = getattr(transformers, family.model)(config)
-        _randomise_vectors(model)
-    model = model.to(getattr(torch, dtype))
-    folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder, **({"max_shard_size": max_shard_size} if max_shard_size else {}))
-    return folder
-
-
-def _configure(transformers: Any, family: Family, settings: dict[str, Any]) -> PretrainedConfig:
-    """The family's configuration: ``settings``, with a vision part if the family has one."""
     make = getattr(transformers, family.config)
     if family.vision is None:
         config: PretrainedConfig = make(**settings)

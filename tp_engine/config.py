@@ -13,6 +13,7 @@ from pathlib import Path
 from tp_engine.adapters import parse_modules
 from tp_engine.device_map import check_devices
 from tp_engine.errors import ConfigError
+from tp_engine.hf_overrides import parse_overrides
 from tp_engine.kv_codec import check_codec
 from tp_engine.log import LOG_FORMATS
 from tp_engine.options.fields import check_fields, option
@@ -52,6 +53,12 @@ class EngineConfig:
         None, "tokenizer folder or hub name (default: the model's)", flags=("--tokenizer-path",), is_of_host=True
     )
     revision: str | None = option(None, "hub revision of the model")
+    hf_overrides: str | None = option(
+        None,
+        "JSON object that changes keys of the model's config.json before it is read, such as "
+        """'{"rope_parameters": {"rope_type": "yarn", "factor": 4.0, ...}}'; null removes a key (default: none)""",
+        json=True,
+    )
     convert: str = option(
         "auto",
         "what the model is for: none (text), embed, classify (scores of pairs), pooling (one of these two); auto looks "
@@ -238,6 +245,7 @@ class EngineConfig:
         if self.devices is not None:
             check_devices(self.devices)
         StructuredOutputsDefaults.of(self.structured_outputs_config)
+        parse_overrides(self.hf_overrides)
         self._check_speculation()
         self._check_adapters()
         parts = self.attention_backend.split(":")

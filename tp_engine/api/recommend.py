@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from typing import Any
+
 from tp_engine.advice.advise import advise
 from tp_engine.advice.question import Hardware, Question, Workload, find_gpu, find_workload
 from tp_engine.advice.recommendation import Recommendation
@@ -28,16 +32,22 @@ def recommend(
     max_model_len: int | None = None,
     block_size: int | None = None,
     revision: str | None = None,
+    hf_overrides: Mapping[str, Any] | str | None = None,
 ) -> Recommendation:
     """Block size, blocks, sequences and concurrency for ``model``: a folder, a hub name, or its parsed configuration.
 
     The device is ``gpu`` (a name such as ``h100``), or one with ``device_memory`` (bytes, or ``"24GiB"``), or else this
     machine's.  ``workload`` is chat, code, long-doc, or another ``Workload``.  ``tensor_parallel_size`` None takes the
     smallest number of ranks that fits.  ``quantization`` is that of ``LLM``; a quantised checkpoint's own format needs
-    no option.  Raises ``ConfigError`` for a question without an answer.  A model that does not
-    fit has an answer: ``fits`` is False, and ``problems`` and ``remedies`` tell why and what to do.
+    no option.  ``hf_overrides`` changes keys of config.json.  Raises ``ConfigError`` for a question without an answer.
+    A model that does not fit has an answer: ``fits`` is False, and ``problems`` and ``remedies`` tell why and what to
+    do.
     """
-    config = model if isinstance(model, ModelSpec) else load_model_config(model, revision, files=CONFIG_FILES)[0]
+    changes = hf_overrides if isinstance(hf_overrides, str | None) else json.dumps(hf_overrides)
+    if isinstance(model, ModelSpec):
+        config = model
+    else:
+        config, _ = load_model_config(model, revision, files=CONFIG_FILES, hf_overrides=changes)
     return advise(
         Question(
             name=config.architecture if isinstance(model, ModelSpec) else model,

@@ -23,6 +23,7 @@ class RecommendConfig:
 
     model: str = option(str(DEMO_MODEL), "model folder or hub name (default: the demo model of this project)")
     revision: str | None = option(None, "hub revision of the model")
+    hf_overrides: str | None = option(None, "JSON object that changes keys of the model's config.json (default: none)")
     workload: str = option("chat", "what users send", choices=tuple(WORKLOADS))
     input_len: int | None = option(None, "mean tokens of a prompt (default: the workload's)")
     output_len: int | None = option(None, "mean tokens of an answer (default: the workload's)")
@@ -92,6 +93,7 @@ def main(argv: Sequence[str]) -> int:
         max_model_len=config.max_model_len,
         block_size=config.block_size,
         revision=config.revision,
+        hf_overrides=config.hf_overrides,
     )
     print(json.dumps(found.as_dict(), indent=2) if config.json else found.explain())
     return 0 if found.fits else DOES_NOT_FIT

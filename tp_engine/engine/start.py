@@ -61,6 +61,7 @@ def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pul
     main thread does not return.  The watchdog keeps ``pulse`` beating, for a frontend.
     """
     launched, effective, faults = env.launched_rank(), check_config(config), configured_faults()
+    _log_model(effective)
     adopts = launched is not None and launched.world_size > 1
     if launched is not None:
         die_with_launcher(grace_s=_LAST_WORDS_S)
@@ -84,6 +85,16 @@ def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pul
         if effective.config.tensor_parallel_size == 1:
             return build_engine(effective, process_groups.alone(progress), job, leave=lambda _failed: None)
         return _spawn(effective, job)
+
+
+def _log_model(effective: EffectiveConfig) -> None:
+    """Tell, once for all ranks, what the operator should know of the model's files."""
+    for note in effective.model.notes:
+        logger.info("%s", note)
+    for warning in effective.model.warnings:
+        logger.warning("%s", warning)
+    if effective.config.hf_overrides is not None:
+        logger.info("config.json is changed by hf_overrides: %s", effective.config.hf_overrides)
 
 
 def serve_rank(config: EngineConfig) -> None:

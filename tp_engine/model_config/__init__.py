@@ -9,6 +9,7 @@ from typing import Any
 
 from tp_engine.config import QUANTIZATIONS
 from tp_engine.errors import ConfigError
+from tp_engine.hf_overrides import REMEDY, overridden, parse_overrides
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.families import read_spec
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
@@ -29,24 +30,30 @@ VOCAB_ALIGNMENT = 16
 
 def read_model(config: Mapping[str, Any]) -> ModelSpec:
     """Parse a config.json.  Raises ``ConfigError`` for anything that is missing, wrong or not supported."""
-    return read_spec(ConfigJson(config))
+    whole = ConfigJson(config)
+    spec = read_spec(whole)
+    return dataclasses.replace(spec, notes=whole.unread.notes, warnings=whole.unread.warnings)
 
 
 def load_model_config(
-    model: str, revision: str | None = None, files: Sequence[str] = MODEL_FILES
+    model: str, revision: str | None = None, files: Sequence[str] = MODEL_FILES, hf_overrides: str | None = None
 ) -> tuple[ModelSpec, Path]:
     """Find ``model`` (a folder or a hub name) and parse its config.json, generation_config.json, and, where config.json
     says nothing of a quantisation, hf_quant_config.json.
 
-    Returns the spec and the local folder with the model's files; ``files`` are downloaded for a hub name.  Raises
-    ``ConfigError``.
+    Returns the spec and the local folder with the model's files; ``files`` are downloaded for a hub name.
+    ``hf_overrides`` is a JSON object that changes config.json.  Raises ``ConfigError``.
     """
     folder = resolve_model_folder(model, revision, files)
     values = read_json(folder / CONFIG_FILE)
     beside = folder / QUANTIZATION_FILE
     if beside.is_file() and not values.get("quantization_config"):
         values["quantization_config"] = {"quant_method": "modelopt", **read_json(beside)}
-    config = read_model(values)
+    changes = parse_overrides(hf_overrides)
+    try:
+        config = read_model(overridden(values, changes))
+    except ConfigError as error:
+        raise ConfigError(str(error) if "--hf-overrides" in str(error) else f"{error} ({REMEDY})") from error
     if config.quantization is not None and config.quantization.is_found_by_tensors:
         found = config.quantization.found_among(stored_names(folder))
         config = dataclasses.replace(config, quantization=found)

@@ -12,13 +12,16 @@ from tp_engine.errors import ConfigError
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.mlp import Activation, ActivationKind, ExpertsSpec, MlpSpec, RoutingRule
 from tp_engine.model_config.quant_methods import read_quantization
-from tp_engine.model_config.rope import PLAIN, RopeRules, RopeSpec, read_rope
+from tp_engine.model_config.rope import LAYER_TYPES, PLAIN, RopeRules, RopeSpec, read_rope
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Names of transformers -> ours.
 ACTIVATIONS: dict[str, ActivationKind] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+_DUAL_CHUNKS = "dual_chunk_attention_config: longer contexts are attended to in chunks, which is not supported here"
+_YARN_POSITIONS = "original_max_position_embeddings times the factor of its yarn rotation"
 
 
 class DecoderReader:
@@ -84,7 +87,6 @@ class DecoderReader:
         self, num_experts: int, rule: RoutingRule, *, inner_size: int | None = None, **changes: Any
     ) -> ExpertsSpec:
         """Experts with the model's activation, each of ``inner_size``, or of ``intermediate_size`` without it."""
-        self.config.skip("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
         if not 1 <= rule.top_k <= num_experts:
             raise ConfigError(
                 f"config.json: {rule.top_k} of {num_experts} experts are asked for; a token goes to at least 1 and at "
@@ -93,12 +95,15 @@ class DecoderReader:
         usual = {"inner_size": inner_size or self.inner_size, "activation": self.activation}
         return ExpertsSpec(num_experts=num_experts, rule=rule, **{**usual, **changes})
 
-    def take_first(self, *names: str) -> int:
-        """The first of the sizes ``names`` that the configuration has: spellings of one key."""
-        found = next((name for name in names if self.config.has(name)), names[0])
-        value = self.config.require_positive(found)
-        self.config.skip(*names)
-        return value
+    def take_first(self, *names: str, default: int = 0) -> int:
+        """The size with the spellings ``names``.  Raises ``ConfigError`` if two of them differ, and if there is none,
+        unless there is a ``default``."""
+        found = {name: self.config.take_positive(name, 0) for name in names}
+        given = {name: value for name, value in found.items() if value}
+        if len(set(given.values())) > 1:
+            listed = ", ".join(f"{name} is {value}" for name, value in given.items())
+            raise ConfigError(f"{self.config.origin}: {listed}; these are spellings of one key: give one of them")
+        return next(iter(given.values()), default) or self.config.require_positive(names[0])
 
     def pre_norm_layer(self, attention: AttentionSpec, mlp: MlpSpec | ExpertsSpec, **changes: Any) -> LayerSpec:
         """Llama's layer: a norm before each block."""
@@ -130,6 +135,18 @@ class DecoderReader:
             raise ConfigError(f"config.json: sliding_window is {window}; it must be positive, or null for none")
         return window
 
+    def take_dual_chunks(self) -> dict[str, Any]:
+        """Dual chunk attention (models with 1M positions) is dense attention up to the positions of the training, which
+        bound what is served: changes for ``model``."""
+        own = self.config.take_object("dual_chunk_attention_config")
+        if own is None:
+            return {}
+        longest = own.require_positive("original_max_position_embeddings")
+        own.skip("chunk_size", "local_size", "sparse_attention_config")
+        own.skip("sparse_attention_enabled", "sparse_attention_threshold", "sparse_attention_last_q")
+        own.finish_strictly()
+        return {"max_position": longest, "max_position_key": _DUAL_CHUNKS} if longest < self.max_position else {}
+
     def windows(
         self, window: int | None, is_windowed: Callable[[int], bool], *, is_free: bool = True
     ) -> tuple[int | None, ...]:
@@ -141,9 +158,9 @@ class DecoderReader:
         types = self.config.take("layer_types", list)
         if types is None:
             return implied
-        if len(types) != self.num_layers or not all(name in _LAYER_TYPES for name in types):
+        if len(types) != self.num_layers or not all(name in LAYER_TYPES for name in types):
             raise ConfigError(
-                f"config.json: layer_types is {types!r}; it must name {' or '.join(_LAYER_TYPES)} for each of the "
+                f"config.json: layer_types is {types!r}; it must name {' or '.join(LAYER_TYPES)} for each of the "
                 f"{self.num_layers} layers"
             )
         if window is None and "sliding_attention" in types:
@@ -157,7 +174,9 @@ class DecoderReader:
         self, layers: tuple[LayerSpec, ...], ropes: tuple[RopeSpec, ...], *, tied: bool = False, **changes: Any
     ) -> ModelSpec:
         """The whole model; refuses keys that were not taken.  ``tied`` is the default of ``tie_word_embeddings``."""
-        config = self.config
+        config, extended = self.config, max(rope.extends_to for rope in ropes)
+        if extended > self.max_position:
+            changes = {"max_position": extended, "max_position_key": _YARN_POSITIONS, **changes}
         usual = {
             "architecture": config.architecture,
             "vocab_size": self.vocab_size,
@@ -169,8 +188,6 @@ class DecoderReader:
             "eos_token_ids": config.take_token_ids("eos_token_id"),
             "quantization": read_quantization(config),
         }
-        if not config.is_taken("pretraining_tp"):
-            config.expect("pretraining_tp", int, 1)
         config.finish()
         spec = ModelSpec(layers=layers, ropes=ropes, **{**usual, **changes})
         self._check_heads({self.num_kv_heads, *(one.num_kv_heads for one in spec.attentions)})

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
+
+_INNER = re.compile(r"mtp[._]|layers\.(?P<layer>\d{1,6})\.(?P<rest>.*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +19,25 @@ class CheckpointNames:
 
     spellings: tuple[tuple[str, str], ...] = (("model.", "lm_head."),)
     skipped: tuple[str, ...] = ()
+
+    def mtp_names(self, names: Collection[str], num_layers: int) -> set[str]:
+        """Those of ``names``, a checkpoint's tensors, that are of multi-token prediction: they begin with ``mtp``, or
+        are in a layer behind the last of ``num_layers`` that has tensors which no other layer has.
+
+        A further layer like the others is not of multi-token prediction: config.json is another model's.
+        """
+        prefixes = ("", "model.", *(model for model, _ in self.spellings))
+        found: set[str] = set()
+        layers: dict[int, dict[str, str]] = {}
+        for name in names:
+            inner = next(filter(None, (_INNER.match(name.removeprefix(prefix)) for prefix in prefixes)), None)
+            if inner is not None and inner["layer"] is None:
+                found.add(name)
+            elif inner is not None:
+                layers.setdefault(int(inner["layer"]), {})[name] = inner["rest"]
+        usual = {rest for index, own in layers.items() if index < num_layers for rest in own.values()}
+        further = [own for index, own in layers.items() if index >= num_layers]
+        return found.union(*(own for own in further if not usual.issuperset(own.values())))
 
     def spell(self, module: str) -> tuple[str, ...]:
         """All names that ``module``, a name in the usual spelling, may have, the usual one first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -12,6 +12,7 @@ from tp_engine.model_config.config_json import ConfigJson
 
 RopeKind: TypeAlias = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 DEFAULT_THETA = 10000.0
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,7 @@ class RopeSpec:
     ``attention_factor`` multiplies cosines and sines.  ``is_interleaved``: the elements of a pair are neighbours in the
     checkpoint, instead of half of ``rotary_dim`` apart.  With ``query_beta`` b, a query at position p is multiplied by
     ``1 + b log(1 + floor(p / original_max_position))`` (Llama 4, Ministral 3).  ``score_factor`` multiplies the scores
-    of latent attention.
+    of latent attention.  ``extends_to``: the positions that YaRN makes of the original ones; 0 if they are not given.
     """
 
     rotary_dim: int
@@ -42,6 +43,7 @@ class RopeSpec:
     is_interleaved: bool = False
     query_beta: float = 0.0
     score_factor: float = 1.0
+    extends_to: int = 0
 
     @property
     def num_pairs(self) -> int:
@@ -72,7 +74,6 @@ class _Reading(NamedTuple):
     """One rotation's object while it is read; ``original`` positions were trained, of ``rotary_dim`` elements."""
 
     config: ConfigJson
-    name: str
     original: int
     max_position: int
     rotary_dim: int
@@ -81,7 +82,7 @@ class _Reading(NamedTuple):
         """A required factor, above 0."""
         value = self.config.require(key, float)
         if value <= 0:
-            raise ConfigError(f"config.json: {self.name} has {key} {value}; it must be above 0")
+            raise ConfigError(f"{self.config.origin} has {key} {value}; it must be above 0")
         return value
 
 
@@ -91,51 +92,58 @@ def read_rope(config: ConfigJson, *, head_dim: int, max_position: int, rules: Ro
     As in transformers, ``rope_scaling`` has precedence over ``rope_parameters``, a ``rope_theta`` inside of either
     over the one beside it, and an ``original_max_position_embeddings`` beside them over the one inside.
     """
-    name, chosen = take_rope_values(config)
+    chosen = take_rope(config)
     theta = config.take("rope_theta", float)
     outer_original = config.take("original_max_position_embeddings", int)
     if outer_original is not None:
-        chosen = {**chosen, "original_max_position_embeddings": outer_original}
+        chosen = chosen.changed({"original_max_position_embeddings": outer_original})
     partial = rules.partial
     if partial is None:
         config.expect("partial_rotary_factor", float, 1.0)
     else:
         partial = config.take("partial_rotary_factor", float, partial)
     own = replace(rules, theta=rules.theta if theta is None else theta, partial=partial)
-    return parse_rope(name, chosen, head_dim=head_dim, max_position=max_position, rules=own)
+    return parse_rope(chosen, head_dim=head_dim, max_position=max_position, rules=own)
 
 
-def take_rope_values(config: ConfigJson) -> tuple[str, Mapping[str, Any]]:
-    """The key that describes the rotation, and its object; an empty object if there is none."""
-    scaling, parameters = config.take("rope_scaling", dict), config.take("rope_parameters", dict)
-    return ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters or {})
+def take_rope(config: ConfigJson) -> ConfigJson:
+    """The object that describes the rotation; an empty one if there is none."""
+    scaling, parameters = config.take_object("rope_scaling"), config.take_object("rope_parameters")
+    return scaling or parameters or config.below({}, "rope_parameters")
 
 
-def parse_rope(
-    name: str, values: Mapping[str, Any], *, head_dim: int, max_position: int, rules: RopeRules = PLAIN
-) -> RopeSpec:
-    """One rotation's object, found under ``name``.  Raises ``ConfigError`` for what is wrong or not supported."""
-    config = ConfigJson(values, f"config.json: {name}")
-    kind = _read_kind(config, name, rules)
+def take_ropes(config: ConfigJson) -> tuple[ConfigJson, ConfigJson]:
+    """Those of layers without a window, and of layers with one: ``rope_parameters`` has both, by kind of layer;
+    ``rope_scaling`` is of the first alone."""
+    scaling, parameters = config.take_object("rope_scaling"), config.take_object("rope_parameters")
+    by_kind = parameters or config.below({}, "rope_parameters")
+    full, windowed = (by_kind.take_object(kind) or by_kind.below({}, kind) for kind in LAYER_TYPES)
+    by_kind.finish_strictly()
+    return scaling or full, windowed
+
+
+def parse_rope(config: ConfigJson, *, head_dim: int, max_position: int, rules: RopeRules = PLAIN) -> RopeSpec:
+    """One rotation's object.  Raises ``ConfigError`` for what is wrong or not supported."""
+    kind = _read_kind(config, rules)
     theta = config.take("rope_theta", float, rules.theta)
-    partial = _read_partial(config, name, rules)
+    partial = _read_partial(config, rules)
     original = config.take_positive("original_max_position_embeddings", max_position)
     if theta is None or theta <= 0:
-        raise ConfigError(f"config.json: {name} has theta {theta}; it must be above 0")
+        raise ConfigError(f"{config.origin} has theta {theta}; it must be above 0")
     rotary_dim = head_dim if kind == "proportional" else int(head_dim * partial)
     if rotary_dim % 2:
         raise ConfigError(
-            f"config.json: {rotary_dim} of the head_dim of {head_dim} elements turn ({name}); rotary embeddings need "
-            "an even number"
+            f"{config.origin}: {rotary_dim} of the head_dim of {head_dim} elements turn; rotary embeddings need an "
+            "even number"
         )
-    numbers = _NUMBERS[kind](_Reading(config, name, original, max_position, rotary_dim))
+    numbers = _NUMBERS[kind](_Reading(config, original, max_position, rotary_dim))
     if kind == "proportional":
         numbers["rotated_share"] = partial
-    config.finish(frozenset())
+    config.finish_strictly()
     return RopeSpec(rotary_dim=rotary_dim, theta=theta, kind=kind, is_interleaved=rules.is_interleaved, **numbers)
 
 
-def _read_kind(config: ConfigJson, name: str, rules: RopeRules) -> RopeKind:
+def _read_kind(config: ConfigJson, rules: RopeRules) -> RopeKind:
     old_kind = config.take("type", str, "default")
     asked = config.take("rope_type", str, old_kind)
     if rules.is_multimodal:
@@ -146,17 +154,17 @@ def _read_kind(config: ConfigJson, name: str, rules: RopeRules) -> RopeKind:
     for kind in _NUMBERS:
         if asked == kind:
             return kind
-    raise ConfigError(f"config.json: {name} asks for rope type {asked!r}; this engine supports {', '.join(_NUMBERS)}")
+    raise ConfigError(f"{config.origin} asks for rope type {asked!r}; this engine supports {', '.join(_NUMBERS)}")
 
 
-def _read_partial(config: ConfigJson, name: str, rules: RopeRules) -> float:
+def _read_partial(config: ConfigJson, rules: RopeRules) -> float:
     """The share of a head that turns."""
     if rules.partial is None:
         config.expect("partial_rotary_factor", float, 1.0)
         return 1.0
     partial = config.take("partial_rotary_factor", float, rules.partial)
     if partial is None or not 0 < partial <= 1:
-        raise ConfigError(f"config.json: {name} has partial_rotary_factor {partial}; it must be above 0 and at most 1")
+        raise ConfigError(f"{config.origin} has partial_rotary_factor {partial}; it must be above 0 and at most 1")
     return partial
 
 
@@ -164,7 +172,7 @@ def _read_llama3(reading: _Reading) -> dict[str, Any]:
     low, high = (reading.config.require(f"{end}_freq_factor", float) for end in ("low", "high"))
     if not 0 < low < high:
         raise ConfigError(
-            f"config.json: {reading.name} has low_freq_factor {low} and high_freq_factor {high}; the first must be "
+            f"{reading.config.origin} has low_freq_factor {low} and high_freq_factor {high}; the first must be "
             "above 0 and below the second"
         )
     return {
@@ -195,6 +203,7 @@ def _read_yarn(reading: _Reading) -> dict[str, Any]:
         "original_max_position": reading.original,
         "query_beta": config.take("llama_4_scaling_beta", float, 0.0),
         "score_factor": _mscale(factor, all_dim) ** 2 if all_dim else 1.0,
+        "extends_to": int(factor * reading.original) if config.peek("original_max_position_embeddings") else 0,
     }
 
 
@@ -209,7 +218,7 @@ def _read_longrope(reading: _Reading) -> dict[str, Any]:
     for key, values in factors.items():
         if len(values) != num_pairs:
             raise ConfigError(
-                f"config.json: {reading.name} of type longrope has {len(values)} numbers in {key}; it must have one "
+                f"{reading.config.origin} of type longrope has {len(values)} numbers in {key}; it must have one "
                 f"for each of the {num_pairs} pairs that turn"
             )
     factor = config.take("factor", float) or reading.max_position / reading.original

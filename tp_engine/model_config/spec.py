@@ -12,7 +12,7 @@ are added at once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -200,7 +200,8 @@ class ModelSpec:
     """One decoder-only model.  Logits are multiplied by ``logit_scale``, then bounded by ``logit_softcap``.
 
     ``max_position_key`` is what bounds its positions, ``max_position``, in config.json.  ``beside`` is what a draft
-    head keeps in the cache, as one more layer behind the model's.
+    head keeps in the cache, as one more layer behind the model's.  ``notes`` and ``warnings`` are what the operator
+    should know of the checkpoint's files.
     """
 
     architecture: str
@@ -220,6 +221,8 @@ class ModelSpec:
     names: CheckpointNames = USUAL_NAMES
     quantization: QuantizationSpec | None = None
     beside: KvKind | None = None
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    warnings: tuple[str, ...] = field(default=(), compare=False)
 
     def scheme_of(self, *modules: str) -> WeightScheme | None:
         """How the checkpoint stores ``modules``, the parts of one product, named in the usual spelling.

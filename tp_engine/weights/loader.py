@@ -31,11 +31,15 @@ _MAX_NAMED = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """``bytes_read`` of the checkpoint by this rank, in ``seconds``, from ``num_tensors``."""
+    """``bytes_read`` of the checkpoint by this rank, in ``seconds``, from ``num_tensors``.
+
+    ``mtp_tensors`` are the names of those of multi-token prediction, which are not read.
+    """
 
     bytes_read: int
     seconds: float
     num_tensors: int
+    mtp_tensors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,8 @@ def load_weights(
     first = next(iter(parameters.values()))
     with _open(parameters, source, load_format, seed, first) as stored, torch.no_grad():
         items = _items(parameters, spec, stored)
-        _check_tensors(stored, items, spec)
+        mtp = spec.names.mtp_names(stored.names(), spec.num_layers)
+        _check_tensors(stored, items, spec, mtp)
         _take_stored_types(stored, items)
         for name, parameter in parameters.items():
             _clear_uncovered(name, parameter)
@@ -82,7 +87,8 @@ def load_weights(
         num_threads = 1 if load_format == "dummy" else num_threads_for(first.device, info.local_world_size)
         bytes_read = for_each(items, load, first.device, num_threads)
     num_tensors = len({item.name for item in items})
-    return LoadReport(bytes_read=bytes_read, seconds=time.perf_counter() - begin, num_tensors=num_tensors)
+    seconds = time.perf_counter() - begin
+    return LoadReport(bytes_read=bytes_read, seconds=seconds, num_tensors=num_tensors, mtp_tensors=tuple(sorted(mtp)))
 
 
 def _open(
@@ -136,14 +142,14 @@ def _load(stored: Stored, item: _Item, copy: Copy) -> int:
     return values.nbytes
 
 
-def _check_tensors(stored: Stored, items: list[_Item], spec: ModelSpec) -> None:
-    """Raise ``WeightError`` unless the checkpoint is exactly what the configuration describes."""
+def _check_tensors(stored: Stored, items: list[_Item], spec: ModelSpec, mtp: set[str]) -> None:
+    """Raise ``WeightError`` unless the checkpoint is what the configuration describes, and the tensors ``mtp``."""
     found = stored.names()
     expected = {item.name: item.source.shape for item in items}
     shapes = {name: stored.shape(name) for name in expected.keys() & found}
     problems = {
         "missing": expected.keys() - found,
-        "unexpected": {name for name in found - expected.keys() if not _may_be_skipped(name, spec)},
+        "unexpected": {name for name in found - expected.keys() - mtp if not _may_be_skipped(name, spec)},
         "wrongly shaped": [
             f"{name} is {shapes[name]} instead of {expected[name]}" for name in shapes if shapes[name] != expected[name]
         ],

@@ -128,7 +128,7 @@ class EffectiveConfig:
 
 def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     """Resolve and check; raises ``ConfigError`` and touches no device.  The ranks are spread over ``num_hosts``."""
-    model, path = load_model_config(config.model, config.revision)
+    model, path = load_model_config(config.model, config.revision, hf_overrides=config.hf_overrides)
     pooling = read_pooling(config.model, path, config.convert)
     if pooling.convert == "embed":
         model = without_head(model)

@@ -88,6 +88,9 @@ def load_head(
 def _log_report(report: LoadReport) -> None:
     rate = report.bytes_read / max(report.seconds, 1e-9) / 1e9
     logger.info("read %d tensors, %.3f GB at %.2f GB/s", report.num_tensors, report.bytes_read / 1e9, rate)
+    if report.mtp_tensors:
+        first, count = report.mtp_tensors[0], len(report.mtp_tensors)
+        logger.info("not read: %d tensors of multi-token prediction (%s, ...)", count, first)
 
 
 def weight_bytes(effective: EffectiveConfig, *, active_only: bool = False, as_read: bool = False) -> int:

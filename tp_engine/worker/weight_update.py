@@ -86,7 +86,7 @@ def _opened(file: SharedFile) -> Path:
 
 def _same_model(folder: str, effective: EffectiveConfig) -> Path:
     """The local folder of a checkpoint; ``RequestError`` if its config.json describes another model."""
-    described, path = load_model_config(folder)
+    described, path = load_model_config(folder, hf_overrides=effective.config.hf_overrides)
     if effective.pooling.convert == "embed":
         described = without_head(described)
     running = effective.model

@@ -355,11 +355,12 @@ def test_rotations_are_those_of_transformers(kind: str, numbers: dict[str, Any],
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    from tp_engine.model_config.config_json import ConfigJson
     from tp_engine.model_config.rope import RopeRules, parse_rope
 
     values = {"rope_type": kind, "rope_theta": 5e4, "original_max_position_embeddings": 512, **numbers}
     rules = RopeRules(partial=1.0 if kind == "proportional" else None)
-    spec = parse_rope("rope_parameters", values, head_dim=32, max_position=2048, rules=rules)
+    spec = parse_rope(ConfigJson(values), head_dim=32, max_position=2048, rules=rules)
     config = LlamaConfig(
         hidden_size=128, num_attention_heads=4, max_position_embeddings=2048, rope_parameters=dict(values)
     )

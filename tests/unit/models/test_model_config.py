@@ -131,7 +131,6 @@ def test_rope_spellings_agree() -> None:
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
         ({"num_experts": 8}, "num_experts"),
-        ({"pretraining_tp": 2}, "pretraining_tp"),
         ({"logit_scale": 0.5}, "logit_scale=0.5"),
         ({"qk_norm": True}, "qk_norm"),
         ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM"),
@@ -162,7 +161,7 @@ def test_options_that_ask_for_nothing_pass() -> None:
 @pytest.mark.parametrize(
     "extra",
     [
-        {"rope_scaling": LLAMA3_ROPE, "mlp_bias": False, "attention_bias": False, "pretraining_tp": 1},
+        {"rope_scaling": LLAMA3_ROPE, "mlp_bias": False, "attention_bias": False, "pretraining_tp": 2},
         {"rope_scaling": None, "max_sequence_length": 2048, "pad_token_id": 0, "bos_token_id": 1, "use_cache": True},
         {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
         {
@@ -290,3 +289,57 @@ def test_hub_failures_say_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
     with pytest.raises(ConfigError, match=r"nobody/nothing.*hub.*no route to host.*Without a network"):
         load_model_config("nobody/nothing")
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "wrong"),
+    [
+        ("Qwen3MoeForCausalLM", {"use_qk_norm": True, "shared_expert_intermediate_size": 0}, {"use_qk_norm": False}),
+        ("Gemma2ForCausalLM", {"sliding_window": 4096, "sliding_window_size": 4096}, {"sliding_window_size": 2048}),
+        ("GlmMoeDsaForCausalLM", {"moe_router_dtype": "float32"}, {"moe_router_dtype": "bfloat16"}),
+        ("GlmMoeDsaForCausalLM", {"scoring_func": "sigmoid", "qk_head_dim": 192}, {"scoring_func": "softmax"}),
+        ("Ernie4_5_MoeForCausalLM", {"use_rmsnorm": True, "num_nextn_predict_layers": 1}, {"use_rmsnorm": False}),
+        ("GptOssForCausalLM", {"experts_per_token": 4, "num_experts_per_tok": 4}, {"experts_per_token": 8}),
+    ],
+)
+def test_keys_of_real_files_are_taken_by_their_values(name: str, keys: dict[str, Any], wrong: dict[str, Any]) -> None:
+    """Oracle: keys of published files that have one supported value, or repeat another key."""
+    of_family: dict[str, Any] = {
+        "Gemma2ForCausalLM": {"head_dim": 128, "hidden_activation": "gelu_pytorch_tanh"},
+        "GptOssForCausalLM": {"num_local_experts": 32},
+        "Ernie4_5_MoeForCausalLM": {"moe_num_experts": 8, "moe_k": 2},
+        "GlmMoeDsaForCausalLM": {"n_routed_experts": 8, "q_lora_rank": 64, "qk_nope_head_dim": 128},
+    }
+    sizes = {"moe_intermediate_size": 512} if "Moe" in name else {}
+    sizes |= {"num_experts": 8} if name.startswith("Qwen") else {}
+    config = llama(architectures=[name], **sizes, **of_family.get(name, {}))
+    read_model({**config, **keys})
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        read_model({**config, **keys, **wrong})
+
+
+def test_dual_chunk_attention_is_bounded() -> None:
+    """Oracle: the files of Qwen2.5-7B-Instruct-1M: up to the positions of the training it is dense attention."""
+    chunks = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 65536}
+    config = llama(architectures=["Qwen2ForCausalLM"], dual_chunk_attention_config=chunks)
+    spec = read_model(config)
+    assert spec.max_position == 65536
+    with pytest.raises(ConfigError, match="at most 65536"):
+        resolve_max_model_len(spec, 65537)
+    with pytest.raises(ConfigError, match="surprise"):
+        read_model({**config, "dual_chunk_attention_config": {**chunks, "surprise": 1}})
+    with pytest.raises(ConfigError, match="dual_chunk_attention_config"):
+        read_model(llama(dual_chunk_attention_config=chunks))
+
+
+def test_the_nearest_architecture_is_named() -> None:
+    """Oracle: the name that differs by one digit."""
+    with pytest.raises(ConfigError, match=r"DeepseekV4ForCausalLM.*DeepseekV3ForCausalLM has the nearest name"):
+        read_model(llama(architectures=["DeepseekV4ForCausalLM"]))
+
+
+@pytest.mark.parametrize("listed", [[], [3], [["a"]], ["LlamaForCausalLM", "X"], "LlamaForCausalLM", {}])
+def test_architectures_must_be_one_name(listed: Any) -> None:
+    """Oracle: the error names the key, whatever its value is."""
+    with pytest.raises(ConfigError, match="architectures"):
+        read_model(llama(architectures=listed))

@@ -66,7 +66,12 @@ NVFP4 = {
 INT4 = WeightScheme(packing="pack-quantized", kind="int4", group=128)
 GPTQ4 = WeightScheme(packing="gptq", kind="int4", group=128, scale_name="scales")
 AWQ4 = WeightScheme(packing="awq", kind="int4", group=128, has_zeros=True, scale_name="scales")
+FP8_TENSOR = WeightScheme(packing="plain", kind="e4m3", row_block=None, activations="tensor")
 E2M1 = WeightScheme(packing="modelopt-nvfp4", kind="e2m1", group=16)
+
+MIXED: dict[str, Any] = {
+    "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {Q: {"quant_algo": "FP8"}},
+}  # fmt: skip
 
 # A published configuration, and the schemes of an attention projection, a router and an expert.
 PUBLISHED: dict[str, tuple[dict[str, Any], tuple[WeightScheme | None, WeightScheme | None, WeightScheme | None]]] = {
@@ -90,7 +95,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[WeightScheme | None, WeightSche
     ),
     "Meta-Llama-3-8B-Instruct-FP8": (
         {"activation_scheme": "static", "ignored_layers": ["lm_head"], "quant_method": "fp8"},
-        (WeightScheme(packing="plain", kind="e4m3", row_block=None, activations="tensor"),) * 3,
+        (FP8_TENSOR,) * 3,
     ),
     "Qwen3-32B-FP8-dynamic": (
         compressed("float-quantized", weights(8, "float", "channel"), TOKEN),
@@ -160,9 +165,31 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[WeightScheme | None, WeightSche
         },
         (None, None, E2M1),
     ),
+    "nvidia/Qwen3.6-35B-A3B-NVFP4": (
+        {
+            "config_groups": {
+                "group_0": {"weights": {"num_bits": 8, "type": "float"}, "targets": [Q]},
+                "group_1": {"weights": {"num_bits": 4, "type": "float"}, "targets": [f"{LAYER}.mlp.experts"]},
+            },
+            "quantized_layers": {
+                Q: {"quant_algo": "FP8"}, f"{LAYER}.mlp.experts": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+            },
+            "ignore": ["mtp.layers.0*", "mtp*"], "quant_algo": "MIXED_PRECISION",
+            "producer": {"name": "modelopt", "version": "0.37.0"}, "quant_method": "modelopt",
+        },
+        (FP8_TENSOR, None, E2M1),
+    ),
+    "Qwen3-32B-FP8-Static-PerTensor": (
+        {
+            "config_groups": {"group_0": {"weights": {"dynamic": False, "num_bits": 8, "type": "float"}}},
+            "ignore": ["lm_head"], "quant_algo": "FP8", "kv_cache_scheme": "FP8",
+            "producer": {"name": "modelopt", "version": "0.31.0"},
+        },
+        (FP8_TENSOR,) * 3,
+    ),
     "nvidia/Llama-3.1-8B-Instruct-FP8": (
         {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]},
-        (WeightScheme(packing="plain", kind="e4m3", row_block=None, activations="tensor"),) * 3,
+        (FP8_TENSOR,) * 3,
     ),
     "Qwen3-32B-AWQ": (AWQ, (AWQ4,) * 3),
     "Qwen3-30B-A3B-AWQ": ({**AWQ, "modules_to_not_convert": ["gate"]}, (AWQ4, None, AWQ4)),
@@ -214,7 +241,8 @@ def test_published_configurations(name: str) -> None:
 
 def test_every_method_is_covered() -> None:
     """Oracle: the table of readers."""
-    assert {values["quant_method"] for values, _ in PUBLISHED.values()} | {"modelopt_fp4"} == quant_methods().keys()
+    named = {values.get("quant_method", "modelopt") for values, _ in PUBLISHED.values()}
+    assert named | {"modelopt_fp4"} == quant_methods().keys()
 
 
 @pytest.mark.parametrize(
@@ -249,6 +277,11 @@ def test_every_method_is_covered() -> None:
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "blocks of 16"),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo"),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "pre_quant_scale": True}, "pre_quant_scale"),
+        ({**MIXED, "quantized_layers": {Q: {"quant_algo": "FP8_PB_WO"}}}, "FP8_PB_WO"),
+        ({**MIXED, "quantized_layers": {Q: {"quant_algo": "NVFP4", "group_size": 32}}}, "blocks of 16"),
+        ({**MIXED, "quantized_layers": {Q: {}}}, "quant_algo"),
+        ({**MIXED, "config_groups": {"group_0": {"targets": [GATE]}}}, "quantized_layers"),
+        ({"quant_algo": "FP8", "producer": {"name": "another"}}, "quant_method"),
         (
             {"quant_method": "modelopt", "quant_algo": "FP8", "config_groups": {"group_0": {"targets": ["re:.*"]}}},
             "targets",

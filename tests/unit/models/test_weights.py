@@ -200,6 +200,21 @@ def test_harmless_extras_are_skipped(tmp_path: Path) -> None:
     load_weights(empty_parameters(CONFIG, RankInfo()), CONFIG, tmp_path, info=RankInfo())
 
 
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
+def test_tensors_of_multi_token_prediction_are_not_read(prefix: str, tmp_path: Path) -> None:
+    """Oracle: names of released checkpoints: Qwen3.5, ERNIE 4.5, DeepSeek-V3, GLM-4.5; the report names them."""
+    spec = dataclasses.replace(
+        CONFIG, names=CheckpointNames(spellings=(("model.", "lm_head."), ("model.language_model.", "lm_head.")))
+    )
+    tensors = {name.replace("model.", prefix): tensor for name, tensor in full_tensors(CONFIG).items()}
+    layer = {name.replace(".1.", ".2."): one.clone() for name, one in tensors.items() if ".layers.1." in name}
+    own = ("mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight", "model.mtp_block.0.mlp.up_proj.weight")
+    extra = {name: torch.zeros(2) for name in (*own, "model.mtp_emb_norm.0.weight", f"{prefix}layers.2.eh_proj.weight")}
+    save_file(tensors | layer | extra, tmp_path / "model.safetensors")
+    report = load_weights(empty_parameters(spec, RankInfo()), spec, tmp_path, info=RankInfo())
+    assert report.mtp_tensors == tuple(sorted({*layer, *extra})) and report.num_tensors == len(tensors)
+
+
 def test_broken_files(tmp_path: Path) -> None:
     """Oracle: each message names the file and its fault."""
     parameters = empty_parameters(CONFIG, RankInfo())

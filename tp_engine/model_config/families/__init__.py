@@ -6,12 +6,13 @@ A file lists the ``ARCHITECTURES`` of config.json that it describes, and its ``r
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable
 from functools import cache
 
-from tp_engine.errors import ConfigError
+from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.spec import ModelSpec
 
@@ -28,10 +29,13 @@ def families() -> dict[str, Callable[[ConfigJson], ModelSpec]]:
 
 def read_spec(config: ConfigJson) -> ModelSpec:
     """The model that ``config`` describes.  Raises ``ConfigError`` if the engine does not run its architecture."""
-    names = config.require("architectures", list)
-    reader = families().get(names[0]) if len(names) == 1 else None
+    name = config.architecture
+    reader = families().get(name)
     if reader is None:
+        nearest = difflib.get_close_matches(name, families(), n=1)
+        hint = f", of which {nearest[0]} has the nearest name" if nearest else ""
         raise ConfigError(
-            f"config.json: architectures is {names!r}; this engine runs exactly one of {', '.join(families())}"
+            f"config.json: architectures is {shown([name])}; this engine runs exactly one of "
+            f"{', '.join(families())}{hint}"
         )
     return reader(config)

@@ -25,8 +25,9 @@ def read(config: ConfigJson) -> ModelSpec:
     config.expect("rotary_pct", float, 1.0)
     config.expect("position_embedding_type", str, "rope_gptj")
     config.expect("order_of_interleaved_layers", str, "local_attn_first")
-    config.skip("layer_switch", "_sliding_window_pattern")
     bias, pattern = reader.flag("attention_bias"), config.take_positive("sliding_window_pattern", 4)
+    for key in ("layer_switch", "_sliding_window_pattern"):
+        config.expect(key, int, pattern)
     layers = tuple(
         LayerSpec(
             attention=reader.attention(window=window, rope=None if window is None else 0, qkv_bias=bias, out_bias=bias),

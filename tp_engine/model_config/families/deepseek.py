@@ -9,7 +9,7 @@ from typing import Any
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
-from tp_engine.model_config.families.glm4_moe import further_layers, read_experts
+from tp_engine.model_config.families.glm4_moe import read_experts
 from tp_engine.model_config.latent import LatentSpec
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec, RoutingRule
 from tp_engine.model_config.names import USUAL_NAMES, CheckpointNames
@@ -20,20 +20,17 @@ ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32F
 
 _LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 _INDEXED = "index_topk: longer contexts need sparse attention, which this engine does not have"
+_KINDS = {"full_attention", "indexed_attention", "deepseek_sparse_attention"}  # all of them dense here
 _EXPERTS = {"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
 
 
 def read(config: ConfigJson) -> ModelSpec:
     """V2 chooses by softmax, the others by sigmoids and a correction; V3.2 is dense up to ``index_topk`` positions."""
     reader, latent = latent_reader(config, _LATENT)
-    config.expect("moe_layer_freq", int, 1)
-    config.skip("aux_loss_alpha", "seq_aux", "ep_size")
     if config.architecture == "DeepseekV2ForCausalLM":
         config.expect("mlp_bias", bool, False)
         experts, num_dense = _read_soft_experts(reader), config.take("first_k_dense_replace", int, 0) or 0
         return latent_model(reader, latent, experts, [index < num_dense for index in range(reader.num_layers)])
-    config.expect("scoring_func", str, "sigmoid")
-    config.expect("topk_method", str, "noaux_tc")
     experts = read_experts(reader, factor=2.5, defaults=_EXPERTS)
     is_dense = take_dense_layers(reader, _EXPERTS["first_k_dense_replace"])
     has_indexer = config.architecture == "DeepseekV32ForCausalLM"
@@ -44,8 +41,11 @@ def latent_reader(
     config: ConfigJson, sizes: Mapping[str, int], *, eps: float = 1e-6
 ) -> tuple[DecoderReader, LatentSpec]:
     """A reader of a model with latent attention, and its sizes; ``sizes`` are the family's values for absent ones."""
-    config.skip("qk_head_dim", "index_n_heads", "index_head_dim", "layer_types")
+    config.skip("index_n_heads", "index_head_dim")
     config.expect("attention_bias", bool, False)
+    config.expect("moe_layer_freq", int, 1)
+    if (kinds := set(config.take_names("layer_types"))) - _KINDS:
+        raise config.refusal("layer_types", sorted(kinds), f"it must be of {', '.join(_KINDS)}", "use another model")
     latent = LatentSpec(
         rank=config.take_positive("kv_lora_rank", sizes["kv_lora_rank"]),
         nope_dim=config.take_positive("qk_nope_head_dim", sizes["qk_nope_head_dim"]),
@@ -53,6 +53,7 @@ def latent_reader(
         value_dim=config.take_positive("v_head_dim", sizes["v_head_dim"]),
         query_rank=config.take("q_lora_rank", int, None if config.has("q_lora_rank") else sizes["q_lora_rank"]),
     )
+    config.expect("qk_head_dim", int, latent.query_dim)
     return DecoderReader(config, eps=eps, defaults={"head_dim": latent.query_dim}), latent
 
 
@@ -95,9 +96,9 @@ def latent_model(
         for index in range(reader.num_layers)
     )
     bounds: dict[str, Any] = {}
-    skipped = [f"model.layers.{index}." for index in further_layers(reader)]
+    skipped: list[str] = []
     if has_indexer:
-        skipped += [f"model.layers.{index}.self_attn.indexer." for index in range(reader.num_layers)]
+        skipped = [f"model.layers.{index}.self_attn.indexer." for index in range(reader.num_layers)]
         longest = config.take_positive("index_topk", 2048)
         if longest < reader.max_position:
             bounds = {"max_position": longest, "max_position_key": _INDEXED}

@@ -15,6 +15,7 @@ def read(config: ConfigJson) -> ModelSpec:
     """Experts from ``moe_layer_start_index`` to ``moe_layer_end_index``, in every ``moe_layer_interval``-th layer."""
     reader = DecoderReader(config, eps=1e-5)
     config.expect("use_bias", bool, False)
+    config.expect("use_rmsnorm", bool, True)
     inner = config.require_positive("moe_intermediate_size")
     num_shared = config.take("moe_num_shared_experts", int, 2) or 0
     shared = MlpSpec(inner_size=num_shared * inner, activation=reader.activation, name="shared_experts")
@@ -34,7 +35,9 @@ def read(config: ConfigJson) -> ModelSpec:
     first, step = config.take("moe_layer_start_index", int, 1) or 0, config.take_positive("moe_layer_interval", 1)
     last = config.take("moe_layer_end_index", int, -1)
     end = reader.num_layers if last is None or last < 0 else last + 1
-    config.skip("moe_capacity", "moe_gate", "moe_use_aux_free", "moe_dropout_prob", "moe_aux_loss_lambda")
+    config.skip("moe_capacity")
+    config.expect("moe_gate", str, "topk")
+    config.expect("moe_use_aux_free", bool, True)
     layers = tuple(
         reader.pre_norm_layer(
             reader.attention(), experts if first <= index < end and (index + 1) % step == 0 else reader.mlp()

@@ -7,7 +7,7 @@ from typing import Any
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.names import LANGUAGE_MODEL_NAMES, USUAL_NAMES
-from tp_engine.model_config.rope import RopeRules, RopeSpec, parse_rope, take_rope_values
+from tp_engine.model_config.rope import RopeRules, RopeSpec, parse_rope, take_ropes
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec, QkNormSpec
 
 ARCHITECTURES = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
@@ -31,7 +31,12 @@ def _read_gemma2(config: ConfigJson) -> ModelSpec:
     reader = _reader(config)
     bias, softcap = reader.flag("attention_bias"), config.take("attn_logit_softcapping", float, 50.0)
     scale = reader.number("query_pre_attn_scalar", 256.0) ** -0.5
-    windows = reader.windows(reader.take_window(4096), lambda index: index % 2 == 0)
+    window = reader.take_window(4096)
+    if (again := config.take("sliding_window_size", int, window)) != window:
+        raise config.refusal(
+            "sliding_window_size", again, f"sliding_window is {window}", "use the same number for both"
+        )
+    windows = reader.windows(window, lambda index: index % 2 == 0)
     layers = tuple(
         _layer(reader, reader.attention(scale=scale, window=window, softcap=softcap, qkv_bias=bias, out_bias=bias))
         for window in windows
@@ -106,9 +111,8 @@ def _read_ropes(reader: DecoderReader) -> tuple[RopeSpec, RopeSpec]:
     """``rope_parameters`` by kind of layer, or ``rope_theta`` with ``rope_scaling`` and ``rope_local_base_freq``."""
     config, sizes = reader.config, {"head_dim": reader.head_dim, "max_position": reader.max_position}
     theta, local = reader.number("rope_theta", 1_000_000.0), reader.number("rope_local_base_freq", 10_000.0)
-    name, values = take_rope_values(config)
-    by_type = values if name == "rope_parameters" else {"full_attention": values}
+    full, windowed = take_ropes(config)
     return (
-        parse_rope(name, by_type.get("full_attention") or {}, rules=RopeRules(theta=theta), **sizes),
-        parse_rope(name, by_type.get("sliding_attention") or {}, rules=RopeRules(theta=local), **sizes),
+        parse_rope(full, rules=RopeRules(theta=theta), **sizes),
+        parse_rope(windowed, rules=RopeRules(theta=local), **sizes),
     )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.mlp import EACH, FUSED, RoutingRule
 from tp_engine.model_config.names import USUAL_NAMES, CheckpointNames
-from tp_engine.model_config.rope import RopeRules, RopeSpec, parse_rope, take_rope_values
+from tp_engine.model_config.rope import RopeRules, RopeSpec, parse_rope, take_ropes
 from tp_engine.model_config.spec import AttentionSpec, BesideSpec, LayerSpec, ModelSpec, QkNormSpec
 
 ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
@@ -83,20 +81,22 @@ def _head_shapes(reader: DecoderReader, windows: tuple[int | None, ...]) -> list
     kv_heads = config.take_positive("num_global_key_value_heads", reader.num_kv_heads)
     kv_heads = kv_heads if config.peek("attention_k_eq_v") else reader.num_kv_heads
     usual, full = (reader.num_kv_heads, reader.head_dim), (kv_heads, head_dim)
-    found = config.take("per_layer_config", dict)
+    found = config.take_object("per_layer_config")
     if found is None:
         return [full if window is None else usual for window in windows]
-    if wrong := [name for name in found if not (name.isdecimal() and int(name) < len(windows))]:
+    indices = {f"{index:0{width}}": index for index in range(len(windows)) for width in range(1, 4)}  # "5", "05"
+    if wrong := [name for name in found.names if name not in indices]:
         rule = f"its keys must be numbers of layers, 0 to {len(windows) - 1}"
-        raise config.refusal("per_layer_config", found, rule, f"correct or remove {', '.join(map(repr, wrong))}")
-    by_index = {int(name): overrides for name, overrides in found.items()}  # written with leading zeros: "05"
-    return [_shape_of_layer(by_index.get(index), index, usual) for index in range(len(windows))]
+        raise config.refusal("per_layer_config", found.names, rule, f"correct or remove {', '.join(map(repr, wrong))}")
+    shapes = {indices[name]: _shape_of_layer(found.take_object(name), usual) for name in found.names}
+    return [shapes.get(index, usual) for index in range(len(windows))]
 
 
-def _shape_of_layer(overrides: Mapping[str, Any] | None, index: int, usual: tuple[int, int]) -> tuple[int, int]:
-    own = ConfigJson(overrides or {}, f"config.json: per_layer_config of layer {index}")
+def _shape_of_layer(own: ConfigJson | None, usual: tuple[int, int]) -> tuple[int, int]:
+    if own is None:
+        return usual
     found = own.take_positive("num_key_value_heads", usual[0]), own.take_positive("head_dim", usual[1])
-    own.finish(frozenset())
+    own.finish_strictly()
     return found
 
 
@@ -160,17 +160,14 @@ def _read_ropes(reader: DecoderReader, full_dims: set[int]) -> tuple[RopeSpec, R
             f"config.json: per_layer_config gives full layers heads of {sorted(full_dims)} elements; this engine needs "
             "one size for all of them"
         )
-    name, by_type = take_rope_values(reader.config)
-    by_type = by_type or {
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
-        "sliding_attention": {},
-    }
-
-    def rope(kind: str, head_dim: int, rules: RopeRules) -> RopeSpec:
-        values = by_type.get(kind) or {}
-        return parse_rope(name, values, head_dim=head_dim, max_position=reader.max_position, rules=rules)
-
+    config, max_position = reader.config, reader.max_position
+    if scaling := config.peek("rope_scaling"):
+        raise config.refusal("rope_scaling", scaling, "it must be rope_parameters, by kind of layer", "write it so")
+    full, windowed = take_ropes(config)
+    if not config.peek("rope_parameters"):
+        full = full.changed({"rope_type": "proportional", "partial_rotary_factor": 0.25})
+    of_full = RopeRules(theta=1_000_000.0, partial=1.0)
     return (
-        rope("full_attention", full_dims.pop(), RopeRules(theta=1_000_000.0, partial=1.0)),
-        rope("sliding_attention", reader.head_dim, RopeRules(theta=10_000.0)),
+        parse_rope(full, head_dim=full_dims.pop(), max_position=max_position, rules=of_full),
+        parse_rope(windowed, head_dim=reader.head_dim, max_position=max_position, rules=RopeRules(theta=10_000.0)),
     )

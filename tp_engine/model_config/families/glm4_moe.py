@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec, RoutingRule
-from tp_engine.model_config.names import CheckpointNames
 from tp_engine.model_config.rope import RopeRules
 from tp_engine.model_config.spec import ModelSpec, QkNormSpec
 
@@ -15,7 +14,7 @@ ARCHITECTURES = ("Glm4MoeForCausalLM",)
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Layers behind the last, which predict further tokens, are skipped."""
+    """Norms of heads are optional."""
     reader = DecoderReader(config, eps=1e-5)
     experts = read_experts(reader)
     num_dense = config.take("first_k_dense_replace", int, 1) or 0
@@ -27,8 +26,7 @@ def read(config: ConfigJson) -> ModelSpec:
         reader.pre_norm_layer(attention, reader.mlp() if index < num_dense else experts)
         for index in range(reader.num_layers)
     )
-    names = CheckpointNames(skipped=tuple(f"model.layers.{index}." for index in further_layers(reader)))
-    return reader.model(layers, (reader.rope(RopeRules(partial=0.5)),), names=names)
+    return reader.model(layers, (reader.rope(RopeRules(partial=0.5)),))
 
 
 def read_experts(
@@ -36,11 +34,14 @@ def read_experts(
 ) -> ExpertsSpec:
     """Experts as DeepSeek-V3 has them: ``factor``, ``top_k`` and ``defaults`` are the family's for absent keys."""
     config, defaults = reader.config, defaults or {}
+    config.expect("moe_router_dtype", str, "float32")
+    config.expect("scoring_func", str, "sigmoid")
+    config.expect("topk_method", str, "noaux_tc")
     inner = config.require_positive("moe_intermediate_size")
     num_shared = config.take("n_shared_experts", int, 1) or 0
     shared = MlpSpec(inner_size=num_shared * inner, activation=reader.activation, name="shared_experts")
     return reader.experts(
-        reader.take_first("n_routed_experts", "num_local_experts"),
+        reader.take_first("n_routed_experts", "num_local_experts", "num_experts"),
         RoutingRule(
             top_k=config.take_positive("num_experts_per_tok", top_k),
             scores="sigmoid",
@@ -55,10 +56,3 @@ def read_experts(
         correction="gate.e_score_correction_bias",
         shared=shared if num_shared else None,
     )
-
-
-def further_layers(reader: DecoderReader) -> range:
-    """The layers behind the last one, which predict further tokens."""
-    config = reader.config
-    count = max(config.take(name, int, 0) or 0 for name in ("num_nextn_predict_layers", "num_mtp_layers"))
-    return range(reader.num_layers, reader.num_layers + count)

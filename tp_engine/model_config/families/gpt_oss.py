@@ -17,10 +17,12 @@ def read(config: ConfigJson) -> ModelSpec:
     """Gate and up columns of the experts alternate; the first layer has a window."""
     reader = DecoderReader(config, eps=1e-5, defaults={"num_key_value_heads": 8, "head_dim": 64})
     bias = reader.flag("attention_bias", True)
-    config.skip("experts_per_token", "initial_context_length", "num_experts")
+    config.skip("initial_context_length")
     experts = reader.experts(
-        config.require_positive("num_local_experts"),
-        RoutingRule(top_k=config.take_positive("num_experts_per_tok", 4), scores="softmax_of_chosen"),
+        reader.take_first("num_local_experts", "num_experts"),
+        RoutingRule(
+            top_k=reader.take_first("num_experts_per_tok", "experts_per_token", default=4), scores="softmax_of_chosen"
+        ),
         activation=Activation(
             "swiglu_clamped", reader.number("swiglu_alpha", 1.702), reader.number("swiglu_limit", 7.0)
         ),

@@ -29,7 +29,7 @@ def read(config: ConfigJson) -> ModelSpec:
         raise ConfigError(
             "config.json: attn_type_list names layers without full attention, which is not supported here"
         )
-    config.skip("mlp_intermediate_size", "shared_moe_mode", "use_mtp", "num_mtp_modules", "mtp_transformer_layers")
+    config.skip("mlp_intermediate_size", "shared_moe_mode")
     experts = reader.experts(
         config.take_positive("num_local_experts", 8),
         RoutingRule(top_k=config.take_positive("num_experts_per_tok", 2), scores="sigmoid", renormalises=True),

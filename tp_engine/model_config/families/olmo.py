@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
-from tp_engine.model_config.rope import RopeRules, RopeSpec, parse_rope, take_rope_values
+from tp_engine.model_config.rope import RopeRules, RopeSpec, parse_rope, take_ropes
 from tp_engine.model_config.spec import ModelSpec, QkNormSpec
 
 ARCHITECTURES = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
@@ -33,9 +33,5 @@ def _read_ropes(reader: DecoderReader) -> tuple[RopeSpec, RopeSpec]:
     """The rotations of the layers without a window, and of those with one."""
     sizes = {"head_dim": reader.head_dim, "max_position": reader.max_position}
     rules = RopeRules(theta=reader.number("rope_theta", _THETA))
-    name, values = take_rope_values(reader.config)
-    by_type = values if name == "rope_parameters" else {"full_attention": values}
-    return (
-        parse_rope(name, by_type.get("full_attention") or {}, rules=rules, **sizes),
-        parse_rope(name, by_type.get("sliding_attention") or {}, rules=rules, **sizes),
-    )
+    full, windowed = take_ropes(reader.config)
+    return parse_rope(full, rules=rules, **sizes), parse_rope(windowed, rules=rules, **sizes)

@@ -31,7 +31,8 @@ def read(config: ConfigJson) -> ModelSpec:
 
     layers = (reader.pre_norm_layer(attention(window), reader.mlp()) for window in take_windows(reader))
     rope = reader.rope(RopeRules(is_multimodal=is_wrapped))
-    return reader.model(tuple(layers), (rope,), names=WRAPPED if is_wrapped else USUAL_NAMES)
+    names = WRAPPED if is_wrapped else USUAL_NAMES
+    return reader.model(tuple(layers), (rope,), names=names, **reader.take_dual_chunks())
 
 
 def take_windows(reader: DecoderReader) -> tuple[int | None, ...]:

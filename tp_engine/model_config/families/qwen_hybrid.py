@@ -17,7 +17,7 @@ _DENSE = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 _SPARSE = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
 ARCHITECTURES = (_NEXT, *_DENSE, *_SPARSE)
 _NAMES = CheckpointNames(
-    spellings=(("model.", "lm_head."), ("model.language_model.", "lm_head.")), skipped=("model.visual.", "mtp.")
+    spellings=(("model.", "lm_head."), ("model.language_model.", "lm_head.")), skipped=("model.visual.",)
 )
 _KINDS = ("linear_attention", "full_attention")
 _GATES = ("swish", "silu")  # two names of one function
@@ -31,7 +31,7 @@ def read(config: ConfigJson) -> ModelSpec:
     config = config.text_part() if is_wrapped else config
     if (gate := config.take("output_gate_type", str, _GATES[0])) not in _GATES:  # of the delta rule's output
         raise config.refusal("output_gate_type", gate, f"it must be {' or '.join(_GATES)}", "use another model")
-    config.skip("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers_mtp")
+    config.skip("mlp_only_layers_mtp")
     config.expect("attn_output_gate", bool, True)
     config.expect("mamba_ssm_dtype", str, "float32")
     inner = {} if architecture in _DENSE else {"intermediate_size": 1}  # of dense layers, which there may be none of

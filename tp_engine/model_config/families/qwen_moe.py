@@ -31,10 +31,9 @@ def _read_qwen2(config: ConfigJson) -> ModelSpec:
         shared_gate="shared_expert_gate",
     )
     bias, is_windowed = reader.flag("qkv_bias", True), reader.flag("use_sliding_window")
-    window = (config.take("sliding_window", int, 4096) or None) if is_windowed else None
-    config.skip("sliding_window")
+    window = config.take("sliding_window", int, 4096) or None
     last = config.take("max_window_layers", int, 28) or 0
-    windows = reader.windows(window, lambda index: index % 2 == 0 and index < last)
+    windows = reader.windows(window if is_windowed else None, lambda index: index % 2 == 0 and index < last)
     layers = tuple(
         reader.pre_norm_layer(reader.attention(qkv_bias=bias, window=window), experts if is_sparse else reader.mlp())
         for window, is_sparse in zip(windows, take_sparse_layers(reader), strict=True)
@@ -46,6 +45,8 @@ def _read_qwen3(config: ConfigJson) -> ModelSpec:
     """No biases unless ``attention_bias`` is set.  Qwen3-VL-MoE always renormalises the experts' weights."""
     is_wrapped = config.architecture != "Qwen3MoeForCausalLM"
     reader = DecoderReader(config.text_part() if is_wrapped else config)
+    reader.config.expect("use_qk_norm", bool, True)
+    reader.config.expect("shared_expert_intermediate_size", int, 0)
     bias, rope = reader.flag("attention_bias"), reader.rope(RopeRules(is_multimodal=is_wrapped))
     experts = reader.experts(
         reader.take_first("num_experts", "num_local_experts"),
@@ -64,7 +65,8 @@ def _read_qwen3(config: ConfigJson) -> ModelSpec:
         reader.pre_norm_layer(attention, experts if is_sparse else reader.mlp())
         for is_sparse in take_sparse_layers(reader)
     )
-    return reader.model(layers, (rope,), names=WRAPPED if is_wrapped else USUAL_NAMES)
+    names = WRAPPED if is_wrapped else USUAL_NAMES
+    return reader.model(layers, (rope,), names=names, **reader.take_dual_chunks())
 
 
 def take_sparse_layers(reader: DecoderReader) -> list[bool]:

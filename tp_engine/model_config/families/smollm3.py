@@ -14,7 +14,7 @@ ARCHITECTURES = ("SmolLM3ForCausalLM",)
 def read(config: ConfigJson) -> ModelSpec:
     """``no_rope_layers`` has a 1 for each layer that turns."""
     reader = DecoderReader(config)
-    config.skip("pretraining_tp", "max_window_layers")  # keys of the released files that have no effect
+    config.skip("max_window_layers")  # a key of the released files that has no effect
     bias, interval = reader.flag("attention_bias"), config.take_positive("no_rope_layer_interval", 4)
     turns = config.take("no_rope_layers", list)
     if turns is None:

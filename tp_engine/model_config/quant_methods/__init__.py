@@ -60,7 +60,7 @@ def read_quantization(config: ConfigJson) -> QuantizationSpec | None:
     own = config.take_object("quantization_config") or config.take_object("compression_config")
     if own is None:
         return None
-    method = own.require("quant_method", str).lower()
+    method = _method(own)
     reader = quant_methods().get(method)
     if reader is None:
         why = f": {REFUSED[method]}" if method in REFUSED else ""
@@ -69,5 +69,13 @@ def read_quantization(config: ConfigJson) -> QuantizationSpec | None:
             f"serves {', '.join(quant_methods())}: {_REMEDY}"
         )
     found = reader(own)
-    own.finish()
+    own.finish_strictly()
     return found
+
+
+def _method(config: ConfigJson) -> str:
+    """``quant_method``; modelopt's older files do not have it, but the names of their maker and of their algorithm."""
+    producer = config.peek("producer")
+    if config.peek("quant_method") is None and isinstance(producer, dict) and producer.get("name") == "modelopt":
+        return "modelopt"
+    return config.require("quant_method", str).lower()

@@ -104,7 +104,7 @@ def has_kv_scales(config: ConfigJson) -> bool:
         )
     scheme.skip("strategy", "symmetric", "group_size", "block_structure", "actorder", *_IRRELEVANT)
     found = scheme.take("dynamic", bool, False)
-    scheme.finish(frozenset())
+    scheme.finish_strictly()
     return not found
 
 
@@ -163,7 +163,7 @@ def _read_weights(weights: ConfigJson, form: _Format, activations: Activations |
             "symmetric", symmetric, "only packed integers may have zero points", "look for a symmetric checkpoint"
         )
     group, row_block = _grid(weights, form)
-    weights.finish(frozenset())
+    weights.finish_strictly()
     return WeightScheme(
         packing=form.packing,
         kind=kind,
@@ -226,7 +226,7 @@ def _read_inputs(group: ConfigJson, form: _Format) -> Activations | None:
         )
     if not inputs.take("symmetric", bool, True):
         raise inputs.refusal("symmetric", False, "inputs have no zero points here", "look for a symmetric checkpoint")
-    inputs.finish(frozenset())
+    inputs.finish_strictly()
     ways: dict[tuple[str | None, object], Literal["token", "tensor", "group"]] = {
         ("token", True): "token",
         ("tensor", True): "token",

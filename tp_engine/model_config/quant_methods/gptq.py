@@ -112,7 +112,7 @@ def _dynamic(config: ConfigJson, usual: dict[str, Any], packing: Packing) -> Ite
             yield REGEX + pattern[2:], None
             continue
         changed = {name: own.take(name, type(value), value) for name, value in usual.items()}
-        own.finish(frozenset(_NOTES))
+        own.finish_strictly(*_NOTES)
         yield REGEX + pattern.removeprefix("+:"), _scheme(changed, packing, own)
 
 

@@ -1,4 +1,5 @@
-"""``modelopt``: NVIDIA's FP8 with a scale per tensor, and NVFP4, in config.json or in hf_quant_config.json."""
+"""``modelopt``: NVIDIA's FP8 with a scale per tensor, and NVFP4, alone or mixed, in config.json or in
+hf_quant_config.json."""
 
 from __future__ import annotations
 
@@ -8,9 +9,12 @@ from tp_engine.model_config.quantization import EVERY_MODULE, QuantizationSpec, 
 
 METHODS = ("modelopt", "modelopt_fp4")
 BLOCK = 16
+MIXED = "MIXED_PRECISION"
+_NVFP4 = WeightScheme(packing="modelopt-nvfp4", kind="e2m1", group=BLOCK)
 _SCHEMES = {
     "FP8": WeightScheme(packing="plain", kind="e4m3", row_block=None, activations="tensor"),
-    "NVFP4": WeightScheme(packing="modelopt-nvfp4", kind="e2m1", group=BLOCK),
+    "NVFP4": _NVFP4,
+    "W4A16_NVFP4": _NVFP4,
 }
 
 
@@ -19,37 +23,64 @@ def read(config: ConfigJson) -> QuantizationSpec:
     config.skip("quant_method", "producer", "version")
     inner = config.take_object("quantization")
     if inner is not None:
-        config.finish()
+        config.finish_strictly()
         config = inner
     algorithm = config.require("quant_algo", str).upper()
-    if algorithm not in _SCHEMES:
-        raise config.refusal(
-            "quant_algo",
-            algorithm,
-            f"this engine reads {' and '.join(_SCHEMES)} of modelopt",
-            "look for such a checkpoint, or one in FP8 or w4a16 of compressed-tensors",
-        )
-    group = config.take("group_size", int, BLOCK)
-    if algorithm == "NVFP4" and group != BLOCK:
-        raise config.refusal("group_size", group, f"NVFP4 has blocks of {BLOCK}", "use another checkpoint")
-    groups = config.take_object("config_groups")
-    for one in () if groups is None else groups.objects().values():
-        if one.take_names("targets") != ("Linear",):
-            raise one.refusal("targets", one.peek("targets"), "it must be ['Linear']", "use another checkpoint")
-    ignored = config.take_names("exclude_modules", "ignore")
+    ignored = tuple((name, None) for name in config.take_names("exclude_modules", "ignore"))
+    rules = _named(config) if algorithm == MIXED else ((EVERY_MODULE, _scheme(config, algorithm)),)
+    _check_groups(config, tuple(name for name, _ in rules) if algorithm == MIXED else ("Linear",))
     has_scales = _has_kv_scales(config)
-    config.finish()
+    config.finish_strictly()
     return QuantizationSpec(
         method=f"modelopt {algorithm}",
-        rules=(*((name, None) for name in ignored), (EVERY_MODULE, _SCHEMES[algorithm])),
+        rules=(*ignored, *rules),
         skipped=("input_scale", *KV_SCALES),
         has_kv_scales=has_scales,
     )
 
 
+def _named(config: ConfigJson) -> tuple[tuple[str, WeightScheme], ...]:
+    """The modules of ``quantized_layers``, each with its algorithm; others are not quantised."""
+    layers = config.take_object("quantized_layers")
+    config.skip("group_size")  # each layer has its own
+    if layers is None:
+        raise config.refusal("quantized_layers", None, f"{MIXED} must name its layers", "use a complete checkpoint")
+    found = []
+    for name, layer in layers.objects().items():
+        found.append((name, _scheme(layer, layer.require("quant_algo", str).upper())))
+        layer.finish_strictly("kv_cache_quant_algo")
+    return tuple(found)
+
+
+def _scheme(config: ConfigJson, algorithm: str) -> WeightScheme:
+    if algorithm not in _SCHEMES:
+        raise config.refusal(
+            "quant_algo",
+            algorithm,
+            f"this engine reads {', '.join(_SCHEMES)} of modelopt",
+            "look for such a checkpoint, or one in FP8 or w4a16 of compressed-tensors",
+        )
+    group = config.take("group_size", int, BLOCK)
+    if algorithm != "FP8" and group != BLOCK:
+        raise config.refusal("group_size", group, f"NVFP4 has blocks of {BLOCK}", "use another checkpoint")
+    return _SCHEMES[algorithm]
+
+
+def _check_groups(config: ConfigJson, targets: tuple[str, ...]) -> None:
+    """``config_groups`` repeat the rest in the words of another library: the modules that they name must be
+    ``targets``."""
+    groups = config.take_object("config_groups")
+    for group in () if groups is None else groups.objects().values():
+        if not set(group.take_names("targets")) <= set(targets):
+            rule = "it must be ['Linear']" if targets == ("Linear",) else "it must be of quantized_layers"
+            raise group.refusal("targets", group.peek("targets"), rule, "use another checkpoint")
+
+
 def _has_kv_scales(config: ConfigJson) -> bool:
-    """``kv_cache_quant_algo`` in one file, ``kv_cache_scheme`` in the other."""
-    name = (config.take("kv_cache_quant_algo", str) or "none").lower()
-    if name not in ("none", "auto", "fp8"):
-        raise config.refusal("kv_cache_quant_algo", name, "scales of a KV cache are for fp8", "use another checkpoint")
-    return has_kv_scales(config) or name == "fp8"
+    """``kv_cache_quant_algo`` in one file, ``kv_cache_scheme`` in the other, which may be a name too."""
+    keys = ["kv_cache_quant_algo", *(("kv_cache_scheme",) if isinstance(config.peek("kv_cache_scheme"), str) else ())]
+    names = {key: (config.take(key, str) or "none").lower() for key in keys}
+    for key, name in names.items():
+        if name not in ("none", "auto", "fp8"):
+            raise config.refusal(key, name, "scales of a KV cache are for fp8", "use another checkpoint")
+    return "fp8" in names.values() or ("kv_cache_scheme" not in names and has_kv_scales(config))
