@@ -58,6 +58,7 @@ class EngineConfig:
         "JSON object that changes keys of the model's config.json before it is read, such as "
         """'{"rope_parameters": {"rope_type": "yarn", "factor": 4.0, ...}}'; null removes a key (default: none)""",
         json=True,
+        flags=("--json-model-override-args",),
     )
     convert: str = option(
         "auto",

@@ -252,6 +252,7 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
         refused("set the environment variable HF_TOKEN", "hf_token=", harmless=(*OFF, True)),
         refused("set --tokenizer to a folder; --revision is for model and tokenizer", "tokenizer_revision="),
         refused("config.json is read from the model's folder: put it there", "hf_config_path="),
+        refused("set --hf-overrides with rope_parameters, or with rope_theta", "rope_scaling= rope_theta="),
         refused(
             "weights stay on the device; leave it out, or raise --tensor-parallel-size",
             "cpu_offload_gb= cpu_offload_params=* offload_backend= offload_group_size= offload_num_in_group= "
