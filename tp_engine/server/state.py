@@ -63,7 +63,8 @@ class ServerState:
         """Serve with ``llm``, whose sampling defaults are known."""
         self.limit.max_num_prompts = llm.model_info.max_num_seqs + self.config.max_num_queued_reqs
         self.metrics.attach(llm.model_info)
-        llm.input_processor.chat = ChatFormat(llm.tokenizer, self.config)
+        llm.input_processor.chat = chat = ChatFormat(llm.tokenizer, self.config)
+        chat.prepare()
         self._llm = llm
 
     @property

@@ -332,3 +332,26 @@ def test_the_official_client_joins_the_stream() -> None:
             assert (await client.chat.completions.create(**again)).choices[0].message.tool_calls
 
     serve(speaking(TEXT), scenario)
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "K', "null", "[1]", '"x"', "", "hello"])
+def test_bad_arguments_in_the_history_end_no_conversation(arguments: str) -> None:
+    """Oracle: 200 from both endpoints, and an empty object in the prompt."""
+
+    async def scenario(app: App) -> None:
+        call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": "c1", "content": "sun"}
+        answer = await app.post(CHAT, body(messages=[QUESTION, said, result]))
+        assert answer.status == 200, answer.content
+        items = [
+            QUESTION,
+            {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": arguments},
+            {"type": "function_call_output", "call_id": "c1", "output": "sun"},
+        ]
+        answer = await app.post("/v1/responses", {"model": "demo", "input": items})
+        assert answer.status == 200, answer.content
+        prompt = bytes(id for id in last_request(app).prompt_token_ids if id < 256).decode()
+        assert '{"name": "get_weather", "arguments": {}}' in prompt
+
+    serve(speaking("Sun."), scenario)

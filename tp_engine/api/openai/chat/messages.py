@@ -3,8 +3,12 @@
 | clients send | templates get |
 | --- | --- |
 | null fields, as the OpenAI library dumps them | nothing |
-| content as text or as parts of text | text, or parts if the template loops over them |
-| tool_calls with arguments as JSON text | arguments as an object |
+| content as text | the same text; a part where the template takes parts only |
+| no content in a message of the assistant | an empty text; null beside calls where the template shows them only then |
+| content as parts of text | parts where the template takes them, else their texts joined with line ends |
+| the content of a tool's answer | text |
+| tool_calls with arguments as JSON text | arguments as an object, or the text if the template takes that alone |
+| arguments that are no object | no arguments, or the text; the log says so |
 | reasoning | reasoning_content too, its name in most templates, or thinking if the template knows that alone |
 | an answer of a tool, with the call's id | also the function's name |
 | role developer | system, if the template does not know developer |
@@ -13,25 +17,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tp_engine.errors import RequestError
+from tp_engine.api.openai.chat.capabilities import TemplateCapabilities
+from tp_engine.api.openai.tools.call_reader import valid_unicode
+from tp_engine.errors import RequestError, shown
+from tp_engine.log import get_logger
+
+logger = get_logger(__name__)
+
+_MAX_SHOWN = 80
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def normal_messages(
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    as_parts: bool = False,
-    knows_developer: bool = False,
-    takes_thinking: bool = False,
-) -> list[dict[str, Any]]:
-    """Checked copies; raises ``RequestError`` that names the faulty message.
-
-    ``as_parts``: contents become lists of ``{"type": "text", "text": ...}``, otherwise text, parts joined with line
-    ends.  ``takes_thinking``: reasoning is also given as ``thinking``, but for messages with both content and calls,
-    which the template of gpt-oss refuses.
-    """
+def normal_messages(messages: Sequence[Mapping[str, Any]], takes: TemplateCapabilities) -> list[dict[str, Any]]:
+    """Checked copies, for a template that takes ``takes``; raises ``RequestError`` that names the faulty message."""
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError("messages must be a list of {'role': ..., 'content': ...}", param="messages")
     if not messages:
@@ -39,33 +41,63 @@ def normal_messages(
     normal = [_normal_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
     _name_tools(normal)
     for message in normal:
-        if message["role"] == "developer" and not knows_developer:
+        given, has_calls = message["content"], "tool_calls" in message
+        if message["role"] == "developer" and not takes.knows_developer:
             message["role"] = "system"
-        texts = message["content"]
-        if takes_thinking and "reasoning_content" in message and not (any(texts) and "tool_calls" in message):
+        # the template of gpt-oss refuses thinking in a message with both content and calls
+        if takes.takes_thinking and "reasoning_content" in message and not (has_calls and any(given or "")):
             message.setdefault("thinking", message["reasoning_content"])
-        message["content"] = [{"type": "text", "text": text} for text in texts] if as_parts else "\n".join(texts)
+        stays_null = given is None and has_calls and takes.calls.null_content
+        message["content"] = None if stays_null else takes.form(message["role"]).content(given or "")
+    calls = [call for message in normal for call in message.get("tool_calls", ())]
+    give_arguments = _give_texts if takes.calls.argument_texts else _give_objects
+    give_arguments(calls)
     return normal
 
 
-def with_argument_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Copies with the arguments of calls as JSON text, for templates that take no objects; None without calls."""
-    if not any("tool_calls" in message for message in messages):
+def _give_texts(calls: Sequence[Mapping[str, Any]]) -> None:
+    """Give the arguments of ``calls`` as JSON text, a text as it was sent."""
+    for call in calls:
+        given = call["function"].get("arguments")
+        is_text = isinstance(given, str) and given.strip()
+        call["function"]["arguments"] = given if is_text else json.dumps(_object(given) or {}, ensure_ascii=False)
+
+
+def _give_objects(calls: Sequence[Mapping[str, Any]]) -> None:
+    """Give the arguments of ``calls`` as objects: templates write them in their model's own spelling.
+
+    A model may have written anything, or a limit may have cut it off; refusing that would end the conversation.
+    """
+    wrong = []
+    for call in calls:
+        given = call["function"].get("arguments")
+        arguments = _object(given)
+        if arguments is None:
+            wrong.append(call)
+            logger.debug("arguments that are no JSON object: %r", given)
+        call["function"]["arguments"] = arguments or {}
+    if wrong:
+        function = wrong[0]["function"]
+        logger.warning(
+            "%d of %d calls in the messages have arguments that are no JSON object, first one of the function %s; the "
+            "chat template gets {} for them",
+            len(wrong),
+            len(calls),
+            shown(function["name"], _MAX_SHOWN),
+        )
+
+
+def _object(given: object) -> dict[str, Any] | None:
+    """The object that arguments stand for; null and an empty text are empty, other values None."""
+    try:
+        value = json.loads(given) if isinstance(given, str) and given.strip() else given
+        if isinstance(given, str) and _SURROGATE.search(given):
+            value = json.loads(valid_unicode(json.dumps(value, ensure_ascii=False)))
+    except (ValueError, RecursionError):
         return None
-    return [{**message, **_calls_with_texts(message.get("tool_calls"))} for message in messages]
-
-
-def _calls_with_texts(calls: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
-    if calls is None:
+    if value is None or (isinstance(value, str) and not value.strip()):
         return {}
-    functions = [call["function"] for call in calls]
-    texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
-    return {
-        "tool_calls": [
-            {**call, "function": {**function, "arguments": text}}
-            for call, function, text in zip(calls, functions, texts, strict=True)
-        ]
-    }
+    return value if isinstance(value, dict) else None
 
 
 def _name_tools(messages: Sequence[dict[str, Any]]) -> None:
@@ -79,14 +111,14 @@ def _name_tools(messages: Sequence[dict[str, Any]]) -> None:
 
 
 def _normal_message(where: str, message: object) -> dict[str, Any]:
-    """A checked copy whose content is a list of texts."""
+    """A checked copy whose content is a text, the texts of its parts, or None."""
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} is {message!r}; it must have a role and a content", param="messages")
     normal = {name: value for name, value in message.items() if value is not None}
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where}.role is {role!r}; it must be text such as 'user'", param="messages")
-    normal["content"] = _texts(where, role, normal.get("content"))
+    normal["content"] = _content(where, role, normal.get("content"))
     if calls := normal.pop("tool_calls", None):
         normal["tool_calls"] = _tool_calls(f"{where}.tool_calls", calls)
     reasoning = normal.get("reasoning_content", normal.get("reasoning"))
@@ -95,13 +127,13 @@ def _normal_message(where: str, message: object) -> dict[str, Any]:
     return normal
 
 
-def _texts(where: str, role: str, content: object) -> list[str]:
+def _content(where: str, role: str, content: object) -> str | list[str] | None:
     if content is None:
         if role != "assistant":
             raise RequestError(f"{where} has no content; it must be text, or a list of text parts", param="messages")
-        return []
+        return None
     if isinstance(content, str):
-        return [content]
+        return content
     if not isinstance(content, (list, tuple)):
         raise RequestError(f"{where}.content must be text, or a list of text parts", param="messages")
     return [_part_text(where, part) for part in content]
@@ -125,16 +157,4 @@ def _tool_call(where: str, call: object) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(f"{where} must be {{'id', 'type': 'function', 'function': {{'name'}}}}", param="messages")
-    arguments = function.get("arguments")
-    return {**call, "function": {**function, "arguments": _arguments(f"{where}.function.arguments", arguments)}}
-
-
-def _arguments(where: str, given: object) -> dict[str, Any]:
-    """The object of JSON text; templates write it in their model's own spelling."""
-    try:
-        arguments = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{where} is not valid JSON: {error}", param="messages") from None
-    if not isinstance(arguments, dict):
-        raise RequestError(f"{where} must be the JSON text of an object", param="messages")
-    return arguments
+    return {**call, "function": dict(function)}

@@ -46,7 +46,7 @@ class ChatOptions:
     )
     chat_template_content_format: str = option(
         "auto",
-        "contents for the template: string, openai (a list of parts), or auto, which reads it in the template",
+        "contents for the template: string, openai (a list of parts), or auto, what it takes for each role",
         choices=CONTENT_FORMATS,
     )
     enable_auto_tool_choice: bool = option(False, "let the model decide whether to call tools (needs tool_call_parser)")

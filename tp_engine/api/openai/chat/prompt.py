@@ -6,15 +6,19 @@ import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from tp_engine.api.openai.chat.messages import normal_messages, with_argument_texts
+from tp_engine.api.openai.chat.capabilities import TemplateCapabilities
+from tp_engine.api.openai.chat.messages import normal_messages
 from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.openai.chat.template import ChatTemplate, TemplateRefusal
 from tp_engine.errors import ConfigError, RequestError
 
 # Set by this module; a request may not set them.
 _RESERVED_OPTIONS = frozenset({"messages", "tokenize", "return_tensors", "return_dict", "tokenizer_kwargs"})
+
+_MAX_TEMPLATES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class ChatPrompt:
 
 
 class ChatFormat:
-    """How one model's chats become prompts: by a template, which gets contents as text or as lists of parts.
+    """How one model's chats become prompts: by a template, which gets contents as it takes them.
 
     Refuses every chat if there is no tokenizer or no template.  Safe to call from several threads.
     """
@@ -41,7 +45,7 @@ class ChatFormat:
         self.options = options or ChatOptions()
         self._tokenizer = tokenizer
         self._served_text = self.options.template_text
-        self._templates: dict[str, ChatTemplate] = {}
+        self._probed = lru_cache(_MAX_TEMPLATES)(self._probe)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None = None
@@ -55,14 +59,8 @@ class ChatFormat:
         if reserved := sorted(_RESERVED_OPTIONS & given.keys()):
             raise RequestError(f"{reserved[0]} is not an option of a chat template", param=reserved[0])
         begins, continues = _begins_or_continues(given)
-        template = self._template(given.pop("chat_template", None), with_tools=bool(given.get("tools")))
-        as_parts = self._takes_parts(template)
-        conversation = normal_messages(
-            messages,
-            as_parts=as_parts,
-            knows_developer=template.mentions("developer"),
-            takes_thinking=template.mentions("message.thinking") and not template.mentions("reasoning_content"),
-        )
+        template, takes = self._template(given.pop("chat_template", None), with_tools=bool(given.get("tools")))
+        conversation = normal_messages(messages, takes)
         variables = {
             **self._special_tokens(),
             "tools": None,
@@ -73,7 +71,7 @@ class ChatFormat:
         }
         last_role, last_text = conversation[-1]["role"], _text(conversation[-1]["content"])
         role = "assistant" if begins else last_role
-        text = _render_either_way(template, variables, continues=continues)
+        text = (_render_continued if continues else _render)(template, variables)
         return ChatPrompt(
             text,
             role=role,
@@ -81,7 +79,13 @@ class ChatFormat:
             continued=last_text if continues else None,
         )
 
-    def _template(self, given: str | None, *, with_tools: bool) -> ChatTemplate:
+    def prepare(self) -> None:
+        """Compile and probe the templates that chats without one of their own get, so that no chat waits for it."""
+        for with_tools in (False, True):
+            with contextlib.suppress(RequestError):  # said to each chat
+                self._template(None, with_tools=with_tools)
+
+    def _template(self, given: str | None, *, with_tools: bool) -> tuple[ChatTemplate, TemplateCapabilities]:
         text = given or self._served_text or _own_template(self._tokenizer, with_tools=with_tools)
         if self._tokenizer is None or not text:
             raise RequestError(
@@ -89,15 +93,15 @@ class ChatFormat:
                 param="messages",
                 code="no_chat_template",
             )
-        if given is not None:
-            return _compiled(text)
-        if text not in self._templates:
-            self._templates[text] = _compiled(text)
-        return self._templates[text]
+        return self._probed(text)
 
-    def _takes_parts(self, template: ChatTemplate) -> bool:
-        wanted = self.options.chat_template_content_format
-        return template.takes_parts if wanted == "auto" else wanted == "openai"
+    def _probe(self, text: str) -> tuple[ChatTemplate, TemplateCapabilities]:
+        try:
+            template = ChatTemplate(text)
+        except ConfigError as error:
+            raise RequestError(str(error), param="messages") from error
+        content_format = self.options.chat_template_content_format
+        return template, TemplateCapabilities.of(template, self._special_tokens(), content_format)
 
     def _special_tokens(self) -> dict[str, Any]:
         return dict(getattr(self._tokenizer, "special_tokens_map", {}))
@@ -123,26 +127,6 @@ def _own_template(tokenizer: Any | None, *, with_tools: bool) -> str | None:
     return template
 
 
-def _compiled(text: str) -> ChatTemplate:
-    try:
-        return ChatTemplate(text)
-    except ConfigError as error:
-        raise RequestError(str(error), param="messages") from error
-
-
-def _render_either_way(template: ChatTemplate, variables: Mapping[str, Any], *, continues: bool) -> str:
-    """Render with the arguments of calls as objects; if the template refuses these, as JSON text."""
-    render = _render_continued if continues else _render
-    try:
-        return render(template, variables)
-    except RequestError:
-        with contextlib.suppress(RequestError, RecursionError):
-            messages = with_argument_texts(variables["messages"])
-            if messages is not None:
-                return render(template, {**variables, "messages": messages})
-        raise
-
-
 def _render(template: ChatTemplate, variables: Mapping[str, Any]) -> str:
     try:
         return template.render(variables)
@@ -150,9 +134,9 @@ def _render(template: ChatTemplate, variables: Mapping[str, Any]) -> str:
         raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
 
 
-def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
+def _text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
     """The content of a normal message as one text."""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return content or "" if isinstance(content, str | None) else "\n".join(part["text"] for part in content)
 
 
 def _render_continued(template: ChatTemplate, variables: Mapping[str, Any]) -> str:
@@ -162,10 +146,9 @@ def _render_continued(template: ChatTemplate, variables: Mapping[str, Any]) -> s
     """
     mark = f"END-{uuid.uuid4().hex} "
     *others, last = variables["messages"]
-    content = last["content"]
+    content = last["content"] or ""
+    marked: str | list[Any]
     if isinstance(content, list):
-        if not content:
-            raise RequestError("continue_final_message: the last message has no content", param="messages")
         marked = [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]
     else:
         marked = content + mark

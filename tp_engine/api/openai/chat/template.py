@@ -24,6 +24,8 @@ from tp_engine.errors import ConfigError
 
 MAX_RENDER_S = 10.0
 MAX_PROMPT_CHARACTERS = 64 << 20
+# A variable and a filter that the compiled template has in its loops.
+_LATEST, _CHECK = "tp_engine_latest_s", "tp_engine_check_time"
 
 
 class TemplateRefusal(Exception):  # noqa: N818 - the template's decision, or a bound
@@ -31,33 +33,33 @@ class TemplateRefusal(Exception):  # noqa: N818 - the template's decision, or a 
 
 
 class ChatTemplate:
-    """A compiled template.  Raises ``ConfigError`` for a text that is not a template.
-
-    ``takes_parts``: the template loops over the parts of a message's content, so it expects lists.
-    """
+    """A compiled template.  Raises ``ConfigError`` for a text that is not a template."""
 
     def __init__(self, text: str) -> None:
         environment = _environment()
         try:
             tree = environment.parse(text)
-            self._template = environment.from_string(text)
+            _watch(tree)
+            self._template = environment.from_string(tree)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
         self._text = text
-        self.takes_parts = _loops_over_content(tree)
 
-    def render(self, variables: Mapping[str, Any]) -> str:
-        """The text; raises ``TemplateRefusal`` if the template raises, takes too long or writes too much."""
-        deadline_s = time.monotonic() + MAX_RENDER_S
+    def render(self, variables: Mapping[str, Any], *, deadline_s: float | None = None) -> str:
+        """The text; raises ``TemplateRefusal`` if the template raises, takes too long or writes too much.
+
+        ``deadline_s`` (time.monotonic()) may end it before ``MAX_RENDER_S``.
+        """
+        latest_s = time.monotonic() + MAX_RENDER_S
+        latest_s = latest_s if deadline_s is None else min(deadline_s, latest_s)
         pieces, num_characters = [], 0
         try:
-            for piece in self._template.generate(**variables):
+            for piece in self._template.generate(**variables, **{_LATEST: latest_s}):
                 pieces.append(piece)
                 num_characters += len(piece)
                 if num_characters > MAX_PROMPT_CHARACTERS:
                     raise TemplateRefusal(f"the prompt is longer than {MAX_PROMPT_CHARACTERS} characters")
-                if time.monotonic() > deadline_s:
-                    raise TemplateRefusal(f"the template takes longer than {MAX_RENDER_S:g} s")
+                _check_time(latest_s)
         except TemplateRefusal:
             raise
         except Exception as error:  # a template is a program, and raises whatever it likes
@@ -69,24 +71,18 @@ class ChatTemplate:
         return word in self._text
 
 
-def _loops_over_content(tree: nodes.Template) -> bool:
-    """Whether it loops over the parts of a message's content, itself or in a variable."""
-    contents = {
-        assign.target.name
-        for assign in tree.find_all(nodes.Assign)
-        if isinstance(assign.target, nodes.Name) and _is_content(assign.node)
-    }
-    return any(
-        _is_content(loop.iter) or (isinstance(loop.iter, nodes.Name) and loop.iter.name in contents)
-        for loop in tree.find_all(nodes.For)
-    )
+def _watch(tree: nodes.Template) -> None:
+    """Let every turn of a loop and every call of a macro check the time, also where they write nothing."""
+    blocks: list[nodes.For | nodes.Macro | nodes.CallBlock]
+    blocks = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro), *tree.find_all(nodes.CallBlock)]
+    for block in blocks:
+        check = nodes.Filter(nodes.Name(_LATEST, "load"), _CHECK, [], [], None, None)
+        block.body.insert(0, nodes.ExprStmt(check).set_lineno(block.lineno))
 
 
-def _is_content(node: nodes.Node) -> bool:
-    """``message.content`` or ``message['content']``, also of ``messages[0]`` and the like."""
-    if isinstance(node, nodes.Getattr):
-        return node.attr == "content"
-    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+def _check_time(latest_s: float) -> None:
+    if time.monotonic() > latest_s:
+        raise TemplateRefusal(f"the template takes longer than {MAX_RENDER_S:g} s")
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -123,7 +119,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters |= {"tojson": _to_json, _CHECK: _check_time}
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": lambda format: datetime.now().strftime(format),

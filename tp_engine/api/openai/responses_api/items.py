@@ -121,26 +121,26 @@ def _add_item(messages: Messages, where: str, item: Item) -> None:
         )
 
 
-def _function_call(where: str, item: Item) -> tuple[str, str]:
+def _function_call(where: str, item: Item) -> tuple[str, Any]:
     name, namespace = _string(where, item, "name"), item.get("namespace")
-    return name if namespace is None else flat_name(namespace, name), _string(where, item, "arguments")
+    return name if namespace is None else flat_name(namespace, name), item.get("arguments")
 
 
-def _custom_tool_call(where: str, item: Item) -> tuple[str, str]:
+def _custom_tool_call(where: str, item: Item) -> tuple[str, Any]:
     return _string(where, item, "name"), custom_arguments(_string(where, item, "input"))
 
 
-def _built_in(name: str, field: str) -> Callable[[str, Item], tuple[str, str]]:
+def _built_in(name: str, field: str) -> Callable[[str, Item], tuple[str, Any]]:
     """The call of a tool that OpenAI defines and the client runs: the tool's name, and ``field`` as its arguments."""
 
-    def read(where: str, item: Item) -> tuple[str, str]:
+    def read(where: str, item: Item) -> tuple[str, Any]:
         return name, json.dumps(item.get(field) or {}, ensure_ascii=False)
 
     return read
 
 
-# The kind of a call -> the name of the function in the chat, and the text of its arguments.
-_CALLS: Mapping[str, Callable[[str, Item], tuple[str, str]]] = {
+# The kind of a call -> the name of the function in the chat, and its arguments as the client sent them.
+_CALLS: Mapping[str, Callable[[str, Item], tuple[str, Any]]] = {
     "function_call": _function_call,
     "custom_tool_call": _custom_tool_call,
     "local_shell_call": _built_in("local_shell", "action"),

@@ -221,6 +221,10 @@ class CallReader:
 
 
 def _unescaped(raw: str) -> str:
-    """The text of a JSON string; half a surrogate pair, which no encoding can write, becomes U+FFFD."""
-    text = str(json.loads(f'"{raw}"', strict=False))
+    """The text of a JSON string."""
+    return valid_unicode(str(json.loads(f'"{raw}"', strict=False)))
+
+
+def valid_unicode(text: str) -> str:
+    """``text`` with U+FFFD for half a surrogate pair, which no encoding can write."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

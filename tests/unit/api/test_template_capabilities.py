@@ -1,0 +1,196 @@
+"""What a template takes: contents as text or as parts, by role, and calls.  The shapes are those of real templates."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.chat_templates import BRANCHES, LLAMA_LIKE, PARTS, QWEN_LIKE
+from tests.text_tokenizers import byte_level_tokenizer
+from tp_engine.api.openai.chat import capabilities as capabilities_module
+from tp_engine.api.openai.chat.capabilities import ContentForm, TemplateCapabilities
+from tp_engine.api.openai.chat.options import ChatOptions
+from tp_engine.api.openai.chat.prompt import ChatFormat
+from tp_engine.api.openai.chat.template import ChatTemplate
+from tp_engine.errors import RequestError
+
+FORMS = {
+    "text": ContentForm(takes_text=True, takes_parts=False),
+    "both": ContentForm(takes_text=True, takes_parts=True),
+    "parts": ContentForm(takes_text=False, takes_parts=True),
+    "part": ContentForm(takes_text=False, takes_parts=False),
+}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CALLS = [{"id": f"call_{n}", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}} for n in (1, 2)]
+RESULTS = [{"role": "tool", "tool_call_id": f"call_{n}", "content": f"{n} <b>"} for n in (1, 2)]
+USER, SYSTEM = {"role": "user", "content": " Hi <you> "}, {"role": "system", "content": "Be brief."}
+TEXTS: dict[str, list[dict[str, Any]]] = {
+    "user": [USER],
+    "system": [SYSTEM, USER],
+    "turns": [SYSTEM, USER, {"role": "assistant", "content": "Hello"}, USER],
+    "calls": [USER, {"role": "assistant", "content": None, "tool_calls": CALLS}, *RESULTS],
+    "an empty text": [USER, {"role": "assistant", "content": "", "tool_calls": CALLS[:1]}, RESULTS[0], USER],
+}
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def probed(source: str) -> TemplateCapabilities:
+    return TemplateCapabilities.of(ChatTemplate(source), {"bos_token": "<s>"})
+
+
+def render(source: str, messages: Any, content_format: str = "auto", **options: Any) -> str:
+    chosen = ChatOptions(chat_template=source, chat_template_content_format=content_format)
+    return ChatFormat(byte_level_tokenizer(), chosen).render(messages, options).text
+
+
+def transformers_text(source: str, messages: Any, **options: Any) -> str | None:
+    """What transformers renders of the same messages, null contents empty and tools named; None if it refuses."""
+    given = [{**one, "content": one["content"] or ""} for one in messages]
+    given = [one | ({"name": "f"} if one["role"] == "tool" else {}) for one in given]
+    try:
+        found: str = byte_level_tokenizer().apply_chat_template(
+            given, chat_template=source, tokenize=False, add_generation_prompt=True, **options
+        )
+    except Exception:
+        return None
+    return found
+
+
+@pytest.mark.parametrize("shape", BRANCHES)
+def test_each_role_has_its_form(shape: str) -> None:
+    """Oracle: the table of shapes, by hand."""
+    source, expected = BRANCHES[shape]
+    found = probed(source)
+    for role, form in zip(("user", "assistant", "system"), expected, strict=True):
+        assert found.form(role) == FORMS[form], role
+    assert found.form("tool") == FORMS["text"] and found.form("critic") == found.form("user")
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("conversation", TEXTS)
+@pytest.mark.parametrize("shape", BRANCHES)
+def test_texts_are_what_transformers_renders(shape: str, conversation: str, tools: Any) -> None:
+    """Oracle: transformers, with the contents as the client sent them; a list where the template takes lists only."""
+    source, forms = BRANCHES[shape]
+    messages = TEXTS[conversation]
+    sent = messages
+    if forms[0] in ("parts", "part"):
+        sent = [one | ({"content": parts(one["content"])} if one["role"] == "user" else {}) for one in messages]
+    expected = transformers_text(source, sent, tools=tools)
+    if expected is None:
+        with pytest.raises(RequestError, match="refuses"):
+            render(source, messages, tools=tools)
+    else:
+        assert render(source, messages, tools=tools) == expected
+
+
+@pytest.mark.parametrize("shape", BRANCHES)
+def test_no_part_is_lost_or_printed_as_a_list(shape: str) -> None:
+    """Oracle: every text of every role shows, without the keys of a part."""
+    source, _ = BRANCHES[shape]
+    for role in ("system", "user", "assistant", "tool"):
+        probed_message = {"role": role, "content": parts("one", "two"), "tool_call_id": "call_1"}
+        calling: dict[str, Any] = {"role": "assistant", "content": parts(""), "tool_calls": CALLS[:1]}
+        before: dict[str, list[dict[str, Any]]] = {"assistant": [USER], "tool": [USER, calling]}
+        try:
+            shown = render(source, [*before.get(role, []), probed_message, USER], tools=TOOLS)
+        except RequestError as error:
+            assert role == "system" and "no system" in str(error)
+            continue
+        assert "one" in shown and "two" in shown and "'text'" not in shown and '"text"' not in shown, (role, shown)
+
+
+def test_parts_stay_parts_where_they_are_taken() -> None:
+    """Oracle: by hand: a template that writes each part on its own, and one that takes texts only."""
+    messages = [{"role": "user", "content": parts("a", "b")}]
+    assert render(PARTS, messages) == "user:<a><b>"
+    assert render(LLAMA_LIKE, messages).endswith("a\nb<|eot|><|h|>assistant<|/h|>")
+
+
+@pytest.mark.parametrize(
+    ("content_format", "content", "expected"),
+    [
+        ("string", parts("a", "b"), "'a\\nb'"),
+        ("string", "a", "'a'"),
+        ("openai", parts("a", "b"), "[{'type': 'text', 'text': 'a'}, {'type': 'text', 'text': 'b'}]"),
+        ("openai", "a", "[{'type': 'text', 'text': 'a'}]"),
+        ("auto", parts("a", "b"), "'a\\nb'"),
+    ],
+)
+def test_the_option_decides_for_all_roles_but_tools(content_format: str, content: Any, expected: str) -> None:
+    """Oracle: by hand: Python's spelling of what the template got; a tool's answer is text."""
+    source = "{% for m in messages %}{{ m.role }}={{ ([m.content] | string)[1:-1] }};{% endfor %}"
+    messages = [{"role": role, "content": content} for role in ("system", "user", "assistant")]
+    answer = {"role": "tool", "content": parts("c", "d")}
+    shown = render(source, [*messages, answer], content_format, add_generation_prompt=False)
+    assert shown == "".join(f"{role}={expected};" for role in ("system", "user", "assistant")) + "tool='c\\nd';"
+
+
+OBJECT, TEXT = "{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}"
+REPR = "{{ call.function.arguments }}"
+
+
+def calling(arguments: str, message: str = "{{ m.content }}", condition: str = "true") -> str:
+    """A template that shows calls by the Jinja text ``arguments``, if the ``condition`` holds, and contents."""
+    return (
+        f"{{% for m in messages %}}{message}{{% if m.tool_calls and {condition} %}}"
+        f"{{% for call in m.tool_calls %}}[{arguments}]{{% endfor %}}{{% endif %}}{{% endfor %}}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "expected"),
+    [
+        (calling(OBJECT), '{"a":1}', '[{"a": 1}]'),
+        (calling(TEXT), '{"a":1}', '[{"a":1}]'),
+        (calling(REPR), '{"a":1}', '[{"a":1}]'),
+        (calling("{% for k, v in call.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"), '{"a":1}', "[a=1]"),
+        (calling(TEXT), {"a": "ü"}, '[{"a": "ü"}]'),
+        (calling(TEXT, condition="m.content is none", message=""), '{"a":1}', '[{"a":1}]'),
+        (calling(OBJECT, condition="m.content is none", message=""), '{"a":1}', '[{"a": 1}]'),
+        (QWEN_LIKE, '{"a":1}', '"arguments": {"a": 1}}'),
+    ],
+)
+def test_calls_show_their_arguments_as_json(source: str, arguments: Any, expected: str) -> None:
+    """Oracle: by hand: JSON, never Python's spelling; as the client's text where the template takes no object."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    shown = render(source, [USER, {"role": "assistant", "content": None, "tool_calls": [call]}], tools=TOOLS)
+    assert expected in shown and "None" not in shown
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('never') }}",
+        "{{ messages[0].nothing.more }}",
+        "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
+        "{{ namespace(__class__=1) }}",
+        "{{ tools[0].function.name }}",
+        "{% if false %}{% endif %}",
+    ],
+)
+def test_probes_never_fail_a_start(source: str) -> None:
+    """Oracle: texts stay texts, whatever the template does."""
+    chat = ChatFormat(byte_level_tokenizer(), ChatOptions(chat_template=source))
+    chat.prepare()
+    assert probed(source).form("user") == FORMS["text"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{% set x = m(n - 1) + m(n - 1) %}{% endif %}{% endmacro %}{{ m(200) }}",
+    ],
+)
+def test_probes_are_bounded(body: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Oracle: a template that works for ever and writes nothing ends at the deadline, which the log says."""
+    monkeypatch.setattr(capabilities_module, "MAX_PROBES_S", 0.05)
+    started_s = time.monotonic()
+    assert probed(body + "{{ messages[0].content }}").form("user") == FORMS["text"]
+    assert time.monotonic() - started_s < 5 and "could not be probed" in caplog.text

@@ -1,0 +1,187 @@
+"""What one chat template takes, found out once by rendering short conversations that have a sentinel in one place.
+
+| question | answered by |
+| --- | --- |
+| content of a role as text | the sentinel as text: the template shows it |
+| content of a role as parts | the sentinel as one part: the same prompt as for text; and two parts: both show |
+| arguments of calls as an object | the sentinel in an object: the template shows it, and no Python object |
+| null beside calls | calls that show beside null only |
+
+A template that needs parts (it shows nothing of a text, or refuses it) gets texts as a part.  One that shows the first
+part only gets parts as one text.  Tools' answers are always text.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tp_engine.api.openai.chat.template import ChatTemplate, TemplateRefusal
+from tp_engine.log import get_logger
+
+logger = get_logger(__name__)
+
+MAX_PROBES_S = 5.0
+_FIRST, _SECOND, _KEY = "qzxfirst", "qzxsecond", "qzxkey"
+# In front of a sentinel: the template has printed the list of parts itself.
+_PRINTED_PART = re.compile(r"""["']text["']\s*:\s*["']$""")
+_PRINTED_OBJECT = re.compile(rf"'{_KEY}'\s*:\s*'{_FIRST}'")
+_ROLES = ("user", "assistant", "system", "developer")
+_PARAMETERS = {"type": "object", "properties": {_KEY: {"type": "string", "description": "a key"}}, "required": [_KEY]}
+_TOOL = {"type": "function", "function": {"name": "probe", "description": "a probe", "parameters": _PARAMETERS}}
+_CALL_ID = "abcdefghi"  # Mistral's templates refuse ids of another length
+
+Part = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ContentForm:
+    """How the contents of one role are given.  A text becomes a part only where the template needs parts."""
+
+    takes_text: bool = True
+    takes_parts: bool = False
+
+    def content(self, given: str | Sequence[str]) -> str | list[Part]:
+        """The content for the template; ``given`` is a text, or the texts of several parts."""
+        if self.takes_parts and given and not isinstance(given, str):
+            return [_part(text) for text in given]
+        text = given if isinstance(given, str) else "\n".join(given)
+        return text if self.takes_text else [_part(text)]
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How calls are given.  ``argument_texts``: their arguments are JSON text, not an object.
+
+    ``null_content``: a content that is null stays null beside calls, because the template shows none beside a text.
+    """
+
+    argument_texts: bool = False
+    null_content: bool = False
+
+
+# What --chat-template-content-format asks for.
+_FORCED = {"string": ContentForm(), "openai": ContentForm(takes_text=False, takes_parts=True)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateCapabilities:
+    """What a template takes.  ``contents`` has the form of each role; other roles have that of the user.
+
+    ``takes_thinking``: reasoning is called ``thinking``.
+    """
+
+    contents: Mapping[str, ContentForm] = field(default_factory=dict)
+    calls: CallForm = CallForm()
+    knows_developer: bool = False
+    takes_thinking: bool = False
+
+    @classmethod
+    def of(
+        cls, template: ChatTemplate, variables: Mapping[str, Any], content_format: str = "auto"
+    ) -> TemplateCapabilities:
+        """Probe ``template``, which gets ``variables`` too; never raises, and takes at most ``MAX_PROBES_S``.
+
+        ``content_format`` is a value of ``--chat-template-content-format``.
+        """
+        probes = _Probes(template, variables)
+        if content_format in _FORCED:
+            probes.forms |= dict.fromkeys(_ROLES, _FORCED[content_format])
+        else:
+            for role in _ROLES:  # the user first: the other probes have a user's message too
+                probes.forms[role] = probes.form(role)
+        found = cls(
+            contents=probes.forms,
+            calls=probes.call_form(),
+            knows_developer=template.mentions("developer"),
+            takes_thinking=template.mentions("message.thinking") and not template.mentions("reasoning_content"),
+        )
+        if probes.is_late:
+            logger.warning(
+                "the chat template could not be probed within %g s; it gets texts where it has not shown what it takes",
+                MAX_PROBES_S,
+            )
+        return found
+
+    def form(self, role: str) -> ContentForm:
+        """How contents of ``role`` are given."""
+        return self.contents.get(role, self.contents.get("user", ContentForm()))
+
+
+class _Probes:
+    """Renders conversations with sentinels.  ``forms`` are those known so far."""
+
+    def __init__(self, template: ChatTemplate, variables: Mapping[str, Any]) -> None:
+        self.forms: dict[str, ContentForm] = {"tool": ContentForm()}
+        self._template = template
+        self._variables = {"documents": None, **variables, "add_generation_prompt": True}
+        self._deadline_s = time.monotonic() + MAX_PROBES_S
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time is up."""
+        return time.monotonic() > self._deadline_s
+
+    def form(self, role: str) -> ContentForm:
+        """The form of ``role``'s contents: text if the template shows the sentinel in neither form."""
+        for tools in (None, [_TOOL]):
+            text, one, two = (
+                self._render(self._conversation(role, content), tools)
+                for content in (_FIRST, [_part(_FIRST)], [_part(_FIRST), _part(_SECOND)])
+            )
+            takes_text = _FIRST in text
+            takes_part = one == text if takes_text else _FIRST in one and not _prints_parts(one)
+            if takes_text or takes_part:
+                return ContentForm(takes_text, takes_part and _FIRST in two and _SECOND in two)
+        return ContentForm()
+
+    def call_form(self) -> CallForm:
+        """How calls are given: an object and a text beside it, unless the template shows another form only."""
+        written = f'{{"{_KEY}": "{_FIRST}"}}'
+        for null_content in (False, True):
+            for tools in ([_TOOL], None):
+                shown = self._render(self._call({_KEY: _FIRST}, null_content), tools)
+                if _FIRST in shown and not _PRINTED_OBJECT.search(shown):
+                    return CallForm(False, null_content)
+                if written in self._render(self._call(written, null_content), tools):
+                    return CallForm(True, null_content)
+        return CallForm()
+
+    def _conversation(self, role: str, content: str | list[Part]) -> list[dict[str, Any]]:
+        probed, question = {"role": role, "content": content}, self._message("user", "hi")
+        match role:
+            case "user":
+                return [probed]
+            case "assistant":
+                return [question, probed, question]
+        return [probed, question]
+
+    def _call(self, arguments: Any, null_content: bool) -> list[dict[str, Any]]:
+        call = {"id": _CALL_ID, "type": "function", "function": {"name": "probe", "arguments": arguments}}
+        answer = {"name": "probe", "tool_call_id": _CALL_ID}
+        calling = self._message("assistant", "") | {"tool_calls": [call]} | ({"content": None} if null_content else {})
+        return [self._message("user", "hi"), calling, self._message("tool", "ok") | answer]
+
+    def _message(self, role: str, text: str) -> dict[str, Any]:
+        return {"role": role, "content": self.forms.get(role, ContentForm()).content(text)}
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> str:
+        """The prompt; empty if the template refuses the messages."""
+        if self.is_late:
+            return ""
+        try:
+            variables = {**self._variables, "tools": tools, "messages": messages}
+            return self._template.render(variables, deadline_s=self._deadline_s)
+        except (TemplateRefusal, RecursionError):
+            return ""
+
+
+def _prints_parts(prompt: str) -> bool:
+    return any(_PRINTED_PART.search(prompt[: found.start()]) for found in re.finditer(_FIRST, prompt))
+
+
+def _part(text: str) -> Part:
+    return {"type": "text", "text": text}
