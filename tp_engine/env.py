@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +62,16 @@ def given_rank(environ: Mapping[str, str] | None = None) -> int:
 def has_torchrun_agent() -> bool:
     """Whether torchrun's agent started this process; other launchers set the ranks' variables, but not this one."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def run_id() -> str:
+    """``TORCHELASTIC_RUN_ID``, the name of torchrun's job, random with ``--standalone``; empty for other launchers."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def has_agent_store() -> bool:
+    """Whether torchrun's agent serves the store in which the ranks meet; else rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def log_level() -> str:
@@ -143,6 +154,19 @@ def use_interface(name: str | None) -> None:
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if name is not None and variable not in os.environ:
             os.environ[variable] = name
+
+
+@contextlib.contextmanager
+def gloo_on(name: str | None) -> Iterator[None]:
+    """Gloo's groups that are made within listen on this network interface, unless ``GLOO_SOCKET_IFNAME`` names one."""
+    if name is None or "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    try:
+        yield
+    finally:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
 
 def collective_interface(backend: str) -> str:

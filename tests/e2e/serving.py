@@ -44,11 +44,20 @@ class Server:
             raise AssertionError(f"the job did not stop within {timeout_s:g} s:\n{self.text()[-5000:]}") from None
 
 
-def launch(num_ranks: int, arguments: Sequence[str], script: str = "launch/serve.py", cwd: Path = ROOT) -> Server:
-    """Start ``script`` in the folder ``cwd`` on ``num_ranks`` ranks; without torchrun where ``num_ranks`` is 0."""
+def launch(
+    num_ranks: int,
+    arguments: Sequence[str],
+    script: str = "launch/serve.py",
+    cwd: Path = ROOT,
+    prefix: Sequence[str] = (),
+) -> Server:
+    """Start ``script`` in the folder ``cwd`` on ``num_ranks`` ranks; without torchrun where ``num_ranks`` is 0.
+
+    ``prefix`` is a command that runs the job.
+    """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     process = subprocess.Popen(
-        [*(torchrun if num_ranks else [sys.executable]), str(ROOT / script), *arguments],
+        [*prefix, *(torchrun if num_ranks else [sys.executable]), str(ROOT / script), *arguments],
         cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     server = Server(process)
@@ -65,9 +74,11 @@ def _follow(server: Server) -> None:
 
 
 @contextmanager
-def serving(num_ranks: int, *arguments: str, timeout_s: float = 150.0, cwd: Path = ROOT) -> Iterator[Server]:
+def serving(
+    num_ranks: int, *arguments: str, timeout_s: float = 150.0, cwd: Path = ROOT, prefix: Sequence[str] = ()
+) -> Iterator[Server]:
     """A ready server on a free port."""
-    server = launch(num_ranks, ["--port", "0", *arguments], cwd=cwd)
+    server = launch(num_ranks, ["--port", "0", *arguments], cwd=cwd, prefix=prefix)
     deadline = time.monotonic() + timeout_s
     try:
         while not server.url:

@@ -29,6 +29,7 @@ logger = get_logger(__name__)
 
 # The watchdog knows which rank the others wait for, and a library's timeout does not, so the watchdog reports first.
 _AFTER_WATCHDOG_S = 5.0
+_LOOPBACK = "lo"
 
 
 class HostGroup:
@@ -240,9 +241,10 @@ def join(
         _meet(watched, info, progress)
         # NCCL's own threads use the store too, and must not depend on Python.
         store = watched if backend == "gloo" else store
-        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=start)
-        host = dist.new_group(backend="gloo", timeout=start)
-        device = dist.new_group(backend=backend, timeout=collective)
+        with env.gloo_on(_LOOPBACK if info.topology.num_hosts == 1 else None):
+            dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=start)
+            host = dist.new_group(backend="gloo", timeout=start)
+            device = dist.new_group(backend=backend, timeout=collective)
     except RankError:
         raise
     except (RuntimeError, TimeoutError) as error:

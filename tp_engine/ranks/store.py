@@ -5,7 +5,10 @@ A ``WatchedStore`` ends its waits when the job has failed, so that no rank waits
 
 from __future__ import annotations
 
+import errno
+import functools
 import itertools
+import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -14,9 +17,16 @@ from typing import TypeAlias
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from tp_engine import env
+from tp_engine.log import get_logger
+
+logger = get_logger(__name__)
+
 Store: TypeAlias = dist.Store
 
 _POLL_S = 0.005
+_SERVE_S = 60.0
+_LOOPBACK = "127.0.0.1"
 _engine_count = itertools.count()
 
 
@@ -85,7 +95,7 @@ class WatchedStore(dist.Store):
 
 def host_store(*, timeout_s: float) -> dist.TCPStore:
     """The store of ranks that rank 0 starts, on a free port of the loopback interface."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    return _serve(_LOOPBACK, 0, timeout_s=timeout_s)
 
 
 def join_store(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
@@ -98,8 +108,44 @@ def launched_store(*, timeout_s: float) -> Store:
 
     The engines of one job are numbered in the order of their creation, which is the same on every rank.
     """
+    launched = env.launched_rank()
+    assert launched is not None
+    if launched.rank == 0 and not env.has_agent_store():
+        _serve_launched(launched.master_addr, launched.master_port)
     store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
     return dist.PrefixStore(f"tp_engine/{next(_engine_count)}", store)
+
+
+@functools.cache
+def _serve_launched(host: str, port: int) -> dist.TCPStore | None:
+    """The server of a job whose launcher has none, on the address of ``host`` alone; torch's rendezvous finds it.
+
+    None, and the rendezvous listens on all interfaces, if no interface of this machine has the address, as with the
+    address of a service.
+    """
+    try:
+        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        return _serve(address, port, timeout_s=_SERVE_S)
+    except OSError as error:
+        if not isinstance(error, socket.gaierror) and error.errno != errno.EADDRNOTAVAIL:
+            raise OSError(error.errno, f"the ranks can not meet at {host}:{port} (MASTER_PORT): {error}") from error
+        logger.warning("the ranks meet at port %d of all interfaces: none of them has the address %s", port, host)
+        return None
+
+
+def _serve(address: str, port: int, *, timeout_s: float) -> dist.TCPStore:
+    """A store that listens on one address; torch by itself would listen on all."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family)
+    return dist.TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        multi_tenant=True,  # a second server of this process at the port is this one
+        master_listen_fd=listener.detach(),
+    )
 
 
 def record_error(error: BaseException) -> None:

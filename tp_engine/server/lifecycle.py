@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 import threading
@@ -263,14 +264,27 @@ def _outlive_rank0_briefly(shutdown_timeout_s: float) -> None:
 def _announce_rank0() -> socket.socket:
     """Show the other ranks of this torchrun job that rank 0 lives, for as long as the returned socket is open.
 
-    It is an abstract Unix socket, named after the torchrun agent, the parent of all ranks of a host.  It exists before
-    any process group.  The kernel drops it however rank 0 ends; as it is no file, none can be left behind.
+    It is an abstract Unix socket.  It exists before any process group.  The kernel drops it however rank 0 ends; as it
+    is no file, none can be left behind.
     """
-    presence = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    presence.bind(_presence_name())
+    presence, name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), _presence_name()
+    try:
+        presence.bind(name)
+    except OSError as error:
+        presence.close()
+        raise RuntimeError(
+            f"the abstract Unix socket @{name[1:]} can not be bound ({error.strerror}): another process of this "
+            "network namespace has the name of this job (see /proc/net/unix); start the job again"
+        ) from error
     presence.listen()
     return presence
 
 
 def _presence_name() -> str:
-    return f"\0tp_engine-rank0-of-{os.getppid()}"
+    """The same on all ranks of a host, and no other job's: containers that share a network have their own process ids,
+    and a name that others could guess could be taken before."""
+    launched = env.launched_rank()
+    assert launched is not None
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    job = (env.run_id(), launched.master_addr, launched.master_port, os.getuid(), os.getppid(), namespace)
+    return f"\0tp_engine-rank0-{hashlib.sha256(repr(job).encode()).hexdigest()[:32]}"
