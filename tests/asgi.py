@@ -85,7 +85,7 @@ class Exchange:
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "root_path": "",
             "method": self.method, "path": path, "raw_path": path.encode(), "query_string": query.encode(),
-            "headers": [(b"host", b"test"), *((k.lower().encode(), v.encode()) for k, v in self.headers.items())],
+            "headers": self._headers(),
             "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
         }  # fmt: skip
         try:
@@ -93,6 +93,12 @@ class Exchange:
         except Exception:  # as in a server, a started answer stays as it is
             if self.status is None:
                 raise
+
+    def _headers(self) -> list[tuple[bytes, bytes]]:
+        """Those of a client that sends JSON, and the test's own instead of them; an empty one is left out."""
+        of_body = {"content-type": "application/json", "content-length": str(len(self.body))} if self.body else {}
+        headers = {"host": "localhost"} | of_body | {name.lower(): value for name, value in self.headers.items()}
+        return [(name.encode(), value.encode()) for name, value in headers.items() if value]
 
     async def _receive(self) -> dict[str, Any]:
         if not self._body_taken:

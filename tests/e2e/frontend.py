@@ -88,7 +88,8 @@ def running_server(
         )
         listener.close()
         stack.callback(process.end)
-        headers = {"Authorization": f"Bearer {config.api_key[0]}"} if config.api_key else {}
+        headers = {"Content-Type": "application/json"}  # also of bodies that a test writes itself
+        headers |= {"Authorization": f"Bearer {config.api_key[0]}"} if config.api_key else {}
         transport = httpx.HTTPTransport(uds=config.uds, verify=verify or False) if config.uds else None
         client = stack.enter_context(
             httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, transport=transport)

@@ -49,7 +49,7 @@ def test_a_forced_call(choice: Any, has_marks: bool, tmp_path: Path) -> None:
     async def scenario(app: App) -> None:
         http_client: Any = httpx.AsyncClient(transport=httpx.ASGITransport(app.app))
         async with openai.AsyncOpenAI(
-            base_url="http://test/v1", api_key="x", max_retries=0, http_client=http_client
+            base_url="http://localhost/v1", api_key="x", max_retries=0, http_client=http_client
         ) as client:
             # An untrained model would not end its reasoning.
             request: Any = {

@@ -227,7 +227,8 @@ def raw_request(server: RunningServer, body: dict[str, Any]) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
     connection = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    kind = f"Content-Type: application/json\r\nContent-Length: {len(data)}"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{kind}\r\n\r\n"
     connection.sendall(head.encode() + data)
     return connection
 

@@ -18,6 +18,7 @@ import pytest
 
 from tests.e2e.serving import serving
 
+JSON = {"Content-Type": "application/json"}
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 QUESTION = "12+34="
 PROMPT = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
@@ -103,7 +104,7 @@ def test_the_examples_of_the_documentation(client: openai.OpenAI) -> None:
     examples = re.findall(r"^(\{.*?)\n-> (.*?)$", section, re.DOTALL | re.MULTILINE)
     assert len(examples) == 3
     for body, expected in examples:
-        reply = httpx.post(f"{client.base_url}chat/completions", content=body, timeout=60).json()
+        reply = httpx.post(f"{client.base_url}chat/completions", content=body, headers=JSON, timeout=60).json()
         text = reply["choices"][0]["message"]["content"]
         asked, (found, shown) = json.loads(body), map(json.loads, (text, expected))
         if "structured_outputs" in asked:

@@ -21,6 +21,7 @@ from tp_engine.server.app import create_app
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.state import ServerState
 
+_BY_SERVE = "0.0.0.0"  # Serve's proxy listens, for clients of any host
 _TABLES = ("engine", "server", "deployment")
 
 
@@ -52,7 +53,7 @@ class Replica:
     """One engine, and the server's application in front of it; Serve replaces it when ``check_health`` raises."""
 
     async def __init__(self, engine: dict[str, Any], server: dict[str, Any]) -> None:  # type: ignore[misc]
-        llm, config = AsyncLLM(**engine), ServerConfig(**server)
+        llm, config = AsyncLLM(**engine), ServerConfig(**{**server, "host": _BY_SERVE})
         await llm.start()
         self._state = ServerState(config, config.served_model_name or (default_model_name(llm.model_info.model),))
         await self._state.open(llm)

@@ -18,6 +18,7 @@ from tp_engine.server.openai_routes import add_openai_routes
 from tp_engine.server.openapi import install_openapi
 from tp_engine.server.operator_routes import add_operator_routes
 from tp_engine.server.pooling_routes import add_pooling_routes
+from tp_engine.server.request_guard import RequestGuard
 from tp_engine.server.state import ServerState
 from tp_engine.server.web_page import ASSETS, add_web_page
 from tp_engine.server.weight_routes import add_weight_routes
@@ -62,6 +63,7 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
             open_paths=OPEN_PATHS + _PAGE_PATHS,
             root_path=config.root_path,
         )
+    app.add_middleware(RequestGuard, config=config)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

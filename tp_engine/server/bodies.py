@@ -15,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 
 from tp_engine.api.openai.errors import HttpError, describe_error
 from tp_engine.api.openai.protocol import parse_body
-from tp_engine.errors import RequestError
 from tp_engine.log import get_logger
 from tp_engine.server.config import ServerConfig
 
@@ -39,12 +38,8 @@ class ClientGoneError(Exception):
 async def read_body(kind: type[Body], request: Request, config: ServerConfig) -> Body:
     """The whole body, parsed; ``RequestError`` for a bad one.
 
-    ``HttpError`` 413 as soon as the body is known to be too large, 408 if it does not come in time.  A content type
-    other than JSON is refused: web pages of other sites can send such bodies without the browser asking first.
+    ``HttpError`` 413 as soon as the body is known to be too large, 408 if it does not come in time.
     """
-    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if content_type != "application/json":
-        raise RequestError(f"the body is of type {content_type[:80]!r}; send Content-Type: application/json")
     try:
         async with asyncio.timeout(config.body_timeout_s):
             data = await _read(request, config.max_body_bytes)

@@ -34,9 +34,12 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
     ssl_certfile: str | None = option(None, "the certificate's file, for HTTPS")
     ssl_ca_certs: str | None = option(None, "file of the authorities whose client certificates are accepted")
     ssl_cert_reqs: int = option(0, "client certificates: 0 none, 1 optional, 2 required", choices=(0, 1, 2))
-    allowed_origins: tuple[str, ...] = option(
-        (), "origins whose web pages may send requests; * means all", section="Web pages of other origins"
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "names of this server beside the local ones, as in the header Host; *.example.com, or * for any",
+        section="Web pages of other origins",
     )
+    allowed_origins: tuple[str, ...] = option((), "origins whose web pages may send requests; * means all")
     allowed_methods: tuple[str, ...] = option(("*",), "methods that those pages may use")
     allowed_headers: tuple[str, ...] = option(("*",), "headers that those pages may send")
     allow_credentials: bool = option(False, "let those pages send cookies and the like")

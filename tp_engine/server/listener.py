@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tp_engine.errors import ConfigError
+from tp_engine.interfaces import is_loopback
 from tp_engine.server.config import ServerConfig
 
 BACKLOG = 2048
@@ -64,14 +65,25 @@ def listener_url(listener: socket.socket, root_path: str = "", *, scheme: str = 
     return f"{scheme}://{host}:{port}{root_path}"
 
 
-def _listen_on_host(config: ServerConfig) -> socket.socket:
+def is_local(config: ServerConfig) -> bool:
+    """Whether only programs on this machine reach the server."""
+    return config.uds is not None or is_loopback(str(_address(config)[2][0]))
+
+
+def _address(config: ServerConfig) -> tuple[int, int, tuple[str | int, ...]]:
+    """Family, protocol and address of ``host`` and ``port``."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
+        family, _, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except socket.gaierror as error:
         raise ConfigError(f"host is {config.host!r}, which is not an address: {error.strerror}") from error
-    listener = socket.socket(family, kind, protocol)
+    return family, protocol, address
+
+
+def _listen_on_host(config: ServerConfig) -> socket.socket:
+    family, protocol, address = _address(config)
+    listener = socket.socket(family, socket.SOCK_STREAM, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

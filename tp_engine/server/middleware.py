@@ -2,7 +2,10 @@
 
 ::
 
-    HttpMetrics -> Turnstile -> HeadRequests -> RequestIds -> RequestContext -> CORS -> ApiKeyGuard -> RootPath -> route
+    HttpMetrics -> Turnstile -> HeadRequests -> RequestIds -> RequestContext -> CORS -> RequestGuard -> ApiKeyGuard
+    -> RootPath -> route
+
+``RequestGuard`` is in ``request_guard.py``.
 """
 
 from __future__ import annotations

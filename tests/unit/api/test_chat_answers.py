@@ -312,7 +312,7 @@ def test_the_official_client_joins_the_stream() -> None:
     async def scenario(app: App) -> None:
         http_client: Any = httpx.AsyncClient(transport=httpx.ASGITransport(app.app))
         async with openai.AsyncOpenAI(
-            base_url="http://test/v1", api_key="x", max_retries=0, http_client=http_client
+            base_url="http://localhost/v1", api_key="x", max_retries=0, http_client=http_client
         ) as client:
             request: Any = {"model": "demo", "messages": [QUESTION], "tools": TOOLS}
             expected = (await client.chat.completions.create(**request)).choices[0]

@@ -106,7 +106,7 @@ def test_a_forced_call_of_gpt_oss(text: str) -> None:
     async def scenario(app: App) -> None:
         http_client: Any = httpx.AsyncClient(transport=httpx.ASGITransport(app.app))
         async with openai.AsyncOpenAI(
-            base_url="http://test/v1", api_key="x", max_retries=0, http_client=http_client
+            base_url="http://localhost/v1", api_key="x", max_retries=0, http_client=http_client
         ) as client:
             request: Any = {"model": "demo", "messages": [QUESTION], "tools": TOOLS, "tool_choice": NAMED}
             answer = (await client.chat.completions.create(**request)).choices[0]

@@ -1,0 +1,113 @@
+"""Refuses what a page of another site can make a browser send, and bodies whose end is ambiguous.
+
+A browser sends a *simple* request to any address, also to a server on the user's own machine, without asking that
+server first.  Only its answer is hidden from the page.  So a request that acts must prove that no such page sent it::
+
+    Host            one of this server's names         else a name of the page's owner may lead here (DNS rebinding)
+    Origin          this server's, or an allowed one   of requests other than GET, HEAD and OPTIONS
+    Content-Type    application/json                   of every body: pages need a permission (CORS) to send that
+
+Clients that are no browsers send no Origin and no Sec-Fetch-Site.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tp_engine.api.openai.errors import HttpError
+from tp_engine.errors import RequestError, shown
+from tp_engine.server.bodies import error_reply
+from tp_engine.server.config import ServerConfig
+from tp_engine.server.listener import is_local
+
+_SAFE = ("GET", "HEAD", "OPTIONS")
+_OWN_SITE = ("same-origin", "none")  # values of Sec-Fetch-Site, which scripts can not set; none: the user's own act
+_JSON = "application/json"
+
+
+class RequestGuard:
+    """Answers 403 to requests of other sites' pages, and 400 to bodies that are no JSON, before a body is read."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._origins = config.allowed_origins
+        self._hosts: tuple[str, ...] | None = None  # any
+        if config.uds is None and (config.allowed_hosts or is_local(config)) and "*" not in config.allowed_hosts:
+            self._hosts = (*(name.lower() for name in config.allowed_hosts), config.host.lower())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            try:
+                self._check(scope["method"], headers)
+            except (HttpError, RequestError) as error:
+                reply = error_reply(error)
+                if _has_two_lengths(headers):  # a proxy may take what follows for another request
+                    reply.headers["Connection"] = "close"
+                await reply(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, method: str, headers: Headers) -> None:
+        for host in headers.getlist("host"):
+            if not self._is_own(host):
+                raise HttpError(
+                    403,
+                    f"the header Host is {shown(host)}, which is not a name of this server; if it is, start the server "
+                    "with --allowed-hosts NAME",
+                    code="host_not_allowed",
+                )
+        if _has_two_lengths(headers):
+            raise RequestError("the request has both Transfer-Encoding and Content-Length; send one of them")
+        if method in _SAFE:
+            return
+        if self._is_of_another_site(headers):
+            origin = headers.get("origin", "unknown")
+            raise HttpError(
+                403,
+                f"the request comes from a web page of another origin ({shown(origin)}), which may not act here; to "
+                "let it, start the server with --allowed-origins ORIGIN",
+                code="cross_site_request",
+            )
+        if "transfer-encoding" in headers or headers.get("content-length", "0") != "0":
+            _check_type(headers.get("content-type"))
+
+    def _is_own(self, host: str) -> bool:
+        if self._hosts is None:
+            return True
+        name = _without_port(host).lower()
+        if name == "localhost" or name in self._hosts:
+            return True
+        try:
+            return ipaddress.ip_address(name).is_loopback
+        except ValueError:
+            return any(name.endswith(pattern[1:]) for pattern in self._hosts if pattern.startswith("*."))
+
+    def _is_of_another_site(self, headers: Headers) -> bool:
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if "*" in self._origins or origin in self._origins:
+            return False
+        if site is not None:
+            return site not in _OWN_SITE
+        return origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
+
+
+def _has_two_lengths(headers: Headers) -> bool:
+    return "transfer-encoding" in headers and "content-length" in headers
+
+
+def _check_type(given: str | None) -> None:
+    kind = (given or "").partition(";")[0].strip().lower()
+    if kind != _JSON:
+        found = "has no content type" if given is None else f"is of type {shown(kind)}"
+        raise RequestError(f"the body {found}; send Content-Type: {_JSON}")
+
+
+def _without_port(host: str) -> str:
+    """``[::1]:8000`` is ``::1``."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
