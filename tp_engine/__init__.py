@@ -14,13 +14,14 @@ from tp_engine.outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from tp_engine.sampling_params import BeamSearchParams, SamplingParams
+from tp_engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from tp_engine.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from tp_engine.api.async_llm import AsyncLLM
     from tp_engine.api.batch_job.run import run_batch
     from tp_engine.api.batch_job.summary import BatchSummary
+    from tp_engine.api.engine_options import EngineOptions
     from tp_engine.api.llm import LLM
     from tp_engine.api.pooling import PoolingParams
     from tp_engine.api.recommend import recommend
@@ -38,10 +39,12 @@ __all__ = [
     "ConfigError",
     "EmbeddingRequestOutput",
     "EngineDeadError",
+    "EngineOptions",
     "LoRARequest",
     "PoolingParams",
     "RequestError",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "ScoringRequestOutput",
     "StructuredOutputsParams",
@@ -54,6 +57,7 @@ _LAZY = {
     "LLM": "tp_engine.api.llm",
     "PoolingParams": "tp_engine.api.pooling",
     "AsyncLLM": "tp_engine.api.async_llm",
+    "EngineOptions": "tp_engine.api.engine_options",
     "BatchSummary": "tp_engine.api.batch_job.summary",
     "run_batch": "tp_engine.api.batch_job.run",
 }
@@ -66,3 +70,8 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, also those that are not imported yet."""
+    return sorted({*globals(), *__all__})

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_engine.errors import ConfigError, RequestError, shown
+from tp_engine.options.foreign_rows import accepted
+from tp_engine.options.intake import takes_names_of_others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,7 @@ class AdapterLimits:
     of_experts: bool = False
 
 
+@takes_names_of_others(accepted("has no effect", "base_model_name load_inplace long_lora_max_len"))
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
     """The adapter of a call of ``LLM.generate`` or ``LLM.chat``: loaded from ``lora_path`` at its first use.

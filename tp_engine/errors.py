@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_SHORTEST_BEGINNING = 3
+
 
 class ConfigError(ValueError):
     """A configuration that can not work; raised before a device is touched."""
@@ -64,6 +66,8 @@ def shown(value: object, limit: int = 80) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``'; did you mean X?'`` with the nearest known name, or an empty string if none is near."""
-    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    """``'; did you mean X?'`` with the nearest known name, or one that begins alike; an empty string if none does."""
+    names = list(known)
+    begins_alike = [one for one in names if len(name) > _SHORTEST_BEGINNING and one.startswith(name)]
+    nearest = [*difflib.get_close_matches(name, names, n=1, cutoff=0.6), *begins_alike]
     return f"; did you mean {nearest[0]}?" if nearest else ""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
-from tp_engine.errors import RequestError
+from tp_engine.errors import RequestError, shown
+from tp_engine.options.foreign_rows import Become, accepted, refused, to_option, translated
+from tp_engine.options.intake import takes_names_of_others
 from tp_engine.structured_outputs import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 64
@@ -18,19 +20,38 @@ MAX_BEAM_WIDTH = 256
 MAX_LENGTH_PENALTY = 10.0
 
 
-def _in_range(name: str, value: float, low: float, high: float, rule: str) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or not low <= value <= high
-    ):
+def _in_range(name: str, value: object, low: float, high: float, rule: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _wrong_type(name, value, f"a number {rule}")
+    if not low <= value <= high:  # NaN is not either
         raise RequestError(f"{name} is {value!r}; it must be {rule}", param=name)
 
 
 def _whole(name: str, value: object, low: int, rule: str, high: int = 2**31 - 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _wrong_type(name, value, rule)
+    if not low <= value <= high:
         raise RequestError(f"{name} is {value!r}; it must be {rule}", param=name)
+
+
+def _token_ids(name: str, token_ids: Iterable[object]) -> None:
+    for token_id in token_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
+            raise RequestError(f"{name} contains {shown(token_id)}; token ids are whole numbers from 0 on", param=name)
+
+
+def _wrong_type(name: str, value: object, rule: str) -> RequestError:
+    return RequestError(f"{name} is {shown(value)} of type {type(value).__name__}; it must be {rule}", param=name)
+
+
+def _token_id_of(key: object) -> object:
+    """The number that a key of a JSON object stands for; anything else is left for the check."""
+    return int(key) if isinstance(key, str) and key.isdecimal() else key
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise _wrong_type(name, value, "True or False")
 
 
 def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
@@ -38,10 +59,50 @@ def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
     if value is None:
         return ()
     if not isinstance(value, (list, tuple)):
-        raise RequestError(f"{name} is {value!r}; it must be a list", param=name)
+        raise _wrong_type(name, value, "a list")
     return tuple(value)
 
 
+class RequestOutputKind(enum.Enum):
+    """What each output of ``AsyncLLM.generate`` holds: all until then, what is new, or all at the end alone."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+def _structured(kind: str) -> Become:
+    return lambda value: {"structured_outputs": StructuredOutputsParams(**{kind: value})}
+
+
+_OTHER_NAMES = (
+    *accepted(
+        "has no effect",
+        "output_text_buffer_length skip_clone skip_reading_prefix_cache spaces_between_special_tokens stream_interval",
+    ),
+    *translated(to_option("max_tokens"), "max_completion_tokens max_new_tokens"),
+    *translated(to_option("min_tokens"), "min_new_tokens"),
+    *translated(to_option("include_stop_str_in_output"), "no_stop_trim"),
+    *translated(_structured("json"), "json_schema"),
+    *translated(_structured("regex"), "regex"),
+    *translated(_structured("grammar"), "ebnf"),
+    *refused("set structured_outputs=StructuredOutputsParams(...)", "guided_decoding structural_tag"),
+    *refused("set n, or call beam_search", "best_of num_beams", harmless=(None, 1)),
+    *refused("call beam_search with BeamSearchParams", "early_stopping length_penalty use_beam_search"),
+    *refused("temperature 0 takes the likeliest token", "do_sample", harmless=(None, True)),
+    *refused(
+        "the engine has no such function; leave it out",
+        "custom_params extra_args flat_logprobs logits_processors logprob_token_ids prompt_logprob_start "
+        "prompt_logprob_token_ids repetition_detection routed_experts_prompt_start stop_regex thinking_token_budget "
+        "trace_decode_token_ids watermarking",
+    ),
+)
+
+
+_PLAIN = frozenset({bool, dict, float, int, list, str, tuple, type(None), RequestOutputKind, StructuredOutputsParams})
+
+
+@takes_names_of_others(_OTHER_NAMES)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled.
@@ -49,8 +110,13 @@ class SamplingParams:
     ``temperature`` 0 is greedy.  ``top_k`` 0 or -1 means all tokens.  ``seed`` gives the same sample in any batch.
     ``max_tokens`` None means as many as the model's context allows.  ``logprobs`` and ``prompt_logprobs`` are the
     number of alternatives per token (None for none).  ``bad_words`` never appear, alone or within text.
-    ``prompt_cache_key`` names the session that the request belongs to, for prefetching from the host tier.
-    ``structured_outputs`` constrains the form of the output.  Raises ``RequestError`` for a value out of range.
+    ``detokenize`` False leaves texts empty; there are no stop strings then.  ``truncate_prompt_tokens`` keeps so many
+    of the prompt's last tokens, -1 as many as leave room for ``max_tokens``.  ``output_kind`` is for
+    ``AsyncLLM.generate``.  ``prompt_cache_key`` names the session that the request belongs to, for prefetching from
+    the host tier.  ``structured_outputs`` constrains the form of the output.
+
+    Numbers and lists may be numpy's.  Names of vLLM, SGLang and OpenAI's API that mean one of these are taken too.
+    Raises ``RequestError`` for a value out of range, and for an unknown name, with the nearest one.
     """
 
     n: int = 1
@@ -74,25 +140,66 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    detokenize: bool = True
+    truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
+        values = [getattr(self, name) for name in self.__slots__]
+        if not _PLAIN.issuperset(map(type, values)):
+            for name, value in zip(self.__slots__, values, strict=True):
+                if hasattr(value, "tolist"):
+                    object.__setattr__(self, name, value.tolist())
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "bad_words", _as_tuple("bad_words", self.bad_words))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
-        if not isinstance(self.structured_outputs, (StructuredOutputsParams, type(None))):
-            kind = type(self.structured_outputs).__name__
-            raise RequestError(
-                f"structured_outputs is of type {kind}; it must be StructuredOutputsParams", param="structured_outputs"
-            )
+        self._check_kinds()
         self._check_ranges()
         self._check_stops()
         self._check_bad_words()
         self._check_ids()
+
+    @classmethod
+    def of(cls, given: object, default: SamplingParams) -> SamplingParams:
+        """``given`` itself, made of a mapping of its fields, or the ``default`` for None; else ``RequestError``."""
+        if given is None:
+            return default
+        if isinstance(given, Mapping):
+            return cls(**given)
+        if not isinstance(given, SamplingParams):
+            raise _wrong_type("sampling_params", given, "SamplingParams, or a mapping of its fields")
+        return given
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> Self:
+        """As the constructor; None leaves a field at its default, but ``max_tokens`` None is as it says.
+
+        The keys of ``logit_bias`` may be texts, as in JSON.
+        """
+        given = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
+        if isinstance(bias := given.get("logit_bias"), Mapping):
+            given["logit_bias"] = {_token_id_of(key): value for key, value in bias.items()}
+        return cls(**given)
+
+    def clone(self, **changes: Any) -> Self:
+        """A copy, with ``changes``; it can be changed in no other way."""
+        return replace(self, **changes)
+
+    def _check_kinds(self) -> None:
+        if isinstance(self.structured_outputs, Mapping):
+            constraint = StructuredOutputsParams(**self.structured_outputs)
+            object.__setattr__(self, "structured_outputs", constraint)
+        if not isinstance(self.structured_outputs, (StructuredOutputsParams, type(None))):
+            raise _wrong_type("structured_outputs", self.structured_outputs, "StructuredOutputsParams")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise _wrong_type("output_kind", self.output_kind, "a RequestOutputKind")
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+            _flag(name, getattr(self, name))
 
     def _check_ranges(self) -> None:
         _whole("n", self.n, 1, f"a whole number from 1 to {MAX_N}", MAX_N)
@@ -117,7 +224,13 @@ class SamplingParams:
             if value is not None:
                 _whole(name, value, 0, "a whole number of at least 0, or None")
 
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
+            rule = "-1 (what the context allows), or a positive whole number"
+            _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, rule)
+
     def _check_stops(self) -> None:
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings are found in the text, and detokenize is False; set one", param="stop")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError(f"{len(self.stop)} stop strings; at most {MAX_STOP_STRINGS} are allowed", param="stop")
         for text in self.stop:
@@ -133,23 +246,23 @@ class SamplingParams:
                 raise RequestError(f"bad_words contains {text!r}; every word must be a text", param="bad_words")
 
     def _check_ids(self) -> None:
-        for token_id in self.stop_token_ids:
-            _whole("stop_token_ids", token_id, 0, "a list of token ids")
+        _token_ids("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise RequestError(
                     "allowed_token_ids is empty; give at least one id, or None", param="allowed_token_ids"
                 )
-            for token_id in self.allowed_token_ids:
-                _whole("allowed_token_ids", token_id, 0, "a list of token ids")
+            _token_ids("allowed_token_ids", self.allowed_token_ids)
         bias = self.logit_bias or {}
+        if not isinstance(bias, Mapping):
+            raise _wrong_type("logit_bias", bias, "a mapping from token ids to numbers")
         if len(bias) > MAX_BIAS_ENTRIES:
             raise RequestError(
                 f"{len(bias)} entries in logit_bias; at most {MAX_BIAS_ENTRIES} are allowed", param="logit_bias"
             )
-        for token_id, value in bias.items():
-            _whole("logit_bias", token_id, 0, "a mapping from token ids")
-            _in_range("logit_bias", value, -100.0, 100.0, "a mapping to values between -100 and 100")
+        _token_ids("logit_bias", bias)
+        for value in bias.values():
+            _in_range("logit_bias", value, -100.0, 100.0, "between -100 and 100")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ``RequestError`` for a token id outside of the vocabulary."""
@@ -165,6 +278,7 @@ class SamplingParams:
                 )
 
 
+@takes_names_of_others()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
     """How one prompt is searched: ``beam_width`` beams of at most ``max_tokens`` tokens, with vLLM's field names.

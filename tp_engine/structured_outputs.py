@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_engine.errors import ConfigError, RequestError, shown
+from tp_engine.options.foreign_rows import refused
+from tp_engine.options.intake import takes_names_of_others
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 MAX_CONSTRAINT_CHARACTERS = 1 << 20
@@ -16,6 +18,7 @@ _PARAM = "structured_outputs"
 CONFIG_NAME = "structured_outputs_config"
 
 
+@takes_names_of_others(refused("describe the form with json, regex, choice or grammar", "structural_tag"))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
     """Exactly one of ``json``, ``regex``, ``choice``, ``grammar`` and ``json_object``, with vLLM's field names.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,12 @@ def folder(checkpoint: Callable[..., Path]) -> Path:
 @pytest.mark.parametrize("num_blocks", [400, 40])
 def test_forks_are_lone_requests(folder: Path, num_blocks: int) -> None:
     """Oracle: each of the n samples, asked for alone with its seed; few blocks preempt some."""
-    options = {"device": "cpu", "max_model_len": 120, "block_size": 4, "num_gpu_blocks_override": num_blocks}
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "max_model_len": 120,
+        "block_size": 4,
+        "num_gpu_blocks_override": num_blocks,
+    }
     with LLM(str(folder), max_num_seqs=9, max_num_batched_tokens=48, **options) as llm:
         params = SamplingParams(temperature=0.9, n=3, seed=7, max_tokens=12, ignore_eos=True)
         together = llm.generate(PROMPTS, params, use_tqdm=False)
@@ -58,7 +64,11 @@ def test_identical_prompts_and_a_shared_prefix_are_cached(folder: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     found = {}
     for caching in (True, False):
-        options = {"enable_prefix_caching": caching, "num_gpu_blocks_override": 300, "max_model_len": 1100}
+        options: dict[str, Any] = {
+            "enable_prefix_caching": caching,
+            "num_gpu_blocks_override": 300,
+            "max_model_len": 1100,
+        }
         with LLM(str(folder), device="cpu", max_num_seqs=16, **options) as llm:
             alone = [llm.generate([long], params, use_tqdm=False)[0] for _ in range(2)]
             together = llm.generate(prompts, params, use_tqdm=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,12 @@ PROMPT = torch.randint(VOCAB, (90,), generator=torch.Generator().manual_seed(0))
 # Largest error of a prompt token's log-probability: twice the measured errors (0.035, 0.353, 0.013; log-probabilities
 # spread over several nats).  An fp8 value keeps 3 bits of mantissa, an int8 value 7 bits of the head's largest.
 LARGEST_ERROR = {"int8": 0.07, "fp8": 0.7, "bfloat16": 0.026}
-OPTIONS = {"max_model_len": 128, "num_gpu_blocks_override": 64, "max_num_batched_tokens": 24, "max_num_seqs": 8}
+OPTIONS: dict[str, Any] = {
+    "max_model_len": 128,
+    "num_gpu_blocks_override": 64,
+    "max_num_batched_tokens": 24,
+    "max_num_seqs": 8,
+}
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,12 @@ def folder(checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    options = {"max_model_len": 128, "num_gpu_blocks_override": 128, "max_num_batched_tokens": 64, "max_num_seqs": 16}
+    options: dict[str, Any] = {
+        "max_model_len": 128,
+        "num_gpu_blocks_override": 128,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 16,
+    }
     with LLM(str(folder), device="cpu", dtype="float32", **options) as engine:
         yield engine
         engine.engine.check_integrity()
@@ -60,6 +66,51 @@ def test_prompt_forms_are_equivalent(llm: LLM) -> None:
     expected = llm.generate([PROMPTS[0]], params, use_tqdm=False)[0].outputs[0].token_ids
     for form in (PROMPTS[0], {"prompt_token_ids": PROMPTS[0]}, [{"prompt_token_ids": PROMPTS[0]}]):
         assert llm.generate(form, params, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
+def test_sampling_parameters_as_mappings_and_for_each_prompt(llm: LLM) -> None:
+    """Oracle: the same parameters as SamplingParams; one for each prompt, and errors that say so."""
+    one = SamplingParams(temperature=0, max_tokens=4)
+    expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, one, False)]
+    for params in ({"temperature": 0, "max_tokens": 4}, [{"temperature": 0, "max_new_tokens": 4}] * len(PROMPTS)):
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False, priority=list(range(len(PROMPTS))))
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+    for wrong, words in (
+        ([one] * 2, "2 sampling_params for 4 prompts"),
+        ({"temp": 0}, "did you mean temperature"),
+        ("greedy", "must be SamplingParams, or a mapping"),
+        ([one, None, 3, one], "sampling_params is 3 of type int"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            llm.generate(PROMPTS, wrong, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="1 priority for 4 prompts"):
+        llm.generate(PROMPTS, one, use_tqdm=False, priority=[1])
+
+
+def test_a_prompt_is_truncated_from_the_left(llm: LLM) -> None:
+    """Oracle: the prompt's last tokens, alone."""
+    params = SamplingParams(temperature=0, max_tokens=4)
+    cut = llm.generate([PROMPTS[0] * 3], params.clone(truncate_prompt_tokens=2), use_tqdm=False)[0]
+    assert cut.prompt_token_ids == (PROMPTS[0] * 3)[-2:]
+    alone = llm.generate([cut.prompt_token_ids], params, use_tqdm=False)[0]
+    assert cut.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+def test_what_a_sleeping_engine_needs(llm: LLM) -> None:
+    """Oracle: the words of the errors; the tokens before the sleep."""
+    params = SamplingParams(temperature=0, max_tokens=4)
+    before = llm.generate(PROMPTS[:1], params, use_tqdm=False)[0].outputs[0].token_ids
+    llm.sleep()
+    with pytest.raises(RequestError, match=r"the engine sleeps.*wake_up\(\)"):
+        llm.generate(PROMPTS[:1], params, use_tqdm=False)
+    with pytest.raises(RequestError, match="wake_up"):
+        llm.resume()
+    llm.wake_up()
+    assert llm.generate(PROMPTS[:1], params, use_tqdm=False)[0].outputs[0].token_ids == before
+    llm.pause()
+    with pytest.raises(RequestError, match=r"resume\(\)"):
+        llm.generate(PROMPTS[:1], params, use_tqdm=False)
+    llm.resume()
 
 
 @pytest.mark.parametrize(
@@ -183,7 +234,12 @@ def test_the_same_run_twice_is_identical(folder: Path) -> None:
     """Oracle: the first engine's tokens; two fresh engines, requests without a seed, mixed lengths, preemptions."""
     runs = []
     for _ in range(2):
-        options = {"num_gpu_blocks_override": 14, "block_size": 4, "max_model_len": 48, "max_num_batched_tokens": 32}
+        options: dict[str, Any] = {
+            "num_gpu_blocks_override": 14,
+            "block_size": 4,
+            "max_model_len": 48,
+            "max_num_batched_tokens": 32,
+        }
         with LLM(str(folder), device="cpu", dtype="float32", max_num_seqs=8, seed=3, **options) as engine:
             params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=12, n=2)
             outputs = engine.generate(PROMPTS, params, use_tqdm=False)

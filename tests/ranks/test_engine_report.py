@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,12 @@ def test_a_report_of_two_ranks(checkpoint: Callable[..., Path]) -> None:
     """Oracle: 20 prompt tokens in chunks of 8 and 12 generated tokens: 3 + 11 steps on both ranks, 31 tokens in all.
     The memory ledger adds up to the log's figure; each rank's start has its phases; a second report counts nothing
     twice."""
-    options = {"num_gpu_blocks_override": 32, "max_num_batched_tokens": 8, "max_num_seqs": 4, "max_model_len": 64}
+    options: dict[str, Any] = {
+        "num_gpu_blocks_override": 32,
+        "max_num_batched_tokens": 8,
+        "max_num_seqs": 4,
+        "max_model_len": 64,
+    }
     with LLM(str(checkpoint("qwen3")), tensor_parallel_size=2, device="cpu", dtype="float32", **options) as llm:
         llm.generate([list(range(5, 25))], SamplingParams(max_tokens=12, ignore_eos=True), use_tqdm=False)
         assert llm.allocation_monitor.latest is not None

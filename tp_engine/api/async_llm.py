@@ -4,52 +4,62 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from pathlib import Path
+from functools import partial
+from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from tp_engine.adapters import LoRARequest, load_for
+from tp_engine.api.async_operations import AsyncOperations
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_search
+from tp_engine.api.engine_options import ChatTemplateOptions, EngineOptions, read_options
 from tp_engine.api.input_processor import InputProcessor, Prompt, load_tokenizer, prompt_text
 from tp_engine.api.output_streams import Outputs
+from tp_engine.api.pooling import PoolingParams, ScorePairs, embedding_output, embedding_request, paired
 from tp_engine.api.request_state import SequenceUpdate
-from tp_engine.config import DEMO_MODEL, EngineConfig
+from tp_engine.config import DEMO_MODEL
 from tp_engine.engine.client import EngineClient
 from tp_engine.engine.messages import ModelInfo
-from tp_engine.engine.report import EngineReport
 from tp_engine.engine.tokenizer import TokenDecoder
-from tp_engine.errors import RankError, RequestError
-from tp_engine.options.intake import take_options
-from tp_engine.outputs import BeamSearchOutput, RequestOutput
+from tp_engine.errors import RankError
+from tp_engine.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from tp_engine.request import EngineRequest
-from tp_engine.sampling_params import BeamSearchParams, SamplingParams
-from tp_engine.sched.view import ViewLimits
+from tp_engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from tp_engine.engine.service_process import ServiceHandle
-    from tp_engine.engine.staged_tensors import NamedTensors
+
+Result = TypeVar("Result")
 
 _STOP_TIMEOUT_S = 15.0
 _PULSE_S = 0.5
-_UPDATE_S = 3600.0
-_LOOK_S = 0.01
 _LONG_TEXT = 2000  # characters; tokenizing more, or checking a grammar, in the event loop would delay all streams
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncOperations):
     """A model for the tasks of one event loop.
 
-    ``AsyncLLM(model=..., tensor_parallel_size=2)`` takes the fields of ``EngineConfig`` and starts its own ranks with
+    ``AsyncLLM(model=..., tensor_parallel_size=2)`` takes the options of ``LLM`` and starts its own ranks with
     ``start()``, which ``async with`` and the first request do too; ``AsyncLLM.connect(address)`` uses a running
     ``EngineService``.  Ends with ``await close()``.
+
+    ``engine``, ``input_processor``, ``decoder``, ``stream_request``, ``stream_batches`` and ``run_search`` are what a
+    server on top of this class needs; they may change in any version.
     """
 
-    def __init__(self, model: str = str(DEMO_MODEL), *, address: str | None = None, **options: Any) -> None:
-        taken = take_options(options, [EngineConfig], where="AsyncLLM")
-        self._config = None if address is not None else EngineConfig(model=model, **taken)
+    def __init__(
+        self,
+        model: str | PathLike[str] = str(DEMO_MODEL),
+        *,
+        address: str | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        config, self._sampling_defaults = read_options("AsyncLLM", model, options)
+        self._config = None if address is not None else config
+        self._default_params: SamplingParams | None = None
         self._address = address
         self._tokenizer_given: Any | None = None
         self._service: ServiceHandle | None = None
@@ -82,22 +92,34 @@ class AsyncLLM:
                 await self.close()
                 raise
 
+    async def get_tokenizer(self) -> Any | None:
+        """As ``LLM.get_tokenizer``."""
+        await self.start()
+        return self.tokenizer
+
+    async def get_default_sampling_params(self) -> SamplingParams:
+        """As ``LLM.get_default_sampling_params``; raises ``ConfigError`` if the model's file can not be used."""
+        await self.start()
+        if self._default_params is None:
+            info = self.model_info
+            self._default_params = await asyncio.to_thread(self._sampling_defaults.params, info.model, info.revision)
+        return self._default_params
+
     async def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
         request_id: str | None = None,
+        *,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[SequenceUpdate, None]:
         """Yield what each step adds; the last update carries the whole ``request_output``.
 
-        Leaving the loop early aborts the request.  Raises ``RequestError`` for a bad request and ``EngineDeadError``
-        when the engine ends before the request does.
+        ``sampling_params`` are as for ``LLM.generate``.  Leaving the loop early aborts the request.  Raises
+        ``RequestError`` for a bad request and ``EngineDeadError`` when the engine ends before the request does.
         """
-        request_id = request_id or new_request_id()
-        request = await self._prepare(prompt, params or SamplingParams(), request_id, priority, lora_request)
+        request = await self._prepare(prompt, sampling_params, request_id, priority, lora_request)
         async with aclosing(self.stream_request(request, prompt_text(prompt))) as updates:
             async for update in updates:
                 yield update
@@ -113,52 +135,95 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
         request_id: str | None = None,
+        *,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The whole request as it stands after each step, the last one ``finished``.  ``stream`` costs less."""
-        request_id = request_id or new_request_id()
-        stream = self.stream(prompt, params, request_id=request_id, priority=priority, lora_request=lora_request)
-        async with aclosing(stream) as updates:
+        """The request after each step, as ``SamplingParams.output_kind`` says: all until then, what is new, or the end
+        alone.  The last one is ``finished``.  ``stream`` costs less."""
+        request = await self._prepare(prompt, sampling_params, request_id, priority, lora_request)
+        text, kind = prompt_text(prompt), request.params.output_kind
+        async with aclosing(self.stream_request(request, text)) as updates:
             async for update in updates:
-                output = update.request_output or self._ready_outputs.so_far(request_id)
+                output = update.request_output
+                if kind is RequestOutputKind.DELTA:
+                    output = update.as_output(request, text)
+                elif kind is RequestOutputKind.CUMULATIVE and output is None:
+                    output = self._ready_outputs.so_far(request.request_id)
                 if output is not None:
                     yield output
 
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
+        **template_options: Unpack[ChatTemplateOptions],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As ``generate``, for a conversation, through the model's chat template."""
+        prompt = await self.chat_prompt(messages, **template_options)
+        outputs = self.generate(prompt, sampling_params, request_id, priority=priority, lora_request=lora_request)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> EmbeddingRequestOutput:
+        """As ``LLM.embed``, for one prompt."""
+        await self.start()
+        params = PoolingParams.of(pooling_params)
+        params.check(self.model_info)
+        request_id = request_id or new_request_id()
+        request = await self._in_thread(
+            embedding_request, self.input_processor, prompt, params, request_id=request_id, priority=priority
+        )
+        return embedding_output(await self._last(request), params)
+
+    async def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        request_id: str | None = None,
+        *,
+        instruction: str | None = None,
+        priority: int = 0,
+    ) -> list[ScoringRequestOutput]:
+        """As ``LLM.score``."""
+        await self.start()
+        scored = await self._in_thread(
+            ScorePairs.of,
+            self.input_processor,
+            self.model_info,
+            paired(queries, documents),
+            request_id=request_id or new_request_id(),
+            instruction=instruction,
+            priority=priority,
+        )
+        return scored.outputs(await asyncio.gather(*map(self._last, scored.requests)))
+
     async def beam_search(
-        self, prompt: Prompt, params: BeamSearchParams, *, request_id: str | None = None, priority: int = 0
+        self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, *, priority: int = 0
     ) -> BeamSearchOutput:
         """As ``LLM.beam_search``, for one prompt.  Cancelling the task ends the search in the engine too."""
-        request = await self._prepare(prompt, one_token(params), request_id or new_request_id(), priority)
+        request = await self._prepare(prompt, one_token(params), request_id, priority)
         search = BeamSearch(request, params, self.model_info)
         await self.run_search(search)
         return beam_search_output(search, self.decoder)
 
     async def run_search(self, search: BeamSearch) -> None:
         """Run a search to its end; ``input_processor`` has made its request."""
-
-        async def generate(request: EngineRequest) -> RequestOutput:
-            async with aclosing(self.stream_request(request)) as updates:
-                *_, last = [update async for update in updates]
-            assert last.request_output is not None
-            return last.request_output
-
-        await run_search(search, generate)
-
-    async def load_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
-        """As ``LLM.load_adapter``."""
-        await self.start()
-        await self.engine.act("load_adapter", name=name, path=path, replaces=load_inplace)
-        self.input_processor.adapters[name] = path
-
-    async def unload_adapter(self, name: str) -> None:
-        """As ``LLM.unload_adapter``."""
-        await self.start()
-        await self.engine.act("unload_adapter", name=name)
-        self.input_processor.adapters.pop(name, None)
+        await run_search(search, self._last)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its stream ends with finish reason ``abort``.  Nothing happens for one that has ended."""
@@ -171,79 +236,13 @@ class AsyncLLM:
         """
         self.engine.expect(prompt_cache_key, cache_salt or "")
 
-    async def update_weights(
-        self, tensors: NamedTensors, *, weight_version: str | None = None, flush_cache: bool = False
-    ) -> str:
-        """As ``LLM.update_weights``; ``RequestError`` while requests run, unless the engine is paused."""
-        from tp_engine.engine.staged_tensors import StagedTensors  # torch, which a connected frontend may lack
-
-        with await asyncio.to_thread(StagedTensors, tensors) as staged:
-            return await self._update_weights(weight_version, flush_cache, files=staged.files)
-
-    async def update_weights_from_disk(
-        self, path: str | Path, *, weight_version: str | None = None, flush_cache: bool = False, aborts: bool = False
-    ) -> str:
-        """As ``LLM.update_weights_from_disk``; if it ``aborts``, unfinished requests end first."""
-        return await self._update_weights(weight_version, flush_cache, folder=str(path), abort_all_requests=aborts)
-
-    async def pause(self, mode: str = "keep", *, timeout_s: float = 600.0) -> None:
-        """Run nothing until ``resume``; new requests wait.
-
-        Unfinished ones wait too, and are computed again (``keep``), end (``abort``), or come to their end before this
-        returns (``wait``).  ``TimeoutError`` if they have not within ``timeout_s``; nothing is paused then.
-        """
-        if mode not in ("keep", "abort", "wait"):
-            raise RequestError(f"mode is {mode!r}; it must be keep, abort or wait", param="mode")
-        if mode == "wait":
-            await self._wait_for_streams(timeout_s)
-        await self.engine.act("pause", mode="abort" if mode == "abort" else "keep")
-
-    async def resume(self) -> None:
-        """Go on after ``pause``."""
-        await self.engine.act("resume")
-        self._ready_outputs.release()
-
-    async def sleep(self, level: int = 1) -> None:
-        """As ``LLM.sleep``."""
-        await self.engine.act("sleep", level=level)
-
-    async def wake_up(self) -> None:
-        """As ``LLM.wake_up``."""
-        await self.engine.act("wake_up")
-        self._ready_outputs.release()
-
-    async def weight_info(self) -> dict[str, Any]:
-        """``weight_version``, ``default`` for the weights of the start, ``is_paused`` and ``is_sleeping``."""
-        return await self.engine.act("weight_info")
-
-    async def _update_weights(self, weight_version: str | None, flush_cache: bool, **source: Any) -> str:
-        asked = {"weight_version": weight_version, "flush_cache": flush_cache, **source}
-        version: str = (await self.engine.act("update_weights", timeout_s=_UPDATE_S, **asked))["weight_version"]
-        return version
-
-    async def _wait_for_streams(self, timeout_s: float) -> None:
-        outputs = self._ready_outputs
-        outputs.hold()
-        try:
-            async with asyncio.timeout(timeout_s):
-                while outputs.num_streams:
-                    await asyncio.sleep(_LOOK_S)
-        except BaseException:
-            outputs.release()
-            raise
-
-    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template_options: Any) -> Prompt:
+    async def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], **template_options: Unpack[ChatTemplateOptions]
+    ) -> Prompt:
         """The prompt of a conversation, by the model's chat template."""
         await self.start()
-
-        def render() -> list[int]:
-            return self.input_processor.chat_token_ids(messages, **template_options)
-
-        return {"prompt_token_ids": await asyncio.get_running_loop().run_in_executor(self._tokenizing, render)}
-
-    async def report(self, view: ViewLimits | None = None, *, timeout_s: float = 5.0) -> EngineReport:
-        """How the scheduler and every rank stand; with ``view`` also the KV pool and the running sequences."""
-        return await self.engine.report(view, timeout_s=timeout_s)
+        token_ids = await self._in_thread(self.input_processor.chat_token_ids, messages, **template_options)
+        return {"prompt_token_ids": token_ids}
 
     async def close(self) -> None:
         """Leave the engine, and stop it if it was started here.  Running requests end with ``EngineDeadError``."""
@@ -348,23 +347,37 @@ class AsyncLLM:
     async def _prepare(
         self,
         prompt: Prompt,
-        params: SamplingParams,
-        request_id: str,
+        sampling_params: SamplingParams | Mapping[str, Any] | None,
+        request_id: str | None,
         priority: int,
         lora: LoRARequest | None = None,
     ) -> EngineRequest:
         await self.start()
+        default = await self.get_default_sampling_params() if sampling_params is None else SamplingParams()
+        params = SamplingParams.of(sampling_params, default)
         load = None if lora is None else load_for(lora, self.input_processor.adapters)
         if load is not None:
             await self.load_adapter(load["name"], load["path"], load_inplace=True)
-        name = "" if lora is None else lora.lora_name
-
-        def prepare() -> EngineRequest:
-            return self.input_processor.process(prompt, params, request_id=request_id, priority=priority, adapter=name)
-
+        fields: dict[str, Any] = {
+            "request_id": request_id or new_request_id(),
+            "priority": priority,
+            "adapter": "" if lora is None else lora.lora_name,
+        }
         if len(prompt_text(prompt) or "") > _LONG_TEXT or params.structured_outputs is not None:
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, prepare)
-        return prepare()
+            return await self._in_thread(self.input_processor.process, prompt, params, **fields)
+        return self.input_processor.process(prompt, params, **fields)
+
+    async def _last(self, request: EngineRequest) -> RequestOutput:
+        """The finished output of a request that ``input_processor`` has made."""
+        async with aclosing(self.stream_request(request)) as updates:
+            *_, last = [update async for update in updates]
+        assert last.request_output is not None
+        return last.request_output
+
+    async def _in_thread(self, function: Callable[..., Result], *arguments: Any, **named: Any) -> Result:
+        """Call ``function`` in the thread that tokenizes."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizing, partial(function, *arguments, **named))
 
 
 def new_request_id() -> str:

@@ -58,8 +58,8 @@ class InputProcessor:
         A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.  ``max_tokens``
         None becomes the rest of the model's context.  ``arrival_s`` (time.monotonic()) is now unless given.  Text is
         tokenized with ``add_special_tokens``.  ``truncate_prompt_tokens`` keeps so many of the prompt's last tokens; -1
-        keeps as many as leave room for ``max_tokens``.  A request with ``pooling`` generates nothing.
-        ``adapter`` names a loaded one.
+        keeps as many as leave room for ``max_tokens``; None does as ``params`` say.  A request with ``pooling``
+        generates nothing.  ``adapter`` names a loaded one.
         """
         arrival_s = time.monotonic() if arrival_s is None else arrival_s
         if params.structured_outputs is not None:
@@ -71,6 +71,8 @@ class InputProcessor:
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
             raise RequestError(f"priority is {priority!r}; it must be a whole number of 32 bits", param="priority")
         token_ids = self._token_ids(prompt, add_special_tokens)
+        if truncate_prompt_tokens is None:
+            truncate_prompt_tokens = params.truncate_prompt_tokens
         if truncate_prompt_tokens is not None:
             token_ids = token_ids[-self._truncation(truncate_prompt_tokens, params, pooling) :]
         self._check_length(len(token_ids), params, pooling)
@@ -89,15 +91,20 @@ class InputProcessor:
         )
 
     def chat_token_ids(
-        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **template_options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_special_tokens: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **template_options: Any,
     ) -> list[int]:
         """The prompt of a conversation, up to the assistant's answer.
 
-        ``template_options`` go to the chat template (``enable_thinking=False``); ``continue_final_message=True`` lets
-        the model continue the last message instead.  Templates write the special tokens themselves;
-        ``add_special_tokens`` adds the tokenizer's to them.
+        ``template_options`` and ``chat_template_kwargs`` go to the chat template (``enable_thinking=False``);
+        ``continue_final_message=True`` lets the model continue the last message instead.  Templates write the special
+        tokens themselves; ``add_special_tokens`` adds the tokenizer's to them.
         """
-        text = self.chat.render(messages, template_options).text
+        text = self.chat.render(messages, {**template_options, **(chat_template_kwargs or {})}).text
         return self.text_token_ids(text, add_special_tokens=add_special_tokens)
 
     def text_token_ids(self, text: str, *, add_special_tokens: bool, may_be_empty: bool = False) -> list[int]:

@@ -5,26 +5,27 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 from tqdm import tqdm
 
 from tp_engine import env
 from tp_engine.adapters import LoRARequest, load_for
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_searches
+from tp_engine.api.engine_options import ChatTemplateOptions, EngineOptions, read_options
 from tp_engine.api.input_processor import InputProcessor, Prompt, prompt_text
 from tp_engine.api.output_streams import Outputs, Processed
 from tp_engine.api.pooling import PoolingParams, ScorePairs, embedding_output, embedding_request, paired
 from tp_engine.closing import Closing
-from tp_engine.config import DEMO_MODEL, EngineConfig
+from tp_engine.config import DEMO_MODEL
 from tp_engine.engine.acts import act
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.staged_tensors import NamedTensors, StagedTensors
 from tp_engine.engine.start import check_config, serve_rank, start_engine
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import RequestError
-from tp_engine.options.intake import take_options
 from tp_engine.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
@@ -33,6 +34,8 @@ from tp_engine.sched.allocation_monitor import AllocationMonitor
 _MONITOR_S = 0.25
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
+Sampling: TypeAlias = SamplingParams | Mapping[str, Any] | None
+"""How a prompt is sampled: None for the model's defaults."""
 Lora: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
 """One adapter for all prompts, or one for each."""
 
@@ -40,22 +43,25 @@ Lora: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
 class LLM(Closing):
     """A model on one or more ranks, driven by the calling thread.
 
-    ``model`` is a folder or a hub name, the demo model by default; ``options`` are the fields of ``EngineConfig``.
-    In a plain script this object starts and stops the other ranks.  Under torchrun it adopts those of the job: the
-    script continues on rank 0; on every other rank the constructor serves until rank 0 closes, and then ends the
-    process with exit code 0.  Use it as a context manager, or call ``close()``.
+    ``model`` is a folder or a hub name, the demo model by default; ``options`` are those of the server's engine, with
+    vLLM's names (docs/serving.md, Flags).  In a plain script this object starts and stops the other ranks.  Under
+    torchrun it adopts those of the job: the script continues on rank 0; on every other rank the constructor serves
+    until rank 0 closes, and then ends the process with exit code 0.  Use it as a context manager, or call ``close()``.
 
-    ``allocation_monitor`` samples the use of the KV pool four times per second while requests run.
+    ``allocation_monitor`` samples the use of the KV pool four times per second while requests run.  ``engine.report()``
+    tells of memory, tiers and ranks.  The rest of ``engine``, ``input_processor``, ``outputs`` and ``step`` are what
+    this class is made of, for programs that drive an engine step by step; they may change in any version.
     """
 
-    def __init__(self, model: str = str(DEMO_MODEL), **options: Any) -> None:
-        config = EngineConfig(model=model, **take_options(options, [EngineConfig], where="LLM"))
+    def __init__(self, model: str | PathLike[str] = str(DEMO_MODEL), **options: Unpack[EngineOptions]) -> None:
+        config, defaults = read_options("LLM", model, options)
         launched = env.launched_rank()
         if launched is not None and launched.rank > 0:
             serve_rank(config)
             raise SystemExit(0)
         effective = check_config(config).config
         tokenizer = load_tokenizer(effective.tokenizer_source, effective.revision)
+        self._default_params = defaults.params(effective.model, effective.revision)
         self.engine: Engine = start_engine(config)
         self._close = weakref.finalize(self, self.engine.close)
         self.input_processor = InputProcessor(self.engine.model_info, tokenizer)
@@ -63,48 +69,58 @@ class LLM(Closing):
         self.allocation_monitor = AllocationMonitor(interval_s=_MONITOR_S)
         self._num_requests = 0
 
+    def get_tokenizer(self) -> Any | None:
+        """The tokenizer, of the library transformers; None for a model without one."""
+        return self.input_processor.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of requests that give none: of the model's generation_config.json, unless options say otherwise."""
+        return self._default_params
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
+        sampling_params: Sampling | Sequence[Sampling] = None,
         use_tqdm: bool = True,
-        priority: int = 0,
         lora_request: Lora = None,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Complete every prompt; results come in the order of the prompts.
 
-        A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.  One
-        ``sampling_params`` serves all prompts; a list must have one for each; so with ``lora_request``, the adapter.
-        Raises ``RequestError`` for a bad prompt before any prompt runs.
+        A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
+        ``sampling_params`` may be a mapping of fields; None means ``get_default_sampling_params()``.  One serves all
+        prompts; a list must have one for each; so with ``lora_request``, the adapter, and ``priority``.  Raises
+        ``RequestError`` for a bad prompt before any prompt runs.
         """
         batch = _as_batch(prompts)
-        params = _per_prompt(sampling_params, len(batch))
+        given = _for_each("sampling_params", sampling_params, len(batch))
+        params = [SamplingParams.of(one, self._default_params) for one in given]
+        priorities = _for_each("priority", priority, len(batch))
         adapters = self._adapters_of(lora_request, len(batch))
         arrival_s = time.monotonic()
         requests = [
             self.input_processor.process(
-                prompt, one, request_id=self._next_id(), priority=priority, arrival_s=arrival_s, adapter=adapter
+                prompt, one, request_id=self._next_id(), priority=first, arrival_s=arrival_s, adapter=adapter
             )
-            for prompt, one, adapter in zip(batch, params, adapters, strict=True)
+            for prompt, one, first, adapter in zip(batch, params, priorities, adapters, strict=True)
         ]
         return self._run(requests, [prompt_text(prompt) for prompt in batch], use_tqdm)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
+        sampling_params: Sampling | Sequence[Sampling] = None,
         use_tqdm: bool = True,
         lora_request: Lora = None,
-        **template_options: Any,
+        priority: int | Sequence[int] = 0,
+        **template_options: Unpack[ChatTemplateOptions],
     ) -> list[RequestOutput]:
         """Complete one conversation, or a list of them, through the model's chat template."""
         prompts = [
             {"prompt_token_ids": self.input_processor.chat_token_ids(conversation, **template_options)}
             for conversation in _as_conversations(messages)
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request, priority)
 
     def beam_search(
         self,
@@ -140,7 +156,7 @@ class LLM(Closing):
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | None = None,
+        pooling_params: PoolingParams | Mapping[str, Any] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
@@ -148,7 +164,7 @@ class LLM(Closing):
 
         Raises ``RequestError`` for a bad prompt before any prompt runs, and for a model that gives no embeddings.
         """
-        params = pooling_params or PoolingParams()
+        params = PoolingParams.of(pooling_params)
         params.check(self.engine.model_info)
         requests = [
             embedding_request(self.input_processor, prompt, params, request_id=self._next_id())
@@ -259,12 +275,7 @@ class LLM(Closing):
 
     def _adapters_of(self, lora: Lora, num_prompts: int) -> list[str]:
         """The name of each prompt's adapter, empty for none; those that are not loaded are loaded now."""
-        wanted = [lora] * num_prompts if lora is None or isinstance(lora, LoRARequest) else list(lora)
-        if len(wanted) != num_prompts:
-            raise RequestError(
-                f"{len(wanted)} lora_request for {num_prompts} prompts; give one for all, or one for each",
-                param="lora_request",
-            )
+        wanted: list[LoRARequest | None] = _for_each("lora_request", lora, num_prompts)
         for one in dict.fromkeys(wanted):
             load = None if one is None else load_for(one, self.input_processor.adapters)
             if load is not None:
@@ -310,8 +321,12 @@ class LLM(Closing):
 
     def _add_all(self, requests: Sequence[EngineRequest], texts: Sequence[str | None]) -> None:
         """Add all or none: a request that can never fit is refused before another has run."""
+        if self.engine.operator.is_asleep:
+            raise RequestError("the engine sleeps, and requests would never end; call wake_up() first")
         if self.engine.operator.is_paused:
-            raise RequestError("the engine is paused, and requests would never end; call resume() first")
+            raise RequestError(
+                "the engine is paused, and requests would never end; call resume() first, or wake_up() after sleep()"
+            )
         for request, text in zip(requests, texts, strict=True):
             try:
                 self.engine.add_request(request)
@@ -340,12 +355,12 @@ def _as_conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messa
     return [messages] if is_one else messages  # type: ignore[list-item, return-value]  # told apart by the first item
 
 
-def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    if len(params) != num_prompts:
+def _for_each(name: str, given: Any, num_prompts: int) -> list[Any]:
+    """One value for all prompts, or one for each."""
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
+        return [given] * num_prompts
+    if len(given) != num_prompts:
         raise RequestError(
-            f"{len(params)} sampling_params for {num_prompts} prompts; give one for all, or one for each",
-            param="sampling_params",
+            f"{len(given)} {name} for {num_prompts} prompts; give one for all, or one for each", param=name
         )
-    return list(params)
+    return list(given)

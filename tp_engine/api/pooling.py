@@ -9,7 +9,7 @@ nothing (Qwen3-Reranker's model card).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,8 @@ import numpy as np
 from tp_engine.api.input_processor import InputProcessor, Prompt
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.errors import RequestError
+from tp_engine.options.foreign_rows import accepted, to_option, translated
+from tp_engine.options.intake import takes_names_of_others
 from tp_engine.outputs import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -39,6 +41,7 @@ _SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _ANSWERS = ("yes", "no")
 
 
+@takes_names_of_others((*translated(to_option("use_activation"), "normalize"), *accepted("is the method's", "task")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
     """How a prompt is embedded: cut to ``dimensions``, of length 1 unless ``use_activation`` is False."""
@@ -48,6 +51,18 @@ class PoolingParams:
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool = True
     cache_salt: str | None = None
+
+    @classmethod
+    def of(cls, given: object) -> PoolingParams:
+        """``given`` itself, made of a mapping of its fields, or the default for None; else ``RequestError``."""
+        made = cls(**given) if isinstance(given, Mapping) else given or cls()
+        if not isinstance(made, PoolingParams):
+            kind = type(given).__name__
+            raise RequestError(
+                f"pooling_params is of type {kind}; it must be PoolingParams, or a mapping of its fields",
+                param="pooling_params",
+            )
+        return made
 
     def check(self, model: ModelInfo) -> None:
         """Raise ``RequestError`` unless this model gives such embeddings."""

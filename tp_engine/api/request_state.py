@@ -49,6 +49,28 @@ class SequenceUpdate:
         self.request_output = later.request_output
         self.num_guessed_tokens, self.num_accepted_tokens = later.num_guessed_tokens, later.num_accepted_tokens
 
+    def as_output(self, request: EngineRequest, prompt: str | None) -> RequestOutput:
+        """What is new, as an output of ``request`` that holds nothing else."""
+        last = self.request_output
+        new = CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=self.logprobs,
+        )
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[new],
+            finished=last is not None,
+            num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=None if last is None else last.prompt_logprobs,
+            metrics=None if last is None else last.metrics,
+        )
+
 
 class _SequenceState:
     """One of the ``n`` sequences."""
@@ -133,7 +155,8 @@ class _Times:
 class RequestState:
     """A request and its ``n`` sequences.
 
-    ``finished`` and ``runs_in_engine`` differ where a stop string ended a sequence here, before the engine knows.
+    Texts stay empty without a ``decoder``, and if the request wants none.  ``finished`` and ``runs_in_engine`` differ
+    where a stop string ended a sequence here, before the engine knows.
     """
 
     request: EngineRequest
@@ -149,6 +172,8 @@ class RequestState:
 
     def __post_init__(self) -> None:
         n = self.request.params.n
+        if not self.request.params.detokenize:
+            self.decoder = None
         self._sequences = [_SequenceState(index, self.request, self.decoder) for index in range(n)]
         self._num_unfinished = self._num_running = n
 

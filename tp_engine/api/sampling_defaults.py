@@ -10,7 +10,7 @@ from typing import Any
 
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.source import resolve_model_folder
-from tp_engine.options.fields import option
+from tp_engine.options.fields import check_fields, option
 from tp_engine.sampling_params import SamplingParams
 
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -78,6 +78,16 @@ class SamplingDefaultOptions:
     override_generation_config: str | None = option(
         None, """JSON object of sampling defaults that go before those, such as '{"temperature": 0.5}'""", json=True
     )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def params(self, model: str, revision: str | None = None) -> SamplingParams:
+        """The parameters of a request that sets none; raises ``ConfigError``."""
+        overrides = self.sampling_overrides
+        return SamplingParams(
+            **load_generation_defaults(model, revision, source=self.generation_config, overrides=overrides)
+        )
 
     @property
     def sampling_overrides(self) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def pause(engine: Actor, arguments: Arguments) -> dict[str, Any]:
 def resume(engine: Actor, _arguments: Arguments) -> dict[str, Any]:
     """Go on after ``pause``."""
     if engine.is_asleep:
-        raise RequestError("the engine sleeps and has no KV cache; wake it up first")
+        raise RequestError("the engine sleeps and has no KV cache: resume is not enough, wake it up with wake_up")
     engine.resume()
     return {"is_paused": False}
 

@@ -55,8 +55,13 @@ def parse_options(
         raise ConfigError(f"the model is given twice, as {tag!r} and as --model {flags['model']!r}; give it once")
     taken = take_options(flags, tables.values(), spelled=flag_of)
     for name, kind in tables.items():
-        given[name] |= {spec.name: taken[spec.name] for spec in dataclasses.fields(kind) if spec.name in taken}
+        given[name] |= fields_of(kind, taken)
     return Options(tables=tables, given=given, print_config=print_config)
+
+
+def fields_of(kind: type[Any], taken: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options ``taken`` that are fields of the dataclass ``kind``."""
+    return {spec.name: taken[spec.name] for spec in dataclasses.fields(kind) if spec.name in taken}
 
 
 def adopt_world_size(engine: dict[str, Any], world_size: int | None) -> None:

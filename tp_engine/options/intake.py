@@ -6,29 +6,69 @@ The command line, TOML files and the Python API all come here, so that a spellin
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from tp_engine.errors import ConfigError, did_you_mean, shown
+from tp_engine.errors import ConfigError, RequestError, did_you_mean, shown
 from tp_engine.log import get_logger
 from tp_engine.options.foreign import OPTIONS, VALUES
 from tp_engine.options.foreign_rows import ForeignOption, ForeignValue
 
 logger = get_logger(__name__)
 
+Parameters = TypeVar("Parameters")
+
 
 def take_options(
-    given: Mapping[str, Any], kinds: Iterable[type[Any]], *, where: str = "", spelled: Callable[[str], str] = str
+    given: Mapping[str, Any],
+    kinds: Iterable[type[Any]],
+    *,
+    where: str = "",
+    spelled: Callable[[str], str] = str,
+    foreign: Mapping[str, ForeignOption] = OPTIONS,
 ) -> dict[str, Any]:
     """The fields of the dataclasses ``kinds`` that ``given`` sets: by their names, by other spellings of their flags,
     and by options and values of other servers.
 
     The log has a line for what is translated or without an effect.  Raises ``ConfigError`` for a name that is none of
     them, with the nearest one, and for an option that is refused, with the remedy; ``where`` begins the message, and
-    ``spelled`` writes names as the user did.
+    ``spelled`` writes names as the user did.  ``foreign`` is the table of those options.
     """
-    return _Intake(kinds, where, spelled).take(given)
+    intake = _Intake(kinds, where, spelled, foreign)
+    taken = intake.take(given)
+    for line in intake.log_lines():
+        logger.info("%s", line)
+    return taken
+
+
+def takes_names_of_others(
+    rows: Iterable[tuple[str, ForeignOption]] = (),
+) -> Callable[[type[Parameters]], type[Parameters]]:
+    """A decorator of dataclasses whose constructor takes names of other servers too, by a table such as ``OPTIONS``.
+
+    ``RequestError`` for a name that is refused, and for an unknown one, with the nearest name.
+    """
+    foreign = dict(rows)
+
+    def decorate(kind: type[Parameters]) -> type[Parameters]:
+        construct = kind.__init__
+        names = frozenset(spec.name for spec in dataclasses.fields(kind))  # type: ignore[arg-type]  # dataclasses only
+
+        @functools.wraps(construct)
+        def construct_by_any_name(self: Parameters, *positional: Any, **given: Any) -> None:
+            if not names.issuperset(given):
+                try:
+                    given = _Intake([kind], kind.__name__, str, foreign, parse=lambda value: value).take(given)
+                except ConfigError as error:
+                    raise RequestError(str(error)) from error
+            construct(self, *positional, **given)
+
+        kind.__init__ = construct_by_any_name  # type: ignore[method-assign, assignment]
+        return kind
+
+    return decorate
 
 
 def flag_of(name: str) -> str:
@@ -54,10 +94,19 @@ def known_value(name: str, value: Any) -> ForeignValue | None:
 
 
 class _Intake:
-    def __init__(self, kinds: Iterable[type[Any]], where: str, spelled: Callable[[str], str]) -> None:
+    def __init__(
+        self,
+        kinds: Iterable[type[Any]],
+        where: str,
+        spelled: Callable[[str], str],
+        foreign: Mapping[str, ForeignOption],
+        parse: Callable[[Any], Any] = parsed_text,
+    ) -> None:
         self._fields = {spec.name: spec for kind in kinds for spec in dataclasses.fields(kind)}
         self._where = f"{where}: " if where else ""
         self._spelled = spelled
+        self._foreign = foreign
+        self._parse = parse
         self._taken: dict[str, Any] = {}
         self._reasons: dict[str, list[str]] = {}
         self._spellings = {
@@ -71,18 +120,20 @@ class _Intake:
     def take(self, given: Mapping[str, Any]) -> dict[str, Any]:
         foreign, own = {}, self._own(given)
         for name in given:
-            if name in OPTIONS and not self._is_own(name):
-                foreign[name] = OPTIONS[name]
+            if name in self._foreign and not self._is_own(name):
+                foreign[name] = self._foreign[name]
             elif not self._is_own(name):
-                known = [*self._fields, *self._spellings, *(one for one in OPTIONS if "." not in one)]
+                known = [*self._fields, *self._spellings, *(one for one in self._foreign if "." not in one)]
                 raise ConfigError(f"{self._where}unknown option {self._spelled(name)}{did_you_mean(name, known)}")
         for name, value in own.items():
             self._taken[name] = self._own_value(self._fields[name], value)
-        for name in sorted(foreign, key=list(OPTIONS).index):
-            self._take_foreign(name, foreign[name], parsed_text(given[name]), own)
-        for reason, names in self._reasons.items():
-            logger.info("%s%s: %s", self._where, ", ".join(names), reason)
+        for name in filter(foreign.__contains__, self._foreign):  # in the order of the table
+            self._take_foreign(name, foreign[name], self._parse(given[name]), own)
         return self._taken
+
+    def log_lines(self) -> list[str]:
+        """What became of options and values of other servers."""
+        return [f"{self._where}{', '.join(names)}: {reason}" for reason, names in self._reasons.items()]
 
     def _is_own(self, name: str) -> bool:
         return name in self._fields or name in self._spellings
@@ -155,7 +206,7 @@ class _Intake:
         found = parsed_text(value)
         if not isinstance(found, Mapping):
             return value
-        foreign = {key: row for key in found if (row := OPTIONS.get(f"{name}.{key}")) is not None}
+        foreign = {key: row for key in found if (row := self._foreign.get(f"{name}.{key}")) is not None}
         for key, row in foreign.items():
             self._take_foreign(f"{name}.{key}", row, found[key], {})
         return {key: one for key, one in found.items() if key not in foreign} if foreign else value

@@ -11,7 +11,7 @@ from tp_engine import env
 from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.sampling_defaults import SamplingDefaultOptions
 from tp_engine.errors import ConfigError
-from tp_engine.options.fields import check_fields, option
+from tp_engine.options.fields import option
 from tp_engine.units import MIB
 
 _PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -84,7 +84,6 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
     disable_fastapi_docs: bool = option(False, "do not offer /openapi.json, /docs and /redoc")
 
     def __post_init__(self) -> None:
-        check_fields(self)
         self.check_chat_options()
         self._check_ranges()
         self._check_listening()

@@ -14,8 +14,9 @@ from tests.fake_engine import FakeEngine, ServiceThread, arith, fake_service, sa
 from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.errors import ConfigError, EngineDeadError, RequestError
+from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.sampling_params import RequestOutputKind, SamplingParams
 
 DEADLINE_S = 15.0
 LONG = SamplingParams(max_tokens=900, ignore_eos=True)
@@ -180,7 +181,7 @@ def test_errors_reach_their_own_stream_only() -> None:
         with pytest.raises(RequestError, match="'one' is in use"):
             await anext(llm.stream([5], LONG, request_id="one"))
         with pytest.raises(RequestError, match="no room for it") as caught:
-            await anext(llm.stream([5] * 21))
+            await anext(llm.stream([5] * 21, SamplingParams()))
         assert caught.value.code == "context_length_exceeded"
         assert (await anext(running)).finish_reason is None
         await running.aclose()
@@ -251,7 +252,46 @@ def test_connecting_to_nobody() -> None:
         asyncio.run(AsyncLLM.connect("ipc:///tmp/tp_engine-nobody/engine", timeout_s=0.2))
 
 
+def test_outputs_are_of_the_kind_that_is_asked_for() -> None:
+    """Oracle: the engine echoes the prompt: all until then, what is new, or the end alone."""
+    text = "the quick fox"
+
+    async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
+        found: dict[RequestOutputKind, list[RequestOutput]] = {}
+        for kind in RequestOutputKind:
+            params = {"max_tokens": None, "output_kind": kind}
+            found[kind] = [output async for output in llm.generate(text, sampling_params=params, request_id=kind.name)]
+        assert [output.outputs[0].text for output in found[RequestOutputKind.FINAL_ONLY]] == [text]
+        *earlier, last = found[RequestOutputKind.CUMULATIVE]
+        assert last.outputs[0].text == text and len(earlier) > 1
+        assert all(text.startswith(output.outputs[0].text) for output in earlier)
+        deltas = found[RequestOutputKind.DELTA]
+        assert "".join(output.outputs[0].text for output in deltas) == text and len(deltas) > 1
+        assert [token_id for output in deltas for token_id in output.outputs[0].token_ids] == last.outputs[0].token_ids
+        assert [output.finished for output in deltas] == [False] * (len(deltas) - 1) + [True]
+        assert deltas[-1].request_id == "DELTA" and deltas[-1].prompt == text and deltas[-1].metrics is not None
+
+    run(scenario)
+
+
+def test_a_chat_is_a_generation_from_its_template() -> None:
+    """Oracle: the engine echoes the prompt, which the template makes of the messages; so are the keywords of LLM."""
+
+    async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
+        template = "{% for m in messages %}{{ m.content }};{{ mood }}{% endfor %}"
+        outputs = llm.chat(
+            [{"role": "user", "content": "hello"}],
+            {"max_tokens": None, "output_kind": RequestOutputKind.FINAL_ONLY},
+            chat_template=template,
+            chat_template_kwargs={"mood": "glad"},
+        )
+        assert [output.outputs[0].text async for output in outputs] == ["hello;glad"]
+        assert await llm.get_tokenizer() is byte_level_tokenizer()
+
+    run(scenario)
+
+
 def test_an_unknown_option_is_refused_before_anything_starts() -> None:
     """Oracle: the error has the option's name and the nearest right one."""
     with pytest.raises(ConfigError, match=r"unknown option blocksize.*block_size"):
-        AsyncLLM(blocksize=16)
+        AsyncLLM(blocksize=16)  # type: ignore[call-arg]

@@ -98,8 +98,9 @@ def test_a_schema_of_ones_own() -> None:
     params = SamplingParams(structured_outputs=json_schema_constraint(SCHEMA))
     assert params.structured_outputs is not None and params.structured_outputs.kind == "json"
     assert json.loads(str(params.structured_outputs.json)) == SCHEMA
+    assert SamplingParams(structured_outputs={"json": SCHEMA}) == params  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="must be StructuredOutputsParams"):
-        SamplingParams(structured_outputs={"json": SCHEMA})  # type: ignore[arg-type]
+        SamplingParams(structured_outputs="json")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="surrogate"):
         StructuredOutputsParams(regex="\ud800")
 

@@ -291,7 +291,7 @@ def test_the_python_api(source: Path, tmp_path: Path) -> None:
     summary = tp_engine.run_batch(source, tmp_path / "out.jsonl", device="cpu", max_num_seqs=4, output_order="input")
     assert isinstance(summary, tp_engine.BatchSummary) and summary.num_lines == NUM_LINES
     with pytest.raises(ConfigError, match="did you mean output_order"):
-        tp_engine.run_batch(source, tmp_path / "out.jsonl", output_ordr="input")
+        tp_engine.run_batch(source, tmp_path / "out.jsonl", output_ordr="input")  # type: ignore[call-arg]
 
 
 def test_the_fake_engine_has_the_demo_models_names() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from tests.repeating_recorder import RepeatingRecorder
@@ -28,7 +29,12 @@ PARAMS = [
 
 
 def generate(folder: Path) -> list[list[int]]:
-    options = {"max_model_len": 32, "num_gpu_blocks_override": 8, "max_num_batched_tokens": 16, "max_num_seqs": 2}
+    options: dict[str, Any] = {
+        "max_model_len": 32,
+        "num_gpu_blocks_override": 8,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 2,
+    }
     with LLM(str(folder), device="cpu", dtype="float32", attention_backend="torch", **options) as llm:
         return [output.outputs[0].token_ids for output in llm.generate([[5, 9], [7]], PARAMS, use_tqdm=False)]
 

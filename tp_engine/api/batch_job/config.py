@@ -9,7 +9,7 @@ from pathlib import Path
 from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.sampling_defaults import SamplingDefaultOptions
 from tp_engine.errors import ConfigError
-from tp_engine.options.fields import check_fields, option
+from tp_engine.options.fields import option
 from tp_engine.units import MIB
 
 STANDARD_STREAM = "-"
@@ -63,7 +63,6 @@ class BatchConfig(ChatOptions, SamplingDefaultOptions):
     progress_bar: bool = option(True, "show the progress on a terminal, or in the log if there is none")
 
     def __post_init__(self) -> None:
-        check_fields(self)
         self.check_chat_options()
         for name, least in (("max_in_flight", 1), ("max_body_bytes", 1), ("errors_exit_code", 0)):
             value = getattr(self, name)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from tp_engine import env
 from tp_engine.adapters import adapter_names
@@ -27,6 +27,7 @@ from tp_engine.api.batch_job.second_pass import LineRunner, ReadAhead, open_line
 from tp_engine.api.batch_job.source import Source
 from tp_engine.api.batch_job.summary import BatchStatus, BatchSummary, Tally
 from tp_engine.api.batch_job.survey import CheckRequest, LineState, Survey, survey_lines
+from tp_engine.api.engine_options import BatchOptions
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.llm import LLM
 from tp_engine.api.openai.chat.prompt import ChatFormat
@@ -39,6 +40,7 @@ from tp_engine.engine.start import ask_rank0, check_config, serve_rank, tell_ran
 from tp_engine.engine.tokenizer import TokenDecoder, load_tokenizer
 from tp_engine.errors import ConfigError
 from tp_engine.log import get_logger
+from tp_engine.options import fields_of
 from tp_engine.options.intake import take_options
 from tp_engine.units import MIB
 from tp_engine.worker.effective_config import EffectiveConfig
@@ -51,7 +53,10 @@ _MAX_AHEAD_BYTES = 64 * MIB
 
 
 def run_batch(
-    input_file: str | PathLike[str], output_file: str | PathLike[str], model: str = str(DEMO_MODEL), **options: Any
+    input_file: str | PathLike[str],
+    output_file: str | PathLike[str],
+    model: str | PathLike[str] = str(DEMO_MODEL),
+    **options: Unpack[BatchOptions],
 ) -> BatchSummary:
     """Run the lines of ``input_file`` that have no result in ``output_file`` yet; returns a summary.
 
@@ -61,10 +66,9 @@ def run_batch(
     kill of the process, and the next call with the same files continues.  Under torchrun every rank calls this; on
     ranks other than 0 it ends the process.
     """
-    taken = take_options(options, [EngineConfig, BatchConfig], where="run_batch")
-    fields = [{spec.name for spec in dataclasses.fields(kind)} for kind in (EngineConfig, BatchConfig)]
-    engine, batch = ({name: value for name, value in taken.items() if name in names} for names in fields)
-    config = EngineConfig(model=model, **engine)
+    taken = take_options({"model": model, **options}, [EngineConfig, BatchConfig], where="run_batch")
+    config = EngineConfig(**fields_of(EngineConfig, taken))
+    batch = fields_of(BatchConfig, taken)
     return run_job(config, BatchConfig(input_file=fspath(input_file), output_file=fspath(output_file), **batch))
 
 
@@ -182,7 +186,8 @@ class BatchRun:
         raise RuntimeError("the input was changed while it was read")
 
     def _run_lines(self, source: Source, results: Results) -> BatchStatus:
-        with LLM(**dataclasses.asdict(self._config)) as llm, self._outcomes(results) as outcomes:
+        options = dataclasses.asdict(self._config) | {"generation_config": "vllm"}  # the lines have their defaults
+        with LLM(**options) as llm, self._outcomes(results) as outcomes:
             context = self._context(llm.input_processor, llm.engine.model_info, llm.outputs.decoder)
             lines = open_lines(source, self._survey, lambda request: prepare_request(request, context))
             with ReadAhead(lines, max_items=self._max_in_flight, max_bytes=_MAX_AHEAD_BYTES) as ahead:

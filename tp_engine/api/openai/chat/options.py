@@ -20,7 +20,7 @@ from tp_engine.api.openai.tools import (
 )
 from tp_engine.api.openai.tools.events import ToolFormat
 from tp_engine.errors import ConfigError
-from tp_engine.options.fields import option
+from tp_engine.options.fields import check_fields, option
 
 # The name that --tool-call-parser takes -> the format, from a module of its own.
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
@@ -64,7 +64,8 @@ class ChatOptions:
     )
 
     def check_chat_options(self) -> None:
-        """Raise ``ConfigError`` for values that can not be served."""
+        """Raise ``ConfigError`` for values that can not be served; checks all fields of the configuration."""
+        check_fields(self)
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError(
                 "enable_auto_tool_choice needs tool_call_parser, which finds the calls in the model's text: add "

@@ -1,0 +1,157 @@
+"""The Python API's names: keywords of the engine, sampling parameters, and what tab completion shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tp_engine
+from tests.e2e.frontend import new_engine
+from tp_engine import LLM, RequestError, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from tp_engine.api import llm as llm_module
+from tp_engine.api.batch_job.config import BatchConfig
+from tp_engine.api.engine_options import BatchOptions, EngineOptions, read_options
+from tp_engine.api.pooling import PoolingParams
+from tp_engine.api.sampling_defaults import SamplingDefaultOptions
+from tp_engine.config import EngineConfig
+
+AS_WRITTEN: Mapping[str, object] = {"str": str, "bool": bool, "int": int, "float": float}
+
+
+def keyword_type(spec: dataclasses.Field[Any]) -> object:
+    """What a caller may give for a field: more than what the field holds."""
+    optional = str(spec.type).endswith(" | None")
+    base = str(spec.type).removesuffix(" | None")
+    kind: Any = Sequence[str] | str if base.startswith("tuple") else AS_WRITTEN[base]
+    if spec.metadata.get("json"):
+        kind = Mapping[str, Any] | str
+    elif spec.metadata.get("numbers"):
+        kind = Sequence[int] | str
+    elif spec.metadata.get("size") or spec.metadata.get("count"):
+        kind = int | str
+    return kind | None if optional else kind
+
+
+def keywords(*kinds: type[Any], without: tuple[str, ...] = ()) -> dict[str, object]:
+    specs = [spec for kind in kinds for spec in dataclasses.fields(kind)]
+    return {spec.name: keyword_type(spec) for spec in specs if spec.name not in without}
+
+
+def test_the_keywords_are_the_fields() -> None:
+    """Oracle: the configuration dataclasses.  A new field is a line in ``tp_engine/api/engine_options.py``."""
+    of_engine = keywords(EngineConfig, SamplingDefaultOptions, without=("model",))
+    assert typing.get_type_hints(EngineOptions) == of_engine
+    of_batch = of_engine | keywords(BatchConfig, without=("input_file", "output_file"))
+    assert typing.get_type_hints(BatchOptions) == of_batch
+
+
+def test_every_keyword_is_taken() -> None:
+    """Oracle: the defaults, given one by one."""
+    for spec in dataclasses.fields(EngineConfig):
+        if spec.name != "model":
+            config, _ = read_options("LLM", "m", {spec.name: spec.default})
+            assert config == EngineConfig(model="m"), spec.name
+    _, defaults = read_options("LLM", "m", {"generation_config": "vllm", "override_generation_config": {"top_k": 3}})
+    assert defaults.params("m") == SamplingParams(top_k=3)
+
+
+def test_completion_shows_the_public_names() -> None:
+    """Oracle: ``__all__``, each of which can be imported."""
+    assert set(tp_engine.__all__) <= set(dir(tp_engine))
+    assert all(getattr(tp_engine, name) is not None for name in tp_engine.__all__)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"temp": 0.8}, "SamplingParams: unknown option temp; did you mean temperature?"),
+        ({"max_token": 5}, "did you mean max_tokens?"),
+        ({"temperature": "0.8"}, "temperature is '0.8' of type str; it must be a number between 0 "),
+        ({"temperature": 101}, "temperature is 101; it must be between 0 "),
+        ({"temperature": float("nan")}, "temperature is nan; it must be between"),
+        ({"max_tokens": 1.5}, "max_tokens is 1.5 of type float; it must be a whole number of at least 1, or None"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids contains 'a'; token ids are whole numbers"),
+        ({"stop": 3}, "stop is 3 of type int; it must be a list"),
+        ({"logit_bias": [1]}, "logit_bias is .1. of type list; it must be a mapping"),
+        ({"ignore_eos": "no"}, "ignore_eos is 'no' of type str; it must be True or False"),
+        ({"output_kind": "delta"}, "it must be a RequestOutputKind"),
+        ({"detokenize": False, "stop": "x"}, "stop strings are found in the text"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0; it must be -1"),
+        ({"best_of": 3}, "set n, or call beam_search"),
+        ({"use_beam_search": True}, "call beam_search with BeamSearchParams"),
+        ({"logits_processors": [print]}, "the engine has no such function"),
+        ({"max_new_tokens": 5, "max_tokens": 6}, "max_new_tokens sets max_tokens to 5, and it is given as 6"),
+    ],
+)
+def test_wrong_sampling_parameters_are_named(given: dict[str, Any], words: str) -> None:
+    """Oracle: the words of the error."""
+    with pytest.raises(RequestError, match=words):
+        SamplingParams(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"max_new_tokens": 5, "min_new_tokens": 2}, {"max_tokens": 5, "min_tokens": 2}),
+        ({"no_stop_trim": True, "stop": "x"}, {"include_stop_str_in_output": True, "stop": ["x"]}),
+        ({"regex": "[1]"}, {"structured_outputs": StructuredOutputsParams(regex="[1]")}),
+        ({"json_schema": '{"type": "object"}'}, {"structured_outputs": {"json": {"type": "object"}}}),
+        ({"spaces_between_special_tokens": False, "skip_clone": True, "best_of": 1, "logits_processors": None}, {}),
+        (
+            {"temperature": np.float32(0.5), "max_tokens": np.int64(7), "stop_token_ids": np.array([1, 2])},
+            {"temperature": 0.5, "max_tokens": 7, "stop_token_ids": [1, 2]},
+        ),
+    ],
+)
+def test_names_and_values_of_other_libraries(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Oracle: the same parameters in this library's words, by hand."""
+    assert SamplingParams(**given) == SamplingParams(**expected)
+
+
+def test_from_optional_and_clone() -> None:
+    """Oracle: vLLM's rules: None leaves the default, except for max_tokens; JSON's keys are texts."""
+    params = SamplingParams.from_optional(n=None, temperature=None, max_tokens=None, logit_bias={"5": 1.0}, seed=None)
+    assert params == SamplingParams(max_tokens=None, logit_bias={5: 1.0})
+    assert params.clone() == params and params.clone(seed=3) == SamplingParams(
+        max_tokens=None, logit_bias={5: 1.0}, seed=3
+    )
+
+
+def test_llm_takes_the_defaults_of_the_models_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the demo model's generation_config.json, which says do_sample false, and the parameters that arrive."""
+    engines = [new_engine(), new_engine(), new_engine()]
+    monkeypatch.setattr(llm_module, "start_engine", lambda config: engines[-1])
+    with LLM(device="cpu") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0)
+        llm.generate(["12+3"] * 2, use_tqdm=False)
+        llm.generate("12+3", [None], use_tqdm=False)
+        llm.generate("12+3", {"max_tokens": 2}, use_tqdm=False)
+        params = [request.params for request in engines.pop().added]
+        assert params == [SamplingParams(temperature=0.0)] * 3 + [SamplingParams(max_tokens=2)]
+        assert llm.get_tokenizer() is not None
+        assert llm.generate("12+3", {"detokenize": False, "max_tokens": 3}, use_tqdm=False)[0].outputs[0].text == ""
+    with LLM(device="cpu", generation_config="vllm", trust_remote_code=True) as llm:  # type: ignore[call-arg]
+        assert llm.get_default_sampling_params() == SamplingParams()
+        engines.pop()
+    with LLM(device="cpu", override_generation_config={"max_new_tokens": 3, "top_k": 5}) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=3, top_k=5)
+
+
+def test_parameters_may_be_mappings() -> None:
+    """Oracle: the dataclass with the same fields; None is the default that is given."""
+    default = SamplingParams(top_k=3)
+    assert SamplingParams.of(None, default) is default
+    assert SamplingParams.of({"temperature": 0, "output_kind": RequestOutputKind.DELTA}, default) == SamplingParams(
+        temperature=0, output_kind=RequestOutputKind.DELTA
+    )
+    with pytest.raises(RequestError, match=r"sampling_params is .* of type float; it must be SamplingParams, or a map"):
+        SamplingParams.of(0.5, default)
+    assert PoolingParams.of({"dimensions": 4}) == PoolingParams(dimensions=4)
+    assert PoolingParams.of({"normalize": False}) == PoolingParams(use_activation=False)
+    with pytest.raises(RequestError, match="PoolingParams: unknown option dimension; did you mean dimensions"):
+        PoolingParams.of({"dimension": 4})
