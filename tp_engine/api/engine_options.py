@@ -21,6 +21,7 @@ class EngineOptions(TypedDict, total=False):
 
     tokenizer: str | None
     revision: str | None
+    hf_overrides: Mapping[str, Any] | str | None
     convert: str
     dtype: str
     quantization: str | None

@@ -82,18 +82,40 @@ def adopt_world_size(engine: dict[str, Any], world_size: int | None) -> None:
 
 
 def load_tables(path: str, tables: Mapping[str, type[Any]]) -> dict[str, dict[str, Any]]:
-    """Read ``path``; the result has every table.  Raises ``ConfigError`` that names file, key and remedy."""
+    """Read ``path``; the result has every table.  Raises ``ConfigError`` that names file, key and remedy.
+
+    A YAML file is vLLM's: one mapping of flags, without tables.
+    """
+    is_yaml = Path(path).suffix in (".yaml", ".yml")
     try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        document = _yaml(text) if is_yaml else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"can not read the configuration file {path}: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+        raise ConfigError(f"{path} is not valid {'YAML' if is_yaml else 'TOML'}: {error}") from error
+    if is_yaml:
+        taken = take_options(
+            {str(name).replace("-", "_"): document[name] for name in document}, tables.values(), where=path
+        )
+        return {name: fields_of(kind, taken) for name, kind in tables.items()}
     for name in document:
         if name not in tables:
             known = ", ".join(f"[{table}]" for table in tables)
             raise ConfigError(f"{path}: unknown entry {name!r}; a file has the tables {known}")
     return {name: _read_table(path, name, document.get(name, {}), kind) for name, kind in tables.items()}
+
+
+def _yaml(text: str) -> dict[Any, Any]:
+    import yaml  # a start without such a file does not need it
+
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(document, dict):
+        raise ValueError("it must be a mapping of flags to values")
+    return document
 
 
 def _read_table(path: str, name: str, table: Any, kind: type[Any]) -> dict[str, Any]:

@@ -48,9 +48,9 @@ def check_fields(config: Any) -> None:
             _check_choice(spec, value)
 
 
-def is_optional(spec: dataclasses.Field[Any]) -> bool:
-    """Whether the field may be None when the configuration is complete."""
-    return str(spec.type).endswith(" | None")
+def is_switch(spec: dataclasses.Field[Any]) -> bool:
+    """Whether the field is on or off."""
+    return base_type(spec) == "bool"
 
 
 def base_type(spec: dataclasses.Field[Any]) -> str:

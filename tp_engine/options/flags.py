@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from tp_engine.errors import ConfigError, did_you_mean
-from tp_engine.options.fields import base_type
+from tp_engine.options.fields import base_type, is_switch
 from tp_engine.options.foreign import OPTIONS
 from tp_engine.options.intake import flag_of, known_value, parsed_text
 from tp_engine.units import parse_bytes, parse_count
@@ -109,7 +109,9 @@ def make_parser(prog: str, description: str, tables: Mapping[str, type[Any]]) ->
         formatter_class=_HelpFormatter,
     )
     files = ", ".join(f"[{name}]" for name in tables)
-    parser.add_argument("--config", metavar="FILE", help=f"TOML file with any of the tables {files}")
+    parser.add_argument(
+        "--config", metavar="FILE", help=f"TOML file with any of the tables {files}, or YAML file of flags"
+    )
     if takes_model:
         parser.add_argument(MODEL_TAG, metavar="MODEL", nargs="?", help="the model, as with --model")
     parser.add_argument("--print-config", action="store_true", help="print the effective configuration and exit")
@@ -160,7 +162,7 @@ def _put(target: dict[str, Any], keys: Sequence[str], value: Any) -> None:
 def _add_flag(group: argparse._ArgumentGroup, spec: dataclasses.Field[Any]) -> None:
     names = (flag_of(spec.name), *spec.metadata.get("flags", ()))
     settings: dict[str, Any] = {"dest": spec.name, "help": _help(spec)}
-    if base_type(spec) == "bool":
+    if is_switch(spec):
         settings["action"] = Switch
     else:
         settings |= _value_settings(spec)

@@ -194,6 +194,8 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
         ),
         translated(to_key("speculative_config", "prompt_lookup_max"), "ngram_prompt_lookup_max="),
         translated(to_key("speculative_config", "prompt_lookup_min"), "ngram_prompt_lookup_min="),
+        translated(to_key("hf_overrides", "rope_scaling"), "rope_scaling="),
+        translated(to_key("hf_overrides", "rope_theta"), "rope_theta="),
         refused("a guess is one line of tokens, not a tree; set 1", "speculative_eagle_topk=", harmless=(None, 1)),
         refused(
             "guesses change no token, so that there is no threshold; leave it out",
@@ -252,7 +254,6 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
         refused("set the environment variable HF_TOKEN", "hf_token=", harmless=(*OFF, True)),
         refused("set --tokenizer to a folder; --revision is for model and tokenizer", "tokenizer_revision="),
         refused("config.json is read from the model's folder: put it there", "hf_config_path="),
-        refused("set --hf-overrides with rope_parameters, or with rope_theta", "rope_scaling= rope_theta="),
         refused(
             "weights stay on the device; leave it out, or raise --tensor-parallel-size",
             "cpu_offload_gb= cpu_offload_params=* offload_backend= offload_group_size= offload_num_in_group= "

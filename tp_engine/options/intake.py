@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from tp_engine.errors import ConfigError, RequestError, did_you_mean, shown
 from tp_engine.log import get_logger
+from tp_engine.options.fields import is_switch
 from tp_engine.options.foreign import OPTIONS, VALUES
 from tp_engine.options.foreign_rows import ForeignOption, ForeignValue
 
@@ -116,6 +117,7 @@ class _Intake:
             for flag in spec.metadata.get(kind, ())
             if flag.startswith("--")
         }
+        self._spellings |= {f"no_{spec.name}": (spec.name, True) for spec in self._fields.values() if is_switch(spec)}
 
     def take(self, given: Mapping[str, Any]) -> dict[str, Any]:
         foreign, own = {}, self._own(given)

@@ -250,6 +250,28 @@ def test_python_refuses_with_the_same_words(options: dict[str, Any], words: str)
         EngineConfig(**take_options(options, [EngineConfig], where="LLM"))
 
 
+def test_vllms_configuration_files(tmp_path: Path) -> None:
+    """Oracle: the flags as on a command line, which has precedence."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: my/model\nmax-model-len: 32k\nkv_cache_dtype: fp8\nno-enable-prefix-caching: true\nport: 9000\n"
+        "compilation-config: {pass_config: {fuse_attn_quant: true}}\nasync-scheduling: true\nblock-size: 32\n"
+    )
+    options = parse(f"--config {path} --block-size 64")
+    assert options.build("server", ServerConfig).port == 9000
+    assert options.build("engine", EngineConfig) == EngineConfig(
+        model="my/model", max_model_len=32_000, kv_cache_dtype="fp8", enable_prefix_caching=False, block_size=64
+    )
+    for text, words in (
+        ("- a", "must be a mapping of flags"),
+        ("a: [", "not valid YAML"),
+        ("blok-size: 1", "block_size"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            parse(f"--config {path}")
+
+
 def test_the_log_has_a_line_for_each_reason(caplog: pytest.LogCaptureFixture) -> None:
     """Oracle: the lines by hand; options that ask for nothing have none."""
     with caplog.at_level(logging.INFO, logger="tp_engine"):
