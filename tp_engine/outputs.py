@@ -11,11 +11,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
-    """Log-probability of one token at one position; ``rank`` 1 is the likeliest."""
+    """Log-probability of one token at one position; ``rank`` 1 is the likeliest.
+
+    ``decoded_token`` is what the token adds to the text before it: nothing if it leaves a character incomplete, and all
+    of the character if it completes one.  ``token_bytes`` are the token's own bytes.
+    """
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+    token_bytes: bytes | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

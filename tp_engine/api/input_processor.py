@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.engine.messages import ModelInfo
-from tp_engine.engine.tokenizer import load_tokenizer
+from tp_engine.engine.tokenizer import load_tokenizer, special_ids
 from tp_engine.errors import RequestError
 from tp_engine.grammar.compiler import check_constraint
 from tp_engine.request import EngineRequest, Pooling
@@ -34,6 +35,11 @@ class InputProcessor:
         self._model = model_info
         self.adapters = dict(model_info.adapters)
         self._structured = StructuredOutputsDefaults.of(model_info.structured_outputs_config)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The tokenizer's special tokens."""
+        return frozenset() if self.tokenizer is None else special_ids(self.tokenizer)
 
     @property
     def max_model_len(self) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from tp_engine.engine.sequence_text import SequenceText
+from tp_engine.engine.sequence_text import SequenceText, hidden_ids
+from tp_engine.engine.token_texts import TokenTexts
 from tp_engine.engine.tokenizer import TokenDecoder
 from tp_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tp_engine.plan import FloatArray, TokenLogprobs
@@ -19,7 +20,8 @@ class SequenceUpdate:
     ``finish_reason`` is None while it runs; ``stop_reason`` is the stop token id or stop string that ended it.
     ``num_output_tokens`` counts all tokens of the sequence up to here.  ``error`` says what went wrong if
     ``finish_reason`` is ``error``.  ``num_guessed_tokens`` and ``num_accepted_tokens`` are those of the
-    sequence, as far as they are known.  ``request_output`` comes with the update that ends the whole request.
+    sequence, as far as they are known.  ``prompt_logprobs`` come once for a request, when its prompt is computed;
+    ``request_output`` comes with the update that ends the whole request.
     """
 
     request_id: str
@@ -30,6 +32,7 @@ class SequenceUpdate:
     num_cached_tokens: int
     num_output_tokens: int
     logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -45,6 +48,8 @@ class SequenceUpdate:
         self.num_cached_tokens = later.num_cached_tokens
         if later.logprobs is not None:
             self.logprobs = (self.logprobs or []) + later.logprobs
+        if later.prompt_logprobs is not None:
+            self.prompt_logprobs = later.prompt_logprobs
         self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
         self.request_output = later.request_output
         self.num_guessed_tokens, self.num_accepted_tokens = later.num_guessed_tokens, later.num_accepted_tokens
@@ -76,9 +81,9 @@ class _SequenceState:
     """One of the ``n`` sequences."""
 
     def __init__(self, index: int, request: EngineRequest, decoder: TokenDecoder | None) -> None:
-        self._decoder = decoder
         self._num_alternatives = request.params.logprobs
         self._text = None if decoder is None else SequenceText(decoder, request.params)
+        self._token_texts = None if decoder is None else TokenTexts(decoder, hidden_ids(decoder, request.params))
         self._pieces: list[str] = []
         self.output = CompletionOutput(index=index, text="", token_ids=[])
         if self._num_alternatives is not None:
@@ -102,7 +107,7 @@ class _SequenceState:
         """Keep and return those of the new tokens; None if the request asked for none."""
         if self._num_alternatives is None or logprobs is None:
             return None
-        new = positions(logprobs, num_tokens, self._num_alternatives, self._decoder)
+        new = positions(logprobs, num_tokens, self._num_alternatives, self._token_texts)
         assert self.output.logprobs is not None and self.output.cumulative_logprob is not None
         self.output.logprobs += new
         for logprob in logprobs.logprobs[:num_tokens, 0].tolist():  # one by one: the sum's bits depend on the order
@@ -166,7 +171,7 @@ class RequestState:
     _num_unfinished: int = field(init=False)
     _num_running: int = field(init=False)
     _num_cached_tokens: int = 0
-    _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     _pooled: FloatArray | None = None
     _times: _Times = field(default_factory=_Times)
 
@@ -196,7 +201,7 @@ class RequestState:
             return None
         self._times.note(delta, now_s)
         self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
-        self._prompt_logprobs += delta.prompt_logprobs
+        prompt_logprobs = self._new_prompt_logprobs(delta)
         if delta.pooled is not None:
             self._pooled = delta.pooled
         text, num_tokens = sequence.add(delta)
@@ -211,6 +216,7 @@ class RequestState:
             num_cached_tokens=self._num_cached_tokens,
             num_output_tokens=len(sequence.output.token_ids),
             logprobs=sequence.add_logprobs(delta.logprobs, num_tokens),
+            prompt_logprobs=prompt_logprobs,
             finish_reason=sequence.output.finish_reason,
             stop_reason=sequence.output.stop_reason,
             num_guessed_tokens=sequence.output.num_guessed_tokens,
@@ -218,32 +224,41 @@ class RequestState:
             error=delta.error,
         )
 
+    def _new_prompt_logprobs(self, delta: SequenceDelta) -> list[dict[int, Logprob] | None] | None:
+        """Keep and return those of the prompt, which come with the first delta of sequence 0."""
+        num_alternatives, token_ids = self.request.params.prompt_logprobs, self.request.prompt_token_ids
+        if num_alternatives is None or delta.index > 0 or self._prompt_logprobs is not None:
+            return None
+        found = prompt_positions(delta.prompt_logprobs, token_ids, num_alternatives, self.decoder)
+        self._prompt_logprobs = found if len(found) == len(token_ids) else None  # None: aborted before they were there
+        return self._prompt_logprobs
+
     def output(self, now_s: float) -> RequestOutput:
         """The request as it stands."""
         completions = [sequence.so_far() for sequence in self._sequences]
-        num_alternatives, prompt_token_ids = self.request.params.prompt_logprobs, self.request.prompt_token_ids
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.prompt,
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=self.request.prompt_token_ids,
             outputs=completions,
             finished=self.finished,
             num_cached_tokens=self._num_cached_tokens,
-            prompt_logprobs=None
-            if num_alternatives is None
-            else prompt_positions(self._prompt_logprobs, prompt_token_ids, num_alternatives, self.decoder),
+            prompt_logprobs=self._prompt_logprobs,
             metrics=self._times.metrics(self.request.arrival_s, max(len(one.token_ids) for one in completions), now_s),
             pooled=self._pooled,
         )
 
 
 def positions(
-    logprobs: TokenLogprobs, num_positions: int, num_alternatives: int, decoder: TokenDecoder | None
+    logprobs: TokenLogprobs, num_positions: int, num_alternatives: int, texts: TokenTexts | None
 ) -> list[dict[int, Logprob]]:
-    """For each of the first ``num_positions``: token id -> ``Logprob``, the chosen token first, then the likeliest."""
+    """For each of the first ``num_positions``: token id -> ``Logprob``, the chosen token first, then the likeliest.
+
+    ``texts`` is at the first position, and then behind the last one.
+    """
     columns = slice(1 + num_alternatives)
     return [
-        _position(token_ids, values, rank, decoder)
+        _position(token_ids, values, rank, texts)
         for token_ids, values, rank in zip(
             logprobs.token_ids[:num_positions, columns].tolist(),
             logprobs.logprobs[:num_positions, columns].tolist(),
@@ -258,18 +273,23 @@ def prompt_positions(
 ) -> list[dict[int, Logprob] | None]:
     """One entry per prompt token; the first token has no log-probability, only None."""
     found: list[dict[int, Logprob] | None] = [None]
+    texts = None if decoder is None else TokenTexts(decoder)
+    if texts is not None:
+        texts.take(prompt_token_ids[0])
     for part in parts:
-        found += positions(part, len(prompt_token_ids) - len(found), num_alternatives, decoder)
+        found += positions(part, len(prompt_token_ids) - len(found), num_alternatives, texts)
     return found
 
 
 def _position(
-    token_ids: Sequence[int], values: Sequence[float], rank: int, decoder: TokenDecoder | None
+    token_ids: Sequence[int], values: Sequence[float], rank: int, texts: TokenTexts | None
 ) -> dict[int, Logprob]:
     found: dict[int, Logprob] = {}
     ranks = (rank, *range(1, len(token_ids)))
     for token_id, value, place in zip(token_ids, values, ranks, strict=True):
         if token_id not in found:
-            text = None if decoder is None else decoder.token_text(token_id)
-            found[token_id] = Logprob(logprob=value, rank=place, decoded_token=text)
+            text, data = (None, None) if texts is None else texts.of(token_id)
+            found[token_id] = Logprob(logprob=value, rank=place, decoded_token=text, token_bytes=data)
+    if texts is not None:
+        texts.take(token_ids[0])
     return found

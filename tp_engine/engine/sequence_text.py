@@ -28,6 +28,11 @@ _RESYNC_TOKENS = 16
 _MAX_HELD_TOKENS = 64
 
 
+def hidden_ids(decoder: TokenDecoder, params: SamplingParams) -> frozenset[int]:
+    """The tokens that texts of a request leave out."""
+    return decoder.special_ids if params.skip_special_tokens else frozenset()
+
+
 class SequenceText:
     """The growing text.  A stop string ends it; ``stop_string`` then says which one."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ _TOKENIZER_FILES = (
     "spiece.model",
 )
 _TOKENIZER_FIELDS = ("model_type", "model_name", "tokenizer_class")  # the fields of config.json that choose a tokenizer
+_REPLACEMENT = "\ufffd"
+_BYTE_NAME = re.compile("<0x[0-9A-Fa-f]{2}>")
+_LATIN = {chr(byte): byte for byte in range(256)}
 
 
 def load_tokenizer(source: str, revision: str | None = None) -> Any | None:
@@ -81,16 +86,51 @@ class TokenDecoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self.decode: Callable[[list[int]], str] = _plain_decode(tokenizer)
-        self.special_ids = _special_ids(tokenizer)
+        self.special_ids = special_ids(tokenizer)
         self.byte_ids = _byte_ids(tokenizer)
-        self._token_texts: dict[int, str] = {}
+        self._tokenizer = tokenizer
+        self._letter: list[int] = tokenizer.encode("a", add_special_tokens=False)
+        self._token_bytes: dict[tuple[int, bool], bytes] = {}
 
-    def token_text(self, token_id: int) -> str:
-        """The text of one token by itself; U+FFFD if it is part of a character."""
-        text = self._token_texts.get(token_id)
-        if text is None:
-            text = self._token_texts[token_id] = self.decode([token_id])
-        return text
+    def token_bytes(self, token_id: int, *, begins_text: bool = False) -> bytes:
+        """The bytes that one token adds to a text, which may be part of a character.
+
+        Some decoders drop a space from the first token of a text, the one that ``begins_text``.
+        """
+        data = self._token_bytes.get((token_id, begins_text))
+        if data is None:
+            data = self._token_bytes[token_id, begins_text] = self._read_bytes(token_id, begins_text)
+        return data
+
+    def _read_bytes(self, token_id: int, begins_text: bool) -> bytes:
+        text = self.decode([token_id])
+        if _REPLACEMENT in text:
+            named = _named_bytes(self._tokenizer.convert_ids_to_tokens(token_id))
+            if named is not None and named.decode(errors="replace") == text:
+                return named
+        if not begins_text:
+            before = self.decode(self._letter)
+            behind = self.decode([*self._letter, token_id])
+            text = behind.removeprefix(before) if behind.startswith(before) else text
+        return text.encode()
+
+
+def _named_bytes(name: str) -> bytes | None:
+    """The bytes of a part of a character, by its name in the vocabulary: ``<0xE4>``, or a letter for each byte."""
+    if _BYTE_NAME.fullmatch(name):
+        return bytes([int(name[3:5], 16)])
+    for letters in (_byte_letters(), _LATIN):
+        if all(letter in letters for letter in name):
+            return bytes(letters[letter] for letter in name)
+    return None
+
+
+@cache
+def _byte_letters() -> dict[str, int]:
+    """The byte that a letter stands for in byte-level vocabularies, as in GPT-2's."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def _plain_decode(tokenizer: Any) -> Callable[[list[int]], str]:
@@ -106,7 +146,8 @@ def _plain_decode(tokenizer: Any) -> Callable[[list[int]], str]:
     )
 
 
-def _special_ids(tokenizer: Any) -> frozenset[int]:
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """The ids of a tokenizer's special tokens, which texts leave out by default."""
     added = getattr(tokenizer, "added_tokens_decoder", None)
     if added is None:
         return frozenset(tokenizer.all_special_ids)

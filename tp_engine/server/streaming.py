@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
 
-from tp_engine.api.openai.answer_shape import AnswerShape, JsonObject
+from tp_engine.api.openai.answer_shape import AnswerShape, JsonObject, emptied
 from tp_engine.api.openai.chat.parser import ChatParser
 from tp_engine.api.openai.errors import describe_error
 from tp_engine.api.openai.protocol import GenerationBody
@@ -41,7 +41,9 @@ class ChunkWriter:
         self._body = body
         self._prepared = prepared
         self._shape = prepared.shape
-        self._text_offsets: dict[tuple[int, int], int] = {}
+        self._text_offsets: dict[tuple[int, int], int] = {}  # of the next token; of sequences that have begun
+        self._held: dict[int, list[SequenceUpdate]] = {}
+        self._echoed_logprobs: dict[int, JsonObject | None] = {}
         self._cached_tokens = [0] * len(prepared.requests)
         self._parsers: dict[tuple[int, int], ChatParser] = {}
         self.usage = self._shape.new_usage()
@@ -57,7 +59,7 @@ class ChunkWriter:
         """All events of the stream, those of one batch together; closes ``batches`` of (prompt number, updates)."""
         async with contextlib.aclosing(batches):
             async for number, updates in batches:
-                data = b"".join([self._events(number, update) for update in updates])
+                data = b"".join([self._events(number, update) for update in self._released(number, updates)])
                 if data:
                     yield data
         if self._body.include_usage:
@@ -71,11 +73,26 @@ class ChunkWriter:
     def _events(self, number: int, update: SequenceUpdate) -> bytes:
         """The events of one update; nothing while its text is held back."""
         if self._is_plain and update.finish_reason is None and (number, update.index) in self._text_offsets:
-            self._count(number, update)
+            self._count(number, update, len(update.token_ids))
             return self._plain_events(number, update)
         usage = self.usage if self._body.continuous_usage else None
-        envelopes = [self._shape.envelope([choice], usage, chunk=True) for choice in self.choices(number, update)]
-        return b"".join(map(event, envelopes))
+        choices = self.choices(number, update)  # one after the other: they count in between
+        return b"".join(event(self._shape.envelope([choice], usage, chunk=True)) for choice in choices)
+
+    def _released(self, number: int, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
+        """``updates``, or nothing until sequence 0 has brought the log-probabilities of an echoed prompt."""
+        if not self._shape.echoes_logprobs or number in self._echoed_logprobs:
+            return updates
+        held = self._held.setdefault(number, [])
+        held += updates
+        first = next((update for update in updates if update.index == 0), None)
+        if first is None:
+            return []
+        self._echoed_logprobs[number] = None  # of a request that was aborted before
+        if first.prompt_logprobs is not None:
+            token_ids, echo = self._prepared.requests[number].prompt_token_ids, self._echo(number)
+            self._echoed_logprobs[number] = self._shape.echoed_logprobs(number, token_ids, first.prompt_logprobs, echo)
+        return self._held.pop(number)
 
     def _plain_events(self, number: int, update: SequenceUpdate) -> bytes:
         """As ``choices``, but encoded; for an update that is neither the first nor the last of its sequence."""
@@ -84,29 +101,40 @@ class ChunkWriter:
         if parser is not None:
             found = self._parse(parser, _part(update.index, update))
             return b"".join([self._found_event(number, update.index, one) for one in found])
-        self._text_offsets[place] += len(update.text)
         template = self._templates.get(place)
         if template is None:
             template = self._templates[place] = ChunkTemplate(self._shape, number, update.index)
         return template.event(update.text) if update.text else b""
 
-    def choices(self, number: int, update: SequenceUpdate) -> list[JsonObject]:
+    def choices(self, number: int, update: SequenceUpdate) -> Iterator[JsonObject]:
         """The chunks of one update: none while its text is held back, two for the first of a sequence."""
-        self._count(number, update)
         place = (number, update.index)
-        is_first = place not in self._text_offsets
-        choices = self._opening(number, update.index) if is_first else []
+        ids = {"prompt_token_ids": self._prepared.requests[number].prompt_token_ids}
+        first = ids if place not in self._text_offsets and self._body.return_token_ids else {}
+        if place not in self._text_offsets and (opening := self._opening(number, update.index)) is not None:
+            yield opening | first
+            first = {}
         part = _part(update.index, update)
+        if self._shape.only_echo:
+            part = emptied(part)
+        self._count(number, update, len(part.token_ids))
+        for choice in self._following(number, part):
+            yield choice | first
+            first = {}
+
+    def _following(self, number: int, part: CompletionOutput) -> list[JsonObject]:
+        """The choices of ``part`` behind the opening one."""
+        place = (number, part.index)
+        offset = self._text_offsets[place]
+        self._text_offsets[place] += self._shape.num_characters(part)
         if self._shape.parsing is not None:
-            if is_first:
-                self._parsers[place] = self._shape.parsing.new_parser()
-            choices += self._shape.event_choices(number, part, self._parse(self._parsers[place], part))
-        elif part.text or part.finish_reason or part.logprobs or self._body.return_token_ids:
-            choices.append(self._shape.chunk_choice(number, part, self._text_offsets[place]))
-        if is_first and self._body.return_token_ids:
-            choices[0]["prompt_token_ids"] = self._prepared.requests[number].prompt_token_ids
-        self._text_offsets[place] += len(part.text)
-        return choices
+            parser = self._parsers.get(place)
+            if parser is None:
+                parser = self._parsers[place] = self._shape.parsing.new_parser()
+            return self._shape.event_choices(number, part, self._parse(parser, part))
+        if part.text or part.finish_reason or part.logprobs or self._body.return_token_ids:
+            return [self._shape.chunk_choice(number, part, offset)]
+        return []
 
     def _parse(self, parser: ChatParser, part: CompletionOutput) -> list[ChatEvent]:
         """What the parser is sure of now: reasoning, content, calls; at the end it sets the finish reason."""
@@ -130,17 +158,19 @@ class ChunkWriter:
             template = self._found_templates[key] = ChunkTemplate(self._shape, number, index, found)
         return template.event(found.text)
 
-    def _opening(self, number: int, index: int) -> list[JsonObject]:
-        echo = self._prepared.echoes[number] if self._prepared.echoes else ""
+    def _opening(self, number: int, index: int) -> JsonObject | None:
+        echo = self._echo(number)
         self._text_offsets[number, index] = len(echo)
-        first = self._shape.first_choice(number, index, echo)
-        return [] if first is None else [first]
+        return self._shape.first_choice(number, index, echo, self._echoed_logprobs.get(number))
 
-    def _count(self, number: int, update: SequenceUpdate) -> None:
+    def _echo(self, number: int) -> str:
+        return self._prepared.echoes[number] if self._prepared.echoes else ""
+
+    def _count(self, number: int, update: SequenceUpdate, num_tokens: int) -> None:
         if update.num_cached_tokens != self._cached_tokens[number]:
             self._cached_tokens[number] = update.num_cached_tokens
             self.usage.cached_tokens = sum(self._cached_tokens)
-        self.usage.completion_tokens += len(update.token_ids)
+        self.usage.completion_tokens += num_tokens
         if update.finish_reason is not None:
             self.usage.guessed_tokens += update.num_guessed_tokens
             self.usage.accepted_tokens += update.num_accepted_tokens

@@ -114,7 +114,6 @@ def test_prompt_forms(prompt: Any, prompts: list[Any]) -> None:
         ({"stop": [""]}, "stop", ["non-empty"]),
         ({"suffix": "x"}, "suffix", ["not supported"]),
         ({"best_of": 4}, "best_of", ["best_of is 4"]),
-        ({"echo": True, "logprobs": 1, "stream": True}, "echo", ["streams"]),
         ({"cache_salt": ""}, "cache_salt", ["cache_salt"]),
         ({"priority": 2**40}, "priority", ["priority"]),
     ],

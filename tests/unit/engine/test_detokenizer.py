@@ -111,13 +111,6 @@ def byte_level_lead(tokenizer: Any) -> int:
     return int(tokenizer.convert_tokens_to_ids("ð"))
 
 
-def test_token_text_of_parts_and_specials() -> None:
-    """Oracle: the decoding of the token by itself."""
-    tokenizer, decoder = byte_level_tokenizer(), decoder_of("byte level")
-    assert decoder.token_text(byte_level_lead(tokenizer)) == "\ufffd"
-    assert decoder.token_text(1) == "</s>" == decoder.token_text(1)
-
-
 def test_the_rust_decoder_is_used_where_it_may_be() -> None:
     """Oracle: a fast tokenizer's wrapper is bypassed; a wrapper with its own decoding is used."""
 

@@ -17,9 +17,7 @@ from tp_engine.server.config import ServerConfig
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 0, "echo": True, "stream": True}, "max_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),

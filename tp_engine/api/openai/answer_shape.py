@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from tp_engine.api.openai.chat.parser import ChatParsing, ParsedMessage
-from tp_engine.api.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs_json
+from tp_engine.api.openai.logprobs import (
+    Position,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs_json,
+    token_text,
+)
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
 from tp_engine.api.openai.sampling import num_top_logprobs
 from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ChatEvent, ContentText, ReasoningText
@@ -64,6 +70,7 @@ class AnswerShape:
     log-probabilities of a completion begin with those of the echoed prompt, whose first token is in ``first_texts``.
     ``only_echo``: the answer is the echo alone, without the one token that the engine must generate.
     ``tokens_as_ids``: log-probabilities name tokens ``token_id:17``, because texts of tokens are not unique.
+    ``special_ids``: the tokenizer's special tokens, which texts lack if ``hides_specials``; for offsets of tokens.
     """
 
     kind: Literal["completion", "chat"]
@@ -77,6 +84,8 @@ class AnswerShape:
     echoes_logprobs: bool = False
     first_texts: tuple[str, ...] = ()
     only_echo: bool = False
+    special_ids: frozenset[int] = frozenset()
+    hides_specials: bool = True
     shows_prompt_logprobs: bool = True
     role: str = "assistant"
     parsing: ChatParsing | None = None
@@ -98,6 +107,7 @@ class AnswerShape:
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
             echoes_logprobs=echo and num_top is not None,
             only_echo=echo and body.max_tokens == 0,
+            hides_specials=body.skip_special_tokens is not False,
             shows_prompt_logprobs=body.prompt_logprobs is not None,
         )
 
@@ -125,15 +135,17 @@ class AnswerShape:
         for number, output in enumerate(outputs):
             usage.prompt_tokens += len(output.prompt_token_ids)
             usage.cached_tokens += output.num_cached_tokens
-            sequences = [_emptied(sequence) for sequence in output.outputs] if self.only_echo else output.outputs
+            sequences = [emptied(sequence) for sequence in output.outputs] if self.only_echo else output.outputs
             usage.completion_tokens += sum(len(sequence.token_ids) for sequence in sequences)
             usage.guessed_tokens += sum(sequence.num_guessed_tokens for sequence in sequences)
             usage.accepted_tokens += sum(sequence.num_accepted_tokens for sequence in sequences)
             echo = echoes[number] if echoes else ""
             choices += [self._whole_choice(number, output, sequence, echo, usage) for sequence in sequences]
         body = self.envelope(choices, usage, chunk=False)
-        if self.kind == "chat" and self.return_token_ids:  # in the body, as in vLLM; a chat has one prompt
-            body["prompt_token_ids"] = outputs[0].prompt_token_ids
+        if self.kind == "chat":  # in the body, as in vLLM; a chat has one prompt
+            if self.return_token_ids:
+                body["prompt_token_ids"] = outputs[0].prompt_token_ids
+            body |= self._prompt_logprobs(outputs[0])
         if outputs and outputs[0].weight_version is not None:
             body["weight_version"] = outputs[0].weight_version
         return body
@@ -153,12 +165,37 @@ class AnswerShape:
         parts = [bare] * (len(deltas) - 1) + [part]
         return [self._choice(number, one, {"delta": delta}, 0) for one, delta in zip(parts, deltas, strict=False)]
 
-    def first_choice(self, number: int, index: int, echo: str = "") -> JsonObject | None:
+    def first_choice(
+        self, number: int, index: int, echo: str = "", echoed_logprobs: JsonObject | None = None
+    ) -> JsonObject | None:
         """The choice before a sequence's first update: the role in a chat, the prompt in an echoed completion."""
         empty = CompletionOutput(index=index, text="", token_ids=[])
         if self.kind == "chat":
             return self._choice(number, empty, {"delta": {"role": self.role, "content": echo}}, 0)
-        return self._choice(number, empty, {"text": echo}, 0) if echo else None
+        if not echo and echoed_logprobs is None:
+            return None
+        return self._choice(number, empty, {"text": echo}, 0) | {"logprobs": echoed_logprobs}
+
+    def echoed_logprobs(
+        self, number: int, token_ids: Sequence[int], positions: Sequence[Position | None], echo: str
+    ) -> JsonObject:
+        """Those of a prompt that is repeated as ``echo``, which lacks special tokens that the tokenizer added."""
+        return completion_logprobs(
+            token_ids,
+            positions,
+            is_hidden=lambda token_id, text, offset: token_id in self.special_ids and not echo.startswith(text, offset),
+            as_ids=self.tokens_as_ids,
+            first_text=self.first_texts[number],
+        )
+
+    def num_characters(self, part: CompletionOutput) -> int:
+        """How far the tokens of ``part``, which have log-probabilities, move the offset of the next token."""
+        texts = zip(part.token_ids, part.logprobs or (), strict=False)
+        return sum(
+            len(token_text(token_id, position[token_id]))
+            for token_id, position in texts
+            if not (self.hides_specials and token_id in self.special_ids)
+        )
 
     def _whole_choice(
         self, number: int, output: RequestOutput, sequence: CompletionOutput, echo: str, usage: Usage
@@ -175,21 +212,19 @@ class AnswerShape:
             content = {"text": echo + sequence.text}
         choice = self._choice(number, sequence, content, len(echo))
         if self.echoes_logprobs and output.prompt_logprobs is not None:
-            choice["logprobs"] = self._echoed_logprobs(number, output, sequence)
-        if output.prompt_logprobs is not None and self.shows_prompt_logprobs:
-            choice["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs)
+            columns = self.echoed_logprobs(number, output.prompt_token_ids, output.prompt_logprobs, echo)
+            own = choice["logprobs"] or {}
+            choice["logprobs"] = {name: column + own.get(name, []) for name, column in columns.items()}
+        if self.kind != "chat":
+            choice |= self._prompt_logprobs(output)
         if self.return_token_ids:
             choice["prompt_token_ids"] = output.prompt_token_ids
         return choice
 
-    def _echoed_logprobs(self, number: int, output: RequestOutput, sequence: CompletionOutput) -> JsonObject:
-        assert output.prompt_logprobs is not None
-        return completion_logprobs(
-            [*output.prompt_token_ids, *sequence.token_ids],
-            [*output.prompt_logprobs, *(sequence.logprobs or ())],
-            as_ids=self.tokens_as_ids,
-            first_text=self.first_texts[number],
-        )
+    def _prompt_logprobs(self, output: RequestOutput) -> JsonObject:
+        if output.prompt_logprobs is None or not self.shows_prompt_logprobs:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs_json(output.prompt_logprobs)}
 
     def _choice(self, number: int, part: CompletionOutput, content: JsonObject, text_offset: int) -> JsonObject:
         choice = {
@@ -208,10 +243,16 @@ class AnswerShape:
             return None
         if self.kind == "chat":
             return chat_logprobs(part.token_ids, part.logprobs, self.num_top_logprobs, as_ids=self.tokens_as_ids)
-        return completion_logprobs(part.token_ids, part.logprobs, text_offset, as_ids=self.tokens_as_ids)
+        return completion_logprobs(
+            part.token_ids,
+            part.logprobs,
+            text_offset,
+            is_hidden=lambda token_id, text, offset: self.hides_specials and token_id in self.special_ids,
+            as_ids=self.tokens_as_ids,
+        )
 
 
-def _emptied(sequence: CompletionOutput) -> CompletionOutput:
+def emptied(sequence: CompletionOutput) -> CompletionOutput:
     """``sequence`` as if it had ended before its first token."""
     return CompletionOutput(index=sequence.index, text="", token_ids=[], finish_reason="length")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tp_engine.outputs import Logprob
@@ -11,6 +11,8 @@ from tp_engine.outputs import Logprob
 IMPOSSIBLE = -9999.0
 
 Position = Mapping[int, Logprob]
+IsHidden = Callable[[int, str, int], bool]
+"""Whether a text lacks a token, by the token's id, its text, and the number of characters before it."""
 
 
 def completion_logprobs(
@@ -18,6 +20,7 @@ def completion_logprobs(
     positions: Sequence[Position | None],
     text_offset: int = 0,
     *,
+    is_hidden: IsHidden,
     as_ids: bool = False,
     first_text: str = "",
 ) -> dict[str, list[Any]]:
@@ -31,11 +34,12 @@ def completion_logprobs(
     offsets: list[int] = []
     for token_id, position in zip(token_ids, positions, strict=True):
         text = first_text if position is None else token_text(token_id, position[token_id])
-        tokens.append(_id_text(token_id) if as_ids else text)
+        names = {token_id: _id_text(token_id) if as_ids else text} if position is None else _names(position, as_ids)
+        tokens.append(names[token_id])
         chosen.append(None if position is None else _finite(position[token_id]))
-        tops.append(None if position is None else _top(position, as_ids))
+        tops.append(None if position is None else {names[other]: _finite(position[other]) for other in names})
         offsets.append(text_offset)
-        text_offset += len(text)
+        text_offset += 0 if is_hidden(token_id, text, text_offset) else len(text)
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}
 
 
@@ -57,16 +61,33 @@ def prompt_logprobs_json(positions: Sequence[Position | None]) -> list[dict[str,
 
 
 def token_text(token_id: int, entry: Logprob) -> str:
-    """The token's text, or its id if it was not decoded."""
+    """What the token adds to the text, or its id if it was not decoded."""
     return _id_text(token_id) if entry.decoded_token is None else entry.decoded_token
 
 
-def _top(position: Position, as_ids: bool) -> dict[str, float]:
-    """Log-probability by text; of tokens with the same text, such as pieces of one character, the likeliest."""
-    found: dict[str, float] = {}
+def _names(position: Position, as_ids: bool) -> dict[int, str]:
+    """A name of its own for each token of a position, the likeliest first.
+
+    A name is the token's text.  A token that is part of a character is named by its bytes, as in OpenAI's API, and a
+    second one with the same text by its id.
+    """
+    names: dict[int, str] = {}
+    taken = set()
     for token_id, entry in _likeliest_first(position):
-        found.setdefault(_id_text(token_id) if as_ids else token_text(token_id, entry), _finite(entry))
-    return found
+        name = _id_text(token_id) if as_ids else _own_text(token_id, entry)
+        names[token_id] = name if name not in taken else _id_text(token_id)
+        taken.add(names[token_id])
+    return names
+
+
+def _own_text(token_id: int, entry: Logprob) -> str:
+    if entry.token_bytes is None:
+        return token_text(token_id, entry)
+    try:
+        return entry.token_bytes.decode()
+    except UnicodeDecodeError:
+        written = (chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in entry.token_bytes)
+        return "bytes:" + "".join(written)
 
 
 def _by_token_id(position: Position) -> dict[str, Any]:
@@ -82,7 +103,8 @@ def _id_text(token_id: int) -> str:
 
 def _chat_entry(token_id: int, entry: Logprob, as_ids: bool) -> dict[str, Any]:
     text = token_text(token_id, entry)
-    return {"token": _id_text(token_id) if as_ids else text, "logprob": _finite(entry), "bytes": list(text.encode())}
+    data = text.encode() if entry.token_bytes is None else entry.token_bytes
+    return {"token": _id_text(token_id) if as_ids else text, "logprob": _finite(entry), "bytes": list(data)}
 
 
 def _likeliest_first(position: Position) -> list[tuple[int, Logprob]]:

@@ -85,8 +85,8 @@ class GenerationBody(BaseModel):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk of a stream carries usage."""
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        """Whether every chunk of a stream carries usage; only a stream that ends with usage does, as in vLLM."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class CompletionBody(GenerationBody):

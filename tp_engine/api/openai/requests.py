@@ -82,8 +82,8 @@ def prepare(
         _engine_request(body, processor, prompt, params, request_id=_engine_id(shape, number), arrival_s=arrival_s)
         for number, prompt in enumerate(prompts)
     ]
-    if shape.echoes_logprobs:
-        shape = replace(shape, first_texts=_first_texts(requests, processor))
+    if shape.kind == "completion" and shape.num_top_logprobs is not None:
+        shape = replace(shape, special_ids=processor.special_ids, first_texts=_first_texts(requests, processor))
     return PreparedAnswer(shape=shape, requests=requests, echoes=echoes)
 
 
@@ -109,7 +109,8 @@ def prepare_searches(
 
 
 def _first_texts(requests: Sequence[EngineRequest], processor: InputProcessor) -> tuple[str, ...]:
-    assert processor.tokenizer is not None, "an echo needs one"
+    if processor.tokenizer is None:
+        return tuple("" for _ in requests)
     return tuple(processor.tokenizer.decode(request.prompt_token_ids[:1]) for request in requests)
 
 

@@ -33,12 +33,8 @@ def completion_params(body: CompletionBody, defaults: Mapping[str, Any] | None =
     """Sampling of a completion; ``defaults`` (the model's own) are for fields that the request does not set."""
     _refuse_suffix(body)
     echoes_logprobs = body.echo and body.logprobs is not None
-    if echoes_logprobs and body.stream:
-        raise RequestError("echo with logprobs is not available in streams; leave stream out", param="echo")
-    if body.max_tokens == 0 and (body.stream or not body.echo):
-        raise RequestError(
-            "max_tokens is 0; it must be at least 1, except for echo without a stream", param="max_tokens"
-        )
+    if body.max_tokens == 0 and not body.echo:
+        raise RequestError("max_tokens is 0; it must be at least 1, except with echo", param="max_tokens")
     if body.best_of not in (None, body.n or 1):
         raise RequestError(f"best_of is {body.best_of}; only best_of equal to n is supported", param="best_of")
     given = _given(body)
