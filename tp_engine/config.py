@@ -147,7 +147,7 @@ class EngineConfig:
         "8)",
     )
     kv_offloading_size: float = option(
-        0.0, "GiB of host memory, over all ranks, for KV blocks of prefixes that the cache has no room for (0: none)"
+        0.0, "GiB of host memory, over all ranks, for prefixes that the cache has no room for (default: 0, none)"
     )
     kv_offloading_codec: str = option(
         "none",

@@ -21,6 +21,12 @@ def format_gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
 
 
+def shown_size(num_bytes: int) -> str:
+    """``16777216`` -> ``'16 MiB'``; a number that is no whole number of units stays one of bytes."""
+    unit = next((one for one in ((GIB, " GiB"), (MIB, " MiB"), (KIB, " KiB")) if num_bytes % one[0] == 0), (1, ""))
+    return f"{num_bytes // unit[0]}{unit[1]}"
+
+
 def parse_bytes(text: str | int) -> int:
     """``'2GiB'``, ``'512m'`` or a plain number -> bytes (binary units)."""
     if isinstance(text, int):

@@ -17,16 +17,20 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from tp_engine.errors import ConfigError, did_you_mean
 from tp_engine.options.fields import base_type, is_switch
 from tp_engine.options.foreign import OPTIONS
 from tp_engine.options.intake import flag_of, known_value, parsed_text
-from tp_engine.units import parse_bytes, parse_count
+from tp_engine.units import parse_bytes, parse_count, shown_size
 
 MODEL_TAG = "model_tag"
 _ENGINE = "engine"
+_EPILOG = (
+    "--help=WORD shows the options with WORD in their names, or a whole section.  Options of vLLM and SGLang that are "
+    "not here are accepted, translated or refused, with the reason: docs/serving.md, Flags."
+)
 _KEYS = re.compile(r"--?[A-Za-z][\w-]*(\.[\w-]+)+\+?")
 
 
@@ -36,6 +40,9 @@ class OptionsParser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Like argparse's method, but every refusal has a remedy."""
         words = plain_spelling(sys.argv[1:] if args is None else args)
+        if asked := next((word for word in words if word.startswith("--help=")), None):
+            self._print_message(self.help_on(asked.removeprefix("--help=").removesuffix("all")), sys.stdout)
+            self.exit()
         parsed, unknown = self.parse_known_args([self._plain_switch(word) for word in words], namespace)
         for word in unknown:
             flag = word.partition("=")[0]
@@ -52,7 +59,28 @@ class OptionsParser(argparse.ArgumentParser):
         is_on = parsed_text(value.capitalize())
         if not isinstance(is_on, bool):
             self.error(f"{flag} is {value!r}; it takes no value, or true or false")
-        return flag if is_on else flag.replace("--no-", "--") if flag.startswith("--no-") else f"--no-{flag[2:]}"
+        opposite = f"--{flag[5:]}" if flag.startswith("--no-") else f"--no-{flag[2:]}"
+        return flag if is_on else opposite
+
+    def help_on(self, word: str) -> str:
+        """The options that have ``word`` in their names or in their section's, also those of other servers."""
+        word, formatter = word.replace("_", "-").lower(), self._get_formatter()
+        for group in self._action_groups:
+            actions = [one for one in group._group_actions if one.help != argparse.SUPPRESS]
+            if word not in (group.title or "").lower():
+                actions = [one for one in actions if any(word in flag for flag in one.option_strings)]
+            if actions:
+                formatter.start_section(group.title)
+                formatter.add_arguments(actions)
+                formatter.end_section()
+        known = self._option_string_actions
+        others = [
+            f"  {flag_of(name)}: {row.told}"
+            for name, row in OPTIONS.items()
+            if word in flag_of(name) and getattr(known.get(flag_of(name)), "help", None) == argparse.SUPPRESS
+        ]
+        text = formatter.format_help() + "\n".join(["", "Of vLLM and SGLang:", *others, ""] if others else [])
+        return text.lstrip("\n") or f"no option has {word!r} in its name; all options: --help\n"
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of exiting: the launcher reports the error and chooses the exit code."""
@@ -107,6 +135,7 @@ def make_parser(prog: str, description: str, tables: Mapping[str, type[Any]]) ->
         argument_default=argparse.SUPPRESS,
         conflict_handler="resolve",
         formatter_class=_HelpFormatter,
+        epilog=_EPILOG if _ENGINE in tables else None,
     )
     files = ", ".join(f"[{name}]" for name in tables)
     parser.add_argument(
@@ -212,10 +241,13 @@ def _choice(spec: dataclasses.Field[Any], text: str) -> Any:
 
 
 def _help(spec: dataclasses.Field[Any]) -> str:
-    text = str(spec.metadata.get("help", ""))
-    if spec.default not in (None, "", ()) and "(default:" not in text:
-        default = "on" if spec.default is True else spec.default
-        text += "" if spec.default is False else f" (default: {default})"
+    text, default = str(spec.metadata.get("help", "")), cast(Any, spec.default)
+    if default not in (None, "", ()) and default is not False and "(default:" not in text:
+        if isinstance(default, tuple):
+            default = " ".join(default)
+        elif spec.metadata.get("size"):
+            default = shown_size(default)
+        text += f" (default: {'on' if default is True else default})"
     return text.replace("%", "%%")
 
 

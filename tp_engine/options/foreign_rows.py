@@ -31,6 +31,13 @@ class ForeignOption:
     arity: str = ""
     short_flags: tuple[str, ...] = ()
 
+    @property
+    def told(self) -> str:
+        """What becomes of the option, in words."""
+        if self.is_refused:
+            return f"refused: {self.reason}"
+        return f"accepted: {self.reason}" if self.become is None else "translated, with a line in the log"
+
 
 @dataclass(frozen=True, slots=True)
 class ForeignValue:

@@ -46,7 +46,7 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
     served_model_name: tuple[str, ...] = option(
         (),
         "names under which clients may ask for the model (default: --model, or its folder's name)",
-        section="Requests",
+        section="Clients and requests",
     )
     api_key: tuple[str, ...] = option(
         (), "keys, one of which every request but health checks must bring (default: TP_ENGINE_API_KEY)", secret=True

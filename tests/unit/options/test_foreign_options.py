@@ -272,6 +272,19 @@ def test_vllms_configuration_files(tmp_path: Path) -> None:
             parse(f"--config {path}")
 
 
+def test_help_on_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the lines by hand: options by their names, a section by its own, and those of other servers."""
+    found = []
+    for word in ("block_size", "trust-remote", "time limits", "nothing-of-the-kind"):
+        with pytest.raises(SystemExit) as caught:
+            parse(f"--help='{word}'")
+        assert caught.value.code == 0
+        found.append(capsys.readouterr().out)
+    assert found[0].startswith("KV cache:\n  --block-size, --page-size N") and "--max-num-seqs" not in found[0]
+    assert found[1].startswith("Of vLLM and SGLang:\n  --trust-remote-code: accepted: no code of a model is run")
+    assert "--host-timeout-s" in found[2] and found[3].startswith("no option has 'nothing-of-the-kind'")
+
+
 def test_the_log_has_a_line_for_each_reason(caplog: pytest.LogCaptureFixture) -> None:
     """Oracle: the lines by hand; options that ask for nothing have none."""
     with caplog.at_level(logging.INFO, logger="tp_engine"):

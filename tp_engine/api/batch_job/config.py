@@ -38,7 +38,10 @@ class BatchConfig(ChatOptions, SamplingDefaultOptions):
     """Which requests to run, where their results go, and what counts as success."""
 
     input_file: str = option(
-        "", "OpenAI batch file, one request per line; may be gzipped; - reads standard input", flags=("-i",)
+        "",
+        "OpenAI batch file, one request per line; may be gzipped; - reads standard input",
+        flags=("-i",),
+        section="Batch job",
     )
     output_file: str = option(
         "", "results, one per line; an existing file is continued; - writes standard output", flags=("-o",)
