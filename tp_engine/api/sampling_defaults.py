@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_engine.errors import ConfigError
-from tp_engine.model_config.source import resolve_model_folder
+from tp_engine.model_config.source import read_json, resolve_model_folder
 from tp_engine.options.fields import check_fields, option
 from tp_engine.sampling_params import SamplingParams
 
@@ -29,7 +29,7 @@ def load_generation_defaults(
     """
     path = None if source == "vllm" else _path(model, revision, source)
     try:
-        written = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+        written = {} if path is None else read_json(path)
         defaults = _defaults(written)
         SamplingParams(**defaults)
     except (ValueError, AttributeError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from functools import cache
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_engine.errors import ConfigError
+from tp_engine.files import MAX_TOKENIZER_BYTES, check_folder, read_json, read_text
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -38,6 +38,8 @@ def load_tokenizer(source: str, revision: str | None = None) -> Any | None:
     from transformers import AutoTokenizer  # slow to import, so only when there is a tokenizer
 
     try:
+        if folder.is_dir():
+            check_folder(folder)
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), revision=revision, trust_remote_code=False, config=_plain_config(folder)
         )
@@ -57,8 +59,8 @@ def _plain_config(folder: Path) -> Any | None:
     transformers' modelling code and torch's compiler: that takes longer than the import of torch itself.
     """
     try:
-        named = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        named = read_json(folder / "tokenizer_config.json")
+        model = read_json(folder / "config.json")
         if not isinstance(named.get("tokenizer_class"), str) or "auto_map" in named:
             return None
         fields = {key: model[key] for key in _TOKENIZER_FIELDS if key in model}
@@ -76,7 +78,7 @@ def load_tokenizer_json(source: str, revision: str | None = None) -> str | None:
     """
     path = Path(source).expanduser() / "tokenizer.json"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return read_text(path, MAX_TOKENIZER_BYTES)
     backend = getattr(load_tokenizer(source, revision), "backend_tokenizer", None)
     return None if backend is None else str(backend.to_str())
 

@@ -7,7 +7,6 @@ and their meaning are those of PEFT 0.21 (``LoraConfig``), matched as PEFT match
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,8 @@ from typing import Any, TypeVar
 
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, shown
+from tp_engine.files import read_json
+from tp_engine.model_config.patterns import compile_pattern
 from tp_engine.model_config.spec import ModelSpec
 
 Value = TypeVar("Value")
@@ -100,7 +101,7 @@ def read_adapter_config(folder: Path) -> AdapterSpec:
     """The spec of the adapter in ``folder``.  ``ConfigError`` names what is missing, malformed or not supported."""
     path = folder / ADAPTER_CONFIG
     try:
-        given: Any = json.loads(path.read_text(encoding="utf-8"))
+        given: Any = read_json(path)
     except OSError as error:
         raise ConfigError(
             f"{path} can not be read ({error.strerror}); give the folder of a PEFT adapter, on every host of the engine"
@@ -149,10 +150,7 @@ def _patterns(path: Path, given: Mapping[str, Any], kind: str) -> list[tuple[str
     if not isinstance(found, dict):
         raise ConfigError(f"{path} has {kind}_pattern {shown(found)}; it must be an object")
     for key in found:
-        try:
-            re.compile(key)
-        except re.error as error:
-            raise ConfigError(f"{path}: {kind}_pattern {key!r} is not a regular expression: {error}") from error
+        compile_pattern(rf"(?:.*\.)?(?:{key})$", f"{path}: {kind}_pattern")
     return list(found.items())
 
 
@@ -170,4 +168,4 @@ def _number(path: Path, name: str, value: object) -> float:
 
 def _of_pattern(patterns: Mapping[str, Value], module: str, default: Value) -> Value:
     """The value of the first key that is ``module``, or its end behind a dot."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+    return next((value for key, value in patterns.items() if re.match(rf"(?:.*\.)?(?:{key})$", module)), default)

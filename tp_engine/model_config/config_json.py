@@ -28,6 +28,19 @@ _OF_THE_WHOLE = (
     "compression_config",
 )
 
+# A number decides how much is computed and allocated before a weight is read.  The largest models have some 130 layers
+# and 1,000 experts, and their largest number is a number of positions.
+_LARGEST = 2**31
+_LARGEST_FLOAT = 1e30
+_MOST = {
+    "num_hidden_layers": 4096,
+    "num_nextn_predict_layers": 4096,
+    "num_experts": 2**16,
+    "num_local_experts": 2**16,
+    "n_routed_experts": 2**16,
+    "moe_num_experts": 2**16,
+}
+
 
 class ConfigJson:
     """One JSON object, and which of its keys have been taken so far.
@@ -84,10 +97,12 @@ class ConfigJson:
         value = self._values.get(name)
         if value is None:
             return default
+        if type(value) in (int, float):
+            self._check_size(name, value, _LARGEST if kind is int else _LARGEST_FLOAT)
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
-            raise ConfigError(f"{self.origin}: {name} is {value!r}; it must be of type {kind.__name__}")
+            raise ConfigError(f"{self.origin}: {name} is {shown(value)}; it must be of type {kind.__name__}")
         return value
 
     @property
@@ -134,7 +149,12 @@ class ConfigJson:
     def _positive(self, name: str, value: int) -> int:
         if value <= 0:
             raise ConfigError(f"{self.origin}: {name} is {value}; it must be positive")
+        self._check_size(name, value, _MOST.get(name, _LARGEST))
         return value
+
+    def _check_size(self, name: str, value: float, largest: float) -> None:
+        if not abs(value) <= largest:  # NaN is refused too
+            raise ConfigError(f"{self.origin}: {name} is {shown(value)}; no model has more than {largest:,}")
 
     def take_token_ids(self, name: str) -> tuple[int, ...]:
         """A token id or a list of them, as a tuple; empty where the key is absent or null."""
@@ -148,8 +168,10 @@ class ConfigJson:
     def take_floats(self, name: str) -> tuple[float, ...]:
         """A list of numbers; empty where the key is absent or null."""
         values = self.take(name, list, [])
-        if not all(type(value) in (int, float) for value in values or []):
-            raise ConfigError(f"{self.origin}: {name} is {values!r}; it must be a list of numbers")
+        for value in values or []:
+            if type(value) not in (int, float):
+                raise ConfigError(f"{self.origin}: {name} is {shown(values)}; it must be a list of numbers")
+            self._check_size(name, value, _LARGEST_FLOAT)
         return tuple(float(value) for value in values or [])
 
     def take_object(self, name: str) -> ConfigJson | None:

@@ -7,13 +7,11 @@ Models for embeddings have the files of the sentence-transformers library; a rer
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
-from typing import Any
 
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.names import CheckpointNames
-from tp_engine.model_config.source import CONFIG_FILE
+from tp_engine.model_config.source import CONFIG_FILE, read_json
 from tp_engine.model_config.spec import ModelSpec
 
 _MODULES_FILE = "modules.json"
@@ -49,7 +47,7 @@ def read_pooling(model: str, folder: Path, convert: str) -> PoolingSpec:
     if convert != "embed":
         return PoolingSpec(convert=convert)
     _check_last_token(folder)
-    config = _read(folder / CONFIG_FILE)
+    config = read_json(folder / CONFIG_FILE)
     listed = config.get("matryoshka_dimensions")
     if isinstance(listed, list) and all(type(size) is int and size > 0 for size in listed):
         return PoolingSpec(convert=convert, dimensions=tuple(sorted(listed)))
@@ -73,7 +71,7 @@ def _own_name(model: str, folder: Path) -> str:
 
 def _check_last_token(folder: Path) -> None:
     for path in sorted(folder.glob("*_Pooling/config.json")):
-        values = _read(path)
+        values = read_json(path)
         modes = [name.removeprefix("pooling_mode_") for name, value in values.items() if value is True]
         mode = values.get("pooling_mode", ", ".join(one for one in modes if one != "include_prompt"))
         if mode != "lasttoken":
@@ -81,13 +79,3 @@ def _check_last_token(folder: Path) -> None:
                 f"{path.parent.name}/{path.name}: the embeddings of this model are pooled by {mode!r}; this engine "
                 "supports the last token's (lasttoken): use another model"
             )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} can not be read as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return found

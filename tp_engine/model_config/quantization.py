@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Literal, TypeAlias
 
 from tp_engine.errors import ConfigError
+from tp_engine.model_config.patterns import compile_pattern
 
 Packing: TypeAlias = Literal[
     "plain", "pack-quantized", "awq", "gptq", "gptq_v2", "mxfp4", "mxfp4-packed", "nvfp4", "modelopt-nvfp4"
@@ -133,7 +134,7 @@ class _Matcher:
         self._found: dict[str, int] = {}
         for index, pattern in enumerate(patterns):
             if pattern.startswith(REGEX):
-                self._regexes.append((index, re.compile(pattern.removeprefix(REGEX))))
+                self._regexes.append((index, compile_pattern(pattern.removeprefix(REGEX), "quantization_config")))
             elif any(mark in pattern for mark in "*?["):
                 whole = fnmatch.translate(pattern)
                 self._regexes.append((index, re.compile(f"{whole}|{fnmatch.translate(pattern + '.*')}")))

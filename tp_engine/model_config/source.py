@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tp_engine import files
 from tp_engine.errors import ConfigError
 
 CONFIG_FILE = "config.json"
@@ -19,13 +19,14 @@ OTHER_FORMATS = ["consolidated*", "original/*"]
 _HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
-def resolve_model_folder(model: str, revision: str | None = None, files: Sequence[str] = MODEL_FILES) -> Path:
-    """The local folder of ``model``; a hub name's ``files`` are downloaded, or found in the hub's cache.
+def resolve_model_folder(model: str, revision: str | None = None, patterns: Sequence[str] = MODEL_FILES) -> Path:
+    """The local folder of ``model``; a hub name's files with such names are downloaded, or found in the hub's cache.
 
     Raises ``ConfigError``.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
+        _check_files(folder)
         if not (folder / CONFIG_FILE).is_file():
             raise ConfigError(f"model is {model!r}, a folder without {CONFIG_FILE}; give the folder of a saved model")
         return folder
@@ -33,14 +34,16 @@ def resolve_model_folder(model: str, revision: str | None = None, files: Sequenc
         raise ConfigError(f"model is {model!r}, a file; give the folder that holds {CONFIG_FILE} and the weights")
     if not _HUB_NAME.match(model) or model.startswith("."):
         raise ConfigError(f"model is {model!r}; there is no such folder, and it can not be a hub name ('owner/name')")
-    return _download(model, revision, files)
+    return _download(model, revision, patterns)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a model.  Raises ``ConfigError``."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        values = files.read_json(path)
+    except OSError as error:
+        raise ConfigError(f"{path} can not be read: {error.strerror}; is the model complete?") from error
+    except ValueError as error:
         raise ConfigError(f"{path} can not be read as JSON: {error}; is the model complete?") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {type(values).__name__}; it must be a JSON object")
@@ -55,21 +58,21 @@ def stored_names(folder: Path) -> set[str]:
     try:
         index = folder / INDEX_FILE
         if index.is_file():
-            return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        headers = [_header(path) for path in folder.glob("*.safetensors")]
+            return set(files.read_json(index, files.MAX_INDEX_BYTES)["weight_map"])
+        headers = [files.read_header(path)[0] for path in folder.glob("*.safetensors")]
         return {name for header in headers for name in header if name != "__metadata__"}
     except (OSError, ValueError, KeyError, TypeError):
         return set()
 
 
-def _header(path: Path) -> dict[str, Any]:
-    """A file's header: 8 bytes with its length, little-endian, then JSON."""
-    with path.open("rb") as file:
-        found: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return found
+def _check_files(folder: Path) -> None:
+    try:
+        files.check_folder(folder)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder} can not be read: {error.strerror}") from error
 
 
-def _download(name: str, revision: str | None, files: Sequence[str]) -> Path:
+def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     try:
         hub: Any = importlib.import_module("huggingface_hub")
     except ImportError as error:
@@ -79,7 +82,7 @@ def _download(name: str, revision: str | None, files: Sequence[str]) -> Path:
         ) from error
     try:
         folder = Path(
-            hub.snapshot_download(name, revision=revision, allow_patterns=[*files], ignore_patterns=OTHER_FORMATS)
+            hub.snapshot_download(name, revision=revision, allow_patterns=[*patterns], ignore_patterns=OTHER_FORMATS)
         )
     except Exception as error:
         at = f" at revision {revision!r}" if revision else ""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tp_engine.errors import ConfigError
+from tp_engine.files import read_text
 from tp_engine.options.flags import MODEL_TAG, make_parser
 from tp_engine.options.intake import flag_of, take_options
 
@@ -88,7 +89,7 @@ def load_tables(path: str, tables: Mapping[str, type[Any]]) -> dict[str, dict[st
     """
     is_yaml = Path(path).suffix in (".yaml", ".yml")
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(Path(path))
         document = _yaml(text) if is_yaml else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"can not read the configuration file {path}: {error.strerror}") from error

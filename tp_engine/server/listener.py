@@ -10,6 +10,7 @@ import ssl
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tp_engine.errors import ConfigError
 from tp_engine.interfaces import is_loopback
@@ -70,7 +71,7 @@ def is_local(config: ServerConfig) -> bool:
     return config.uds is not None or is_loopback(str(_address(config)[2][0]))
 
 
-def _address(config: ServerConfig) -> tuple[int, int, tuple[str | int, ...]]:
+def _address(config: ServerConfig) -> tuple[int, int, tuple[Any, ...]]:
     """Family, protocol and address of ``host`` and ``port``."""
     try:
         family, _, protocol, _, address = socket.getaddrinfo(

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from tp_engine.errors import ConfigError, WeightError
+from tp_engine.files import read_bytes
 from tp_engine.model_config.adapter import ADAPTER_WEIGHTS, EXPERT_PARAMETERS, AdapterSpec, read_adapter_config
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,21 +45,23 @@ class AdapterPair:
     rank: int
 
 
-def read_adapter(folder: Path, max_rank: int) -> dict[str, AdapterPair]:
+def read_adapter(folder: Path, max_rank: int, max_bytes: int = 1 << 40) -> dict[str, AdapterPair]:
     """The pairs of the adapter in ``folder``, by the name of their module; no tensor of the file is left out.
+
+    A file of more than ``max_bytes`` is not read.
 
     ``ConfigError`` or ``WeightError`` names what is missing, malformed or not supported.
     """
     spec, path = read_adapter_config(folder), folder / ADAPTER_WEIGHTS
-    modules = _by_module(path, _tensors(path))
+    modules = _by_module(path, _tensors(path, max_bytes))
     if not modules:
         raise WeightError(f"{path} holds no tensor")
     return {module: _pair(path, module, sides, spec, max_rank) for module, sides in modules.items()}
 
 
-def _tensors(path: Path) -> dict[str, torch.Tensor]:
+def _tensors(path: Path, max_bytes: int) -> dict[str, torch.Tensor]:
     try:
-        tensors: dict[str, torch.Tensor] = safetensors.torch.load(path.read_bytes())
+        tensors: dict[str, torch.Tensor] = safetensors.torch.load(read_bytes(path, max_bytes))
     except OSError as error:
         raise ConfigError(
             f"{path} can not be read ({error.strerror}); save the adapter with safe_serialization=True, on every host"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tp_engine.errors import ConfigError, WeightError
+from tp_engine.files import MAX_INDEX_BYTES, check_regular, read_json
 from tp_engine.model_config.source import INDEX_FILE
 from tp_engine.weights.source import Source
 
@@ -58,6 +58,7 @@ class Checkpoint:
 
     def _open(self, path: Path) -> None:
         try:
+            check_regular(path)
             file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
         except (OSError, SafetensorError) as error:
             raise WeightError(f"{path} can not be read as safetensors: {error}; is the download complete?") from error
@@ -91,8 +92,8 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            names = sorted(set(read_json(index, MAX_INDEX_BYTES)["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise WeightError(f"{index} is not an index of safetensors files ({error!r})") from error
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:

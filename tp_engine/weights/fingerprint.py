@@ -16,6 +16,8 @@ import os
 from pathlib import Path
 from typing import Final
 
+from tp_engine.files import open_regular
+
 _NUM_PLACES: Final = 16
 _PLACE_BYTES: Final = 4096
 _MAX_HEADER_BYTES: Final = 1 << 24
@@ -28,7 +30,7 @@ def checkpoint_fingerprint(folder: Path) -> str:
     for path in sorted({path for pattern in _PATTERNS for path in folder.glob(pattern)}, key=lambda path: path.name):
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if path.suffix == ".json":
                 digest.update(file.read())
                 continue
@@ -45,7 +47,7 @@ def weights_fingerprint(folder: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         digest.update(path.stat().st_size.to_bytes(8, "little"))
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             header = file.read(min(length, _MAX_HEADER_BYTES))
             digest.update(header)

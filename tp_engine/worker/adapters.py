@@ -22,8 +22,13 @@ import torch
 from tp_engine.layers.adapters import AdapterSlots, LocalPair, StepAdapters, group_step
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.plan import StepPlan
+from tp_engine.units import MIB
 from tp_engine.weights.adapter import check_all_used, read_adapter
 from tp_engine.worker.batch.step_inputs import BatchLayout
+
+# The largest file of an adapter, over the bytes of all slots of a rank: 8 ranks, each with its part in 16 bits of what
+# the file has in 32, and a slot for one adapter alone.
+_MAX_TIMES = 16
 
 HostAdapter: TypeAlias = tuple[LocalPair | None, ...]
 """A rank's share of an adapter, layer by layer; None for a layer that it leaves alone."""
@@ -66,7 +71,7 @@ class RankAdapters:
 
     def read(self, folder: Path) -> HostAdapter:
         """This rank's share of the adapter in ``folder``.  ``ConfigError`` or ``WeightError`` if there can be none."""
-        pairs = read_adapter(folder, self._max_rank)
+        pairs = read_adapter(folder, self._max_rank, _MAX_TIMES * sum(layer.num_bytes for layer in self._layers) + MIB)
         usual = {spelled: name for name in self._modules() for spelled in self._names.spell(name)}
         names = {usual[stored]: stored for stored in pairs if stored in usual}
         used: set[str] = set()

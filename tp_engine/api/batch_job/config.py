@@ -102,6 +102,8 @@ class BatchConfig(ChatOptions, SamplingDefaultOptions):
         source = Path(self.input_file)
         if self.input_file != STANDARD_STREAM and (source.is_dir() or not source.exists()):
             raise ConfigError(f"input_file is {self.input_file!r}; there is no such file")
+        if self.input_file != STANDARD_STREAM and not (source.is_file() or source.is_fifo()):
+            raise ConfigError(f"input_file is {self.input_file!r}, a device or a socket; give a file, a pipe or -")
 
     def _check_outputs(self) -> None:
         taken = [("input_file", self.input_file)]

@@ -15,6 +15,7 @@ from typing import IO
 from tp_engine.api.batch_job.config import STANDARD_STREAM
 from tp_engine.closing import Closing
 from tp_engine.errors import ConfigError
+from tp_engine.files import open_regular
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -41,14 +42,17 @@ class Source(Closing):
         self._max_line_bytes = max_line_bytes
         self.is_whole = True
         if input_file != STANDARD_STREAM and Path(input_file).is_file():
-            self._file = _opened(Path(input_file))
+            self._file: IO[bytes] = open_regular(Path(input_file))
         else:
             self._file = _nameless(spool_folder)
             if input_file == STANDARD_STREAM:
                 self.is_whole = _copy(sys.stdin.fileno(), self._file, stop_requested)
             else:
-                with _opened(Path(input_file)) as pipe:
-                    self.is_whole = _copy(pipe.fileno(), self._file, stop_requested)
+                pipe = os.open(input_file, os.O_RDONLY | os.O_NONBLOCK)  # else it waits here for a writer
+                try:
+                    self.is_whole = _copy(pipe, self._file, stop_requested)
+                finally:
+                    os.close(pipe)
             self._file.seek(0)
         self._is_gzip = self._file.read(2) == _GZIP_MAGIC
 
@@ -95,10 +99,6 @@ class Source(Closing):
                 f"input_file is {self._name!r}, a gzipped file that is damaged after line {number} ({error}); create "
                 "it again"
             ) from None
-
-
-def _opened(path: Path) -> IO[bytes]:
-    return path.open("rb")
 
 
 def _nameless(folder: Path | None) -> IO[bytes]:

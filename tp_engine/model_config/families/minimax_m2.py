@@ -25,7 +25,7 @@ def read(config: ConfigJson) -> ModelSpec:
     config.expect("shared_intermediate_size", int, 0)
     for part in ("full_attention", "linear_attention", "mlp"):
         config.expect(f"layernorm_{part}_beta", float, 1.0)
-    if set(config.take("attn_type_list", list, []) or [_FULL_ATTENTION]) != {_FULL_ATTENTION}:
+    if any(kind != _FULL_ATTENTION for kind in config.take("attn_type_list", list, []) or []):
         raise ConfigError(
             "config.json: attn_type_list names layers without full attention, which is not supported here"
         )

@@ -64,7 +64,7 @@ def _take_kinds(reader: DecoderReader) -> list[bool]:
     interval = reader.config.take_positive("full_attention_interval", 4)
     implied = ["full_attention" if (index + 1) % interval == 0 else _KINDS[0] for index in range(reader.num_layers)]
     kinds = reader.config.take("layer_types", list, implied) or []
-    if len(kinds) != reader.num_layers or not set(kinds) <= set(_KINDS) or "full_attention" not in kinds:
+    if len(kinds) != reader.num_layers or not all(kind in _KINDS for kind in kinds) or "full_attention" not in kinds:
         raise ConfigError(
             f"config.json: layer_types is {kinds!r}; it must name {' or '.join(_KINDS)} for each of the "
             f"{reader.num_layers} layers, and full_attention for at least one"

@@ -20,6 +20,7 @@ from tp_engine.api.openai.tools import (
 )
 from tp_engine.api.openai.tools.events import ToolFormat
 from tp_engine.errors import ConfigError
+from tp_engine.files import read_text
 from tp_engine.options.fields import check_fields, option
 
 # The name that --tool-call-parser takes -> the format, from a module of its own.
@@ -85,7 +86,7 @@ class ChatOptions:
         if given is None or "{{" in given or "{%" in given:
             return given
         try:
-            return Path(given).expanduser().read_text(encoding="utf-8")
+            return read_text(Path(given).expanduser())
         except (OSError, UnicodeDecodeError, ValueError) as error:
             raise ConfigError(
                 f"chat_template is {given[:200]!r}, which is neither a readable file nor a template ({error}); give "
