@@ -89,6 +89,11 @@ def default_api_key() -> str | None:
     return os.environ.get("TP_ENGINE_API_KEY") or None
 
 
+def default_admin_api_key() -> str | None:
+    """``TP_ENGINE_ADMIN_API_KEY``: the key of the server's operators if ``--admin-api-key`` is not given."""
+    return os.environ.get("TP_ENGINE_ADMIN_API_KEY") or None
+
+
 def otlp_protocol() -> str:
     """``OTEL_EXPORTER_OTLP_TRACES_PROTOCOL``: the protocol for spans, ``grpc`` unless set."""
     return os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")

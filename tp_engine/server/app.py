@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -13,6 +13,7 @@ from starlette.responses import Response
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.server import middleware
+from tp_engine.server.access import KeyGuard, operators_only
 from tp_engine.server.bodies import ClientGoneError, error_reply
 from tp_engine.server.openai_routes import add_openai_routes
 from tp_engine.server.openapi import install_openapi
@@ -42,8 +43,10 @@ def create_app(state: ServerState) -> FastAPI:
     )
     add_openai_routes(app, state)
     add_pooling_routes(app, state)
-    add_operator_routes(app, state)
-    add_weight_routes(app, state)
+    admin = APIRouter(dependencies=[Depends(operators_only)])
+    add_operator_routes(app, admin, state)
+    add_weight_routes(admin, state)
+    app.include_router(admin)
     add_web_page(app, state)
     install_openapi(app)
     _add_error_handlers(app)
@@ -56,13 +59,7 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
     config = state.config
     if config.root_path:
         app.add_middleware(middleware.RootPath, root_path=config.root_path)
-    if config.api_keys:
-        app.add_middleware(
-            middleware.ApiKeyGuard,
-            api_keys=config.api_keys,
-            open_paths=OPEN_PATHS + _PAGE_PATHS,
-            root_path=config.root_path,
-        )
+    app.add_middleware(KeyGuard, config=config, open_paths=OPEN_PATHS + _PAGE_PATHS)
     app.add_middleware(RequestGuard, config=config)
     if config.allowed_origins:
         app.add_middleware(

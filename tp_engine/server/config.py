@@ -11,6 +11,7 @@ from tp_engine import env
 from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.sampling_defaults import SamplingDefaultOptions
 from tp_engine.errors import ConfigError
+from tp_engine.files import read_text
 from tp_engine.options.fields import option
 from tp_engine.units import MIB
 
@@ -43,13 +44,24 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
     allowed_methods: tuple[str, ...] = option(("*",), "methods that those pages may use")
     allowed_headers: tuple[str, ...] = option(("*",), "headers that those pages may send")
     allow_credentials: bool = option(False, "let those pages send cookies and the like")
+    api_key: tuple[str, ...] = option(
+        (),
+        "keys, one of which every request but health checks must bring (default: TP_ENGINE_API_KEY)",
+        secret=True,
+        section="Keys",
+    )
+    api_key_file: str | None = option(None, "file of such keys, one in a line; other users can not see it in ps")
+    admin_api_key: tuple[str, ...] = option(
+        (), "keys of operators, who may also pause, reload and empty it (default: TP_ENGINE_ADMIN_API_KEY)", secret=True
+    )
+    admin_api_key_file: str | None = option(None, "file of such keys, one in a line")
+    allowed_model_dirs: tuple[str, ...] = option(
+        (), "folders below which requests may name weights and adapters (default: the model's and those of adapters)"
+    )
     served_model_name: tuple[str, ...] = option(
         (),
         "names under which clients may ask for the model (default: --model, or its folder's name)",
         section="Clients and requests",
-    )
-    api_key: tuple[str, ...] = option(
-        (), "keys, one of which every request but health checks must bring (default: TP_ENGINE_API_KEY)", secret=True
     )
     max_num_queued_reqs: int = option(
         1024,
@@ -87,6 +99,7 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
         self.check_chat_options()
         self._check_ranges()
         self._check_listening()
+        self._check_keys()
         if self.otlp_traces_endpoint is not None and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
             raise ConfigError(
                 f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it must be a URL, such as http://localhost:4317"
@@ -133,8 +146,30 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError("allow_credentials needs allowed_origins by name; browsers take no cookies from *")
 
+    def _check_keys(self) -> None:
+        if set(self.api_keys) & set(self.admin_api_keys):
+            raise ConfigError("a key of admin_api_key is a key of api_key too; give operators a key of their own")
+
     @property
     def api_keys(self) -> tuple[str, ...]:
-        """The keys of ``api_key``, else the environment's; empty for an open server."""
-        default = env.default_api_key()
-        return self.api_key or (() if default is None else (default,))
+        """The keys of ``api_key`` and ``api_key_file``, else the environment's; empty for an open server."""
+        return _keys("api_key_file", self.api_key, self.api_key_file, env.default_api_key())
+
+    @property
+    def admin_api_keys(self) -> tuple[str, ...]:
+        """The keys of ``admin_api_key`` and ``admin_api_key_file``, else the environment's."""
+        default = env.default_admin_api_key()
+        return _keys("admin_api_key_file", self.admin_api_key, self.admin_api_key_file, default)
+
+
+def _keys(name: str, given: tuple[str, ...], path: str | None, default: str | None) -> tuple[str, ...]:
+    if path is None:
+        return given or (() if default is None else (default,))
+    try:
+        lines = read_text(Path(path).expanduser(), MIB).split()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{name} is {path!r}, which can not be read: {reason}") from error
+    if not lines:
+        raise ConfigError(f"{name} is {path!r}, which holds no key; write one in each line")
+    return (*given, *lines)

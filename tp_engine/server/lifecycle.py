@@ -33,6 +33,7 @@ from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import new_address, remove_address
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import get_logger
+from tp_engine.server.access import warn_of_exposure
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.frontend_process import EnginePulse, FrontendProcess
 from tp_engine.server.listener import close_listener, is_listened_on, open_listener, write_port_file
@@ -158,6 +159,7 @@ def _start(
         logger.info("answers end after %d tokens: the generation config has max_new_tokens", defaults["max_tokens"])
     if server_config.otlp_traces_endpoint is not None:
         check_tracing()
+    warn_of_exposure(server_config)
     with open_listener(server_config) as listener:
         leftovers.add(lambda: close_listener(server_config))
         if server_config.port_file is not None:

@@ -2,31 +2,27 @@
 
 ::
 
-    HttpMetrics -> Turnstile -> HeadRequests -> RequestIds -> RequestContext -> CORS -> RequestGuard -> ApiKeyGuard
+    HttpMetrics -> Turnstile -> HeadRequests -> RequestIds -> RequestContext -> CORS -> RequestGuard -> KeyGuard
     -> RootPath -> route
 
-``RequestGuard`` is in ``request_guard.py``.
+``RequestGuard`` is in ``request_guard.py``, ``KeyGuard`` in ``access.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import re
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 from contextvars import ContextVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.openai.protocol import MAX_REQUEST_ID, REQUEST_ID
 from tp_engine.log import bind_request
-from tp_engine.server.bodies import error_reply
 from tp_engine.server.metrics.figures import HttpFigures
 
 PER_TURN = 2
@@ -193,35 +189,6 @@ class RequestContext:
 def trace_carrier() -> Mapping[str, str]:
     """Those of the headers ``traceparent`` and ``tracestate`` that the request of this task has."""
     return _CARRIER.get()
-
-
-class ApiKeyGuard:
-    """Answers 401 without ``Authorization: Bearer <key>``, on every path but ``open_paths``: new routes are guarded.
-
-    It compares digests, all of them and in constant time, so the time of an answer says nothing about the keys.
-    """
-
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], open_paths: Iterable[str], root_path: str = "") -> None:
-        self._app = app
-        self._expected = [_digest(key.encode()) for key in api_keys]
-        self._open_paths = {prefix + path for path in open_paths for prefix in ("", root_path)}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open_paths and not self._has_key(scope):
-            error = HttpError(401, "missing or wrong API key; send Authorization: Bearer <key>", code="invalid_api_key")
-            await error_reply(error)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _has_key(self, scope: Scope) -> bool:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = _digest(key.strip().encode("latin-1"))
-        matches = [hmac.compare_digest(given, expected) for expected in self._expected]
-        return scheme.lower() == "bearer" and any(matches)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 class RootPath:

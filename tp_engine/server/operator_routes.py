@@ -7,13 +7,14 @@ import platform
 from importlib import metadata
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
 from tp_engine import __version__
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.errors import EngineDeadError, RequestError
+from tp_engine.server.access import current_caller
 from tp_engine.server.bodies import json_reply, read_body
 from tp_engine.server.openapi import ANSWERS, takes
 from tp_engine.server.state import ServerState
@@ -59,12 +60,14 @@ class UnloadAdapterBody(BaseModel):
     lora_name: str = Field(min_length=1, max_length=1024)
 
 
-def add_operator_routes(app: FastAPI, state: ServerState) -> None:
+def add_operator_routes(app: FastAPI, admin: APIRouter, state: ServerState) -> None:
     """Health (``/health``, ``/load``, ...), ``/metrics``, actions (``/abort``, ``/start_profile``, ...), adapters."""
     _add_status(app, state)
     _add_metrics(app, state)
-    _add_control(app, state)
-    _add_adapters(app, state)
+    _add_requests(app, state)
+    _add_description(app, state)
+    _add_control(admin, state)
+    _add_adapters(admin, state)
 
 
 def _add_status(app: FastAPI, state: ServerState) -> None:
@@ -110,16 +113,22 @@ def _add_metrics(app: FastAPI, state: ServerState) -> None:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _add_control(app: FastAPI, state: ServerState) -> None:
+def _add_requests(app: FastAPI, state: ServerState) -> None:
     @app.post("/abort", **takes(AbortBody))
     @app.post("/abort_requests", **takes(AbortBody))
     async def abort(request: Request) -> Response:
-        """End requests; what they have generated is answered with the finish reason ``abort``."""
+        """End requests; what they have generated is answered with the finish reason ``abort``.
+
+        A key of a client reaches the requests of that key; other ids are as unknown ones.
+        """
         body = await read_body(AbortBody, request, state.config)
         if (body.request_ids is None) == (not body.abort_all):
             raise RequestError("give either request_ids or abort_all true", param="request_ids")
-        named = (engine_id for name in body.request_ids or () for engine_id in state.running.of(name))
-        engine_ids = state.running.all() if body.abort_all else list(named)
+        caller = current_caller()
+        if body.abort_all and caller.owner is None:
+            caller.check_operator("abort_all")
+        named = (engine_id for name in body.request_ids or () for engine_id in state.running.of(name, caller))
+        engine_ids = state.running.all(caller) if body.abort_all else list(named)
         for engine_id in engine_ids:
             await state.llm.abort(engine_id)
         return json_reply({"num_aborted": len(engine_ids)})
@@ -131,57 +140,69 @@ def _add_control(app: FastAPI, state: ServerState) -> None:
         await state.llm.prefetch(body.prompt_cache_key, body.cache_salt)
         return json_reply({})
 
-    @app.post("/reset_prefix_cache", responses=ANSWERS)
+
+def _add_control(admin: APIRouter, state: ServerState) -> None:
+    @admin.post("/reset_prefix_cache", responses=ANSWERS)
     async def reset_prefix_cache() -> Response:
         """Forget all cached prefixes; 400 while requests run."""
         return json_reply(await state.llm.engine.act("reset_prefix_cache", timeout_s=_QUICK_S))
 
-    @app.post("/start_profile", responses=ANSWERS)
+    @admin.post("/start_profile", responses=ANSWERS)
     async def start_profile() -> Response:
         """Record the steps of all ranks from now on, into the folder of ``--profile``."""
         return json_reply(await state.llm.engine.act("start_profile"))
 
-    @app.post("/stop_profile", responses=ANSWERS)
+    @admin.post("/stop_profile", responses=ANSWERS)
     async def stop_profile() -> Response:
         """End the record; the answer comes when every rank has written its trace."""
         return json_reply(await state.llm.engine.act("stop_profile"))
 
+
+def _add_description(app: FastAPI, state: ServerState) -> None:
     @app.get("/server_info", responses=ANSWERS)
     async def server_info() -> Response:
         """The effective configuration, the tiers' slots, each rank's memory, and versions; secrets are hidden.
 
-        The first three fields have SGLang's names: its router learns the model's name from them.
+        The first three fields have SGLang's names: its router learns the model's name from them.  Clients' keys get
+        these and the versions.
         """
+        model = state.llm.model_info
+        named = {
+            "served_model_name": state.model_names[0],
+            "model_path": model.model,
+            "tp_size": model.tensor_parallel_size,
+            "versions": _versions(),
+        }
+        if not current_caller().sees_all:
+            return json_reply(named)
         engine = await state.llm.engine.act("describe", timeout_s=_QUICK_S)
         report = await state.llm.report(timeout_s=_QUICK_S)
-        model = state.llm.model_info
         return json_reply(
             {
-                "served_model_name": state.model_names[0],
-                "model_path": model.model,
-                "tp_size": model.tensor_parallel_size,
+                **named,
                 "engine": engine,
                 "server": public_fields(state.config),
                 "tiers": tiers(report.stats),
                 "memory_bytes": [{"rank": rank.rank, **rank.memory} for rank in report.ranks],
-                "versions": _versions(),
             }
         )
 
 
-def _add_adapters(app: FastAPI, state: ServerState) -> None:
+def _add_adapters(admin: APIRouter, state: ServerState) -> None:
     """With vLLM's bodies and answers."""
 
-    @app.post("/v1/load_lora_adapter", **takes(LoadAdapterBody))
+    @admin.post("/v1/load_lora_adapter", **takes(LoadAdapterBody))
     async def load(request: Request) -> Response:
         """Load an adapter, which may replace one of its name; 400, and nothing has changed, if it can not be served."""
         body = await read_body(LoadAdapterBody, request, state.config)
         if body.lora_name in state.model_names:
             raise RequestError(f"{body.lora_name!r} names the model; give the adapter another name", param="lora_name")
+        if state.llm.model_info.enable_lora:
+            state.model_dirs.check(body.lora_path, "lora_path")
         await state.llm.load_adapter(body.lora_name, body.lora_path, load_inplace=body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    @app.post("/v1/unload_lora_adapter", **takes(UnloadAdapterBody))
+    @admin.post("/v1/unload_lora_adapter", **takes(UnloadAdapterBody))
     async def unload(request: Request) -> Response:
         """Unload an adapter; requests that have it end with it.  404 for an unknown name."""
         body = await read_body(UnloadAdapterBody, request, state.config)

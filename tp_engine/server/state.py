@@ -16,6 +16,7 @@ from tp_engine.api.sampling_defaults import load_generation_defaults
 from tp_engine.errors import RequestError
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.request import EngineRequest
+from tp_engine.server.access import Caller, ModelDirs, current_caller
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.engine_watch import EngineWatch
 from tp_engine.server.metrics import ServerMetrics
@@ -46,6 +47,7 @@ class ServerState:
         self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
         self.sampling_defaults: Mapping[str, Any] = {}
         self.pulse: Pulse | None = None
+        self.model_dirs = ModelDirs((), "", ())
         self._llm: AsyncLLM | None = None
 
     async def open(self, llm: AsyncLLM) -> None:
@@ -65,6 +67,8 @@ class ServerState:
         self.metrics.attach(llm.model_info)
         llm.input_processor.chat = chat = ChatFormat(llm.tokenizer, self.config)
         chat.prepare()
+        model, adapters = llm.model_info.model, llm.input_processor.adapters
+        self.model_dirs = ModelDirs(self.config.allowed_model_dirs, model, adapters.values())
         self._llm = llm
 
     @property
@@ -200,26 +204,27 @@ class RunningRequests:
     """Ids of running engine requests: ``cmpl-ID-NUMBER-RANDOM`` for prompt NUMBER of the answer ``cmpl-ID``."""
 
     def __init__(self) -> None:
-        self._engine_ids: set[str] = set()
+        self._owners: dict[str, bytes | None] = {}
 
     @contextlib.contextmanager
     def noted(self, engine_id: str) -> Iterator[None]:
-        """Within, ``all`` and ``of`` find the request."""
-        self._engine_ids.add(engine_id)
+        """Within, ``all`` and ``of`` find the request, which is the current caller's."""
+        self._owners[engine_id] = current_caller().owner
         try:
             yield
         finally:
-            self._engine_ids.discard(engine_id)
+            del self._owners[engine_id]
 
-    def all(self) -> list[str]:
-        """Every engine id that runs."""
-        return sorted(self._engine_ids)
+    def all(self, caller: Caller | None = None) -> list[str]:
+        """The engine ids that run; only those that ``caller`` may end, if one is given."""
+        owners = self._owners.items()
+        return sorted(engine_id for engine_id, owner in owners if caller is None or caller.may_end(owner))
 
-    def of(self, name: str) -> list[str]:
-        """The engine ids of an answer, by its ``id`` (``cmpl-ID``, ``resp_ID``) or the client's request id (``ID``)."""
+    def of(self, name: str, caller: Caller) -> list[str]:
+        """Those of an answer, by its ``id`` (``cmpl-ID``, ``resp_ID``) or the client's request id (``ID``)."""
         name, found = name.removeprefix("resp_"), []
-        for engine_id in self._engine_ids:
+        for engine_id in self.all(caller):
             answer_id = engine_id.rsplit("-", 2)[0]
             if name in (answer_id, answer_id.partition("-")[2]):
                 found.append(engine_id)
-        return sorted(found)
+        return found

@@ -17,6 +17,7 @@ from tp_engine.engine.report import Distribution, EngineReport, RankReport
 from tp_engine.errors import RequestError
 from tp_engine.sched.guesses.speculation import SpeculationCounters
 from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats
+from tp_engine.server.access import current_caller
 from tp_engine.server.bodies import json_reply
 from tp_engine.server.engine_watch import INTERVAL_S, MAX_SAMPLES, EngineWatch
 from tp_engine.server.openapi import ANSWERS
@@ -64,7 +65,10 @@ def add_web_page(app: FastAPI, state: ServerState) -> None:
             report = await state.watch.view()
         except TimeoutError as error:
             raise HttpError(503, f"the engine does not answer: {error}", code="engine_hangs") from error
-        return json_reply(_engine_json(info, state.model_names[0], report, state.watch, num_samples))
+        page = _engine_json(info, state.model_names[0], report, state.watch, num_samples)
+        if not current_caller().sees_all:
+            page["requests"] |= {"omitted": report.stats.num_running, "shown": []}
+        return json_reply(page)
 
     @app.get("/", responses={200: {"content": {"text/html": {}}}})
     async def index() -> Response:

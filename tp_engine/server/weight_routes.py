@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
@@ -34,17 +34,18 @@ class PauseBody(BaseModel):
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
-def add_weight_routes(app: FastAPI, state: ServerState) -> None:
+def add_weight_routes(admin: APIRouter, state: ServerState) -> None:
     """``/update_weights_from_disk``, ``/weight_info``, ``/pause``, ``/resume`` and their like."""
-    _add_updates(app, state)
-    _add_pauses(app, state)
+    _add_updates(admin, state)
+    _add_pauses(admin, state)
 
 
-def _add_updates(app: FastAPI, state: ServerState) -> None:
-    @app.post("/update_weights_from_disk", **takes(UpdateFromDiskBody))
+def _add_updates(admin: APIRouter, state: ServerState) -> None:
+    @admin.post("/update_weights_from_disk", **takes(UpdateFromDiskBody))
     async def update_weights_from_disk(request: Request) -> Response:
         """New weights on all ranks or on none, from a folder that all ranks can read."""
         body = await read_body(UpdateFromDiskBody, request, state.config)
+        state.model_dirs.check(body.model_path, "model_path")
         version = await state.llm.update_weights_from_disk(
             body.model_path,
             weight_version=body.weight_version,
@@ -54,20 +55,20 @@ def _add_updates(app: FastAPI, state: ServerState) -> None:
         message = f"all ranks have the weights of {body.model_path}"
         return json_reply({"success": True, "message": message, "weight_version": version})
 
-    @app.get("/weight_info", responses=ANSWERS)
+    @admin.get("/weight_info", responses=ANSWERS)
     async def weight_info() -> Response:
         """The version of the weights, and whether the engine is paused."""
         return json_reply(await state.llm.weight_info())
 
 
-def _add_pauses(app: FastAPI, state: ServerState) -> None:
+def _add_pauses(admin: APIRouter, state: ServerState) -> None:
     async def paused(mode: str, *, clears: bool) -> Response:
         await state.llm.pause(mode)
         if clears:
             await state.llm.engine.act("reset_prefix_cache")
         return json_reply({"status": "paused"})
 
-    @app.post("/pause", responses=ANSWERS)
+    @admin.post("/pause", responses=ANSWERS)
     async def pause(request: Request) -> Response:
         """Run nothing until ``/resume``.
 
@@ -77,7 +78,7 @@ def _add_pauses(app: FastAPI, state: ServerState) -> None:
         asked = request.query_params
         return await paused(asked.get("mode", "abort"), clears=asked.get("clear_cache", "true").lower() != "false")
 
-    @app.post("/pause_generation", **takes(PauseBody))
+    @admin.post("/pause_generation", **takes(PauseBody))
     async def pause_generation(request: Request) -> Response:
         """As ``/pause``: ``retract`` is ``keep``."""
         body = await read_body(PauseBody, request, state.config)
@@ -89,36 +90,36 @@ def _add_pauses(app: FastAPI, state: ServerState) -> None:
             )
         return await paused("abort" if body.mode == "abort" else "keep", clears=False)
 
-    @app.post("/resume", responses=ANSWERS)
+    @admin.post("/resume", responses=ANSWERS)
     async def resume() -> Response:
         """Go on after a pause."""
         await state.llm.resume()
         return json_reply({"status": "resumed"})
 
-    @app.post("/continue_generation", responses=ANSWERS)
+    @admin.post("/continue_generation", responses=ANSWERS)
     async def continue_generation() -> Response:
         """As ``/resume``."""
         return await resume()
 
-    @app.post("/sleep", responses=ANSWERS)
+    @admin.post("/sleep", responses=ANSWERS)
     async def sleep(request: Request) -> Response:
         """As ``/pause?mode=keep``; with ``?level=1``, the default, the memory of the KV cache is freed too."""
         level = request.query_params.get("level", "1")
         await state.llm.sleep(int(level) if level.isdecimal() else -1)
         return json_reply({"is_sleeping": True})
 
-    @app.post("/wake_up", responses=ANSWERS)
+    @admin.post("/wake_up", responses=ANSWERS)
     async def wake_up() -> Response:
         """Go on after ``/sleep``."""
         await state.llm.wake_up()
         return json_reply({"is_sleeping": False})
 
-    @app.get("/is_sleeping", responses=ANSWERS)
+    @admin.get("/is_sleeping", responses=ANSWERS)
     async def is_sleeping() -> Response:
         """Whether there is no KV cache."""
         return json_reply({"is_sleeping": (await state.llm.weight_info())["is_sleeping"]})
 
-    @app.get("/is_paused", responses=ANSWERS)
+    @admin.get("/is_paused", responses=ANSWERS)
     async def is_paused() -> Response:
         """Whether the engine is paused."""
         return json_reply({"is_paused": (await state.llm.weight_info())["is_paused"]})

@@ -32,7 +32,7 @@ def serve(scenario: Callable[[App], Awaitable[None]], config: ServerConfig | Non
     slots.add("first", slots.new_generation())
     info = msgspec.structs.replace(MODEL_INFO, enable_lora=True, adapters={"first": "one"})
     engine = Refusing(model_info=info, adapters=slots)
-    run_served(scenario, engine, chat_tokenizer(), config)
+    run_served(scenario, engine, chat_tokenizer(), config or ServerConfig(allowed_model_dirs=(".",)))
     return engine
 
 
@@ -108,7 +108,7 @@ def test_a_model_chooses_the_adapter() -> None:
 
 
 def test_an_engine_without_slots_and_the_key() -> None:
-    """Oracle: 400 with the flag's name; 401 without the key of the server."""
+    """Oracle: 400 with the flag's name; 401 without a key, 403 with a client's."""
 
     async def without(app: App) -> None:
         for path in (LOAD, UNLOAD):
@@ -118,6 +118,8 @@ def test_an_engine_without_slots_and_the_key() -> None:
     async def locked(app: App) -> None:
         for path in (LOAD, UNLOAD):
             assert (await app.post(path, body("first", "one"))).status == 401
+            key = {"Authorization": "Bearer secret"}
+            assert (await app.post(path, body("first", "one"), **key)).status == 403
 
     run_served(without, FakeEngine(), chat_tokenizer())
     serve(locked, ServerConfig(api_key=("secret",)))

@@ -190,7 +190,7 @@ def test_weights_and_pauses() -> None:
         assert (await app.post("/wake_up", None)).json() == {"is_sleeping": False}
         assert engine.orders[-2:] == ["sleep", "wake_up"] and not engine.is_paused
 
-    serve(scenario, FakeEngine(arith, step_delay_s=0.005))
+    serve(scenario, FakeEngine(arith, step_delay_s=0.005), ServerConfig(allowed_model_dirs=("/weights",)))
 
 
 def test_sessions_that_return() -> None:
@@ -231,11 +231,11 @@ def test_operators_endpoints() -> None:
         assert (await app.post("/reset_prefix_cache", None, **key)).json() == {}
         info = await app.start("GET", "/server_info", None, **key).reply()
         assert info.json()["engine"]["model"] == "fake" and info.json()["versions"]["tp_engine"] == __version__
-        assert info.json()["server"]["api_key"] == "hidden" and b"sesame" not in info.content
+        assert info.json()["server"]["admin_api_key"] == "hidden" and b"sesame" not in info.content
         assert info.json()["tiers"] == {"host": {"slots": 12, "used": 3}, "disk": None}
         assert [one["rank"] for one in info.json()["memory_bytes"]] == [0, 1]
 
-    engine = serve(scenario, config=ServerConfig(api_key=("sesame",)))
+    engine = serve(scenario, config=ServerConfig(api_key=("client",), admin_api_key=("sesame",)))
     assert engine.orders == ["start_profile", "stop_profile"]
 
 

@@ -1,0 +1,174 @@
+"""Who may do what: the keys of clients and of operators, and the folders that requests may name.
+
+::
+
+    who                                       generate, read   abort            see others' requests   act on the engine
+    no key configured, on this machine        yes              all              yes                    yes
+    no key configured, from other machines    yes              by id            yes                    no
+    a key of api_key                          yes              its own          no                     no
+    a key of admin_api_key                    yes              all              yes                    yes
+    no key where only admin_api_key is set    yes              by id            no                     no
+
+*To act on the engine* is to pause, reload, profile or empty it: what ``operators_only`` guards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tp_engine.api.openai.errors import HttpError
+from tp_engine.errors import RequestError, shown
+from tp_engine.log import get_logger
+from tp_engine.server.bodies import error_reply
+from tp_engine.server.config import ServerConfig
+from tp_engine.server.listener import is_local
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Whom a request comes from.
+
+    ``owner`` tells the keys of ``api_key`` apart, and is None for all others.  ``remedy`` is for those who may not act.
+    """
+
+    owner: bytes | None = None
+    sees_all: bool = False
+    acts: bool = False
+    remedy: str = ""
+
+    def may_end(self, owner: bytes | None) -> bool:
+        """Whether the caller may end a request of ``owner``."""
+        return self.acts or self.owner == owner
+
+    def check_operator(self, what: str) -> None:
+        """``HttpError`` 403 unless the caller may act on the engine."""
+        if not self.acts:
+            raise HttpError(403, f"{what} is for operators: {self.remedy}", code="operators_only")
+
+
+_CALLER: ContextVar[Caller] = ContextVar("caller", default=Caller())  # noqa: B039 (frozen)
+
+
+def current_caller() -> Caller:
+    """Whom the request of this task comes from."""
+    return _CALLER.get()
+
+
+async def operators_only(request: Request) -> None:
+    """A dependency of routes that act on the engine."""
+    current_caller().check_operator(f"{request.method} {request.url.path}")
+
+
+class KeyGuard:
+    """Answers 401 without a key that the server needs, on every path but ``open_paths``, and notes the caller.
+
+    It compares digests, all of them and in constant time, so the time of an answer says nothing about the keys.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, open_paths: Iterable[str]) -> None:
+        self._app = app
+        self._open_paths = {prefix + path for path in open_paths for prefix in ("", config.root_path)}
+        self._keys = [_digest(key.encode()) for key in config.api_keys]
+        self._admin_keys = [_digest(key.encode()) for key in config.admin_api_keys]
+        has_keys = bool(self._keys or self._admin_keys)
+        remedy = "send a key of --admin-api-key" if self._admin_keys else "start the server with --admin-api-key"
+        self._nobody = Caller(remedy=remedy)
+        self._without_key = replace(self._nobody, sees_all=not has_keys, acts=not has_keys and is_local(config))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            caller = self._caller(scope)
+            if caller is None:
+                text = "missing or wrong API key; send Authorization: Bearer <key>"
+                await error_reply(HttpError(401, text, code="invalid_api_key"))(scope, receive, send)
+                return
+            _CALLER.set(caller)
+        await self._app(scope, receive, send)
+
+    def _caller(self, scope: Scope) -> Caller | None:
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = _digest(key.strip().encode("latin-1"))
+        is_key, is_admin = (
+            scheme.lower() == "bearer" and bool(sum(hmac.compare_digest(given, expected) for expected in keys))
+            for keys in (self._keys, self._admin_keys)
+        )
+        if is_admin:
+            return Caller(sees_all=True, acts=True)
+        if is_key:
+            return replace(self._nobody, owner=given)
+        if not self._keys:
+            return self._without_key
+        return self._nobody if scope["path"] in self._open_paths else None
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class ModelDirs:
+    """The folders below which a request may name weights and adapters.
+
+    These are the ``allowed`` ones, or else the model's own and those of the adapters of the start.  A folder outside is
+    refused with the same words whether it exists or not, and is not looked at.
+    """
+
+    def __init__(self, allowed: Sequence[str], model: str, adapters: Iterable[str]) -> None:
+        self._model = model
+        folders = [_absolute(folder) for folder in (allowed or (model, *adapters))]
+        self._real = [folder.resolve() for folder in folders]
+        self._spelled = [*folders, *self._real]
+
+    def check(self, folder: str, param: str) -> None:
+        """``RequestError`` unless ``folder``, of the field ``param``, is the model itself or below one of the folders.
+
+        Links are followed: what they lead to must be below one, too.
+        """
+        if folder == self._model:
+            return
+        spelled = os.path.expanduser(folder)
+        if (
+            "\0" in folder
+            or not _is_below(_absolute(spelled), self._spelled)
+            or not _is_below(Path(spelled).resolve(), self._real)
+        ):
+            raise RequestError(
+                f"{param} is {shown(folder, 200)}, which is not below a folder that requests may name; start the "
+                "server with --allowed-model-dirs FOLDER",
+                param=param,
+            )
+
+
+def _absolute(folder: str) -> Path:
+    """The folder with ``..`` taken away, without a look at it."""
+    return Path(os.path.abspath(os.path.expanduser(folder)))
+
+
+def _is_below(place: Path, folders: Iterable[Path]) -> bool:
+    return any(place.is_relative_to(folder) for folder in folders)
+
+
+def warn_of_exposure(config: ServerConfig) -> None:
+    """Log what lets others use the server, or see its keys."""
+    if not is_local(config) and not config.api_keys:
+        logger.warning(
+            "everybody who reaches %s can use this server: it has no --api-key; what acts on the engine needs an "
+            "--admin-api-key (docs/serving.md, Keys)",
+            config.host,
+        )
+    for path in filter(None, (config.api_key_file, config.admin_api_key_file)):
+        mode = stat.S_IMODE(Path(path).expanduser().stat().st_mode)
+        if mode & 0o077:
+            logger.warning("the keys in %s can be read by other users (mode %03o): chmod 600 it", path, mode)
