@@ -17,6 +17,7 @@ from tp_engine.api.async_operations import AsyncOperations
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_search
 from tp_engine.api.engine_options import ChatTemplateOptions, EngineOptions, read_options
 from tp_engine.api.input_processor import InputProcessor, Prompt, load_tokenizer, prompt_text
+from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.api.output_streams import Outputs
 from tp_engine.api.pooling import PoolingParams, ScorePairs, embedding_output, embedding_request, paired
 from tp_engine.api.request_state import SequenceUpdate
@@ -57,8 +58,8 @@ class AsyncLLM(AsyncOperations):
         address: str | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        config, self._sampling_defaults = read_options("AsyncLLM", model, options)
-        self._config = None if address is not None else config
+        self._options = read_options("AsyncLLM", model, options)
+        self._config = None if address is not None else self._options.engine
         self._default_params: SamplingParams | None = None
         self._address = address
         self._tokenizer_given: Any | None = None
@@ -102,7 +103,7 @@ class AsyncLLM(AsyncOperations):
         await self.start()
         if self._default_params is None:
             info = self.model_info
-            self._default_params = await asyncio.to_thread(self._sampling_defaults.params, info.model, info.revision)
+            self._default_params = await asyncio.to_thread(self._options.sampling.params, info.model, info.revision)
         return self._default_params
 
     async def stream(
@@ -333,6 +334,7 @@ class AsyncLLM(AsyncOperations):
         if self._service is not None:
             self._watching = asyncio.get_running_loop().create_task(self._watch_service(self._service, client))
         self._input = InputProcessor(info, tokenizer)
+        self._input.chat = ChatFormat(tokenizer, self._options.chats)
         self._outputs = outputs
 
     async def _watch_service(self, service: ServiceHandle, client: EngineClient) -> None:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
+from tp_engine.api.openai.chat.options import ChatOptions, TemplateOptions
 from tp_engine.api.sampling_defaults import SamplingDefaultOptions
 from tp_engine.config import EngineConfig
+from tp_engine.errors import ConfigError
 from tp_engine.options import fields_of
 from tp_engine.options.intake import take_options
 
 
 class EngineOptions(TypedDict, total=False):
-    """The fields of ``EngineConfig`` but the model, and of ``SamplingDefaultOptions``."""
+    """The fields of ``EngineConfig`` but the model, of ``SamplingDefaultOptions`` and of ``TemplateOptions``."""
 
     tokenizer: str | None
     revision: str | None
@@ -74,13 +76,13 @@ class EngineOptions(TypedDict, total=False):
     flight_recorder_dir: str | None
     generation_config: str
     override_generation_config: Mapping[str, Any] | str | None
+    chat_template: str | None
+    chat_template_content_format: str
 
 
 class BatchOptions(EngineOptions, total=False):
     """Those of ``EngineOptions``, and the fields of ``BatchConfig`` but the two files."""
 
-    chat_template: str | None
-    chat_template_content_format: str
     enable_auto_tool_choice: bool
     tool_call_parser: str | None
     reasoning_parser: str | None
@@ -114,13 +116,24 @@ class ChatTemplateOptions(TypedDict, total=False):
     add_special_tokens: bool
 
 
-def read_options(
-    where: str, model: str | PathLike[str], options: Mapping[str, Any]
-) -> tuple[EngineConfig, SamplingDefaultOptions]:
+class Configs(NamedTuple):
+    """What the keywords make."""
+
+    engine: EngineConfig
+    sampling: SamplingDefaultOptions
+    chats: ChatOptions
+
+
+def read_options(where: str, model: str | PathLike[str], options: Mapping[str, Any]) -> Configs:
     """The configurations that keywords of ``where`` make, also in the words of vLLM and SGLang.
 
     Raises ``ConfigError``.
     """
-    taken = take_options({"model": model, **options}, [EngineConfig, SamplingDefaultOptions], where=where)
-    defaults = SamplingDefaultOptions(**fields_of(SamplingDefaultOptions, taken))
-    return EngineConfig(**fields_of(EngineConfig, taken)), defaults
+    if model is None:
+        raise ConfigError(f"{where}: model is None; give a folder or a hub name, or nothing for the demo model")
+    kinds = (EngineConfig, SamplingDefaultOptions, TemplateOptions)
+    taken = take_options({"model": model, **options}, kinds, where=where)
+    chats = ChatOptions(**fields_of(TemplateOptions, taken))
+    chats.check_chat_options()
+    sampling = SamplingDefaultOptions(**fields_of(SamplingDefaultOptions, taken))
+    return Configs(EngineConfig(**fields_of(EngineConfig, taken)), sampling, chats)

@@ -110,7 +110,18 @@ class InputProcessor:
         ``continue_final_message=True`` lets the model continue the last message instead.  Templates write the special
         tokens themselves; ``add_special_tokens`` adds the tokenizer's to them.
         """
-        text = self.chat.render(messages, {**template_options, **(chat_template_kwargs or {})}).text
+        variables = {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(variables, Mapping):
+            kind = type(variables).__name__
+            raise RequestError(
+                f"chat_template_kwargs is of type {kind}; it must be a mapping", param="chat_template_kwargs"
+            )
+        if template_options.pop("chat_template_content_format", "auto") != "auto":
+            raise RequestError(
+                "chat_template_content_format is found in the template; leave it out, or start a server with it",
+                param="chat_template_content_format",
+            )
+        text = self.chat.render(messages, {**template_options, **variables}).text
         return self.text_token_ids(text, add_special_tokens=add_special_tokens)
 
     def text_token_ids(self, text: str, *, add_special_tokens: bool, may_be_empty: bool = False) -> list[int]:
@@ -252,8 +263,8 @@ def check_text(name: str, text: object) -> None:
 
 
 def _only_entry(prompt: Mapping[str, Any]) -> Any:
-    given = [name for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
-    if len(given) != 1 or prompt.keys() - {"prompt", "prompt_token_ids"}:
+    given = [name for name, value in prompt.items() if value is not None]
+    if given not in (["prompt"], ["prompt_token_ids"]):
         raise RequestError(
             f"the prompt has the keys {sorted(map(str, prompt))}; give either 'prompt' or 'prompt_token_ids'",
             param="prompt",

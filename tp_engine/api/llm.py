@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias, Unpack
@@ -16,6 +16,7 @@ from tp_engine.adapters import LoRARequest, load_for
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_searches
 from tp_engine.api.engine_options import ChatTemplateOptions, EngineOptions, read_options
 from tp_engine.api.input_processor import InputProcessor, Prompt, prompt_text
+from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.api.output_streams import Outputs, Processed
 from tp_engine.api.pooling import PoolingParams, ScorePairs, embedding_output, embedding_request, paired
 from tp_engine.closing import Closing
@@ -54,7 +55,7 @@ class LLM(Closing):
     """
 
     def __init__(self, model: str | PathLike[str] = str(DEMO_MODEL), **options: Unpack[EngineOptions]) -> None:
-        config, defaults = read_options("LLM", model, options)
+        config, defaults, chats = read_options("LLM", model, options)
         launched = env.launched_rank()
         if launched is not None and launched.rank > 0:
             serve_rank(config)
@@ -65,6 +66,7 @@ class LLM(Closing):
         self.engine: Engine = start_engine(config)
         self._close = weakref.finalize(self, self.engine.close)
         self.input_processor = InputProcessor(self.engine.model_info, tokenizer)
+        self.input_processor.chat = ChatFormat(tokenizer, chats)
         self.outputs = Outputs(tokenizer)
         self.allocation_monitor = AllocationMonitor(interval_s=_MONITOR_S)
         self._num_requests = 0
@@ -276,6 +278,12 @@ class LLM(Closing):
     def _adapters_of(self, lora: Lora, num_prompts: int) -> list[str]:
         """The name of each prompt's adapter, empty for none; those that are not loaded are loaded now."""
         wanted: list[LoRARequest | None] = _for_each("lora_request", lora, num_prompts)
+        if wrong := next((one for one in wanted if not isinstance(one, (LoRARequest, type(None)))), None):
+            kind = type(wrong).__name__
+            raise RequestError(
+                f"lora_request is of type {kind}; it must be a LoRARequest, or one for each prompt",
+                param="lora_request",
+            )
         for one in dict.fromkeys(wanted):
             load = None if one is None else load_for(one, self.input_processor.adapters)
             if load is not None:
@@ -344,9 +352,13 @@ class LLM(Closing):
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many; a flat list of numbers is one prompt of token ids."""
-    if isinstance(prompts, (str, Mapping)) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]  # a flat list of ids is one prompt
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        kind = type(prompts).__name__
+        raise RequestError(f"prompts is of type {kind}; it must be a prompt, or a list of prompts", param="prompts")
+    batch: list[Any] = list(prompts)
+    return [batch] if batch and isinstance(batch[0], int) else batch  # a flat list of ids is one prompt
 
 
 def _as_conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:

@@ -158,8 +158,8 @@ class _Intake:
             target[field] = {**objects[1], **objects[0]}
         if earlier != value:
             raise ConfigError(
-                f"{self._where}{self._spelled(name)} sets {self._spelled(field)} to {_text(value)}, and it is given as "
-                f"{_text(earlier)}; give one of them"
+                f"{self._where}{self._spelled(name)} sets {self._spelled(field)} to {shown(value)}, and it is given as "
+                f"{shown(earlier)}; give one of them"
             )
 
     def _take_foreign(self, name: str, row: ForeignOption, value: Any, own: Mapping[str, Any]) -> None:
@@ -215,5 +215,5 @@ class _Intake:
 
 
 def _text(value: Any) -> str:
-    """A value in the log and in errors; none for a switch."""
+    """A value in the log; none for a switch."""
     return "" if value is True else value if isinstance(value, str) else shown(value, 200)

@@ -12,10 +12,11 @@ import pytest
 
 import tp_engine
 from tests.e2e.frontend import new_engine
-from tp_engine import LLM, RequestError, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from tp_engine import LLM, ConfigError, RequestError, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from tp_engine.api import llm as llm_module
 from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.api.engine_options import BatchOptions, EngineOptions, read_options
+from tp_engine.api.openai.chat.options import TemplateOptions
 from tp_engine.api.pooling import PoolingParams
 from tp_engine.api.sampling_defaults import SamplingDefaultOptions
 from tp_engine.config import EngineConfig
@@ -44,7 +45,7 @@ def keywords(*kinds: type[Any], without: tuple[str, ...] = ()) -> dict[str, obje
 
 def test_the_keywords_are_the_fields() -> None:
     """Oracle: the configuration dataclasses.  A new field is a line in ``tp_engine/api/engine_options.py``."""
-    of_engine = keywords(EngineConfig, SamplingDefaultOptions, without=("model",))
+    of_engine = keywords(EngineConfig, SamplingDefaultOptions, TemplateOptions, without=("model",))
     assert typing.get_type_hints(EngineOptions) == of_engine
     of_batch = of_engine | keywords(BatchConfig, without=("input_file", "output_file"))
     assert typing.get_type_hints(BatchOptions) == of_batch
@@ -54,10 +55,31 @@ def test_every_keyword_is_taken() -> None:
     """Oracle: the defaults, given one by one."""
     for spec in dataclasses.fields(EngineConfig):
         if spec.name != "model":
-            config, _ = read_options("LLM", "m", {spec.name: spec.default})
-            assert config == EngineConfig(model="m"), spec.name
-    _, defaults = read_options("LLM", "m", {"generation_config": "vllm", "override_generation_config": {"top_k": 3}})
-    assert defaults.params("m") == SamplingParams(top_k=3)
+            assert read_options("LLM", "m", {spec.name: spec.default}).engine == EngineConfig(model="m"), spec.name
+    options = {
+        "generation_config": "vllm",
+        "override_generation_config": {"top_k": 3},
+        "chat_template": "{{ messages }}",
+    }
+    found = read_options("LLM", "m", options)
+    assert found.sampling.params("m") == SamplingParams(top_k=3)
+    assert found.chats.template_text == "{{ messages }}"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (None, {}, "LLM: model is None; give a folder"),
+        ("m", {"max_modl_len": 5}, "LLM: unknown option max_modl_len; did you mean max_model_len"),
+        ("m", {"tool_call_parser": "hermes"}, "unknown option tool_call_parser"),
+        ("m", {"chat_template": "{{ open"}, "template"),
+        ("m", {"hf_overrides": print}, "it must be a JSON object, as a mapping or as text"),
+    ],
+)
+def test_wrong_keywords_are_named(model: Any, options: dict[str, Any], words: str) -> None:
+    """Oracle: the words of the error."""
+    with pytest.raises(ConfigError, match=words):
+        read_options("LLM", model, options)
 
 
 def test_completion_shows_the_public_names() -> None:
@@ -134,6 +156,16 @@ def test_llm_takes_the_defaults_of_the_models_file(monkeypatch: pytest.MonkeyPat
         params = [request.params for request in engines.pop().added]
         assert params == [SamplingParams(temperature=0.0)] * 3 + [SamplingParams(max_tokens=2)]
         assert llm.get_tokenizer() is not None
+        for wrong, words in (
+            ({"prompts": None}, "prompts is of type NoneType"),
+            ({"prompts": "a", "lora_request": "x"}, "lora_request is of type str; it must be a LoRARequest"),
+            ({"prompts": {"prompt": "a", "multi_modal_data": 1}}, "give either 'prompt' or 'prompt_token_ids'"),
+        ):
+            with pytest.raises(RequestError, match=words):
+                llm.generate(**wrong)
+        for options in ({"chat_template_kwargs": 3}, {"chat_template_content_format": "openai"}):
+            with pytest.raises(RequestError, match="chat_template_"):
+                llm.chat([{"role": "user", "content": "x"}], **options)
         assert llm.generate("12+3", {"detokenize": False, "max_tokens": 3}, use_tqdm=False)[0].outputs[0].text == ""
     with LLM(device="cpu", generation_config="vllm", trust_remote_code=True) as llm:  # type: ignore[call-arg]
         assert llm.get_default_sampling_params() == SamplingParams()

@@ -39,8 +39,8 @@ CONTENT_FORMATS = ("auto", "string", "openai")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions:
-    """How chats become prompts, and what is found in the answers."""
+class TemplateOptions:
+    """How chats become prompts."""
 
     chat_template: str | None = option(
         None, "Jinja template of chats, as a file or as text (default: the model's)", section="Chats"
@@ -50,6 +50,33 @@ class ChatOptions:
         "contents for the template: string, openai (a list of parts), or auto, what it takes for each role",
         choices=CONTENT_FORMATS,
     )
+
+    def check_template(self) -> None:
+        """Raise ``ConfigError`` for a template that can not be used."""
+        if self.template_text is not None:
+            from tp_engine.api.openai.chat.template import ChatTemplate  # Jinja, which most starts do not need
+
+            ChatTemplate(self.template_text)
+
+    @property
+    def template_text(self) -> str | None:
+        """``chat_template``, or the text of the file that it names; None: the model's.  Raises ``ConfigError``."""
+        given = self.chat_template
+        if given is None or "{{" in given or "{%" in given:
+            return given
+        try:
+            return read_text(Path(given).expanduser())
+        except (OSError, UnicodeDecodeError, ValueError) as error:
+            raise ConfigError(
+                f"chat_template is {given[:200]!r}, which is neither a readable file nor a template ({error}); give "
+                "the name of a file, or Jinja text with {{ or {%"
+            ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(TemplateOptions):
+    """How chats become prompts, and what is found in the answers."""
+
     enable_auto_tool_choice: bool = option(False, "let the model decide whether to call tools (needs tool_call_parser)")
     tool_call_parser: str | None = option(
         None,
@@ -72,23 +99,4 @@ class ChatOptions:
                 "enable_auto_tool_choice needs tool_call_parser, which finds the calls in the model's text: add "
                 f"--tool-call-parser with one of {', '.join(TOOL_FORMATS)}"
             )
-        if self.template_text is not None:
-            from tp_engine.api.openai.chat.template import (
-                ChatTemplate,
-            )  # Jinja, which a start without the option does not need
-
-            ChatTemplate(self.template_text)
-
-    @property
-    def template_text(self) -> str | None:
-        """``chat_template``, or the text of the file that it names; None: the model's.  Raises ``ConfigError``."""
-        given = self.chat_template
-        if given is None or "{{" in given or "{%" in given:
-            return given
-        try:
-            return read_text(Path(given).expanduser())
-        except (OSError, UnicodeDecodeError, ValueError) as error:
-            raise ConfigError(
-                f"chat_template is {given[:200]!r}, which is neither a readable file nor a template ({error}); give "
-                "the name of a file, or Jinja text with {{ or {%"
-            ) from error
+        self.check_template()
