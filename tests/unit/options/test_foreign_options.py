@@ -137,7 +137,7 @@ def test_sglangs_speculation_is_one_object() -> None:
         ("--headless", "torchrun"),
         ("--distributed-executor-backend ray", "one process for each rank"),
         ("--task reward", "--task: 'reward' is none of auto, generate"),
-        ("--task generate --convert embed", "--task sets --convert to none, and it is given as embed"),
+        ("--task generate --convert embed", "--task sets --convert to 'none', and it is given as 'embed'"),
         ("--lora-paths a=/x --enable-lora --lora-modules b=/y", "give one of them"),
         ("--spec-tokens 3 --speculative-config.num_speculative_tokens 4", "give one of them"),
         ("--ep-size many", "--ep-size is 'many', which it can not be"),
