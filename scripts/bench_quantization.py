@@ -1,8 +1,9 @@
-"""Measure what quantised weights cost in accuracy (logits, and the demo model's tasks), and time one product by each of
-torch's ways.
+"""Measure what quantised weights cost in accuracy (logits, a text's perplexity, and the demo model's tasks), and time
+one product by each of torch's ways.
 
     python scripts/bench_quantization.py --shape B --dtype float32 --tokens 64 --quantization int8,awq
     python scripts/bench_quantization.py --demo --samples 200 --quantization int8,awq,gptq --checkpoint FOLDER
+    python scripts/bench_quantization.py --model FOLDER --text FILE --dtype bfloat16 --kv-cache-dtype fp8,int8
     python scripts/bench_quantization.py --products 4096x1024 --dtype bfloat16
 
 Kinds of quantisation stand side by side.  awq and gptq are checkpoints that are written here, with weights rounded to
@@ -10,8 +11,9 @@ the nearest code.  --checkpoint names quantised copies of the demo model, in any
 
 Logits are compared with the unquantised model's at every position of one random prompt, on one rank: relative root mean
 square error, mean KL divergence in nats, and how often the likeliest token is the same.  Weights are random, as in a
-newly initialised model.  --demo gives the share of exactly right replies to held-out messages.  The last line is one
-JSON object.
+newly initialised model.  --text gives the perplexity of a text, of a model in a folder, also with the types of
+--kv-cache-dtype.  --demo gives the share of exactly right replies to held-out messages.  The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import torch
 from benchmarks.int4_checkpoint import PACKINGS, write_int4_checkpoint
 from benchmarks.int8_products import product_times_us
 from benchmarks.machine import processor_name
+from benchmarks.perplexity import perplexity
 from benchmarks.shapes import DEMO_MODEL, DUMMY_SHAPES, SHAPES, make_folder
 from demo_tasks import QUICK, held_out_dialogs
 
@@ -35,7 +38,7 @@ from tp_engine.config import QUANTIZATIONS
 
 KINDS = (*QUANTIZATIONS, *PACKINGS)
 ROWS = [1, 8, 32, 256]
-_DEMO_GROUP = 64  # 128 does not divide the demo model's 704 columns
+_GROUP = 64  # 128 does not divide the columns of the demo model (704) and of SmolLM2 (576)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,6 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     report: dict[str, Any] = {"benchmark": "quantization", "machine": processor_name()}
     if args.products:
         report |= time_products(args)
+    elif args.text:
+        report |= compare_perplexities(args)
     else:
         report |= compare_answers(args) if args.demo else compare_logits(args)
     for key, value in report.items():
@@ -62,6 +67,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--tokens", type=int, default=64, help="length of the prompt")
     parser.add_argument("--quantization", default=",".join(QUANTIZATIONS), help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--text", type=Path, help="a file: its perplexity instead of a shape's logits")
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="for --text: a folder (default: the demo model)")
+    parser.add_argument("--kv-cache-dtype", default="", help="for --text: types, side by side with those of weights")
     parser.add_argument("--demo", action="store_true", help="the demo model's accuracy instead of a shape's logits")
     parser.add_argument("--samples", type=int, default=50, help="held-out samples per task for --demo")
     parser.add_argument("--checkpoint", nargs="*", default=[], help="for --demo: quantised copies of the demo model")
@@ -69,6 +77,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=2.0, help="time per candidate and number of rows")
     args = parser.parse_args(arguments)
     args.quantization = list(filter(None, args.quantization.split(",")))
+    args.kv_cache_dtype = list(filter(None, args.kv_cache_dtype.split(",")))
     if unknown := set(args.quantization) - set(KINDS):
         parser.error(f"--quantization names {', '.join(sorted(unknown))}; choose among {', '.join(KINDS)}")
     if args.checkpoint and not args.demo:
@@ -175,13 +184,30 @@ def one_prompt(num_tokens: int) -> Any:
     )
 
 
+def compare_perplexities(args: argparse.Namespace) -> dict[str, Any]:
+    """The perplexity of the text, first of all unquantised ("none"), and its ratio to that one."""
+    text, found = args.text.read_text(encoding="utf-8"), {"none": 0.0}
+    with tempfile.TemporaryDirectory() as name:
+        (source := Path(name) / "model").symlink_to(args.model.absolute())
+        for kind in ("none", *args.quantization):
+            folder, quantization = weights_of(kind, source, _GROUP) if kind != "none" else (source, None)
+            found[kind] = perplexity(str(folder), text, dtype=args.dtype, quantization=quantization)
+        for kind in args.kv_cache_dtype:
+            found[f"{kind} KV cache"] = perplexity(str(source), text, dtype=args.dtype, kv_cache_dtype=kind)
+    kinds = {
+        kind: {"perplexity": round(value, 3), "to none": round(value / found["none"], 4)}
+        for kind, value in found.items()
+    }
+    return {"model": args.model.name, "dtype": args.dtype, "kinds": kinds}
+
+
 def compare_answers(args: argparse.Namespace) -> dict[str, Any]:
     """The share of exactly right replies for each task of the demo model, first of all unquantised ("none")."""
     kinds = {"none": answer_scores(DEMO_MODEL, None, args.samples)}
     with tempfile.TemporaryDirectory() as name:
         (source := Path(name) / "model").symlink_to(DEMO_MODEL)
         for kind in args.quantization:
-            kinds[kind] = answer_scores(*weights_of(kind, source, _DEMO_GROUP), args.samples)
+            kinds[kind] = answer_scores(*weights_of(kind, source, _GROUP), args.samples)
     kinds |= {folder: answer_scores(Path(folder), None, args.samples) for folder in args.checkpoint}
     return {"samples": args.samples, "kinds": kinds}
 
