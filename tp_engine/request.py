@@ -41,7 +41,8 @@ class EngineRequest:
     ``params.bad_words``, in every spelling.  A request with ``pooling`` ends with its prompt: its params are greedy and
     of one token, which means nothing.  ``adapter`` names a LoRA adapter, or is empty.  The scheduler enters the
     ``adapter_generation`` of what is loaded under that name: a number that no other load of any adapter has, 0 for the
-    model alone.  Its K/V are never taken for those of another.
+    model alone.  Its K/V are never taken for those of another.  ``prompt_field`` is the field of the client's request
+    that the prompt comes from, for errors.
     """
 
     request_id: str
@@ -55,6 +56,7 @@ class EngineRequest:
     pooling: Pooling | None = None
     adapter: str = ""
     adapter_generation: int = 0
+    prompt_field: str = "prompt"
 
     @property
     def is_constrained(self) -> bool:

@@ -107,13 +107,13 @@ _PLAIN = frozenset({bool, dict, float, int, list, str, tuple, type(None), Reques
 class SamplingParams:
     """How one request is sampled.
 
-    ``temperature`` 0 is greedy.  ``top_k`` 0 or -1 means all tokens.  ``seed`` gives the same sample in any batch.
-    ``max_tokens`` None means as many as the model's context allows.  ``logprobs`` and ``prompt_logprobs`` are the
-    number of alternatives per token (None for none).  ``bad_words`` never appear, alone or within text.
-    ``detokenize`` False leaves texts empty; there are no stop strings then.  ``truncate_prompt_tokens`` keeps so many
-    of the prompt's last tokens, -1 as many as leave room for ``max_tokens``.  ``output_kind`` is for
-    ``AsyncLLM.generate``.  ``prompt_cache_key`` names the session that the request belongs to, for prefetching from
-    the host tier.  ``structured_outputs`` constrains the form of the output.
+    ``temperature`` 0 is greedy.  ``top_k`` 0 or -1 means all tokens.  ``seed`` gives the same sample in any batch; -1
+    is None, which gives another one each time.  ``max_tokens`` None means as many as the model's context allows.
+    ``logprobs`` and ``prompt_logprobs`` are the number of alternatives per token (None for none, -1 for all tokens).
+    ``bad_words`` never appear, alone or within text.  ``detokenize`` False leaves texts empty; there are no stop
+    strings then.  ``truncate_prompt_tokens`` keeps so many of the prompt's last tokens, -1 as many as leave room for
+    ``max_tokens``.  ``output_kind`` is for ``AsyncLLM.generate``.  ``prompt_cache_key`` names the session that the
+    request belongs to, for prefetching from the host tier.  ``structured_outputs`` constrains the form of the output.
 
     Numbers and lists may be numpy's.  Names of vLLM, SGLang and OpenAI's API that mean one of these are taken too.
     Raises ``RequestError`` for a value out of range, and for an unknown name, with the nearest one.
@@ -158,6 +158,8 @@ class SamplingParams:
         object.__setattr__(self, "bad_words", _as_tuple("bad_words", self.bad_words))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
         self._check_kinds()
         self._check_ranges()
         self._check_stops()
@@ -222,7 +224,7 @@ class SamplingParams:
                 )
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None:
-                _whole(name, value, 0, "a whole number of at least 0, or None")
+                _whole(name, value, -1, "a whole number of at least 0, -1 (all tokens), or None")
 
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
             rule = "-1 (what the context allows), or a positive whole number"

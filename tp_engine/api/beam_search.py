@@ -29,13 +29,16 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from tp_engine.engine.messages import ModelInfo
-from tp_engine.engine.sequence_text import SequenceText
+from tp_engine.engine.sequence_text import SequenceText, hidden_ids
+from tp_engine.engine.token_texts import TokenTexts
 from tp_engine.engine.tokenizer import TokenDecoder
 from tp_engine.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Logprob, RequestOutput
 from tp_engine.request import EngineRequest, FinishReason
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
 
 Result = TypeVar("Result")
+
+_MOST_PARTS = 16  # more tokens than the parts of a character
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +261,7 @@ def _sequence(search: BeamSearch, beam: Beam, decoder: TokenDecoder | None) -> B
     hides_eos = beam.finish_reason is FinishReason.STOP and not search.params.include_stop_str_in_output
     return BeamSearchSequence(
         tokens=tokens,
-        logprobs=beam.logprobs,
+        logprobs=_with_texts(beam, beam.logprobs, decoder, behind=search.request.prompt_token_ids),
         cum_logprob=beam.cum_logprob,
         text="" if decoder is None else decoder.decode(tokens[: len(tokens) - hides_eos]),
         finish_reason=beam.finish_reason.value,
@@ -275,6 +278,7 @@ def _completion(search: BeamSearch, beam: Beam, index: int, decoder: TokenDecode
     if (num_logprobs := params.logprobs) is not None:
         pairs = zip(beam.token_ids, beam.logprobs, strict=True)
         logprobs = [_position(token_id, position, num_logprobs) for token_id, position in pairs]
+        logprobs = _with_texts(beam, logprobs, decoder, hidden=hidden_ids(decoder, params))
     return CompletionOutput(
         index=index,
         text=text,
@@ -289,3 +293,28 @@ def _position(token_id: int, position: Mapping[int, Logprob], num_logprobs: int)
     """The beam's own token, then the likeliest."""
     likeliest = {other: entry for other, entry in position.items() if (entry.rank or 0) <= num_logprobs}
     return {token_id: position[token_id]} | likeliest
+
+
+def _with_texts(
+    beam: Beam,
+    positions: Sequence[dict[int, Logprob]],
+    decoder: TokenDecoder | None,
+    *,
+    behind: Sequence[int] = (),
+    hidden: frozenset[int] = frozenset(),
+) -> list[dict[int, Logprob]]:
+    """``positions`` with the texts of their tokens within the beam, ``behind`` other tokens; a round knows but one."""
+    if decoder is None:
+        return list(positions)
+    texts = TokenTexts(decoder, hidden)
+    for token_id in behind[-_MOST_PARTS:]:
+        texts.take(token_id)
+    found = []
+    for token_id, position in zip(beam.token_ids, positions, strict=True):
+        told = {}
+        for other, entry in position.items():
+            text, data = texts.of(other)
+            told[other] = dataclasses.replace(entry, decoded_token=text, token_bytes=data)
+        found.append(told)
+        texts.take(token_id)
+    return found

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.engine.messages import ModelInfo
@@ -20,6 +20,7 @@ from tp_engine.structured_outputs import StructuredOutputsDefaults
 __all__ = ["InputProcessor", "Prompt", "load_tokenizer", "prompt_text"]
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+TruncationSide: TypeAlias = Literal["left", "right"]
 
 
 class InputProcessor:
@@ -56,16 +57,19 @@ class InputProcessor:
         arrival_s: float | None = None,
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
+        truncation_side: TruncationSide = "left",
         pooling: Pooling | None = None,
         adapter: str = "",
+        prompt_field: str = "prompt",
     ) -> EngineRequest:
         """A request that the engine can serve; otherwise raises ``RequestError`` with the reason.
 
         A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.  ``max_tokens``
         None becomes the rest of the model's context.  ``arrival_s`` (time.monotonic()) is now unless given.  Text is
-        tokenized with ``add_special_tokens``.  ``truncate_prompt_tokens`` keeps so many of the prompt's last tokens; -1
-        keeps as many as leave room for ``max_tokens``; None does as ``params`` say.  A request with ``pooling``
-        generates nothing.  ``adapter`` names a loaded one.
+        tokenized with ``add_special_tokens``.  ``truncate_prompt_tokens`` keeps so many of the prompt's last tokens, or
+        with ``truncation_side`` right of its first ones; -1 keeps as many as leave room for ``max_tokens``; None does
+        as ``params`` say.  A request with ``pooling`` generates nothing.  ``adapter`` names a loaded one.  Errors name
+        the prompt ``prompt_field``.
         """
         arrival_s = time.monotonic() if arrival_s is None else arrival_s
         if params.structured_outputs is not None:
@@ -74,14 +78,20 @@ class InputProcessor:
             )
         self._check_purpose(pooling)
         self._check_params(params)
+        params = self._with_all_logprobs(params)
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
             raise RequestError(f"priority is {priority!r}; it must be a whole number of 32 bits", param="priority")
-        token_ids = self._token_ids(prompt, add_special_tokens)
+        token_ids = self._token_ids(prompt, add_special_tokens, prompt_field)
         if truncate_prompt_tokens is None:
             truncate_prompt_tokens = params.truncate_prompt_tokens
         if truncate_prompt_tokens is not None:
-            token_ids = token_ids[-self._truncation(truncate_prompt_tokens, params, pooling) :]
-        self._check_length(len(token_ids), params, pooling)
+            num_kept = self._truncation(truncate_prompt_tokens, params, pooling)
+            if truncation_side == "left":
+                token_ids = token_ids[-num_kept:]
+            else:
+                keeps_end = add_special_tokens and prompt_text(prompt) is not None
+                token_ids = self._first(token_ids, num_kept, keeps_end)
+        self._check_length(len(token_ids), params, pooling, prompt_field)
         if params.max_tokens is None:
             params = dataclasses.replace(params, max_tokens=self._model.max_model_len - len(token_ids))
         return EngineRequest(
@@ -94,6 +104,7 @@ class InputProcessor:
             banned_words=self._banned_words(params.bad_words),
             pooling=pooling,
             adapter=adapter,
+            prompt_field=prompt_field,
         )
 
     def chat_token_ids(
@@ -122,16 +133,18 @@ class InputProcessor:
                 param="chat_template_content_format",
             )
         text = self.chat.render(messages, {**template_options, **variables}).text
-        return self.text_token_ids(text, add_special_tokens=add_special_tokens)
+        return self.text_token_ids(text, add_special_tokens=add_special_tokens, param="messages")
 
-    def text_token_ids(self, text: str, *, add_special_tokens: bool, may_be_empty: bool = False) -> list[int]:
-        """The token ids of ``text``; raises ``RequestError``."""
+    def text_token_ids(
+        self, text: str, *, add_special_tokens: bool, may_be_empty: bool = False, param: str = "prompt"
+    ) -> list[int]:
+        """The token ids of ``text``; raises ``RequestError``, which names the field ``param``."""
         if self.tokenizer is None:
-            raise RequestError("the model has no tokenizer; send the prompt as a list of token ids", param="prompt")
-        check_text("prompt", text)
+            raise RequestError("the model has no tokenizer; send the prompt as a list of token ids", param=param)
+        check_text(param, text)
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if token_ids or not may_be_empty:
-            self.check_token_ids(token_ids)
+            self.check_token_ids(token_ids, param)
         return token_ids
 
     def check_token_ids(self, token_ids: Sequence[int], param: str = "prompt") -> None:
@@ -149,17 +162,32 @@ class InputProcessor:
                     f"{what} contains the token id {token_id}; the model's token ids are 0 to {last}", param=param
                 )
 
-    def _token_ids(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
+    def _token_ids(self, prompt: Prompt, add_special_tokens: bool, param: str) -> list[int]:
         if isinstance(prompt, Mapping):
             prompt = _only_entry(prompt)
         if isinstance(prompt, str):
-            return self.text_token_ids(prompt, add_special_tokens=add_special_tokens)
+            return self.text_token_ids(prompt, add_special_tokens=add_special_tokens, param=param)
         if not isinstance(prompt, (list, tuple)):
             raise RequestError(
-                f"the prompt is of type {type(prompt).__name__}; it must be text or a list of token ids", param="prompt"
+                f"the prompt is of type {type(prompt).__name__}; it must be text or a list of token ids", param=param
             )
-        self.check_token_ids(prompt)
+        self.check_token_ids(prompt, param)
         return list(prompt)
+
+    def _first(self, token_ids: list[int], num_kept: int, keeps_end: bool) -> list[int]:
+        """The first ``num_kept`` tokens; with ``keeps_end`` special tokens stay at the end, as in transformers."""
+        if not keeps_end or len(token_ids) <= num_kept:
+            return token_ids[:num_kept]
+        num_last = 0
+        while num_last < num_kept and token_ids[-1 - num_last] in self.special_ids:
+            num_last += 1
+        return token_ids[: num_kept - num_last] + token_ids[len(token_ids) - num_last :]
+
+    def _with_all_logprobs(self, params: SamplingParams) -> SamplingParams:
+        """``params`` with the size of the vocabulary for -1, as in vLLM."""
+        names = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1]
+        every: dict[str, Any] = dict.fromkeys(names, self._model.vocab_size)
+        return dataclasses.replace(params, **every) if every else params
 
     def _truncation(self, asked: int, params: SamplingParams, pooling: Pooling | None) -> int:
         """How many of the prompt's last tokens are kept, at least one."""
@@ -202,13 +230,13 @@ class InputProcessor:
                 param="model",
             )
 
-    def _check_length(self, num_tokens: int, params: SamplingParams, pooling: Pooling | None) -> None:
+    def _check_length(self, num_tokens: int, params: SamplingParams, pooling: Pooling | None, param: str) -> None:
         longest = self._model.max_model_len
         if pooling is not None and num_tokens > longest:
             raise RequestError(
                 f"This model's maximum context length is {longest} tokens. However, your input has {num_tokens} "
                 f"tokens. Please reduce its length, or set truncate_prompt_tokens to -1.",
-                param="input",
+                param=param,
                 code="context_length_exceeded",
             )
         if pooling is None and num_tokens >= longest:
@@ -216,7 +244,7 @@ class InputProcessor:
                 f"This model's maximum context length is {longest} tokens. However, your prompt has {num_tokens} "
                 f"tokens, and at least one is generated. Please reduce the length of the prompt to at most "
                 f"{longest - 1} tokens.",
-                param="prompt",
+                param=param,
                 code="context_length_exceeded",
             )
         if params.min_tokens > longest - num_tokens:
@@ -230,9 +258,12 @@ class InputProcessor:
     def _check_params(self, params: SamplingParams) -> None:
         params.check_vocabulary(self._model.vocab_size)
         for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            if value is not None and 0 <= self._model.max_logprobs < value:
+            num_asked = self._model.vocab_size if value == -1 else value or 0
+            if 0 <= self._model.max_logprobs < num_asked:
                 raise RequestError(
-                    f"{name} is {value}; this engine gives at most {self._model.max_logprobs}", param=name
+                    f"{name} is {value}; this engine gives at most {self._model.max_logprobs}, or all with "
+                    "--max-logprobs -1",
+                    param=name,
                 )
         for text in params.stop:
             check_text("stop", text)

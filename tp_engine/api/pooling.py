@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tp_engine.api.input_processor import InputProcessor, Prompt
+from tp_engine.api.input_processor import InputProcessor, Prompt, TruncationSide, check_text
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.errors import RequestError
 from tp_engine.options.foreign_rows import accepted, to_option, translated
@@ -44,11 +44,15 @@ _ANSWERS = ("yes", "no")
 @takes_names_of_others((*translated(to_option("use_activation"), "normalize"), *accepted("is the method's", "task")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
-    """How a prompt is embedded: cut to ``dimensions``, of length 1 unless ``use_activation`` is False."""
+    """How a prompt is embedded: cut to ``dimensions``, of length 1 unless ``use_activation`` is False.
+
+    ``truncate_prompt_tokens`` keeps so many of its last tokens, or with ``truncation_side`` right of its first ones.
+    """
 
     dimensions: int | None = None
     use_activation: bool = True
     truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide | None = None
     add_special_tokens: bool = True
     cache_salt: str | None = None
 
@@ -95,9 +99,15 @@ class PoolingParams:
 
 
 def embedding_request(
-    processor: InputProcessor, prompt: Prompt, params: PoolingParams, *, request_id: str, priority: int = 0
+    processor: InputProcessor,
+    prompt: Prompt,
+    params: PoolingParams,
+    *,
+    request_id: str,
+    priority: int = 0,
+    prompt_field: str = "prompt",
 ) -> EngineRequest:
-    """The request for the hidden state of a prompt; raises ``RequestError``."""
+    """The request for the hidden state of a prompt; raises ``RequestError``, which names ``prompt_field``."""
     return processor.process(
         prompt,
         _one_token(params.cache_salt),
@@ -105,7 +115,9 @@ def embedding_request(
         priority=priority,
         add_special_tokens=params.add_special_tokens,
         truncate_prompt_tokens=params.truncate_prompt_tokens,
+        truncation_side=params.truncation_side or "left",
         pooling=Pooling(),
+        prompt_field=prompt_field,
     )
 
 
@@ -143,13 +155,15 @@ class ScorePairs:
         max_tokens_per_doc: int | None = None,
         params: PoolingParams | None = None,
         priority: int = 0,
+        fields: Sequence[tuple[str, str]] | None = None,
     ) -> ScorePairs:
         """Check everything and tokenize; raises ``RequestError``.
 
         ``instruction`` tells a reranker what relevant means; of each document at most ``max_tokens_per_doc`` tokens
-        are read.
+        are read.  ``fields`` are what the client calls the texts of each pair, for errors.
         """
         params = params or PoolingParams()
+        fields = fields or [("queries", "documents")] * len(pairs)
         if model.convert not in ("embed", "classify"):
             raise RequestError(
                 f"the model {model.model!r} is not served for scores; serve a reranker or a model for embeddings, or "
@@ -166,15 +180,26 @@ class ScorePairs:
                 f"instruction is {instruction[:80]!r}; a model for embeddings takes none: write it before the query",
                 param="instruction",
             )
-        cut = [(query, _cut(processor, document, max_tokens_per_doc)) for query, document in pairs]
+        cut = [
+            (query, _cut(processor, document, max_tokens_per_doc, field))
+            for (query, document), (_, field) in zip(pairs, fields, strict=True)
+        ]
         is_reranker = model.convert == "classify"
+        named: list[tuple[Prompt, str]]
         if is_reranker:
-            longest, told = params.truncate_prompt_tokens, instruction or INSTRUCTION
-            prompts: list[Prompt] = [reranker_prompt(processor, *pair, told, longest) for pair in cut]
+            told = instruction or INSTRUCTION
+            named = [
+                (_reranker_prompt(processor, pair, told, params, names), names[1])
+                for pair, names in zip(cut, fields, strict=True)
+            ]
             places, pooling = [(index, index) for index in range(len(cut))], Pooling(token_ids=_answer_ids(processor))
         else:
-            number = {text: index for index, text in enumerate(dict.fromkeys(text for pair in cut for text in pair))}
-            prompts, pooling = list(number), Pooling()
+            first_field: dict[str, str] = {}
+            for pair, names in zip(cut, fields, strict=True):
+                for text, name in zip(pair, names, strict=True):
+                    first_field.setdefault(text, name)
+            named, pooling = list(first_field.items()), Pooling()
+            number = {text: index for index, text in enumerate(first_field)}
             places = [(number[query], number[document]) for query, document in cut]
         requests = [
             processor.process(
@@ -183,9 +208,11 @@ class ScorePairs:
                 request_id=f"{request_id}-{index}",
                 priority=priority,
                 truncate_prompt_tokens=None if is_reranker else params.truncate_prompt_tokens,
+                truncation_side=params.truncation_side or "left",
                 pooling=pooling,
+                prompt_field=field,
             )
-            for index, prompt in enumerate(prompts)
+            for index, (prompt, field) in enumerate(named)
         ]
         return ScorePairs(pairs=tuple(pairs), requests=tuple(requests), is_reranker=is_reranker, _places=tuple(places))
 
@@ -213,6 +240,17 @@ class ScorePairs:
         return found
 
 
+def fields_of(
+    queries: str | Sequence[str], documents: str | Sequence[str], names: tuple[str, str]
+) -> list[tuple[str, str]]:
+    """What a client calls the texts of each pair of ``paired``: ``documents[3]`` for one of a list."""
+    first, second = (
+        [name] if isinstance(texts, str) else [f"{name}[{number}]" for number in range(len(texts))]
+        for name, texts in zip(names, (queries, documents), strict=True)
+    )
+    return paired(first, second)
+
+
 def paired(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[tuple[str, str]]:
     """One query with each document, or as many queries as documents, pair by pair; raises ``RequestError``."""
     first = [queries] if isinstance(queries, str) else list(queries)
@@ -230,16 +268,20 @@ def paired(queries: str | Sequence[str], documents: str | Sequence[str]) -> list
     return list(zip(first, second, strict=True))
 
 
-def reranker_prompt(
-    processor: InputProcessor, query: str, document: str, instruction: str, longest: int | None = None
+def _reranker_prompt(
+    processor: InputProcessor, pair: tuple[str, str], instruction: str, params: PoolingParams, fields: tuple[str, str]
 ) -> list[int]:
     """The prompt of one pair in the template of Qwen3-Reranker; its three parts are tokenized one by one, as in the
     model card.
 
-    ``longest`` None is any length, -1 the model's context: the end of the document is cut off to fit.
+    ``truncate_prompt_tokens`` None is any length, -1 the model's context: the end of the document is cut off to fit, or
+    with ``truncation_side`` left the beginning of the pair.
     """
+    query, document = pair
+    check_text(fields[0], query)
     texts = (_PREFIX, f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}", _SUFFIX)
-    prefix, body, suffix = (processor.text_token_ids(text, add_special_tokens=False) for text in texts)
+    prefix, body, suffix = (processor.text_token_ids(text, add_special_tokens=False, param=fields[1]) for text in texts)
+    longest = params.truncate_prompt_tokens
     if longest is not None:
         context, around = processor.max_model_len, len(prefix) + len(suffix)
         room = (context if longest == -1 else longest) - around
@@ -249,7 +291,7 @@ def reranker_prompt(
                 f"to {context}, of which the template takes {around}",
                 param="truncate_prompt_tokens",
             )
-        body = body[:room]
+        body = body[-room:] if params.truncation_side == "left" else body[:room]
     return [*prefix, *body, *suffix]
 
 
@@ -272,10 +314,10 @@ def _answer_ids(processor: InputProcessor) -> tuple[int, int]:
     return found[0][0], found[1][0]
 
 
-def _cut(processor: InputProcessor, document: str, max_tokens: int | None) -> str:
+def _cut(processor: InputProcessor, document: str, max_tokens: int | None, field: str) -> str:
     if max_tokens is None or processor.tokenizer is None:
         return document
-    token_ids = processor.text_token_ids(document, add_special_tokens=False, may_be_empty=True)
+    token_ids = processor.text_token_ids(document, add_special_tokens=False, may_be_empty=True, param=field)
     return document if len(token_ids) <= max_tokens else str(processor.tokenizer.decode(token_ids[:max_tokens]))
 
 

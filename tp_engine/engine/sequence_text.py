@@ -28,9 +28,9 @@ _RESYNC_TOKENS = 16
 _MAX_HELD_TOKENS = 64
 
 
-def hidden_ids(decoder: TokenDecoder, params: SamplingParams) -> frozenset[int]:
+def hidden_ids(decoder: TokenDecoder | None, params: SamplingParams) -> frozenset[int]:
     """The tokens that texts of a request leave out."""
-    return decoder.special_ids if params.skip_special_tokens else frozenset()
+    return decoder.special_ids if decoder is not None and params.skip_special_tokens else frozenset()
 
 
 class SequenceText:

@@ -48,15 +48,17 @@ def build_group(request: EngineRequest, limits: SchedulerLimits, number: int, ro
 
 def _prompt_array(request: EngineRequest) -> IntArray:
     if not request.prompt_token_ids:
-        raise RequestError("the prompt is empty; give at least one token", param="prompt")
+        raise RequestError("the prompt is empty; give at least one token", param=request.prompt_field)
     try:
         count = len(request.prompt_token_ids)
         packed = bytearray(struct.pack(f"<{count}i", *request.prompt_token_ids))  # takes half of numpy's time
     except struct.error as error:
-        raise RequestError(f"the prompt is not a list of token ids: {error}", param="prompt") from error
+        raise RequestError(f"the prompt is not a list of token ids: {error}", param=request.prompt_field) from error
     prompt: IntArray = np.frombuffer(packed, dtype="<i4")
     if prompt.min() < 0:
-        raise RequestError(f"the prompt contains {prompt.min()}; token ids are not negative", param="prompt")
+        raise RequestError(
+            f"the prompt contains {prompt.min()}; token ids are not negative", param=request.prompt_field
+        )
     return prompt
 
 
@@ -68,7 +70,7 @@ def _check_length(request: EngineRequest, limits: SchedulerLimits) -> None:
         raise RequestError(
             f"the prompt has {length} tokens; at most {limits.max_model_len - num_generated} fit, because "
             f"max_model_len is {limits.max_model_len}{reason}. Shorten the prompt",
-            param="prompt",
+            param=request.prompt_field,
             code="context_length_exceeded",
         )
     if length > limits.capacity_tokens:
@@ -77,7 +79,7 @@ def _check_length(request: EngineRequest, limits: SchedulerLimits) -> None:
             f"the prompt has {length} tokens; the KV cache holds {limits.capacity_tokens} in all "
             f"({limits.num_blocks} blocks of {limits.block_size}{groups}). Shorten the prompt, or give the cache more "
             "memory",
-            param="prompt",
+            param=request.prompt_field,
             code="context_length_exceeded",
         )
 

@@ -15,6 +15,7 @@ from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.server import middleware
 from tp_engine.server.access import KeyGuard, operators_only
 from tp_engine.server.bodies import ClientGoneError, error_reply
+from tp_engine.server.invocations import add_invocations
 from tp_engine.server.openai_routes import add_openai_routes
 from tp_engine.server.openapi import install_openapi
 from tp_engine.server.operator_routes import add_operator_routes
@@ -43,6 +44,7 @@ def create_app(state: ServerState) -> FastAPI:
     )
     add_openai_routes(app, state)
     add_pooling_routes(app, state)
+    add_invocations(app, state)
     admin = APIRouter(dependencies=[Depends(operators_only)])
     add_operator_routes(app, admin, state)
     add_weight_routes(admin, state)
@@ -59,6 +61,7 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
     config = state.config
     if config.root_path:
         app.add_middleware(middleware.RootPath, root_path=config.root_path)
+    app.add_middleware(middleware.TrailingSlashes, root_path=config.root_path)
     app.add_middleware(KeyGuard, config=config, open_paths=OPEN_PATHS + _PAGE_PATHS)
     app.add_middleware(RequestGuard, config=config)
     if config.allowed_origins:

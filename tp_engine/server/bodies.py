@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from tp_engine.api.openai.errors import HttpError, describe_error
 from tp_engine.api.openai.protocol import parse_body
+from tp_engine.errors import shown
 from tp_engine.log import get_logger
 from tp_engine.server.config import ServerConfig
 
@@ -36,17 +37,28 @@ class ClientGoneError(Exception):
 
 
 async def read_body(kind: type[Body], request: Request, config: ServerConfig) -> Body:
-    """The whole body, parsed; ``RequestError`` for a bad one.
+    """The whole body, parsed; raises ``RequestError`` for a bad one, and what ``read_data`` does."""
+    return parse_body(kind, await read_data(request, config))
 
-    ``HttpError`` 413 as soon as the body is known to be too large, 408 if it does not come in time.
+
+async def read_data(request: Request, config: ServerConfig) -> bytes:
+    """The whole body.
+
+    ``HttpError`` 413 as soon as it is known to be too large, 408 if it does not come in time, 415 if it is compressed.
     """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise HttpError(
+            415,
+            f"the body has the Content-Encoding {shown(encoding)}; send it as plain JSON, without that header",
+            code="unsupported_encoding",
+        )
     try:
         async with asyncio.timeout(config.body_timeout_s):
-            data = await _read(request, config.max_body_bytes)
+            return await _read(request, config.max_body_bytes)
     except TimeoutError:
         text = f"the body did not arrive within {config.body_timeout_s:g} s"
         raise HttpError(408, text, code="request_timeout") from None
-    return parse_body(kind, data)
 
 
 async def _read(request: Request, max_body_bytes: int) -> bytes:
@@ -75,7 +87,7 @@ def error_reply(error: BaseException) -> Response:
     if status == 500:
         logger.error("a request failed: %s", error, exc_info=error)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-    if status in (408, 413):  # else the rest of the body would be read as the next request
+    if status in (408, 413, 415):  # else the rest of the body would be read as the next request
         headers["Connection"] = "close"
     if isinstance(error, HttpError) and error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)

@@ -31,7 +31,11 @@ Body = ChatBody | CompletionBody | ResponsesBody
 async def answer(state: ServerState, request: Request, kind: type[Body]) -> Response:
     """Serve one request; raises ``RequestError`` and ``HttpError`` before anything has been sent."""
     state.check_room()
-    body: Body = await read_body(kind, request, state.config)
+    return await answer_body(state, request, await read_body(kind, request, state.config))
+
+
+async def answer_body(state: ServerState, request: Request, body: Body) -> Response:
+    """As ``answer``, for a body that has been read."""
     model = state.model_name(body.model)
     if body.prompt_cache_key is not None:  # its blocks may come back while the prompt is tokenized
         await state.llm.prefetch(body.prompt_cache_key, body.cache_salt)

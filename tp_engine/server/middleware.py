@@ -3,7 +3,7 @@
 ::
 
     HttpMetrics -> Turnstile -> HeadRequests -> RequestIds -> RequestContext -> CORS -> RequestGuard -> KeyGuard
-    -> RootPath -> route
+    -> TrailingSlashes -> RootPath -> route
 
 ``RequestGuard`` is in ``request_guard.py``, ``KeyGuard`` in ``access.py``.
 """
@@ -189,6 +189,20 @@ class RequestContext:
 def trace_carrier() -> Mapping[str, str]:
     """Those of the headers ``traceparent`` and ``tracestate`` that the request of this task has."""
     return _CARRIER.get()
+
+
+class TrailingSlashes:
+    """Takes a path that ends with a slash for the one without; some clients join addresses so."""
+
+    def __init__(self, app: ASGIApp, root_path: str = "") -> None:
+        self._app = app
+        self._first_pages = ("", root_path)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].endswith("/"):
+            path = scope["path"].rstrip("/")
+            scope["path"] = path if path not in self._first_pages else f"{path}/"
+        await self._app(scope, receive, send)
 
 
 class RootPath:

@@ -46,12 +46,16 @@ def add_pooling_routes(app: FastAPI, state: ServerState) -> None:
 
 
 async def _answer(state: ServerState, request: Request, kind: type[AnyPooledBody]) -> Response:
-    """Serve one request; raises ``RequestError`` and ``HttpError``.
+    """Serve one request; raises ``RequestError`` and ``HttpError``."""
+    state.check_room()
+    return await answer_pooled(state, request, await read_body(kind, request, state.config))
+
+
+async def answer_pooled(state: ServerState, request: Request, body: AnyPooledBody) -> Response:
+    """As the routes, for a body that has been read.
 
     The vectors are written in the thread that tokenizes: a large answer does not hold up the event loop.
     """
-    state.check_room()
-    body: AnyPooledBody = await read_body(kind, request, state.config)
     model = state.model_name(body.model)
     body.request_id = name_request(request.scope["state"], body.request_id)
     loop, llm = asyncio.get_running_loop(), state.llm

@@ -115,7 +115,7 @@ class ServerState:
 
     def model_name(self, asked: str | None) -> str:
         """The name to answer with; ``RequestError`` (404) for a model that is not served."""
-        if asked is None or asked in self.model_names:
+        if not asked or asked in self.model_names:
             return asked or self.model_names[0]
         adapters = self.adapters
         if asked in adapters:

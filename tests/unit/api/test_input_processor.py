@@ -87,6 +87,35 @@ def test_bad_requests_are_refused_by_name(prompt: Any, params: dict[str, Any], p
     assert caught.value.param == param
 
 
+def test_all_log_probabilities() -> None:
+    """Oracle: vLLM: -1 is the whole vocabulary, which only --max-logprobs -1 allows; the error names what was sent."""
+    everything = InputProcessor(msgspec.structs.replace(INFO, max_logprobs=-1), byte_level_tokenizer())
+    request = process("a", everything, logprobs=-1, prompt_logprobs=-1)
+    assert (request.params.logprobs, request.params.prompt_logprobs) == (400, 400)
+    for name in ("logprobs", "prompt_logprobs"):
+        every: dict[str, Any] = {name: -1}
+        with pytest.raises(RequestError, match=f"{name} is -1; this engine gives at most 20, or all with") as caught:
+            process("a", **every)
+        assert caught.value.param == name
+        too_low: dict[str, Any] = {name: -2}
+        with pytest.raises(RequestError, match=f"{name} is -2"):
+            SamplingParams(**too_low)
+
+
+def test_a_seed_of_minus_one_is_none() -> None:
+    """Oracle: vLLM; other negative seeds are seeds."""
+    assert SamplingParams(seed=-1) == SamplingParams()
+    assert SamplingParams(seed=-2).seed == -2
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", [7, 8, 9]), ("right", [5, 6, 7])])
+def test_truncation_has_a_side(side: Any, kept: list[int]) -> None:
+    """Oracle: vLLM: right keeps the first tokens, left, the default, the last."""
+    params = SamplingParams(max_tokens=1)
+    request = PROCESSOR.process([5, 6, 7, 8, 9], params, request_id="r", truncate_prompt_tokens=3, truncation_side=side)
+    assert request.prompt_token_ids == kept
+
+
 @pytest.mark.parametrize("priority", [True, 1.5, 2**31, None])
 def test_priority_is_a_whole_number(priority: Any) -> None:
     """Oracle: the scheduler sorts by it, and it crosses the socket."""
@@ -147,7 +176,7 @@ def test_chat_goes_through_the_template() -> None:
         ([{"role": "user", "content": 5}], "content must be text"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "part of type 'image_url'"),
         ([{"role": "user", "content": [{"type": "text"}]}], "part of type 'text'"),
-        ([{"role": "user", "content": ["a"]}], "part of type 'str'"),
+        ([{"role": "user", "content": [5]}], "part of type 'int'"),
         ([{"role": "robot", "content": "a"}], "unknown role robot"),
         ([{"role": "user", "content": "\ud83d"}], "surrogate"),
     ],

@@ -14,9 +14,10 @@ import pytest
 
 from tests.fake_engine import MODEL_INFO
 from tests.pooling_models import eos_tokenizer, yes_no_tokenizer
+from tests.text_tokenizers import byte_level_tokenizer
 from tests.unit.sched.scheduler_harness import FakeWorker, limits
 from tp_engine.api.input_processor import InputProcessor
-from tp_engine.api.pooling import PoolingParams, ScorePairs, embedding_request, paired
+from tp_engine.api.pooling import PoolingParams, ScorePairs, embedding_request, fields_of, paired
 from tp_engine.errors import ConfigError, RequestError
 from tp_engine.model_config.pooling import read_pooling
 from tp_engine.outputs import RequestOutput
@@ -52,6 +53,46 @@ def test_vectors(params: dict[str, Any], expected: list[float]) -> None:
 def test_a_vector_of_zeros_stays_one() -> None:
     """Oracle: no division by zero."""
     assert PoolingParams().vector(STATE * 0).tolist() == [0.0] * 8
+
+
+def test_errors_name_the_text_that_the_client_sent() -> None:
+    """Oracle: the field and the number of the one empty text, for both kinds of models that score."""
+    documents = ["a", "b", "", "c"]
+    pairs, fields = paired("q", documents), fields_of("q", documents, ("query", "documents"))
+    assert fields[1] == ("query", "documents[1]")
+    processor = InputProcessor(EMBED, byte_level_tokenizer())
+    with pytest.raises(RequestError) as error:
+        ScorePairs.of(processor, EMBED, pairs, request_id="s", fields=fields)
+    assert error.value.param == "documents[2]" and "documents[2] is empty" in str(error.value)
+    long = ["a", "b" * 5000]
+    pairs, fields = paired(["q", "r"], long), fields_of(["q", "r"], long, ("queries", "documents"))
+    with pytest.raises(RequestError) as error:
+        ScorePairs.of(InputProcessor(RANK, yes_no_tokenizer()), RANK, pairs, request_id="s", fields=fields)
+    assert error.value.param == "documents[1]"
+    with pytest.raises(RequestError) as error:
+        embedding_request(processor, "", PoolingParams(), request_id="r", prompt_field="input[3]")
+    assert error.value.param == "input[3]"
+
+
+def test_truncation_from_either_side() -> None:
+    """Oracle: transformers, which keeps the special token at the end of a text; token ids are cut as they are."""
+    tokenizer = eos_tokenizer()
+    processor = InputProcessor(EMBED, tokenizer)
+    text = "the quick brown fox"
+
+    def kept(prompt: Any, side: Any) -> list[int]:
+        params = PoolingParams(truncate_prompt_tokens=4, truncation_side=side)
+        return embedding_request(processor, prompt, params, request_id="r").prompt_token_ids
+
+    plain = tokenizer.encode(text, add_special_tokens=False)
+    assert kept(text, "right") == [*plain[:3], tokenizer.eos_token_id]
+    assert kept(text, None) == kept(text, "left") == [*plain[-3:], tokenizer.eos_token_id]
+    assert kept([5, 6, 7, 8, 9, 1], "right") == [5, 6, 7, 8]
+    (request,) = ScorePairs.of(
+        InputProcessor(RANK, yes_no_tokenizer()), RANK, [("q", "fox " * 100)], request_id="s",
+        params=PoolingParams(truncate_prompt_tokens=500, truncation_side="left"),
+    ).requests  # fmt: skip
+    assert len(request.prompt_token_ids) == 500
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def _parse(endpoint: _Endpoint, request: BatchRequest, model_names: Sequence[str
     body = parse_body(endpoint.kind, request.raw_body)
     if body.stream:
         raise RequestError("stream is true; a batch has no streams, leave it out", param="stream")
-    if body.model is not None and body.model not in model_names:
+    if body.model and body.model not in model_names:
         raise RequestError(
             f"the model {body.model[:200]!r} does not exist; this job has {', '.join(model_names)} "
             "(--served-model-name gives it other names)",

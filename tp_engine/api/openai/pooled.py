@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from tp_engine.api.input_processor import InputProcessor, Prompt
 from tp_engine.api.openai.answer_shape import JsonObject
 from tp_engine.api.openai.protocol import MAX_REQUEST_ID, REQUEST_ID
-from tp_engine.api.pooling import PoolingParams, ScorePairs, embedding_request, paired
+from tp_engine.api.pooling import PoolingParams, ScorePairs, embedding_request, fields_of, paired
 from tp_engine.engine.messages import ModelInfo
-from tp_engine.errors import RequestError
+from tp_engine.errors import RequestError, shown
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
 
@@ -36,6 +36,7 @@ class PooledBody(BaseModel):
     request_id: str | None = Field(None, min_length=1, max_length=MAX_REQUEST_ID, pattern=REQUEST_ID)
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
 
 
@@ -93,7 +94,8 @@ def num_pooled(body: AnyPooledBody) -> int:
         return len(_inputs(body))
     if isinstance(body, RerankBody) and body.top_n is not None and body.top_n < 0:
         raise RequestError(f"top_n is {body.top_n}; it must be at least 0, which gives all", param="top_n")
-    return len(_pairs(body))
+    queries, documents, _ = _texts(body)
+    return len(paired(queries, documents))
 
 
 def prepare_pooled(body: AnyPooledBody, processor: InputProcessor, info: ModelInfo, model: str) -> PreparedPooling:
@@ -102,14 +104,20 @@ def prepare_pooled(body: AnyPooledBody, processor: InputProcessor, info: ModelIn
     if isinstance(body, EmbeddingBody):
         return _prepare_embeddings(body, processor, info, model)
     envelope = _Envelope.of(body, "score" if isinstance(body, ScoreBody) else "rerank", model)
+    queries, documents, names = _texts(body)
     pairs = ScorePairs.of(
         processor,
         info,
-        _pairs(body),
+        paired(queries, documents),
+        fields=fields_of(queries, documents, names),
         request_id=envelope.engine_id,
         instruction=body.instruction,
         max_tokens_per_doc=body.max_tokens_per_doc,
-        params=PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens, cache_salt=body.cache_salt),
+        params=PoolingParams(
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncation_side=body.truncation_side,
+            cache_salt=body.cache_salt,
+        ),
         priority=body.priority or 0,
     )
 
@@ -154,14 +162,21 @@ def _prepare_embeddings(body: EmbeddingBody, processor: InputProcessor, info: Mo
         dimensions=body.dimensions,
         use_activation=body.use_activation is not False,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side,
         add_special_tokens=body.add_special_tokens is not False,
         cache_salt=body.cache_salt,
     )
     params.check(info)
     envelope = _Envelope.of(body, "embd", model)
+    is_list = isinstance(body.input, list) and not isinstance(next(iter(body.input), None), int)
     requests = [
         embedding_request(
-            processor, prompt, params, request_id=f"{envelope.engine_id}-{number}", priority=body.priority or 0
+            processor,
+            prompt,
+            params,
+            request_id=f"{envelope.engine_id}-{number}",
+            priority=body.priority or 0,
+            prompt_field=f"input[{number}]" if is_list else "input",
         )
         for number, prompt in enumerate(_inputs(body))
     ]
@@ -196,29 +211,29 @@ def _inputs(body: EmbeddingBody) -> list[Prompt]:
     return list(given)
 
 
-def _pairs(body: ScoreBody | RerankBody) -> list[tuple[str, str]]:
+def _texts(body: ScoreBody | RerankBody) -> tuple[str | list[str], str | list[str], tuple[str, str]]:
+    """The queries, the documents, and the names of their fields."""
     if isinstance(body, RerankBody):
-        return paired(body.query, [_text(document) for document in body.documents])
-    queries = _either(body, "queries", "text_1")
-    return paired(queries, _either(body, "documents", "text_2"))
+        return body.query, [_text(number, one) for number, one in enumerate(body.documents)], ("query", "documents")
+    queries, documents = _either(body, "queries", "text_1"), _either(body, "documents", "text_2")
+    return getattr(body, queries), getattr(body, documents), (queries, documents)
 
 
-def _either(body: ScoreBody, name: str, former: str) -> str | list[str]:
+def _either(body: ScoreBody, name: str, former: str) -> str:
     """The one of the two fields that is given."""
-    given = [value for value in (getattr(body, name), getattr(body, former)) if value is not None]
+    given = [one for one in (name, former) if getattr(body, one) is not None]
     if len(given) != 1:
         what = "both are given" if given else "neither is given"
         raise RequestError(f"{name} and {former} are names of one field, and {what}; give {name}", param=name)
-    value: str | list[str] = given[0]
-    return value
+    return given[0]
 
 
-def _text(document: str | dict[str, Any]) -> str:
+def _text(number: int, document: str | dict[str, Any]) -> str:
     text = document.get("text") if isinstance(document, dict) else document
     if not isinstance(text, str):
         raise RequestError(
-            f"documents contains an object with the keys {sorted(map(str, document))}; a document is text, or an "
-            'object with "text"',
+            f"documents[{number}] is an object with the keys {shown(sorted(map(str, document)))}; a document is text, "
+            'or an object with "text"',
             param="documents",
         )
     return text
@@ -230,7 +245,8 @@ def _ranked(body: RerankBody, scores: Sequence[float]) -> list[JsonObject]:
     results: list[JsonObject] = [{"index": index, "relevance_score": scores[index]} for index in order]
     if body.return_documents is not False:
         for result in results:
-            result["document"] = {"text": _text(body.documents[result["index"]])}
+            index = result["index"]
+            result["document"] = {"text": _text(index, body.documents[index])}
     return results
 
 

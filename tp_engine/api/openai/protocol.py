@@ -6,7 +6,7 @@ with ``parse_body``, so both accept and refuse the same.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -43,6 +43,7 @@ class GenerationBody(BaseModel):
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
 
     n: int | None = None
     temperature: float | None = None
@@ -77,6 +78,9 @@ class GenerationBody(BaseModel):
     guided_decoding_backend: str | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     prompt_cache_key: str | None = Field(None, max_length=1024)
+    kv_transfer_params: dict[str, Any] | None = None
+    logprob_token_ids: list[int] | None = None
+    thinking_token_budget: int | None = None
 
     @property
     def include_usage(self) -> bool:

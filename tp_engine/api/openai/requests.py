@@ -84,6 +84,8 @@ def prepare(
     ]
     if shape.kind == "completion" and shape.num_top_logprobs is not None:
         shape = replace(shape, special_ids=processor.special_ids, first_texts=_first_texts(requests, processor))
+    if echoes is not None and shape.kind == "completion" and body.truncate_prompt_tokens is not None:
+        echoes = _texts_read(requests, processor)
     return PreparedAnswer(shape=shape, requests=requests, echoes=echoes)
 
 
@@ -106,6 +108,12 @@ def prepare_searches(
         )
         searches.append(BeamSearch(request, params, engine))
     return PreparedSearches(shape=shape, searches=searches, echoes=echoes)
+
+
+def _texts_read(requests: Sequence[EngineRequest], processor: InputProcessor) -> list[str]:
+    """What the model reads of each prompt."""
+    assert processor.tokenizer is not None, "an echo needs one"
+    return [processor.tokenizer.decode(one.prompt_token_ids, skip_special_tokens=True) for one in requests]
 
 
 def _first_texts(requests: Sequence[EngineRequest], processor: InputProcessor) -> tuple[str, ...]:
@@ -144,7 +152,9 @@ def _engine_request(
         arrival_s=arrival_s,
         add_special_tokens=body.add_special_tokens is not False,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side or "left",
         adapter=body.model if body.model in processor.adapters else "",
+        prompt_field="messages" if isinstance(body, ChatBody) else "prompt",
     )
     asked, num_prompt, longest = max_output_tokens(body), len(request.prompt_token_ids), processor.max_model_len
     if asked is not None and num_prompt + asked > longest:
@@ -168,14 +178,17 @@ def _inputs(
         return shape, prompts, _echoes(body, prompts, processor)
     prompt = chat_prompt(body, processor)
     shape = dataclasses.replace(shape, role=prompt.role, parsing=chat_parsing(body, prompt, processor))
-    token_ids = processor.text_token_ids(prompt.text, add_special_tokens=bool(body.add_special_tokens))
+    token_ids = _chat_text_ids(prompt.text, body, processor)
     return shape, [{"prompt_token_ids": token_ids}], [prompt.last_text] if body.echo else None
 
 
 def chat_token_ids(body: ChatBody, processor: InputProcessor) -> list[int]:
     """The prompt of a chat; raises ``RequestError``."""
-    text = chat_prompt(body, processor).text
-    return processor.text_token_ids(text, add_special_tokens=bool(body.add_special_tokens))
+    return _chat_text_ids(chat_prompt(body, processor).text, body, processor)
+
+
+def _chat_text_ids(text: str, body: ChatBody, processor: InputProcessor) -> list[int]:
+    return processor.text_token_ids(text, add_special_tokens=bool(body.add_special_tokens), param="messages")
 
 
 def _echoes(body: CompletionBody, prompts: Sequence[Any], processor: InputProcessor) -> list[str] | None:

@@ -29,9 +29,20 @@ _NOT_IN_BEAM_SEARCH = (
 )
 
 
+# Fields of vLLM whose silent absence would change answers: what stands for none, and what to do instead.
+_NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "logprob_token_ids": (
+        (None, []),
+        "ask for logprobs -1 of a server with --max-logprobs -1, and read those of the tokens",
+    ),
+    "thinking_token_budget": ((None, -1), "limit the whole answer with max_tokens, or set reasoning_effort"),
+}
+
+
 def completion_params(body: CompletionBody, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
     """Sampling of a completion; ``defaults`` (the model's own) are for fields that the request does not set."""
     _refuse_suffix(body)
+    _refuse_what_is_not_here(body)
     echoes_logprobs = body.echo and body.logprobs is not None
     if body.max_tokens == 0 and not body.echo:
         raise RequestError("max_tokens is 0; it must be at least 1, except with echo", param="max_tokens")
@@ -49,6 +60,7 @@ def completion_params(body: CompletionBody, defaults: Mapping[str, Any] | None =
 
 def chat_params(body: ChatBody, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
     """Sampling of a chat; without ``max_tokens`` the answer may fill the rest of the context."""
+    _refuse_what_is_not_here(body)
     tools = ToolRequest.of(body)
     given = _given(body)
     if tools is not None and (schema := tools.schema()) is not None:
@@ -66,6 +78,7 @@ def beam_search_params(body: CompletionBody | ChatBody, context_tokens: int) -> 
     Its width is ``best_of``, or ``n`` if that is not set; the ``n`` best beams are the answer.
     """
     _refuse_in_beam_search(body)
+    _refuse_what_is_not_here(body)
     width = n = 1 if body.n is None else body.n
     if isinstance(body, ChatBody):
         tools = ToolRequest.of(body)
@@ -147,6 +160,12 @@ def _refuse_in_beam_search(body: GenerationBody) -> None:
         raise RequestError(
             "structured output is not supported with use_beam_search; leave one of them out", param="use_beam_search"
         )
+
+
+def _refuse_what_is_not_here(body: GenerationBody) -> None:
+    for name, (neutral, remedy) in _NOT_HERE.items():
+        if getattr(body, name) not in neutral:
+            raise RequestError(f"{name} is not supported; {remedy}", param=name)
 
 
 def _refuse_suffix(body: CompletionBody) -> None:

@@ -9,6 +9,7 @@
 | the content of a tool's answer | text |
 | tool_calls with arguments as JSON text | arguments as an object, or the text if the template takes that alone |
 | arguments that are no object | no arguments, or the text; the log says so |
+| parts of the kind thinking | reasoning |
 | reasoning | reasoning_content too, its name in most templates, or thinking if the template knows that alone |
 | an answer of a tool, with the call's id | also the function's name |
 | role developer | system, if the template does not know developer |
@@ -24,11 +25,13 @@ from typing import Any
 from tp_engine.api.openai.chat.capabilities import TemplateCapabilities
 from tp_engine.api.openai.tools.call_reader import valid_unicode
 from tp_engine.errors import RequestError, shown
-from tp_engine.log import get_logger
+from tp_engine.log import get_logger, warn_once
 
 logger = get_logger(__name__)
 
 _MAX_SHOWN = 80
+# The kind of a part -> its field that has the text.
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -121,7 +124,7 @@ def _normal_message(where: str, message: object) -> dict[str, Any]:
     normal["content"] = _content(where, role, normal.get("content"))
     if calls := normal.pop("tool_calls", None):
         normal["tool_calls"] = _tool_calls(f"{where}.tool_calls", calls)
-    reasoning = normal.get("reasoning_content", normal.get("reasoning"))
+    reasoning = normal.get("reasoning_content", normal.get("reasoning", _thinking(message.get("content"))))
     if reasoning is not None:
         normal["reasoning_content"] = reasoning
     return normal
@@ -136,15 +139,38 @@ def _content(where: str, role: str, content: object) -> str | list[str] | None:
         return content
     if not isinstance(content, (list, tuple)):
         raise RequestError(f"{where}.content must be text, or a list of text parts", param="messages")
-    return [_part_text(where, part) for part in content]
+    return [_part_text(where, role, part) for part in content if not _is_thinking(part)]
 
 
-def _part_text(where: str, part: object) -> str:
+def _is_thinking(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "thinking" and isinstance(part.get("thinking"), str)
+
+
+def _thinking(content: object) -> str | None:
+    """The reasoning that stands among the parts of a content."""
+    parts = content if isinstance(content, (list, tuple)) else ()
+    return "".join(part["thinking"] for part in parts if _is_thinking(part)) or None
+
+
+def _part_text(where: str, role: str, part: object) -> str:
+    """The text of a part.  In a tool's answer a note stands for a picture, which would else end the conversation."""
+    if isinstance(part, str):
+        return part
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    key = {"text": "text", "refusal": "refusal"}.get(str(kind))
+    key = _TEXTS.get(str(kind))
     if isinstance(part, Mapping) and key is not None and isinstance(part.get(key), str):
         return str(part[key])
+    if role == "tool" and isinstance(part, Mapping) and isinstance(kind, str) and key is None:
+        return omitted(kind)
     raise RequestError(f"{where}.content has a part of type {kind!r}; only text is supported", param="messages")
+
+
+def omitted(kind: str) -> str:
+    """What stands for a part of a tool's answer that is no text; the log says so once for each kind."""
+    warn_once(
+        logger, "parts of the type %s in tools' answers are left out: the model reads text", shown(kind, _MAX_SHOWN)
+    )
+    return f"[{kind[:_MAX_SHOWN].removeprefix('input_').removesuffix('_url')} omitted]"
 
 
 def _tool_calls(where: str, calls: object) -> list[dict[str, Any]]:

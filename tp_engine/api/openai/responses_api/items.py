@@ -16,6 +16,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tp_engine.api.openai.chat.messages import omitted
 from tp_engine.api.openai.responses_api.tools import custom_arguments, flat_name
 from tp_engine.errors import RequestError, shown
 from tp_engine.log import get_logger, warn_once
@@ -200,8 +201,7 @@ def _output_part(where: str, part: object) -> str:
     if isinstance(part, Mapping) and kind is None:  # of a shell: {"stdout": ..., "stderr": ..., "outcome": ...}
         return json.dumps(part, ensure_ascii=False)
     if isinstance(kind, str) and kind not in _TEXT_PARTS:
-        warn_once(logger, "parts of the type %s in tools' outputs are left out: the model reads text", shown(kind, 60))
-        return f"[{kind[:60].removeprefix('input_')} omitted]"
+        return omitted(kind)
     return _part_text(where, part)
 
 

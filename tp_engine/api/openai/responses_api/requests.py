@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -109,4 +109,6 @@ def prepare_response(
         prepared = prepare(chat, processor, model, defaults)
     except RequestError as error:
         raise renamed(error) from None
+    requests = [replace(request, prompt_field=_NAMES["messages"]) for request in prepared.requests]
+    prepared = replace(prepared, requests=requests)
     return PreparedResponse(chat_body=chat, chat=prepared, shape=ResponseShape.of(body, prepared, _tools(body)))

@@ -34,7 +34,9 @@ class ToolRequest:
         if body.functions:
             raise RequestError("functions is not supported; give tools instead", param="functions")
         tools = tuple(_tool(f"tools[{number}]", tool) for number, tool in enumerate(body.tools or ()))
-        choice, name = _choice(body.tool_choice)
+        choice, name, allowed = _choice(body.tool_choice)
+        if allowed is not None:
+            tools = _allowed(tools, allowed)
         if choice == "none" or not tools:
             if choice in ("required", "named"):
                 raise RequestError("tool_choice asks for a call, but there are no tools", param="tool_choice")
@@ -83,19 +85,37 @@ def _tool(where: str, tool: object) -> Mapping[str, Any]:
     return tool
 
 
-def _choice(given: object) -> tuple[Any, str | None]:
+def _choice(given: object) -> tuple[Any, str | None, object]:
+    """The choice, the function that it names, and the list of tools that it allows; None for none."""
     if given is None:
-        return "auto", None
+        return "auto", None, None
     if isinstance(given, str) and given in _WORDS:
-        return given, None
-    function = given.get("function") if isinstance(given, Mapping) and given.get("type") == "function" else None
-    if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-        return "named", function["name"]
+        return given, None, None
+    if isinstance(given, Mapping):
+        function, limits = given.get("function"), given.get("allowed_tools")
+        if given.get("type") == "function" and isinstance(function, Mapping) and isinstance(function.get("name"), str):
+            return "named", function["name"], None
+        if given.get("type") == "allowed_tools" and isinstance(limits, Mapping):
+            mode = limits.get("mode", "auto")
+            if isinstance(mode, str) and mode in _WORDS[1:]:
+                return mode, None, limits.get("tools") or ()
     raise RequestError(
-        f"tool_choice is {repr(given)[:80]}; it must be none, auto, required, or "
-        "{'type': 'function', 'function': {'name': ...}}",
+        f"tool_choice is {repr(given)[:80]}; it must be none, auto, required, "
+        "{'type': 'function', 'function': {'name': ...}}, or "
+        "{'type': 'allowed_tools', 'allowed_tools': {'mode': 'auto' or 'required', 'tools': [...]}}",
         param="tool_choice",
     )
+
+
+def _allowed(tools: Sequence[Mapping[str, Any]], allowed: object) -> tuple[Mapping[str, Any], ...]:
+    functions = (
+        [one.get("function") for one in allowed if isinstance(one, Mapping)] if isinstance(allowed, list) else []
+    )
+    names = [function.get("name") for function in functions if isinstance(function, Mapping)]
+    found = tuple(tool for tool in tools if tool["function"]["name"] in names)
+    if not found:
+        raise RequestError("tool_choice allows none of the tools; name at least one of them", param="tool_choice")
+    return found
 
 
 def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
