@@ -15,6 +15,7 @@ from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.server import middleware
 from tp_engine.server.access import KeyGuard, operators_only
 from tp_engine.server.bodies import ClientGoneError, error_reply
+from tp_engine.server.connections import ConnectionLimit
 from tp_engine.server.invocations import add_invocations
 from tp_engine.server.openai_routes import add_openai_routes
 from tp_engine.server.openapi import install_openapi
@@ -73,6 +74,7 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
             allow_credentials=config.allow_credentials,
             expose_headers=("X-Request-Id", "Retry-After"),
         )
+    app.add_middleware(ConnectionLimit, connections=state.connections, probes=OPEN_PATHS)
     app.add_middleware(middleware.RequestContext)
     app.add_middleware(middleware.RequestIds)
     app.add_middleware(middleware.HeadRequests)

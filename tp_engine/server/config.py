@@ -70,6 +70,11 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
     )
     max_body_bytes: int = option(16 * MIB, "largest request body", size=True)
     body_timeout_s: float = option(60.0, "longest time that the body of a request may take to arrive")
+    header_timeout_s: float = option(20.0, "longest time that a connection may take to send the header of a request")
+    write_timeout_s: float = option(120.0, "after so long without reading, a client loses its answer")
+    max_connections: int = option(
+        16384, "connections beyond which those without a request are closed (fewer, if descriptors are scarce)"
+    )
     sse_keep_alive_interval: float = option(
         10.0, "seconds of silence after which a stream sends its headers and a comment; 0: never"
     )
@@ -117,8 +122,8 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
                 f"metrics_prefix is {' '.join(self.metrics_prefix)!r}; it must be one name or several different ones, "
                 "of letters, digits and _, such as tp_engine vllm"
             )
-        for name in ("max_body_bytes", "body_timeout_s"):
-            if getattr(self, name) <= 0:
+        for name in ("max_body_bytes", "body_timeout_s", "header_timeout_s", "write_timeout_s", "max_connections"):
+            if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive")
         if not 0.0 <= self.sse_keep_alive_interval < math.inf:
             raise ConfigError(

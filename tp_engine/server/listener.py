@@ -18,6 +18,7 @@ from tp_engine.server.config import ServerConfig
 
 BACKLOG = 2048
 _PROBE_S = 1.0
+_LONGEST_S = 1e6
 
 
 def open_listener(config: ServerConfig) -> socket.socket:
@@ -87,6 +88,10 @@ def _listen_on_host(config: ServerConfig) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Of the connections too: the kernel ends one whose client takes nothing of what was sent to it for so long.
+        listener.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(config.write_timeout_s, _LONGEST_S) * 1000)
+        )
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:

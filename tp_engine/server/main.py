@@ -25,6 +25,7 @@ from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import configure_logging, get_logger
 from tp_engine.server.app import create_app
 from tp_engine.server.config import ServerConfig
+from tp_engine.server.connections import Connections
 from tp_engine.server.frontend_process import FrontendSettings
 from tp_engine.server.listener import BACKLOG, listener_url
 from tp_engine.server.state import ServerState
@@ -52,6 +53,10 @@ _TO_TRY = {
 
 class FrontendServer(uvicorn.Server):
     """uvicorn without its signal handlers: ``Frontend`` decides when the server ends."""
+
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config)
+        self.server_state.connections = connections  # type: ignore[assignment]  # it is used as a set
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen with a longer queue of new connections than the loop accepts in one turn."""
@@ -82,12 +87,14 @@ class Frontend:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop_asked.set)
-        server = FrontendServer(_uvicorn_config(self._state))
+        server = FrontendServer(_uvicorn_config(self._state), self._state.connections)
+        self._state.connections.fit_descriptors()
         acceptors = [self._listener, *(self._listener.dup() for _ in range(_NUM_ACCEPTORS - 1))]
         serving = loop.create_task(server.serve(sockets=acceptors))
         attending = loop.create_task(self._attend_engine())
         stopping = loop.create_task(self._stop_asked.wait())
         watching = loop.create_task(self._state.watch.run())
+        ending = loop.create_task(self._state.connections.run())
         await asyncio.wait({serving, attending, stopping}, return_when=asyncio.FIRST_COMPLETED)
         engine_ended = attending.done()
         _tell_systemd("STOPPING=1")
@@ -95,9 +102,9 @@ class Frontend:
         await self._state.limit.wait_idle(_CLOSE_S if engine_ended else self._config.shutdown_timeout_s)
         server.should_exit = True
         await serving
-        for task in (attending, stopping, watching):
+        for task in (attending, stopping, watching, ending):
             task.cancel()
-        await asyncio.gather(attending, stopping, watching, return_exceptions=True)
+        await asyncio.gather(attending, stopping, watching, ending, return_exceptions=True)
         await self._state.close()
         return 0 if self._stop_asked.is_set() else 1
 

@@ -2,10 +2,10 @@
 
 ::
 
-    HttpMetrics -> Turnstile -> HeadRequests -> RequestIds -> RequestContext -> CORS -> RequestGuard -> KeyGuard
-    -> TrailingSlashes -> RootPath -> route
+    HttpMetrics -> Turnstile -> HeadRequests -> RequestIds -> RequestContext -> ConnectionLimit -> CORS -> RequestGuard
+    -> KeyGuard -> TrailingSlashes -> RootPath -> route
 
-``RequestGuard`` is in ``request_guard.py``, ``KeyGuard`` in ``access.py``.
+``ConnectionLimit`` is in ``connections.py``, ``RequestGuard`` in ``request_guard.py``, ``KeyGuard`` in ``access.py``.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from tp_engine.ipc.pulse import Pulse
 from tp_engine.request import EngineRequest
 from tp_engine.server.access import Caller, ModelDirs, current_caller
 from tp_engine.server.config import ServerConfig
+from tp_engine.server.connections import Connections
 from tp_engine.server.engine_watch import EngineWatch
 from tp_engine.server.metrics import ServerMetrics
 from tp_engine.server.observation import Observation
@@ -39,6 +40,7 @@ class ServerState:
         self.created = int(time.time())
         self.limit = PromptLimit()
         self.running = RunningRequests()
+        self.connections = Connections(config)
         self.metrics = ServerMetrics(model_names[0], config.metrics_prefix)
         self.watch = EngineWatch(lambda: self.llm, self.metrics.requests, logs=not config.disable_log_stats)
         self.tracer: RequestTracer | None = None

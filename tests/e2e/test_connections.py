@@ -1,0 +1,237 @@
+"""Connections that only wait, on plain sockets against uvicorn with each of its parsers, and the real HTTP process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import uvicorn
+
+from tests.e2e.frontend import INFO, running_server, wait_until
+from tests.fake_engine import FakeEngine, arith
+from tp_engine.server.config import ServerConfig
+from tp_engine.server.connections import ConnectionLimit, Connections
+from tp_engine.server.main import FrontendServer
+
+WAIT_S = 20.0
+HEADER_S, WRITE_S = 0.4, 1.0
+LARGE = 64 << 20
+GET = b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@dataclass
+class Small:
+    """A running server of a small application, and its connections."""
+
+    port: int
+    connections: Connections
+
+    def connect(self, data: bytes = b"") -> socket.socket:
+        """A new connection that has sent ``data``."""
+        made = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
+        made.sendall(data)
+        return made
+
+    def status(self, path: bytes = b"/health") -> int:
+        """The status of a request over a connection of its own."""
+        with self.connect(GET % path) as asked:
+            return int(asked.recv(1000).split()[1])
+
+
+async def application(scope: Any, receive: Any, send: Any) -> None:
+    """``/large`` is one large answer, ``/endless`` never ends, ``/wait`` waits for the client to leave."""
+    path = scope["path"]
+    if path == "/wait":
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await receive()
+    leaving = asyncio.ensure_future(receive())
+    while path == "/endless" and not leaving.done():
+        await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+        await asyncio.sleep(0)
+    leaving.cancel()
+    await send({"type": "http.response.body", "body": b"x" * (LARGE if path == "/large" else 2)})
+
+
+@contextlib.contextmanager
+def small_server(parser: str, **options: Any) -> Iterator[Small]:
+    """``application`` in a thread, on a free port, over ``parser`` of uvicorn."""
+    limits = {"header_timeout_s": HEADER_S, "write_timeout_s": WRITE_S, "max_connections": 8, **options}
+    connections = Connections(ServerConfig(**limits))
+    limited = ConnectionLimit(application, connections, ("/health",))
+    config = uvicorn.Config(
+        limited, http=parser, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1, access_log=False
+    )
+    server = FrontendServer(config, connections)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    async def serve() -> None:
+        watching = asyncio.create_task(connections.run())
+        await server.serve(sockets=[listener])
+        watching.cancel()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        wait_until(lambda: server.started, "the server")
+        yield Small(listener.getsockname()[1], connections)
+    finally:
+        server.should_exit = True
+        thread.join(WAIT_S)
+
+
+@pytest.fixture(scope="module", params=["h11", "httptools"])
+def small(request: pytest.FixtureRequest) -> Iterator[Small]:
+    with small_server(request.param) as server:
+        yield server
+
+
+def answer(connection: socket.socket) -> bytes:
+    """A whole answer in chunks."""
+    data = b""
+    while not data.endswith(b"0\r\n\r\n"):
+        data += connection.recv(1000)
+    return data
+
+
+def ends(connection: socket.socket) -> bool:
+    """Whether the server ends the connection; what it still sends is read."""
+    try:
+        while connection.recv(1 << 20):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+    return True
+
+
+def test_idle_and_half_sent_connections_are_closed(small: Small) -> None:
+    """Oracle: the header's deadline, from the first byte on: bytes that trickle in do not move it."""
+    beginnings = (b"", b"G", b"GET /health HTTP/1.1\r\nHost: x\r\nX-", GET % b"/health" + b"GET /he")
+    waiting = [small.connect(data) for data in beginnings]
+    trickling, stop = small.connect(GET % b"/health" + b"POST /x HTTP/1.1\r\n"), threading.Event()
+
+    def trickle() -> None:
+        with contextlib.suppress(OSError):
+            while not stop.wait(0.1):
+                trickling.sendall(b"X-A: b\r\n")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    try:
+        assert all(ends(one) for one in (*waiting, trickling))
+    finally:
+        stop.set()
+        thread.join()
+    wait_until(lambda: len(small.connections) == 0, "their end")
+
+
+def test_a_connection_between_two_requests_and_one_with_a_request_stay(small: Small) -> None:
+    """Oracle: both are there after several times the header's deadline."""
+    with small.connect(GET % b"/health") as between, small.connect(GET % b"/wait") as within:
+        assert b"200" in answer(between)
+        time.sleep(4 * HEADER_S + 1)
+        between.sendall(GET % b"/health")
+        assert b"200" in answer(between)
+        assert len(small.connections) == 2
+        within.settimeout(0.1)
+        assert not ends(within)
+
+
+@pytest.mark.parametrize("path", [b"/endless", b"/large"])
+def test_a_client_that_does_not_read_is_disconnected(path: bytes, small: Small) -> None:
+    """Oracle: the write deadline, whether the answer is still written or waits as a whole; one that reads gets all."""
+    with small.connect(GET % path):
+        wait_until(lambda: len(small.connections) == 1, "the connection")
+        wait_until(lambda: len(small.connections) == 0, "its end")
+    with small.connect(GET % b"/large") as slow:
+        size, began_s = 0, time.monotonic()
+        while size < LARGE:
+            size += len(slow.recv(1 << 20))
+            if time.monotonic() - began_s < 2 * WRITE_S:
+                time.sleep(0.05)
+        assert time.monotonic() - began_s > WRITE_S
+
+
+def test_connections_without_a_request_make_room(small: Small, caplog: pytest.LogCaptureFixture) -> None:
+    """Oracle: the oldest ones go, one with a request stays, everybody is served; one line in the log."""
+    with caplog.at_level(logging.WARNING), contextlib.ExitStack() as stack:
+        within = stack.enter_context(small.connect(GET % b"/wait"))
+        for _ in range(100):
+            stack.enter_context(small.connect())
+            assert small.status(b"/") == 200
+        assert len(small.connections) <= 8
+        within.settimeout(0.1)
+        assert not ends(within)
+    assert caplog.text.count("are open") <= 1
+    wait_until(lambda: len(small.connections) == 0, "their end")
+
+
+def test_health_checks_pass_where_every_connection_has_a_request(small: Small) -> None:
+    """Oracle: 503 with Retry-After and a closed connection, but 200 for health, until others end."""
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(small.connect(GET % b"/wait")) for _ in range(8)]
+        wait_until(lambda: len(small.connections) == 8, "all connections")
+        for _ in range(5):
+            assert (small.status(b"/"), small.status()) == (503, 200)
+        with small.connect(GET % b"/") as refused:
+            text = b"".join(iter(lambda: refused.recv(2000), b"")).lower()  # up to the end of the connection
+            assert b"retry-after" in text and b"connection: close" in text and b"too_many_connections" in text
+        held[0].close()
+        wait_until(lambda: len(small.connections) < 8, "one to end")
+        assert small.status(b"/") == 200
+    wait_until(lambda: len(small.connections) == 0, "their end")
+
+
+def test_descriptors_that_run_out_are_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Oracle: with no descriptor left nothing is accepted and the log has one line; then the server goes on."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with small_server("h11", max_connections=1000) as server, caplog.at_level(logging.WARNING):
+        clients = [socket.socket() for _ in range(20)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2, before[1]))
+        try:
+            for client in clients:
+                client.settimeout(WAIT_S)
+                client.connect(("127.0.0.1", server.port))
+            time.sleep(2.5)  # asyncio tries again every second
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        wait_until(lambda: server.status() == 200, "the server to go on")
+        for client in clients:
+            client.close()
+    assert caplog.text.count("can not be accepted") == 1 and "Traceback" not in caplog.text
+
+
+def test_a_stream_that_nobody_reads_is_aborted() -> None:
+    """Oracle: the engine hears of it long before the request would end, and the stream of another client goes on."""
+    engine = FakeEngine(arith, step_delay_s=0.001, model_info=INFO)
+    body = {"prompt": "x", "max_tokens": 1000, "stream": True, "ignore_eos": True, "n": 32, "logprobs": 20}
+    with running_server(engine, ServerConfig(port=0, write_timeout_s=1.0)) as server:
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.settimeout(WAIT_S)
+            deaf.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+            deaf.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
+            wait_until(lambda: len(engine.added) == 1, "the request")
+            small = {"prompt": "y", "max_tokens": 100, "stream": True, "ignore_eos": True}
+            with server.client.stream("POST", "/v1/completions", json=small) as stream:
+                assert [line for line in stream.iter_lines() if line][-1] == "data: [DONE]"
+            wait_until(lambda: engine.aborted != [], "the abort")
+        server.wait_idle()
+        wait_until(lambda: server.client.get("/load").json()["server_load"] == 0, "its place")

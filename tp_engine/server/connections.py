@@ -1,0 +1,171 @@
+"""How many connections the HTTP server has, and how long one may wait for its client.
+
+::
+
+    a connection                                   ends
+    without a request: nothing, or half a header   header_timeout_s after it was opened or began the header
+    with a request whose body does not come        body_timeout_s later, with 408 (bodies.py)
+    whose client reads too little of an answer     write_timeout_s later; the request is aborted
+    between two requests                           _KEEP_ALIVE_S later (main.py)
+    beyond max_connections                         the oldest ones without a request make room; if all have one, it gets
+                                                   503, but for health checks
+
+uvicorn keeps the set of its connections in ``Connections``; it works with each of uvicorn's HTTP parsers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import os
+import resource
+import time
+from collections.abc import Iterable, Iterator, MutableSet
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tp_engine.api.openai.errors import HttpError
+from tp_engine.log import get_logger
+from tp_engine.server.bodies import error_reply
+from tp_engine.server.config import ServerConfig
+
+logger = get_logger(__name__)
+
+Connection: TypeAlias = Any
+"""uvicorn's protocol object of one connection, of any of its parsers."""
+
+_LOOK_S = 1.0
+_LEAST_READ_BYTES = 4096
+_ENDED_AT_ONCE = 32
+_LOG_EVERY_S = 10.0
+_RESERVED_DESCRIPTORS = 128
+_RETRY_AFTER_S = 1
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+@dataclass(slots=True)
+class _Wait:
+    """Since when a connection waits for its client, to read so many bytes, or, if there are none, to send a header."""
+
+    since_s: float
+    num_bytes: int
+
+    def is_over(self, num_bytes: int) -> bool:
+        """Whether the client has done something since: ``num_bytes`` wait for it now."""
+        return bool(num_bytes) != bool(self.num_bytes) or self.num_bytes - num_bytes >= _LEAST_READ_BYTES
+
+
+class Connections(MutableSet[Connection]):
+    """The open connections, the oldest first."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._most = config.max_connections
+        self._waits: dict[Connection, _Wait | None] = {}
+        self._next_line_s = 0.0
+
+    def fit_descriptors(self) -> None:
+        """Let this process have as many descriptors as it may, and leave some of them for other things."""
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        free = hard - len(os.listdir("/proc/self/fd"))
+        self._most = max(1, min(self._most, free - min(_RESERVED_DESCRIPTORS, free // 2)))
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether there are more than there may be, although those without a request have ended."""
+        return len(self._waits) > self._most
+
+    async def run(self) -> None:
+        """Look at the connections once in a second, until cancelled."""
+        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
+        while True:
+            self.end_late_ones(time.monotonic())
+            await asyncio.sleep(_LOOK_S)
+
+    def end_late_ones(self, now_s: float) -> None:
+        """Close those that have waited too long for their clients by ``now_s``."""
+        for connection, wait in list(self._waits.items()):
+            num_bytes = _unread_bytes(connection)
+            if not num_bytes and not _awaits_header(connection):
+                self._waits[connection] = None
+            elif wait is None or wait.is_over(num_bytes):
+                self._waits[connection] = _Wait(now_s, num_bytes)
+            elif now_s - wait.since_s >= (self._config.write_timeout_s if num_bytes else self._config.header_timeout_s):
+                connection.transport.abort()
+
+    def add(self, value: Connection) -> None:
+        self._waits[value] = None
+        if self.are_too_many:
+            self._make_room(value)
+
+    def discard(self, value: Connection) -> None:
+        self._waits.pop(value, None)
+
+    def __contains__(self, value: object) -> bool:
+        return value in self._waits
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(self._waits)
+
+    def __len__(self) -> int:
+        return len(self._waits)
+
+    def _make_room(self, newest: Connection) -> None:
+        """Close some of the oldest connections without a request: another one may come with each turn of the loop."""
+        idle = (one for one in self._waits if one is not newest and _has_no_request(one) and not _unread_bytes(one))
+        for connection in list(itertools.islice(idle, min(_ENDED_AT_ONCE, len(self._waits) // 8 + 1))):
+            del self._waits[connection]
+            connection.transport.abort()
+        self._log(f"{self._most} connections are open, the most that may be: the oldest without a request are closed")
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Asyncio repeats an accept that has failed after a second, on each of its sockets."""
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES:
+            self._log(f"a connection can not be accepted ({error.strerror}); it is tried again")
+        else:
+            loop.default_exception_handler(context)
+
+    def _log(self, text: str) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_line_s:
+            self._next_line_s = now_s + _LOG_EVERY_S
+            logger.warning("%s", text)
+
+
+def _has_no_request(connection: Connection) -> bool:
+    return connection.cycle is None or connection.cycle.response_complete
+
+
+def _awaits_header(connection: Connection) -> bool:
+    """Whether it has sent nothing yet, or a part of a header."""
+    return _has_no_request(connection) and connection.timeout_keep_alive_task is None
+
+
+def _unread_bytes(connection: Connection) -> int:
+    """Bytes of an answer that this process holds because the client does not read; 0 while more may be written."""
+    if connection.transport is None or not (connection.flow.write_paused or _has_no_request(connection)):
+        return 0
+    return int(connection.transport.get_write_buffer_size())
+
+
+class ConnectionLimit:
+    """Answers 503 while there are too many connections, on all paths but those of ``probes``."""
+
+    def __init__(self, app: ASGIApp, connections: Connections, probes: Iterable[str]) -> None:
+        self._app = app
+        self._connections = connections
+        self._probes = frozenset(probes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._connections.are_too_many and scope["path"] not in self._probes:
+            text = "the server has too many connections; try again later"
+            reply = error_reply(HttpError(503, text, code="too_many_connections", retry_after_s=_RETRY_AFTER_S))
+            reply.headers["Connection"] = "close"
+            await reply(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
