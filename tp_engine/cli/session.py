@@ -60,6 +60,8 @@ def parse_client(prog: str, text: str, name: str, kind: type[ClientConfig], argv
     """The options of a client command; with ``--url`` only ``--model`` is allowed of the engine's."""
     tables: Mapping[str, type[Any]] = {"engine": EngineConfig, name: kind}
     options = parse_options(prog, text, tables, argv)
+    for line in options.notes:
+        note(line)
     foreign = sorted(options.given["engine"].keys() - {"model"})
     if options.given[name].get("url") is not None and foreign:
         flag = foreign[0].replace("_", "-")

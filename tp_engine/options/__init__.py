@@ -10,26 +10,33 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tp_engine.errors import ConfigError
 from tp_engine.files import read_text
+from tp_engine.log import get_logger
 from tp_engine.options.flags import MODEL_TAG, make_parser
 from tp_engine.options.intake import flag_of, take_options
 
 Config = TypeVar("Config")
 
+logger = get_logger(__name__)
+
 
 @dataclass(slots=True, kw_only=True)
 class Options:
-    """The values given per table.  ``print_config``: print the effective configuration instead of running."""
+    """The values given per table.  ``print_config``: print the effective configuration instead of running.
+
+    ``notes`` say what became of options of other servers.
+    """
 
     tables: Mapping[str, type[Any]]
     given: dict[str, dict[str, Any]]
     print_config: bool = False
+    notes: list[str] = field(default_factory=list)
     _built: dict[str, Any] = field(default_factory=dict)
 
     def build(self, table: str, kind: type[Config]) -> Config:
@@ -49,15 +56,18 @@ def parse_options(
 ) -> Options:
     """Parse ``argv`` (default: that of this process) and the TOML file that it names.  Raises ``ConfigError``."""
     flags = vars(make_parser(prog, description, tables).parse_args(argv))
-    given = load_tables(flags.pop("config"), tables) if "config" in flags else {name: {} for name in tables}
+    notes: list[str] = []
+    given: dict[str, dict[str, Any]] = {name: {} for name in tables}
+    if "config" in flags:
+        given = load_tables(flags.pop("config"), tables, note=notes.append)
     print_config = flags.pop("print_config", False)
     tag = flags.pop(MODEL_TAG, None)
     if tag is not None and flags.setdefault("model", tag) != tag:
         raise ConfigError(f"the model is given twice, as {tag!r} and as --model {flags['model']!r}; give it once")
-    taken = take_options(flags, tables.values(), spelled=flag_of)
+    taken = take_options(flags, tables.values(), spelled=flag_of, note=notes.append)
     for name, kind in tables.items():
         given[name] |= fields_of(kind, taken)
-    return Options(tables=tables, given=given, print_config=print_config)
+    return Options(tables=tables, given=given, print_config=print_config, notes=notes)
 
 
 def fields_of(kind: type[Any], taken: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,7 +92,9 @@ def adopt_world_size(engine: dict[str, Any], world_size: int | None) -> None:
     engine["tensor_parallel_size"] = world_size
 
 
-def load_tables(path: str, tables: Mapping[str, type[Any]]) -> dict[str, dict[str, Any]]:
+def load_tables(
+    path: str, tables: Mapping[str, type[Any]], *, note: Callable[[str], None] = logger.info
+) -> dict[str, dict[str, Any]]:
     """Read ``path``; the result has every table.  Raises ``ConfigError`` that names file, key and remedy.
 
     A YAML file is vLLM's: one mapping of flags, without tables.
@@ -96,15 +108,20 @@ def load_tables(path: str, tables: Mapping[str, type[Any]]) -> dict[str, dict[st
     except ValueError as error:
         raise ConfigError(f"{path} is not valid {'YAML' if is_yaml else 'TOML'}: {error}") from error
     if is_yaml:
-        taken = take_options(
-            {str(name).replace("-", "_"): document[name] for name in document}, tables.values(), where=path
-        )
+        flags = {str(name).replace("-", "_"): value for name, value in document.items()}
+        taken = take_options(flags, tables.values(), where=path, note=note)
         return {name: fields_of(kind, taken) for name, kind in tables.items()}
     for name in document:
         if name not in tables:
             known = ", ".join(f"[{table}]" for table in tables)
             raise ConfigError(f"{path}: unknown entry {name!r}; a file has the tables {known}")
-    return {name: _read_table(path, name, document.get(name, {}), kind) for name, kind in tables.items()}
+    given = {name: document.get(name, {}) for name in tables}
+    for name, table in given.items():
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {name} is {table!r}; it must be a table, [{name}]")
+    return {
+        name: take_options(given[name], [kind], where=f"{path}, [{name}]", note=note) for name, kind in tables.items()
+    }
 
 
 def _yaml(text: str) -> dict[Any, Any]:
@@ -117,12 +134,6 @@ def _yaml(text: str) -> dict[Any, Any]:
     if not isinstance(document, dict):
         raise ValueError("it must be a mapping of flags to values")
     return document
-
-
-def _read_table(path: str, name: str, table: Any, kind: type[Any]) -> dict[str, Any]:
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path}: {name} is {table!r}; it must be a table, [{name}]")
-    return take_options(table, [kind], where=f"{path}, [{name}]")
 
 
 def dump_table(name: str, config: Any) -> str:

@@ -208,7 +208,7 @@ def _value_settings(spec: dataclasses.Field[Any]) -> dict[str, Any]:
     if spec.metadata.get("size"):
         return {"type": _raising(parse_bytes), "metavar": "SIZE"}
     if spec.metadata.get("count"):
-        return {"type": _raising(parse_count), "metavar": "N"}
+        return {"type": _raising(partial(_count, spec)), "metavar": "N"}
     if spec.metadata.get("json"):
         return {"action": _Value, "metavar": "JSON"}
     if base.startswith("tuple"):
@@ -229,6 +229,10 @@ def _raising(parse: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return parse_value
+
+
+def _count(spec: dataclasses.Field[Any], text: str) -> int | str:
+    return parse_count(text) if known_value(spec.name, text) is None else text
 
 
 def _choice(spec: dataclasses.Field[Any], text: str) -> Any:

@@ -329,6 +329,11 @@ VALUES: Mapping[str, tuple[ForeignValue, ...]] = {
             "the engine has no such backend, and a backend changes no result",
         ),
     ),
+    "max_model_len": (
+        ForeignValue(
+            "auto -1", "", "the model's length; if the KV cache is too small for it, the start says what fits"
+        ),
+    ),
     "chat_template": (
         ForeignValue(
             "*tool_chat_template_gemma4.jinja", "", "that file is vLLM's, and the model's own is used", is_file=True

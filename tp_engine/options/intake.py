@@ -28,19 +28,19 @@ def take_options(
     *,
     where: str = "",
     spelled: Callable[[str], str] = str,
-    foreign: Mapping[str, ForeignOption] = OPTIONS,
+    note: Callable[[str], None] = logger.info,
 ) -> dict[str, Any]:
     """The fields of the dataclasses ``kinds`` that ``given`` sets: by their names, by other spellings of their flags,
     and by options and values of other servers.
 
-    The log has a line for what is translated or without an effect.  Raises ``ConfigError`` for a name that is none of
-    them, with the nearest one, and for an option that is refused, with the remedy; ``where`` begins the message, and
-    ``spelled`` writes names as the user did.  ``foreign`` is the table of those options.
+    ``note`` gets a line for what is translated or without an effect; by default the log does.  Raises ``ConfigError``
+    for a name that is none of them, with the nearest one, and for an option that is refused, with the remedy;
+    ``where`` begins the message, and ``spelled`` writes names as the user did.
     """
-    intake = _Intake(kinds, where, spelled, foreign)
+    intake = _Intake(kinds, where, spelled, OPTIONS)
     taken = intake.take(given)
-    for line in intake.log_lines():
-        logger.info("%s", line)
+    for line in intake.notes():
+        note(line)
     return taken
 
 
@@ -133,7 +133,7 @@ class _Intake:
             self._take_foreign(name, foreign[name], self._parse(given[name]), own)
         return self._taken
 
-    def log_lines(self) -> list[str]:
+    def notes(self) -> list[str]:
         """What became of options and values of other servers."""
         return [f"{self._where}{', '.join(names)}: {reason}" for reason, names in self._reasons.items()]
 

@@ -52,6 +52,8 @@ def run_launched(
         with _silent_unless(rank == 0):
             options = parse_options(prog, description, tables, argv)
         configure_logging(f"rank {rank}", options.given["engine"].get("log_format", "text"))
+        for note in options.notes if rank == 0 else ():
+            logger.info("%s", note)
         adopt_world_size(options.given["engine"], launched.world_size if launched else None)
         return _print_config(options, rank) if options.print_config else job(options)
     except (ConfigError, RequestError) as error:

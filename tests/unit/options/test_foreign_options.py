@@ -108,6 +108,8 @@ def test_every_value_stands_for_one_that_exists() -> None:
         ("--attention-backend FLASH_ATTN:Triton", {"attention_backend": "flash_attn:triton"}),
         ("--quantization AWQ_Marlin", {"quantization": "awq"}),
         ("--pipeline-parallel-size 1 -dp=1 --nnodes 1 --distributed-executor-backend mp", {}),
+        ("--max-model-len auto", {"max_model_len": None}),
+        ("--max-model-len -1", {"max_model_len": None}),
         ("--trust-remote-code=false --no-enable-eplb --cpu-offload-gb 0", {}),
     ],
 )
@@ -285,15 +287,17 @@ def test_help_on_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--host-timeout-s" in found[2] and found[3].startswith("no option has 'nothing-of-the-kind'")
 
 
-def test_the_log_has_a_line_for_each_reason(caplog: pytest.LogCaptureFixture) -> None:
-    """Oracle: the lines by hand; options that ask for nothing have none."""
-    with caplog.at_level(logging.INFO, logger="tp_engine"):
-        parse("--trust-remote-code --moe-backend triton --linear-backend x --task embed --enable-chunked-prefill -pp 1")
-    assert [record.getMessage() for record in caplog.records] == [
+def test_each_reason_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Oracle: the lines by hand; options that ask for nothing have none.  The Python API logs them."""
+    line = "--trust-remote-code --moe-backend triton --linear-backend x --task embed --enable-chunked-prefill -pp 1"
+    assert parse(line).notes == [
         "--trust-remote-code: no code of a model is run: its family is built in, and its tokenizer is data",
         "--linear-backend, --moe-backend: kernels are the engine's own, chosen for the device",
         "--task embed: taken as --convert embed",
     ]
+    with caplog.at_level(logging.INFO, logger="tp_engine"):
+        take_options({"task": "embed", "trust_remote_code": False}, [EngineConfig], where="LLM")
+    assert [record.getMessage() for record in caplog.records] == ["LLM: task embed: taken as convert embed"]
 
 
 def test_every_option_has_a_flag() -> None:

@@ -57,6 +57,14 @@ def test_the_log_is_json_if_asked_for(rank: int, capfd: pytest.CaptureFixture[st
     assert (line["level"], line["process"], line["message"]) == ("ERROR", f"rank {rank}", "rank 1: it died")
 
 
+def test_rank_0_says_what_became_of_foreign_options(rank: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Oracle: one line from rank 0 and none from the other, in the format of the log."""
+    assert run("--log-format", "json", "--trust-remote-code") == 0
+    lines = [json.loads(line)["message"] for line in capfd.readouterr().err.splitlines()]
+    told = "--trust-remote-code: no code of a model is run: its family is built in, and its tokenizer is data"
+    assert lines == ([told] if rank == 0 else [])
+
+
 @pytest.mark.parametrize(
     "argv", [["--blok-size", "3"], ["--block-size", "3"], ["--tensor-parallel-size", "4"], ["--config", "/none"]]
 )
