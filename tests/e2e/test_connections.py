@@ -216,6 +216,17 @@ def test_descriptors_that_run_out_are_one_line_in_the_log(caplog: pytest.LogCapt
     assert caplog.text.count("can not be accepted") == 1 and "Traceback" not in caplog.text
 
 
+def test_requests_that_are_none_are_one_line_in_the_log(small: Small, caplog: pytest.LogCaptureFixture) -> None:
+    """Oracle: the HTTP library's warning, once however often it is provoked; errors are not held back."""
+    with caplog.at_level(logging.WARNING):
+        for _ in range(50):
+            with small.connect(b"NONSENSE\r\n\r\n") as one:
+                assert b" 400 " in one.recv(1000)
+        for _ in range(2):
+            logging.getLogger("uvicorn.error").error("an error")
+    assert caplog.text.count("Invalid HTTP request") == 1 and caplog.text.count("an error") == 2
+
+
 def test_a_stream_that_nobody_reads_is_aborted() -> None:
     """Oracle: the engine hears of it long before the request would end, and the stream of another client goes on."""
     engine = FakeEngine(arith, step_delay_s=0.001, model_info=INFO)

@@ -16,8 +16,10 @@ uvicorn keeps the set of its connections in ``Connections``; it works with each 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import itertools
+import logging
 import os
 import resource
 import time
@@ -33,6 +35,9 @@ from tp_engine.server.bodies import error_reply
 from tp_engine.server.config import ServerConfig
 
 logger = get_logger(__name__)
+
+# The HTTP library has a line for each request that is none.
+_LOGS = (logger, logging.getLogger("uvicorn.error"))
 
 Connection: TypeAlias = Any
 """uvicorn's protocol object of one connection, of any of its parsers."""
@@ -65,7 +70,6 @@ class Connections(MutableSet[Connection]):
         self._config = config
         self._most = config.max_connections
         self._waits: dict[Connection, _Wait | None] = {}
-        self._next_line_s = 0.0
 
     def fit_descriptors(self) -> None:
         """Let this process have as many descriptors as it may, and leave some of them for other things."""
@@ -82,9 +86,10 @@ class Connections(MutableSet[Connection]):
     async def run(self) -> None:
         """Look at the connections once in a second, until cancelled."""
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
-        while True:
-            self.end_late_ones(time.monotonic())
-            await asyncio.sleep(_LOOK_S)
+        with seldom():
+            while True:
+                self.end_late_ones(time.monotonic())
+                await asyncio.sleep(_LOOK_S)
 
     def end_late_ones(self, now_s: float) -> None:
         """Close those that have waited too long for their clients by ``now_s``."""
@@ -120,21 +125,43 @@ class Connections(MutableSet[Connection]):
         for connection in list(itertools.islice(idle, min(_ENDED_AT_ONCE, len(self._waits) // 8 + 1))):
             del self._waits[connection]
             connection.transport.abort()
-        self._log(f"{self._most} connections are open, the most that may be: the oldest without a request are closed")
+        logger.warning(
+            "%d connections are open, the most that may be: the oldest without a request are closed", self._most
+        )
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Asyncio repeats an accept that has failed after a second, on each of its sockets."""
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES:
-            self._log(f"a connection can not be accepted ({error.strerror}); it is tried again")
+            logger.warning("a connection can not be accepted (%s); it is tried again", error.strerror)
         else:
             loop.default_exception_handler(context)
 
-    def _log(self, text: str) -> None:
+
+@contextlib.contextmanager
+def seldom() -> Iterator[None]:
+    """Within, the same warning on connections is logged once in ten seconds: strangers can provoke it at any rate."""
+    only = _Seldom()
+    for log in _LOGS:
+        log.addFilter(only)
+    try:
+        yield
+    finally:
+        for log in _LOGS:
+            log.removeFilter(only)
+
+
+class _Seldom(logging.Filter):
+    def __init__(self) -> None:
+        super().__init__()
+        self._next_s: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
         now_s = time.monotonic()
-        if now_s >= self._next_line_s:
-            self._next_line_s = now_s + _LOG_EVERY_S
-            logger.warning("%s", text)
+        if record.levelno != logging.WARNING or now_s >= self._next_s.get(record.msg, 0.0):
+            self._next_s[record.msg] = now_s + _LOG_EVERY_S
+            return True
+        return False
 
 
 def _has_no_request(connection: Connection) -> bool:

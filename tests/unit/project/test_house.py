@@ -11,7 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 MODULES = sorted((ROOT / "tp_engine").rglob("*.py"))
-DOCUMENTS = [*(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")), *(ROOT / "docs").glob("*.md")]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *(ROOT / "docs").glob("*.md"),
+]
 SHORT_MODULES = Path(__file__).parents[2] / "short_modules.txt"
 
 MAX_COLUMNS = 120
