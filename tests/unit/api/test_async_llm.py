@@ -8,14 +8,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
 import pytest
 
-from tests.fake_engine import FakeEngine, ServiceThread, arith, fake_service, says
+from tests.fake_engine import MODEL_INFO, FakeEngine, ServiceThread, arith, fake_pooled, fake_service, says
+from tests.pooling_models import eos_tokenizer
 from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.errors import ConfigError, EngineDeadError, RequestError
 from tp_engine.outputs import RequestOutput
-from tp_engine.request import EngineRequest
+from tp_engine.request import EngineRequest, Pooling
 from tp_engine.sampling_params import RequestOutputKind, SamplingParams
 
 DEADLINE_S = 15.0
@@ -289,6 +293,30 @@ def test_a_chat_is_a_generation_from_its_template() -> None:
         assert await llm.get_tokenizer() is byte_level_tokenizer()
 
     run(scenario)
+
+
+def test_embeddings_and_scores() -> None:
+    """Oracle: the fake engine's states, cut and divided by their lengths, and the cosine of two of them."""
+    info = msgspec.structs.replace(MODEL_INFO, convert="embed", hidden_size=4, dimensions=())
+
+    def vector(text: str, size: int = 4) -> npt.NDArray[np.float64]:
+        ids = eos_tokenizer().encode(text)
+        request = EngineRequest(request_id="", prompt_token_ids=ids, params=SamplingParams(), pooling=Pooling())
+        state = fake_pooled(request)[:size].astype(np.float64)
+        return state / np.linalg.norm(state)
+
+    async def scenario() -> None:
+        async with await AsyncLLM.connect(service.address, tokenizer=eos_tokenizer(), timeout_s=DEADLINE_S) as llm:
+            whole, cut = await asyncio.gather(llm.embed("hi"), llm.embed("hi", {"dimensions": 2}, request_id="mine"))
+            assert whole.outputs.embedding == pytest.approx(vector("hi"), abs=1e-6)
+            assert cut.outputs.embedding == pytest.approx(vector("hi", 2), abs=1e-6) and cut.request_id == "mine"
+            scores = [one.outputs.score for one in await llm.score("hi", ["the quick", "hi"])]
+            assert scores == pytest.approx([vector("hi") @ vector("the quick"), 1.0], abs=1e-6)
+            with pytest.raises(RequestError, match="served for embeddings and generates no text"):
+                await anext(llm.generate("hi", SamplingParams()))
+
+    with fake_service(FakeEngine(model_info=info)) as service:
+        asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
 
 
 def test_an_unknown_option_is_refused_before_anything_starts() -> None:
