@@ -43,9 +43,9 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
         accepted(
             "always in effect here",
             "calculate_kv_scales disable_frontend_multiprocessing disable_uvicorn_access_log enable_cache_report "
-            "enable_cumem_allocator enable_memory_saver enable_metrics enable_mixed_chunk enable_priority_scheduling "
-            "enable_prompt_tokens_details enable_request_id_headers enable_server_load_tracking enable_sleep_mode "
-            "exclude_tools_when_tool_choice_none use_v2_block_manager",
+            "enable_cumem_allocator enable_memory_saver enable_metrics enable_mixed_chunk "
+            "enable_priority_scheduling enable_prompt_tokens_details enable_request_id_headers "
+            "enable_server_load_tracking enable_sleep_mode exclude_tools_when_tool_choice_none use_v2_block_manager",
         ),
         accepted(
             "prompts are computed in parts of --max-num-batched-tokens, which changes no result",
@@ -59,14 +59,14 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
         ),
         accepted(
             "the text part of a model is served; requests with images, audio or video are refused",
-            "allowed_local_media_path= allowed_media_domains=* disable_chunked_mm_input disable_fast_image_processor "
-            "disable_mm_preprocessor_cache enable_mm_embeds enable_multimodal image_processor_backend= "
-            "interleave_mm_strings language_model_only limit_mm_data_per_request= limit_mm_per_prompt= "
-            "media_io_kwargs= mm_attention_backend= mm_enable_dp_encoder mm_encoder_attn_backend= "
-            "mm_encoder_attn_dtype= mm_encoder_fp8_scale_path= mm_encoder_only mm_encoder_tp_mode= "
-            "mm_hasher_algorithm= mm_ipc_gpu_memory_gb= mm_processor_cache_gb= mm_processor_cache_type= "
-            "mm_processor_device= mm_processor_kwargs= mm_shm_cache_max_object_size_mb= mm_tensor_ipc= "
-            "skip_mm_profiling trust_request_mm_kwargs video_pruning_method= video_pruning_rate=",
+            "allowed_local_media_path= allowed_media_domains=* disable_chunked_mm_input "
+            "disable_fast_image_processor disable_mm_preprocessor_cache enable_mm_embeds enable_multimodal "
+            "image_processor_backend= interleave_mm_strings language_model_only limit_mm_data_per_request= "
+            "limit_mm_per_prompt= media_io_kwargs= mm_attention_backend= mm_enable_dp_encoder "
+            "mm_encoder_attn_backend= mm_encoder_attn_dtype= mm_encoder_fp8_scale_path= mm_encoder_only "
+            "mm_encoder_tp_mode= mm_hasher_algorithm= mm_ipc_gpu_memory_gb= mm_processor_cache_gb= "
+            "mm_processor_cache_type= mm_processor_device= mm_processor_kwargs= mm_shm_cache_max_object_size_mb= "
+            "mm_tensor_ipc= skip_mm_profiling trust_request_mm_kwargs video_pruning_method= video_pruning_rate=",
         ),
         accepted(
             "kernels are the engine's own, chosen for the device",
@@ -99,14 +99,15 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
         ),
         accepted(
             "the scheduler shares out each step by itself, which changes no result",
-            "disable_async_output_proc disable_hybrid_kv_cache_manager enable_batch_sharded_sampling enable_dbo "
-            "enable_single_batch_overlap enable_two_batch_overlap long_prefill_token_threshold= "
-            "long_prefill_token_threshold_adaptive mamba_block_size= mamba_cache_mode= max_long_partial_prefills= "
-            "max_num_partial_prefills= multi_step_stream_outputs num_continuous_decode_steps= num_lookahead_slots= "
-            "num_scheduler_steps= preemption_mode= prefill_schedule_interval= prefix_cache_retention_interval= "
-            "prefix_caching_hash_algo= prefix_match_unit= radix_eviction_policy= schedule_conservativeness= "
-            "scheduler_delay_factor= scheduler_reserve_full_isl skip_server_warmup stream_interval= "
-            "swa_full_tokens_ratio= swap_space= ubatch_size= watermark=",
+            "disable_async_output_proc disable_chunked_prefix_cache disable_hybrid_kv_cache_manager "
+            "enable_batch_sharded_sampling enable_dbo enable_single_batch_overlap enable_two_batch_overlap "
+            "long_prefill_token_threshold= long_prefill_token_threshold_adaptive mamba_block_size= "
+            "mamba_cache_mode= max_long_partial_prefills= max_num_partial_prefills= multi_step_stream_outputs "
+            "num_continuous_decode_steps= num_lookahead_slots= num_scheduler_steps= preemption_mode= "
+            "prefill_schedule_interval= prefix_cache_retention_interval= prefix_caching_hash_algo= "
+            "prefix_match_unit= radix_eviction_policy= schedule_conservativeness= scheduler_delay_factor= "
+            "scheduler_reserve_full_isl skip_server_warmup stream_interval= swa_full_tokens_ratio= swap_space= "
+            "ubatch_size= watermark=",
         ),
         accepted(
             "each rank has a fixed part of every expert, or with --enable-expert-parallel some experts",
@@ -115,9 +116,10 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
         ),
         accepted(
             "there is one frontend process, and one process for each rank",
-            "api_server_count= -asc detokenizer_worker_num= max_parallel_loading_workers= numa_bind "
-            "numa_bind_cpus=* numa_bind_nodes=* numa_node=* ray_workers_use_nsight renderer_num_workers= "
-            "tokenizer_pool_size= tokenizer_pool_type= tokenizer_worker_num=",
+            "api_server_count= -asc detokenizer_worker_num= disable_tokenizer_batch_decode "
+            "enable_tokenizer_batch_encode max_parallel_loading_workers= numa_bind numa_bind_cpus=* "
+            "numa_bind_nodes=* numa_node=* ray_workers_use_nsight renderer_num_workers= tokenizer_pool_size= "
+            "tokenizer_pool_type= tokenizer_worker_num=",
         ),
         accepted(
             "weights are read from safetensors files, by the engine's own reader",
@@ -133,16 +135,17 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
         accepted("the tokenizer is loaded if there is one; a prompt of token ids needs none", "skip_tokenizer_init"),
         accepted(
             "structured output has one library, llguidance",
-            "disable_outlines_disk_cache grammar_backend= guided_decoding_backend= structured_outputs_config.backend "
-            "structured_outputs_config.disable_fallback",
+            "disable_outlines_disk_cache grammar_backend= guided_decoding_backend= "
+            "structured_outputs_config.backend structured_outputs_config.disable_fallback",
         ),
         accepted(
             "metrics, logs and traces are those of docs/serving.md",
             "aggregate_engine_logging collect_detailed_traces=* cudagraph_metrics decode_log_interval= "
             "disable_access_log_for_endpoints= enable_layerwise_nvtx_tracing enable_logging_iteration_details "
             "enable_mfu_metrics enable_mm_processor_stats enable_per_request_metrics jit_monitor_mode= "
-            "jit_monitor_verbose kv_cache_metrics kv_cache_metrics_sample= log_error_stack log_requests_level= "
-            "max_log_len= per_request_spec_decode_metrics= show_hidden_metrics_for_version= show_time_cost",
+            "jit_monitor_verbose kv_cache_metrics kv_cache_metrics_sample= log_error_stack log_requests_format= "
+            "log_requests_level= log_requests_target= max_log_len= per_request_spec_decode_metrics= "
+            "show_hidden_metrics_for_version= show_time_cost",
         ),
         accepted(
             "it is an option of the server, and this is the engine alone",
@@ -168,6 +171,11 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
         translated(to_option("convert", lambda is_asked: "pooling" if is_asked else None), "is_embedding"),
         translated(to_adapters, "lora_paths=*"),
         translated(to_option("max_loras"), "max_loras_per_batch="),
+        translated(to_option("gpu_memory_utilization"), "device_memory_utilization="),
+        translated(to_option("devices", lambda ids: ",".join(map(str, ids))), "device_ids=*"),
+        translated(to_option("override_generation_config"), "preferred_sampling_params="),
+        translated(to_option("uvicorn_log_level"), "log_level_http="),
+        translated(to_option("root_path"), "fastapi_root_path="),
         translated(
             to_option("enable_expert_parallel", lambda size: True if size > 1 else None),
             "ep= ep_size= expert_parallel_size=",
@@ -199,15 +207,15 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
         refused("a guess is one line of tokens, not a tree; set 1", "speculative_eagle_topk=", harmless=(None, 1)),
         refused(
             "guesses change no token, so that there is no threshold; leave it out",
-            "spec_decoding_acceptance_method= speculative_accept_threshold_acc= speculative_accept_threshold_single= "
-            "speculative_config.rejection_sample_method speculative_token_map=",
+            "spec_decoding_acceptance_method= speculative_accept_threshold_acc= "
+            "speculative_accept_threshold_single= speculative_config.rejection_sample_method speculative_token_map=",
             harmless=(None, 1.0, "rejection_sampler", "standard"),
         ),
         refused(
             _TENSOR_PARALLEL,
             "attn_cp_size= data_parallel_size= -dp data_parallel_size_local= -dpl dcp_size= "
-            "decode_context_parallel_size= -dcp dp_size= moe_dense_tp_size= moe_dp_size= pipeline_parallel_size= -pp "
-            "pp_size= prefill_context_parallel_size= -pcp",
+            "decode_context_parallel_size= -dcp dp_size= moe_dense_tp_size= moe_dp_size= "
+            "pipeline_parallel_size= -pp pp_size= prefill_context_parallel_size= -pcp",
             harmless=(None, 1),
         ),
         refused(
@@ -282,6 +290,13 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
         refused("see --structured-outputs-config, whitespace_pattern", "constrained_json_whitespace_pattern="),
         refused("see --structured-outputs-config, disable_any_whitespace", "constrained_json_disable_any_whitespace"),
         refused("see --profile and --profile-steps", "profiler_config="),
+        refused("see --tp-invariant", "enable_deterministic_inference"),
+        refused("see --devices", "base_gpu_id= gpu_id_step=", harmless=(*OFF, 1)),
+        refused(
+            "there is one, in host memory: see --kv-offloading-size",
+            "kv_offloading_backend=",
+            harmless=(None, "native"),
+        ),
         refused("the log goes to standard error; see --log-format", "log_config_file= logging_config="),
         refused("the server runs no tools; leave it out", "tool_server="),
         refused(
