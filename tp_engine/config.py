@@ -66,7 +66,11 @@ class EngineConfig:
         "at its files and its name",
         choices=CONVERSIONS,
     )
-    dtype: str = option("auto", "type of weights and activations; auto takes the checkpoint's", choices=DTYPES)
+    dtype: str = option(
+        "auto",
+        "type of weights and activations; auto takes the checkpoint's, and on GPUs 16 bits for float32",
+        choices=DTYPES,
+    )
     quantization: str | None = option(
         None,
         "quantise the decoder's linear weights while loading: int8 (on CPUs, with activations), fp8, or int4 (the "

@@ -72,6 +72,44 @@ def compress_alike(folder: Path, targets: dict[str, Path], twin: Path, *, group:
         _write(folder, target, twin, replace(FORMATS[name], group=group), (), False, quantise)
 
 
+def compress_mixed(folder: Path, target: Path, twin: Path, *, joint_rows: Sequence[int] = ()) -> None:
+    """As NVIDIA's Qwen3.6: attention and the delta rule in FP8, MLPs, experts and the output head in NVFP4.
+
+    With ``joint_rows``, the rows of q, k and v in one module, these have a scale each, in one tensor.
+    """
+    fp8, fp4 = FORMATS["modelopt-fp8"], FORMATS["nvfp4-modelopt"]
+    fp4 = replace(fp4, extra={})  # W4A16: without scales of inputs
+    layers: dict[str, Any] = {}
+
+    def pack(module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        how = fp8 if "attn" in module else fp4
+        stack = module.partition(".experts.")[0] + ".experts" if ".experts." in module else module
+        layers[stack] = {"quant_algo": "FP8"} if how is fp8 else {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+        is_joint = bool(joint_rows) and module.endswith(("in_proj_qkv", "qkv_proj"))
+        rows = list(torch.split(weight, list(joint_rows))) if is_joint else [weight]
+        parts = [how.quantise(one, how.group) for one in rows]
+        packed = [how.pack(one) | how.extra.get("", {}) for one in parts]
+        whole = packed[0]
+        if is_joint:
+            scales = {name: torch.stack([one[name] for one in packed]) for name in whole if name.endswith("scale")}
+            whole = {"weight": torch.cat([one["weight"] for one in packed]), **scales}
+        return whole, torch.cat([one.weight() for one in parts])
+
+    kept = re.compile(KEPT_MODULES.pattern.removeprefix("lm_head|"))
+    _write(folder, target, twin, fp4, (), False, lambda weight: fp4.quantise(weight, fp4.group), False, kept, pack)
+    path = target / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["quantization_config"] = {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": layers,
+        "ignore": ["mtp*"],
+        "producer": {"name": "modelopt", "version": "0.37.0"},
+    }
+    path.write_text(json.dumps(config), encoding="utf-8")
+    (target / "hf_quant_config.json").unlink(missing_ok=True)
+
+
 def _write(
     folder: Path,
     target: Path,
@@ -82,6 +120,7 @@ def _write(
     quantise: Callable[[torch.Tensor], Numbers],
     moves_experts: bool = False,
     kept_modules: re.Pattern[str] = KEPT_MODULES,
+    pack_module: Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]] | None = None,
 ) -> None:
     from safetensors.torch import load_file
 
@@ -95,6 +134,10 @@ def _write(
 
     def pack(module: str, weight: torch.Tensor) -> torch.Tensor:
         """The tensors of a quantised module; returns the weight that they stand for."""
+        if pack_module is not None:
+            own, values = pack_module(module, weight)
+            quantised.update({f"{module}.{suffix}": one for suffix, one in own.items()})
+            return values
         numbers = quantise(weight)
         own = how.pack(numbers) | how.extra.get("", {}) | how.extra.get(module.rpartition(".")[2], {})
         quantised.update({f"{module}.{suffix}": values for suffix, values in own.items()})

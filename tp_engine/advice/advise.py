@@ -21,7 +21,7 @@ from tp_engine.advice.recommendation import Recommendation
 from tp_engine.advice.weight_sizes import local_weight_bytes
 from tp_engine.errors import ConfigError
 from tp_engine.kv_layout import KvCapacity
-from tp_engine.model_config import MAX_WORLD_SIZE, check_quantization_options, check_tensor_parallel
+from tp_engine.model_config import MAX_WORLD_SIZE, check_quantization_options, check_tensor_parallel, resolve_dtype
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.units import format_gib
 
@@ -68,7 +68,7 @@ def _for_ranks(question: Question, world_size: int) -> Recommendation:
 
 def _attempt(question: Question, world_size: int, num_sequences: int) -> Recommendation:
     model, workload, hardware = question.model, question.workload, question.hardware
-    dtype = model.dtype if question.dtype == "auto" else question.dtype
+    dtype = resolve_dtype(model, question.dtype, is_gpu=hardware.is_gpu)
     kv_dtype = dtype if question.kv_cache_dtype == "auto" else question.kv_cache_dtype
     utilization = question.gpu_memory_utilization or hardware.utilization
     block_size = question.block_size or choose_block_size(workload.lengths)
@@ -124,6 +124,7 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
         max_num_seqs=_num_sequences(concurrency),
         max_num_batched_tokens=num_batched_tokens,
         expected_concurrency=concurrency,
+        notes=model.notes,
         fits=not problems,
         reasons=_reasons(question, capacity, concurrency),
         problems=problems,

@@ -30,7 +30,7 @@ class Recommendation:
     ``fits`` is False, ``problems`` say why, ``remedies`` say what to change, and ``command`` is None.
     ``expected_concurrency`` is the number of the workload's mean requests that the KV cache holds at once;
     ``max_num_seqs`` follows from it.  ``longest_request`` is the longest request that the KV cache holds, up to
-    ``max_model_len``.  ``reasons`` explain each choice.
+    ``max_model_len``.  ``reasons`` explain each choice; ``notes`` are what the model's files say, or do not say.
     """
 
     model: str
@@ -61,6 +61,7 @@ class Recommendation:
     max_num_batched_tokens: int
     expected_concurrency: float
     fits: bool
+    notes: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     remedies: tuple[str, ...] = ()
@@ -91,6 +92,7 @@ class Recommendation:
         """The recommendation as text for people."""
         ranks = f", {self.tensor_parallel_size} ranks" if self.tensor_parallel_size > 1 else ""
         lines = [f"{self.model} for {self.workload} on {self.device}{ranks}", "", *self._memory(), ""]
+        lines += [*_bullets(self.notes), ""] if self.notes else []
         if self.fits:
             lines += ["It fits.", *self._capacity(), "", *_bullets(self.reasons), "", f"  {self.command}"]
         else:

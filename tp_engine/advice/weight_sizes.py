@@ -91,15 +91,17 @@ def local_weight_bytes(
 ) -> int:
     """Bytes of the weights of one of ``world_size`` ranks, as the checkpoint or ``quantization`` (online) keeps them.
 
-    Embedding, output head, norms, routers and biases have ``dtype``; only with int4 the head has 8 bits.
+    Embedding, norms, routers and biases have ``dtype``; so has the output head, unless the checkpoint quantises it, or
+    int4 does, which gives it 8 bits.
     """
     itemsize, hidden = ITEMSIZES[dtype], model.hidden_size
     found = _outside_of_layers(model, world_size) * itemsize
     online = None if quantization is None or model.quantization is not None else _ONLINE[quantization]
-    if online is not None and online.head is not None:
+    of_checkpoint = None if model.is_tied else model.scheme_of("lm_head")
+    if (head_scheme := of_checkpoint if online is None else online.head) is not None:
         head = _Product(modules=(), rows=local_vocab_size(model, world_size), columns=hidden)
-        dense = 0 if model.tie_word_embeddings else head.num_parameters * itemsize
-        found += _weight_bytes(head, online.head, itemsize) - dense
+        dense = 0 if model.is_tied else head.num_parameters * itemsize
+        found += _weight_bytes(head, head_scheme, itemsize) - dense
     for (layer, schemes), count in _kinds(model, online).items():
         products = _products(hidden, layer, world_size, schemes=schemes, active_only=active_only)
         if online is not None:  # each rank's groups begin at its first column
@@ -286,5 +288,5 @@ def _others_of_mlp(hidden: int, mlp: MlpSpec | ExpertsSpec, world_size: int, *, 
 
 def _outside_of_layers(model: ModelSpec, world_size: int) -> int:
     """The embedding, the output head unless it is the same, and the last norm."""
-    vocabulary = local_vocab_size(model, world_size) * model.hidden_size * (1 if model.tie_word_embeddings else 2)
+    vocabulary = local_vocab_size(model, world_size) * model.hidden_size * (1 if model.is_tied else 2)
     return model.hidden_size + vocabulary

@@ -30,6 +30,7 @@ from tp_engine.engine.hosts import link_hosts, topology_of
 from tp_engine.engine.job import Job
 from tp_engine.engine.processes import ChildRanks, die_with_launcher
 from tp_engine.engine.rank_process import RankSpec, run_worker
+from tp_engine.engine.tokenizer import tokenizer_eos_ids
 from tp_engine.errors import ConfigError
 from tp_engine.faults import configured_faults, fault_injector
 from tp_engine.grammar.compiler import check_defaults
@@ -60,8 +61,8 @@ def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pul
     ``ends_process``: this process belongs to the engine alone, so the watchdog may end it if the job has failed and the
     main thread does not return.  The watchdog keeps ``pulse`` beating, for a frontend.
     """
-    launched, effective, faults = env.launched_rank(), check_config(config), configured_faults()
-    _log_model(effective)
+    launched, effective, faults = env.launched_rank(), _with_tokenizer_eos(check_config(config)), configured_faults()
+    _log_model(config, effective)
     adopts = launched is not None and launched.world_size > 1
     if launched is not None:
         die_with_launcher(grace_s=_LAST_WORDS_S)
@@ -87,12 +88,28 @@ def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pul
         return _spawn(effective, job)
 
 
-def _log_model(effective: EffectiveConfig) -> None:
+def _with_tokenizer_eos(effective: EffectiveConfig) -> EffectiveConfig:
+    """Outputs end with the tokenizer's EOS too, as in vLLM: fine-tuned models often have another one in config.json."""
+    config, model = effective.config, effective.model
+    found = tokenizer_eos_ids(config.tokenizer_source, config.revision)
+    eos = tuple(dict.fromkeys((*model.eos_token_ids, *(one for one in found if 0 <= one < model.vocab_size))))
+    return dataclasses.replace(effective, model=dataclasses.replace(model, eos_token_ids=eos))
+
+
+def _log_model(asked: EngineConfig, effective: EffectiveConfig) -> None:
     """Tell, once for all ranks, what the operator should know of the model's files."""
     for note in effective.model.notes:
         logger.info("%s", note)
     for warning in effective.model.warnings:
         logger.warning("%s", warning)
+    own, dtype = effective.model.dtype, effective.config.dtype
+    if asked.dtype == "auto" and dtype != own:
+        logger.info("the checkpoint is of %s, which runs in %s on GPUs; set --dtype %s to keep it", own, dtype, own)
+    if not effective.model.eos_token_ids and effective.pooling.convert == "none":
+        logger.warning(
+            "no token ends an output, because config.json, generation_config.json and the tokenizer name none: answers "
+            "run to max_tokens, unless requests give stop or stop_token_ids"
+        )
     if effective.config.hf_overrides is not None:
         logger.info("config.json is changed by hf_overrides: %s", effective.config.hf_overrides)
 

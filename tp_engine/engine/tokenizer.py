@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from functools import cache
@@ -81,6 +82,42 @@ def load_tokenizer_json(source: str, revision: str | None = None) -> str | None:
         return read_text(path, MAX_TOKENIZER_BYTES)
     backend = getattr(load_tokenizer(source, revision), "backend_tokenizer", None)
     return None if backend is None else str(backend.to_str())
+
+
+def tokenizer_eos_ids(source: str, revision: str | None = None) -> tuple[int, ...]:
+    """The tokenizer's token that ends an output, if it has one.  ``ConfigError`` if it can not be loaded.
+
+    The tokenizer itself is loaded only if its files do not say it: that takes longer.
+    """
+    folder = Path(source).expanduser()
+    named = _json_object(folder / "tokenizer_config.json") | _json_object(folder / "special_tokens_map.json")
+    token = named.get("eos_token")
+    if token is None and "eos_token" in named:
+        return ()
+    text = token.get("content") if isinstance(token, dict) else token
+    for entry in _added_tokens(folder / "tokenizer.json") if isinstance(text, str) else ():
+        if isinstance(entry, dict) and entry.get("content") == text and type(entry.get("id")) is int:
+            return (entry["id"],)
+    found = getattr(load_tokenizer(source, revision), "eos_token_id", None)
+    return (found,) if type(found) is int else ()
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return {}  # load_tokenizer has a better message for the error
+    return found if isinstance(found, dict) else {}
+
+
+def _added_tokens(path: Path) -> list[Any]:
+    """The list of added tokens in a tokenizer.json, without the vocabulary behind it, which is large."""
+    try:
+        text = read_text(path, MAX_TOKENIZER_BYTES)
+        found, _ = json.JSONDecoder().raw_decode(text, text.index("[", text.index('"added_tokens"')))
+    except (OSError, ValueError, RecursionError):
+        return []
+    return found if isinstance(found, list) else []
 
 
 class TokenDecoder:

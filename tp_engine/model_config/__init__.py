@@ -10,6 +10,7 @@ from typing import Any
 from tp_engine.config import QUANTIZATIONS
 from tp_engine.errors import ConfigError
 from tp_engine.hf_overrides import REMEDY, overridden, parse_overrides
+from tp_engine.model_config.checkpoint_files import CheckpointHeaders
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.families import read_spec
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
@@ -19,9 +20,9 @@ from tp_engine.model_config.source import (
     QUANTIZATION_FILE,
     read_json,
     resolve_model_folder,
-    stored_names,
 )
 from tp_engine.model_config.spec import ModelSpec
+from tp_engine.model_config.stored_model import fitted, says_dtype
 from tp_engine.units import round_up
 
 MAX_WORLD_SIZE = 64
@@ -51,17 +52,47 @@ def load_model_config(
         values["quantization_config"] = {"quant_method": "modelopt", **read_json(beside)}
     changes = parse_overrides(hf_overrides)
     try:
-        config = read_model(overridden(values, changes))
+        values = overridden(values, changes)
+        config = read_model(values)
     except ConfigError as error:
         raise ConfigError(str(error) if "--hf-overrides" in str(error) else f"{error} ({REMEDY})") from error
-    if config.quantization is not None and config.quantization.is_found_by_tensors:
-        found = config.quantization.found_among(stored_names(folder))
-        config = dataclasses.replace(config, quantization=found)
-    generation = folder / "generation_config.json"
+    config = fitted(config, CheckpointHeaders(folder), says_dtype=says_dtype(values))
+    return _with_eos(config, folder, says_eos=_says_eos(values)), folder
+
+
+def _with_eos(spec: ModelSpec, folder: Path, *, says_eos: bool) -> ModelSpec:
+    """``spec`` with the ids of generation_config.json too, which go before transformers' default; none is outside of
+    the vocabulary."""
+    generation, extra = folder / "generation_config.json", tuple[int, ...]()
     if generation.is_file():
         extra = ConfigJson(read_json(generation), "generation_config.json").take_token_ids("eos_token_id")
-        config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + extra)))
-    return config, folder
+    found = dict.fromkeys((*(spec.eos_token_ids if says_eos or not extra else ()), *extra))
+    outside = [one for one in found if not 0 <= one < spec.vocab_size]
+    warnings = spec.warnings
+    if outside and (says_eos or extra):
+        listed = ", ".join(map(str, outside))
+        warnings += (
+            f"eos_token_id {listed} is outside of the vocabulary of {spec.vocab_size}, so no output ends with it",
+        )
+    eos = tuple(one for one in found if one not in outside)
+    return dataclasses.replace(spec, eos_token_ids=eos, warnings=warnings)
+
+
+def _says_eos(values: Mapping[str, Any]) -> bool:
+    inner = values.get("text_config")
+    return "eos_token_id" in values or (isinstance(inner, dict) and "eos_token_id" in inner)
+
+
+def resolve_dtype(model: ModelSpec, asked: str, *, is_gpu: bool, has_bfloat16: bool = True) -> str:
+    """The type of weights and activations: ``asked``, or for ``auto`` the checkpoint's.
+
+    A float32 checkpoint runs in 16 bits on GPUs, as in vLLM: bfloat16 has its range, and GPUs their speed.
+    """
+    if asked != "auto":
+        return asked
+    if model.dtype == "float32" and is_gpu:
+        return "bfloat16" if has_bfloat16 else "float16"
+    return model.dtype
 
 
 def resolve_max_model_len(model: ModelSpec, requested: int | None) -> int:

@@ -64,7 +64,11 @@ class ConfigJson:
         self.unread = UnreadKeys() if unread is None else unread
 
     def text_part(self) -> ConfigJson:
-        """The text part of a model with several parts: ``text_config``, or, in older files, keys beside the others'."""
+        """The text part of a model with several parts: ``text_config``, or, in older files, keys beside the others'.
+
+        Embeddings are tied if either of the whole and the text part says so; false in the text part alone means the
+        default of the whole, as in transformers.
+        """
         whole = {name: value for name, value in self._values.items() if name in _OF_THE_WHOLE and value is not None}
         inner = self._values.get("text_config")
         if isinstance(inner, dict):
@@ -74,6 +78,10 @@ class ConfigJson:
                 if name not in (*_OF_THE_WHOLE, "text_config", "eos_token_id") and not _OTHER_PARTS.match(name)
             }
             self.below(outer).finish()
+            if inner.get("tie_word_embeddings") is True:
+                whole["tie_word_embeddings"] = True
+            elif "tie_word_embeddings" not in whole:
+                inner = {name: value for name, value in inner.items() if name != "tie_word_embeddings"}
             eos = {name: self._values[name] for name in ("eos_token_id",) if self._values.get(name) is not None}
             return self.below({**inner, **whole, **eos}, "text_config")
         own = {

@@ -16,6 +16,8 @@ from tp_engine.model_config.rope import LAYER_TYPES, PLAIN, RopeRules, RopeSpec,
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
+ASSUMED_DTYPE = "bfloat16"
+"""The type of nearly all released weights, for a config.json that does not say one."""
 # Names of transformers -> ours.
 ACTIVATIONS: dict[str, ActivationKind] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -171,9 +173,18 @@ class DecoderReader:
         return found
 
     def model(
-        self, layers: tuple[LayerSpec, ...], ropes: tuple[RopeSpec, ...], *, tied: bool = False, **changes: Any
+        self,
+        layers: tuple[LayerSpec, ...],
+        ropes: tuple[RopeSpec, ...],
+        *,
+        tied: bool = False,
+        eos: tuple[int, ...] = (),
+        **changes: Any,
     ) -> ModelSpec:
-        """The whole model; refuses keys that were not taken.  ``tied`` is the default of ``tie_word_embeddings``."""
+        """The whole model; refuses keys that were not taken.
+
+        ``tied`` and ``eos`` are transformers' defaults of ``tie_word_embeddings`` and ``eos_token_id``.
+        """
         config, extended = self.config, max(rope.extends_to for rope in ropes)
         if extended > self.max_position:
             changes = {"max_position": extended, "max_position_key": _YARN_POSITIONS, **changes}
@@ -185,17 +196,12 @@ class DecoderReader:
             "tie_word_embeddings": self.flag("tie_word_embeddings", tied),
             "max_position": self.max_position,
             "dtype": self._read_dtype(),
-            "eos_token_ids": config.take_token_ids("eos_token_id"),
+            "eos_token_ids": config.take_token_ids("eos_token_id") if config.has("eos_token_id") else eos,
             "quantization": read_quantization(config),
         }
         config.finish()
         spec = ModelSpec(layers=layers, ropes=ropes, **{**usual, **changes})
         self._check_heads({self.num_kv_heads, *(one.num_kv_heads for one in spec.attentions)})
-        if not spec.tie_word_embeddings and spec.scheme_of("lm_head") is not None:
-            raise ConfigError(
-                "config.json: quantization_config quantises lm_head, which this engine keeps in the model's type: use "
-                "a checkpoint that ignores lm_head"
-            )
         return spec
 
     def _size(self, name: str) -> int:
@@ -218,8 +224,8 @@ class DecoderReader:
         return Activation(ACTIVATIONS[name])
 
     def _read_dtype(self) -> str:
-        """The checkpoint's type: ``dtype`` (transformers 5) or ``torch_dtype``; float32 if neither is given."""
-        classic = self.config.take("torch_dtype", str, "float32")
+        """The checkpoint's type: ``dtype`` (transformers 5) or ``torch_dtype``."""
+        classic = self.config.take("torch_dtype", str, ASSUMED_DTYPE)
         name = str(self.config.take("dtype", str, classic)).removeprefix("torch.")
         if name not in DTYPES:
             raise ConfigError(f"config.json: dtype is {name!r}; this engine loads {', '.join(DTYPES)}")

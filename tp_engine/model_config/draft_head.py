@@ -15,17 +15,18 @@ their defaults are as vLLM reads them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tp_engine.errors import ConfigError
 from tp_engine.kv_layout import KvKind
+from tp_engine.model_config.checkpoint_files import CheckpointHeaders
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.names import CheckpointNames
-from tp_engine.model_config.source import CONFIG_FILE, MODEL_FILES, read_json, resolve_model_folder, stored_names
+from tp_engine.model_config.source import CONFIG_FILE, MODEL_FILES, read_json, resolve_model_folder
 from tp_engine.model_config.spec import ModelSpec, NormSpec, QkNormSpec
 
 _AUTHORS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -77,12 +78,12 @@ def load_draft_head(name: str, target: ModelSpec) -> tuple[DraftHeadSpec, Path]:
     """
     folder = resolve_model_folder(name, None, MODEL_FILES)
     try:
-        return read_draft_head(read_json(folder / CONFIG_FILE), stored_names(folder), target), folder
+        return read_draft_head(read_json(folder / CONFIG_FILE), CheckpointHeaders(folder).names, target), folder
     except ConfigError as error:
         raise ConfigError(f"the draft head {name!r}: {error}") from error
 
 
-def read_draft_head(values: Mapping[str, Any], stored: set[str], target: ModelSpec) -> DraftHeadSpec:
+def read_draft_head(values: Mapping[str, Any], stored: Set[str], target: ModelSpec) -> DraftHeadSpec:
     """Parse a head's config.json; ``stored`` are the names of its tensors."""
     whole = ConfigJson(values)
     name, is_authors = whole.architecture, whole.architecture in _AUTHORS
@@ -151,7 +152,7 @@ class _Options:
             self.whole.finish()
 
 
-def _read(options: _Options, is_qwen3: bool, stored: set[str], target: ModelSpec) -> DraftHeadSpec:
+def _read(options: _Options, is_qwen3: bool, stored: Set[str], target: ModelSpec) -> DraftHeadSpec:
     reader, path = options.reader, _layer_path(stored)
     state_layers = options.layers(target.num_layers)
     _check_sizes(options, "embed_tokens.weight" in stored, target)
@@ -199,7 +200,7 @@ def _read_layer(reader: DecoderReader, is_qwen3: bool, vocab_size: int) -> Model
     return model
 
 
-def _layer_path(stored: set[str]) -> str:
+def _layer_path(stored: Set[str]) -> str:
     """What the checkpoint calls the layer."""
     found = (path for path in _LAYER_PATHS if any(name.startswith(f"{path}.") for name in stored))
     return next(found, _LAYER_PATHS[0])

@@ -58,7 +58,7 @@ def read_pooling(model: str, folder: Path, convert: str) -> PoolingSpec:
 def without_head(spec: ModelSpec) -> ModelSpec:
     """The decoder of a model for embeddings: its checkpoint needs no output head and no prefix of names."""
     names = CheckpointNames(spellings=(*spec.names.spellings, _BARE_NAMES), skipped=spec.names.skipped)
-    return dataclasses.replace(spec, tie_word_embeddings=True, names=names)
+    return dataclasses.replace(spec, tie_word_embeddings=True, has_own_head=False, names=names)
 
 
 def _own_name(model: str, folder: Path) -> str:

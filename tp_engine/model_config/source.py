@@ -14,8 +14,7 @@ from tp_engine.errors import ConfigError
 CONFIG_FILE = "config.json"
 QUANTIZATION_FILE = "hf_quant_config.json"
 MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
-INDEX_FILE = "model.safetensors.index.json"
-OTHER_FORMATS = ["consolidated*", "original/*"]
+OTHER_FORMATS = ["consolidated*", "adapter_model*", "original/*"]
 _HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
@@ -48,21 +47,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {type(values).__name__}; it must be a JSON object")
     return values
-
-
-def stored_names(folder: Path) -> set[str]:
-    """The names of the tensors in the safetensors files of ``folder``: from the index, or from the files' headers.
-
-    Empty if there are none, or if a header can not be read: the loader says what is wrong with it.
-    """
-    try:
-        index = folder / INDEX_FILE
-        if index.is_file():
-            return set(files.read_json(index, files.MAX_INDEX_BYTES)["weight_map"])
-        headers = [files.read_header(path)[0] for path in folder.glob("*.safetensors")]
-        return {name for header in headers for name in header if name != "__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()
 
 
 def _check_files(folder: Path) -> None:

@@ -199,9 +199,10 @@ class LayerSpec:
 class ModelSpec:
     """One decoder-only model.  Logits are multiplied by ``logit_scale``, then bounded by ``logit_softcap``.
 
-    ``max_position_key`` is what bounds its positions, ``max_position``, in config.json.  ``beside`` is what a draft
-    head keeps in the cache, as one more layer behind the model's.  ``notes`` and ``warnings`` are what the operator
-    should know of the checkpoint's files.
+    With ``tie_word_embeddings`` a checkpoint without an output head uses the embedding; if it ``has_own_head``, another
+    one, it uses that.  ``max_position_key`` is what bounds its positions, ``max_position``, in config.json.  ``beside``
+    is what a draft head keeps in the cache, as one more layer behind the model's.  ``notes`` and ``warnings`` are what
+    the operator should know of the checkpoint's files.
     """
 
     architecture: str
@@ -211,6 +212,7 @@ class ModelSpec:
     ropes: tuple[RopeSpec, ...]
     final_norm: NormSpec
     tie_word_embeddings: bool
+    has_own_head: bool = False
     max_position: int
     max_position_key: str = "max_position_embeddings"
     dtype: str
@@ -232,6 +234,11 @@ class ModelSpec:
         if self.quantization is None:
             return None
         return self.quantization.scheme_of_parts([self.names.spell(module) for module in modules])
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the embedding is the output head."""
+        return self.tie_word_embeddings and not self.has_own_head
 
     @property
     def num_layers(self) -> int:

@@ -68,7 +68,7 @@ class CausalLM(nn.Module):
         self.lm_head = ParallelLMHead(
             *sizes,
             context=context.at("lm_head"),
-            tied=self.embed_tokens if spec.tie_word_embeddings else None,
+            tied=self.embed_tokens if spec.is_tied else None,
             scale=spec.logit_scale,
             softcap=spec.logit_softcap,
         )

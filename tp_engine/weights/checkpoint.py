@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tp_engine.errors import ConfigError, WeightError
-from tp_engine.files import MAX_INDEX_BYTES, check_regular, read_json
-from tp_engine.model_config.source import INDEX_FILE
+from tp_engine.errors import WeightError
+from tp_engine.files import check_regular
+from tp_engine.model_config.checkpoint_files import weight_files
 from tp_engine.weights.source import Source
 
 # Names of safetensors -> types.
@@ -46,7 +46,7 @@ class Checkpoint:
 
     def __enter__(self) -> Checkpoint:
         try:
-            for path in _weight_files(self._source) if isinstance(self._source, Path) else self._source:
+            for path in weight_files(self._source) if isinstance(self._source, Path) else self._source:
                 self._open(path)
         except BaseException:
             self._stack.close()
@@ -86,23 +86,3 @@ class Checkpoint:
         window = tuple(slice(span.start, span.start + span.size) for span in source.taken)
         tensor: torch.Tensor = self._files[name].get_slice(name)[window]
         return tensor
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX_FILE
-    if index.is_file():
-        try:
-            names = sorted(set(read_json(index, MAX_INDEX_BYTES)["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise WeightError(f"{index} is not an index of safetensors files ({error!r})") from error
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise WeightError(f"{index} names {', '.join(missing)}, which is not there; is the download complete?")
-        return [folder / name for name in names]
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise ConfigError(
-            f"{folder} holds no *.safetensors; convert the weights to safetensors, or use load_format='dummy' for a "
-            "run with random weights"
-        )
-    return paths

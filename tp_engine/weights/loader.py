@@ -167,7 +167,7 @@ def _check_tensors(stored: Stored, items: list[_Item], spec: ModelSpec, mtp: set
 def _may_be_skipped(name: str, spec: ModelSpec) -> bool:
     """Whether a checkpoint may hold this tensor although the model does not read it."""
     heads = tuple(f"{head}weight" for _, head in spec.names.spellings)
-    is_tied_head = spec.tie_word_embeddings and name in heads
+    is_tied_head = spec.is_tied and name in heads
     is_of_format = spec.quantization is not None and name.endswith(spec.quantization.skipped)
     return is_tied_head or is_of_format or name.startswith(spec.names.skipped) or bool(_NEVER_NEEDED.search(name))
 

@@ -21,6 +21,7 @@ from tp_engine.model_config import (
     check_quantization_options,
     check_tensor_parallel,
     load_model_config,
+    resolve_dtype,
     resolve_max_model_len,
 )
 from tp_engine.model_config.adapter import check_expert_adapters, read_adapter_config
@@ -137,7 +138,9 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     device = _resolve_device(config, local_world_size)
     check_quantization(config.quantization, device)
     check_quantization_options(model, config.quantization, config.kv_cache_dtype)
-    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    capability = _capability(device, parse_devices(config.devices, local_world_size))
+    has_bfloat16 = capability is None or capability >= _MIN_BFLOAT16_CAPABILITY
+    dtype = resolve_dtype(model, config.dtype, is_gpu=device == "cuda", has_bfloat16=has_bfloat16)
     effective = dataclasses.replace(
         config,
         model=str(path),
@@ -243,8 +246,6 @@ def _resolve_snapshots(config: EngineConfig, model: ModelSpec) -> int:
 
 
 def _attention_needs(config: EngineConfig, model: ModelSpec, devices: DeviceMap) -> AttentionNeeds:
-    has_gpu = config.device == "cuda" and torch.cuda.is_available()
-    indices = set(devices.indices)
     attentions = model.attentions
     kinds = [attention.kv_kind for attention in attentions] + ([] if model.beside is None else [model.beside])
     return AttentionNeeds(
@@ -258,8 +259,14 @@ def _attention_needs(config: EngineConfig, model: ModelSpec, devices: DeviceMap)
         has_latents=any(attention.latent is not None for attention in attentions),
         has_lanes=SpeculativeConfig.of(config.speculative_config) is not None,
         is_invariant=config.tp_invariant,
-        capability=min(map(torch.cuda.get_device_capability, indices)) if has_gpu else None,
+        capability=_capability(config.device, devices),
     )
+
+
+def _capability(device: str, devices: DeviceMap) -> tuple[int, int] | None:
+    """The lowest compute capability of the ranks' GPUs; None without one."""
+    has_gpu = device == "cuda" and torch.cuda.is_available()
+    return min(map(torch.cuda.get_device_capability, set(devices.indices))) if has_gpu else None
 
 
 def _check_dtypes(dtype: str, kv_cache_dtype: str, capability: tuple[int, int] | None) -> None:

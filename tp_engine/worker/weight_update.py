@@ -24,15 +24,18 @@ import msgspec
 
 from tp_engine.errors import RequestError, WeightError
 from tp_engine.model_config import load_model_config
+from tp_engine.model_config.checkpoint_files import CheckpointHeaders
 from tp_engine.model_config.pooling import without_head
+from tp_engine.model_config.stored_model import with_head
 from tp_engine.units import format_gib
 from tp_engine.worker.model_loading import weight_bytes
 
 if TYPE_CHECKING:
+    from tp_engine.model_config.spec import ModelSpec
     from tp_engine.worker.effective_config import EffectiveConfig
     from tp_engine.worker.worker import Worker
 
-_OWN_FIELDS = ("dtype", "eos_token_ids", "max_position", "max_position_key", "beside")
+_OWN_FIELDS = ("dtype", "eos_token_ids", "max_position", "max_position_key", "beside", "notes", "warnings")
 
 
 class SharedFile(msgspec.Struct, frozen=True):
@@ -47,18 +50,21 @@ class WeightUpdate:
 
     def __init__(self, worker: Worker, arguments: Mapping[str, Any]) -> None:
         files = msgspec.convert(arguments.get("files", []), list[SharedFile])
-        _check_memory(worker)
-        self._worker = worker
-        if files:
-            if worker.effective.num_hosts > 1:
-                raise RequestError("tensors in shared memory reach the ranks of one host; update from a shared folder")
-            self._model = worker.prepare_model([_opened(file) for file in files])
+        running = worker.effective
+        if files and running.num_hosts > 1:
+            raise RequestError("tensors in shared memory reach the ranks of one host; update from a shared folder")
+        source: Path | list[Path] = [_opened(file) for file in files]
+        if isinstance(source, list) and source:
+            model = with_head(running.model, CheckpointHeaders(source))
         else:
-            self._model = worker.prepare_model(_same_model(arguments["folder"], worker.effective))
+            model, source = _same_model(arguments["folder"], running)
+        self._worker, self._effective = worker, replace(running, model=model)
+        _check_memory(worker, self._effective)
+        self._model = worker.prepare_model(self._effective, source)
 
     def commit(self) -> dict[str, Any]:
         """See ``Prepared``."""
-        self._worker.take_model(self._model)
+        self._worker.take_model(self._model, self._effective)
         return {}
 
     def discard(self) -> None:
@@ -66,11 +72,11 @@ class WeightUpdate:
         del self._model
 
 
-def _check_memory(worker: Worker) -> None:
+def _check_memory(worker: Worker, effective: EffectiveConfig) -> None:
     """``RequestError`` if there is no room for the weights a second time."""
-    needed, free = weight_bytes(worker.effective, as_read=True), worker.free_bytes()
+    needed, free = weight_bytes(effective, as_read=True), worker.free_bytes()
     if needed > free:
-        on_gpu = worker.effective.config.device == "cuda"
+        on_gpu = effective.config.device == "cuda"
         remedy = "start the engine with a lower --gpu-memory-utilization" if on_gpu else "free some, or use more ranks"
         raise RequestError(
             f"the new weights need {format_gib(needed)} beside the old ones until the update ends, and "
@@ -84,12 +90,17 @@ def _opened(file: SharedFile) -> Path:
     return Path(file.path)
 
 
-def _same_model(folder: str, effective: EffectiveConfig) -> Path:
-    """The local folder of a checkpoint; ``RequestError`` if its config.json describes another model."""
+def _same_model(folder: str, effective: EffectiveConfig) -> tuple[ModelSpec, Path]:
+    """The running model with a checkpoint's output head, and the checkpoint's local folder.
+
+    ``RequestError`` if its config.json describes another model.
+    """
     described, path = load_model_config(folder, hf_overrides=effective.config.hf_overrides)
     if effective.pooling.convert == "embed":
         described = without_head(described)
-    running = effective.model
+    running = replace(
+        effective.model, tie_word_embeddings=described.tie_word_embeddings, has_own_head=described.has_own_head
+    )
     described = replace(described, **{name: getattr(running, name) for name in _OWN_FIELDS})
     different = [one.name for one in fields(running) if getattr(described, one.name) != getattr(running, one.name)]
     if different:
@@ -97,4 +108,4 @@ def _same_model(folder: str, effective: EffectiveConfig) -> Path:
             f"config.json in {folder} describes another model than the running one (it differs in "
             f"{', '.join(different)}); only the weights of the same model can be replaced"
         )
-    return path
+    return running, path

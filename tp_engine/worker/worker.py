@@ -170,26 +170,22 @@ class Worker:
         with self.profiler.step(plan.step_id):
             return self.runner.run(plan)
 
-    def prepare_model(self, source: Path | Sequence[Path]) -> CausalLM:
-        """Another model of the same kind, ready to run, with the weights of ``source``; nothing else changes."""
+    def prepare_model(self, effective: EffectiveConfig, source: Path | Sequence[Path]) -> CausalLM:
+        """A model of the same kind (``effective``) with the weights of ``source``, ready; nothing else changes."""
         model = load_model(
-            self.effective,
-            self.groups,
-            self._backends,
-            self._device,
-            source=source,
-            note_read=self.groups.progress.done,
+            effective, self.groups, self._backends, self._device, source=source, note_read=self.groups.progress.done
         )
         model.finish_loading()
         return model
 
-    def take_model(self, model: CausalLM) -> None:
+    def take_model(self, model: CausalLM, effective: EffectiveConfig) -> None:
         """Run ``model`` from the next step on, and free the one before; on a GPU a collective."""
         assert self.runner is not None, "start() comes first"
         for counts, known in zip(model.expert_token_counts, self.runner.model.expert_token_counts, strict=True):
             counts.copy_(known)
         model.take_adapters(self.runner.model)
         self.runner.take_model(model)
+        self.effective = effective
         if not self.is_asleep:
             self.record()
         gc.unfreeze()

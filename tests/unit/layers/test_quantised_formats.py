@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.quantised.checkpoints import SAME_NUMBERS, compress, compress_alike
+from tests.quantised.checkpoints import SAME_NUMBERS, compress, compress_alike, compress_mixed
 from tests.quantised.formats import FORMATS, INPUT_SCALE
 from tests.unit.models.test_shard import Somewhere
 from tp_engine.attention.torch_backend import TorchBackend
@@ -26,6 +26,7 @@ from tp_engine.layers.formats.quantised import Quantised
 from tp_engine.layers.formats.quantised_products import choose_quantised_product
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.model_config import load_model_config
+from tp_engine.model_config.spec import DeltaSpec
 from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.weights.loader import load_weights
@@ -127,6 +128,26 @@ def test_shards_of_hybrids(name: str, architecture: str, checkpoint: Callable[..
     compress(checkpoint(architecture, **inner), tmp_path / "target", tmp_path / "twin", name, group=32)
     for world_size in (1, 2, 8):
         assert_equal_twin(tmp_path / "target", tmp_path / "twin", world_size, least=10)
+
+
+@pytest.mark.parametrize("is_joint", [False, True])
+@pytest.mark.parametrize("architecture", ["qwen3.5", "qwen3.5-moe-vision", "phi3"])
+def test_shards_of_mixed_precision(
+    architecture: str, is_joint: bool, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Oracle: the same rank's weights of the twin, with the output head; a scale for each of q, k and v in one module
+    of the delta rule is that of its rows."""
+    inner = SHAPE if architecture == "phi3" else {"intermediate_size": 128}
+    moe = {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96} if "moe" in architecture else {}
+    folder = checkpoint(architecture, tie=False, vocab_size=208, **inner, **moe)
+    one = load_model_config(str(folder))[0].layers[0].attention
+    if isinstance(one, DeltaSpec):
+        joint_rows = [one.num_key_heads * one.key_dim] * 2 + [one.num_value_heads * one.value_dim]
+    else:
+        joint_rows = [heads * one.head_dim for heads in (one.num_heads, one.num_kv_heads, one.num_kv_heads)]
+    compress_mixed(folder, tmp_path / "target", tmp_path / "twin", joint_rows=joint_rows if is_joint else ())
+    for world_size in (1, 2, 8):
+        assert_equal_twin(tmp_path / "target", tmp_path / "twin", world_size, least=7)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

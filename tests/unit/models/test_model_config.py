@@ -264,6 +264,30 @@ def test_load_joins_the_eos_ids_of_both_files(tmp_path: Path) -> None:
     assert config.eos_token_ids == (5, 6, 7) and config.dtype == "float16" and folder == tmp_path
 
 
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({}, None, (2,)),
+        ({}, {}, (2,)),
+        ({}, {"eos_token_id": [7]}, (7,)),
+        ({"eos_token_id": None}, None, ()),
+        ({"eos_token_id": None}, {"eos_token_id": 7}, (7,)),
+        ({"eos_token_id": [5, 99_999_999, -1]}, {"eos_token_id": 10**40}, (5,)),
+    ],
+)
+def test_where_eos_ids_come_from(config: Any, generation: Any, expected: tuple[int, ...], tmp_path: Path) -> None:
+    """Oracle: transformers: its class's default (Llama: 2) holds if neither file has the key; null is none.
+
+    An id outside of the vocabulary can not be generated; a warning names it.
+    """
+    (tmp_path / "config.json").write_text(json.dumps(llama(**config)))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    spec = load_model_config(str(tmp_path))[0]
+    assert spec.eos_token_ids == expected
+    assert any("outside of the vocabulary" in warning for warning in spec.warnings) is ("10" in str(generation))
+
+
 def test_load_refuses_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: each message names the value and the remedy."""
     with pytest.raises(ConfigError, match=r"without config\.json"):

@@ -306,7 +306,6 @@ def test_every_method_is_covered() -> None:
         ({**W4A16, "transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}, "transform_config"),
         ({**W4A16, "kv_cache_scheme": weights(8, "int", "tensor")}, "kv_cache_scheme"),
         ({**W4A16, "config_groups": {}}, "config_groups"),
-        ({**W4A16, "ignore": []}, "lm_head"),
         ({**W4A16, "config_groups": {"g": {"targets": ["Linear"], "weights": None}}}, "weights"),
         ({**W4A16, "config_groups": {"g": {"targets": ["Embedding"], "weights": weights(group_size=8)}}}, "Embedding"),
         (

@@ -25,8 +25,8 @@ from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import ConfigError, WeightError
 from tp_engine.files import MAX_JSON_BYTES, read_json
 from tp_engine.model_config import load_model_config, read_model
+from tp_engine.model_config.checkpoint_files import CheckpointHeaders
 from tp_engine.model_config.patterns import compile_pattern
-from tp_engine.model_config.source import stored_names
 from tp_engine.options import load_tables
 from tp_engine.server.config import ServerConfig
 from tp_engine.weights.adapter import read_adapter
@@ -130,12 +130,12 @@ def test_what_is_no_file_is_refused_by_name(reader: str, words: str, tmp_path: P
 def test_weights_that_are_no_files_have_no_names(tmp_path: Path) -> None:
     """Oracle: no names from a FIFO, nor from a header of 2^63 bytes; a fingerprint of a device is an error."""
     fifo(tmp_path / "a.safetensors")
-    assert stored_names(tmp_path) == set()
+    assert not CheckpointHeaders(tmp_path).names
     with pytest.raises(OSError, match="a FIFO"):
         checkpoint_fingerprint(tmp_path)
     (tmp_path / "a.safetensors").unlink()
     (tmp_path / "a.safetensors").write_bytes((2**63).to_bytes(8, "little") + b"{}")
-    assert stored_names(tmp_path) == set()
+    assert not CheckpointHeaders(tmp_path).names
 
 
 def test_a_batch_reads_pipes_and_no_devices(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_dangerous_keys_are_refused_in_every_family(family: str) -> None:
 
 def test_every_key_that_a_reader_takes_would_be_refused_without_it() -> None:
     """Oracle: leave one out: a reader takes a key because it matters, so the general rule must not ignore its name."""
-    taken = set().union(*map(keys_taken_by, FAMILIES))
+    taken = set().union(*map(keys_taken_by, FAMILIES)) - {"model_type"}  # which only a wrapper's reader takes
     assert len(taken) > 120
     unread = UnreadKeys()
     assert unread.sort(dict.fromkeys(taken, 3), ()).keys() == taken and not unread.ignored and not unread.of_generation
@@ -148,3 +148,15 @@ def test_a_refusal_says_how_to_go_on() -> None:
         read_model(planted)
     text = str(caught.value).rpartition("--hf-overrides '")[2].removesuffix("'")
     assert json.loads(text) == {"text_config": {"bar": None, "use_foo": None}}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_default_eos_is_that_of_transformers(family: str) -> None:
+    """Oracle: the class of the text part of transformers' configuration."""
+    import transformers
+
+    config = json.loads(json.dumps(config_of(family)))
+    config.pop("eos_token_id", None), config.get("text_config", {}).pop("eos_token_id", None)
+    default = getattr(getattr(transformers, FAMILIES[family].config)().get_text_config(), "eos_token_id", None)
+    expected = default if isinstance(default, list) else [] if default is None else [default]
+    assert read_model(config).eos_token_ids == tuple(expected)

@@ -57,6 +57,20 @@ def test_quantised_checkpoints(name: str) -> None:
             assert local_weight_bytes(spec, world_size, dtype="bfloat16") == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.parametrize("name", ["w4a16", "modelopt NVFP4"])
+def test_quantised_heads(name: str) -> None:
+    """Oracle: the parameters that the layers make; a tied head has none."""
+    nvfp4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    quantization = nvfp4 if name == "modelopt NVFP4" else {**W4A16, "ignore": []}
+    for tied in (False, True):
+        for world_size in (1, 2):
+            spec = spec_of({**DENSE, "tie_word_embeddings": tied}, quantization)
+            found = parameters(spec, world_size)
+            assert ("lm_head.codes" in found) is not tied
+            expected = sum(one.nbytes for one in found.values())
+            assert local_weight_bytes(spec, world_size, dtype="bfloat16") == pytest.approx(expected, rel=0.001)
+
+
 @pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
 def test_online_formats(config: dict[str, Any], name: str) -> None:

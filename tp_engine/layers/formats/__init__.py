@@ -52,7 +52,7 @@ def _formats_of_checkpoint(spec: ModelSpec) -> Callable[[Sequence[str]], LinearF
     dense, of_scheme = Dense(), cache(Quantised)
 
     def format_of(names: Sequence[str]) -> LinearFormat:
-        scheme = None if list(names) == [HEAD] else spec.scheme_of(*names)
+        scheme = None if spec.is_tied and list(names) == [HEAD] else spec.scheme_of(*names)
         return dense if scheme is None else of_scheme(scheme)
 
     return format_of

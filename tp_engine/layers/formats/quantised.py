@@ -34,9 +34,6 @@ from tp_engine.model_config.quantization import WeightScheme
 from tp_engine.units import ceil_div
 from tp_engine.weights.source import Decode, Source, as_stored, keep_stored_type
 
-_SCALAR_SHAPES: tuple[tuple[int, ...], ...] = ((), (1,))  # both are found on disk
-
-
 _INPUT_SCALE = Scalar(suffix=".input_scale")
 
 
@@ -51,9 +48,10 @@ class Way(NamedTuple):
         """The sources of a parameter in ``unit``."""
         return self.of_all(self.shape.sources(replace(tensor, suffix=self.suffix(tensor.suffix)), unit, pack))
 
-    def scalar_sources(self, scalar: Scalar, shape: tuple[int, ...]) -> tuple[Source, ...]:
-        """The sources of a parameter (rows, 1), of numbers of ``shape``."""
-        return self.of_all(self.shape.scalar_sources(self.suffix(scalar.suffix), shape, scalar.decode, init=0.01))
+    def scalar_sources(self, scalar: Scalar) -> list[tuple[Source, ...]]:
+        """The alternatives of a parameter (rows, 1)."""
+        found = self.shape.scalar_sources(self.suffix(scalar.suffix), scalar.decode, init=0.01)
+        return [self.of_all(sources) for sources in found]
 
 
 class Quantised:
@@ -67,7 +65,7 @@ class Quantised:
         """See ``LinearFormat``."""
         found = self._create(context, [Way(shape)])
         if self.scheme.activations == "tensor":
-            alternatives = [Way(shape).scalar_sources(_INPUT_SCALE, size) for size in _SCALAR_SHAPES]
+            alternatives = Way(shape).scalar_sources(_INPUT_SCALE)
             found["input_scale"] = context.parameter((shape.num_rows, 1), *alternatives, dtype=torch.float32)
         return found
 
@@ -161,7 +159,7 @@ class Quantised:
             alternatives = [way.sources(factors, Unit(1, factors.unit.columns)) for way in ways]
             found["factors"] = parameter(of_rows, torch.float32, alternatives)
         elif factor is not None:
-            alternatives = [way.scalar_sources(factor, shape) for way in ways for shape in _SCALAR_SHAPES]
+            alternatives = [sources for way in ways for sources in way.scalar_sources(factor)]
             found["factors"] = parameter(of_rows, torch.float32, alternatives)
         return found
 

@@ -17,6 +17,7 @@ cuts afterwards.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import gcd
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ class Unit(NamedTuple):
 
 
 ONE = Unit(1, 1)
+_SCALAR_SHAPES: tuple[tuple[int, ...], ...] = ((), (1,))  # both are found on disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,21 +196,29 @@ class LinearShape:
             for part, first in self.placed_parts()
         )
 
-    def scalar_sources(self, suffix: str, shape: tuple[int, ...], decode: Decode, init: float) -> tuple[Source, ...]:
-        """The sources of a parameter (rows, 1), of tensors with one value for a whole module."""
+    def scalar_sources(self, suffix: str, decode: Decode, init: float) -> list[tuple[Source, ...]]:
+        """The alternatives of a parameter (rows, 1), of tensors with one value for a whole module, of shape () or (1,),
+        or with one for each of the parts that a module has."""
+        names = [part.name for part in self.parts]
 
-        def of_part(part: Part, first: int) -> Source:
-            count = part.rows.size
-            return Source(
-                name=part.name + suffix,
-                shape=shape,
-                taken=whole(shape),
-                target=(Span(first, count), Span(0, 1)),
-                decode=lambda values: decode(values.float()).reshape(1, 1).expand(count, 1),
-                init=init,
-            )
+        def alternative(shape: tuple[int, ...], is_joint: bool) -> tuple[Source, ...]:
+            found = []
+            for index, (part, first) in enumerate(self.placed_parts()):
+                number, total = names[:index].count(part.name), names.count(part.name)
+                stored = shape if is_joint or total == 1 else (total,)
+                taken = whole(shape) if stored == shape else (Span(number, 1),)
+                target = (Span(first, part.rows.size), Span(0, 1))
+                spread = partial(_spread, decode=decode, count=part.rows.size)
+                name = part.name + suffix
+                found.append(Source(name=name, shape=stored, taken=taken, target=target, decode=spread, init=init))
+            return tuple(found)
 
-        return tuple(of_part(part, first) for part, first in self.placed_parts())
+        return [alternative(shape, is_joint) for shape in _SCALAR_SHAPES for is_joint in (True, False)]
+
+
+def _spread(value: torch.Tensor, decode: Decode, count: int) -> torch.Tensor:
+    """A number for ``count`` rows (count, 1)."""
+    return decode(value.float()).reshape(1, 1).expand(count, 1)
 
 
 def cover(span: Span, unit: int) -> tuple[Span, int]:

@@ -41,6 +41,7 @@ def read(config: ConfigJson) -> ModelSpec:
         layers,
         (reader.rope(RopeRules(is_interleaved=True)),),
         tied=True,
+        eos=(255001,),
         final_norm=reader.norm("norm", kind="layer"),
         logit_scale=reader.number("logit_scale", 0.0625),
     )

@@ -30,7 +30,8 @@ def read(config: ConfigJson) -> ModelSpec:
     if config.architecture == "DeepseekV2ForCausalLM":
         config.expect("mlp_bias", bool, False)
         experts, num_dense = _read_soft_experts(reader), config.take("first_k_dense_replace", int, 0) or 0
-        return latent_model(reader, latent, experts, [index < num_dense for index in range(reader.num_layers)])
+        is_dense = [index < num_dense for index in range(reader.num_layers)]
+        return latent_model(reader, latent, experts, is_dense, eos=(2,))
     experts = read_experts(reader, factor=2.5, defaults=_EXPERTS)
     is_dense = take_dense_layers(reader, _EXPERTS["first_k_dense_replace"])
     has_indexer = config.architecture == "DeepseekV32ForCausalLM"
@@ -66,6 +67,7 @@ def latent_model(
     turns_share: bool = False,
     has_indexer: bool = False,
     names: CheckpointNames = USUAL_NAMES,
+    eos: tuple[int, ...] = (1,),
 ) -> ModelSpec:
     """Layers with latent attention, each ``is_dense`` or with ``experts``.
 
@@ -102,7 +104,7 @@ def latent_model(
         longest = config.take_positive("index_topk", 2048)
         if longest < reader.max_position:
             bounds = {"max_position": longest, "max_position_key": _INDEXED}
-    return reader.model(layers, (rope,), names=replace(names, skipped=(*names.skipped, *skipped)), **bounds)
+    return reader.model(layers, (rope,), names=replace(names, skipped=(*names.skipped, *skipped)), eos=eos, **bounds)
 
 
 def take_dense_layers(reader: DecoderReader, default: int) -> list[bool]:

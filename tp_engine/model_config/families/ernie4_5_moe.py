@@ -45,4 +45,4 @@ def read(config: ConfigJson) -> ModelSpec:
         for index in range(reader.num_layers)
     )
     rope = reader.rope(RopeRules(theta=5e5, is_interleaved=True))
-    return reader.model(layers, (rope,), tied=True)
+    return reader.model(layers, (rope,), tied=True, eos=(2,))

@@ -23,7 +23,7 @@ def read(config: ConfigJson) -> ModelSpec:
         )
         for one in windows
     )
-    return reader.model(layers, (reader.rope(),))
+    return reader.model(layers, (reader.rope(),), eos=(2,))
 
 
 def _read_pattern(config: ConfigJson) -> int:

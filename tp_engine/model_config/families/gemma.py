@@ -42,7 +42,7 @@ def _read_gemma2(config: ConfigJson) -> ModelSpec:
         for window in windows
     )
     cap = config.take("final_logit_softcapping", float, 30.0)
-    return reader.model(layers, (reader.rope(),), tied=True, logit_softcap=cap, **_whole(reader))
+    return reader.model(layers, (reader.rope(),), tied=True, eos=(1,), logit_softcap=cap, **_whole(reader))
 
 
 def _read_gemma3(config: ConfigJson) -> ModelSpec:
@@ -77,6 +77,7 @@ def _read_gemma3(config: ConfigJson) -> ModelSpec:
         layers,
         _read_ropes(reader),
         tied=True,
+        eos=(1,),
         logit_softcap=config.take("final_logit_softcapping", float),
         names=LANGUAGE_MODEL_NAMES if is_wrapped else USUAL_NAMES,
         **_whole(reader),

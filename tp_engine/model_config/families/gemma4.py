@@ -46,6 +46,7 @@ def read(config: ConfigJson) -> ModelSpec:
         layers,
         _read_ropes(reader, {shape[1] for shape, window in zip(shapes, windows, strict=True) if window is None}),
         tied=True,
+        eos=(1,),
         embedding_scale=reader.hidden_size**0.5,
         logit_softcap=config.take("final_logit_softcapping", float),
         names=_NAMES if is_wrapped else USUAL_NAMES,

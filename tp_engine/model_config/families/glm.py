@@ -28,4 +28,4 @@ def read(config: ConfigJson) -> ModelSpec:
             mlp_out_norm=reader.norm("post_mlp_layernorm"),
         )
     rope = reader.rope(RopeRules(partial=0.5, is_interleaved=True))
-    return reader.model((layer,) * reader.num_layers, (rope,))
+    return reader.model((layer,) * reader.num_layers, (rope,), eos=(151329, 151336, 151338))

@@ -29,6 +29,7 @@ def read(config: ConfigJson) -> ModelSpec:
     return reader.model(
         (layer,) * reader.num_layers,
         (reader.rope(),),
+        eos=(2,),
         embedding_scale=reader.number("embedding_multiplier", 1.0),
         logit_scale=1.0 / reader.number("logits_scaling", 1.0),
     )

@@ -17,4 +17,4 @@ def read(config: ConfigJson) -> ModelSpec:
     layer = reader.pre_norm_layer(
         reader.attention(qkv_bias=bias, out_bias=bias), reader.mlp(bias=reader.flag("mlp_bias"))
     )
-    return reader.model((layer,) * reader.num_layers, (reader.rope(),))
+    return reader.model((layer,) * reader.num_layers, (reader.rope(),), eos=(2,))

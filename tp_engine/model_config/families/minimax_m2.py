@@ -39,4 +39,4 @@ def read(config: ConfigJson) -> ModelSpec:
     )
     layer = reader.pre_norm_layer(reader.attention(qk_norm=QkNormSpec(eps=reader.eps, spans_heads=True)), experts)
     rope = reader.rope(RopeRules(theta=5e6, partial=rotary_dim / reader.head_dim))
-    return reader.model((layer,) * reader.num_layers, (rope,))
+    return reader.model((layer,) * reader.num_layers, (rope,), eos=(200020,))

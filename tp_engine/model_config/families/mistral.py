@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.families import mistral4
-from tp_engine.model_config.names import LANGUAGE_MODEL_NAMES, USUAL_NAMES
+from tp_engine.model_config.names import LANGUAGE_MODEL_NAMES, USUAL_NAMES, CheckpointNames
 from tp_engine.model_config.spec import ModelSpec
 
 ARCHITECTURES = ("MistralForCausalLM", "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration")
+_TEXT_PARTS = ("mistral", "ministral3", "mistral4")
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """No biases; ``sliding_window`` may be null.  Mistral 3's text part is a Mistral, a Ministral 3 or a Mistral 4.
+    """Mistral 3's text part is a Mistral, a Ministral 3 or a Mistral 4."""
+    if config.architecture != ARCHITECTURES[2]:
+        return _read(config, config.architecture == ARCHITECTURES[1], USUAL_NAMES)
+    config = config.text_part()
+    kind = config.take("model_type", str, "mistral")
+    if kind not in _TEXT_PARTS:
+        raise config.refusal("model_type", kind, f"it must be {' or '.join(_TEXT_PARTS)}", "use another model")
+    if kind == "mistral4":
+        spec = mistral4.read(config, LANGUAGE_MODEL_NAMES)
+    else:
+        spec = _read(config, kind == "ministral3", LANGUAGE_MODEL_NAMES)
+    if config.has("tie_word_embeddings"):
+        return spec
+    return replace(spec, tie_word_embeddings=True, has_own_head=True)  # the default, but released files have a head
+
+
+def _read(config: ConfigJson, is_ministral3: bool, names: CheckpointNames) -> ModelSpec:
+    """No biases; ``sliding_window`` may be null.
 
     Ministral 3 scales queries by their distance from the trained positions: its rotation has a
     ``llama_4_scaling_beta``.
     """
-    is_wrapped, is_ministral3 = config.architecture == ARCHITECTURES[2], config.architecture == ARCHITECTURES[1]
-    if is_wrapped:
-        config = config.text_part()
-        if config.peek("model_type") == "mistral4":
-            return mistral4.read(config, LANGUAGE_MODEL_NAMES)
-        is_ministral3 = config.peek("model_type") == "ministral3"
     reader = DecoderReader(config, eps=1e-5 if is_ministral3 else 1e-6)
     window = reader.take_window(None if is_ministral3 else 4096)
     windows = reader.windows(window, lambda index: True, is_free=False)
-    layers = (reader.pre_norm_layer(reader.attention(window=window), reader.mlp()) for window in windows)
-    return reader.model(tuple(layers), (reader.rope(),), names=LANGUAGE_MODEL_NAMES if is_wrapped else USUAL_NAMES)
+    layers = tuple(reader.pre_norm_layer(reader.attention(window=window), reader.mlp()) for window in windows)
+    return reader.model(layers, (reader.rope(),), names=names, eos=(2,))

@@ -37,4 +37,4 @@ def read(config: ConfigJson, names: CheckpointNames = USUAL_NAMES) -> ModelSpec:
     )
     num_dense = config.take("first_k_dense_replace", int, 0) or 0
     is_dense = [index < num_dense for index in range(reader.num_layers)]
-    return latent_model(reader, latent, experts, is_dense, turns_share=True, names=names)
+    return latent_model(reader, latent, experts, is_dense, turns_share=True, names=names, eos=(2,))

@@ -21,4 +21,4 @@ def read(config: ConfigJson) -> ModelSpec:
         name="block_sparse_moe",
     )
     layer = reader.pre_norm_layer(reader.attention(window=reader.take_window()), experts)
-    return reader.model((layer,) * reader.num_layers, (reader.rope(RopeRules(theta=1e6)),))
+    return reader.model((layer,) * reader.num_layers, (reader.rope(RopeRules(theta=1e6)),), eos=(2,))

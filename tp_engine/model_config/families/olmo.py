@@ -26,7 +26,7 @@ def read(config: ConfigJson) -> ModelSpec:
         )
         for one in windows
     )
-    return reader.model(layers, ropes)
+    return reader.model(layers, ropes, eos=(50279,))
 
 
 def _read_ropes(reader: DecoderReader) -> tuple[RopeSpec, RopeSpec]:

@@ -21,4 +21,4 @@ def read(config: ConfigJson) -> ModelSpec:
     windows = reader.windows(reader.take_window(), lambda index: True, is_free=False)
     mlp = reader.mlp(fused_name="gate_up_proj")
     layers = (reader.pre_norm_layer(reader.attention(window=window, fused_name="qkv_proj"), mlp) for window in windows)
-    return reader.model(tuple(layers), (reader.rope(RopeRules(partial=1.0)),))
+    return reader.model(tuple(layers), (reader.rope(RopeRules(partial=1.0)),), eos=(32000,))

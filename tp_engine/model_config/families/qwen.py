@@ -31,8 +31,8 @@ def read(config: ConfigJson) -> ModelSpec:
 
     layers = (reader.pre_norm_layer(attention(window), reader.mlp()) for window in take_windows(reader))
     rope = reader.rope(RopeRules(is_multimodal=is_wrapped))
-    names = WRAPPED if is_wrapped else USUAL_NAMES
-    return reader.model(tuple(layers), (rope,), names=names, **reader.take_dual_chunks())
+    names, eos = (WRAPPED, () if is_qwen3 else (151645,)) if is_wrapped else (USUAL_NAMES, ())
+    return reader.model(tuple(layers), (rope,), names=names, eos=eos, **reader.take_dual_chunks())
 
 
 def take_windows(reader: DecoderReader) -> tuple[int | None, ...]:

@@ -16,4 +16,4 @@ def read(config: ConfigJson) -> ModelSpec:
         qkv_bias=reader.flag("attention_bias", True), out_bias=reader.flag("attention_out_bias")
     )
     layer = reader.pre_norm_layer(attention, reader.mlp(bias=reader.flag("mlp_bias")))
-    return reader.model((layer,) * reader.num_layers, (reader.rope(),))
+    return reader.model((layer,) * reader.num_layers, (reader.rope(),), eos=(2,))

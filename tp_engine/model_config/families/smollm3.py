@@ -29,4 +29,4 @@ def read(config: ConfigJson) -> ModelSpec:
         reader.pre_norm_layer(reader.attention(window=one, rope=0 if turn else None, qkv_bias=bias, out_bias=bias), mlp)
         for one, turn in zip(windows, turns, strict=False)
     )
-    return reader.model(layers, (reader.rope(RopeRules(theta=2_000_000.0)),), tied=True)
+    return reader.model(layers, (reader.rope(RopeRules(theta=2_000_000.0)),), tied=True, eos=(128001,))
