@@ -74,6 +74,12 @@ def has_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def launch_marks() -> dict[str, str]:
+    """The variables that torchrun's agent gives to every rank of this job alike; empty under other launchers."""
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    return {name: os.environ.get(name, "") for name in names} if has_torchrun_agent() else {}
+
+
 def log_level() -> str:
     """``TP_ENGINE_LOG_LEVEL``, INFO unless set."""
     return os.environ.get("TP_ENGINE_LOG_LEVEL", "INFO").upper()

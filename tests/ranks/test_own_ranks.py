@@ -16,7 +16,7 @@ import pytest
 
 from tests.ranks.launch import ROOT, TWO_RANKS, torchrun
 from tp_engine import LLM, AsyncLLM, SamplingParams
-from tp_engine.errors import EngineDeadError
+from tp_engine.errors import EngineDeadError, RankError
 
 PROMPT = [5, 9, 13, 7]
 
@@ -73,6 +73,54 @@ def test_the_same_script_under_torchrun_adopts_its_ranks(folder: Path, expected:
     assert job.returncode == 0, job.stdout[-4000:]
     assert job.stdout.count("tokens " + " ".join(map(str, expected))) == 1
     assert job.stdout.count("script runs") == 2 and job.stdout.count("rank 0 goes on") == 1
+
+
+SECOND = """
+import asyncio
+from tp_engine import AsyncLLM, run_batch
+from tp_engine.errors import ConfigError
+llm.close()
+for second in (lambda: LLM({model!r}), lambda: run_batch(__file__, __file__ + ".out"), lambda: asyncio.run(AsyncLLM({model!r}).start())):
+    try:
+        second()
+    except ConfigError as error:
+        print("refused", "start the script without torchrun" in str(error))
+"""
+
+
+def test_a_second_engine_of_a_torchrun_job_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Oracle: the refusal with its remedy, at once, because the other rank ended with the first engine."""
+    script = tmp_path / "job.py"
+    script.write_text(SCRIPT.format(model=str(folder), then=SECOND.format(model=str(folder))))
+    job = torchrun(2, [str(script)])
+    assert job.returncode == 0, job.stdout[-4000:]
+    assert job.stdout.count("refused True") == 3
+
+
+def test_a_rank_that_never_comes_is_not_waited_for(folder: Path, tmp_path: Path) -> None:
+    """Oracle: rank 0's error names rank 1, whose script ended before, long before the limit of the start (600 s)."""
+    script = tmp_path / "job.py"
+    leaves = "import os\nif os.environ['RANK'] == '1': raise SystemExit(0)\n"
+    script.write_text(leaves + SCRIPT.format(model=str(folder), then=""))
+    job = torchrun(2, [str(script)])
+    assert job.returncode != 0
+    assert "RankError: rank 1: its process ended before it came to this engine" in job.stdout, job.stdout[-4000:]
+
+
+def refuse_ring(*_: object, **__: object) -> None:
+    raise RuntimeError("/dev/shm is too small")
+
+
+@pytest.mark.parametrize("fault", ["ring", "0:load:raise"])
+def test_a_fault_of_rank_0_blames_no_other_rank(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the caller gets rank 0's own error, although rank 0 then kills rank 1."""
+    if fault == "ring":
+        monkeypatch.setattr("tp_engine.engine.build.PlanPublisher", refuse_ring)
+    else:
+        monkeypatch.setenv("TP_ENGINE_FAULT", fault)
+    with pytest.raises(RuntimeError, match=r"/dev/shm is too small|injected by") as caught:
+        LLM(str(folder), **TWO_RANKS)
+    assert not isinstance(caught.value, RankError)
 
 
 def test_ranks_die_with_a_script_that_is_killed(folder: Path) -> None:

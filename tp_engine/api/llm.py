@@ -24,7 +24,7 @@ from tp_engine.config import DEMO_MODEL
 from tp_engine.engine.acts import act
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.staged_tensors import NamedTensors, StagedTensors
-from tp_engine.engine.start import check_config, serve_rank, start_engine
+from tp_engine.engine.start import check_config, check_ranks_stay, let_ranks_go, serve_rank, start_engine
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import RequestError
 from tp_engine.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
@@ -47,7 +47,8 @@ class LLM(Closing):
     ``model`` is a folder or a hub name, the demo model by default; ``options`` are those of the server's engine, with
     vLLM's names (docs/serving.md, Flags).  In a plain script this object starts and stops the other ranks.  Under
     torchrun it adopts those of the job: the script continues on rank 0; on every other rank the constructor serves
-    until rank 0 closes, and then ends the process with exit code 0.  Use it as a context manager, or call ``close()``.
+    until rank 0 closes, and then ends the process with exit code 0, so a job has one ``LLM``.  Use it as a context
+    manager, or call ``close()``.
 
     ``allocation_monitor`` samples the use of the KV pool four times per second while requests run.  ``engine.report()``
     tells of memory, tiers and ranks.  The rest of ``engine``, ``input_processor``, ``outputs`` and ``step`` are what
@@ -60,10 +61,12 @@ class LLM(Closing):
         if launched is not None and launched.rank > 0:
             serve_rank(config)
             raise SystemExit(0)
+        check_ranks_stay()
         effective = check_config(config).config
         tokenizer = load_tokenizer(effective.tokenizer_source, effective.revision)
         self._default_params = defaults.params(effective.model, effective.revision)
         self.engine: Engine = start_engine(config)
+        let_ranks_go()
         self._close = weakref.finalize(self, self.engine.close)
         self.input_processor = InputProcessor(self.engine.model_info, tokenizer)
         self.input_processor.chat = ChatFormat(tokenizer, chats)

@@ -14,6 +14,8 @@ On a device that runs by itself (CUDA), the host launches the next step before i
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -80,7 +82,9 @@ class Engine:
         self._leave = leave
         self._upkeep = upkeep
         self._failure: BaseException | None = None
-        self._closed = False
+        self._closed_because = ""
+        self._process = os.getpid()
+        _engines.add(self)
         self.operator = Operator(
             scheduler=scheduler,
             grammars=grammars,
@@ -180,9 +184,9 @@ class Engine:
 
     def close(self) -> None:
         """Stop all ranks and leave; safe to call twice, and after a failure."""
-        if self._closed:
+        if self._closed_because:
             return
-        self._closed = True
+        self._closed_because = "the engine is closed"
         try:
             if self._failure is None:
                 self._stop_ranks()
@@ -305,5 +309,16 @@ class Engine:
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise EngineDeadError(f"the engine stopped after an error: {self._failure}") from self._failure
-        if self._closed:
-            raise EngineDeadError("the engine is closed")
+        if self._closed_because:
+            raise EngineDeadError(self._closed_because)
+
+    def disown(self) -> None:
+        """In a forked child: this copy of the parent's engine neither runs nor closes, so the parent's goes on."""
+        self._closed_because = (
+            f"the engine belongs to process {self._process}, from which this process was forked; "
+            "use it there, or create an engine here"
+        )
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [engine.disown() for engine in _engines])

@@ -107,6 +107,8 @@ def _told(board: JobBoard, slot: RankSlot, is_gone: bool, exit_code: ExitCode) -
     code, process = exit_code(slot.rank), f"process {slot.pid}" if slot.pid else "its process"
     if slot.host.ended == Ended.LOST:
         how = "the host, or the network to it, does not answer any more"
+    elif slot.state == State.ABSENT and slot.pid == 0 and code is None:
+        how = "its process ended before it came to this engine; every rank of the launched script must start it"
     elif code is not None:
         how = f"{process} ended with {describe_exit(code)}"
     else:

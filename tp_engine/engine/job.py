@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from time import monotonic, sleep
 from types import TracebackType
 
+from tp_engine import env
 from tp_engine.config import EngineConfig
 from tp_engine.engine.hang_watch import HangLimits
 from tp_engine.engine.host_link import HostLinks
@@ -72,6 +73,7 @@ class Job:
         self._recorder = FlightRecorder(board, config, writer=f"rank {rank}")
         self.watchdog.on_incident = self._record
         self.watchdog.pulse = pulse
+        self.watchdog.peers.marks = env.launch_marks() if same_parent else {}
         self.watchdog.start()
 
     @classmethod

@@ -8,18 +8,21 @@ and a wait for its end looks twice a second.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.rank_slot import RankSlot, State, process_start, process_vitals
 
 _NO_PIDFD = (errno.ENOSYS, errno.EPERM, errno.EINVAL)
 _LOOK_S = 0.5
+_LOOK_FOR_RANKS_S = 2.0
 
 
 class ProcessHandle:
@@ -81,13 +84,28 @@ def _open(pid: int) -> int | None:
     return None
 
 
+def living_ranks(marks: Mapping[str, str], processes: Path = Path("/proc")) -> set[int]:
+    """``RANK`` of every process of this host that was started with the environment ``marks``."""
+    wanted, found = {f"{name}={value}".encode() for name, value in marks.items()}, set()
+    for file in processes.glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            variables = file.read_bytes().split(b"\0")
+            if wanted.issubset(variables):
+                found |= {int(text[5:]) for text in variables if text.startswith(b"RANK=")}
+    return found
+
+
 class Peers:
     """The processes of the ranks other than ``rank``, once they register on the board, or once ``adopt`` names them.
 
-    Only processes of this host are polled and killed.
+    Only processes of this host are polled and killed.  ``marks``: the environment that the launcher gave to all ranks,
+    if it started them: a rank that has not registered, and that no process of this host is, has ended.
     """
 
     def __init__(self, board: JobBoard, rank: int) -> None:
+        self.marks: Mapping[str, str] = {}
+        self._looked_s = time.monotonic()
+        self._unseen: set[int] = set()
         self._others = [slot for slot in board.local_slots if slot.rank != rank]
         self._far = board.far_slots
         self._handles: dict[int, ProcessHandle] = {}
@@ -116,7 +134,20 @@ class Peers:
         for slot in self._far:
             if slot.rank not in self._gone and slot.host.ended:
                 self._gone[slot.rank] = None
+        for rank in self._never_came():
+            self._gone.setdefault(rank)
         return list(self._gone)
+
+    def _never_came(self) -> set[int]:
+        """The launched ranks that have ended without coming to the board, seen twice because a process takes a moment
+        to begin."""
+        absent = {slot.rank for slot in self._others if slot.pid == 0}
+        now_s = time.monotonic()
+        if not self.marks or not absent or now_s < self._looked_s + _LOOK_FOR_RANKS_S:
+            return set()
+        self._looked_s = now_s
+        unseen, self._unseen = self._unseen, absent - living_ranks(self.marks)
+        return {slot.rank for slot in self._others if slot.pid == 0 and slot.rank in unseen & self._unseen}
 
     def kill(self, ranks: Iterable[int]) -> None:
         """Send SIGKILL to those of ``ranks`` that still run, stopped ones included."""

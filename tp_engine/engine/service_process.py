@@ -12,13 +12,14 @@ from pathlib import Path
 
 import msgspec
 
+from tp_engine import env
 from tp_engine.child_process import ignore_interrupts
 from tp_engine.config import EngineConfig
 from tp_engine.engine.processes import ChildRanks, die_with_parent
 from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import new_address, remove_address
 from tp_engine.engine.start import check_config, start_engine
-from tp_engine.errors import RankError
+from tp_engine.errors import ConfigError, RankError
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import configure_logging, get_logger
 
@@ -72,8 +73,15 @@ class ServiceHandle:
 def spawn_service(config: EngineConfig) -> ServiceHandle:
     """Start rank 0, which starts the other ranks; returns when rank 0 is ready for its client.
 
-    Raises ``ConfigError`` before a process is started, ``RankError`` if rank 0 ends during its start.
+    Raises ``ConfigError`` before a process is started, under torchrun too, whose other ranks could not take part, and
+    ``RankError`` if rank 0 ends during its start.
     """
+    launched = env.launched_rank()
+    if launched is not None and launched.world_size > 1:
+        raise ConfigError(
+            f"AsyncLLM starts its own ranks, but torchrun has started {launched.world_size}; start the script without "
+            f"torchrun, with tensor_parallel_size={launched.world_size}, or use LLM"
+        )
     check_config(config)
     address, pulse = new_address(), Pulse.create()
     spec = ServiceSpec(config=dataclasses.asdict(config), address=address, parent_pid=os.getpid(), pulse=pulse.address)

@@ -54,6 +54,8 @@ _NEEDED_KEY = "engine is needed"
 _CONNECT_S = 60.0
 _DECISION_LIMIT_S = 24 * 3600.0
 
+_have_left: list[bool] = []  # not empty once the other ranks of this torchrun job end with an engine
+
 
 def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pulse | None = None) -> Engine:
     """Rank 0's engine, with all ranks ready.  ``ConfigError`` is raised before any process or device is touched.
@@ -71,7 +73,7 @@ def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pul
     job = Job.create(
         progress, effective.config, ends_process=ends_process, same_parent=adopts, pulse=pulse, topology=topology
     )
-    with _closed_on_error(job), contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as undo, _closed_on_error(job):  # what is undone could look like another rank's fault
         if adopts:
             assert launched is not None
             store = launched_store(timeout_s=config.startup_timeout_s)
@@ -79,13 +81,13 @@ def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pul
             logger.info("%s: torch is loaded, the other ranks may come", RankPhase.IMPORT.label)
             progress.reach(RankPhase.IMPORT)
             hosts = link_hosts(effective, launched, store, job)
-            undo.callback(hosts.close)
+            undo.callback(hosts.close)  # at the end of the start too: all hosts are connected then
             groups = _join(effective, _info(launched), store, job, hosts.check)
             return build_engine(effective, groups, job, links=hosts.plan_links, leave=lambda _failed: None)
         progress.reach(RankPhase.IMPORT)
         if effective.config.tensor_parallel_size == 1:
             return build_engine(effective, process_groups.alone(progress), job, leave=lambda _failed: None)
-        return _spawn(effective, job)
+        return _spawn(effective, job, undo)
 
 
 def _with_tokenizer_eos(effective: EffectiveConfig) -> EffectiveConfig:
@@ -158,6 +160,22 @@ def check_config(config: EngineConfig) -> EffectiveConfig:
     return resolve(config, num_hosts=num_hosts)
 
 
+def check_ranks_stay() -> None:
+    """On rank 0: ``ConfigError`` if the other ranks of this torchrun job were let go, so that none is waited for."""
+    if _have_left:
+        raise ConfigError(
+            "the other ranks of this torchrun job end with the first engine of its script; use one LLM or run_batch in "
+            "it, or start the script without torchrun: with tensor_parallel_size=N each engine starts its own ranks"
+        )
+
+
+def let_ranks_go() -> None:
+    """On rank 0: note that the other ranks of this torchrun job, if any, end with the engine that now runs."""
+    launched = env.launched_rank()
+    if launched is not None and launched.world_size > 1:
+        _have_left.append(True)
+
+
 def tell_ranks(is_needed: bool) -> None:
     """Rank 0 of a torchrun job tells the other ranks whether to start an engine or to end; once per ``ask_rank0``.
 
@@ -166,6 +184,8 @@ def tell_ranks(is_needed: bool) -> None:
     launched = env.launched_rank()
     if launched is not None and launched.world_size > 1:
         launched_store(timeout_s=_CONNECT_S).set(_NEEDED_KEY, "yes" if is_needed else "no")
+    if not is_needed:
+        let_ranks_go()
 
 
 def ask_rank0() -> bool:
@@ -208,8 +228,8 @@ def _join(effective: EffectiveConfig, info: RankInfo, store: Store, job: Job, ch
     return groups
 
 
-def _spawn(effective: EffectiveConfig, job: Job) -> Engine:
-    """Start ranks 1 to N-1 as children of this process and build the engine."""
+def _spawn(effective: EffectiveConfig, job: Job, undo: contextlib.ExitStack) -> Engine:
+    """Start ranks 1 to N-1 as children of this process and build the engine; on an error ``undo`` kills them."""
     config, world_size = effective.config, effective.config.tensor_parallel_size
     store = host_store(timeout_s=config.startup_timeout_s)
     specs = [
@@ -224,21 +244,15 @@ def _spawn(effective: EffectiveConfig, job: Job) -> Engine:
         for rank in range(1, world_size)
     ]
     children = ChildRanks("tp_engine.engine.rank_process", [msgspec.json.encode(spec) for spec in specs])
-    try:
-        job.adopt(children)
-        groups = _join(effective, RankInfo(world_size=world_size, local_world_size=world_size), store, job, job.check)
-        return build_engine(
-            effective, groups, job,
-            leave=lambda failed: children.wait(timeout_s=_FAILED_STOP_S if failed else _STOP_TIMEOUT_S),
-        )  # fmt: skip
-    except BaseException as error:
-        try:
-            job.blame(error)
-        finally:
-            if not isinstance(error, Exception):  # a signal or an exit: the ranks that end now are no incident
-                job.close()
-            children.kill()
-        raise
+    undo.callback(children.kill)
+    job.adopt(children)
+    groups = _join(effective, RankInfo(world_size=world_size, local_world_size=world_size), store, job, job.check)
+    engine = build_engine(
+        effective, groups, job,
+        leave=lambda failed: children.wait(timeout_s=_FAILED_STOP_S if failed else _STOP_TIMEOUT_S),
+    )  # fmt: skip
+    undo.pop_all()
+    return engine
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import pytest
 
 from tp_engine.engine.hang_watch import HangLimits
-from tp_engine.engine.peers import Peers, ProcessHandle
+from tp_engine.engine.peers import Peers, ProcessHandle, living_ranks
 from tp_engine.engine.watchdog import Watchdog
 from tp_engine.errors import RankError
 from tp_engine.ipc.job_board import JobBoard
@@ -161,3 +161,28 @@ def test_no_descriptor_is_left() -> None:
     del board  # Python's mmap holds a descriptor of its own
     gc.collect()
     assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_launched_rank_that_ended_before_it_came_is_named() -> None:
+    """Oracle: no error while a process with the launcher's variables and the rank lives, then one that names the rank;
+    the same rank of another job does not count."""
+    marks = {"TORCHELASTIC_RUN_ID": f"of the test {os.getpid()}", "MASTER_PORT": "1"}
+    command = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
+    own = {**os.environ, **marks, "RANK": "1"}
+    foreign = {**own, "MASTER_PORT": "2"}
+    board = JobBoard.create(2)
+    with (
+        subprocess.Popen(command, env=own, stdout=subprocess.PIPE) as rank,
+        subprocess.Popen(command, env=foreign, stdout=subprocess.PIPE) as other,
+    ):
+        for process in (rank, other):
+            assert process.stdout is not None and process.stdout.readline() == b"here\n"
+        assert living_ranks(marks) == {1}
+        rank.kill()
+        rank.wait()
+        assert living_ranks(marks) == set()
+        with watchdog(board) as dog:
+            dog.peers.marks = marks
+            with pytest.raises(RankError, match="rank 1: its process ended before it came to this engine"):
+                check_for_a_while(dog)
+        other.kill()

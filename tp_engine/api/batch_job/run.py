@@ -36,7 +36,7 @@ from tp_engine.api.sampling_defaults import load_generation_defaults
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.build import model_info
 from tp_engine.engine.messages import ModelInfo
-from tp_engine.engine.start import ask_rank0, check_config, serve_rank, tell_ranks
+from tp_engine.engine.start import ask_rank0, check_config, check_ranks_stay, let_ranks_go, serve_rank, tell_ranks
 from tp_engine.engine.tokenizer import TokenDecoder, load_tokenizer
 from tp_engine.errors import ConfigError
 from tp_engine.log import get_logger
@@ -92,6 +92,9 @@ def _serve_if_follower(config: EngineConfig, batch_config: BatchConfig) -> None:
         if not batch_config.validate_only and ask_rank0():
             serve_rank(config)
         raise SystemExit(0)
+    check_ranks_stay()
+    if batch_config.validate_only:
+        let_ranks_go()
 
 
 class BatchRun:
