@@ -321,4 +321,11 @@ class Engine:
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [engine.disown() for engine in _engines])
+
+
+def _disown_all() -> None:
+    for engine in _engines:
+        engine.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
