@@ -26,6 +26,7 @@ class _Meeting:
     def __init__(self, world_size: int) -> None:
         self.barrier = threading.Barrier(world_size, timeout=DEADLINE_S)
         self.posted: list[torch.Tensor | None] = [None] * world_size
+        self.memories = [torch.zeros(1000, dtype=torch.uint8) for _ in range(world_size)]
 
     def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, copied, in rank order."""
@@ -44,6 +45,7 @@ class SimulatedCommunicator:
     def __init__(self, info: RankInfo, meeting: _Meeting) -> None:
         self.info = info
         self._meeting = meeting
+        self.memories = meeting.memories  # what all ranks can read and write
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         parts = self._meeting.exchange(self.info.rank, tensor)

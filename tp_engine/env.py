@@ -160,6 +160,26 @@ def cache_dir() -> Path:
     return Path(os.environ.get("TP_ENGINE_CACHE_DIR") or Path.home() / ".cache" / "tp_engine")
 
 
+def visible_devices() -> str | None:
+    """``CUDA_VISIBLE_DEVICES``: the GPUs that this process may use; None if it is not set."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def is_peer_access_off() -> bool:
+    """Whether ``NCCL_P2P_DISABLE`` or ``NCCL_P2P_LEVEL`` keeps NCCL from letting GPUs read each other's memory."""
+    level = os.environ.get("NCCL_P2P_LEVEL", "").upper()
+    return os.environ.get("NCCL_P2P_DISABLE", "0").strip() not in ("", "0") or level in ("0", "LOC")
+
+
+def leave_hangs_to_the_engine() -> None:
+    """Set ``TORCH_NCCL_ENABLE_MONITORING`` to 0 unless it is set.
+
+    Torch's monitor aborts a process whose NCCL thread was silent for 8 minutes, idle jobs of several hosts included,
+    and names no cause.  The engine's own watchdog ends hangs by its limits.
+    """
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+
+
 def use_interface(name: str | None) -> None:
     """Let gloo and NCCL use this network interface, if ``GLOO_SOCKET_IFNAME``, ``NCCL_SOCKET_IFNAME`` are not set."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

@@ -80,7 +80,12 @@ import asyncio
 from tp_engine import AsyncLLM, run_batch
 from tp_engine.errors import ConfigError
 llm.close()
-for second in (lambda: LLM({model!r}), lambda: run_batch(__file__, __file__ + ".out"), lambda: asyncio.run(AsyncLLM({model!r}).start())):
+seconds = (
+    lambda: LLM({model!r}),
+    lambda: run_batch(__file__, __file__ + ".out"),
+    lambda: asyncio.run(AsyncLLM({model!r}).start()),
+)
+for second in seconds:
     try:
         second()
     except ConfigError as error:

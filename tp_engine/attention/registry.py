@@ -135,7 +135,5 @@ def _make(name: str, needs: AttentionNeeds) -> AttentionBackend:
 
 def key_lanes(backend: AttentionBackend, block_size: int) -> int:
     """Tokens whose keys lie side by side as columns in a block that ``backend`` keeps; 0 if keys are rows."""
-    library = native_library()
-    if not isinstance(backend, NativeBackend) or library is None:
-        return 0
-    return lanes_of(library, block_size)
+    library = native_library() if isinstance(backend, NativeBackend) else None  # ranks on GPUs compile no C
+    return 0 if library is None else lanes_of(library, block_size)

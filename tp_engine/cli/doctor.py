@@ -63,7 +63,8 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
     )
 
     yield from check_devices()
-    yield from check_host(on_cpu=not has_gpu())
+    yield from check_host(on_cpu=not has_gpu(), num_ranks=config.tensor_parallel_size)
     yield from check_kernels(on_cpu=not has_gpu())
     yield check_quantised_products(on_cpu=not has_gpu())
-    yield from check_choice(EngineConfig(model=config.model, tensor_parallel_size=config.tensor_parallel_size))
+    ranks, device = config.tensor_parallel_size, "auto" if has_gpu() else "cpu"
+    yield from check_choice(EngineConfig(model=config.model, tensor_parallel_size=ranks, device=device))

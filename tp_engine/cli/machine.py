@@ -8,7 +8,7 @@ import os
 import platform
 import resource
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -18,16 +18,17 @@ from tp_engine.attention.registry import obstacles
 from tp_engine.cli.findings import Finding, Status
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
-from tp_engine.ipc.segment import SHM_FOLDER
+from tp_engine.ipc.segment import SHM_FOLDER, needed_bytes, shm_option
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.quantised.weights import Codes, QuantisedWeight, values_per_byte
 from tp_engine.layers.formats.int8 import takes_int8_products
 from tp_engine.layers.formats.quantised_products import choose_quantised_product
+from tp_engine.ranks.symmetric_memory import has_native_atomics
 from tp_engine.units import GIB, MIB, format_gib
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
+from tp_engine.worker.gpu_host import driver_version, why_no_gpus, why_unseen
 from tp_engine.worker.memory.host_memory import host_memory
 
-LEAST_SHM = 16 * MIB
 LEAST_FILES = 4096
 _MALLOCS = ("tcmalloc", "jemalloc", "mimalloc")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -45,12 +46,17 @@ _WEIGHT_FORMATS: dict[str, tuple[Codes, bool]] = {
 
 def has_gpu() -> bool:
     """Whether the engine would run on GPUs."""
-    return torch.cuda.device_count() > 0
+    return torch.cuda.device_count() > 0 and why_no_gpus() is None
 
 
 def check_devices() -> Iterator[Finding]:
     """The GPUs and their links."""
     count = torch.cuda.device_count()
+    obstacle, unseen = why_no_gpus(), why_unseen()
+    if obstacle is not None or unseen is not None:
+        status = Status.NOTE if obstacle is None else Status.MISSING
+        yield Finding(topic="GPUs", status=status, detail=str(obstacle or unseen))
+        return
     if count == 0:
         built = f"torch {torch.__version__} for CUDA {torch.version.cuda}" if torch.version.cuda else "torch for CPUs"
         yield Finding(topic="GPUs", status=Status.OK, detail=f"none ({built}); models run on the processor")
@@ -60,9 +66,11 @@ def check_devices() -> Iterator[Finding]:
         capability = f"compute capability {properties.major}.{properties.minor}"
         detail = f"{properties.name}, {format_gib(properties.total_memory)}, {capability}"
         yield Finding(topic=f"GPU {index}", status=Status.OK, detail=detail)
-    yield Finding(topic="CUDA", status=Status.OK, detail=f"{torch.version.cuda}, NCCL {_nccl_version()}")
+    detail = f"{torch.version.cuda}, NCCL {_nccl_version()}, driver {driver_version()}"
+    yield Finding(topic="CUDA", status=Status.OK, detail=detail)
     if count > 1:
-        yield _peer_access(count)
+        yield _between("peer access", torch.cuda.can_device_access_peer, "reads every other's memory", count)
+        yield _between("peer atomics", has_native_atomics, "changes every other's memory in one operation", count)
 
 
 def _nccl_version() -> str:
@@ -72,17 +80,14 @@ def _nccl_version() -> str:
         return "is not there"
 
 
-def _peer_access(count: int) -> Finding:
-    apart = [
-        f"{one}-{other}"
-        for one, other in itertools.combinations(range(count), 2)
-        if not torch.cuda.can_device_access_peer(one, other)
-    ]
+def _between(topic: str, can: Callable[[int, int], bool], good: str, count: int) -> Finding:
+    """Whether each of ``count`` GPUs ``can`` do to each other one what symmetric memory needs."""
+    apart = [f"{one}-{other}" for one, other in itertools.permutations(range(count), 2) if not can(one, other)]
     if not apart:
-        return Finding(topic="peer access", status=Status.OK, detail="every GPU reads every other's memory")
-    shown = ", ".join(apart[:_MAX_LISTED])
-    detail = f"none between {shown}: their sums go through the host, and symmetric memory is not used"
-    return Finding(topic="peer access", status=Status.NOTE, detail=detail)
+        return Finding(topic=topic, status=Status.OK, detail=f"every GPU {good}")
+    shown = ", ".join(apart[:_MAX_LISTED]) + (" and others" if len(apart) > _MAX_LISTED else "")
+    detail = f"none between {shown}: symmetric memory is not used, and NCCL adds up"
+    return Finding(topic=topic, status=Status.NOTE, detail=detail)
 
 
 def check_kernels(*, on_cpu: bool) -> Iterator[Finding]:
@@ -152,14 +157,14 @@ def _backends(effective: EffectiveConfig) -> Iterator[Finding]:
         yield Finding(topic=f"attention {name}", status=Status.OK, detail=obstacle or usable)
 
 
-def check_host(*, on_cpu: bool) -> Iterator[Finding]:
-    """Memory, limits, folders, the kernel; ``on_cpu``: the model would run on this host's processor."""
+def check_host(*, on_cpu: bool, num_ranks: int) -> Iterator[Finding]:
+    """Memory, limits, folders, the kernel, for ``num_ranks``; ``on_cpu``: they would run on this host's processor."""
     yield _processor()
     memory = host_memory()
     yield Finding(
         topic="memory", status=Status.OK, detail=f"{format_gib(memory.total)}, {format_gib(memory.free)} free"
     )
-    yield shared_memory(SHM_FOLDER)
+    yield shared_memory(SHM_FOLDER, num_ranks, on_cpu=on_cpu)
     yield open_files()
     yield process_handles()
     yield writable("cache folder", env.cache_dir(), "set TP_ENGINE_CACHE_DIR to a folder that can be written to")
@@ -181,8 +186,9 @@ def _processor() -> Finding:
     )
 
 
-def shared_memory(folder: Path) -> Finding:
-    """Room for the ranks' plans."""
+def shared_memory(folder: Path, num_ranks: int, *, on_cpu: bool) -> Finding:
+    """Room for what ``num_ranks`` ranks share: plans, tensors of CPUs, and NCCL's buffers."""
+    least = needed_bytes(num_ranks, has_gpus=not on_cpu)
     try:
         status = os.statvfs(folder)
     except OSError as error:
@@ -190,13 +196,13 @@ def shared_memory(folder: Path) -> Finding:
             topic="shared memory",
             status=Status.MISSING,
             detail=f"{folder}: {error.strerror}",
-            remedy=f"mount a tmpfs of at least {LEAST_SHM // MIB} MiB at {folder}",
+            remedy=f"mount a tmpfs of at least {least // MIB} MiB at {folder}",
         )
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     detail = f"{folder}: {size / GIB:.2f} GiB, {free / GIB:.2f} GiB free"
-    if free >= LEAST_SHM:
+    if free >= least:
         return Finding(topic="shared memory", status=Status.OK, detail=detail)
-    remedy = f"at least {LEAST_SHM // MIB} MiB are needed: docker run --shm-size=64m, or free some"
+    remedy = f"{num_ranks} ranks may need {least // MIB} MiB: docker run {shm_option(num_ranks)}, or free some"
     return Finding(topic="shared memory", status=Status.MISSING, detail=detail, remedy=remedy)
 
 

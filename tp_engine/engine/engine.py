@@ -102,7 +102,7 @@ class Engine:
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; a ``RequestError`` leaves the engine unchanged."""
-        self._check_alive()
+        self._enter()
         if not request.is_constrained:
             self._scheduler.add(request)
         else:
@@ -123,7 +123,7 @@ class Engine:
 
         If all requests wait for their grammars or for the disk tier, this waits a few milliseconds at most.
         """
-        self._check_alive()
+        self._enter()
         if self.operator.drained:
             return self.operator.drained.popleft()
         try:
@@ -154,6 +154,7 @@ class Engine:
         This costs a fraction of a millisecond; steps pay nothing, because they record their times anyway.  For a
         model with experts on a GPU it waits for the launched steps, whose counts are on the device.
         """
+        self._worker.enter_thread()
         return self._statistics.report(
             self._scheduler.stats(),
             experts=expert_balance(self._worker.expert_token_counts()),
@@ -174,7 +175,7 @@ class Engine:
         """For idle loops: go on with what no request waits for, the writes of a disk tier; whether there is more."""
         if self._upkeep is None or self.has_unfinished:
             return False
-        self._check_alive()
+        self._enter()
         with self._failing():
             return self._upkeep.turn(self._run_alone)
 
@@ -187,6 +188,7 @@ class Engine:
         if self._closed_because:
             return
         self._closed_because = "the engine is closed"
+        self._worker.enter_thread()
         try:
             if self._failure is None:
                 self._stop_ranks()
@@ -212,7 +214,7 @@ class Engine:
     @contextmanager
     def _standing_still(self) -> Iterator[None]:
         """A context in which no step is in flight; an error in it ends the engine."""
-        self._check_alive()
+        self._enter()
         with self._failing():
             while self._num_in_flight:
                 self.operator.drained.append(self._update(*self._finish_oldest()))
@@ -306,11 +308,13 @@ class Engine:
             num_bytes, checksum = self._publisher.last_num_bytes, self._publisher.last_checksum
         self._recorder.received(plan, num_bytes, checksum)
 
-    def _check_alive(self) -> None:
+    def _enter(self) -> None:
+        """Prepare the calling thread; ``EngineDeadError`` if the engine has ended."""
         if self._failure is not None:
             raise EngineDeadError(f"the engine stopped after an error: {self._failure}") from self._failure
         if self._closed_because:
             raise EngineDeadError(self._closed_because)
+        self._worker.enter_thread()
 
     def disown(self) -> None:
         """In a forked child: this copy of the parent's engine neither runs nor closes, so the parent's goes on."""

@@ -224,7 +224,7 @@ def _join(effective: EffectiveConfig, info: RankInfo, store: Store, job: Job, ch
         start_s=effective.config.startup_timeout_s,
         collective_s=effective.config.collective_timeout_s,
     )
-    job.watchdog.abort = groups.abort
+    job.watchdog.abort, groups.report = groups.abort, job.report
     return groups
 
 

@@ -56,7 +56,9 @@ class JobBoard:
     @classmethod
     def create(cls, world_size: int, *, local_world_size: int | None = None, host: int = 0) -> JobBoard:
         """A new board, of ``host`` where there are several; ``RuntimeError`` where /dev/shm is too small."""
-        segment = create_segment(8 * (_HEADER_WORDS + world_size * SLOT_WORDS))
+        segment = create_segment(
+            8 * (_HEADER_WORDS + world_size * SLOT_WORDS), num_ranks=local_world_size or world_size
+        )
         header = memoryview(segment.memory).cast("q")
         header[1], header[2], header[3] = world_size, time.time_ns(), time.monotonic_ns()
         header[4], header[5] = local_world_size or world_size, host

@@ -130,7 +130,7 @@ class RingWriter:
         self._alive = alive
         self._num_pieces = 0
         self._failure: BaseException | None = None
-        self._segment = create_segment(self._first_slot + num_slots * slot_bytes)
+        self._segment = create_segment(self._first_slot + num_slots * slot_bytes, num_ranks=num_readers + 1)
         self.name, self._memory = self._segment.address, self._segment.memory
         self._readers = [_Reader(self._memory, index, first_rank) for index in range(num_readers)]
         self._missing = list(self._readers)

@@ -15,7 +15,11 @@ import mmap
 import os
 from pathlib import Path
 
+from tp_engine.units import MIB
+
 SHM_FOLDER = Path("/dev/shm")
+_LEAST_BYTES = 16 * MIB  # plans, and on CPUs tensors
+_NCCL_BYTES = 10 * MIB  # of each pair of GPUs that do not read each other's memory
 
 _NO_ANONYMOUS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
@@ -35,8 +39,18 @@ class Segment:
             self._descriptor = -1
 
 
-def create_segment(num_bytes: int) -> Segment:
-    """A new segment of zeros, for processes of this user only.
+def needed_bytes(num_ranks: int, *, has_gpus: bool = True) -> int:
+    """Bytes of /dev/shm that suffice for ``num_ranks`` ranks of a host, with what NCCL may take for GPUs."""
+    return _LEAST_BYTES + has_gpus * _NCCL_BYTES * num_ranks * (num_ranks - 1)
+
+
+def shm_option(num_ranks: int) -> str:
+    """docker's option for a container of ``num_ranks`` ranks, in whole powers of two, such as ``--shm-size=1024m``."""
+    return f"--shm-size={max(64, 1 << (needed_bytes(num_ranks) // MIB).bit_length())}m"
+
+
+def create_segment(num_bytes: int, *, num_ranks: int = 1) -> Segment:
+    """A new segment of zeros, for processes of this user only; ``num_ranks`` will share it.
 
     ``RuntimeError``, with the needed and the available bytes, if /dev/shm is too small.
     """
@@ -51,8 +65,8 @@ def create_segment(num_bytes: int) -> Segment:
             raise
         raise RuntimeError(
             f"{SHM_FOLDER} is too small: the ranks' shared memory needs {num_bytes} bytes and "
-            f"{available.f_bavail * available.f_frsize} are available; enlarge it (docker run --shm-size=64m) "
-            f"or free some"
+            f"{available.f_bavail * available.f_frsize} are available; enlarge it (docker run "
+            f"{shm_option(num_ranks)}) or free some"
         ) from error
 
 

@@ -55,7 +55,7 @@ class TensorSlots:
     def create(cls, num_ranks: int, slot_bytes: int) -> TensorSlots:
         """New memory; ``slot_bytes`` is a multiple of 64.  ``RuntimeError`` if /dev/shm is too small."""
         assert num_ranks >= 2 and slot_bytes > 0 and slot_bytes % 64 == 0, f"{num_ranks} ranks, {slot_bytes} bytes"
-        segment = create_segment(_slots_offset(num_ranks) + (2 * num_ranks + 1) * slot_bytes)
+        segment = create_segment(_slots_offset(num_ranks) + (2 * num_ranks + 1) * slot_bytes, num_ranks=num_ranks)
         _HEADER.pack_into(segment.memory, 0, _MAGIC, num_ranks, slot_bytes)
         slots = cls(segment.memory, segment)
         for sender in range(num_ranks):

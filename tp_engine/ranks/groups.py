@@ -5,7 +5,9 @@ NCCL refuses ranks that share a GPU; their tensors go through the host and gloo.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import numpy as np
@@ -30,6 +32,7 @@ logger = get_logger(__name__)
 # The watchdog knows which rank the others wait for, and a library's timeout does not, so the watchdog reports first.
 _AFTER_WATCHDOG_S = 5.0
 _LOOPBACK = "lo"
+_SYMMETRIC_S = 20.0
 
 
 class HostGroup:
@@ -98,7 +101,7 @@ class StagedCommunicator:
 class RankGroups:
     """This rank's membership: its place, its collectives, and the ``progress`` that other ranks see.
 
-    ``close`` leaves the groups.
+    ``close`` leaves the groups.  ``report`` is told of an error that this rank's main thread may be unable to raise.
     """
 
     def __init__(
@@ -121,7 +124,9 @@ class RankGroups:
         self.progress = progress
         self._owns_default = owns_default
         self._device_group = device_group
-        self.check = check
+        self.report: Callable[[BaseException], None] = lambda error: None
+        self._check = check
+        self._late: RankError | None = None
         self._collective_s = collective_s
         self._store = store
 
@@ -179,8 +184,35 @@ class RankGroups:
             largest_bytes=largest_bytes,
             is_required=is_required,
             wait=wait,
+            within=self._time_limit,
             fuses_norm=fuses_norm,
         )
+
+    def check(self) -> None:
+        """For waits: ``RankError`` if the job has failed."""
+        if self._late is not None:
+            raise self._late
+        self._check()
+
+    @contextmanager
+    def _time_limit(self, what: str) -> Iterator[None]:
+        """A part of setting up symmetric memory, which may block in the driver: its time limit ends the job."""
+
+        def expire() -> None:
+            self._late = RankError(
+                self.info.rank,
+                f"symmetric memory: {what} has not ended within {_SYMMETRIC_S:g} s, so the links between the GPUs do "
+                "not work as the driver says; start with --all-reduce nccl",
+            )
+            self.report(self._late)
+
+        timer = threading.Timer(_SYMMETRIC_S, expire)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def abort(self) -> None:
         """Abort the running collectives between devices, from any thread: they raise, and later ones do too.
@@ -234,6 +266,7 @@ def join(
         if info.topology.num_hosts > 1:
             interface = env.collective_interface(backend)
             logger.info("%d hosts; tensors go by %s over %s", info.topology.num_hosts, backend, interface)
+    env.leave_hangs_to_the_engine()
     progress.reach(RankPhase.GROUP_INIT)
     start, collective = (timedelta(seconds=seconds + _AFTER_WATCHDOG_S) for seconds in (start_s, collective_s))
     watched = WatchedStore(store, check, timeout_s=start.total_seconds())

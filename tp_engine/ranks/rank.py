@@ -52,6 +52,8 @@ def all_do(host: Agreeing, what: str, option: str, body: Callable[[], Result], *
     result: Result | None = None
     try:
         result, failure = body(), ""
+    except RankError:  # the job has failed, not only this step of it
+        raise
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
     reports = [report.decode() for report in host.all_gather_bytes(failure.encode())]

@@ -51,7 +51,7 @@ class Method(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The ranks' GPUs: their lowest compute ``capability``, and whether each can read the memory of all others.
+    """The ranks' GPUs: their lowest compute ``capability``, and whether each can and may read the memory of all others.
 
     ``has_peer_atomics``: each can change a word of another's memory in one indivisible operation, as all signals
     between kernels do.  Links between GPUs (NVLink) have it; over PCI Express memory can often be read, but a signal
@@ -159,7 +159,10 @@ def why_not(machine: Machine, dtype: str) -> str | None:
         major, minor = machine.capability
         return f"symmetric memory needs GPUs of compute capability 8.0, and one is of {major}.{minor}"
     if not machine.has_peer_access:
-        return "the GPUs can not read each other's memory (nvidia-smi topo -p2p r)"
+        return (
+            "the GPUs can not read each other's memory (nvidia-smi topo -p2p r), or NCCL_P2P_DISABLE or NCCL_P2P_LEVEL "
+            "forbids it"
+        )
     if not machine.has_peer_atomics:
         return "the GPUs' signals to each other may be lost: their link has no atomics (nvidia-smi topo -p2p a)"
     return None

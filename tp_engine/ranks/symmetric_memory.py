@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeAlias
@@ -17,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
+from tp_engine import env
 from tp_engine.kernels.ops import has_triton
 from tp_engine.log import get_logger
 from tp_engine.progress import RankProgress
 from tp_engine.ranks.collectives import Communicator, tree_of_gathered
-from tp_engine.ranks.rank import Agreeing, all_do
+from tp_engine.ranks.rank import Agreeing, RankInfo, all_do
 from tp_engine.ranks.reduce_plan import (
     ALIGNMENT,
     WORD_BYTES,
@@ -37,6 +39,7 @@ logger = get_logger(__name__)
 Collective: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_MARK_BYTES = 4096
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
@@ -51,6 +54,7 @@ def with_symmetric_memory(
     largest_bytes: int,
     is_required: bool,
     wait: Callable[[], None],
+    within: Callable[[str], AbstractContextManager[object]] = nullcontext,
     fuses_norm: bool = False,
 ) -> Communicator:
     """``library`` with its smaller collectives through symmetric memory, or ``library`` itself if a rank can not.
@@ -58,7 +62,9 @@ def with_symmetric_memory(
     ``allocate(num_bytes)`` creates a rank's own buffer.  All ranks have one before the first maps those of the others,
     because mapping waits for a missing rank until torch's store gives up.  ``largest_bytes`` is the size of the largest
     tensor that a step all-reduces.  If ``is_required``, a rank that can not raises ``RankError`` on all ranks.
-    ``wait`` waits for the device, and raises if another rank has ended.
+    ``wait`` waits for the device, and raises if another rank has ended.  ``within(what)`` bounds the time of each part,
+    which may wait for another GPU for ever: mapping, copies from GPU to GPU, and only then the first kernels that wait
+    for signals, because a kernel that waits can not be ended.
 
     All-gathers are ``library``'s if CUDA graphs can contain those: our own is not yet measured beside NCCL's.
     """
@@ -66,13 +72,21 @@ def with_symmetric_memory(
     together = partial(all_do, host, "symmetric memory", "symm_mem", is_required=is_required)
     num_bytes = plan_for(replace(machine, has_multicast=True)).buffer_bytes
     own = together(lambda: allocate(num_bytes))
-    buffer = None if own is None else together(own.share)
+    with within("mapping the other ranks' memory"):
+        buffer = None if own is None else together(own.share)
     if buffer is None:
+        return library
+    with within("copying between GPUs"):
+        writes = together(lambda: write_marks(buffer, host.info, wait))
+        reads = writes and together(lambda: check_marks(buffer, host.info, wait))
+    if reads is None:
         return library
     multicasts = all(word == b"1" for word in host.all_gather_bytes(b"1" if buffer.has_multicast else b"0"))
     plan = plan_for(replace(machine, has_multicast=multicasts))
     made = SymmetricCommunicator(library, buffer, plan, progress, fuses_norm=fuses_norm)
-    if together(lambda: check_results(made, library, device, wait)) is None:
+    with within("waiting for the other GPUs' signals"):
+        checked = together(lambda: check_results(made, library, device, wait))
+    if checked is None:
         return library
     if host.info.is_first:
         sizes = plan.reduce_bytes, plan.gather_bytes
@@ -99,6 +113,9 @@ class SymmetricBuffer(Protocol):
     def multimem(self, tensor: torch.Tensor) -> None: ...
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor: ...
+
+    def of(self, rank: int) -> torch.Tensor:
+        """The buffer of ``rank`` (bytes,) uint8, in its own memory."""
 
 
 class OwnMemory(Protocol):
@@ -149,6 +166,11 @@ class TorchSymmetricBuffer:
         from tp_engine.kernels.ranks.gather_triton import all_gather_triton
 
         return all_gather_triton(part, buffers=self.addresses, signals=self.signals, rank=self._handle.rank)
+
+    def of(self, rank: int) -> torch.Tensor:
+        """See ``SymmetricBuffer``."""
+        found: torch.Tensor = self._handle.get_buffer(rank, self._bytes.shape, torch.uint8)
+        return found
 
     def _room_for(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._bytes[: tensor.nbytes].view(tensor.dtype)
@@ -232,7 +254,7 @@ def probe_machine(indices: Sequence[int]) -> Machine:
     return Machine(
         world_size=len(indices),
         capability=min(torch.cuda.get_device_capability(index) for index in distinct),
-        has_peer_access=all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs),
+        has_peer_access=not env.is_peer_access_off() and all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs),
         has_peer_atomics=all(has_native_atomics(a, b) for a, b in pairs),
         has_triton=has_triton(),
     )
@@ -256,6 +278,42 @@ def has_native_atomics(source: int, target: int) -> bool:
     found = ctypes.c_int()
     calls.append(driver.cuDeviceGetP2PAttribute(ctypes.byref(found), _NATIVE_ATOMICS, *devices))
     return not any(calls) and found.value == 1
+
+
+def write_marks(buffer: SymmetricBuffer, info: RankInfo, wait: Callable[[], None]) -> int:
+    """Write this rank's bytes into every rank's buffer, by copies; returns their number in each."""
+    for owner in range(info.world_size):
+        _mark(buffer, info.rank, owner).copy_(_written(buffer, info.rank, owner))
+    wait()
+    return len(_mark(buffer, info.rank, info.rank))
+
+
+def check_marks(buffer: SymmetricBuffer, info: RankInfo, wait: Callable[[], None]) -> int:
+    """Read what all ranks wrote here, and what this one wrote everywhere; returns the number of places.
+
+    ``RuntimeError`` if a byte did not arrive: a host may drop what GPUs write to each other (IOMMU, ACS), although the
+    driver says that they can.
+    """
+    pairs = [(rank, info.rank) for rank in range(info.world_size)]
+    pairs += [(info.rank, rank) for rank in range(info.world_size)]
+    found = [_mark(buffer, writer, owner).clone() for writer, owner in pairs]
+    wait()
+    for (writer, owner), copy in zip(pairs, found, strict=True):
+        if not torch.equal(copy, _written(buffer, writer, owner)):
+            raise RuntimeError(f"what rank {writer} wrote into the memory of rank {owner}'s GPU did not arrive")
+    return len(pairs)
+
+
+def _mark(buffer: SymmetricBuffer, writer: int, owner: int) -> torch.Tensor:
+    """The place in ``owner``'s buffer for the bytes of ``writer``."""
+    room = min(_MARK_BYTES, buffer.of(owner).nbytes // len(buffer.addresses))
+    return buffer.of(owner)[writer * room : (writer + 1) * room]
+
+
+def _written(buffer: SymmetricBuffer, writer: int, owner: int) -> torch.Tensor:
+    place = _mark(buffer, writer, owner)
+    numbers = torch.arange(len(place), device=buffer.addresses.device)
+    return numbers.add_(1 + 16 * writer + owner).remainder_(251).to(torch.uint8)
 
 
 def check_results(

@@ -16,11 +16,12 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
 import torch
+
+from tp_engine.ranks.device_threads import device_pool
 
 _ROOM_BYTES = 16 << 20
 _MAX_THREADS = 8
@@ -84,7 +85,7 @@ def for_each(items: Iterable[Item], act: Callable[[Item, Copy], int], device: to
         with torch.no_grad():
             return act(item, own.copy)
 
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as pool:
+    with device_pool(device, num_threads, name="weights") as pool:
         return sum(pool.map(run, items))
 
 

@@ -13,6 +13,7 @@ import torch
 
 from tp_engine.device_map import DeviceMap
 from tp_engine.errors import ConfigError
+from tp_engine.ranks.device_threads import use_device
 from tp_engine.ranks.rank import Agreeing
 from tp_engine.worker.memory.host_memory import host_memory, process_memory, reset_peak
 from tp_engine.worker.results.readback import Check, never_fails, record_event, wait_for
@@ -60,6 +61,9 @@ class Device(Protocol):
     def set_current(self) -> None:
         """Make this the device of the calling thread, and let torch use this rank's share of the host's cores."""
 
+    def enter_thread(self) -> None:
+        """Make this the device of the calling thread unless it is already."""
+
 
 class CudaDevice:
     """The GPU ``index``, or an equal share of its memory if ``num_sharing`` ranks run on it.
@@ -104,8 +108,12 @@ class CudaDevice:
         torch.cuda.empty_cache()
 
     def set_current(self) -> None:
-        torch.cuda.set_device(self.torch_device)
+        use_device(self.torch_device)
         _share_cores(self._local_world_size)
+
+    def enter_thread(self) -> None:
+        if torch.cuda.current_device() != self.torch_device.index:
+            use_device(self.torch_device)
 
 
 class CpuDevice:
@@ -145,6 +153,9 @@ class CpuDevice:
 
     def set_current(self) -> None:
         _share_cores(self._local_world_size)
+
+    def enter_thread(self) -> None:
+        """A thread has no device of its own here."""
 
 
 def make_device(

@@ -31,6 +31,7 @@ from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.tp_invariant import check_tp_invariant
 from tp_engine.speculative import CONFIG_NAME, SpeculativeConfig
 from tp_engine.worker.all_reduce import check_hosts, probe_devices, uses_symmetric_memory
+from tp_engine.worker.gpu_host import choose_device_type
 from tp_engine.worker.profiling import parse_steps
 from tp_engine.worker.recorded.graph_capture import capture_sizes, prefill_sizes
 
@@ -318,10 +319,9 @@ def _check_codec(config: EngineConfig, model: ModelSpec, capability: tuple[int, 
 
 
 def _resolve_device(config: EngineConfig, local_world_size: int) -> str:
-    found = torch.cuda.device_count()
-    device = ("cuda" if found else "cpu") if config.device == "auto" else config.device
+    device = choose_device_type(config.device)
     if device == "cuda":
-        map_devices(config.devices, local_world_size, found)
+        map_devices(config.devices, local_world_size, torch.cuda.device_count())
     elif config.devices is not None:
         raise ConfigError(
             f"devices is {config.devices!r}, which names GPUs, but the ranks run on the CPU; leave it out, or use "

@@ -209,6 +209,10 @@ class Worker:
         now = self._device.snapshot()
         return now.free + now.torch_reserved - now.torch_allocated
 
+    def enter_thread(self) -> None:
+        """Prepare the calling thread, which need not be the one that called before."""
+        self._device.enter_thread()
+
     def obey(self, order: bytes) -> Outcome:
         """Follow a plan's order, together with all other ranks."""
         return obey(self, order)

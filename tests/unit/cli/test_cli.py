@@ -149,8 +149,18 @@ def test_small_shared_memory_is_missing(monkeypatch: pytest.MonkeyPatch, free_by
     """Oracle: a file system of that size."""
     stat = SimpleNamespace(f_blocks=free_bytes, f_bavail=free_bytes, f_frsize=1)
     monkeypatch.setattr(os, "statvfs", lambda folder: stat)
-    finding = machine.shared_memory(Path("/dev/shm"))
+    finding = machine.shared_memory(Path("/dev/shm"), 1, on_cpu=True)
     assert finding.status is status and (finding.remedy is None) == (status is Status.OK)
+
+
+@pytest.mark.parametrize(("num_ranks", "option"), [(1, "64m"), (2, "64m"), (4, "256m"), (8, "1024m")])
+def test_the_size_of_shared_memory_follows_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, option: str
+) -> None:
+    """Oracle: 16 MiB, and 10 MiB for each ordered pair of GPUs, as the next power of two, by hand."""
+    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_blocks=1, f_bavail=1, f_frsize=1 << 20))
+    finding = machine.shared_memory(Path("/dev/shm"), num_ranks, on_cpu=False)
+    assert finding.status is Status.MISSING and f"--shm-size={option}," in str(finding.remedy)
 
 
 @pytest.mark.parametrize(("limit", "status"), [(1024, Status.NOTE), (65_536, Status.OK)])

@@ -57,6 +57,9 @@ class FileBuffer:
 
     two_shot = multimem = one_shot
 
+    def of(self, rank: int) -> torch.Tensor:
+        return self._buffers[rank].view(torch.uint8)
+
 
 def run_rank(world_size: int, folder: Path) -> None:
     """What each rank of the job runs; rank 0 writes the tokens, and the rows of its recorded steps."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import json
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,15 @@ def test_the_dockerfile() -> None:
     port = entrypoint()[entrypoint().index("--port") + 1]
     assert instruction("EXPOSE") == port and f":{port}/health" in health_check()[-1]
     assert [rest for word, rest in words_of if word == "USER"] == [["tp_engine"], ["tp_engine"]]
+
+
+@pytest.mark.parametrize(
+    "name", ["docker/Dockerfile", "compose.cuda.yaml", "kubernetes/deployment.yaml", "kubernetes/leaderworkerset.yaml"]
+)
+def test_compiled_kernels_outlive_a_container(name: str) -> None:
+    """Oracle: Triton's own variable names a folder of the volume; without it each start compiles all kernels anew."""
+    text = (DEPLOY / name).read_text(encoding="utf-8")
+    assert re.search(r"TRITON_CACHE_DIR(=|: |, value: )/data/", text)
 
 
 def test_compose() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import re
+import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,8 +18,10 @@ from tp_engine.errors import ConfigError, RankError
 from tp_engine.kernels.layer_ops import NormRule, add_norm
 from tp_engine.layers.residual import Composed, Fused, reduce_add_norm
 from tp_engine.progress import RankProgress
+from tp_engine.ranks import groups as groups_module
 from tp_engine.ranks import symmetric_memory
 from tp_engine.ranks.collectives import Communicator, SingleRank
+from tp_engine.ranks.groups import alone
 from tp_engine.ranks.reduce_plan import Machine, RecordedSizes, ReducePlan, plan_reduces, why_not
 from tp_engine.ranks.symmetric_memory import (
     SymmetricCommunicator,
@@ -35,15 +39,28 @@ SMALL = ReducePlan(one_shot_bytes=64, two_shot_bytes=128, multimem_bytes=0, gath
 
 
 class FakeBuffer:
-    """Adds and gathers through the simulated ranks; ``error`` is added to every sum, ``shift`` to what is gathered."""
+    """Adds and gathers through the simulated ranks; ``error`` is added to every sum, ``shift`` to what is gathered.
+
+    ``loses_writes``: what it writes into other ranks' memory does not arrive.
+    """
 
     def __init__(
-        self, through: Communicator, *, error: float = 0.0, shift: int = 0, has_multicast: bool = True
+        self,
+        through: Communicator,
+        *,
+        error: float = 0.0,
+        shift: int = 0,
+        has_multicast: bool = True,
+        loses_writes: bool = False,
     ) -> None:
         self.has_multicast = has_multicast
         self.addresses = self.signals = torch.zeros(through.info.world_size, dtype=torch.int64)
         self.calls: list[tuple[str, int]] = []
-        self._through, self._error, self._shift = through, error, shift
+        self._through, self._error, self._shift, self._loses_writes = through, error, shift, loses_writes
+
+    def of(self, rank: int) -> torch.Tensor:
+        memory: torch.Tensor = getattr(self._through, "memories")[rank]  # noqa: B009 - of simulated ranks only
+        return memory.clone() if self._loses_writes and rank != self._through.info.rank else memory
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         assert tensor.dim() == 1 and tensor.nbytes % 16 == 0
@@ -127,7 +144,7 @@ def test_the_largest_all_gather_follows_from_the_machine(world_size: int, larges
         ({"world_size": 3}, "bfloat16", "2, 4, 8 ranks, and there are 3"),
         ({}, "float16", "dtype is float16"),
         ({"capability": (7, 5)}, "bfloat16", "capability 8.0, and one is of 7.5"),
-        ({"has_peer_access": False}, "bfloat16", "can not read each other's memory"),
+        ({"has_peer_access": False}, "bfloat16", "can not read each other's memory.*NCCL_P2P_DISABLE"),
         ({"has_peer_atomics": False}, "bfloat16", r"signals to each other may be lost.*p2p a\)"),
     ],
 )
@@ -165,6 +182,10 @@ def test_atomics_between_gpus_are_the_driver_s_answer(monkeypatch: pytest.Monkey
     monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda a, b: True)
     found = probe_machine((0, 1))
     assert found.has_peer_access and not found.has_peer_atomics
+    for name, value in (("NCCL_P2P_DISABLE", "1"), ("NCCL_P2P_LEVEL", "LOC")):
+        with monkeypatch.context() as changed:
+            changed.setenv(name, value)
+            assert not probe_machine((0, 1)).has_peer_access
     assert probe_machine((0, 0)).has_peer_atomics
     monkeypatch.setattr(symmetric_memory, "has_native_atomics", lambda a, b: True)
     assert probe_machine((0, 1)).has_peer_atomics
@@ -321,7 +342,36 @@ def test_recordings_need_a_library_that_can_or_all_in_shared_memory(
     assert communicator.can_capture and communicator.why_not_capture(sizes) is None
 
 
-def set_up(library: Communicator, allocate: Any, *, is_required: bool = False) -> Communicator:
+def test_a_gpu_that_does_not_answer_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: after the time limit the error says which part is late, and the remedy; it is told to the job, because
+    the main thread may be unable to, and no rank goes on with the library."""
+    monkeypatch.setattr(groups_module, "_SYMMETRIC_S", 0.05)
+    groups = alone(RankProgress())
+    told: list[BaseException] = []
+    groups.report = told.append
+
+    def wait() -> None:
+        deadline_s = time.monotonic() + 20
+        while time.monotonic() < deadline_s:
+            groups.check()
+            time.sleep(0.01)
+
+    def body(library: Communicator) -> None:
+        set_up(library, lambda _: FakeMemory(FakeBuffer(library)), wait=wait, within=groups._time_limit)
+
+    with pytest.raises(RankError, match=r"copying between GPUs has not ended within .* --all-reduce nccl"):
+        run_ranks(2, body)
+    assert told and "--all-reduce nccl" in str(told[0])
+
+
+def set_up(
+    library: Communicator,
+    allocate: Any,
+    *,
+    is_required: bool = False,
+    wait: Any = lambda: None,
+    within: Any = nullcontext,
+) -> Communicator:
     """The setup of ``RankGroups.use_symmetric_memory``, for tensors of up to 4 KiB."""
     return with_symmetric_memory(
         library,
@@ -332,7 +382,8 @@ def set_up(library: Communicator, allocate: Any, *, is_required: bool = False) -
         device=torch.device("cpu"),
         largest_bytes=4 * KIB,
         is_required=is_required,
-        wait=lambda: None,
+        wait=wait,
+        within=within,
     )
 
 
@@ -371,9 +422,11 @@ def test_all_gathers_stay_the_library_s_where_graphs_can_contain_them(can_captur
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("fault", ["allocates nothing", "maps nothing", "adds wrongly", "gathers wrongly"])
+@pytest.mark.parametrize(
+    "fault", ["allocates nothing", "maps nothing", "loses writes", "adds wrongly", "gathers wrongly"]
+)
 def test_one_rank_that_can_not_share_memory_decides_for_all(fault: str) -> None:
-    """Oracle: all ranks keep the library, or, if symmetric memory is required, all fail and name that rank.
+    """Oracle: all ranks keep the library, or, if symmetric memory is required, all fail and name a rank that saw it.
 
     No rank maps the others' memory, which could take long, before all ranks have theirs.
     """
@@ -387,14 +440,21 @@ def test_one_rank_that_can_not_share_memory_decides_for_all(fault: str) -> None:
             error = float(is_faulty and fault == "adds wrongly")
             made.append(
                 FakeMemory(
-                    FakeBuffer(library, error=error, shift=int(is_faulty and fault == "gathers wrongly")),
+                    FakeBuffer(
+                        library,
+                        error=error,
+                        shift=int(is_faulty and fault == "gathers wrongly"),
+                        loses_writes=is_faulty and fault == "loses writes",
+                    ),
                     fault="no handle" if is_faulty and fault == "maps nothing" else "",
                 )
             )
             return made[-1]
 
         assert set_up(library, allocate) is library
-        with pytest.raises(RankError, match=r"rank 1: .*(no fabric|no handle|gave another result); use auto"):
+        with pytest.raises(
+            RankError, match=r"rank [01]: .*(no fabric|no handle|did not arrive|another result); use auto"
+        ):
             set_up(library, allocate, is_required=True)
         assert all(memory.was_shared == (fault != "allocates nothing") for memory in made)
 

@@ -57,6 +57,9 @@ class FakeDevice:
     def set_current(self) -> None:
         self.calls.append("set_current")
 
+    def enter_thread(self) -> None:
+        self.calls.append("enter_thread")
+
 
 class _Meeting:
     """Where the simulated ranks exchange values and wait for each other."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from tp_engine import ConfigError
 from tp_engine.config import EngineConfig
@@ -28,6 +29,7 @@ from tp_engine.worker.tiers.disk_files import Identity, SlotFiles, choose_disk_s
 from tp_engine.worker.tiers.disk_tier import DiskTier
 from tp_engine.worker.tiers.fingerprint import make_identity
 
+CPU = torch.device("cpu")
 SLOT_BYTES = 5000
 OURS = Identity(b"f" * 16, {"weights": "a", "model": "b"})
 
@@ -194,7 +196,7 @@ def test_threads_read_and_write_in_the_order_of_plans(tmp_path: Path) -> None:
     board = JobBoard.create(1).slots[0]
     slots = np.zeros((4, SLOT_BYTES), dtype=np.uint8)
     slots[2] = np.frombuffer(content(2), np.uint8)
-    tier = DiskTier(slots, files(tmp_path), board.tier_progress(), first_serial=40)
+    tier = DiskTier(slots, files(tmp_path), board.tier_progress(), first_serial=40, device=CPU)
     readers = {name: TierProgressReader([words]) for name, words in board.channels.items()}
     moved = threading.Event()
     none = np.empty((0, 2), dtype=np.int32)
@@ -240,7 +242,7 @@ def test_a_disk_that_hangs_holds_up_nothing() -> None:
             closed.set()
 
     board = JobBoard.create(1).slots[0]
-    tier = DiskTier(np.zeros((4, 8), dtype=np.uint8), Hanging(), board.tier_progress(), first_serial=1)
+    tier = DiskTier(np.zeros((4, 8), dtype=np.uint8), Hanging(), board.tier_progress(), first_serial=1, device=CPU)
     pairs = np.array([[0, 3], [1, 7]], dtype=np.int32)
     tier.begin(pairs[:1], pairs, lambda: None)
     reader = TierProgressReader([board.channels["disk_writes"]])

@@ -59,7 +59,6 @@ class BlockCopy:
         """``order`` names how K/V lie in a block."""
         self.blob_bytes = block_bytes
         self._order = order
-        self._library = native_library()
 
     def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: IntArray) -> None:
         """Copy; see ``Codec``."""
@@ -74,13 +73,14 @@ class BlockCopy:
         return fingerprint_of("none", self.blob_bytes, self._order)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, pairs: IntArray) -> None:
-        if self._library is None:
+        library = native_library() if source.device.type == target.device.type == "cpu" else None
+        if library is None:
             from_ids, to_ids = torch.from_numpy(pairs).long().unbind(1)
             target[to_ids] = source[from_ids]
             return
         pairs = np.ascontiguousarray(pairs, dtype=np.int32)
         assert pairs.min() >= 0 and pairs[:, 0].max() < len(source) and pairs[:, 1].max() < len(target), pairs
-        self._library.copy_blocks(
+        library.copy_blocks(
             source.data_ptr(),
             target.data_ptr(),
             pairs.ctypes.data,

@@ -126,7 +126,9 @@ def open_disk_tier(
         serials = tuple(np.frombuffer(report.serials, np.int64) for report in reports)
         first_serial = 1 + max(int(one.max()) for one in serials)
         undo.pop_all()
-        disk = tier.disk = DiskTier(tier.slots.numpy(), files, channels, first_serial=first_serial)
+        disk = tier.disk = DiskTier(
+            tier.slots.numpy(), files, channels, first_serial=first_serial, device=parts.device.torch_device
+        )
         return DiskStart(
             tier=disk,
             path=path,

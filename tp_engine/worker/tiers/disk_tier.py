@@ -16,15 +16,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tp_engine.kv_layout import DiskCounters
 from tp_engine.log import get_logger
 from tp_engine.plan import IntArray
+from tp_engine.ranks.device_threads import device_thread
 from tp_engine.tier_progress import TierProgress
 
 logger = get_logger(__name__)
@@ -61,8 +64,9 @@ class DiskTier:
         channels: Mapping[str, TierProgress],
         *,
         first_serial: int,
+        device: torch.device,
     ) -> None:
-        """``first_serial`` is that of the first write, the same on all ranks."""
+        """``first_serial`` is that of the first write, the same on all ranks; ``device`` is where the moves run."""
         self.counters = DiskCounters()
         self._slots = slots
         self._files = files
@@ -71,7 +75,7 @@ class DiskTier:
         self._reads: SimpleQueue[_Work | None] = SimpleQueue()
         self._writes: SimpleQueue[_Work | None] = SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._run, args=(queue, body, channels[name]), name=name, daemon=True)
+            device_thread(device, partial(self._run, queue, body, channels[name]), name=name)
             for name, queue, body in (
                 ("disk_reads", self._reads, self._read),
                 ("disk_writes", self._writes, self._write),

@@ -1,0 +1,180 @@
+"""Hosts whose GPUs torch can not use, and the threads of a rank, with stand-ins for torch's answers."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tp_engine.cli import machine
+from tp_engine.cli.findings import Status
+from tp_engine.errors import ConfigError
+from tp_engine.ranks import device_threads
+from tp_engine.worker import gpu_host
+from tp_engine.worker.device import CudaDevice
+from tp_engine.worker.gpu_host import choose_device_type, why_no_gpus
+
+PACKAGE = Path(__file__).parents[3] / "tp_engine"
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+    """A GPU host with driver 535 (CUDA 12.2) and a torch built for CUDA 13.2 that counts 8 GPUs."""
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Mon Feb 26 2024\nGCC version:  gcc 12.3.0\n"
+    )
+    monkeypatch.setattr(gpu_host, "_DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(gpu_host, "cuda_of_driver", lambda: (12, 2))
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpu_host._warn_once.cache_clear()
+    yield monkeypatch
+
+
+def test_a_driver_that_is_too_old_is_refused_with_both_versions(host: pytest.MonkeyPatch) -> None:
+    """Oracle: NVIDIA's table (CUDA 13 needs 580), the kernel's file and the driver's answer, in one error; the CPU
+    stays usable."""
+    for asked in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match=r"CUDA 13\.2.*driver 535\.161\.08.*12\.2.*580 or newer.*--device cpu"):
+            choose_device_type(asked)
+    assert choose_device_type("cpu") == "cpu"
+
+
+def test_another_error_of_cuda_is_told(host: pytest.MonkeyPatch) -> None:
+    """Oracle: torch's own first line, where the driver is new enough."""
+
+    def init() -> None:
+        raise RuntimeError("Error 802: system not yet initialized\nmore")
+
+    host.setattr(gpu_host, "cuda_of_driver", lambda: (13, 0))
+    host.setattr(torch.cuda, "init", init)
+    with pytest.raises(ConfigError, match=r"counts 8 GPUs and can use none.*Error 802: system not yet initialized\. L"):
+        choose_device_type("auto")
+
+
+def test_rocm_is_refused_with_both_versions(host: pytest.MonkeyPatch) -> None:
+    """Oracle: torch's version and HIP's in the error, also where torch says that its GPUs are available."""
+    host.setattr(torch.version, "hip", "7.1.2")
+    host.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match=rf"torch {torch.__version__.split('+')[0]}.*HIP 7\.1\.2.*NVIDIA GPUs"):
+        choose_device_type("auto")
+    host.setattr(torch.cuda, "device_count", lambda: 0)
+    assert why_no_gpus() is None
+
+
+@pytest.mark.parametrize(
+    ("cuda", "visible", "told"),
+    [
+        (None, None, "it is built without CUDA; install a torch built for CUDA"),
+        ("13.2", None, r"built for CUDA 13\.2.*--gpus all"),
+        ("13.2", "9", "CUDA_VISIBLE_DEVICES is '9'"),
+        ("13.2", "", None),
+        ("13.2", "-1", None),
+    ],
+)
+def test_a_gpu_host_without_a_visible_gpu_warns(
+    host: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cuda: str | None, visible: str | None, told: str | None
+) -> None:
+    """Oracle: one warning with the reason, an error under torchrun, and neither where the user hides the GPUs."""
+    host.setattr(torch.cuda, "device_count", lambda: 0)
+    host.setattr(torch.version, "cuda", cuda)
+    if visible is not None:
+        host.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with caplog.at_level(logging.WARNING):
+        assert [choose_device_type("auto") for _ in range(2)] == ["cpu", "cpu"]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == (told is not None)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        host.setenv(name, value)
+    if told is None:
+        assert choose_device_type("auto") == "cpu"
+        return
+    with pytest.raises(ConfigError, match=told):
+        choose_device_type("auto")
+    caplog.clear()
+    assert choose_device_type("cpu") == "cpu" and not caplog.records
+
+
+def test_a_host_without_gpus_says_nothing(host: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Oracle: no warning."""
+    host.setattr(torch.cuda, "device_count", lambda: 0)
+    host.setattr(gpu_host, "_DRIVER_FILE", Path("/no/such/file"))
+    host.setattr(gpu_host, "_DEVICE_FOLDER", Path("/no/such/folder"))
+    assert choose_device_type("auto") == "cpu" and not caplog.records
+
+
+def test_the_driver_tells_its_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a stand-in for the driver; without a driver there is no answer."""
+
+    class Driver:
+        def cuDriverGetVersion(self, version: Any) -> int:  # noqa: N802
+            version._obj.value = 12080
+            return 0
+
+    def none(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    assert gpu_host.cuda_of_driver() == (12, 8)
+    monkeypatch.setattr(ctypes, "CDLL", none)
+    assert gpu_host.cuda_of_driver() is None
+
+
+def test_the_doctor_goes_on_where_cuda_does_not(host: pytest.MonkeyPatch) -> None:
+    """Oracle: one missing thing, with both versions, and the engine would not run on these GPUs."""
+    (finding,) = machine.check_devices()
+    assert finding.status is Status.MISSING and "535.161.08" in finding.detail and not machine.has_gpu()
+
+
+def test_the_doctor_asks_for_access_and_atomics(host: pytest.MonkeyPatch) -> None:
+    """Oracle: a stand-in for two GPUs with access to each other and atomics in one direction."""
+    host.setattr(torch.cuda, "device_count", lambda: 2)
+    host.setattr(torch.cuda, "is_available", lambda: True)
+    properties = type("Properties", (), {"name": "GPU", "total_memory": 1 << 30, "major": 9, "minor": 0})()
+    host.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    host.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    host.setattr(machine, "has_native_atomics", lambda one, other: one < other)
+    found = {finding.topic: finding for finding in machine.check_devices()}
+    assert found["peer access"].status is Status.OK
+    assert found["peer atomics"].status is Status.NOTE and "none between 1-0:" in found["peer atomics"].detail
+
+
+def test_threads_of_a_rank_have_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: what a stand-in for torch was told in each thread, before the thread did anything else."""
+    told: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", told.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3 if told else 0)
+    gpu = torch.device("cuda", 3)
+    with device_threads.device_pool(gpu, 1, name="x") as pool:
+        pool.submit(told.append, "work").result(20)
+    thread = device_threads.device_thread(gpu, lambda: told.append("body"), name="y")
+    thread.start()
+    thread.join(20)
+    assert told == [gpu, "work", gpu, "body"]
+    told.clear()
+    device = CudaDevice(3, 1)
+    device.enter_thread()
+    device.enter_thread()
+    assert told == [gpu]
+    device_threads.use_device(torch.device("cpu"))
+    assert told == [gpu]
+
+
+def test_ranks_start_threads_in_one_place() -> None:
+    """Oracle: the rule, read from the source; the thread that closes files, and the compiler's, touch no device."""
+    allowed = {"ranks/device_threads.py", "worker/tiers/disk_tier.py", "kernels/native/build.py", "ranks/groups.py"}
+    parts = ("attention", "kernels", "layers", "models", "ranks", "sampling", "weights", "worker")
+    for path in sorted(path for part in parts for path in (PACKAGE / part).rglob("*.py")):
+        names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        names |= {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+        if {"Thread", "ThreadPoolExecutor", "Timer"} & names:
+            assert path.relative_to(PACKAGE).as_posix() in allowed, f"{path}: use device_threads"
