@@ -14,19 +14,17 @@ On a device that runs by itself (CUDA), the host launches the next step before i
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from tp_engine.closing import Ending
 from tp_engine.engine.disk_upkeep import DiskUpkeep
 from tp_engine.engine.grammar_queue import GrammarQueue
 from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.operator import Operator
 from tp_engine.engine.report import EngineReport, StepStatistics, expert_balance
-from tp_engine.errors import EngineDeadError
 from tp_engine.ipc.job_board import EchoCheck
 from tp_engine.ipc.plan_channel import PlanPublisher
 from tp_engine.ipc.rank_slot import StepRecorder
@@ -81,10 +79,7 @@ class Engine:
         self._echoes = echoes
         self._leave = leave
         self._upkeep = upkeep
-        self._failure: BaseException | None = None
-        self._closed_because = ""
-        self._process = os.getpid()
-        _engines.add(self)
+        self._ending = Ending()
         self.operator = Operator(
             scheduler=scheduler,
             grammars=grammars,
@@ -140,7 +135,7 @@ class Engine:
                 self._call_ranks()
             return self._update(plan, result)
         except BaseException as error:
-            self._failure = error
+            self._ending.failure = error
             self._job.blame(error)
             raise
 
@@ -185,12 +180,11 @@ class Engine:
 
     def close(self) -> None:
         """Stop all ranks and leave; safe to call twice, and after a failure."""
-        if self._closed_because:
+        if not self._ending.close():
             return
-        self._closed_because = "the engine is closed"
         self._worker.enter_thread()
         try:
-            if self._failure is None:
+            if self._ending.failure is None:
                 self._stop_ranks()
         finally:
             self._grammars.close()
@@ -207,7 +201,7 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            self._failure = error
+            self._ending.failure = error
             self._job.blame(error)
             raise
 
@@ -310,26 +304,5 @@ class Engine:
 
     def _enter(self) -> None:
         """Prepare the calling thread; ``EngineDeadError`` if the engine has ended."""
-        if self._failure is not None:
-            raise EngineDeadError(f"the engine stopped after an error: {self._failure}") from self._failure
-        if self._closed_because:
-            raise EngineDeadError(self._closed_because)
+        self._ending.check()
         self._worker.enter_thread()
-
-    def disown(self) -> None:
-        """In a forked child: this copy of the parent's engine neither runs nor closes, so the parent's goes on."""
-        self._closed_because = (
-            f"the engine belongs to process {self._process}, from which this process was forked; "
-            "use it there, or create an engine here"
-        )
-
-
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def _disown_all() -> None:
-    for engine in _engines:
-        engine.disown()
-
-
-os.register_at_fork(after_in_child=_disown_all)

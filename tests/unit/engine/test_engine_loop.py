@@ -38,6 +38,9 @@ class Diary:
     def may_block(self, plan: StepPlan) -> bool:
         return False
 
+    def enter_thread(self) -> None:
+        pass
+
     def execute(self, plan: StepPlan) -> PendingStep:
         self.entries.append(f"run {plan.step_id}")
         result = self._worker.execute(plan)
