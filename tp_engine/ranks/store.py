@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from tp_engine import env
+from tp_engine.interfaces import is_loopback
 from tp_engine.log import get_logger
 
 logger = get_logger(__name__)
@@ -120,17 +121,18 @@ def launched_store(*, timeout_s: float) -> Store:
 def _serve_launched(host: str, port: int) -> dist.TCPStore | None:
     """The server of a job whose launcher has none, on the address of ``host`` alone; torch's rendezvous finds it.
 
-    None, and the rendezvous listens on all interfaces, if no interface of this machine has the address, as with the
-    address of a service.
+    None, and the rendezvous listens on all interfaces, if ``host`` may lead other hosts elsewhere: no interface of this
+    machine has the address, or it is a name that leads to the loopback interface here, as Debian's own host name.
     """
     try:
         address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-        return _serve(address, port, timeout_s=_SERVE_S)
+        if not is_loopback(address) or host in (address, "localhost"):
+            return _serve(address, port, timeout_s=_SERVE_S)
     except OSError as error:
         if not isinstance(error, socket.gaierror) and error.errno != errno.EADDRNOTAVAIL:
             raise OSError(error.errno, f"the ranks can not meet at {host}:{port} (MASTER_PORT): {error}") from error
-        logger.warning("the ranks meet at port %d of all interfaces: none of them has the address %s", port, host)
-        return None
+    logger.warning("the ranks meet at port %d of all interfaces: %s is no address of one of them", port, host)
+    return None
 
 
 def _serve(address: str, port: int, *, timeout_s: float) -> dist.TCPStore:
