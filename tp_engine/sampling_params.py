@@ -14,6 +14,8 @@ from tp_engine.structured_outputs import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARACTERS = 256
+MAX_BAD_CHARACTERS = 16_384  # of all bad words together
 MAX_BIAS_ENTRIES = 1024
 MAX_N = 1024
 MAX_BEAM_WIDTH = 256
@@ -110,10 +112,11 @@ class SamplingParams:
     ``temperature`` 0 is greedy.  ``top_k`` 0 or -1 means all tokens.  ``seed`` gives the same sample in any batch; -1
     is None, which gives another one each time.  ``max_tokens`` None means as many as the model's context allows.
     ``logprobs`` and ``prompt_logprobs`` are the number of alternatives per token (None for none, -1 for all tokens).
-    ``bad_words`` never appear, alone or within text.  ``detokenize`` False leaves texts empty; there are no stop
-    strings then.  ``truncate_prompt_tokens`` keeps so many of the prompt's last tokens, -1 as many as leave room for
-    ``max_tokens``.  ``output_kind`` is for ``AsyncLLM.generate``.  ``prompt_cache_key`` names the session that the
-    request belongs to, for prefetching from the host tier.  ``structured_outputs`` constrains the form of the output.
+    ``bad_words`` never appear as words of their own, at the beginning or within text, whatever their tokens are.
+    ``detokenize`` False leaves texts empty; there are no stop strings then.  ``truncate_prompt_tokens`` keeps so many
+    of the prompt's last tokens, -1 as many as leave room for ``max_tokens``.  ``output_kind`` is for
+    ``AsyncLLM.generate``.  ``prompt_cache_key`` names the session that the request belongs to, for prefetching from
+    the host tier.  ``structured_outputs`` constrains the form of the output.
 
     Numbers and lists may be numpy's.  Names of vLLM, SGLang and OpenAI's API that mean one of these are taken too.
     Raises ``RequestError`` for a value out of range, and for an unknown name, with the nearest one.
@@ -246,6 +249,13 @@ class SamplingParams:
         for text in self.bad_words:
             if not isinstance(text, str) or not text.strip():
                 raise RequestError(f"bad_words contains {text!r}; every word must be a text", param="bad_words")
+        longest, total = max(map(len, self.bad_words), default=0), sum(map(len, self.bad_words))
+        if longest > MAX_BAD_WORD_CHARACTERS or total > MAX_BAD_CHARACTERS:
+            raise RequestError(
+                f"bad_words has {total} characters, its longest word {longest}; at most {MAX_BAD_CHARACTERS} in all, "
+                f"and {MAX_BAD_WORD_CHARACTERS} in a word, are allowed",
+                param="bad_words",
+            )
 
     def _check_ids(self) -> None:
         _token_ids("stop_token_ids", self.stop_token_ids)

@@ -201,17 +201,13 @@ class InputProcessor:
         return asked if asked > 0 else max(1, longest - num_generated)
 
     def _banned_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each word: at the beginning of a text, and within a text if those are as many, as in vLLM."""
+        """The tokens that the tokenizer makes of each word, at the beginning of a text and within it."""
         if words and self.tokenizer is None:
             raise RequestError("bad_words needs a tokenizer, which this model does not have", param="bad_words")
-        banned: list[tuple[int, ...]] = []
         for word in words:
             check_text("bad_words", word)
-            first, within = (self._word_ids(space + word.lstrip()) for space in ("", " "))
-            banned.append(first)
-            if len(within) == len(first) and within[0] != first[0]:
-                banned.append(within)
-        return tuple(banned)
+        spaced = (space + word.lstrip() for word in words for space in ("", " "))
+        return tuple(dict.fromkeys(map(self._word_ids, spaced)))
 
     def _word_ids(self, text: str) -> tuple[int, ...]:
         assert self.tokenizer is not None

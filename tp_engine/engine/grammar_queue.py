@@ -1,4 +1,4 @@
-"""Compiles grammars on threads of their own while the engine's loop runs.
+"""Compiles grammars, and what banned words need, on threads of their own while the engine's loop runs.
 
 ::
 
@@ -18,13 +18,14 @@ from queue import SimpleQueue
 
 from tp_engine.engine.tokenizer import load_tokenizer_json
 from tp_engine.errors import RequestError
-from tp_engine.grammar.compiler import CompiledGrammar, GrammarCompiler
+from tp_engine.grammar.banned_words import WordRulesMaker
+from tp_engine.grammar.compiler import GrammarCompiler
 from tp_engine.grammar.library import PARAM, llguidance
 from tp_engine.grammar.matcher import MaskFiller
 from tp_engine.grammar.vocabulary import make_vocabulary
 from tp_engine.log import get_logger
 from tp_engine.request import EngineRequest, SequenceDelta
-from tp_engine.sched.constraint import BannedWords, Grammar, MaskWriter, Words
+from tp_engine.sched.constraint import BannedWords, Grammar, MaskWriter
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.worker.effective_config import EffectiveConfig
 
@@ -57,10 +58,10 @@ class GrammarQueue:
 
     def __init__(self, compiler: GrammarCompiler | RequestError, vocab_size: int) -> None:
         self._compiler = compiler
+        self._words = WordRulesMaker(None if isinstance(compiler, RequestError) else compiler.vocabulary)
         self.fill_masks = MaskWriter(MaskFiller(), vocab_size)
-        self._words: dict[str, Words] = {}
         self._threads: ThreadPoolExecutor | None = None
-        self._waiting: dict[str, Future[CompiledGrammar]] = {}
+        self._waiting: dict[str, Future[Grammar]] = {}
         self._done: SimpleQueue[str] = SimpleQueue()
         self._is_done = threading.Event()
 
@@ -69,30 +70,35 @@ class GrammarQueue:
 
         ``RequestError``, without any change, if the request can not be served.
         """
+        known: Grammar | None = None
         params = request.params.structured_outputs
-        if params is None:
-            scheduler.add(request)
-            scheduler.constrain(request.request_id, BannedWords(request.banned_words))
-            return
-        if isinstance(self._compiler, RequestError):
-            raise RequestError(str(self._compiler), param=self._compiler.param)
+        if params is not None:
+            if isinstance(self._compiler, RequestError):
+                raise RequestError(str(self._compiler), param=self._compiler.param)
+            known = self._compiler.known(params)
         scheduler.add(request)
-        known = self._compiler.known(params)
-        if known is not None:
-            scheduler.constrain(request.request_id, _with_words(known, request.banned_words))
+        if known is not None and not request.banned_words:
+            scheduler.constrain(request.request_id, known)
             return
-        if request.banned_words:
-            self._words[request.request_id] = request.banned_words
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="compiling")
-        future = self._threads.submit(self._compiler.compile, params)
+        future = self._threads.submit(self._constraint, request, known)
         self._waiting[request.request_id] = future
         future.add_done_callback(self._notifier(request.request_id))
+
+    def _constraint(self, request: EngineRequest, known: Grammar | None) -> Grammar:
+        params, grammar = request.params.structured_outputs, known
+        if params is not None and grammar is None:
+            assert isinstance(self._compiler, GrammarCompiler)
+            grammar = self._compiler.compile(params)
+        if request.banned_words:
+            return BannedWords(self._words.rules(request), grammar)
+        assert grammar is not None
+        return grammar
 
     def forget(self, request_ids: Iterable[str] | None) -> None:
         """These requests have been aborted, all if None."""
         for request_id in list(self._waiting) if request_ids is None else request_ids:
-            self._words.pop(request_id, None)
             future = self._waiting.pop(request_id, None)
             if future is not None:
                 future.cancel()
@@ -109,10 +115,9 @@ class GrammarQueue:
             if future is None or not future.done():  # aborted; another request may have the same id by now
                 continue
             del self._waiting[request_id]
-            words = self._words.pop(request_id, ())
             error = future.exception()
             if error is None:
-                scheduler.constrain(request_id, _with_words(future.result(), words))
+                scheduler.constrain(request_id, future.result())
             else:
                 if not isinstance(error, RequestError):
                     logger.error("request %s: its grammar could not be compiled", request_id, exc_info=error)
@@ -129,13 +134,9 @@ class GrammarQueue:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _notifier(self, request_id: str) -> Callable[[Future[CompiledGrammar]], None]:
-        def notify(_future: Future[CompiledGrammar]) -> None:
+    def _notifier(self, request_id: str) -> Callable[[Future[Grammar]], None]:
+        def notify(_future: Future[Grammar]) -> None:
             self._done.put(request_id)
             self._is_done.set()
 
         return notify
-
-
-def _with_words(grammar: Grammar, words: Words) -> Grammar:
-    return BannedWords(words, grammar) if words else grammar

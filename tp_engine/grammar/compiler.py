@@ -54,7 +54,7 @@ class GrammarCompiler:
     """Compiles for one vocabulary and remembers the last grammars.  Safe to call from several threads."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._lock = threading.Lock()
         self._known: OrderedDict[StructuredOutputsParams, CompiledGrammar] = OrderedDict()
 
@@ -70,7 +70,7 @@ class GrammarCompiler:
         """The grammar, compiled unless it is known.  ``RequestError`` for unusable ``params``."""
         found = self.known(params)
         if found is None:
-            found = compile_grammar(params, self._vocabulary)
+            found = compile_grammar(params, self.vocabulary)
             with self._lock:
                 self._known[params] = found
                 if len(self._known) > _MAX_REMEMBERED:

@@ -1,7 +1,7 @@
 """What restricts a sequence's next token: a grammar, words that must not come (``bad_words``), or both.
 
-A banned word is a sequence of token ids.  Its last token is masked where the tokens before it are the output's last
-ones::
+Banned words are masked from their last token on: always those that a token has in it, and those that have begun where
+the next token would complete them::
 
     constraint of a sequence:   GrammarMatcher   |   WordGuard   |   WordGuard( GrammarMatcher )
 
@@ -13,17 +13,27 @@ that plan.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from tp_engine.plan import MASK_TOKENS, IntArray
 from tp_engine.units import ceil_div
 
-Words = Sequence[Sequence[int]]
+
+class WordRules(Protocol):
+    """Which tokens write a request's banned words.  A place is what matters of the output's last tokens.
+
+    ``start`` is the place before the first token; ``never`` (n,) are the token ids that are banned at every place.
+    """
+
+    @property
+    def start(self) -> Any: ...
+    @property
+    def never(self) -> IntArray: ...
+    def after(self, place: Any, token_id: int) -> Any: ...
+    def completing(self, place: Any) -> Sequence[IntArray]: ...
 
 
 class TokenConstraint(Protocol):
@@ -60,28 +70,29 @@ FillMasks: TypeAlias = Callable[[Sequence[Any]], IntArray]
 class BannedWords:
     """A request's banned words, with or without a grammar; implements ``Grammar``."""
 
-    def __init__(self, words: Words, grammar: Grammar | None = None) -> None:
-        self._words = [(tuple(word[:-1]), word[-1]) for word in words]
+    def __init__(self, rules: WordRules, grammar: Grammar | None = None) -> None:
+        self._rules = rules
         self._grammar = grammar
 
     def start(self, *, ignore_eos: bool) -> TokenConstraint:
         """The place before the first token."""
-        return WordGuard(self._words, None if self._grammar is None else self._grammar.start(ignore_eos=ignore_eos))
+        inner = None if self._grammar is None else self._grammar.start(ignore_eos=ignore_eos)
+        return WordGuard(self._rules, self._rules.start, inner)
 
 
 class WordGuard:
-    """One sequence's last tokens, as many as the longest word needs; implements ``TokenConstraint``."""
+    """One sequence's place among its banned words; implements ``TokenConstraint``."""
 
-    def __init__(self, words: list[tuple[tuple[int, ...], int]], inner: TokenConstraint | None) -> None:
+    def __init__(self, rules: WordRules, place: Any, inner: TokenConstraint | None) -> None:
         self.inner = inner
         self.is_over = False
         self.error: str | None = None
-        self._words = words
-        self._recent: deque[int] = deque(maxlen=max(len(before) for before, _ in words))
+        self._rules = rules
+        self._place = place
 
     def accept(self, token_id: int) -> bool:
         """One more token; False if the grammar refuses it."""
-        self._recent.append(token_id)
+        self._place = self._rules.after(self._place, token_id)
         if self.inner is None:
             return True
         accepted = self.inner.accept(token_id)
@@ -94,14 +105,11 @@ class WordGuard:
 
     def copy(self) -> TokenConstraint:
         """See ``TokenConstraint``."""
-        other = WordGuard(self._words, None if self.inner is None else self.inner.copy())
-        other._recent.extend(self._recent)
-        return other
+        return WordGuard(self._rules, self._place, None if self.inner is None else self.inner.copy())
 
-    def banned(self) -> list[int]:
+    def banned(self) -> IntArray:
         """The tokens that would complete a word now."""
-        recent = tuple(self._recent)
-        return [last for before, last in self._words if not before or recent[-len(before) :] == before]
+        return np.concatenate([self._rules.never, *self._rules.completing(self._place)])
 
 
 class MaskWriter:
@@ -121,12 +129,12 @@ class MaskWriter:
         if places:
             masks[places] = self._fill_grammars([matchers[place] for place in places])
         for mask, one in zip(masks, constraints, strict=True):
-            if isinstance(one, WordGuard) and (banned := one.banned()):
-                _clear(mask, np.array(banned))
+            if isinstance(one, WordGuard) and len(banned := one.banned()):
+                _clear(mask, banned)
         return masks
 
 
-def _clear(mask: IntArray, token_ids: npt.NDArray[np.int64]) -> None:
+def _clear(mask: IntArray, token_ids: IntArray) -> None:
     cleared = mask.view(np.uint32).copy()
     bits = np.uint32(1) << (token_ids % MASK_TOKENS).astype(np.uint32)
     np.bitwise_and.at(cleared, token_ids // MASK_TOKENS, ~bits)

@@ -1,0 +1,206 @@
+"""Words that a text must not have, whatever tokens they are cut into.
+
+A word comes in three ways, and each is found before the token that completes it::
+
+    in one token           " bad"  "\\nbad,"      never allowed
+    in one longer word     "badge"  " embad"     allowed: another word, which is a token of its own
+    over several tokens    "b" + "ad"            the second one is not allowed behind the first
+
+So a text never has the word between spaces, line ends or signs, and never puts it together from pieces.  All of this is
+about bytes: a token may be a part of a character.
+"""
+
+from __future__ import annotations
+
+import threading
+import unicodedata
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from tp_engine.grammar.vocabulary import GrammarVocabulary
+from tp_engine.plan import MASK_TOKENS, BoolArray, IntArray
+from tp_engine.request import EngineRequest
+
+_SORTED_BYTES = 16
+_MAX_REMEMBERED = 16
+
+
+class TokenSpellings:
+    """What each token writes; ``special_ids`` are tokens that texts may leave out.
+
+    ``bytes`` are those of all tokens, one token after the other, and a *place* is a number of bytes before it.  A word
+    is looked up among the places, which are sorted by what follows them in their tokens.
+    """
+
+    def __init__(self, tokens: Sequence[bytes], special_ids: Collection[int] = ()) -> None:
+        self.tokens = tokens
+        self.special_ids = frozenset(special_ids)
+        self.bytes = b"".join(tokens)
+
+    @classmethod
+    def of(cls, vocabulary: GrammarVocabulary) -> TokenSpellings:
+        """Those of a model's vocabulary; with the tables below a second for 150,000 tokens."""
+        library, ids = vocabulary.tokens, range(min(vocabulary.tokens.vocab_size, vocabulary.num_words * MASK_TOKENS))
+        return cls([library.decode_bytes([one]) for one in ids], [one for one in ids if library.is_special_token(one)])
+
+    def beginning_with(self, start: bytes) -> IntArray:
+        """The tokens whose spelling begins with ``start``."""
+        places = self._places(start)
+        owners = self._owners[places]
+        found: IntArray = owners[places == self._ends[owners] - self._lengths[owners]]
+        return found
+
+    def writing(self, word: str) -> IntArray:
+        """The tokens that have ``word`` in them, but not as a part of a longer word."""
+        first = self._places(word.encode())
+        last = first + len(word.encode())
+        owners = self._owners[first]
+        is_longer: BoolArray = np.zeros(len(first), dtype=np.bool_)
+        if _is_of_word(word[0]):
+            is_longer |= (first > self._ends[owners] - self._lengths[owners]) & self._is_of_word[first - 1]
+        if _is_of_word(word[-1]):
+            is_longer |= (last < self._ends[owners]) & self._is_of_word[np.minimum(last, len(self.bytes) - 1)]
+        return np.unique(owners[~is_longer])
+
+    def _places(self, data: bytes) -> IntArray:
+        """Where tokens have ``data``."""
+        brief = data[:_SORTED_BYTES]
+        first = bisect_left(self._sorted, brief, key=self._following)
+        end = bisect_right(self._sorted, brief, lo=first, key=lambda place: self._following(place)[: len(brief)])
+        found = self._sorted[first:end]
+        if len(data) > len(brief):
+            found = found[[self.bytes.startswith(data, place, self._limits[place]) for place in found.tolist()]]
+        return found
+
+    def _following(self, place: int) -> bytes:
+        return self.bytes[place : min(place + _SORTED_BYTES, self._limits[place])]
+
+    @cached_property
+    def _sorted(self) -> IntArray:
+        """All places in the order of the bytes that follow them, by doubling their number."""
+        own = np.arange(len(self.bytes))
+        rank: Any = np.frombuffer(self.bytes, dtype=np.uint8).astype(np.int64) + 1  # 0: behind the token
+        width = 1
+        while width < _SORTED_BYTES:
+            inside = own + width < self._limits
+            following = np.zeros_like(rank)
+            following[inside] = rank[own[inside] + width]
+            rank = np.unique(rank * (rank.max() + 1) + following, return_inverse=True)[1] + 1
+            width *= 2
+        return np.argsort(rank, kind="stable").astype(np.int32)
+
+    @cached_property
+    def _lengths(self) -> IntArray:
+        return np.array([len(token) for token in self.tokens], dtype=np.int32)
+
+    @cached_property
+    def _ends(self) -> IntArray:
+        return np.cumsum(self._lengths, dtype=np.int32)
+
+    @cached_property
+    def _owners(self) -> IntArray:
+        """The token of each place."""
+        return np.repeat(np.arange(len(self.tokens), dtype=np.int32), self._lengths)
+
+    @cached_property
+    def _limits(self) -> IntArray:
+        """The end of the token of each place."""
+        return np.repeat(self._ends, self._lengths)
+
+    @cached_property
+    def _is_of_word(self) -> BoolArray:
+        """Whether each byte is of a letter or the like; not if its token has but a part of the character."""
+        of_ascii = np.array([_is_of_word(chr(byte)) and byte < 128 for byte in range(256)])
+        found: BoolArray = of_ascii[np.frombuffer(self.bytes, dtype=np.uint8)]
+        for token, end in zip(self.tokens, self._ends.tolist(), strict=True):
+            place = end - len(token)
+            for char in () if token.isascii() else token.decode(errors="surrogateescape"):
+                size = len(char.encode(errors="surrogateescape"))
+                found[place : place + size] = _is_of_word(char)
+                place += size
+        return found
+
+
+def _is_of_word(char: str) -> bool:
+    return char.isalnum() or char == "_" or bool(unicodedata.combining(char))
+
+
+class WordRulesMaker:
+    """Makes the rules of requests' words, and remembers the last; safe to call from several threads.
+
+    ``vocabulary`` None is one whose spellings are not known: then only the tokens that the tokenizer itself makes of a
+    word, alone and behind a space, are banned.
+    """
+
+    def __init__(self, vocabulary: GrammarVocabulary | None) -> None:
+        self._vocabulary = vocabulary
+        self._spelled = lru_cache(maxsize=_MAX_REMEMBERED)(self._spell)
+        self._lock = threading.Lock()
+
+    def rules(self, request: EngineRequest) -> SpelledWords | TokenWords:
+        """Those of ``request``, which has words; takes up to a second, and a second more at the first call."""
+        if self._vocabulary is None:
+            return TokenWords(request.banned_words)
+        with self._lock:
+            return self._spelled(tuple(request.params.bad_words), not request.params.skip_special_tokens)
+
+    def _spell(self, words: tuple[str, ...], shows_special: bool) -> SpelledWords:
+        return SpelledWords(words, self._spellings, shows_special=shows_special)
+
+    @cached_property
+    def _spellings(self) -> TokenSpellings:
+        assert self._vocabulary is not None
+        return TokenSpellings.of(self._vocabulary)
+
+
+class TokenWords:
+    """A request's words as token ids, for unknown spellings; implements ``WordRules``.  A place is the last tokens."""
+
+    start: tuple[int, ...] = ()
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        self.never: IntArray = np.array(sorted({word[0] for word in words if len(word) == 1}), dtype=np.int32)
+        self._longer = [(tuple(word[:-1]), np.array(word[-1:], dtype=np.int32)) for word in words if len(word) > 1]
+        self._kept = max((len(before) for before, _ in self._longer), default=0)
+
+    def after(self, place: tuple[int, ...], token_id: int) -> tuple[int, ...]:
+        """The place behind one more token."""
+        return (*place, token_id)[-self._kept :] if self._kept else ()
+
+    def completing(self, place: tuple[int, ...]) -> list[IntArray]:
+        """The tokens that would complete a word which has begun."""
+        return [last for before, last in self._longer if place[-len(before) :] == before]
+
+
+class SpelledWords:
+    """A request's words in terms of its vocabulary; implements ``WordRules``.  A place is the end of the text."""
+
+    start = b""
+
+    def __init__(self, words: Sequence[str], spellings: TokenSpellings, *, shows_special: bool) -> None:
+        own = {word.lstrip() for word in words}
+        self.never: IntArray = np.unique(np.concatenate([spellings.writing(word) for word in own]))
+        self._spellings = spellings
+        self._unseen = frozenset() if shows_special else spellings.special_ids
+        self._kept = max(len(word.encode()) for word in own) - 1
+        self._rests: dict[bytes, set[bytes]] = {}  # the beginning of a word -> what may be missing
+        for data in (word.encode() for word in own):
+            for place in range(1, len(data)):
+                self._rests.setdefault(data[:place], set()).add(data[place:])
+        self._tokens = {rest: spellings.beginning_with(rest) for rest in set().union(*self._rests.values())}
+
+    def after(self, place: bytes, token_id: int) -> bytes:
+        """The place behind one more token."""
+        if token_id in self._unseen:
+            return place
+        text = place + self._spellings.tokens[token_id]
+        return text[max(0, len(text) - self._kept) :]
+
+    def completing(self, place: bytes) -> list[IntArray]:
+        """The tokens that would complete a word which has begun."""
+        begun = (place[first:] for first in range(len(place)))
+        return [self._tokens[rest] for one in begun for rest in self._rests.get(one, ())]
