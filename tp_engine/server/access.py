@@ -80,7 +80,7 @@ class KeyGuard:
 
     def __init__(self, app: ASGIApp, config: ServerConfig, open_paths: Iterable[str]) -> None:
         self._app = app
-        self._open_paths = {prefix + path for path in open_paths for prefix in ("", config.root_path)}
+        self._open_paths = frozenset(open_paths)
         self._keys = [_digest(key.encode()) for key in config.api_keys]
         self._admin_keys = [_digest(key.encode()) for key in config.admin_api_keys]
         has_keys = bool(self._keys or self._admin_keys)

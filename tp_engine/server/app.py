@@ -28,7 +28,7 @@ from tp_engine.server.weight_routes import add_weight_routes
 
 # All other paths need a key where the server has keys.
 OPEN_PATHS = ("/live", "/health", "/ping", "/ready", "/version", "/metrics", "/")
-_PAGE_PATHS = tuple(f"/page/{name}" for name in ASSETS)
+_OPEN = (OPEN_PATHS, [f"/page/{name}" for name in ASSETS])
 _CLIENT_GONE = 499
 
 
@@ -60,10 +60,11 @@ def create_app(state: ServerState) -> FastAPI:
 def _add_middleware(app: FastAPI, state: ServerState) -> None:
     """The innermost first: a request passes the last one first."""
     config = state.config
+    probes, page = ([prefix + path for path in paths for prefix in ("", config.root_path)] for paths in _OPEN)
     if config.root_path:
         app.add_middleware(middleware.RootPath, root_path=config.root_path)
     app.add_middleware(middleware.TrailingSlashes, root_path=config.root_path)
-    app.add_middleware(KeyGuard, config=config, open_paths=OPEN_PATHS + _PAGE_PATHS)
+    app.add_middleware(KeyGuard, config=config, open_paths=(*probes, *page))
     app.add_middleware(RequestGuard, config=config)
     if config.allowed_origins:
         app.add_middleware(
@@ -74,7 +75,7 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
             allow_credentials=config.allow_credentials,
             expose_headers=("X-Request-Id", "Retry-After"),
         )
-    app.add_middleware(ConnectionLimit, connections=state.connections, probes=OPEN_PATHS)
+    app.add_middleware(ConnectionLimit, connections=state.connections, probes=probes)
     app.add_middleware(middleware.RequestContext)
     app.add_middleware(middleware.RequestIds)
     app.add_middleware(middleware.HeadRequests)
