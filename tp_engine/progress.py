@@ -1,8 +1,9 @@
-"""How far each rank has come, for the other ranks and the watchdogs to see."""
+"""How far each rank has come, for the other ranks and the watchdogs to see, and in words for those who wait."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from time import monotonic_ns
 from typing import Final, Protocol
@@ -124,3 +125,22 @@ class RankProgress:
 def split_phase(word: int) -> tuple[RankPhase, int]:
     """The phase and the count in a ``RankProgress``'s word."""
     return RankPhase(word & (1 << _COUNT_SHIFT) - 1), word >> _COUNT_SHIFT
+
+
+_listeners: list[Callable[[str], None]] = []
+
+
+def tell_progress(text: str) -> None:
+    """Say what this process is doing at its start, from any thread; nobody need listen."""
+    for listener in tuple(_listeners):
+        listener(text)
+
+
+@contextmanager
+def hearing_progress(listener: Callable[[str], None]) -> Iterator[None]:
+    """A context in which ``listener`` gets what ``tell_progress`` says in this process."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)

@@ -4,6 +4,7 @@
 
     word 0    last beat, CLOCK_MONOTONIC ns (0: none yet)
     word 1    1 while rank 0 believes that the job hangs
+    word 2    bytes of the text that follows: what rank 0 is doing, while it starts
 
 One process writes, one reads; each word is one aligned 8-byte store, and nothing depends on their order.
 """
@@ -16,6 +17,8 @@ import time
 from tp_engine.ipc.segment import Segment, create_segment, open_segment
 
 _NUM_BYTES = 4096
+_TEXT_BYTES = 400
+_TEXT_START = 24
 _SILENT_S = 5.0
 
 
@@ -24,6 +27,7 @@ class Pulse:
 
     def __init__(self, memory: mmap.mmap, segment: Segment | None = None) -> None:
         self._words = memoryview(memory).cast("q")
+        self._text = memoryview(memory)[_TEXT_START : _TEXT_START + _TEXT_BYTES]
         self._segment = segment
 
     @classmethod
@@ -47,6 +51,17 @@ class Pulse:
         """Show that rank 0 lives, and whether it believes that the job hangs."""
         self._words[1] = hangs
         self._words[0] = time.monotonic_ns()
+
+    def say(self, text: str) -> None:
+        """Show what rank 0 is doing; nothing that a stranger must not read."""
+        content = text.encode(errors="replace")[:_TEXT_BYTES]
+        self._words[2] = 0
+        self._text[: len(content)] = content
+        self._words[2] = len(content)
+
+    def doing(self) -> str:
+        """What rank 0 said last; empty if it has said nothing."""
+        return bytes(self._text[: self._words[2]]).decode(errors="replace")
 
     def silence_s(self) -> float:
         """Seconds since the last beat; 0 before the first, while the engine has not begun to start."""

@@ -33,6 +33,7 @@ from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import new_address, remove_address
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import get_logger
+from tp_engine.progress import hearing_progress
 from tp_engine.server.access import warn_of_exposure
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.frontend_process import EnginePulse, FrontendProcess
@@ -178,7 +179,8 @@ def _start(
             tokenizer=config.tokenizer_source,
         )
         stack.callback(frontend.end)
-    engine = start_engine(config, ends_process=True, pulse=pulse)
+    with hearing_progress(pulse.say):
+        engine = start_engine(config, ends_process=True, pulse=pulse)
     stack.callback(engine.close)
     return engine, frontend, address
 

@@ -94,7 +94,9 @@ class ServerState:
     def healthy_llm(self) -> AsyncLLM:
         """The engine, which may be draining; ``HttpError`` 503 while it loads, and if it failed or hangs."""
         if self._llm is None:
-            raise HttpError(503, "the model is still loading", code="not_ready", retry_after_s=_RETRY_AFTER_S)
+            doing = "" if self.pulse is None else self.pulse.doing()
+            text = f"the model is still loading ({doing})" if doing else "the model is still loading"
+            raise HttpError(503, text, code="not_ready", retry_after_s=_RETRY_AFTER_S)
         if self._llm.errored:
             raise HttpError(503, "the engine has stopped", code="engine_dead")
         self._check_pulse()

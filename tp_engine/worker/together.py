@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from tp_engine.errors import RankError
 from tp_engine.log import get_logger
-from tp_engine.progress import RankProgress
+from tp_engine.progress import RankProgress, tell_progress
 from tp_engine.ranks.groups import HostGroup
 
 logger = get_logger(__name__)
@@ -37,6 +37,7 @@ class StartUp:
     def run(self, name: str, body: Callable[[], Result]) -> Result:
         """Run a phase that may contain collectives: a failure ends this rank, and the other ranks notice its end."""
         started_s = time.perf_counter()
+        tell_progress(name)
         result = body()
         self.seconds[name] = time.perf_counter() - started_s
         logger.info("%s took %.2f s", name, self.seconds[name])

@@ -7,16 +7,19 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tp_engine import env
-from tp_engine.kernels.native import build, library
+from tp_engine.kernels.native import build, build_turn, library
 from tp_engine.kernels.native.build import BuildError, built_library, is_intact
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.ops import OPS, is_recordable, op
+from tp_engine.progress import hearing_progress, tell_progress
 
 ROOT = Path(__file__).parents[3]
 # Writes its arguments to the file after -o, and a line per call to a log beside itself.
@@ -103,17 +106,77 @@ def test_processes_may_compile_at_the_same_time(compiler: Path) -> None:
     assert calls_of(compiler) == len(build.SOURCES) + 1
 
 
-def test_another_process_that_is_too_slow(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the file; the other process, which has the lock all the time, is waited for in vain."""
-    monkeypatch.setattr(build, "COMPILE_TIMEOUT_S", 0.2)
-    env.cache_dir().mkdir()
-    other = os.open(env.cache_dir(), os.O_RDONLY)
-    try:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        monkeypatch.setattr(build, "_run", lambda command: Path(command[command.index("-o") + 1]).touch())
-        assert is_intact(built_library(Path("/some/libgomp.so.1")))
-    finally:
-        os.close(other)
+def hold(path: Path, text: str) -> int:
+    """A lock file as another process that compiles would hold it."""
+    path.parent.mkdir(exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    os.pwrite(descriptor, text.encode(), 0)
+    return descriptor
+
+
+def test_a_process_that_hangs_is_named_and_left_behind(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Oracle: the file; the log names the process that holds the lock, and since when.  Where a second one hangs too,
+    the error says so, and nothing is waited for longer than that."""
+    monkeypatch.setattr(build_turn, "STALL_S", 0.2)
+    path = built_library(Path("/some/libgomp.so.1"))
+    path.unlink()
+    holders = [hold(Path(f"{path}.lock"), "process 77 on beta, since 12:03:10, 3 of 17 files")]
+    with caplog.at_level(logging.INFO):
+        assert built_library(Path("/some/libgomp.so.1")) == path and is_intact(path)
+    text = caplog.text
+    assert "waiting for the CPU kernels, compiled by process 77 on beta, since 12:03:10, 3 of 17 files" in text
+    assert "not waiting any longer for the CPU kernels, compiled by process 77" in text
+    path.unlink()
+    holders.append(hold(Path(f"{path}.lock-2"), "process 78 on beta, since 12:05:10, has begun"))
+    with pytest.raises(BuildError, match="two other processes seem to hang"):
+        built_library(Path("/some/libgomp.so.1"))
+    for holder in holders:
+        os.close(holder)
+
+
+def test_a_process_that_gets_ahead_is_waited_for(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the other process's file, which comes long after the limit for one that gets no further."""
+    monkeypatch.setattr(build_turn, "STALL_S", 1.0)
+    path = built_library(Path("/some/libgomp.so.1"))
+    content, calls = path.read_bytes(), calls_of(compiler)
+    path.unlink()
+    holder = hold(Path(f"{path}.lock"), "process 77")
+
+    def compile_slowly() -> None:
+        for number in range(8):
+            time.sleep(0.2)
+            os.pwrite(holder, f"process 77, {number} of 8 files".encode(), 0)
+        (path.parent / "new").write_bytes(content)
+        (path.parent / "new").replace(path)
+
+    other = threading.Thread(target=compile_slowly)
+    other.start()
+    assert built_library(Path("/some/libgomp.so.1")) == path and calls_of(compiler) == calls
+    other.join()
+    os.close(holder)
+
+
+def test_a_lock_of_a_process_that_was_killed_is_taken(compiler: Path) -> None:
+    """Oracle: the file, at once: the kernel drops a lock with its process, whatever the file still says."""
+    path = built_library(Path("/some/libgomp.so.1"))
+    path.unlink()
+    Path(f"{path}.lock").write_text("process 77 on beta, since 12:03:10, 3 of 17 files")
+    assert built_library(Path("/some/libgomp.so.1")) == path and list(path.parent.iterdir()) == [path]
+
+
+def test_progress_is_told(compiler: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Oracle: a line at the beginning and at the end, and every file for those who listen."""
+    told: list[str] = []
+    with caplog.at_level(logging.INFO), hearing_progress(told.append):
+        built_library(Path("/some/libgomp.so.1"))
+    number = len(build.SOURCES)
+    assert f"once for this machine: {number} files of C" in caplog.text
+    assert "compiled the CPU kernels in" in caplog.text
+    assert told == [f"compiling the CPU kernels: {done} of {number} files" for done in range(1, number + 1)]
+    tell_progress("nobody listens")
 
 
 def test_a_compiler_that_does_not_end(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +207,7 @@ def test_a_folder_that_can_not_be_written(compiler: Path, monkeypatch: pytest.Mo
 def test_pytorch_computes_where_there_are_no_kernels(
     reason: str, compiler: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Oracle: one line in the log, and PyTorch's operations."""
+    """Oracle: one line in the log that there are none, and PyTorch's operations."""
     said = {
         "no compiler": "there is no C compiler; install gcc",
         "fails": "bad luck",
@@ -167,4 +230,5 @@ def test_pytorch_computes_where_there_are_no_kernels(
         assert native_library() is None
         assert all(op(name, "cpu") is entry.twin for name, entry in OPS.items())
         assert not any(is_recordable(name, "cpu") for name in OPS)
-    assert len(caplog.messages) == 1 and said in caplog.messages[0]
+    found = [text for text in caplog.messages if not text.startswith(("compiling", "compiled"))]
+    assert len(found) == 1 and said in found[0]

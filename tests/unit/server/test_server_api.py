@@ -12,6 +12,7 @@ from tests.asgi import App, Exchange, Reply, run_served, until
 from tests.fake_engine import FakeEngine, arith, echo
 from tests.tiny_server import chat_tokenizer
 from tp_engine import __version__
+from tp_engine.ipc.pulse import Pulse
 from tp_engine.server.app import create_app
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.state import ServerState
@@ -67,6 +68,27 @@ def test_tokens_there_and_back() -> None:
         assert error_of(await app.post("/tokenize", {"prompt": "a", "model": "other"}))["code"] == "model_not_found"
 
     serve(scenario)
+
+
+def test_health_says_what_the_start_is_doing() -> None:
+    """Oracle: what rank 0 has said last, cut to a few hundred characters; nothing before it has said something."""
+
+    async def scenario() -> None:
+        state = ServerState(ServerConfig(), ("demo",))
+        app, state.pulse = create_app(state), Pulse.create()
+
+        async def ask() -> str:
+            return str(error_of(await Exchange(app, "GET", "/health", b"").reply())["message"])
+
+        assert await ask() == "the model is still loading"
+        state.pulse.say("loading weights")
+        state.pulse.say("compiling the CPU kernels: 3 of 17 files")
+        assert await ask() == "the model is still loading (compiling the CPU kernels: 3 of 17 files)"
+        state.pulse.say("x" * 5000)
+        assert len(await ask()) < 500
+        state.pulse.stop_sharing()
+
+    asyncio.run(scenario())
 
 
 def test_nothing_but_live_is_green_while_the_model_loads() -> None:

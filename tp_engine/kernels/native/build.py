@@ -5,26 +5,27 @@
     <cache folder>/native-<key>.so      key: sources, flags, compiler, processor, OpenMP runtime
                                         the last 32 bytes: SHA-256 of all before them
 
-Of several processes that want it at the same time, one compiles and the others wait.  Where that does not work, because
-the file system has no locks or the first one is too slow, each compiles into a folder of its own.  Whole files are
-renamed, so a file that lies there is whole.
+Of several processes that want it at the same time, one compiles and the others wait (``build_turn.py``).  Each compiles
+into a folder of its own.  Whole files are renamed, so a file that lies there is whole.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from tp_engine import env
+from tp_engine.kernels.native.build_turn import Turn, take_turn
+from tp_engine.log import get_logger
+from tp_engine.progress import tell_progress
+
+logger = get_logger(__name__)
 
 FOLDER = Path(__file__).parent
 SOURCES = sorted(path.name for path in FOLDER.glob("*.c"))
@@ -32,8 +33,9 @@ COMPILE_FLAGS = (
     *("-std=gnu11", "-O2", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC"),
     "-falign-loops=32",  # some Intel processors decode a loop that straddles such a line anew in every turn
 )
-COMPILE_TIMEOUT_S = 400.0  # 10 to 20 s on an idle machine; below startup_timeout_s, so that PyTorch can step in
-_LOOK_AGAIN_S = 0.05
+# 10 to 20 s on an idle machine; with all waits, and below startup_timeout_s, so that PyTorch can step in.
+COMPILE_TIMEOUT_S = 400.0
+_SAY_S = 5.0
 _DIGEST_BYTES = 32
 
 
@@ -46,43 +48,22 @@ def built_library(openmp: Path) -> Path:
 
     Raises ``BuildError``.
     """
-    compiler = _find_compiler()
+    compiler, deadline_s = _find_compiler(), time.monotonic() + COMPILE_TIMEOUT_S
     path = env.cache_dir() / f"native-{_key(compiler, openmp)}.so"
     if is_intact(path):
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone_in(path.parent):
-            if not is_intact(path):
-                with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
-                    _compile(compiler, openmp, Path(folder)).replace(path)
+        with take_turn(path, lambda: path.exists() and is_intact(path)) as turn:
+            if is_intact(path):
+                return path
+            if turn is None:
+                raise BuildError("two other processes seem to hang while they compile them (the log names them)")
+            with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
+                _compile(compiler, openmp, Path(folder), turn, deadline_s).replace(path)
     except OSError as error:
         raise BuildError(f"can not write to {path.parent} ({error}); set TP_ENGINE_CACHE_DIR") from error
     return path
-
-
-@contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Wait until no other process compiles into ``folder``, but not longer than a compiler may take."""
-    deadline_s = time.monotonic() + COMPILE_TIMEOUT_S
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        while not _is_locked(lock) and time.monotonic() < deadline_s:
-            time.sleep(_LOOK_AGAIN_S)
-        yield
-    finally:
-        os.close(lock)
-
-
-def _is_locked(lock: int) -> bool:
-    """Whether this process need not wait: it has the lock now, or the file system has no locks."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def is_intact(path: Path) -> bool:
@@ -128,28 +109,41 @@ def _processor() -> str:
     return "\n".join(line for line in lines if line.startswith(kept))
 
 
-def _compile(compiler: Path, openmp: Path, folder: Path) -> Path:
-    """The library in ``folder``, with its digest.
+def _compile(compiler: Path, openmp: Path, folder: Path, turn: Turn, deadline_s: float) -> Path:
+    """The library in ``folder``, with its digest; says in the log how far it is, and ends by ``deadline_s``.
 
     It is linked to the runtime that torch has loaded, because a second one would start threads of its own.
     """
     objects = [folder / Path(name).with_suffix(".o") for name in SOURCES]
+    begin_s = said_s = time.monotonic()
+    logger.info("compiling the CPU kernels, once for this machine: %d files of C, by %s", len(SOURCES), compiler)
 
     def compile_one(name: str, target: Path) -> None:
-        _run([str(compiler), *COMPILE_FLAGS, "-c", str(FOLDER / name), "-o", str(target)])
+        _run([str(compiler), *COMPILE_FLAGS, "-c", str(FOLDER / name), "-o", str(target)], deadline_s)
 
     with ThreadPoolExecutor(min(len(SOURCES), os.cpu_count() or 1)) as threads:
-        list(threads.map(compile_one, SOURCES, objects))
+        running = [threads.submit(compile_one, *pair) for pair in zip(SOURCES, objects, strict=True)]
+        for number, done in enumerate(as_completed(running), 1):
+            done.result()
+            progress = f"{number} of {len(SOURCES)} files"
+            turn.report(progress)
+            tell_progress(f"compiling the CPU kernels: {progress}")
+            if time.monotonic() > said_s + _SAY_S:
+                said_s = time.monotonic()
+                logger.info("compiled %s of the CPU kernels", progress)
     library = folder / "native.so"
-    _run([str(compiler), "-shared", "-o", str(library), *map(str, objects), str(openmp), "-lm"])
+    _run([str(compiler), "-shared", "-o", str(library), *map(str, objects), str(openmp), "-lm"], deadline_s)
     content = library.read_bytes()
     library.write_bytes(content + hashlib.sha256(content).digest())
+    logger.info("compiled the CPU kernels in %.1f s", time.monotonic() - begin_s)
     return library
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], deadline_s: float) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=max(0.0, deadline_s - time.monotonic()), check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise BuildError(
             f"{command[0]} had not ended after {COMPILE_TIMEOUT_S:.0f} s; start once while the machine is idle, "
