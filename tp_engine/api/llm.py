@@ -24,7 +24,14 @@ from tp_engine.config import DEMO_MODEL
 from tp_engine.engine.acts import act
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.staged_tensors import NamedTensors, StagedTensors
-from tp_engine.engine.start import check_config, check_ranks_stay, let_ranks_go, serve_rank, start_engine
+from tp_engine.engine.start import (
+    check_config,
+    check_ranks_stay,
+    leave_after_engine,
+    let_ranks_go,
+    serve_rank,
+    start_engine,
+)
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import RequestError
 from tp_engine.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
@@ -59,6 +66,7 @@ class LLM(Closing):
         config, defaults, chats = read_options("LLM", model, options)
         launched = env.launched_rank()
         if launched is not None and launched.rank > 0:
+            leave_after_engine()
             serve_rank(config)
             raise SystemExit(0)
         check_ranks_stay()

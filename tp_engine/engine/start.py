@@ -40,7 +40,7 @@ from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.ranks import groups as process_groups
 from tp_engine.ranks.groups import RankGroups
 from tp_engine.ranks.rank import RankInfo
-from tp_engine.ranks.store import Store, host_store, join_store, launched_store
+from tp_engine.ranks.store import Store, host_store, job_store, join_store, launched_store
 from tp_engine.structured_outputs import StructuredOutputsDefaults
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
 
@@ -51,10 +51,11 @@ _FAILED_STOP_S = 1.0
 _LAST_WORDS_S = 4.0
 _BOARD_KEY = "board of host {}"
 _NEEDED_KEY = "engine is needed"
+_LEAVING_KEY = "ranks end with their engine"
 _CONNECT_S = 60.0
 _DECISION_LIMIT_S = 24 * 3600.0
 
-_have_left: list[bool] = []  # not empty once the other ranks of this torchrun job end with an engine
+_have_left: list[bool] = []  # not empty once this rank 0 has had an engine, or needed none
 
 
 def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pulse | None = None) -> Engine:
@@ -160,9 +161,17 @@ def check_config(config: EngineConfig) -> EffectiveConfig:
     return resolve(config, num_hosts=num_hosts)
 
 
+def leave_after_engine() -> None:
+    """On another rank: tell rank 0 that this process ends with its next engine."""
+    job_store(timeout_s=_CONNECT_S).set(_LEAVING_KEY, "yes")
+
+
 def check_ranks_stay() -> None:
-    """On rank 0: ``ConfigError`` if the other ranks of this torchrun job were let go, so that none is waited for."""
-    if _have_left:
+    """On rank 0: ``ConfigError`` if other ranks of this torchrun job ended with an engine, so that none waits for them.
+
+    Their scripts may also go on, and serve one engine after the other.
+    """
+    if _have_left and job_store(timeout_s=_CONNECT_S).check([_LEAVING_KEY]):
         raise ConfigError(
             "the other ranks of this torchrun job end with the first engine of its script; use one LLM or run_batch in "
             "it, or start the script without torchrun: with tensor_parallel_size=N each engine starts its own ranks"
@@ -170,7 +179,7 @@ def check_ranks_stay() -> None:
 
 
 def let_ranks_go() -> None:
-    """On rank 0: note that the other ranks of this torchrun job, if any, end with the engine that now runs."""
+    """On rank 0: note that the other ranks of this torchrun job, if any, need not be there after the present engine."""
     launched = env.launched_rank()
     if launched is not None and launched.world_size > 1:
         _have_left.append(True)

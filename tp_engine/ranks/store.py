@@ -109,12 +109,22 @@ def launched_store(*, timeout_s: float) -> Store:
 
     The engines of one job are numbered in the order of their creation, which is the same on every rank.
     """
+    return dist.PrefixStore(f"tp_engine/{next(_engine_count)}", _store_of_job(timeout_s))
+
+
+def job_store(*, timeout_s: float) -> Store:
+    """The store of this process's torchrun job, for what outlives one engine."""
+    return dist.PrefixStore("tp_engine", _store_of_job(timeout_s))
+
+
+def _store_of_job(timeout_s: float) -> Store:
     launched = env.launched_rank()
     assert launched is not None
     if launched.rank == 0 and not env.has_agent_store():
         _serve_launched(launched.master_addr, launched.master_port)
     store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
-    return dist.PrefixStore(f"tp_engine/{next(_engine_count)}", store)
+    found: Store = store
+    return found
 
 
 @functools.cache

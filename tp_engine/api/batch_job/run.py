@@ -36,7 +36,15 @@ from tp_engine.api.sampling_defaults import load_generation_defaults
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.build import model_info
 from tp_engine.engine.messages import ModelInfo
-from tp_engine.engine.start import ask_rank0, check_config, check_ranks_stay, let_ranks_go, serve_rank, tell_ranks
+from tp_engine.engine.start import (
+    ask_rank0,
+    check_config,
+    check_ranks_stay,
+    leave_after_engine,
+    let_ranks_go,
+    serve_rank,
+    tell_ranks,
+)
 from tp_engine.engine.tokenizer import TokenDecoder, load_tokenizer
 from tp_engine.errors import ConfigError
 from tp_engine.log import get_logger
@@ -89,6 +97,7 @@ def run_job(
 def _serve_if_follower(config: EngineConfig, batch_config: BatchConfig) -> None:
     launched = env.launched_rank()
     if launched is not None and launched.rank > 0:
+        leave_after_engine()
         if not batch_config.validate_only and ask_rank0():
             serve_rank(config)
         raise SystemExit(0)
