@@ -31,9 +31,8 @@ class StructuredOutputsParams:
     for it, and ``disable_additional_properties`` refuses properties that a schema does not name.  ``disable_fallback``
     is accepted because callers send it, and changes nothing: there is one grammar library.
 
-    ``reasoning`` lets free text come first: ``open`` up to the first ``</think>``, ``optional`` likewise if the output
-    begins with ``<think>``.  ``preamble`` says more exactly what comes first, as rules in Lark syntax, whose ``start``
-    ends with ``@answer``.
+    ``preamble`` says what comes before the answer, such as reasoning: rules in Lark syntax, whose ``start`` ends with
+    ``@answer`` and may name ``space``, for white space.
 
     Raises ``RequestError`` for faults that can be found without that library; the check of a request finds the others
     (``tp_engine.grammar``).
@@ -48,7 +47,6 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     disable_fallback: bool = False
-    reasoning: str | None = None
     preamble: str | None = None
 
     def __post_init__(self) -> None:
@@ -59,10 +57,6 @@ class StructuredOutputsParams:
             object.__setattr__(self, "choice", _choices(self.choice))
         for name in ("regex", "grammar", "whitespace_pattern", "preamble"):
             _check_text(name, getattr(self, name))
-        if self.reasoning not in (None, "open", "optional"):
-            raise _error(f"reasoning is {shown(self.reasoning)}; it must be open or optional")
-        if self.reasoning is not None and self.preamble is not None:
-            raise _error("reasoning and preamble are set; give only one of them")
         for name in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"):
             if not isinstance(getattr(self, name), bool):
                 raise _error(f"{name} is {shown(getattr(self, name))}; it must be true or false")

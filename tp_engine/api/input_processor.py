@@ -27,7 +27,7 @@ class InputProcessor:
     """Tokenizes and checks.  ``tokenizer`` None serves token ids only.  Safe to call from several threads.
 
     ``chat`` makes the prompts of conversations; replace it to support another chat format.  ``adapters`` are the loaded
-    ones, by name: their folders.
+    ones, by name: their folders.  ``structured_defaults`` hold for constraints that do not set the same themselves.
     """
 
     def __init__(self, model_info: ModelInfo, tokenizer: Any | None) -> None:
@@ -35,7 +35,7 @@ class InputProcessor:
         self.chat = ChatFormat(tokenizer)
         self._model = model_info
         self.adapters = dict(model_info.adapters)
-        self._structured = StructuredOutputsDefaults.of(model_info.structured_outputs_config)
+        self.structured_defaults = StructuredOutputsDefaults.of(model_info.structured_outputs_config)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -74,7 +74,7 @@ class InputProcessor:
         arrival_s = time.monotonic() if arrival_s is None else arrival_s
         if params.structured_outputs is not None:
             params = dataclasses.replace(
-                params, structured_outputs=self._structured.complete(params.structured_outputs)
+                params, structured_outputs=self.structured_defaults.complete(params.structured_outputs)
             )
         self._check_purpose(pooling)
         self._check_params(params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from tp_engine.errors import RequestError
@@ -16,15 +17,9 @@ _BOOLEAN_SCHEMAS = {"true": "{}", "false": '{"enum":[]}'}
 _ANY_OBJECT = '{"type":"object"}'
 
 _ANSWER = "answer"
-# A suffix ends the shortest text that has it, so the first closing mark ends the reasoning.
-_RULES = """
-thought[suffix="</think>"]: /(?s:.*)/
-SPACE: /[ \\n\\r\\t]{1,64}/
-"""
-_STARTS = {
-    "open": "start: thought SPACE? @answer",
-    "optional": 'start: (SPACE? "<think>" thought SPACE?)? @answer',
-}
+# The rule of a preamble for white space in front of the answer.
+_SPACE = "space: SPACE?\nSPACE: /[ \\n\\r\\t]{1,8}/\n"
+_NO_SPACE = 'space: ""\n'
 
 
 def llguidance() -> Any:
@@ -52,8 +47,9 @@ def grammar_text(params: StructuredOutputsParams) -> str:
     """The constraint ``params`` as a grammar of the library.  ``RequestError`` if the library can not read it."""
     try:
         text = _grammar_text(params)
-        first = params.preamble or (_STARTS[params.reasoning] + _RULES if params.reasoning else None)
-        return text if first is None else _behind(first, text)
+        if params.preamble is None:
+            return text
+        return _behind(params.preamble + "\n" + (_NO_SPACE if params.disable_any_whitespace else _SPACE), text)
     except ValueError as error:
         raise refusal(params, str(error)) from error
 
@@ -81,6 +77,12 @@ def refusal(params: StructuredOutputsParams, reason: str) -> RequestError:
     what = {"json": "the JSON schema", "choice": "the choice", "json_object": "the white space"}.get(params.kind)
     brief = " ".join(reason.replace("<non-verbose/>", "").split())[:500]
     return RequestError(f"{what or f'the {params.kind}'} can not be used: {brief}", param=PARAM)
+
+
+def inner_schema(schema: Mapping[str, Any], like: StructuredOutputsParams) -> str:
+    """A JSON ``schema`` as ``%json`` of a Lark grammar takes it, with white space and properties as ``like`` says."""
+    closed = _closed(schema) if like.disable_additional_properties else schema
+    return json.dumps({"x-guidance": _json_options(like), **closed})
 
 
 def _schema(params: StructuredOutputsParams) -> str:

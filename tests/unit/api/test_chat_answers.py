@@ -218,7 +218,7 @@ def test_a_forced_form_begins_behind_the_reasoning(fields: dict[str, Any]) -> No
         answer = whole((await app.post(CHAT, body(**fields))).json())
         assert (answer["reasoning"], answer["content"]) == ("Hm.", "" if "tool_choice" in fields else "[]")
         constraint = last_request(app).params.structured_outputs
-        assert constraint is not None and constraint.reasoning == "open"
+        assert constraint is not None and str(constraint.preamble).startswith("start: thought space @answer")
 
     config = ServerConfig(chat_template=QWEN_LIKE, reasoning_parser="deepseek_r1", enable_auto_tool_choice=True,
                           tool_call_parser="hermes")  # fmt: skip
@@ -257,6 +257,42 @@ def test_refusals(fields: dict[str, Any], param: str, words: str) -> None:
         assert (reply.status, error["param"]) == (400, param) and words in error["message"], error
 
     serve(speaking("x"), scenario, ServerConfig())
+
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"chat_template_kwargs": {"thinking": False}},
+        {"reasoning_effort": "none"},
+        {"messages": [QUESTION, {"role": "assistant", "content": "So: "}], "continue_final_message": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"choice": ["<think>", "no"]}},
+        {"tool_choice": "required"},
+        {"tool_choice": NAMED},
+    ],
+    ids=str,
+)
+def test_a_form_holds_from_the_first_token_where_thinking_is_off(form: dict[str, Any], off: dict[str, Any]) -> None:
+    """Oracle: no preamble; all of the text is the answer, also an opening mark."""
+    text = "[]" if "tool_choice" in form else "<think>"
+
+    async def scenario(app: App) -> None:
+        answer = whole((await app.post(CHAT, body(**form, **off))).json())
+        assert answer["reasoning"] == "" and (answer["content"] == text or answer["calls"])
+        constraint = last_request(app).params.structured_outputs
+        assert constraint is not None and constraint.preamble is None
+
+    serve(speaking(text), scenario)
 
 
 def test_thinking_that_the_prompt_opens_or_closes() -> None:

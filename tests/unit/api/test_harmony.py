@@ -60,6 +60,10 @@ CASES: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
     "<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Yes.<|end|><|return|> \n": ("Hm.", "Yes.", []),
     "<|message|>Yes.": ("", "Yes.", []),
     "<|channel|>final": ("", "", []),
+    "<|channel|>commentary to=assistant<|channel|>final<|message|>Hello": ("", "Hello", []),
+    "<|channel|>final to=user<|message|>Hello<|return|>": ("", "Hello", []),
+    " to=user<|channel|>final<|message|>Hello": ("", "Hello", []),
+    "<|channel|>commentary to=user<|message|>Hello<|end|>": ("Hello", "", []),
     f"{FINAL}a <|en": ("", "a <|en", []),
     f"<|start|>{'x' * 1025}": ("", f"<|start|>{'x' * 1025}", []),
 }
@@ -128,6 +132,7 @@ def test_reasoning_and_answer_are_told_apart_early() -> None:
 
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FREE = StructuredOutputsParams(json_object=True)
 FORCED = ToolRequest(
     tools=tuple({"function": {"name": name, "parameters": PARAMETERS}} for name in ("add", "größe")), choice="required"
 )
@@ -142,14 +147,21 @@ def test_forms_of_forced_answers_in_bytes() -> None:
         return all(matcher.accept(byte) for byte in text.encode()) and (matcher.is_over or matcher.accept(256))
 
     writing = TokenWriting(None)
-    required = StructuredOutputsParams(grammar=HARMONY.forced_calls(FORCED, writing))
-    named = StructuredOutputsParams(grammar=HARMONY.forced_calls(replace(FORCED, choice="named", name="add"), writing))
-    content = StructuredOutputsParams(json_object=True, preamble=HARMONY.preamble(writing))
+    one, spaceless = replace(FORCED, choice="named", name="add"), replace(FREE, disable_any_whitespace=True)
+    required, named, off, tight = (
+        StructuredOutputsParams(grammar=HARMONY.forced_calls(tools, writing, thinks, like))
+        for tools, thinks, like in ((FORCED, True, FREE), (one, True, FREE), (one, False, FREE), (one, True, spaceless))
+    )
+    content = StructuredOutputsParams(json_object=True, preamble=HARMONY.preamble(writing, True))
     other = CALL.replace("add", "größe")
     for constraint in (required, named):
         assert follows(constraint, f'{CALL}{{"a": 1}}') and follows(constraint, f'{THOUGHT}{CALL}{{"a": 1}}')
         assert not follows(constraint, f"{CALL}{{}}") and not follows(constraint, '{"a": 1}')
         assert follows(constraint, f'{other}{{"a": 1}}') is (constraint is required)
+    assert follows(off, f'{CALL}{{"a": 1}}') and not follows(off, f'{THOUGHT}{CALL}{{"a": 1}}')
+    assert follows(tight, f'{CALL}{{"a":1}}') and not follows(tight, f'{CALL}{{"a": 1}}')
+    unthinking = StructuredOutputsParams(json_object=True, preamble=HARMONY.preamble(writing, False))
+    assert follows(unthinking, f"{FINAL}{{}}") and not follows(unthinking, f"{THOUGHT}{FINAL}{{}}")
     assert follows(content, f"{THOUGHT}{FINAL}{{}}") and follows(content, f"{FINAL}{{}}")
     assert not follows(content, "{}") and not follows(content, f"{THOUGHT}{{}}")
 
@@ -160,7 +172,7 @@ def test_marks_that_are_special_tokens() -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": list(HARMONY.marks)})
     writing: Writing = TokenWriting(tokenizer)
     vocabulary = make_vocabulary(tokenizer.backend_tokenizer.to_str(), len(tokenizer), [tokenizer.eos_token_id or 0])
-    constraint = StructuredOutputsParams(grammar=HARMONY.forced_calls(FORCED, writing))
+    constraint = StructuredOutputsParams(grammar=HARMONY.forced_calls(FORCED, writing, True, FREE))
     check_grammar(constraint)
     matcher = compile_grammar(constraint, vocabulary).start()
     ids = tokenizer.encode(f"{THOUGHT}{CALL}{json.dumps({'a': 7})}", add_special_tokens=False)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from tests.text_tokenizers import byte_level_tokenizer
-from tp_engine.api.openai.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningTokens
+from tp_engine.api.openai.reasoning import REASONING_FORMATS, Beginning, ReasoningFormat, ReasoningTokens
 from tp_engine.api.openai.structured import TokenWriting
-from tp_engine.grammar.compiler import check_grammar, compile_grammar
+from tp_engine.grammar.compiler import compile_grammar
 from tp_engine.grammar.vocabulary import byte_vocabulary
 from tp_engine.structured_outputs import StructuredOutputsParams
 
 
+def begins(inside: bool) -> Beginning:
+    return Beginning.REASONING if inside else Beginning.EITHER
+
+
 def divide(text: Iterable[str], *, inside: bool, cut_off: bool = False) -> tuple[str, str, bool]:
-    parser = REASONING_FORMATS["qwen3"].new_parser(inside=inside)
+    parser = REASONING_FORMATS["qwen3"].new_parser(begins(inside))
     parts = [parser.feed(piece) for piece in text]
     has_reasoning = parser.has_reasoning
     parts.append(parser.finish(cut_off=cut_off))
@@ -69,11 +74,12 @@ def test_a_format_with_other_marks(text: str, inside: bool, reasoning: str, answ
     def renamed(words: str) -> str:
         return words.replace("</think", "[/THINK").replace("<think", "[THINK").replace("THINK>", "THINK]")
 
-    parser = marks.new_parser(inside=inside)
+    parser = marks.new_parser(begins(inside))
     parts = [parser.feed(char) for char in renamed(text)] + [parser.finish(cut_off=False)]
     expected = (renamed(reasoning), renamed(answer))
     assert ("".join(one for one, _ in parts), "".join(other for _, other in parts)) == expected
-    assert marks.begins_inside("says [THINK]") and not marks.begins_inside("says <think>")
+    assert marks.beginning("says [THINK]") is Beginning.REASONING
+    assert marks.beginning("says <think>") is Beginning.EITHER
 
 
 FORMATS = [
@@ -99,56 +105,102 @@ def test_every_split_in_other_formats(name: str, text: str, reasoning: str, answ
     form = REASONING_FORMATS[name]
     pieces: list[Iterable[str]] = [[text[:first], text[first:]] for first in range(len(text) + 1)]
     for split in (*pieces, text):
-        parser = form.new_parser(inside=form.begins_inside("<|assistant|>"))
+        parser = form.new_parser(form.beginning("<|assistant|>"))
         parts = [parser.feed(piece) for piece in split] + [parser.finish(cut_off=False)]
         assert ("".join(one for one, _ in parts), "".join(other for _, other in parts)) == (reasoning, answer)
-        cut = form.new_parser(inside=form.begins_inside("<|assistant|>"))
+        cut = form.new_parser(form.beginning("<|assistant|>"))
         shown = [cut.feed(piece) for piece in list(split)[:1]] + [cut.finish(cut_off=True)]
         assert answer.startswith("".join(other for _, other in shown))
 
 
-def test_marks_come_first_in_a_grammar() -> None:
-    """Oracle: whole outputs by hand; marks that are special tokens are tokens, other marks are text."""
-    for name, open_mark, close in (
+def follows(constraint: StructuredOutputsParams, text: str) -> bool:
+    """Whether ``text`` is a whole output."""
+    matcher = compile_grammar(constraint, byte_vocabulary()).start()
+    return all(matcher.accept(byte) for byte in text.encode()) and (matcher.is_over or matcher.accept(256))
+
+
+@pytest.mark.parametrize("kind", [{"choice": ["yes"]}, {"regex": "yes"}, {"json": {"enum": ["yes"]}}])
+@pytest.mark.parametrize("tight", [False, True])
+@pytest.mark.parametrize(
+    ("name", "open_mark", "close"),
+    [
+        ("qwen3", "<think>", "</think>"),
         ("mistral", "[THINK]", "[/THINK]"),
         ("granite", "Here's my thought process:", "Here is my response:"),
         ("granite", "<think>", "</think>"),
-    ):
-        for inside in (False, True):
-            preamble = REASONING_FORMATS[name].preamble(TokenWriting(None), inside=inside)
-            constraint = StructuredOutputsParams(choice=["yes"], preamble=preamble)
-            check_grammar(constraint)
-            first = "" if inside else open_mark
-            for text, fits in ((f"{first}Hm.{close} yes", True), ("yes", not inside), (f"{first}Hm.{close}no", False)):
-                matcher = compile_grammar(constraint, byte_vocabulary()).start()
-                is_whole = all(matcher.accept(byte) for byte in text.encode())
-                assert (is_whole and (matcher.is_over or matcher.accept(256))) is fits, (name, text)
+    ],
+)
+def test_marks_come_first_in_a_grammar(
+    name: str, open_mark: str, close: str, tight: bool, kind: dict[str, Any]
+) -> None:
+    """Oracle: whole outputs by hand: reasoning that must come first, that may, and that must not; white space behind
+    the closing mark only, at most 8 characters, and none if the request wants none."""
+    answer = '"yes"' if "json" in kind else "yes"
+    for begins in Beginning:
+        preamble = REASONING_FORMATS[name].preamble(TokenWriting(None), begins)
+        constraint = StructuredOutputsParams(**kind, preamble=preamble, disable_any_whitespace=tight)
+        thinks, may_answer = begins is not Beginning.ANSWER, begins is not Beginning.REASONING
+        first = open_mark if begins is Beginning.EITHER else ""
+        thought = f"{first}\nHm. 😀 {close[:-1]} {close}"
+        for text, fits in (
+            (thought + answer, thinks),
+            (f"{thought}\n\n{answer}", thinks and not tight),
+            (thought + " " * 8 + answer, thinks and not tight),
+            (thought + " " * 9 + answer, False),
+            (f"{thought}no", False),
+            (thought + thought + answer, False),
+            (answer, may_answer),
+            (f"\n{answer}", False),
+            (f" {thought}{answer}", begins is Beginning.REASONING),
+        ):
+            assert follows(constraint, text) is fits, (begins, text)
+
+
+def test_marks_that_are_special_tokens_are_tokens() -> None:
+    """Oracle: their ids in the grammar, in place of their texts."""
     tokenizer = copy.deepcopy(byte_level_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
-    preamble = REASONING_FORMATS["mistral"].preamble(TokenWriting(tokenizer), inside=False)
+    preamble = REASONING_FORMATS["mistral"].preamble(TokenWriting(tokenizer), Beginning.EITHER)
+    assert preamble is not None
     ids = tokenizer.convert_tokens_to_ids(["[THINK]", "[/THINK]"])
     assert [f"<[{token_id}]>" in preamble for token_id in ids] == [True, True] and "THINK" not in preamble
+
+
+REASONING, EITHER, ANSWER = Beginning
 
 
 @pytest.mark.parametrize(
     ("parser", "prompt", "continued", "disabled", "expected"),
     [
-        ("qwen3", "<|im_start|>assistant\n", None, False, False),
-        ("qwen3", "<|im_start|>assistant\n<think>\n", None, False, True),
-        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", None, True, False),
-        ("deepseek_r1", "<|Assistant|>", None, False, True),
-        ("deepseek_r1", "<|Assistant|><think>\n", None, False, True),
-        ("deepseek_r1", "what is <think>?<|Assistant|>", None, False, True),
-        ("deepseek_r1", "<|Assistant|></think>", None, False, False),
-        ("deepseek_r1", "<|Assistant|>", None, True, False),
-        ("qwen3", "what is <think>", "<think>\nHm, ", False, True),
-        ("deepseek_r1", "...", "<think>\nHm</think>It", False, False),
-        ("deepseek_r1", "...", "It", False, False),
+        ("qwen3", "<|im_start|>assistant\n", None, False, EITHER),
+        ("qwen3", "<|im_start|>assistant\n", None, True, ANSWER),
+        ("qwen3", "<|im_start|>assistant\n<think>\n", None, False, REASONING),
+        ("qwen3", "<|im_start|>assistant\n<think>\n", None, True, REASONING),
+        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", None, True, ANSWER),
+        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", None, False, ANSWER),
+        ("qwen3", "what is </think>?<|im_end|>\n<|im_start|>assistant\n", None, False, EITHER),
+        ("deepseek_r1", "<|Assistant|>", None, False, REASONING),
+        ("deepseek_r1", "<|Assistant|><think>\n", None, False, REASONING),
+        ("deepseek_r1", "what is <think>?<|Assistant|>", None, False, REASONING),
+        ("deepseek_r1", "<|Assistant|></think>", None, False, ANSWER),
+        ("deepseek_r1", "<|Assistant|>", None, True, ANSWER),
+        ("mistral", "[/INST][THINK][/THINK]", None, False, ANSWER),
+        ("granite", "<think></think><response>", None, False, ANSWER),
+        ("ernie45", "</think>\n\n<response>\n", None, False, ANSWER),
+        ("granite", "Here is my response:", None, False, ANSWER),
+        ("qwen3", "what is <think>", "<think>\nHm, ", False, REASONING),
+        ("qwen3", "...", "It", False, ANSWER),
+        ("qwen3", "...assistant\n", " ", False, EITHER),
+        ("deepseek_r1", "...", "<think>\nHm</think>It", False, ANSWER),
+        ("deepseek_r1", "...", "It", False, ANSWER),
     ],
 )
-def test_what_the_prompt_says(parser: str, prompt: str, continued: str | None, disabled: bool, expected: bool) -> None:
+def test_what_the_prompt_says(
+    parser: str, prompt: str, continued: str | None, disabled: bool, expected: Beginning
+) -> None:
     """Oracle: the ends of prompts of Qwen3, Qwen3 Thinking, DeepSeek R1 and V3.1, and messages to continue."""
-    assert REASONING_FORMATS[parser].begins_inside(prompt, continued=continued, thinking_disabled=disabled) is expected
+    found = REASONING_FORMATS[parser].beginning(prompt, continued=continued, thinking_disabled=disabled)
+    assert found is expected
 
 
 def test_tokens_are_counted_with_and_without_a_token_for_the_mark() -> None:

@@ -3,10 +3,13 @@
 ::
 
     BEFORE --<think>--> INSIDE --</think>--> BEHIND --not white space--> ANSWER
-       +--------- anything else, unless the prompt opened the mark ----------^
+       |                  +-- <tool_call> --> LOOKING --</think>--> BEHIND  ^
+       |                                         +-- a call has begun ------+
+       +--------- anything else, unless the prompt opened the mark ---------+
 
 White space around the reasoning is layout: neither part shows it.  The opening mark counts at the beginning of the text
-only, so that an answer may contain it.
+only, so that an answer may contain it.  A model that calls a tool may forget the closing mark, so the opening mark of a
+call ends the reasoning, if a call follows it: reasoning may speak about such marks.
 """
 
 from __future__ import annotations
@@ -15,13 +18,24 @@ import bisect
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from tp_engine.api.openai.tools.ernie45 import OPEN as RESPONSE
 from tp_engine.api.openai.tools.ernie45 import ResponseMarks
 from tp_engine.api.openai.tools.events import MessageFormat, Writing, first_mark, partial_suffix
 from tp_engine.api.openai.tools.harmony import ANALYSIS, END, HARMONY
 
-_THINK = (("<think>",), ("</think>",))
+
+class Beginning(enum.Enum):
+    """What a text begins with, as far as its prompt tells.
+
+    ``REASONING``: it goes on with reasoning that the prompt has opened.  ``EITHER``: the model opens reasoning itself,
+    or answers.  ``ANSWER``: thinking is switched off, or the prompt has closed it.
+    """
+
+    REASONING = enum.auto()
+    EITHER = enum.auto()
+    ANSWER = enum.auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,38 +50,43 @@ class ReasoningFormat:
 
     help: str
     always: bool = False
-    opens: tuple[str, ...] = _THINK[0]
-    closes: tuple[str, ...] = _THINK[1]
+    opens: tuple[str, ...] = ("<think>",)
+    closes: tuple[str, ...] = ("</think>",)
     unwrap: Callable[[], ResponseMarks] | None = None
     message: MessageFormat | None = None
 
-    @property
-    def has_plain_marks(self) -> bool:
-        """Whether the marks are those of most models, which structured outputs know as ``reasoning``."""
-        return (self.opens, self.closes) == _THINK
-
-    def begins_inside(self, prompt: str, *, continued: str | None = None, thinking_disabled: bool = False) -> bool:
-        """Whether text that follows ``prompt`` is reasoning from its first character on.
+    def beginning(self, prompt: str, *, continued: str | None = None, thinking_disabled: bool = False) -> Beginning:
+        """What a text that follows ``prompt`` begins with.
 
         Templates write the opening mark at the prompt's end, or both marks if thinking is off.  ``continued`` is the
         message that the model continues, if any.
         """
-        if continued is not None:
-            return max(map(continued.rfind, self.opens)) > max(map(continued.rfind, self.closes))
+        if continued is not None and continued.strip():
+            is_open = max(map(continued.rfind, self.opens)) > max(map(continued.rfind, self.closes))
+            return Beginning.REASONING if is_open else Beginning.ANSWER
         tail = prompt.rstrip()
-        if tail.endswith((*self.opens, *self.closes)):
-            return tail.endswith(self.opens)
-        return self.always and not thinking_disabled
+        if self.unwrap is not None:
+            tail = tail.removesuffix(RESPONSE).rstrip()
+        if tail.endswith(self.opens):
+            return Beginning.REASONING
+        if tail.endswith(self.closes) or thinking_disabled:
+            return Beginning.ANSWER
+        return Beginning.REASONING if self.always else Beginning.EITHER
 
-    def new_parser(self, *, inside: bool) -> ReasoningParser:
-        """A parser for one sequence."""
-        return ReasoningParser(self, inside=inside)
+    def new_parser(self, begins: Beginning, calls: CallWatch | None = None) -> ReasoningParser:
+        """A parser for one sequence; ``calls`` finds calls that end its reasoning."""
+        return ReasoningParser(self, begins, calls)
 
-    def preamble(self, writing: Writing, *, inside: bool) -> str:
-        """What comes before an answer that must follow a grammar (``StructuredOutputsParams.preamble``)."""
+    def preamble(self, writing: Writing, begins: Beginning) -> str | None:
+        """What comes before an answer that must follow a grammar (``StructuredOutputsParams.preamble``), if anything.
+
+        White space comes behind reasoning only: in front of it, it would leave the model no choice but to think.
+        """
+        if begins is Beginning.ANSWER:
+            return None
         opens = " | ".join(map(writing.mark, self.opens))
-        start = "thought SPACE? @answer" if inside else f"(SPACE? ({opens}) thought SPACE?)? @answer"
-        return f"start: {start}\n{writing.text_until('thought', *self.closes)}\nSPACE: /[ \\n\\r\\t]{{1,64}}/\n"
+        start = "thought space @answer" if begins is Beginning.REASONING else f"(({opens}) thought space)? @answer"
+        return f"start: {start}\n{writing.text_until('thought', *self.closes)}\n"
 
     def tokens(self, tokenizer: Any) -> ReasoningTokens:
         """A counter of reasoning tokens, by the tokenizer's own vocabulary."""
@@ -96,9 +115,22 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 }
 
 
+class CallWatch(Protocol):
+    """Looks for a call in reasoning, from one of ``marks`` on."""
+
+    marks: tuple[str, ...]
+
+    def look(self, text: str) -> tuple[str, bool]:
+        """Take the next piece; returns what is surely reasoning, and whether a call has begun behind that."""
+
+    def end(self) -> str:
+        """The reasoning has ended without a call; returns what was held back."""
+
+
 class _State(enum.Enum):
     BEFORE = enum.auto()
     INSIDE = enum.auto()
+    LOOKING = enum.auto()
     BEHIND = enum.auto()
     ANSWER = enum.auto()
 
@@ -106,19 +138,24 @@ class _State(enum.Enum):
 class ReasoningParser:
     """Divides one sequence's text by the marks of ``marks``; the joined results are the same for every split of it.
 
-    ``inside``: the text begins with reasoning (see ``begins_inside``); an opening mark that the model repeats is
-    dropped.
+    An opening mark is read also where the prompt has opened the reasoning, or has closed it: models repeat it.
+    ``num_characters`` are those of the reasoning and its marks, known once a call of ``calls`` has ended it.
     """
 
-    def __init__(self, marks: ReasoningFormat, *, inside: bool) -> None:
+    def __init__(self, marks: ReasoningFormat, begins: Beginning, calls: CallWatch | None = None) -> None:
         self._opens, self._closes = marks.opens, marks.closes
         self._unwrap = marks.unwrap() if marks.unwrap is not None else None
-        self._first_characters = frozenset(mark[0] for mark in self._closes)
-        self._inside = inside
+        self._calls = calls
+        self._ends = self._closes if calls is None else (*self._closes, *calls.marks)
+        self._first_characters = frozenset(mark[0] for mark in self._ends)
+        self._inside = begins is Beginning.REASONING
         self._state = _State.BEFORE
         self._pending = ""
         self._space = ""  # white space at the end of the reasoning, given out if more reasoning follows
         self._has_text = False
+        self._num_read = 0  # characters that are no longer pending
+        self._num_looked = 0  # up to the opening mark of what may be a call, and the mark
+        self.num_characters: int | None = None
 
     @property
     def has_reasoning(self) -> bool:
@@ -126,9 +163,9 @@ class ReasoningParser:
         return self._state is not _State.BEFORE and self._inside
 
     @property
-    def in_answer(self) -> bool:
-        """Whether the next text belongs to the answer."""
-        return self._state in (_State.BEHIND, _State.ANSWER)
+    def in_answer(self) -> bool | None:
+        """Whether the next text belongs to the answer; None if it may belong to a call."""
+        return None if self._state is _State.LOOKING else self._state in (_State.BEHIND, _State.ANSWER)
 
     def feed(self, text: str) -> tuple[str, str]:
         """Take the next piece; returns the reasoning and the answer that are certain now."""
@@ -139,11 +176,12 @@ class ReasoningParser:
         if self._state is _State.ANSWER:
             return "", text
         if self._state is _State.INSIDE and not self._pending and self._first_characters.isdisjoint(text):
+            self._num_read += len(text)
             return self._reasoning(text), ""
         self._pending += text
         if self._state is _State.BEFORE and not self._read_beginning():
             return "", ""
-        reasoning = self._read_reasoning() if self._state is _State.INSIDE else ""
+        reasoning = self._read_reasoning() if self._state in (_State.INSIDE, _State.LOOKING) else ""
         return reasoning, self._read_answer() if self.in_answer else ""
 
     def finish(self, *, cut_off: bool) -> tuple[str, str]:
@@ -159,6 +197,8 @@ class ReasoningParser:
             return "", ""
         if self._state is _State.BEFORE and not self._inside:
             return "", pending
+        if self._state is _State.LOOKING and self._calls is not None:
+            pending = self._calls.look(pending)[0] + self._calls.end()
         return self._reasoning(pending), ""
 
     def _read_beginning(self) -> bool:
@@ -166,22 +206,46 @@ class ReasoningParser:
         solid = self._pending.lstrip()
         mark = next((one for one in self._opens if solid.startswith(one)), None)
         if mark is not None:
-            self._state, self._inside, self._pending = _State.INSIDE, True, solid[len(mark) :]
+            self._state, self._inside = _State.INSIDE, True
+            self._read(len(self._pending) - len(solid) + len(mark))
         elif any(one.startswith(solid) for one in self._opens):
             return False
         else:
             self._state = _State.INSIDE if self._inside else _State.ANSWER
         return True
 
+    def _read(self, size: int) -> str:
+        """Take ``size`` characters of the pending text."""
+        text, self._pending = self._pending[:size], self._pending[size:]
+        self._num_read += size
+        return text
+
     def _read_reasoning(self) -> str:
-        text, found = self._pending, first_mark(self._pending, self._closes)
-        if found is not None:
-            place, mark = found
-            self._state, self._pending = _State.BEHIND, text[place + len(mark) :]
-            return self._reasoning(text[:place])
-        settled = len(text) - partial_suffix(text, *self._closes)
-        self._pending = text[settled:]
-        return self._reasoning(text[:settled])
+        """Read up to the end of the reasoning, or of the pending text."""
+        shown = ""
+        while self._state in (_State.INSIDE, _State.LOOKING):
+            ends = self._closes if self._state is _State.LOOKING else self._ends
+            found = first_mark(self._pending, ends)
+            text = self._read(len(self._pending) - partial_suffix(self._pending, *ends) if found is None else found[0])
+            shown += self._looked(text) if self._state is _State.LOOKING else self._reasoning(text)
+            if found is None or self.num_characters is not None:
+                break
+            if found[1] in self._closes:
+                self._read(len(found[1]))
+                if self._state is _State.LOOKING and self._calls is not None:
+                    shown += self._reasoning(self._calls.end())
+                self._state = _State.BEHIND
+            else:
+                self._state, self._num_looked = _State.LOOKING, self._num_read + len(found[1])
+        return shown
+
+    def _looked(self, text: str) -> str:
+        """Reasoning out of ``text``, behind the opening mark of a call."""
+        assert self._calls is not None
+        shown, has_call = self._calls.look(text)
+        if has_call:
+            self._state, self._unwrap, self.num_characters = _State.ANSWER, None, self._num_looked
+        return self._reasoning(shown)
 
     def _reasoning(self, text: str) -> str:
         """``text`` without the white space at both ends of the reasoning."""
@@ -211,14 +275,17 @@ class ReasoningTokens:
     close_id: int | None
     decode: Callable[[list[int]], str]
 
-    def count(self, token_ids: Sequence[int]) -> int:
-        """Tokens up to the closing mark of a text that began with reasoning; all of them if the mark never comes."""
+    def count(self, token_ids: Sequence[int], num_characters: int | None = None) -> int:
+        """Tokens up to the closing mark of a text that began with reasoning; all of them if the mark never comes.
+
+        ``num_characters``: a call has ended the reasoning, which has so many with the call's opening mark.
+        """
         ids = list(token_ids)
+        if num_characters is not None:
+            return self._first(ids, lambda text: len(text) >= num_characters)
         if self.close_id is not None:
             return ids.index(self.close_id) + 1 if self.close_id in ids else len(ids)
-        if not self._has_close(ids):
-            return len(ids)
-        return bisect.bisect_left(range(len(ids)), True, key=lambda end: self._has_close(ids[:end]))
+        return self._first(ids, lambda text: any(mark in text for mark in self.closes))
 
     def count_piece(self, token_ids: Sequence[int]) -> int:
         """As ``count``, for one piece of a text that has not reached its answer."""
@@ -226,6 +293,6 @@ class ReasoningTokens:
             return list(token_ids).index(self.close_id) + 1
         return len(token_ids)
 
-    def _has_close(self, ids: list[int]) -> bool:
-        text = self.decode(ids)
-        return any(mark in text for mark in self.closes)
+    def _first(self, ids: list[int], holds: Callable[[str], bool]) -> int:
+        """The number of the first tokens whose text ``holds``; all of them if it never does."""
+        return bisect.bisect_left(range(len(ids)), True, key=lambda end: holds(self.decode(ids[:end])))

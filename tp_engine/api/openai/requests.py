@@ -76,7 +76,7 @@ def prepare(
     arrival_s = time.monotonic()
     _check_stream(body)
     params = chat_params(body, defaults) if isinstance(body, ChatBody) else completion_params(body, defaults)
-    shape, prompts, echoes = _inputs(body, processor, model)
+    shape, prompts, echoes = _inputs(body, processor, model, constrained=params.structured_outputs is not None)
     params = parsed_params(params, shape.parsing, processor)
     requests = [
         _engine_request(body, processor, prompt, params, request_id=_engine_id(shape, number), arrival_s=arrival_s)
@@ -169,7 +169,7 @@ def _engine_request(
 
 
 def _inputs(
-    body: ChatBody | CompletionBody, processor: InputProcessor, model: str
+    body: ChatBody | CompletionBody, processor: InputProcessor, model: str, *, constrained: bool = False
 ) -> tuple[AnswerShape, list[Any], list[str] | None]:
     """The shape of the answer, the prompts, and the texts to repeat before the answers."""
     shape = AnswerShape.of(body, model)
@@ -177,7 +177,8 @@ def _inputs(
         prompts = list(completion_prompts(body))
         return shape, prompts, _echoes(body, prompts, processor)
     prompt = chat_prompt(body, processor)
-    shape = dataclasses.replace(shape, role=prompt.role, parsing=chat_parsing(body, prompt, processor))
+    parsing = chat_parsing(body, prompt, processor, constrained=constrained)
+    shape = dataclasses.replace(shape, role=prompt.role, parsing=parsing)
     token_ids = _chat_text_ids(prompt.text, body, processor)
     return shape, [{"prompt_token_ids": token_ids}], [prompt.last_text] if body.echo else None
 

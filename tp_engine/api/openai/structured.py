@@ -25,7 +25,7 @@ from tp_engine.grammar.compiler import check_grammar
 from tp_engine.structured_outputs import StructuredOutputsParams
 
 # The prompt decides about what comes first.
-_NAMES = frozenset(spec.name for spec in dataclasses.fields(StructuredOutputsParams)) - {"reasoning", "preamble"}
+_NAMES = frozenset(spec.name for spec in dataclasses.fields(StructuredOutputsParams)) - {"preamble"}
 _GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",

@@ -10,7 +10,7 @@ from tp_engine.api.openai.chat.options import TOOL_FORMATS
 from tp_engine.api.openai.chat.parser import ChatParsing
 from tp_engine.api.openai.chat.prompt import ChatPrompt
 from tp_engine.api.openai.protocol import ChatBody
-from tp_engine.api.openai.reasoning import REASONING_FORMATS, ReasoningFormat
+from tp_engine.api.openai.reasoning import REASONING_FORMATS, Beginning, ReasoningFormat
 from tp_engine.api.openai.structured import TokenWriting
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.errors import RequestError
@@ -25,6 +25,8 @@ _TEMPLATE_FIELDS = (
     "documents",
     "reasoning_effort",
 )
+# The variables by which templates switch thinking on and off.
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
 # Fields that ``chat_template_kwargs`` may not have.
 _NOT_IN_KWARGS = ("messages", "tools", *_TEMPLATE_FIELDS[:3])
 
@@ -37,27 +39,37 @@ def chat_prompt(body: ChatBody, processor: InputProcessor) -> ChatPrompt:
             param="messages",
             code="context_length_exceeded",
         )
-    options: dict[str, Any] = dict(body.chat_template_kwargs or {})
-    if (
-        body.chat_template is not None or "chat_template" in options
-    ):  # a template is a program: only the operator chooses it
+    if body.chat_template is not None or "chat_template" in (body.chat_template_kwargs or {}):
+        # a template is a program: only the operator chooses it
         param = "chat_template" if body.chat_template is not None else "chat_template_kwargs"
         raise RequestError("chat_template is not taken from requests; serve with --chat-template", param=param)
-    if wrong := sorted(options.keys() & set(_NOT_IN_KWARGS)):
+    if wrong := sorted((body.chat_template_kwargs or {}).keys() & set(_NOT_IN_KWARGS)):
         raise RequestError(
             f"chat_template_kwargs has {wrong[0]}; give it as a field of the body", param="chat_template_kwargs"
         )
-    options |= {name: value for name in _TEMPLATE_FIELDS if (value := getattr(body, name)) is not None}
-    if body.reasoning_effort == "none":
-        options.setdefault("enable_thinking", False)
+    options = _template_options(body)
     tools = ToolRequest.of(body)
     if tools is not None:
         options["tools"] = [dict(tool) for tool in tools.tools]
     return processor.chat.render(body.messages, options)
 
 
-def chat_parsing(body: ChatBody, prompt: ChatPrompt, processor: InputProcessor) -> ChatParsing | None:
-    """What to find in the answer's text; None for a plain answer.  Raises ``RequestError``."""
+def _template_options(body: ChatBody) -> dict[str, Any]:
+    """The template's variables that the body sets, without the conversation and its tools."""
+    options = dict(body.chat_template_kwargs or {})
+    options |= {name: value for name in _TEMPLATE_FIELDS if (value := getattr(body, name)) is not None}
+    if options.get("reasoning_effort") == "none" and options.keys().isdisjoint(_THINKING_SWITCHES):
+        options |= dict.fromkeys(_THINKING_SWITCHES, False)
+    return options
+
+
+def chat_parsing(
+    body: ChatBody, prompt: ChatPrompt, processor: InputProcessor, *, constrained: bool = False
+) -> ChatParsing | None:
+    """What to find in the answer's text; None for a plain answer.  Raises ``RequestError``.
+
+    ``constrained``: a grammar decides what the answer is.
+    """
     options, tools = processor.chat.options, ToolRequest.of(body)
     if tools is not None and tools.choice == "auto" and not options.enable_auto_tool_choice:
         raise RequestError(
@@ -74,7 +86,8 @@ def chat_parsing(body: ChatBody, prompt: ChatPrompt, processor: InputProcessor) 
         tools=tools,
         tool_format=tool_format,
         reasoning=reasoning,
-        inside=reasoning is not None and _begins_inside(body, prompt, reasoning),
+        begins=_beginning(body, prompt, reasoning),
+        constrained=constrained,
         message=message,
         prompt=prompt.text,
         include_reasoning=body.include_reasoning is not False,
@@ -93,7 +106,8 @@ def parsed_params(params: SamplingParams, parsing: ChatParsing | None, processor
         stops = [token_id for mark in parsing.message.stops if (token_id := writing.special_id(mark)) is not None]
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *stops))
     if params.structured_outputs is not None:
-        params = replace(params, structured_outputs=_behind_reasoning(params.structured_outputs, parsing, writing))
+        constraint = processor.structured_defaults.complete(params.structured_outputs)
+        params = replace(params, structured_outputs=_behind_reasoning(constraint, parsing, writing))
     return params
 
 
@@ -111,22 +125,22 @@ def _behind_reasoning(
     constraint: StructuredOutputsParams, parsing: ChatParsing, writing: TokenWriting
 ) -> StructuredOutputsParams:
     """``constraint`` for a text that may begin with reasoning, in the model's own format."""
-    reasoning, message, tools = parsing.reasoning, parsing.message, parsing.tools
+    message, tools, thinks = parsing.message, parsing.tools, parsing.begins is not Beginning.ANSWER
     if message is not None:
         check_grammar(constraint)  # its own faults, in words about the schema
         if tools is not None and tools.choice != "auto":
-            return StructuredOutputsParams(grammar=message.forced_calls(tools, writing))
-        return replace(constraint, preamble=message.preamble(writing))
-    if reasoning is None:
+            return StructuredOutputsParams(grammar=message.forced_calls(tools, writing, thinks, constraint))
+        if message.new_parser(None, parsing.prompt).in_answer:
+            return constraint
+        return replace(constraint, preamble=message.preamble(writing, thinks))
+    if parsing.reasoning is None:
         return constraint
-    if reasoning.has_plain_marks and not writing.is_special(reasoning.closes[0]):
-        return replace(constraint, reasoning="open" if parsing.inside else "optional")
-    return replace(constraint, preamble=reasoning.preamble(writing, inside=parsing.inside))
+    return replace(constraint, preamble=parsing.reasoning.preamble(writing, parsing.begins))
 
 
-def _begins_inside(body: ChatBody, prompt: ChatPrompt, reasoning: ReasoningFormat) -> bool:
-    template_options = body.chat_template_kwargs or {}
-    disabled = body.reasoning_effort == "none" or any(
-        template_options.get(name) is False for name in ("enable_thinking", "thinking")
-    )
-    return reasoning.begins_inside(prompt.text, continued=prompt.continued, thinking_disabled=disabled)
+def _beginning(body: ChatBody, prompt: ChatPrompt, reasoning: ReasoningFormat | None) -> Beginning:
+    options = _template_options(body)
+    disabled = any(options.get(name) is False for name in _THINKING_SWITCHES)
+    if reasoning is None:
+        return Beginning.ANSWER if disabled else Beginning.EITHER
+    return reasoning.beginning(prompt.text, continued=prompt.continued, thinking_disabled=disabled)

@@ -5,10 +5,10 @@ Two parsers do it, one behind the other (``DividedParser``), or one that reads w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tp_engine.api.openai.reasoning import ReasoningFormat, ReasoningParser, ReasoningTokens
+from tp_engine.api.openai.reasoning import Beginning, ReasoningFormat, ReasoningParser, ReasoningTokens
 from tp_engine.api.openai.tools.events import (
     CallArguments,
     CallStarted,
@@ -19,7 +19,9 @@ from tp_engine.api.openai.tools.events import (
     ReasoningText,
     ToolFormat,
     ToolParser,
+    first_mark,
     openai_call_id,
+    partial_suffix,
 )
 from tp_engine.api.openai.tools.forced import CallListParser, NamedCallParser
 from tp_engine.api.openai.tools.request import ToolRequest
@@ -59,14 +61,16 @@ class ChatParsing:
     """What to find in the texts of one answer; fixed by the request and shared by its sequences.
 
     ``tools`` None: no calls.  ``tool_format`` is that of the model (``--tool-call-parser``), for calls that the model
-    chooses to make.  ``reasoning`` None: no reasoning; ``inside`` tells whether texts begin inside of it.
-    ``message``: the format of whole messages that one of the two is part of; ``prompt`` may have begun the message.
+    chooses to make.  ``reasoning`` None: no reasoning; ``begins`` tells what texts begin with.  ``constrained``: a
+    grammar decides what the answer is.  ``message``: the format of whole messages that one of the two is part of;
+    ``prompt`` may have begun the message.
     """
 
     tools: ToolRequest | None = None
     tool_format: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
-    inside: bool = False
+    begins: Beginning = Beginning.ANSWER
+    constrained: bool = False
     message: MessageFormat | None = None
     prompt: str = ""
     include_reasoning: bool = True
@@ -84,15 +88,19 @@ class ChatParsing:
         message.add(parser.finish(finish_reason))
         message.finish_reason = parser.finish_reason(finish_reason)
         if parser.has_reasoning and self.reasoning_tokens is not None:
-            message.num_reasoning_tokens = self.reasoning_tokens.count(token_ids)
+            message.num_reasoning_tokens = self.reasoning_tokens.count(token_ids, parser.num_reasoning_characters)
         return message
 
     def message_parser(self) -> MessageParser:
         """The parser for the text of one sequence."""
         if self.message is not None:
             return self.message.new_parser(self.tools, self.prompt)
-        reasoning = None if self.reasoning is None else self.reasoning.new_parser(inside=self.inside)
-        return DividedParser(reasoning, self._tool_parser())
+        if self.reasoning is None or (self.constrained and self.begins is Beginning.ANSWER):
+            return DividedParser(None, self._tool_parser())
+        if self.tools is None or self.tools.choice != "auto" or self.constrained:
+            return DividedParser(self.reasoning.new_parser(self.begins), self._tool_parser())
+        calls = CallsInReasoning(self._model_parser, self._model_format().opens, self.reasoning.closes)
+        return DividedParser(self.reasoning.new_parser(self.begins, calls), calls)
 
     def _tool_parser(self) -> ToolParser | None:
         """The parser for the calls of one sequence; None if the request has no tools."""
@@ -103,8 +111,15 @@ class ChatParsing:
             return CallListParser(new_call_id)
         if self.tools.name is not None:
             return NamedCallParser(self.tools.name, new_call_id)
+        return self._model_parser()
+
+    def _model_parser(self) -> ToolParser:
+        assert self.tools is not None
+        return self._model_format().new_parser(self.tools)
+
+    def _model_format(self) -> ToolFormat:
         assert self.tool_format is not None, "checked with the options"
-        return self.tool_format.new_parser(self.tools)
+        return self.tool_format
 
 
 class ChatParser:
@@ -120,11 +135,17 @@ class ChatParser:
         self._max_calls = None if parsing.tools is None or parsing.tools.several else 1
         self._num_calls = 0
         self._num_reasoning_tokens = 0
+        self._num_unsure_tokens = 0  # of reasoning or of a call
 
     @property
     def has_reasoning(self) -> bool:
         """Whether the text is known to begin with reasoning."""
         return self._message.has_reasoning
+
+    @property
+    def num_reasoning_characters(self) -> int | None:
+        """See ``MessageParser``."""
+        return self._message.num_reasoning_characters
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -133,13 +154,27 @@ class ChatParser:
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ChatEvent]:
         """Take the next piece of text with its tokens; returns the events that are certain now."""
-        counter = self._parsing.reasoning_tokens
-        if counter is not None and not self._message.in_answer:
-            self._num_reasoning_tokens += counter.count_piece(token_ids)
-        return self._allowed(self._message.feed(text))
+        in_answer = self._message.in_answer
+        events = self._message.feed(text)
+        if self._parsing.reasoning_tokens is not None and in_answer is not True:
+            self._count(self._parsing.reasoning_tokens.count_piece(token_ids), is_sure=in_answer is False)
+        return self._allowed(events)
+
+    def _count(self, num_tokens: int, *, is_sure: bool) -> None:
+        """Count tokens of reasoning; those that may belong to a call wait until that is known."""
+        if is_sure:
+            self._num_reasoning_tokens += num_tokens
+            return
+        self._num_unsure_tokens += num_tokens
+        if self._message.in_answer:
+            is_reasoning = self._message.num_reasoning_characters is None
+            self._num_reasoning_tokens += self._num_unsure_tokens if is_reasoning else 0
+            self._num_unsure_tokens = 0
 
     def finish(self, finish_reason: str | None) -> list[ChatEvent]:
         """The text has ended for this reason; returns the events that were held back."""
+        self._num_reasoning_tokens += self._num_unsure_tokens
+        self._num_unsure_tokens = 0
         return self._allowed(self._message.finish(cut_off=finish_reason in _CUT_OFF))
 
     def finish_reason(self, finish_reason: str | None) -> str | None:
@@ -162,6 +197,71 @@ def _call_index(event: ChatEvent) -> int:
     return event.index if isinstance(event, (CallStarted, CallArguments)) else -1
 
 
+class CallsInReasoning:
+    """The parser of a model's calls, which may begin inside of reasoning; a ``CallWatch`` and a ``ToolParser``.
+
+    A call there ends the reasoning.  Then its closing mark may come late, in the content, which does not show it.
+    """
+
+    def __init__(self, new_parser: Callable[[], ToolParser], marks: tuple[str, ...], closes: tuple[str, ...]) -> None:
+        self.marks = marks
+        self._new_parser = new_parser
+        self._parser = new_parser()
+        self._found: list[ChatEvent] = []
+        self._late = closes
+        self._is_late = False  # a closing mark may come
+        self._held = ""  # the beginning of one
+
+    def look(self, text: str) -> tuple[str, bool]:
+        """See ``CallWatch``."""
+        events = self._parser.feed(text)
+        started = next((place for place, event in enumerate(events) if isinstance(event, CallStarted)), len(events))
+        self._found, self._is_late = events[started:], started < len(events)
+        return _content(events[:started]), self._is_late
+
+    def end(self) -> str:
+        """See ``CallWatch``."""
+        events, self._parser = self._parser.finish(cut_off=False), self._new_parser()
+        return _content(events)
+
+    def feed(self, text: str) -> list[ChatEvent]:
+        """See ``ToolParser``."""
+        found, self._found = self._found, []
+        return self._shown(found + self._parser.feed(text))
+
+    def finish(self, *, cut_off: bool) -> list[ChatEvent]:
+        """See ``ToolParser``."""
+        return self._shown(self._parser.finish(cut_off=cut_off)) + self._released()
+
+    def _shown(self, events: list[ChatEvent]) -> list[ChatEvent]:
+        """``events`` without a late closing mark."""
+        if not self._is_late:
+            return events
+        shown: list[ChatEvent] = []
+        for event in events:
+            shown += self._without_mark(event.text) if isinstance(event, ContentText) else [*self._released(), event]
+        return shown
+
+    def _without_mark(self, text: str) -> list[ChatEvent]:
+        text = self._held + text
+        found = first_mark(text, self._late) if self._is_late else None
+        held = partial_suffix(text, *self._late) if self._is_late and found is None else 0
+        if found is not None:
+            self._is_late = False
+            text = text[: found[0]] + text[found[0] + len(found[1]) :]
+        self._held = text[len(text) - held :]
+        text = text[: len(text) - held]
+        return [ContentText(text)] if text else []
+
+    def _released(self) -> list[ChatEvent]:
+        text, self._held = self._held, ""
+        return [ContentText(text)] if text else []
+
+
+def _content(events: Sequence[ChatEvent]) -> str:
+    return "".join(event.text for event in events if isinstance(event, ContentText))
+
+
 class DividedParser:
     """A ``MessageParser`` of two parsers: the first divides reasoning from answer, the second reads the answer.
 
@@ -178,9 +278,14 @@ class DividedParser:
         return self._reasoning is not None and self._reasoning.has_reasoning
 
     @property
-    def in_answer(self) -> bool:
+    def in_answer(self) -> bool | None:
         """See ``MessageParser``."""
         return self._reasoning is None or self._reasoning.in_answer
+
+    @property
+    def num_reasoning_characters(self) -> int | None:
+        """See ``MessageParser``."""
+        return None if self._reasoning is None else self._reasoning.num_characters
 
     def feed(self, text: str) -> list[ChatEvent]:
         """See ``ToolParser``."""
@@ -193,9 +298,9 @@ class DividedParser:
 
     def _divided(self, reasoning: str, answer: str) -> list[ChatEvent]:
         events: list[ChatEvent] = [ReasoningText(reasoning)] if reasoning else []
-        return events + self._answer(answer)
+        return events + self._answer(answer) if answer or self.in_answer else events
 
     def _answer(self, text: str) -> list[ChatEvent]:
-        if not text:
-            return []
-        return [ContentText(text)] if self._tools is None else self._tools.feed(text)
+        if self._tools is not None:
+            return self._tools.feed(text)
+        return [ContentText(text)] if text else []

@@ -89,4 +89,9 @@ class Ernie45ToolParser:
         return events + self._calls.finish(cut_off=cut_off)
 
 
-FORMAT = ToolFormat(models="ERNIE 4.5", marks=(hermes.OPEN, OPEN), new_parser=lambda tools: Ernie45ToolParser())
+FORMAT = ToolFormat(
+    models="ERNIE 4.5",
+    marks=(hermes.OPEN, OPEN),
+    opens=(hermes.OPEN,),
+    new_parser=lambda tools: Ernie45ToolParser(),
+)

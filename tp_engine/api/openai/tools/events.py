@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from tp_engine.api.openai.tools.request import ToolRequest  # pydantic, which options are read without
+    from tp_engine.structured_outputs import StructuredOutputsParams
 
 _CONTENT, _REASONING = -1, -2
 
@@ -80,8 +81,12 @@ class MessageParser(ToolParser, Protocol):
         """Whether the text is known to begin with reasoning."""
 
     @property
-    def in_answer(self) -> bool:
-        """Whether the reasoning at the beginning has ended, or there is none."""
+    def in_answer(self) -> bool | None:
+        """Whether the reasoning at the beginning has ended, or there is none; None while a call may have ended it."""
+
+    @property
+    def num_reasoning_characters(self) -> int | None:
+        """Length of the reasoning, with its marks, if a call has ended it, else None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,28 +94,30 @@ class MessageFormat:
     """How some models write whole messages, where reasoning, content and calls can not be told apart one by one.
 
     ``new_parser`` takes the tools, None if calls are not wanted, and the prompt, which may have begun the message.
-    ``preamble`` is what comes before an answer that must follow a grammar (``StructuredOutputsParams.preamble``);
-    ``forced_calls`` is the grammar, in Lark, of a text with a call that the request forces.  Those of ``marks`` that
-    are in ``stops`` end the model's turn.
+    ``preamble`` is what comes before an answer that must follow a grammar (``StructuredOutputsParams.preamble``), with
+    or without reasoning; ``forced_calls`` is the grammar, in Lark, of a text with a call that the request forces, and
+    white space as in a constraint.  Those of ``marks`` that are in ``stops`` end the model's turn.
     """
 
     marks: tuple[str, ...]
     stops: tuple[str, ...]
     new_parser: Callable[[ToolRequest | None, str], MessageParser]
-    preamble: Callable[[Writing], str]
-    forced_calls: Callable[[ToolRequest, Writing], str]
+    preamble: Callable[[Writing, bool], str]
+    forced_calls: Callable[[ToolRequest, Writing, bool, StructuredOutputsParams], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
     """How some models write tool calls; each format has a module and a line in ``chat/options.TOOL_FORMATS``.
 
-    ``models`` names them in ``--help``.  Texts show ``marks`` also where the tokenizer calls them special tokens.
+    ``models`` names them in ``--help``.  Texts show ``marks`` also where the tokenizer calls them special tokens.  One
+    of ``opens`` begins a call, also inside of reasoning, which the call ends.
     ``message``: the calls are part of a format of whole messages.
     """
 
     models: str
     marks: tuple[str, ...]
+    opens: tuple[str, ...] = ()
     new_parser: Callable[[ToolRequest], ToolParser]
     new_call_id: Callable[[], str] = openai_call_id
     message: MessageFormat | None = None

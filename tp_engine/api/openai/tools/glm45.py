@@ -10,8 +10,7 @@
 
 from __future__ import annotations
 
-from tp_engine.api.openai.tools.events import ToolFormat
-from tp_engine.api.openai.tools.marked_calls import CallMarks, MarkedCallsParser
+from tp_engine.api.openai.tools.marked_calls import CallMarks, marked_format
 
 MARKS = CallMarks(
     open="<tool_call>",
@@ -23,4 +22,4 @@ MARKS = CallMarks(
     value_end="</arg_value>",
     value_breaks=("</tool_call>",),
 )
-FORMAT = ToolFormat(models="GLM-4.5", marks=MARKS.all, new_parser=lambda tools: MarkedCallsParser(MARKS, tools))
+FORMAT = marked_format("GLM-4.5", MARKS)

@@ -14,5 +14,5 @@ from tp_engine.api.openai.tools.events import ToolFormat
 
 OPENS = ("<|tool_call|>", hermes.OPEN)
 FORMAT = ToolFormat(
-    models="Granite", marks=OPENS, new_parser=lambda tools: hermes.HermesToolParser(OPENS, closes=False)
+    models="Granite", marks=OPENS, opens=OPENS, new_parser=lambda tools: hermes.HermesToolParser(OPENS, closes=False)
 )

@@ -11,9 +11,9 @@
     <|start|>assistant<|channel|>final<|message|>It is 4.<|return|>
 
 The prompt ends with ``<|start|>assistant``.  The header tells what a body is: a call, for a message to
-``functions.NAME`` (the recipient may stand before the channel); reasoning, for the channel ``analysis`` and for
-messages to others; else content.  A call that the request does not want is reasoning.  An empty line joins texts of
-one kind.
+``functions.NAME`` (the recipient may stand before the channel); content, for the channel ``final``; reasoning, for the
+channel ``analysis`` and for messages to others; else content.  A call that the request does not want is reasoning.  An
+empty line joins texts of one kind.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from tp_engine.api.openai.tools.events import (
     first_mark,
     partial_suffix,
 )
-from tp_engine.grammar.library import WHITESPACE
+from tp_engine.grammar.library import inner_schema
 
 if TYPE_CHECKING:
     from tp_engine.api.openai.tools.request import ToolRequest
+    from tp_engine.structured_outputs import StructuredOutputsParams
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END = "<|end|>"
@@ -50,8 +51,6 @@ _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*([^\s<]*)")
 _FUNCTIONS = "functions."
 _MAX_HEADER = 1024
 _GAP = "\n\n"
-# Options of the grammar library inside of a schema: a model that has lost its way would write white space for ever.
-_GUIDANCE = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
 class _State(enum.Enum):
@@ -88,9 +87,14 @@ class HarmonyParser:
         return self._first is _Kind.REASONING
 
     @property
-    def in_answer(self) -> bool:
+    def in_answer(self) -> bool | None:
         """See ``MessageParser``."""
         return self._first_ended or self._first in (_Kind.CONTENT, _Kind.CALL)
+
+    @property
+    def num_reasoning_characters(self) -> int | None:
+        """See ``MessageParser``."""
+        return None
 
     def feed(self, text: str) -> list[ChatEvent]:
         """See ``ToolParser``."""
@@ -153,7 +157,8 @@ class HarmonyParser:
             self._call = self._sink.start_call(name)
             self._begin(_Kind.CALL)
         else:
-            self._begin(_Kind.REASONING if recipient or channel == "analysis" else _Kind.CONTENT)
+            to_user = channel == "final" or not (recipient or channel == "analysis")
+            self._begin(_Kind.CONTENT if to_user else _Kind.REASONING)
         return True
 
     def _read_body(self) -> bool:
@@ -215,23 +220,23 @@ def _thought(writing: Writing) -> str:
     )
 
 
-def _preamble(writing: Writing) -> str:
+def _preamble(writing: Writing, thinks: bool) -> str:
     """Reasoning, or none, and the header of the final message."""
     channel, message = writing.mark(CHANNEL), writing.mark(MESSAGE)
-    return f'start: thought? {channel} "final" {message} @answer\n{_thought(writing)}'
+    final = f'{channel} "final" {message} @answer'
+    return f"start: thought? {final}\n{_thought(writing)}" if thinks else f"start: {final}\n"
 
 
-def _forced_calls(tools: ToolRequest, writing: Writing) -> str:
+def _forced_calls(tools: ToolRequest, writing: Writing, thinks: bool, like: StructuredOutputsParams) -> str:
     """Reasoning, or none, and one call of a tool that the choice allows: the model's turn ends with a call."""
     channel, constrain, message = map(writing.mark, (CHANNEL, CONSTRAIN, MESSAGE))
     schemas = {name: schema for name, schema in tools.parameters().items() if tools.name in (None, name)}
     names = {rule: json.dumps(f"{name} ") for rule, name in enumerate(schemas)}
     calls = " | ".join(f'{name} {constrain} "json" {message} arguments_{rule}' for rule, name in names.items())
-    rules = [
-        f"arguments_{rule}: %json {json.dumps(_GUIDANCE | schema)}" for rule, schema in enumerate(schemas.values())
-    ]
-    first = f'start: thought? {channel} "commentary to={_FUNCTIONS}" call\ncall: {calls}\n{_thought(writing)}'
-    return first + "\n".join(rules)
+    rules = [f"arguments_{rule}: %json {inner_schema(schema, like)}" for rule, schema in enumerate(schemas.values())]
+    first = f'{channel} "commentary to={_FUNCTIONS}" call\ncall: {calls}'
+    start = f"start: thought? {first}\n{_thought(writing)}" if thinks else f"start: {first}\n"
+    return start + "\n".join(rules)
 
 
 HARMONY = MessageFormat(

@@ -181,4 +181,4 @@ class HermesToolParser:
         self._pending = self._pending[1:]
 
 
-FORMAT = ToolFormat(models="Qwen, Hermes", marks=(OPEN,), new_parser=lambda tools: HermesToolParser())
+FORMAT = ToolFormat(models="Qwen, Hermes", marks=(OPEN,), opens=(OPEN,), new_parser=lambda tools: HermesToolParser())

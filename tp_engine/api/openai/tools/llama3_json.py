@@ -113,4 +113,9 @@ class Llama3JsonToolParser:
         self._reader, self._raw = None, ""
 
 
-FORMAT = ToolFormat(models="Llama 3", marks=(PYTHON_TAG,), new_parser=lambda tools: Llama3JsonToolParser(tools.names))
+FORMAT = ToolFormat(
+    models="Llama 3",
+    marks=(PYTHON_TAG,),
+    opens=(PYTHON_TAG,),
+    new_parser=lambda tools: Llama3JsonToolParser(tools.names),
+)

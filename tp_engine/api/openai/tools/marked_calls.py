@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tp_engine.api.openai.tools.argument_types import ArgumentTypes, Types, is_text, json_value
-from tp_engine.api.openai.tools.events import ChatEvent, EventSink, Prose, first_mark, partial_suffix
+from tp_engine.api.openai.tools.events import ChatEvent, EventSink, Prose, ToolFormat, first_mark, partial_suffix
 
 if TYPE_CHECKING:
     from tp_engine.api.openai.tools.request import ToolRequest
@@ -57,6 +57,11 @@ class CallMarks:
         """All that may be special tokens."""
         marks = (self.open, self.close, self.call, self.call_end, self.key, self.key_end, self.value, self.value_end)
         return tuple(mark for mark in marks if mark)
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """Those that may begin a call."""
+        return (self.open, self.call) if self.bare else (self.open,)
 
 
 class _State(enum.Enum):
@@ -137,8 +142,7 @@ class MarkedCallsParser:
                 return self._skip_junk()
 
     def _read_prose(self) -> bool:
-        marks = (self._marks.open, self._marks.call) if self._marks.bare else (self._marks.open,)
-        mark, self._pending = self._prose.add_until(self._pending, marks)
+        mark, self._pending = self._prose.add_until(self._pending, self._marks.opens)
         if mark is None:
             return False
         self._raw = mark
@@ -287,3 +291,10 @@ class MarkedCallsParser:
 
     def _give(self, text: str) -> None:
         self._sink.arguments(self._index, text)
+
+
+def marked_format(models: str, marks: CallMarks) -> ToolFormat:
+    """The format of ``models`` that write their calls between ``marks``."""
+    return ToolFormat(
+        models=models, marks=marks.all, opens=marks.opens, new_parser=lambda tools: MarkedCallsParser(marks, tools)
+    )

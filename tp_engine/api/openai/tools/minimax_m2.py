@@ -11,8 +11,7 @@
 
 from __future__ import annotations
 
-from tp_engine.api.openai.tools.events import ToolFormat
-from tp_engine.api.openai.tools.marked_calls import CallMarks, MarkedCallsParser
+from tp_engine.api.openai.tools.marked_calls import CallMarks, marked_format
 
 MARKS = CallMarks(
     open="<minimax:tool_call>",
@@ -26,4 +25,4 @@ MARKS = CallMarks(
     value_breaks=("</invoke>\n</minimax:tool_call>", "</invoke></minimax:tool_call>"),
     own_lines=True,
 )
-FORMAT = ToolFormat(models="MiniMax-M2", marks=MARKS.all, new_parser=lambda tools: MarkedCallsParser(MARKS, tools))
+FORMAT = marked_format("MiniMax-M2", MARKS)

@@ -83,6 +83,7 @@ class MistralToolParser(HermesToolParser):
 FORMAT = ToolFormat(
     models="Mistral",
     marks=(OPEN, ARGUMENTS, CALL_ID),
+    opens=(OPEN,),
     new_parser=lambda tools: MistralToolParser(),
     new_call_id=new_call_id,
 )

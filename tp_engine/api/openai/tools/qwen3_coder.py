@@ -13,8 +13,7 @@
 
 from __future__ import annotations
 
-from tp_engine.api.openai.tools.events import ToolFormat
-from tp_engine.api.openai.tools.marked_calls import CallMarks, MarkedCallsParser
+from tp_engine.api.openai.tools.marked_calls import CallMarks, marked_format
 
 MARKS = CallMarks(
     open="<tool_call>",
@@ -29,4 +28,4 @@ MARKS = CallMarks(
     own_lines=True,
     bare=True,
 )
-FORMAT = ToolFormat(models="Qwen3-Coder", marks=MARKS.all, new_parser=lambda tools: MarkedCallsParser(MARKS, tools))
+FORMAT = marked_format("Qwen3-Coder", MARKS)
