@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tp_engine.errors import RequestError
+from tp_engine.grammar.schema import normal_schema, unkept_keywords
 from tp_engine.structured_outputs import StructuredOutputsParams
 
 PARAM = "structured_outputs"
@@ -16,6 +17,9 @@ WHITESPACE = r"[\x20\x09]{1,8}|\x0D?\x0A[\x20\x09]{0,20}"
 _BOOLEAN_SCHEMAS = {"true": "{}", "false": '{"enum":[]}'}
 _ANY_OBJECT = '{"type":"object"}'
 
+# What the library says of schemas that it does not take.
+_UNKEPT, _ONE_OF = "Unimplemented keys", "oneOf constraints are not supported"
+_MAX_PLACES = 5
 _ANSWER = "answer"
 # The rule of a preamble for white space in front of the answer.
 _SPACE = "space: SPACE?\nSPACE: /[ \\n\\r\\t]{1,8}/\n"
@@ -50,6 +54,8 @@ def grammar_text(params: StructuredOutputsParams) -> str:
         if params.preamble is None:
             return text
         return _behind(params.preamble + "\n" + (_NO_SPACE if params.disable_any_whitespace else _SPACE), text)
+    except RecursionError as error:
+        raise refusal(params, "it is nested too deeply") from error
     except ValueError as error:
         raise refusal(params, str(error)) from error
 
@@ -75,21 +81,31 @@ def _grammar_text(params: StructuredOutputsParams) -> str:
 def refusal(params: StructuredOutputsParams, reason: str) -> RequestError:
     """The error for a grammar that the library refuses, with the library's reason."""
     what = {"json": "the JSON schema", "choice": "the choice", "json_object": "the white space"}.get(params.kind)
-    brief = " ".join(reason.replace("<non-verbose/>", "").split())[:500]
+    brief = " ".join(_explained(params, reason).replace("<non-verbose/>", "").split())[:500]
     return RequestError(f"{what or f'the {params.kind}'} can not be used: {brief}", param=PARAM)
+
+
+def _explained(params: StructuredOutputsParams, reason: str) -> str:
+    """``reason`` with the places that the library does not tell, and the remedies that are here."""
+    if params.kind == "json" and reason.startswith(_UNKEPT):
+        found = unkept_keywords(normal_schema(json.loads(str(params.json))))
+        return "the output could not keep " + ", ".join(f"{name} at {place}" for name, place in found[:_MAX_PLACES])
+    if reason.startswith(_ONE_OF):
+        return "a value could fit two branches of a oneOf; make them exclude each other, or use anyOf"
+    return reason
 
 
 def inner_schema(schema: Mapping[str, Any], like: StructuredOutputsParams) -> str:
     """A JSON ``schema`` as ``%json`` of a Lark grammar takes it, with white space and properties as ``like`` says."""
-    closed = _closed(schema) if like.disable_additional_properties else schema
-    return json.dumps({"x-guidance": _json_options(like), **closed})
+    found = normal_schema(schema)
+    return json.dumps(
+        {"x-guidance": _json_options(like), **(_closed(found) if like.disable_additional_properties else found)}
+    )
 
 
 def _schema(params: StructuredOutputsParams) -> str:
-    text = _BOOLEAN_SCHEMAS.get(str(params.json), str(params.json))
-    if not params.disable_additional_properties:
-        return text
-    return json.dumps(_closed(json.loads(text)), ensure_ascii=False)
+    schema = normal_schema(json.loads(_BOOLEAN_SCHEMAS.get(str(params.json), str(params.json))))
+    return json.dumps(_closed(schema) if params.disable_additional_properties else schema, ensure_ascii=False)
 
 
 def _closed(schema: Any) -> Any:

@@ -7,12 +7,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from tp_engine.grammar.schema_types import OTHER_TYPE_NAMES, referenced, types_of
+
 Types = frozenset[str]
 _STRING: Types = frozenset({"string"})
-# What schemas of careless writers say instead.
-_OTHER_NAMES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object",
-                "list": "array", "none": "null"}  # fmt: skip
-_MAX_REFERENCES = 8
+_MAX_LOOKS = 64
 _MAX_PYTHON = 10_000
 
 
@@ -26,33 +25,27 @@ class ArgumentTypes:
         """The JSON types that argument ``key`` may have; None if the schema does not say."""
         properties = self._parameters.get("properties")
         schema = properties.get(key) if isinstance(properties, Mapping) else None
-        return self._types(schema, _MAX_REFERENCES)
+        return self._types(schema, set())
 
-    def _types(self, schema: object, depth: int) -> Types | None:
-        if not isinstance(schema, Mapping) or not depth:
+    def _types(self, schema: object, seen: set[int]) -> Types | None:
+        if not isinstance(schema, Mapping) or id(schema) in seen or len(seen) > _MAX_LOOKS:
             return None
+        seen.add(id(schema))
         given = schema.get("type")
         if isinstance(given, (str, list)):
             names = [given] if isinstance(given, str) else [name for name in given if isinstance(name, str)]
-            return frozenset(_OTHER_NAMES.get(name.lower(), name.lower()) for name in names) or None
+            return frozenset(OTHER_TYPE_NAMES.get(name.lower(), name.lower()) for name in names) or None
         if isinstance(schema.get("$ref"), str):
-            return self._types(self._definition(schema["$ref"]), depth - 1)
+            return self._types(referenced(self._parameters, schema["$ref"]), seen)
         if "const" in schema or isinstance(schema.get("enum"), list):
             values = [schema["const"]] if "const" in schema else schema["enum"]
-            return frozenset(name for value in values for name in _types_of(value)) or None
+            return frozenset(name for value in values for name in types_of(value)) or None
         for keyword in ("anyOf", "oneOf", "allOf"):
             if isinstance(schema.get(keyword), list):
-                found = [self._types(one, depth - 1) for one in schema[keyword]]
+                found = [self._types(one, seen) for one in schema[keyword]]
                 known = frozenset(name for types in found for name in types or ())
                 return known or None if keyword == "allOf" or None not in found else None
         return None
-
-    def _definition(self, reference: str) -> object:
-        """What a reference such as ``#/$defs/city`` means, None if it can not be found."""
-        found: object = self._parameters
-        for step in reference.removeprefix("#").strip("/").split("/"):
-            found = found.get(step) if isinstance(found, Mapping) else None
-        return found
 
 
 def is_text(types: Types | None) -> bool:
@@ -78,24 +71,7 @@ def json_value(text: str, types: Types | None) -> str:
     if found is None:
         return as_string
     written, value = found
-    return as_string if may_be_text and not (set(_types_of(value)) - _STRING) & set(types or ()) else written
-
-
-def _types_of(value: object) -> tuple[str, ...]:
-    match value:
-        case None:
-            return ("null",)
-        case bool():
-            return ("boolean",)
-        case int():
-            return ("integer", "number")
-        case float():
-            return ("number",)
-        case str():
-            return ("string",)
-        case list():
-            return ("array",)
-    return ("object",)
+    return as_string if may_be_text and not (set(types_of(value)) - _STRING) & set(types or ()) else written
 
 
 def _json(text: str) -> tuple[str, Any] | None:

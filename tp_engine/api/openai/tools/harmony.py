@@ -230,10 +230,12 @@ def _preamble(writing: Writing, thinks: bool) -> str:
 def _forced_calls(tools: ToolRequest, writing: Writing, thinks: bool, like: StructuredOutputsParams) -> str:
     """Reasoning, or none, and one call of a tool that the choice allows: the model's turn ends with a call."""
     channel, constrain, message = map(writing.mark, (CHANNEL, CONSTRAIN, MESSAGE))
-    schemas = {name: schema for name, schema in tools.parameters().items() if tools.name in (None, name)}
-    names = {rule: json.dumps(f"{name} ") for rule, name in enumerate(schemas)}
-    calls = " | ".join(f'{name} {constrain} "json" {message} arguments_{rule}' for rule, name in names.items())
-    rules = [f"arguments_{rule}: %json {inner_schema(schema, like)}" for rule, schema in enumerate(schemas.values())]
+    schemas = tools.argument_schemas()
+    calls = " | ".join(
+        f'{json.dumps(f"{name} ")} {constrain} "json" {message} arguments_{rule}'
+        for rule, (name, _) in enumerate(schemas)
+    )
+    rules = [f"arguments_{rule}: %json {inner_schema(schema, like)}" for rule, (_, schema) in enumerate(schemas)]
     first = f'{channel} "commentary to={_FUNCTIONS}" call\ncall: {calls}'
     start = f"start: thought? {first}\n{_thought(writing)}" if thinks else f"start: {first}\n"
     return start + "\n".join(rules)

@@ -8,11 +8,12 @@ from typing import Any, Literal, TypeAlias
 
 from tp_engine.api.openai.protocol import ChatBody
 from tp_engine.errors import RequestError
+from tp_engine.grammar.schema import lenient_schema, normal_schema, object_schema, placed_schema, unkept_keywords
 
 Choice: TypeAlias = Literal["auto", "required", "named"]
 _MAX_NAME = 256
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-_DEFINITIONS = ("$defs", "definitions")
+_ANY_ARGUMENTS = {"type": "object"}
 _WORDS = ("none", "auto", "required")
 
 
@@ -55,8 +56,21 @@ class ToolRequest:
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
     def parameters(self) -> dict[str, dict[str, Any]]:
-        """The JSON schema of each tool's arguments, by the tool's name."""
-        return {tool["function"]["name"]: _parameters(tool) for tool in self.tools}
+        """The JSON schema of each tool's arguments as the client gave it, by the tool's name."""
+        given = {tool["function"]["name"]: tool["function"].get("parameters") for tool in self.tools}
+        return {name: dict(schema) if isinstance(schema, Mapping) else {} for name, schema in given.items()}
+
+    def argument_schemas(self) -> list[tuple[str, dict[str, Any]]]:
+        """The schemas that forced arguments follow, with the names of the tools that the choice allows.
+
+        All are for objects.  Those of tools that are not ``strict`` leave out what a grammar can not keep; others raise
+        ``RequestError``.
+        """
+        return [
+            (tool["function"]["name"], _argument_schema(tool["function"]))
+            for tool in self.tools
+            if self.name in (None, tool["function"]["name"])
+        ]
 
     def schema(self) -> dict[str, Any] | None:
         """The JSON schema of the whole output if the choice forces a call, else None.
@@ -65,12 +79,17 @@ class ToolRequest:
         """
         if self.choice == "auto":
             return None
+        schemas = self.argument_schemas()
         if self.choice == "named":
-            return next(_parameters(tool) for tool in self.tools if tool["function"]["name"] == self.name)
-        calls = {"type": "array", "minItems": 1, "items": {"anyOf": [_call_schema(tool) for tool in self.tools]}}
-        calls |= {} if self.several else {"maxItems": 1}
-        definitions = {keyword: _definitions(self.tools, keyword) for keyword in _DEFINITIONS}
-        return calls | {keyword: found for keyword, found in definitions.items() if found}
+            return schemas[0][1]
+        calls = {"anyOf": [_call_schema(name, place) for place, (name, _) in enumerate(schemas)]}
+        return {
+            "$defs": {str(place): placed_schema(one, f"/$defs/{place}") for place, (_, one) in enumerate(schemas)},
+            "type": "array",
+            "minItems": 1,
+            **({} if self.several else {"maxItems": 1}),
+            "items": calls,
+        }
 
 
 def _tool(where: str, tool: object) -> Mapping[str, Any]:
@@ -80,7 +99,7 @@ def _tool(where: str, tool: object) -> Mapping[str, Any]:
     name = function.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
         raise RequestError(f"{where}.function.name must be a text of 1 to {_MAX_NAME} characters", param="tools")
-    if not isinstance(function.get("parameters"), (Mapping, type(None))):
+    if not isinstance(function.get("parameters"), (Mapping, bool, type(None))):
         raise RequestError(f"{where}.function.parameters must be a JSON schema, an object", param="tools")
     return tool
 
@@ -118,29 +137,32 @@ def _allowed(tools: Sequence[Mapping[str, Any]], allowed: object) -> tuple[Mappi
     return found
 
 
-def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool without parameters takes an empty object."""
-    return dict(tool["function"].get("parameters") or _NO_PARAMETERS)
+def _argument_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments; one without parameters takes an empty object."""
+    given, whose = function.get("parameters") or _NO_PARAMETERS, f"tools: the parameters of {function['name']!r}"
+    try:
+        if function.get("strict") is not True:
+            return object_schema(lenient_schema(given)) or _ANY_ARGUMENTS
+        found = object_schema(given)
+        if found is None:
+            raise RequestError(f"{whose} allow no object, which arguments are", param="tools")
+        unkept = unkept_keywords(normal_schema(found))
+    except RecursionError:
+        raise RequestError(f"{whose} are nested too deeply", param="tools") from None
+    if unkept:
+        keyword, place = unkept[0]
+        raise RequestError(
+            f"{whose} have the keyword {keyword} at {place}, which the output could not keep; "
+            "leave it out, or leave strict out",
+            param="tools",
+        )
+    return found
 
 
-def _call_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = {key: value for key, value in _parameters(tool).items() if key not in _DEFINITIONS}
+def _call_schema(name: str, place: int) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {"name": {"enum": [tool["function"]["name"]]}, "parameters": parameters},
+        "properties": {"name": {"enum": [name]}, "parameters": {"$ref": f"#/$defs/{place}"}},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }
-
-
-def _definitions(tools: Sequence[Mapping[str, Any]], keyword: str) -> dict[str, Any]:
-    """The definitions that the tools' parameters refer to; references start at the root of the whole schema."""
-    found: dict[str, Any] = {}
-    for tool in tools:
-        own = _parameters(tool).get(keyword)
-        for name, schema in own.items() if isinstance(own, Mapping) else ():
-            if found.setdefault(name, schema) != schema:
-                raise RequestError(
-                    f"two tools define {keyword}/{name} differently; give one of them another name", param="tools"
-                )
-    return found

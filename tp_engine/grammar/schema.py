@@ -1,0 +1,285 @@
+"""JSON schemas as the grammar library takes them.
+
+* ``normal_schema`` allows the same values, or fewer: what asserts nothing is left out (``uniqueItems: false``, an
+  unknown ``format``, keywords for other types), ``maxItems: 2.0`` is 2, and ``oneOf`` is ``anyOf`` where its branches
+  exclude each other.
+* ``lenient_schema`` allows the same values, or more: keywords that can not be kept, or read, are left out.
+* ``unkept_keywords`` are what the library refuses, and where.
+* ``object_schema`` allows objects only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from tp_engine.grammar.one_of import with_exclusive_branches
+from tp_engine.grammar.schema_types import (
+    OBJECT,
+    OF_NUMBERS,
+    OTHER_TYPE_NAMES,
+    TYPES,
+    allowed_types,
+    given_types,
+    referenced,
+)
+
+# Keywords whose value is a schema, a list of schemas, or schemas by name.
+_ONE = frozenset({"additionalProperties", "items", "additionalItems", "contains", "not", "if", "then", "else",
+                  "propertyNames", "unevaluatedProperties", "unevaluatedItems"})  # fmt: skip
+_SEVERAL = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
+_DEFINITIONS = frozenset({"$defs", "definitions"})
+_COUNTS = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
+_LIMITS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+_MAX_LIMIT = 2**53
+_RANGES = tuple(itertools.product(("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))) + tuple(
+    (f"min{what}", f"max{what}") for what in ("Items", "Length", "Properties")
+)
+# The types that a keyword is about; it asserts nothing of others.
+_ABOUT: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), frozenset({"string"})),
+    **dict.fromkeys(("multipleOf", *_LIMITS), OF_NUMBERS),
+    **dict.fromkeys(
+        ("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems", "contains", "minContains",
+         "maxContains", "unevaluatedItems"), frozenset({"array"})),
+    **dict.fromkeys(
+        ("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties",
+         "propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"),
+        frozenset({"object"})),
+}  # fmt: skip
+# Those that the library knows and can not keep.
+_UNKEPT = frozenset({"uniqueItems", "not", "if", "then", "else", "propertyNames", "contains", "minContains",
+                     "maxContains", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties",
+                     "unevaluatedItems", "$dynamicRef", "$recursiveRef"})  # fmt: skip
+FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+_DRAFTS = re.compile(r"https?://json-schema\.org/")
+_MAX_PATTERN = 500
+# Expressions that the library surely reads; ``re`` finds brackets that do not match.
+_ESCAPE = r"\\(?:[dDwWsSnrtfv]|[^0-9A-Za-z<>]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})"
+_PLAIN_PATTERN = re.compile(
+    rf"(?:[^\\\[\](){{}}?*+]|{_ESCAPE}|\[\^?(?:[^\\\[\]&~-]|-(?!-)|{_ESCAPE})++\]|\((?:\?:|(?!\?))|\)|[?*+]|\{{\d{{1,4}}(?:,\d{{0,4}})?\}})*+",
+    re.DOTALL,
+)
+
+Schema = Mapping[str, Any]
+
+
+def normal_schema(schema: Any) -> Any:
+    """``schema`` in words that the library takes; other faults stay for the library to refuse."""
+    return _rewritten(schema, lambda node: with_exclusive_branches(_normal(node), schema))
+
+
+def lenient_schema(schema: Any) -> Any:
+    """``schema`` without what the library would refuse: for outputs that nobody is promised to follow it."""
+    return _rewritten(schema, lambda node: _lenient(_normal(node), schema))
+
+
+def object_schema(schema: Any) -> dict[str, Any] | None:
+    """``schema`` for objects only, which is what arguments are; None if it allows no object."""
+    if schema is True:
+        return {"type": "object"}
+    types = allowed_types(schema, schema)
+    if not isinstance(schema, Mapping) or (types is not None and "object" not in types):
+        return None
+    return dict(schema) if types == OBJECT else {**schema, "type": "object"}
+
+
+def placed_schema(schema: Any, place: str) -> Any:
+    """``schema`` as a part of a larger one, at the JSON pointer ``place`` of it, to which its references are moved."""
+    own_id = schema.get("$id") if isinstance(schema, Mapping) else None
+
+    def moved(node: Schema) -> dict[str, Any]:
+        found = {name: value for name, value in node.items() if name != "$id" or value != own_id}
+        reference = found.get("$ref")
+        if isinstance(reference, str):
+            if isinstance(own_id, str) and own_id:
+                reference = reference.removeprefix(own_id.rstrip("#")) or "#"
+            found["$ref"] = f"#{place}{reference[1:]}" if reference == "#" or reference.startswith("#/") else reference
+        return found
+
+    return _rewritten(schema, moved)
+
+
+def unkept_keywords(schema: Any) -> list[tuple[str, str]]:
+    """Keywords that the library can not keep, each with the JSON pointer of its schema; unused definitions are fine."""
+    found: list[tuple[str, str]] = []
+    seen = set[int]()
+    open_nodes = [(schema, "")]
+    while open_nodes:
+        node, place = open_nodes.pop()
+        if not isinstance(node, Mapping) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        found += [(name, place or "/") for name in node if name in _UNKEPT]
+        open_nodes += [(one, place + way) for name, way, one in _parts(node) if name not in _DEFINITIONS]
+        reference = node.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            open_nodes.append((referenced(schema, reference), reference[1:]))
+    return found
+
+
+def _rewritten(schema: Any, change: Callable[[Schema], dict[str, Any]]) -> Any:
+    """A copy with every schema in it changed, the inner ones first."""
+    if not isinstance(schema, Mapping):
+        return schema
+    found = dict(schema)
+    for name, value in schema.items():
+        if name in _SEVERAL and isinstance(value, list):
+            found[name] = [_rewritten(one, change) for one in value]
+        elif name in _BY_NAME and isinstance(value, Mapping):
+            found[name] = {key: _rewritten(one, change) for key, one in value.items()}
+        elif name in _ONE:
+            found[name] = _rewritten(value, change)
+    return change(found)
+
+
+def _parts(node: Schema) -> Iterator[tuple[str, str, Any]]:
+    """The schemas right inside of ``node``: keyword, way to it, and schema."""
+    for name, value in node.items():
+        if name in _SEVERAL and isinstance(value, list):
+            yield from ((name, f"/{name}/{place}", one) for place, one in enumerate(value))
+        elif name in _BY_NAME and isinstance(value, Mapping):
+            yield from ((name, f"/{name}/{_escaped(key)}", one) for key, one in value.items())
+        elif name in _ONE:
+            yield name, f"/{name}", value
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _normal(node: Schema) -> dict[str, Any]:
+    """``node`` without what asserts nothing, and with numbers as the library writes them."""
+    found = {name: _whole(value) if name in _COUNTS else value for name, value in node.items()}
+    types = given_types(found)
+    for name in list(found):
+        about = _ABOUT.get(name)
+        if name in _UNKEPT | {"format", "$schema"} and (
+            (about is not None and types is not None and not about & types) or _asserts_nothing(name, found)
+        ):
+            del found[name]
+    return _with_named_properties(found)
+
+
+def _whole(number: Any) -> Any:
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+def _asserts_nothing(name: str, node: Schema) -> bool:
+    value = node[name]
+    match name:
+        case "uniqueItems":
+            return value is False or node.get("maxItems") in (0, 1)
+        case "format":
+            return isinstance(value, str) and value not in FORMATS
+        case "$schema":
+            return not (isinstance(value, str) and _DRAFTS.match(value))
+        case "not":
+            return value is False
+        case "if":
+            return "then" not in node and "else" not in node
+        case "then" | "else":
+            return "if" not in node or _is_any(value)
+        case "contains":
+            return node.get("minContains") == 0 and "maxContains" not in node
+        case "minContains" | "maxContains":
+            return "contains" not in node
+        case "propertyNames":
+            return _is_any(value) or (isinstance(value, Mapping) and _without_notes(value) == {"type": "string"})
+        case "dependentRequired" | "dependentSchemas" | "dependencies":
+            return isinstance(value, Mapping) and all(one == [] or _is_any(one) for one in value.values())
+    return name.startswith("unevaluated") and _is_any(value)
+
+
+def _is_any(schema: Any) -> bool:
+    return schema is True or (isinstance(schema, Mapping) and not _without_notes(schema))
+
+
+def _without_notes(schema: Schema) -> dict[str, Any]:
+    notes = ("title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id")
+    return {name: value for name, value in schema.items() if name not in notes}
+
+
+def _with_named_properties(node: dict[str, Any]) -> dict[str, Any]:
+    """``propertyNames`` that lists the names, as of a mapping with literal keys, as properties."""
+    names = node.get("propertyNames")
+    listed = names.get("enum") if isinstance(names, Mapping) else None
+    properties, others = node.get("properties", {}), node.get("additionalProperties", True)
+    if (
+        not isinstance(listed, list)
+        or not isinstance(properties, Mapping)
+        or "patternProperties" in node
+        or not _without_notes(names or {}).keys() <= {"enum", "type"}
+    ):
+        return node
+    known = {name: properties.get(name, others) for name in listed if isinstance(name, str)}
+    rest = {name: value for name, value in node.items() if name != "propertyNames"}
+    return rest | {"properties": known, "additionalProperties": False}
+
+
+def _lenient(node: dict[str, Any], root: Any) -> dict[str, Any]:
+    """Those keywords of ``node`` that the library surely takes."""
+    if "oneOf" in node:
+        node.setdefault("anyOf", node["oneOf"])
+    found = {name: value for name, value in node.items() if _is_taken(name, value, root)}
+    if isinstance(node.get("type"), str) and node["type"].lower() in OTHER_TYPE_NAMES:
+        found["type"] = OTHER_TYPE_NAMES[node["type"].lower()]
+    if isinstance(found.get("items"), list):
+        found["prefixItems"] = found.pop("items")
+    if "required" in found:
+        is_closed = found.get("additionalProperties") is False and not found.get("patternProperties")
+        known = found.get("properties", {})
+        found["required"] = [name for name in found["required"] if known.get(name, not is_closed) is not False]
+    for least, most in _RANGES:
+        if least in found and most in found and found[least] > found[most]:
+            del found[least], found[most]
+    return {} if allowed_types(found, root) == frozenset() else found
+
+
+def _is_taken(name: str, value: Any, root: Any) -> bool:
+    if name in _COUNTS:
+        return type(value) is int and value >= 0
+    if name in _LIMITS:
+        return isinstance(value, (int, float)) and (math.isfinite(value) and abs(value) <= _MAX_LIMIT)
+    if name in _BY_NAME - _UNKEPT:
+        return isinstance(value, Mapping) and (name != "patternProperties" or all(map(_is_plain, value)))
+    match name:
+        case "type":
+            names = [value] if isinstance(value, str) else value
+            return (
+                isinstance(names, list) and bool(names) and all(isinstance(one, str) and one in TYPES for one in names)
+            )
+        case "enum" | "anyOf" | "allOf":
+            return isinstance(value, list) and bool(value)
+        case "prefixItems":
+            return isinstance(value, list)
+        case "required":
+            return isinstance(value, list) and all(isinstance(one, str) for one in value)
+        case "items":
+            return isinstance(value, (Mapping, bool, list))
+        case "additionalProperties" | "additionalItems":
+            return isinstance(value, (Mapping, bool))
+        case "multipleOf":
+            return isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+        case "pattern":
+            return isinstance(value, str) and _is_plain(value)
+        case "format":
+            return isinstance(value, str)
+        case "$ref":
+            return isinstance(value, str) and isinstance(referenced(root, value), (Mapping, bool))
+    return name == "const"
+
+
+def _is_plain(pattern: str) -> bool:
+    """Whether the library surely reads the regular expression."""
+    if len(pattern) > _MAX_PATTERN or _PLAIN_PATTERN.fullmatch(pattern) is None:
+        return False
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
