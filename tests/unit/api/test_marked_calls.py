@@ -140,6 +140,29 @@ BROKEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
      "</parameter></invoke></minimax:tool_call>", "", [("add", "{}"), ("add", '{"n": 3}')]),
     ("minimax_m2", '<minimax:tool_call><invoke name="add"><parameter name="n">3</parameter></minimax:tool_call>.', ".",
      [("add", '{"n": 3}')]),
+    # closing marks that are missing: the next argument, the next call or the end of the text ends the value
+    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=city>\nK\n<parameter=n>\n3\n</parameter>\n</function>\n"
+     "</tool_call>!", "!", [("add", '{"city": "K", "n": 3}')]),
+    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=n>\n3\n<parameter=city>\n<parameter=level>\nlow", "",
+     [("add", '{"n": 3, "city": "", "level": "low"}')]),
+    ("qwen3_coder", "<function=add>\n<parameter=city>K<parameter=n>3</parameter></function>", "",
+     [("add", '{"city": "K", "n": 3}')]),
+    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=city>\nK\n</function>", "", [("add", '{"city": "K"}')]),
+    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=city>\nK\n</tool_call>\n", "", [("add", '{"city": "K"}')]),
+    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=city>\nK\n</function>\n<function=add>\n</function>\n"
+     "</tool_call>", "", [("add", '{"city": "K"}'), ("add", "{}")]),
+    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=n>\n3\n</function>\n<tool_call>\n<function=add>", "",
+     [("add", '{"n": 3}'), ("add", "{}")]),
+    # a value that speaks of the marks
+    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=city>\nK </function> <parameter=x> </tool_call>;\n"
+     "</function>;\n</parameter>\n</function>\n</tool_call>", "",
+     [("add", '{"city": "K </function> <parameter=x> </tool_call>;\\n</function>;"}')]),
+    ("minimax_m2", '<minimax:tool_call><invoke name="add"><parameter name="city">K\n<parameter name="n">3</invoke>\n'
+     '<invoke name="add"></invoke></minimax:tool_call>', "", [("add", '{"city": "K", "n": 3}'), ("add", "{}")]),
+    ("minimax_m2", '<minimax:tool_call><invoke name="add"><parameter name="city">K\n</invoke>', "",
+     [("add", '{"city": "K"}')]),
+    ("glm45", "<tool_call>add\n<arg_key>city</arg_key>\n<arg_value>K\n<arg_key>n</arg_key>\n<arg_value>3", "",
+     [("add", '{"city": "K", "n": 3}')]),
     ("minimax_m2", "<minimax:tool_ca", "<minimax:tool_ca", []),
     ("minimax_m2", f"<minimax:tool_call><invoke name={'x' * 300}>", f"<minimax:tool_call><invoke name={'x' * 300}>",
      []),

@@ -89,6 +89,10 @@ HERMES: dict[str, tuple[str, list[tuple[str, str]]]] = {
     '<tool_call>{"name": "add"}</tool_call>\n\nDone.': ("Done.", [("add", "{}")]),
     '<tool_call>{"name": "add", "arguments": null, "id": 7}</tool_call>': ("", [("add", "{}")]),
     '<tool_call>{"name": "add", "arguments": "{\\"a\\": \\"\\u00fc\\"}"}</tool_call>': ("", [("add", '{"a": "ü"}')]),
+    '<tool_call>{"name": "add", "arguments": "{\\"a\\": \\"\\n\\"}"}</tool_call>': ("", [("add", '{"a": "\\n"}')]),
+    '<tool_call>{"name": "add", "arguments": "hello \\"you\\""}</tool_call>': ("", [("add", '"hello \\"you\\""')]),
+    '<tool_call>{"name": "add", "arguments": "{\\"a\\": "}</tool_call>': ("", [("add", '"{\\"a\\": "')]),
+    '<tool_call>{"arguments": {"a": "  x  "}, "name": "add"}</tool_call>': ("", [("add", '{"a": "  x  "}')]),
     '<tool_call>{"name": "gr\\u00f6\\u00dfe", "arguments": {}}</tool_call>': ("", [("größe", "{}")]),
     '<tool_call>[{"name": "add", "arguments": {}}, {"name": "x", "arguments": {}}]</tool_call>': (
         "",
@@ -136,6 +140,15 @@ LLAMA: dict[str, tuple[str, list[tuple[str, str]]]] = {
     '{{"name": "add", "parameters": {}}': ("{", [("add", "{}")]),
     '{"name": "add"}': ('{"name": "add"}', []),
     '{"answer": 5}': ('{"answer": 5}', []),
+    '{"name": "add", "parameters": {invalid json}': ('{"name": "add", "parameters": {invalid json}', []),
+    '{"name": "add", "parameters": { 1}}': ('{"name": "add", "parameters": { 1}}', []),
+    '{"name": "add", "parameters": [1]}': ('{"name": "add", "parameters": [1]}', []),
+    '{"name": "add", "parameters": { "a": "b c" }}': ("", [("add", '{ "a": "b c" }')]),
+    '<|python_tag|>{"name": "add", "parameters": {invalid json}}': (
+        '{"name": "add", "parameters": {invalid json}}',
+        [],
+    ),
+    '<|python_tag|>{"parameters": {"a": 1}, "name": "add"}': ("", [("add", '{"a": 1}')]),
     "<|python_tag|>print(1)": ("print(1)", []),
     "<|python_tag": ("<|python_tag", []),
 }

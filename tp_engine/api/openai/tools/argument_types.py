@@ -65,7 +65,7 @@ def json_value(text: str, types: Types | None) -> str:
         return "null"
     if types is not None and lowered in ("true", "false") and "boolean" in types:
         return lowered
-    found = _json(stripped)
+    found = parsed_json(stripped)
     if found is None and types is not None and not may_be_text:
         found = _python(stripped)
     if found is None:
@@ -74,7 +74,7 @@ def json_value(text: str, types: Types | None) -> str:
     return as_string if may_be_text and not (set(types_of(value)) - _STRING) & set(types or ()) else written
 
 
-def _json(text: str) -> tuple[str, Any] | None:
+def parsed_json(text: str) -> tuple[str, Any] | None:
     """``text`` as JSON and its value, if it is JSON; raw control characters in its strings become escapes."""
     try:
         value = json.loads(text, strict=False, parse_constant=_refuse)
@@ -86,7 +86,7 @@ def _json(text: str) -> tuple[str, Any] | None:
 
 
 def _python(text: str) -> tuple[str, Any] | None:
-    """As ``_json``, for a literal in Python's spelling, such as ``{'a': True}``."""
+    """As ``parsed_json``, for a literal in Python's spelling, such as ``{'a': True}``."""
     if len(text) > _MAX_PYTHON:
         return None
     try:

@@ -10,7 +10,7 @@
 
 Once the name is known, arguments are passed on as they come, in the model's own spelling.  They are not checked to be
 JSON; the reader follows strings and brackets only, to find their end.  It escapes raw control characters inside of
-strings, which models write and JSON forbids.
+strings, which models write and JSON forbids.  Arguments in a string are the text of an object, or else stay a string.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import enum
 import json
 import re
 
+from tp_engine.api.openai.tools.argument_types import parsed_json
 from tp_engine.api.openai.tools.events import EventSink
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
@@ -42,21 +43,27 @@ class _State(enum.Enum):
 class CallReader:
     """Reads the text behind the opening brace.  ``done``: it has read the closing one.  ``broken``: this is no call.
 
-    ``strict_names`` is for text that may only look like a call: its first keys must be those of a call, the name must
-    come first and be one of these.  ``started`` tells whether the sink knows of the call.
+    ``strict_names`` is for text that may only look like a call: its first keys must be those of a call, and the name
+    must come first and be one of these.  ``checks_arguments``: the call is known with the first key of its arguments,
+    up to which this may turn out to be no call; otherwise it is known with its name.  ``started`` tells whether the
+    sink knows of the call.
     """
 
-    def __init__(self, sink: EventSink, strict_names: frozenset[str] | None = None) -> None:
+    def __init__(
+        self, sink: EventSink, strict_names: frozenset[str] | None = None, *, checks_arguments: bool = False
+    ) -> None:
         self.done = False
         self.broken = False
         self._sink = sink
         self._strict_names = strict_names
+        self._checks_arguments = checks_arguments
         self._state = _State.BETWEEN
         self._num_chars = 0
         self._string = ""  # a key, a name, or arguments written as a string: raw, without quotes
         self._escaped = False
         self._in_string = False
         self._depth = 0
+        self._is_opened = False  # it has read the brace of the arguments, and nothing behind it
         self._key = ""
         self._name: str | None = None
         self._index: int | None = None
@@ -70,6 +77,14 @@ class CallReader:
         return self._index is not None
 
     @property
+    def _is_strict(self) -> bool:
+        return self._strict_names is not None and not self.started
+
+    @property
+    def _is_unsure(self) -> bool:
+        return self._checks_arguments and not self.started
+
+    @property
     def has_whole_arguments(self) -> bool:
         """Whether it has read the last character of the arguments' object."""
         return self._saw_arguments and self._state is _State.BETWEEN
@@ -79,7 +94,8 @@ class CallReader:
 
         Returns the number of characters; 0 if the character broke the object.
         """
-        if self._state is _State.RAW and not self._escaped and (self._in_string or self._depth):
+        in_run = self._state is _State.RAW and not self._escaped and (self._in_string or self._depth > 0)
+        if in_run and not self._is_unsure:
             run = (_IN_STRING if self._in_string else _BETWEEN_STRINGS).match(text, position)
             if run is not None:
                 self._give_raw(run.group())
@@ -89,7 +105,7 @@ class CallReader:
 
     def _push(self, char: str) -> None:
         self._num_chars += 1
-        if self._strict_names is not None and not self.started and self._num_chars > _MAX_STRICT_CHARS:
+        if self._is_strict and self._num_chars > _MAX_STRICT_CHARS:
             self.broken = True
             return
         match self._state:
@@ -137,13 +153,14 @@ class CallReader:
             return
         if self._state is _State.KEY:
             self._key, self._state = text, _State.COLON
-            self.broken = self._strict_names is not None and not self.started and not self._is_strict_key()
+            self.broken = self._is_strict and not self._is_strict_key()
             return
         self._state = _State.BETWEEN
         if self._key == "name":
             self._take_name(text)
         elif text.strip():
-            self._give(text)
+            written, value = parsed_json(text) or ("", None)
+            self._give(written if isinstance(value, dict) else json.dumps(text, ensure_ascii=False))
 
     def _is_strict_key(self) -> bool:
         return self._key in _STRICT_KEYS and (self._key not in _ARGUMENT_KEYS or self._name is not None)
@@ -153,7 +170,7 @@ class CallReader:
             self.broken = True
         elif self._name is None:
             self._name = name
-            if self._strict_names is None:
+            if not self._checks_arguments:
                 self._announce()
 
     def _begin_value(self, char: str) -> None:
@@ -164,16 +181,22 @@ class CallReader:
         if char == '"' and (self._key == "name" or is_arguments):
             self._state, self._string = _State.STRING, ""
             return
-        if char in ",}" or self._key == "name":
+        if char in ",}" or self._key == "name" or (is_arguments and self._is_unsure and char not in "{n"):
             self.broken = True
             return
         self._state, self._depth, self._in_string = _State.RAW, 0, False
         # null stands for no arguments
         self._key = "" if not is_arguments or char == "n" else self._key
+        self._is_opened = is_arguments and char == "{"
         self._raw(char)
 
     def _raw(self, char: str) -> None:
         """A character of a value whose end is found by its brackets."""
+        if self._is_opened and self._depth and char not in _SPACE:
+            self._is_opened = False
+            if self._is_unsure and char not in '"}':
+                self.broken = True
+                return
         if self._in_string:
             self._give_raw(json.dumps(char)[1:-1] if char < " " else char)
             if self._escaped or char == "\\":
@@ -205,7 +228,7 @@ class CallReader:
 
     def _give(self, text: str) -> None:
         self._has_arguments = True
-        if self._name is None:
+        if self._name is None or (self._is_unsure and self._is_opened):
             self._waiting += text
             return
         self._announce()

@@ -224,9 +224,9 @@ class Prose:
         self._space = ""
 
 
-def first_mark(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
-    """The place and the mark of the first of ``marks`` in ``text``; None if it has none."""
-    found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
+def first_mark(text: str, marks: Iterable[str], start: int = 0) -> tuple[int, str] | None:
+    """The place and the mark of the first of ``marks`` in ``text`` from ``start`` on; None if there is none."""
+    found = [(place, mark) for mark in marks if (place := text.find(mark, start)) >= 0]
     return min(found, default=None)
 
 

@@ -79,7 +79,7 @@ class Llama3JsonToolParser:
 
     def _begin_call(self, before: str, rest: str) -> None:
         names = None if self._tagged and not before.strip() else self._names
-        self._reader, self._raw, self._pending = CallReader(self._sink, names), "{", rest
+        self._reader, self._raw, self._pending = CallReader(self._sink, names, checks_arguments=True), "{", rest
         self._tagged = False
 
     def _read_call(self) -> bool:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[^\s<>{}\[\]\"']+")
 _QUOTES = "\"'"
+_SPACE = re.compile(r"\s*")
 _MAX_NAME = 256
 
 
@@ -34,9 +35,11 @@ class CallMarks:
     """The marks of one format.
 
     ``name_ends``: the first of these ends the name; one that is a mark of its own is read again.  ``value`` empty: the
-    end of the key begins the value.  ``value_breaks`` end a value whose ``value_end`` is missing.  ``own_lines``: a
-    value that begins with a line end is on lines of its own, and the line ends around it do not belong to it.
-    ``bare``: a call may come without ``open`` if it names a tool of the request.
+    end of the key begins the value.  A value whose ``value_end`` is missing ends at one of ``value_breaks``, at the
+    next key (on a line of its own, if the value is), and at marks that close its call, if another call or the end
+    follows.
+    ``own_lines``: a value that begins with a line end is on lines of its own, and the line ends around it do not belong
+    to it.  ``bare``: a call may come without ``open`` if it names a tool of the request.
     """
 
     open: str
@@ -48,7 +51,7 @@ class CallMarks:
     key_end: str
     value: str = ""
     value_end: str
-    value_breaks: tuple[str, ...]
+    value_breaks: tuple[str, ...] = ()
     own_lines: bool = False
     bare: bool = False
 
@@ -57,6 +60,16 @@ class CallMarks:
         """All that may be special tokens."""
         marks = (self.open, self.close, self.call, self.call_end, self.key, self.key_end, self.value, self.value_end)
         return tuple(mark for mark in marks if mark)
+
+    @property
+    def value_marks(self) -> tuple[str, ...]:
+        """Those that end a value, or may end it."""
+        marks = (self.value_end, *self.value_breaks, self.key, self.call_end, self.close)
+        return tuple(mark for mark in marks if mark)
+
+    def behind(self, mark: str) -> tuple[str, ...]:
+        """What must follow ``mark``, which closes a call or a block, if a value in front of it has ended."""
+        return tuple(one for one in (self.close if mark == self.call_end else "", self.open, self.call) if one)
 
     @property
     def opens(self) -> tuple[str, ...]:
@@ -93,6 +106,8 @@ class MarkedCallsParser:
         self._value_types: Types | None = None
         self._at_beginning = False  # of a value
         self._on_own_lines = False
+        self._has_text = False  # of a value, some of which has been passed on
+        self._settled = 0  # characters of the pending text that are the value's
 
     def feed(self, text: str) -> list[ChatEvent]:
         """See ``ToolParser``."""
@@ -115,7 +130,8 @@ class MarkedCallsParser:
                 case _State.CALL | _State.KEY | _State.BEFORE_VALUE:
                     self._end_call()
                 case _State.VALUE:
-                    self._end_value(self._pending)
+                    end = self._last_end()
+                    self._end_value(self._pending[:end], is_closed=end == len(self._pending))
                     self._end_call()
         self._pending = self._raw = ""
         self._prose.finish()
@@ -255,6 +271,7 @@ class MarkedCallsParser:
 
     def _begin_value(self) -> None:
         self._state, self._at_beginning, self._on_own_lines = _State.VALUE, True, False
+        self._has_text, self._settled = False, 0
         before = ", " if self._num_arguments else "{"
         quote = '"' if is_text(self._value_types) else ""
         self._give(f"{before}{json.dumps(self._key, ensure_ascii=False)}: {quote}")
@@ -266,23 +283,66 @@ class MarkedCallsParser:
             self._at_beginning = False
             if marks.own_lines and self._pending.startswith("\n"):
                 self._on_own_lines, self._pending = True, self._pending[1:]
-        found = first_mark(self._pending, (marks.value_end, *marks.value_breaks))
-        if found is None:
-            if is_text(self._value_types):
-                settled = len(self._pending) - partial_suffix(self._pending, marks.value_end, *marks.value_breaks)
-                settled -= self._on_own_lines and self._pending[:settled].endswith("\n")
-                self._give(json.dumps(self._pending[:settled], ensure_ascii=False)[1:-1])
-                self._pending = self._pending[settled:]
-            return False
-        place, mark = found
-        self._end_value(self._pending[:place])
-        self._pending = self._pending[place + (len(mark) if mark == marks.value_end else 0) :]
-        self._state = _State.CALL
-        return True
+        end = self._find_end()
+        if end is not None:
+            place, length = end
+            self._end_value(self._pending[:place], is_closed=length > 0)
+            self._pending = self._pending[place + length :]
+            self._state = _State.CALL
+        elif is_text(self._value_types):
+            settled = self._settled - self._pending[: self._settled].endswith("\n")
+            self._give(json.dumps(self._pending[:settled], ensure_ascii=False)[1:-1])
+            self._pending = self._pending[settled:]
+            self._has_text |= settled > 0
+            self._settled -= settled
+        return end is not None
 
-    def _end_value(self, text: str) -> None:
-        """``text`` is the rest of a string, or another value as a whole."""
-        text = text.removesuffix("\n") if self._on_own_lines else text
+    def _find_end(self) -> tuple[int, int] | None:
+        """The place where the value ends, and the length of its closing mark; None if that is not known yet.
+
+        Then ``_settled`` characters are surely the value's.
+        """
+        marks, text = self._marks, self._pending
+        while (found := first_mark(text, marks.value_marks, self._settled)) is not None:
+            place, mark = found
+            if mark == marks.value_end or mark in marks.value_breaks:
+                return place, len(mark) if mark == marks.value_end else 0
+            if mark == marks.key:
+                is_end: bool | None = self._begins_key(place)
+            else:
+                is_end = self._ends_call(place + len(mark), marks.behind(mark))
+            if is_end:
+                return place, 0
+            self._settled = place if is_end is None else place + len(mark)
+            if is_end is None:
+                return None
+        self._settled = len(text) - partial_suffix(text, *marks.value_marks)
+        return None
+
+    def _last_end(self) -> int:
+        """Where the value ends at the text's end: in front of marks that only close its call."""
+        end = len(self._pending)
+        for mark in (self._marks.close, self._marks.call_end):
+            text = self._pending[:end].rstrip()
+            if mark and text.endswith(mark):
+                end = len(text) - len(mark)
+        return end
+
+    def _begins_key(self, place: int) -> bool:
+        """Whether the next argument begins at ``place``, so that the closing mark of this one is missing."""
+        is_first = place == 0 and not self._has_text
+        return not self._on_own_lines or is_first or self._pending[:place].endswith("\n")
+
+    def _ends_call(self, place: int, marks: tuple[str, ...]) -> bool | None:
+        """Whether one of ``marks`` follows at ``place``; None if that is not known yet."""
+        found = _SPACE.match(self._pending, place)
+        start = place if found is None else found.end()
+        rest = self._pending[start : start + max(map(len, marks))]
+        return True if rest.startswith(marks) else None if any(mark.startswith(rest) for mark in marks) else False
+
+    def _end_value(self, text: str, *, is_closed: bool) -> None:
+        """``text`` is the rest of a string, or another value as a whole; ``is_closed`` if its closing mark is there."""
+        text = text.removesuffix("\n") if self._on_own_lines or not is_closed else text
         is_string = is_text(self._value_types)
         self._give(json.dumps(text, ensure_ascii=False)[1:] if is_string else json_value(text, self._value_types))
 

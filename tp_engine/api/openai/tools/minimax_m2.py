@@ -22,7 +22,6 @@ MARKS = CallMarks(
     key="<parameter name=",
     key_end=">",
     value_end="</parameter>",
-    value_breaks=("</invoke>\n</minimax:tool_call>", "</invoke></minimax:tool_call>"),
     own_lines=True,
 )
 FORMAT = marked_format("MiniMax-M2", MARKS)

@@ -24,7 +24,6 @@ MARKS = CallMarks(
     key="<parameter=",
     key_end=">",
     value_end="</parameter>",
-    value_breaks=("</function>\n</tool_call>", "</function></tool_call>"),
     own_lines=True,
     bare=True,
 )
