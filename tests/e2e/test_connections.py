@@ -21,7 +21,7 @@ import uvicorn
 from tests.e2e.frontend import INFO, running_server, wait_until
 from tests.fake_engine import FakeEngine, arith
 from tp_engine.server.config import ServerConfig
-from tp_engine.server.connections import ConnectionLimit, Connections
+from tp_engine.server.connections import ConnectionLimit, Connections, http_protocol
 from tp_engine.server.main import FrontendServer
 from tp_engine.server.request_guard import RequestGuard
 
@@ -51,11 +51,19 @@ class Small:
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:
-    """``/large`` is one large answer, ``/endless`` never ends, ``/wait`` waits for the client to leave."""
+    """``/large`` is one large answer, ``/endless`` has no end, ``/wait`` waits for the end, ``/body`` counts."""
     path = scope["path"]
     if path == "/wait":
         while (await receive())["type"] != "http.disconnect":
             pass
+        return
+    if path == "/body":
+        size, more = 0, True
+        while more:
+            message = await receive()
+            size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": str(size).encode()})
         return
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await receive()
@@ -75,7 +83,13 @@ def small_server(parser: str, **options: Any) -> Iterator[Small]:
     guarded = RequestGuard(application, ServerConfig(allowed_hosts=("*",)))
     limited = ConnectionLimit(guarded, connections, ("/health",))
     config = uvicorn.Config(
-        limited, http=parser, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1, access_log=False
+        limited,
+        http=http_protocol() if parser == "httptools" else parser,
+        lifespan="off",
+        log_config=None,
+        ws="none",
+        timeout_graceful_shutdown=1,
+        access_log=False,
     )
     server = FrontendServer(config, connections)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -217,6 +231,36 @@ def test_descriptors_that_run_out_are_one_line_in_the_log(caplog: pytest.LogCapt
             client.close()
         assert caplog.text.count("can not be accepted") == 1 and "Traceback" not in caplog.text
         time.sleep(1.2)  # asyncio's timers for that must not outlive the socket
+
+
+@pytest.mark.parametrize(
+    ("begin", "part"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: x\r\nX: ", b"a"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n", b"X: b\r\n"),
+        (b"GET /", b"a"),
+        (b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+         b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n", b"X: b\r\n"),
+    ],
+    ids=["long", "many", "path", "trailers"],
+)  # fmt: skip
+def test_headers_are_bounded(begin: bytes, part: bytes, small: Small) -> None:
+    """Oracle: the server ends the connection long before 64 MiB, whatever the parser."""
+    piece, num_sent = part * (65536 // len(part)), 0
+    with small.connect(begin) as one, contextlib.suppress(ConnectionError):
+        while num_sent < LARGE:
+            one.sendall(piece)
+            num_sent += len(piece)
+    assert num_sent < LARGE
+
+
+def test_large_bodies_in_small_chunks_are_no_headers(small: Small) -> None:
+    """Oracle: the sum of the body's bytes: chunks of 1 to 7 bytes, and one of 4 MiB, with short extensions."""
+    chunks = [b"x" * (1 + i % 7) for i in range(60_000)] + [b"y" * (4 << 20)]
+    body = b"".join(b"%x;a=b\r\n%b\r\n" % (len(one), one) for one in chunks) + b"0\r\nTrailer: x\r\n\r\n"
+    head = b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with small.connect(head + body) as one:
+        assert str(sum(map(len, chunks))).encode() in answer(one)
 
 
 def test_no_request_hides_in_a_body_with_two_lengths(small: Small) -> None:

@@ -46,6 +46,7 @@ _LOOK_S = 1.0
 _LEAST_READ_BYTES = 4096
 _ENDED_AT_ONCE = 32
 _LOG_EVERY_S = 10.0
+_MAX_HEADER_BYTES = 65536
 _RESERVED_DESCRIPTORS = 128
 _RETRY_AFTER_S = 1
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -162,6 +163,51 @@ class _Seldom(logging.Filter):
             self._next_s[record.msg] = now_s + _LOG_EVERY_S
             return True
         return False
+
+
+def http_protocol() -> type[asyncio.Protocol] | str:
+    """uvicorn's protocol for httptools where that is installed (extra ``fast``), with a limit on headers; else h11.
+
+    h11 has a limit of its own.  httptools collects headers and trailers of any size.
+    """
+    try:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    except ImportError:
+        return "h11"
+
+    class BoundedHeaders(HttpToolsProtocol):
+        _num_bytes = 0  # of the present header, trailer or chunk's extension, in earlier pieces of data
+        _phase = 0  # odd within one of these
+
+        def data_received(self, data: bytes) -> None:
+            if self._num_bytes > _MAX_HEADER_BYTES:
+                self.send_400_response(f"A header has more than {_MAX_HEADER_BYTES} bytes.")
+                return
+            phase = self._phase
+            super().data_received(data)
+            is_same = phase == self._phase and phase % 2 == 1
+            self._num_bytes = self._num_bytes + len(data) if is_same else 0
+
+        def on_message_begin(self) -> None:
+            self._phase |= 1
+            super().on_message_begin()
+
+        def on_headers_complete(self) -> None:
+            self._phase += 1
+            super().on_headers_complete()
+
+        def on_chunk_header(self) -> None:
+            self._phase |= 1
+
+        def on_body(self, body: bytes) -> None:
+            self._phase += self._phase % 2
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self._phase += self._phase % 2
+            super().on_message_complete()
+
+    return BoundedHeaders
 
 
 def _has_no_request(connection: Connection) -> bool:

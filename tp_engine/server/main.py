@@ -25,7 +25,7 @@ from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import configure_logging, get_logger
 from tp_engine.server.app import create_app
 from tp_engine.server.config import ServerConfig
-from tp_engine.server.connections import Connections
+from tp_engine.server.connections import Connections, http_protocol
 from tp_engine.server.frontend_process import FrontendSettings
 from tp_engine.server.listener import BACKLOG, listener_url
 from tp_engine.server.state import ServerState
@@ -178,6 +178,7 @@ def _uvicorn_config(state: ServerState) -> uvicorn.Config:
     config = state.config
     return uvicorn.Config(
         create_app(state),
+        http=http_protocol(),
         lifespan="off",
         log_config=None,
         log_level=config.uvicorn_log_level,
