@@ -34,7 +34,10 @@ class Client:
         self._scope: dict[str, Any] = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": path,
             "raw_path": path.encode(), "root_path": "", "scheme": "http", "query_string": b"", "server": ("test", 80),
-            "headers": [(b"content-length", str(len(self._body)).encode())], "client": ("127.0.0.1", 1),
+            "headers": [
+                (b"content-length", str(len(self._body)).encode()), (b"content-type", b"application/json"),
+            ],
+            "client": ("127.0.0.1", 1),
         }  # fmt: skip
         self._asked = False
         self._gone = asyncio.Event()
