@@ -180,5 +180,5 @@ def test_lists_of_params_are_frozen() -> None:
     params = SamplingParams(stop_token_ids=stops, stop=None)  # type: ignore[arg-type]
     stops.append(-1)
     assert (params.stop_token_ids, params.stop) == ((3,), ())
-    with pytest.raises(RequestError, match="stop_token_ids is 5; it must be a list"):
+    with pytest.raises(RequestError, match="stop_token_ids is 5 of type int; it must be a list"):
         SamplingParams(stop_token_ids=5)  # type: ignore[arg-type]
