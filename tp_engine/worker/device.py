@@ -7,7 +7,7 @@ import functools
 import os
 import platform
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -189,6 +189,32 @@ def check_kinds(host: Agreeing, kind: str) -> None:
             f"rank 0 runs on {kinds[0]}, and rank {other} on {kinds[other]}: ranks sample alike only on devices of one "
             "kind; choose equal ones (devices, or CUDA_VISIBLE_DEVICES)"
         )
+
+
+def check_devices(host: Agreeing, device: torch.device, *, may_share: bool) -> None:
+    """``ConfigError`` on all ranks if their devices can not work together; see the two checks.  A collective."""
+    check_kinds(host, kind_of_device(device))
+    check_places(host, "" if device.type != "cuda" or may_share else f"{platform.node()}, {bus_place(device)}")
+
+
+def check_places(host: Agreeing, place: str) -> None:
+    """``ConfigError`` on all ranks if two have one ``place``, the host and the GPU; empty if it does not matter.
+
+    NCCL knows a GPU by its place on the bus, and takes one rank on each; slices of one GPU (MIG) have one place.
+    """
+    places = [report.decode() for report in host.all_gather_bytes(place.encode())]
+    for rank, found in enumerate(places):
+        if found and places.index(found) != rank:
+            raise ConfigError(
+                f"ranks {places.index(found)} and {rank} are on one GPU ({found}), and NCCL takes one rank on each; "
+                "slices of a GPU (MIG) count as that GPU: give each rank a GPU of its own, or run a server on each"
+            )
+
+
+def bus_place(device: torch.device) -> str:
+    """Where a GPU is on its host's bus, as nvidia-smi writes it: ``0000:3b:00``."""
+    found: Any = torch.cuda.get_device_properties(device)  # its type has not all of its attributes
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
 
 
 def _share_cores(local_world_size: int) -> None:

@@ -26,7 +26,7 @@ from tp_engine.units import format_gib
 from tp_engine.worker.adapters import RankAdapters
 from tp_engine.worker.all_reduce import share_memory
 from tp_engine.worker.codecs import make_codec
-from tp_engine.worker.device import Device, check_kinds, kind_of_device, make_device
+from tp_engine.worker.device import Device, check_devices, make_device
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.memory.host_memory import host_memory
 from tp_engine.worker.memory.kv_cache import KvCacheShape
@@ -112,7 +112,7 @@ class Worker:
         """Load, measure, agree, allocate.  Returns the number of KV blocks, the same on every rank."""
         effective, info = self.effective, self.groups.info
         device = self._device = self._start_up.run_together("opening the device", self._open_device)
-        check_kinds(self.groups.host, kind_of_device(device.torch_device))
+        check_devices(self.groups.host, device.torch_device, may_share=effective.device_map.is_shared)
         meter = self._start_up.run_together("first snapshot", lambda: self._make_meter(device))
         gc.freeze()  # garbage collections skip the libraries' objects from now on
         share_memory(effective, self.groups, self._start_up.run, device)

@@ -134,6 +134,15 @@ def test_devices_of_several_kinds_are_refused() -> None:
         device.check_kinds(HostOf("A, 9.0", "B"), "A, 9.0")
 
 
+def test_ranks_on_slices_of_one_gpu_are_named() -> None:
+    """Oracle: both ranks and the GPU's place in the error; GPUs of two hosts, or CPUs, are different."""
+    device.check_places(HostOf("beta, 0000:3b:00"), "alpha, 0000:3b:00")
+    device.check_places(HostOf(""), "")
+    with pytest.raises(ConfigError, match=r"ranks 0 and 1 are on one GPU \(alpha, 0000:3b:00\).*MIG"):
+        device.check_places(HostOf("alpha, 0000:3b:00"), "alpha, 0000:3b:00")
+    device.check_devices(HostOf(), torch.device("cpu"), may_share=False)
+
+
 def test_a_driver_that_says_nothing() -> None:
     """Oracle: no figure without the library, or for a GPU that it does not know."""
     assert device.process_bytes("GPU-00000000-0000-0000-0000-000000000000") is None
