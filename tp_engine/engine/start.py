@@ -101,10 +101,12 @@ def _with_tokenizer_eos(effective: EffectiveConfig) -> EffectiveConfig:
 
 def _log_model(asked: EngineConfig, effective: EffectiveConfig) -> None:
     """Tell, once for all ranks, what the operator should know of the model's files."""
-    for note in effective.model.notes:
-        logger.info("%s", note)
-    for warning in effective.model.warnings:
-        logger.warning("%s", warning)
+    head = effective.draft_head
+    for spec, prefix in ((effective.model, ""), *(() if head is None else ((head.spec.model, "draft head: "),))):
+        for note in spec.notes:
+            logger.info("%s%s", prefix, note)
+        for warning in spec.warnings:
+            logger.warning("%s%s", prefix, warning)
     own, dtype = effective.model.dtype, effective.config.dtype
     if asked.dtype == "auto" and dtype != own:
         logger.info("the checkpoint is of %s, which runs in %s on GPUs; set --dtype %s to keep it", own, dtype, own)

@@ -22,6 +22,7 @@ _TOKENIZER_FILES = (
     "*.tiktoken",
     "spiece.model",
 )
+_PLAIN_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")  # which transformers reads itself
 _TOKENIZER_FIELDS = ("model_type", "model_name", "tokenizer_class")  # the fields of config.json that choose a tokenizer
 _REPLACEMENT = "\ufffd"
 _BYTE_NAME = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -36,6 +37,11 @@ def load_tokenizer(source: str, revision: str | None = None) -> Any | None:
     folder = Path(source).expanduser()
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         return None
+    if (code := _own_code(folder)) is not None:
+        raise ConfigError(
+            f"tokenizer is {source!r}, which is code of the model ({code}), and such code is never run; give "
+            "--tokenizer a folder or hub name with the same tokenizer as a tokenizer.json"
+        )
     from transformers import AutoTokenizer  # slow to import, so only when there is a tokenizer
 
     try:
@@ -45,6 +51,9 @@ def load_tokenizer(source: str, revision: str | None = None) -> Any | None:
             str(folder), revision=revision, trust_remote_code=False, config=_plain_config(folder)
         )
         tokenizer.encode("")  # the first call sets truncation and padding: make it here
+        if tokenizer.chat_template is None:  # some models with images have it in a file of their own
+            template = _json_object(folder / "chat_template.json").get("chat_template")
+            tokenizer.chat_template = template if isinstance(template, str) else None
     except Exception as error:
         raise ConfigError(
             f"tokenizer is {source!r}; it can not be loaded ({type(error).__name__}: {error}): give a folder or hub "
@@ -70,6 +79,16 @@ def _plain_config(folder: Path) -> Any | None:
     from transformers import PreTrainedConfig
 
     return PreTrainedConfig(name_or_path=str(folder), **fields)
+
+
+def _own_code(folder: Path) -> str | None:
+    """The class of a tokenizer that is nothing but code beside the model."""
+    if any((folder / name).is_file() for name in _PLAIN_FILES):
+        return None
+    named = _json_object(folder / "tokenizer_config.json").get("auto_map")
+    found = named.get("AutoTokenizer") if isinstance(named, dict) else named
+    classes = found if isinstance(found, list) else [found]
+    return next((one for one in classes if isinstance(one, str)), None)
 
 
 def load_tokenizer_json(source: str, revision: str | None = None) -> str | None:

@@ -46,7 +46,7 @@ class ConfigJson:
     """One JSON object, and which of its keys have been taken so far.
 
     ``origin`` is its file and ``path`` the keys that lead to it there; errors name both.  ``unread`` notes the keys
-    that are ignored.
+    that are ignored.  The user can change a file that ``can_override``.
     """
 
     def __init__(
@@ -56,12 +56,14 @@ class ConfigJson:
         *,
         path: tuple[str, ...] = (),
         unread: UnreadKeys | None = None,
+        can_override: bool = True,
     ) -> None:
         self._values = dict(values)
         self._file, self._path = origin, path
         self.origin = ": ".join((origin, *path))
         self._taken: set[str] = set()
         self.unread = UnreadKeys() if unread is None else unread
+        self._can_override = can_override
 
     def text_part(self) -> ConfigJson:
         """The text part of a model with several parts: ``text_config``, or, in older files, keys beside the others'.
@@ -93,11 +95,12 @@ class ConfigJson:
 
     def below(self, values: Mapping[str, Any], *names: str) -> ConfigJson:
         """Another object of the same file, found under the keys ``names`` of this one."""
-        return ConfigJson(values, self._file, path=(*self._path, *names), unread=self.unread)
+        path, how = (*self._path, *names), self._can_override
+        return ConfigJson(values, self._file, path=path, unread=self.unread, can_override=how)
 
     def changed(self, changes: Mapping[str, Any]) -> ConfigJson:
         """The same object with other values of some keys, of which none has been taken."""
-        return ConfigJson({**self._values, **changes}, self._file, path=self._path, unread=self.unread)
+        return self.below({**self._values, **changes})
 
     def take(self, name: str, kind: type[T], default: T | None = None) -> T | None:
         """The value of ``name``; ``default`` where it is absent or null.  Raises ``ConfigError`` for a wrong type."""
@@ -240,10 +243,12 @@ class ConfigJson:
         return {name: value for name, value in self._values.items() if name not in self._taken}
 
     def _refuse(self, unknown: Mapping[str, Any]) -> None:
-        if unknown:
-            listed = ", ".join(f"{name}={shown(value)}" for name, value in sorted(unknown.items()))
-            raise ConfigError(
-                f"{self.origin} sets options that this engine does not support for this architecture: {listed}. "
-                "Ignoring them could change what the model says; use another model or, if they do nothing, remove them "
-                f"with --hf-overrides '{override_without(sorted(unknown), self._path)}'"
-            )
+        if not unknown:
+            return
+        listed = ", ".join(f"{name}={shown(value)}" for name, value in sorted(unknown.items()))
+        override = override_without(sorted(unknown), self._path)
+        raise ConfigError(
+            f"{self.origin} sets options that this engine does not support for this architecture: {listed}. "
+            "Ignoring them could change what the model says; use another model or, if they do nothing, remove them"
+            + (f" with --hf-overrides '{override}'" if self._can_override else "")
+        )

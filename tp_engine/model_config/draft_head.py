@@ -16,7 +16,7 @@ their defaults are as vLLM reads them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +85,14 @@ def load_draft_head(name: str, target: ModelSpec) -> tuple[DraftHeadSpec, Path]:
 
 def read_draft_head(values: Mapping[str, Any], stored: Set[str], target: ModelSpec) -> DraftHeadSpec:
     """Parse a head's config.json; ``stored`` are the names of its tensors."""
-    whole = ConfigJson(values)
+    whole = ConfigJson(values, can_override=False)
     name, is_authors = whole.architecture, whole.architecture in _AUTHORS
     if not is_authors and name not in _SPECULATORS:
         rule = f"a draft head is one of {', '.join(_AUTHORS + _SPECULATORS)}"
         raise whole.refusal("architectures", [name], rule, "use such a head")
     reader, is_qwen3 = (DecoderReader(whole), False) if is_authors else _open_speculators(whole, values)
-    return _read(_Options(whole, reader, norm_before_residual=not is_authors), is_qwen3, stored, target)
+    head = _read(_Options(whole, reader, norm_before_residual=not is_authors), is_qwen3, stored, target)
+    return replace(head, model=replace(head.model, notes=whole.unread.notes, warnings=whole.unread.warnings))
 
 
 def _open_speculators(whole: ConfigJson, values: Mapping[str, Any]) -> tuple[DecoderReader, bool]:
@@ -110,7 +111,7 @@ def _open_speculators(whole: ConfigJson, values: Mapping[str, Any]) -> tuple[Dec
         )
     types = {name: values[name] for name in ("dtype", "torch_dtype") if values.get(name)}
     part = {**inner, **types, "architectures": [whole.architecture]}
-    return DecoderReader(ConfigJson(part, "config.json: transformer_layer_config")), kind == "qwen3"
+    return DecoderReader(whole.below(part, "transformer_layer_config")), kind == "qwen3"
 
 
 class _Options:
@@ -120,9 +121,11 @@ class _Options:
 
     def __init__(self, whole: ConfigJson, reader: DecoderReader, *, norm_before_residual: bool) -> None:
         self.whole, self.reader = whole, reader
-        self._nested = whole.take_object("eagle_config") or ConfigJson({}, "config.json: eagle_config")
+        self._nested = whole.take_object("eagle_config") or whole.below({}, "eagle_config")
         self._nested.expect("use_aux_hidden_state", bool, True)
         whole.expect("parallel_drafting", bool, False)
+        whole.expect("decoder_sparse_step", int, 1)
+        whole.skip("target_model_type")
         self.vocab_size = whole.take_positive("draft_vocab_size", reader.vocab_size)
         self.state_width = whole.take_positive("target_hidden_size", reader.hidden_size)
         self.norm_before_residual = whole.take("norm_before_residual", bool, norm_before_residual)

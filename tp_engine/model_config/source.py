@@ -27,7 +27,8 @@ def resolve_model_folder(model: str, revision: str | None = None, patterns: Sequ
     if folder.is_dir():
         _check_files(folder)
         if not (folder / CONFIG_FILE).is_file():
-            raise ConfigError(f"model is {model!r}, a folder without {CONFIG_FILE}; give the folder of a saved model")
+            problem = f"model is {model!r}, a folder without {CONFIG_FILE}"
+            raise ConfigError(f"{problem}{_mistral_format(folder)}; give the folder of a saved model")
         return folder
     if folder.exists():
         raise ConfigError(f"model is {model!r}, a file; give the folder that holds {CONFIG_FILE} and the weights")
@@ -47,6 +48,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {type(values).__name__}; it must be a JSON object")
     return values
+
+
+def _mistral_format(folder: Path) -> str:
+    """What to say of a folder in Mistral's own format."""
+    found = [name for name in ("params.json", "tekken.json", "tokenizer.model.v3") if (folder / name).is_file()]
+    if not found and not any(folder.glob("consolidated*.safetensors")):
+        return ""
+    what = found[0] if found else "consolidated weights"
+    return f" but with {what}, which is Mistral's own format and not read (Hugging Face's has model*.safetensors)"
 
 
 def _check_files(folder: Path) -> None:
@@ -76,7 +86,8 @@ def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
             "elsewhere and give its folder"
         ) from error
     if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(f"model is {name!r}; the hub's repository has no {CONFIG_FILE}: it is not a saved model")
+        problem = f"model is {name!r}; the hub's repository has no {CONFIG_FILE}"
+        raise ConfigError(f"{problem}{_mistral_format(folder)}: it is not a saved model")
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from pathlib import Path
 from typing import Any
@@ -207,3 +208,14 @@ def test_load_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"broken.*can not be loaded"):
         load_tokenizer(str(tmp_path / "broken"))
+
+
+def test_named_templates_without_a_default_are_listed() -> None:
+    """Oracle: the names; with tools the one named for them is taken."""
+    tokenizer = copy.deepcopy(byte_level_tokenizer())
+    tokenizer.chat_template = {"rag": "a", "tool_use": "{{ messages[0].content }}"}
+    processor, messages = InputProcessor(INFO, tokenizer), [{"role": "user", "content": "hi"}]
+    with pytest.raises(RequestError, match=r"none of .* chat templates \('rag', 'tool_use'\) is the default"):
+        processor.chat_token_ids(messages)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert processor.chat_token_ids(messages, tools=tools) == tokenizer.encode("hi", add_special_tokens=False)

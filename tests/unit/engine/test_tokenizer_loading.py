@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from tests.text_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 from tp_engine.engine.tokenizer import _plain_config, load_tokenizer
+from tp_engine.errors import ConfigError
 
 CASES = [
     ("byte level", "PreTrainedTokenizerFast", "llama"),
@@ -59,3 +60,32 @@ def test_the_models_configuration_decides_where_the_tokenizer_does_not_say(tmp_p
     assert _plain_config(tmp_path / "c") is None
     (tmp_path / "a" / "tokenizer_config.json").write_text("[]")
     assert _plain_config(tmp_path / "a") is None
+
+
+@pytest.mark.parametrize("auto_map", [{"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}, ["x.Y", None]])
+def test_a_tokenizer_that_is_code_is_named(auto_map: Any, tmp_path: Path) -> None:
+    """Oracle: Kimi K2's files: the class and the remedy; beside a tokenizer.json the code is not needed."""
+    name = auto_map["AutoTokenizer"][0] if isinstance(auto_map, dict) else auto_map[0]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto_map}))
+    (tmp_path / "tiktoken.model").write_text("IQ== 0\n")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "kimi_k2"}))
+    with pytest.raises(ConfigError, match=rf"code of the model \({name}\).*--tokenizer.*tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+    byte_level_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": auto_map}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    assert load_tokenizer(str(tmp_path)) is not None
+
+
+@pytest.mark.parametrize("own", [None, "own"])
+def test_a_template_in_a_file_of_its_own(own: str | None, tmp_path: Path) -> None:
+    """Oracle: the file that older repositories with images have; the tokenizer's own template goes before it."""
+    folder = save(tmp_path, "byte fallback", "PreTrainedTokenizerFast", "llama", chat_template=own)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "of the file"}))
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer is not None and tokenizer.chat_template == (own or "of the file")
+    for wrong in ("[]", "{", '{"chat_template": 3}'):
+        (folder / "chat_template.json").write_text(wrong)
+        tokenizer = load_tokenizer(str(folder))
+        assert tokenizer is not None and tokenizer.chat_template == own

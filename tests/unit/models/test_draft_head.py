@@ -108,14 +108,20 @@ def test_refusals(tmp_path: Path, heads: dict[str, tuple[Path, Path]]) -> None:
         "quantization_config": {
             "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
         },
+        "decoder_sparse_step is 2": {"decoder_sparse_step": 2},
         "architectures is": {"architectures": ["LlamaForCausalLM"]},
     }
     folder = make_draft_head(tmp_path / "head", vocab_size=VOCABULARY, state_layers=LAYERS)
     config = json.loads((folder / "config.json").read_text())
     for message, changes in wrong.items():
         (folder / "config.json").write_text(json.dumps({**config, **changes}))
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=message) as caught:
             load_draft_head(str(folder), target)
+        assert "hf-overrides" not in str(caught.value)  # which are for the model
+    harmless = {"target_model_type": "qwen3", "decoder_sparse_step": 1, "attention_dropout": 0.1}
+    (folder / "config.json").write_text(json.dumps({**config, **harmless}))
+    (note,) = load_draft_head(str(folder), target)[0].model.notes
+    assert "attention_dropout" in note
     with pytest.raises(ConfigError, match="vocab_size is 99, but that of the model is 203"):
         load_draft_head(str(make_draft_head(tmp_path / "other", vocab_size=99, state_layers=LAYERS)), target)
 

@@ -302,6 +302,15 @@ def test_load_refuses_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Monk
         load_model_config("nobody/nothing")
 
 
+@pytest.mark.parametrize("file", ["params.json", "tekken.json", "consolidated.safetensors"])
+def test_mistrals_own_format_is_named(file: str, tmp_path: Path) -> None:
+    """Oracle: the file that tells the format."""
+    (tmp_path / file).write_text("{}")
+    what = "consolidated weights" if file.startswith("consolidated") else file
+    with pytest.raises(ConfigError, match=rf"without config\.json but with {what}, which is Mistral's own format"):
+        load_model_config(str(tmp_path))
+
+
 def test_hub_failures_say_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the message names the hub, its error and the remedy without a network."""
 

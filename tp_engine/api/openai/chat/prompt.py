@@ -88,8 +88,12 @@ class ChatFormat:
     def _template(self, given: str | None, *, with_tools: bool) -> tuple[ChatTemplate, TemplateCapabilities]:
         text = given or self._served_text or _own_template(self._tokenizer, with_tools=with_tools)
         if self._tokenizer is None or not text:
+            named = getattr(self._tokenizer, "chat_template", None)
+            names = ", ".join(map(repr, named)) if isinstance(named, Mapping) else ""
+            several = f"none of the model's chat templates ({names}) is the default"
             raise RequestError(
-                "the model has no chat template; send a prompt instead of messages, or serve it with --chat-template",
+                f"{several if names else 'the model has no chat template'}; send a prompt instead of messages, or "
+                "serve it with --chat-template",
                 param="messages",
                 code="no_chat_template",
             )
