@@ -173,7 +173,7 @@ class ConfigJson:
         value = self._values.get(name)
         listed = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in listed):
-            raise ConfigError(f"{self.origin}: {name} is {value!r}; it must be a token id or a list of them")
+            raise ConfigError(f"{self.origin}: {name} is {shown(value)}; it must be a token id or a list of them")
         return tuple(listed)
 
     def take_floats(self, name: str) -> tuple[float, ...]:
@@ -200,7 +200,7 @@ class ConfigJson:
         for name in names:
             listed = self.take(name, list, []) or []
             if not all(isinstance(one, str) for one in listed):
-                raise ConfigError(f"{self.origin}: {name} is {listed!r}; it must be a list of names")
+                raise ConfigError(f"{self.origin}: {name} is {shown(listed)}; it must be a list of names")
             found |= dict.fromkeys(listed)
         return tuple(found)
 
@@ -220,7 +220,7 @@ class ConfigJson:
 
     def refusal(self, name: str, value: object, rule: str, remedy: str) -> ConfigError:
         """The error for a value that is not supported."""
-        return ConfigError(f"{self.origin}: {name} is {value!r}; {rule}: {remedy}")
+        return ConfigError(f"{self.origin}: {name} is {shown(value)}; {rule}: {remedy}")
 
     def expect(self, name: str, kind: type[T], supported: T) -> None:
         """Take an option that has one supported value, which is also its default."""

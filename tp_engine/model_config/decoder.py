@@ -55,6 +55,8 @@ class DecoderReader:
         self.inner_size = self._size("intermediate_size")
         self.max_position = self._size("max_position_embeddings")
         self.eps = config.take(eps_key, float, eps) or 0.0
+        if self.eps < 0:
+            raise ConfigError(f"{config.origin}: {eps_key} is {self.eps}; it must be at least 0")
         self.activation = self._read_activation(activation_key, activation)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -65,6 +67,20 @@ class DecoderReader:
         """A number with a default."""
         value = self.config.take(name, float, default)
         assert value is not None
+        return value
+
+    def factor(self, name: str, default: float) -> float:
+        """A number above zero, with a default."""
+        value = self.number(name, default)
+        if value <= 0:
+            raise ConfigError(f"{self.config.origin}: {name} is {value}; it must be above 0")
+        return value
+
+    def cap(self, name: str, default: float | None = None) -> float | None:
+        """A soft cap, above zero; None: there is none."""
+        value = self.config.take(name, float, default)
+        if value is not None and value <= 0:
+            raise ConfigError(f"{self.config.origin}: {name} is {value}; it must be above 0, or null for none")
         return value
 
     def norm(self, name: str, **changes: Any) -> NormSpec:
@@ -94,6 +110,7 @@ class DecoderReader:
                 f"config.json: {rule.top_k} of {num_experts} experts are asked for; a token goes to at least 1 and at "
                 "most all of them"
             )
+        _check_groups(rule, num_experts)
         usual = {"inner_size": inner_size or self.inner_size, "activation": self.activation}
         return ExpertsSpec(num_experts=num_experts, rule=rule, **{**usual, **changes})
 
@@ -238,3 +255,20 @@ class DecoderReader:
                     f"config.json: num_attention_heads is {self.num_heads}; it must be a multiple of "
                     f"num_key_value_heads, {num_kv_heads}"
                 )
+
+
+def _check_groups(rule: RoutingRule, num_experts: int) -> None:
+    """Raise ``ConfigError`` unless the experts are in equal groups, and those of the best groups are enough."""
+    size, rest = divmod(num_experts, rule.num_groups)
+    if rule.num_groups == 1:
+        return
+    if rest or size < rule.group_best or not 1 <= rule.top_groups <= rule.num_groups:
+        raise ConfigError(
+            f"config.json: n_group is {rule.num_groups} and topk_group is {rule.top_groups}; the {num_experts} experts "
+            f"must be in equal groups of at least {rule.group_best}, of which some are chosen"
+        )
+    if rule.top_k > rule.top_groups * size:
+        raise ConfigError(
+            f"config.json: a token goes to {rule.top_k} experts, but the topk_group {rule.top_groups} best groups have "
+            f"{rule.top_groups * size}"
+        )

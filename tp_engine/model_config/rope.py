@@ -221,6 +221,8 @@ def _read_longrope(reading: _Reading) -> dict[str, Any]:
                 f"{reading.config.origin} of type longrope has {len(values)} numbers in {key}; it must have one "
                 f"for each of the {num_pairs} pairs that turn"
             )
+    if reading.original < 2:
+        raise ConfigError(f"{config.origin} of type longrope: original_max_position_embeddings must be at least 2")
     factor = config.take("factor", float) or reading.max_position / reading.original
     attention_factor = config.take("attention_factor", float)
     if attention_factor is None:

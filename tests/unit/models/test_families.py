@@ -283,6 +283,13 @@ def test_gemma_4() -> None:
         ("Command-R7B", {"use_qk_norm": True}, "use_qk_norm"),
         ("SmolLM3-3B", {"no_rope_layers": [1]}, "no_rope_layers"),
         ("OLMo-2", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("gemma-2-2b", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0.0"),
+        ("gemma-2-2b", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping is 0.0"),
+        ("gemma-2-2b", {"final_logit_softcapping": -30.0}, "final_logit_softcapping is -30.0"),
+        ("gemma-3-1b", {"query_pre_attn_scalar": -256}, "query_pre_attn_scalar"),
+        ("granite-3.3", {"logits_scaling": 0}, "logits_scaling is 0.0"),
+        ("granite-3.3", {"rms_norm_eps": -1e-5}, "rms_norm_eps"),
+        ("Phi-3.5-mini", {"original_max_position_embeddings": 1}, "at least 2"),
         ("granite-3.3", {"num_local_experts": 8}, "num_local_experts"),
     ],
 )

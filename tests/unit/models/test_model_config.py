@@ -376,3 +376,24 @@ def test_architectures_must_be_one_name(listed: Any) -> None:
     """Oracle: the error names the key, whatever its value is."""
     with pytest.raises(ConfigError, match="architectures"):
         read_model(llama(architectures=listed))
+
+
+@pytest.mark.parametrize(
+    ("groups", "named"),
+    [
+        ({"n_group": 5}, "n_group is 5"),
+        ({"n_group": 8}, "groups of at least 2"),
+        ({"n_group": 4, "topk_group": 5}, "topk_group is 5"),
+        ({"n_group": 4, "topk_group": 2, "num_experts_per_tok": 5}, "goes to 5 experts"),
+        ({"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}, None),
+        ({"n_group": 1, "topk_group": 1, "num_experts_per_tok": 8}, None),
+    ],
+)
+def test_groups_of_experts(groups: dict[str, int], named: str | None) -> None:
+    """By hand: 8 experts in groups of which the best are chosen, each by its two best experts."""
+    config = llama(architectures=["Glm4MoeForCausalLM"], n_routed_experts=8, moe_intermediate_size=64, **groups)
+    if named is None:
+        read_model(config)
+        return
+    with pytest.raises(ConfigError, match=named):
+        read_model({"num_experts_per_tok": 2, **config})

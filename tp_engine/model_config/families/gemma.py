@@ -29,8 +29,8 @@ def read(config: ConfigJson) -> ModelSpec:
 def _read_gemma2(config: ConfigJson) -> ModelSpec:
     """Soft caps on scores and logits; every second layer has a window."""
     reader = _reader(config)
-    bias, softcap = reader.flag("attention_bias"), config.take("attn_logit_softcapping", float, 50.0)
-    scale = reader.number("query_pre_attn_scalar", 256.0) ** -0.5
+    bias, softcap = reader.flag("attention_bias"), reader.cap("attn_logit_softcapping", 50.0)
+    scale = reader.factor("query_pre_attn_scalar", 256.0) ** -0.5
     window = reader.take_window(4096)
     if (again := config.take("sliding_window_size", int, window)) != window:
         raise config.refusal(
@@ -41,7 +41,7 @@ def _read_gemma2(config: ConfigJson) -> ModelSpec:
         _layer(reader, reader.attention(scale=scale, window=window, softcap=softcap, qkv_bias=bias, out_bias=bias))
         for window in windows
     )
-    cap = config.take("final_logit_softcapping", float, 30.0)
+    cap = reader.cap("final_logit_softcapping", 30.0)
     return reader.model(layers, (reader.rope(),), tied=True, eos=(1,), logit_softcap=cap, **_whole(reader))
 
 
@@ -54,8 +54,8 @@ def _read_gemma3(config: ConfigJson) -> ModelSpec:
     config = config.text_part() if is_wrapped else config
     reader = _reader(config, defaults=_GEMMA3_DEFAULTS)
     bias, qk_norm = reader.flag("attention_bias"), QkNormSpec(eps=reader.eps, offset=1.0)
-    softcap = config.take("attn_logit_softcapping", float)
-    scale = reader.number("query_pre_attn_scalar", 256.0) ** -0.5
+    softcap = reader.cap("attn_logit_softcapping")
+    scale = reader.factor("query_pre_attn_scalar", 256.0) ** -0.5
     config.skip("_sliding_window_pattern")  # as transformers writes it beside layer_types
     pattern = config.take_positive("sliding_window_pattern", 6)
     layers = tuple(
@@ -78,7 +78,7 @@ def _read_gemma3(config: ConfigJson) -> ModelSpec:
         _read_ropes(reader),
         tied=True,
         eos=(1,),
-        logit_softcap=config.take("final_logit_softcapping", float),
+        logit_softcap=reader.cap("final_logit_softcapping"),
         names=LANGUAGE_MODEL_NAMES if is_wrapped else USUAL_NAMES,
         **_whole(reader),
     )

@@ -48,7 +48,7 @@ def read(config: ConfigJson) -> ModelSpec:
         tied=True,
         eos=(1,),
         embedding_scale=reader.hidden_size**0.5,
-        logit_softcap=config.take("final_logit_softcapping", float),
+        logit_softcap=reader.cap("final_logit_softcapping"),
         names=_NAMES if is_wrapped else USUAL_NAMES,
     )
 

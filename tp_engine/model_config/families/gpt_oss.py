@@ -24,7 +24,7 @@ def read(config: ConfigJson) -> ModelSpec:
             top_k=reader.take_first("num_experts_per_tok", "experts_per_token", default=4), scores="softmax_of_chosen"
         ),
         activation=Activation(
-            "swiglu_clamped", reader.number("swiglu_alpha", 1.702), reader.number("swiglu_limit", 7.0)
+            "swiglu_clamped", reader.number("swiglu_alpha", 1.702), reader.factor("swiglu_limit", 7.0)
         ),
         bias=True,
         router="router",

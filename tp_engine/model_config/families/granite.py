@@ -31,7 +31,7 @@ def read(config: ConfigJson) -> ModelSpec:
         (reader.rope(),),
         eos=(2,),
         embedding_scale=reader.number("embedding_multiplier", 1.0),
-        logit_scale=1.0 / reader.number("logits_scaling", 1.0),
+        logit_scale=1.0 / reader.factor("logits_scaling", 1.0),
     )
 
 
