@@ -105,6 +105,9 @@ def _log_model(asked: EngineConfig, effective: EffectiveConfig) -> None:
     for spec, prefix in ((effective.model, ""), *(() if head is None else ((head.spec.model, "draft head: "),))):
         for note in spec.notes:
             logger.info("%s%s", prefix, note)
+        if spec.ignored_keys:
+            keys = ", ".join(spec.ignored_keys)
+            logger.info("%sconfig.json: ignored keys, which do not change what the model computes: %s", prefix, keys)
         for warning in spec.warnings:
             logger.warning("%s%s", prefix, warning)
     own, dtype = effective.model.dtype, effective.config.dtype

@@ -33,7 +33,7 @@ def read_model(config: Mapping[str, Any]) -> ModelSpec:
     """Parse a config.json.  Raises ``ConfigError`` for anything that is missing, wrong or not supported."""
     whole = ConfigJson(config)
     spec = read_spec(whole)
-    return dataclasses.replace(spec, notes=whole.unread.notes, warnings=whole.unread.warnings)
+    return dataclasses.replace(spec, ignored_keys=tuple(sorted(whole.unread.ignored)), warnings=whole.unread.warnings)
 
 
 def load_model_config(

@@ -19,6 +19,7 @@ WEIGHTS_FILE = "model.safetensors"
 # Copies of the weights for other programs, and adapters of the model.
 _OTHERS = ("consolidated", "adapter_model")
 _CHUNK_BYTES = 1 << 20
+_MAX_NAMED = 5
 
 # Types that the model may have -> their names here; transformers takes the first such tensor's type too.
 _FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -45,7 +46,9 @@ def weight_files(folder: Path) -> list[Path]:
         names = sorted(set(_weight_map(index).values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise WeightError(f"{index} names {', '.join(missing)}, which is not there; is the download complete?")
+            more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
+            listed = ", ".join(missing[:_MAX_NAMED]) + more
+            raise WeightError(f"{index} names {listed}, which is not there; is the download complete?")
         return [folder / name for name in names]
     if (folder / WEIGHTS_FILE).exists():
         return [folder / WEIGHTS_FILE]

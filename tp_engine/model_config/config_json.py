@@ -215,7 +215,7 @@ class ConfigJson:
         if listed is None:
             return None
         if len(listed) != 2 or not all(type(size) is int and size > 0 for size in listed):
-            raise ConfigError(f"{self.origin}: {name} is {listed!r}; it must be two positive sizes, rows and columns")
+            raise ConfigError(f"{self.origin}: {name} is {shown(listed)}; it must be two positive sizes: rows, columns")
         return listed[0], listed[1]
 
     def refusal(self, name: str, value: object, rule: str, remedy: str) -> ConfigError:
@@ -226,7 +226,7 @@ class ConfigJson:
         """Take an option that has one supported value, which is also its default."""
         value = self.take(name, kind, supported)
         if value != supported:
-            raise ConfigError(f"{self.origin}: {name} is {value!r}; this engine supports only {supported!r}")
+            raise ConfigError(f"{self.origin}: {name} is {shown(value)}; this engine supports only {supported!r}")
 
     def finish(self) -> None:
         """Refuse every key that was not taken and may not be ignored."""

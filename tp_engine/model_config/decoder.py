@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tp_engine.errors import ConfigError
+from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.mlp import Activation, ActivationKind, ExpertsSpec, MlpSpec, RoutingRule
 from tp_engine.model_config.quant_methods import read_quantization
@@ -179,14 +179,14 @@ class DecoderReader:
             return implied
         if len(types) != self.num_layers or not all(name in LAYER_TYPES for name in types):
             raise ConfigError(
-                f"config.json: layer_types is {types!r}; it must name {' or '.join(LAYER_TYPES)} for each of the "
+                f"config.json: layer_types is {shown(types)}; it must name {' or '.join(LAYER_TYPES)} for each of the "
                 f"{self.num_layers} layers"
             )
         if window is None and "sliding_attention" in types:
             raise ConfigError("config.json: layer_types asks for sliding_attention, but no sliding window is enabled")
         found = tuple(window if name == "sliding_attention" else None for name in types)
         if not is_free and found != implied:
-            raise ConfigError(f"config.json: layer_types {types!r} is not supported for this architecture; remove it")
+            raise ConfigError(f"config.json: layer_types {shown(types)} is not supported for this architecture")
         return found
 
     def model(

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tp_engine.errors import ConfigError
+from tp_engine.errors import ConfigError, shown
 from tp_engine.kv_layout import KvKind
 from tp_engine.model_config.checkpoint_files import CheckpointHeaders
 from tp_engine.model_config.config_json import ConfigJson
@@ -92,7 +92,8 @@ def read_draft_head(values: Mapping[str, Any], stored: Set[str], target: ModelSp
         raise whole.refusal("architectures", [name], rule, "use such a head")
     reader, is_qwen3 = (DecoderReader(whole), False) if is_authors else _open_speculators(whole, values)
     head = _read(_Options(whole, reader, norm_before_residual=not is_authors), is_qwen3, stored, target)
-    return replace(head, model=replace(head.model, notes=whole.unread.notes, warnings=whole.unread.warnings))
+    ignored = tuple(sorted(whole.unread.ignored))
+    return replace(head, model=replace(head.model, ignored_keys=ignored, warnings=whole.unread.warnings))
 
 
 def _open_speculators(whole: ConfigJson, values: Mapping[str, Any]) -> tuple[DecoderReader, bool]:
@@ -141,7 +142,7 @@ class _Options:
         asked = [2, num_layers // 2, num_layers - 3] if found is None else found
         layers = tuple(sorted(set(asked))) if all(type(one) is int for one in asked) else ()
         if len(layers) != len(asked) or not layers or layers[0] < 0 or layers[-1] >= num_layers:
-            origin = f"it is {found!r}" if found is not None else f"it is absent, which means {asked!r}"
+            origin = f"it is {shown(found)}" if found is not None else f"it is absent, which means {shown(asked)}"
             raise ConfigError(
                 f"config.json: {name} must be different layers of the model, from 0 to {num_layers - 1}, and {origin}: "
                 "use a head for this model"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from tp_engine.errors import ConfigError
+from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.model_config.source import CONFIG_FILE, read_json
 from tp_engine.model_config.spec import ModelSpec
@@ -76,6 +76,6 @@ def _check_last_token(folder: Path) -> None:
         mode = values.get("pooling_mode", ", ".join(one for one in modes if one != "include_prompt"))
         if mode != "lasttoken":
             raise ConfigError(
-                f"{path.parent.name}/{path.name}: the embeddings of this model are pooled by {mode!r}; this engine "
-                "supports the last token's (lasttoken): use another model"
+                f"{path.parent.name}/{path.name}: the embeddings of this model are pooled by {shown(mode)}; this "
+                "engine supports the last token's (lasttoken): use another model"
             )

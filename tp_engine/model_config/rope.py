@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from tp_engine.errors import ConfigError
+from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 
 RopeKind: TypeAlias = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
@@ -154,7 +154,7 @@ def _read_kind(config: ConfigJson, rules: RopeRules) -> RopeKind:
     for kind in _NUMBERS:
         if asked == kind:
             return kind
-    raise ConfigError(f"{config.origin} asks for rope type {asked!r}; this engine supports {', '.join(_NUMBERS)}")
+    raise ConfigError(f"{config.origin} asks for rope type {shown(asked)}; this engine supports {', '.join(_NUMBERS)}")
 
 
 def _read_partial(config: ConfigJson, rules: RopeRules) -> float:

@@ -202,7 +202,7 @@ class ModelSpec:
     With ``tie_word_embeddings`` a checkpoint without an output head uses the embedding; if it ``has_own_head``, another
     one, it uses that.  ``max_position_key`` is what bounds its positions, ``max_position``, in config.json.  ``beside``
     is what a draft head keeps in the cache, as one more layer behind the model's.  ``notes`` and ``warnings`` are what
-    the operator should know of the checkpoint's files.
+    the operator should know of the checkpoint's files, ``ignored_keys`` those of config.json that have no effect.
     """
 
     architecture: str
@@ -224,6 +224,7 @@ class ModelSpec:
     quantization: QuantizationSpec | None = None
     beside: KvKind | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
+    ignored_keys: tuple[str, ...] = field(default=(), compare=False)
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
     def scheme_of(self, *modules: str) -> WeightScheme | None:

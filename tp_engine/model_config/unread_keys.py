@@ -129,12 +129,6 @@ class UnreadKeys:
         return refused
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """What was ignored, as a line for the log."""
-        listed = ", ".join(sorted(self.ignored))
-        return (f"config.json: ignored keys, which do not change what the model computes: {listed}",) if listed else ()
-
-    @property
     def warnings(self) -> tuple[str, ...]:
         """What was ignored although somebody may expect an effect."""
         if not self.of_generation:

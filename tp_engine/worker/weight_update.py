@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tp_engine.worker.effective_config import EffectiveConfig
     from tp_engine.worker.worker import Worker
 
-_OWN_FIELDS = ("dtype", "eos_token_ids", "max_position", "max_position_key", "beside", "notes", "warnings")
+_OWN_FIELDS = ("dtype", "eos_token_ids", "max_position", "max_position_key", "beside")
 
 
 class SharedFile(msgspec.Struct, frozen=True):
@@ -102,7 +102,8 @@ def _same_model(folder: str, effective: EffectiveConfig) -> tuple[ModelSpec, Pat
         effective.model, tie_word_embeddings=described.tie_word_embeddings, has_own_head=described.has_own_head
     )
     described = replace(described, **{name: getattr(running, name) for name in _OWN_FIELDS})
-    different = [one.name for one in fields(running) if getattr(described, one.name) != getattr(running, one.name)]
+    compared = (one.name for one in fields(running) if one.compare)
+    different = [name for name in compared if getattr(described, name) != getattr(running, name)]
     if different:
         raise RequestError(
             f"config.json in {folder} describes another model than the running one (it differs in "

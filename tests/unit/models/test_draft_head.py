@@ -120,8 +120,7 @@ def test_refusals(tmp_path: Path, heads: dict[str, tuple[Path, Path]]) -> None:
         assert "hf-overrides" not in str(caught.value)  # which are for the model
     harmless = {"target_model_type": "qwen3", "decoder_sparse_step": 1, "attention_dropout": 0.1}
     (folder / "config.json").write_text(json.dumps({**config, **harmless}))
-    (note,) = load_draft_head(str(folder), target)[0].model.notes
-    assert "attention_dropout" in note
+    assert "attention_dropout" in load_draft_head(str(folder), target)[0].model.ignored_keys
     with pytest.raises(ConfigError, match="vocab_size is 99, but that of the model is 203"):
         load_draft_head(str(make_draft_head(tmp_path / "other", vocab_size=99, state_layers=LAYERS)), target)
 

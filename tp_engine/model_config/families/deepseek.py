@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tp_engine.errors import ConfigError
+from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.families.glm4_moe import read_experts
@@ -116,7 +116,7 @@ def take_dense_layers(reader: DecoderReader, default: int) -> list[bool]:
         return [index < num_dense for index in range(count)]
     if len(types) != count or not all(kind in ("dense", "sparse") for kind in types):
         raise ConfigError(
-            f"config.json: mlp_layer_types is {types!r}; it must say dense or sparse for each of the {count} layers"
+            f"config.json: mlp_layer_types is {shown(types)}; it must say dense or sparse for each of {count} layers"
         )
     return [kind == "dense" for kind in types]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tp_engine.errors import ConfigError
+from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.spec import ModelSpec, QkNormSpec
@@ -37,5 +37,5 @@ def _read_pattern(config: ConfigJson) -> int:
     if isinstance(pattern, int) and pattern > 0:
         return pattern
     raise ConfigError(
-        f"config.json: sliding_window_pattern is {pattern!r}; it must be a number of layers, or L's that end with a G"
+        f"config.json: sliding_window_pattern is {shown(pattern)}; it must be a number, or L's that end with a G"
     )

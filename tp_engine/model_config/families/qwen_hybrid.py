@@ -3,7 +3,7 @@ others attention whose output is gated."""
 
 from __future__ import annotations
 
-from tp_engine.errors import ConfigError
+from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.families.qwen_moe import take_sparse_layers
@@ -66,7 +66,7 @@ def _take_kinds(reader: DecoderReader) -> list[bool]:
     kinds = reader.config.take("layer_types", list, implied) or []
     if len(kinds) != reader.num_layers or not all(kind in _KINDS for kind in kinds) or "full_attention" not in kinds:
         raise ConfigError(
-            f"config.json: layer_types is {kinds!r}; it must name {' or '.join(_KINDS)} for each of the "
+            f"config.json: layer_types is {shown(kinds)}; it must name {' or '.join(_KINDS)} for each of the "
             f"{reader.num_layers} layers, and full_attention for at least one"
         )
     return [kind == "full_attention" for kind in kinds]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tp_engine.errors import ConfigError
+from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.families.qwen import WRAPPED
@@ -74,5 +74,7 @@ def take_sparse_layers(reader: DecoderReader) -> list[bool]:
     step = reader.config.take_positive("decoder_sparse_step", 1)
     dense = reader.config.take("mlp_only_layers", list, []) or []
     if not all(type(index) is int and 0 <= index < reader.num_layers for index in dense):
-        raise ConfigError(f"config.json: mlp_only_layers is {dense!r}; it must list layers below {reader.num_layers}")
+        raise ConfigError(
+            f"config.json: mlp_only_layers is {shown(dense)}; it must list layers under {reader.num_layers}"
+        )
     return [index not in dense and (index + 1) % step == 0 for index in range(reader.num_layers)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tp_engine.errors import ConfigError
+from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.rope import RopeRules
@@ -20,7 +20,7 @@ def read(config: ConfigJson) -> ModelSpec:
     if turns is None:
         turns = [int((index + 1) % interval != 0) for index in range(reader.num_layers)]
     if len(turns) < reader.num_layers or any(turn not in (0, 1) for turn in turns):
-        raise ConfigError(f"config.json: no_rope_layers is {turns!r}; it must have a 0 or a 1 for each layer")
+        raise ConfigError(f"config.json: no_rope_layers is {shown(turns)}; it must have a 0 or a 1 for each layer")
     window = reader.take_window()
     enabled = window if reader.flag("use_sliding_window") else None
     windows = reader.windows(enabled, lambda index: not turns[index])

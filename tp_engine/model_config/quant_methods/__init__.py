@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Callable
 from functools import cache
 
-from tp_engine.errors import ConfigError
+from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.quantization import QuantizationSpec
 
@@ -65,8 +65,8 @@ def read_quantization(config: ConfigJson) -> QuantizationSpec | None:
     if reader is None:
         why = f": {REFUSED[method]}" if method in REFUSED else ""
         raise ConfigError(
-            f"config.json: quantization_config: quant_method is {method!r}, which this engine does not serve{why}; it "
-            f"serves {', '.join(quant_methods())}: {_REMEDY}"
+            f"config.json: quantization_config: quant_method is {shown(method)}, which is not served here{why}; "
+            f"it serves {', '.join(quant_methods())}: {_REMEDY}"
         )
     found = reader(own)
     own.finish_strictly()
