@@ -102,7 +102,8 @@ def resolve_max_model_len(model: ModelSpec, requested: int | None) -> int:
     if requested > model.max_position:
         raise ConfigError(
             f"max_model_len is {requested}; the model has {model.max_position} positions "
-            f"({model.max_position_key}): ask for at most {model.max_position}, or leave max_model_len out"
+            f"({model.max_position_key}): ask for at most {model.max_position}, leave max_model_len out, or extend the "
+            "context by YaRN with --hf-overrides, if the model is made for it"
         )
     return requested
 
