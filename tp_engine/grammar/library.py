@@ -89,7 +89,8 @@ def _explained(params: StructuredOutputsParams, reason: str) -> str:
     """``reason`` with the places that the library does not tell, and the remedies that are here."""
     if params.kind == "json" and reason.startswith(_UNKEPT):
         found = unkept_keywords(normal_schema(json.loads(str(params.json))))
-        return "the output could not keep " + ", ".join(f"{name} at {place}" for name, place in found[:_MAX_PLACES])
+        places = ", ".join(f"{name} at {place}" for name, place in found[:_MAX_PLACES])
+        return f"the output could not keep {places}; leave such keywords out"
     if reason.startswith(_ONE_OF):
         return "a value could fit two branches of a oneOf; make them exclude each other, or use anyOf"
     return reason

@@ -174,8 +174,9 @@ def test_calls_show_their_arguments_as_json(source: str, arguments: Any, expecte
         "{% if false %}{% endif %}",
     ],
 )
-def test_probes_never_fail_a_start(source: str) -> None:
+def test_probes_never_fail_a_start(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: texts stay texts, whatever the template does."""
+    monkeypatch.setattr(capabilities_module, "MAX_PROBES_S", 0.5)
     chat = ChatFormat(byte_level_tokenizer(), ChatOptions(chat_template=source))
     chat.prepare()
     assert probed(source).form("user") == FORMS["text"]
