@@ -1,14 +1,13 @@
 """The functions that tp_engine calls in attention packages, as plain PyTorch loops with the documented semantics.
 
-flash-attn 2.x (the module's two functions), flash-attn 3 (``version_3``), PyTorch's ``varlen_attn`` and flashinfer's
-paged prefill wrapper.  Keyword names, shapes, types and the lower-right causal alignment follow the packages'
-documentation; assertions refuse the arguments that a real kernel would refuse.
+flash-attn 2.x (the module's two functions) and flash-attn 3 (``version_3``).  Keyword names, shapes, types and the
+lower-right causal alignment follow the packages' documentation; assertions refuse the arguments that a real kernel
+would refuse.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -88,67 +87,6 @@ def _with_kvcache_3(
 
 
 version_3 = SimpleNamespace(flash_attn_with_kvcache=_with_kvcache_3)
-
-
-def varlen_attn(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-    seqused_k: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    num_splits: int | None = None,
-) -> torch.Tensor:
-    """PyTorch's function: window (-1, 0) is causal without a limit."""
-    assert seqused_k is not None and block_table is not None and scale is not None and num_splits == 1
-    assert enable_gqa == (query.shape[1] != key.shape[2]) and window_size[1] == 0
-    assert max_q == int(cu_seq_q.diff().max()) and max_k == int(cu_seq_k.diff().max())
-    assert (cu_seq_k.diff() == seqused_k).all() and len(query) == int(cu_seq_q[-1])
-    return _varlen(query, key, value, cu_seq_q, seqused_k, block_table, scale, window_size)
-
-
-class BatchPrefillWithPagedKVCacheWrapper:
-    """flashinfer's wrapper: sums of lengths on the host; the block ids of all requests, joined, on the device."""
-
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str) -> None:
-        assert float_workspace_buffer.dtype == torch.uint8 and kv_layout == "NHD"
-
-    def plan(
-        self,
-        qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
-        **rule: Any,
-    ) -> None:
-        assert {states.dtype for states in (qo_indptr, paged_kv_indptr, paged_kv_indices)} == {torch.int32}
-        assert paged_kv_last_page_len.dtype == torch.int32 and rule["causal"]
-        counts = paged_kv_indptr.diff()
-        table = torch.zeros(len(counts), int(counts.max()), dtype=torch.int32)
-        for request, count in enumerate(counts.tolist()):
-            start = int(paged_kv_indptr[request])
-            table[request, :count] = paged_kv_indices[start : start + count]
-        self.seq_lens = (counts - 1).clamp(min=0) * page_size + paged_kv_last_page_len
-        self.heads, self.page_size, self.rule = (num_qo_heads, num_kv_heads, head_dim_qk), page_size, rule
-        self.table, self.qo_indptr = table, qo_indptr
-
-    def run(self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        keys, values = paged_kv_cache
-        assert (q.shape[1], keys.shape[2], q.shape[2]) == self.heads and keys.shape[1] == self.page_size
-        assert q.is_contiguous() and q.dtype == self.rule["q_data_type"] and keys.dtype == self.rule["kv_data_type"]
-        rule = (self.rule["sm_scale"], (self.rule["window_left"], 0), self.rule["logits_soft_cap"] or 0.0)
-        return _varlen(q, keys, values, self.qo_indptr, self.seq_lens, self.table, *rule)
 
 
 def _varlen(

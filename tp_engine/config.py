@@ -31,7 +31,7 @@ CHECKPOINT_QUANTIZATIONS = ("awq", "gptq", "compressed-tensors", "modelopt", "mx
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 MEASURED_LOGPROBS = 20
 """What the memory profile has room for where there is no limit; the default limit."""
-ATTENTION_BACKENDS = ("auto", "torch", "native", "triton", "flash_attn", "flashinfer", "torch_varlen")
+ATTENTION_BACKENDS = ("auto", "torch", "native", "triton", "flash_attn")
 ALL_REDUCES = ("auto", "nccl", "symm_mem", "gloo", "shm")
 _DEFAULT_BATCHED_TOKENS = 2048
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
@@ -97,9 +97,6 @@ class EngineConfig:
     enable_expert_parallel: bool = option(
         False, "give each rank some experts, whole, instead of a part of each", flags=("-ep",)
     )
-    fuse_all_reduce_norm: bool = option(
-        False, "all-reduce, residual sum and norm in one kernel, if all_reduce uses shared memory"
-    )
     tp_invariant: bool = option(
         False,
         "the same tokens and log-probabilities, bit for bit, on 1, 2, 4 and 8 ranks: sums over a layer's columns are a "
@@ -107,9 +104,8 @@ class EngineConfig:
     )
     attention_backend: str = option(
         "auto",
-        f"attention implementation, or PREFILL:DECODE for two that share the work: {', '.join(ATTENTION_BACKENDS)}; "
-        "auto takes triton on GPUs and native on CPUs, and another one if these can not be used",
-        ignores_case=True,
+        "attention implementation; auto takes triton on GPUs, native on CPUs, and another one if these can not be used",
+        choices=ATTENTION_BACKENDS,
         section="Kernels",
     )
     enforce_eager: bool = option(
@@ -185,7 +181,7 @@ class EngineConfig:
     speculative_config: str | None = option(
         None,
         "JSON object: guess tokens and verify several in one step, which changes none of them: method (ngram, "
-        "ngram_gpu, suffix, eagle3), num_speculative_tokens, and the keys of docs/serving.md (default: none)",
+        "suffix, eagle3), num_speculative_tokens, and the keys of docs/serving.md (default: none)",
         json=True,
         flags=("-sc",),
     )
@@ -253,13 +249,6 @@ class EngineConfig:
         parse_overrides(self.hf_overrides)
         self._check_speculation()
         self._check_adapters()
-        parts = self.attention_backend.split(":")
-        known = ATTENTION_BACKENDS[1:] if len(parts) == 2 else ATTENTION_BACKENDS
-        if len(parts) > 2 or any(part not in known for part in parts):
-            raise ConfigError(
-                f"attention_backend is {self.attention_backend!r}; choose one of {', '.join(ATTENTION_BACKENDS)}, or "
-                f"two of them except auto as PREFILL:DECODE"
-            )
 
     def _check_speculation(self) -> None:
         """A step with guesses has no more decodes than any other."""

@@ -125,36 +125,6 @@ def wants_native_kernels() -> bool:
     return os.environ.get("TP_ENGINE_NATIVE", "1") != "0"
 
 
-def few_rows_by() -> str:
-    """``TP_ENGINE_FEW_ROWS``: what multiplies few rows on a GPU: ``table``, the choice that was made for each shape,
-    unless it is set to ``triton`` or ``library``, which decide for all shapes that Triton takes, LM heads that choose
-    tokens too.
-
-    ``ConfigError`` if it is something else.
-    """
-    chosen = os.environ.get("TP_ENGINE_FEW_ROWS", "table")
-    if chosen not in ("table", "triton", "library"):
-        raise ConfigError(f"TP_ENGINE_FEW_ROWS is {chosen!r}; set it to table, triton or library")
-    return chosen
-
-
-def wants_heads_in_attention() -> bool:
-    """``TP_ENGINE_HEADS_IN_ATTENTION``: 1 lets decode attention on a GPU prepare the heads it reads."""
-    return os.environ.get("TP_ENGINE_HEADS_IN_ATTENTION", "0") == "1"
-
-
-def long_prompts_by() -> str:
-    """``TP_ENGINE_LONG_PROMPTS``: who attends to long prompts that begin in a step, on a GPU: the attention backend, as
-    to all else (``backend``), or ``cudnn``.
-
-    ``ConfigError`` if it is something else.
-    """
-    chosen = os.environ.get("TP_ENGINE_LONG_PROMPTS", "backend")
-    if chosen not in ("backend", "cudnn"):
-        raise ConfigError(f"TP_ENGINE_LONG_PROMPTS is {chosen!r}; set it to backend or cudnn")
-    return chosen
-
-
 def cache_dir() -> Path:
     """``TP_ENGINE_CACHE_DIR``: the folder of compiled kernels, ``~/.cache/tp_engine`` unless set."""
     return Path(os.environ.get("TP_ENGINE_CACHE_DIR") or Path.home() / ".cache" / "tp_engine")

@@ -10,7 +10,8 @@ from typing import Any
 from tp_engine.errors import ConfigError
 
 CONFIG_NAME = "speculative_config"
-METHODS = ("ngram", "ngram_gpu", "suffix", "eagle3")
+METHODS = ("ngram", "suffix", "eagle3")
+_ALIASES = {"ngram_gpu": "ngram"}
 _SHORTEST, _LONGEST = 2, 5
 MOST_STEP_ROWS = 32  # with more rows a step is no longer bound by reading the weights
 
@@ -24,8 +25,6 @@ class SpeculativeConfig:
 
     ``ngram``: the last ``prompt_lookup_max`` tokens, or fewer down to ``prompt_lookup_min``, are looked up in the
     request's own prompt and answer; what followed them there is the guess, of up to ``num_speculative_tokens``.
-
-    ``ngram_gpu``: the same, looked up on rank 0's device at the end of each step.
 
     ``suffix``: they are looked up as by ``ngram``, and the last ``suffix_decoding_max_tree_depth`` tokens or fewer in
     the last ``suffix_decoding_max_cached_requests`` answers.  A guess has at most ``suffix_decoding_max_spec_factor``
@@ -98,6 +97,8 @@ class SpeculativeConfig:
         if unknown := sorted(given.keys() - set(known)):
             raise ConfigError(f"{CONFIG_NAME} names {unknown[0]!r}; it can set {', '.join(known)}")
         values = {name: given[name] for name in known if given.get(name) is not None}
+        if isinstance(method := values.get("method"), str):
+            values["method"] = _ALIASES.get(method, method)
         shortest, longest = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
         if longest is None and type(shortest) is int:
             values["prompt_lookup_max"] = max(shortest, _LONGEST)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
 
-PACKAGES = ("torch", "triton", "transformers", "safetensors", "tokenizers", "numpy", "flash-attn", "flashinfer-python")
+PACKAGES = ("torch", "triton", "transformers", "safetensors", "tokenizers", "numpy", "flash-attn")
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ class Figure:
 
 def figures_of(report: Mapping[str, Any]) -> list[Figure]:
     """The figures of a script's JSON line; none for an unknown report."""
-    kinds = {"kernels": _kernels, "steps": _steps, "serve": _serve, "prompts": _prompts, "few_rows": _few_rows}
+    kinds = {"kernels": _kernels, "steps": _steps, "serve": _serve, "prompts": _prompts}
     if "decode_roofline_ms" in report and "workloads" in report:
         return list(_offline(report))
     make = kinds.get(str(report.get("benchmark")))
@@ -93,17 +93,6 @@ def _is_large_decode(row: Mapping[str, Any]) -> bool:
     """Whether a row is decode attention of 64 requests or more; its size reads ``64 x 1024``."""
     num_requests = str(row["size"]).partition(" ")[0]
     return row["kernel"].startswith("decode attention") and num_requests.isdigit() and int(num_requests) >= 64
-
-
-def _few_rows(report: Mapping[str, Any]) -> Iterator[Figure]:
-    """Triton's time for each product and number of rows, and how many times faster than the library it is."""
-    times = {(row["layer"], row["rows"], row["sizes"]): row["us"] for row in report["results"] if "us" in row}
-    for (layer, num_rows, sizes), us in times.items():
-        if sizes == "triton":
-            label = f"{report['shape']} {layer}, {num_rows} rows, Triton"
-            yield Figure(label, us, "us")
-            if (layer, num_rows, "library") in times:
-                yield Figure(label, times[layer, num_rows, "library"] / us, "times the library")
 
 
 def _steps(report: Mapping[str, Any]) -> Iterator[Figure]:

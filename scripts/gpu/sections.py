@@ -7,7 +7,6 @@ import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
@@ -77,11 +76,10 @@ def _checks() -> list[Section]:
         _engine(
             "engine",
             "the engine against transformers, preempted, twice",
-            "not (recorded or ranks_on_one_gpu or latent or prompt_graphs or heads_in_attention)",
+            "not (recorded or ranks_on_one_gpu or latent or prompt_graphs)",
         ),
         _engine("graphs", "recorded steps give the tokens of eager ones", "recorded and not latent", limit_s=420),
         _engine("prompt_graphs", "recorded steps with prompts give the tokens of launched ones", "prompt_graphs"),
-        _engine("heads", "attention that prepares heads gives the tokens of a kernel before it", "heads_in_attention"),
         _engine("latents", "latent attention, recorded and eager, gives the tokens of a CPU", "latent"),
         _engine("ranks", "2 and 4 ranks on one GPU give the tokens of one", "ranks_on_one_gpu_give", option="devices"),
         _engine(
@@ -141,14 +139,6 @@ def _benchmarks(args: argparse.Namespace) -> list[Section]:
             *("--shape", "D", "--rounds", "1", "--no-peer"),
         ),
         _offline("offline_0.6b", 240, "--shape", "qwen3-0.6b", "--rounds", "2", "--no-peer"),
-        Section(
-            name="heads_0.6b",
-            what="offline_0.6b with attention that prepares heads",
-            command=("scripts/bench_offline.py", "--shape", "qwen3-0.6b", "--rounds", "2", "--no-peer"),
-            limit_s=240,
-            modules=_CORE,
-            variables=("TP_ENGINE_HEADS_IN_ATTENTION=1",),
-        ),
         _steps("steps_0.6b", "--shape", "qwen3-0.6b", "--batch-size", "256", "--context-len", "512"),
         _offline("offline_8b", 240, "--shape", "qwen3-8b", "--rounds", "1", "--no-peer"),
         _steps("steps_8b", "--shape", "qwen3-8b", "--batch-size", "256", "--context-len", "512"),
@@ -160,23 +150,12 @@ def _benchmarks(args: argparse.Namespace) -> list[Section]:
             "the same with CUDA graphs of steps with prompts",
             *("--cuda-graph-prefill-sizes", "auto", "--served-model-name", "prompts-recorded"),
         ),
-        *_long_prompts(),
         _offline("peers_0.6b", 420, "--shape", "qwen3-0.6b", "--rounds", "1"),
         _gpu_peers(args, "0.6b", 540, "latency,batch32,batch256"),
         _gpu_peers(args, "8b", 590, "latency,batch32"),
         _offline("offline_14b", 300, "--shape", "qwen3-14b", "--rounds", "1", "--no-peer"),
         _offline("offline_30b-a3b", 420, "--shape", "qwen3-30b-a3b", "--rounds", "1", "--no-peer"),
         _quantised("quantised_8b", 560),
-        *(
-            _bench(
-                f"few_rows_{size}",
-                f"linear layers of 1 to 256 rows and the LM head, {size.upper()} shape: Triton beside the library",
-                300,
-                "scripts/bench_few_rows.py",
-                *("--shape", f"qwen3-{size}"),
-            )
-            for size in ("0.6b", "8b")
-        ),
         _bench(
             "quantised_tiles",
             "tiles for few rows with quantised weights, 8B shape",
@@ -277,22 +256,6 @@ def _prompts(name: str) -> Section:
         300,
         *("scripts/bench_prompts.py", "--shape", f"qwen3-{size}"),
     )
-
-
-def _long_prompts() -> Iterator[Section]:
-    """Time to the first token of a long prompt of the 8B shape, by the attention backend and by cuDNN."""
-    for by in ("backend", "cudnn"):
-        yield Section(
-            name=f"long_prompts_{by}",
-            what=f"prompts of 8,192 tokens, 8B shape, long prompts by {by}",
-            command=(
-                "scripts/bench_prompts.py",
-                *("--shape", "qwen3-8b", "--prompt-len", "8192", "--sizes", "none", "--repeats", "10"),
-            ),
-            limit_s=300,
-            modules=_CORE,
-            variables=(f"TP_ENGINE_LONG_PROMPTS={by}",),
-        )
 
 
 def _bench(name: str, what: str, limit_s: float, *command: str, modules: tuple[str, ...] = _CORE) -> Section:

@@ -39,39 +39,9 @@ def test_interpreted_ranks_in_shared_memory(num_ranks: int) -> None:
 
 @needs_triton
 @pytest.mark.timeout(300)
-def test_interpreted_head_that_chooses() -> None:
-    """Oracle: the tokens of the same engine on plain PyTorch, greedy and sampled."""
-    interpreted("kernel_cases_engine", "head", timeout_s=270)
-
-
-@needs_triton
-@pytest.mark.timeout(300)
-def test_interpreted_chain() -> None:
-    """Oracle: transformers' greedy tokens, for models with norms, sums and experts at different places."""
-    interpreted("kernel_cases_chain_engine", "tokens", timeout_s=270)
-
-
-@needs_triton
-@pytest.mark.timeout(300)
-def test_interpreted_chain_with_adapters() -> None:
-    """Oracle: the tokens of the same engine on C, of rows with an adapter and without."""
-    pytest.importorskip("peft")
-    interpreted("kernel_cases_chain_engine", "adapters", timeout_s=270)
-
-
-@needs_triton
-@pytest.mark.timeout(300)
-def test_interpreted_heads_in_attention() -> None:
-    """Oracle: transformers' greedy tokens, beside prompts and alone."""
-    interpreted("kernel_cases_chain_engine", "heads", timeout_s=270)
-
-
-@needs_triton
-@pytest.mark.timeout(300)
 def test_kernels_of_a_layer() -> None:
-    """Oracle: by hand: 6 kernels where products of few rows are Triton's, 9 where they are the library's; 5 if
-    attention prepares heads."""
-    interpreted("kernel_cases_chain_engine", "kernels", timeout_s=270)
+    """Oracle: by hand: 8 kernels for one row, 9 for many."""
+    interpreted("kernel_cases_layer_kernels", timeout_s=270)
 
 
 @needs_triton
@@ -97,7 +67,7 @@ def test_interpreted_groups() -> None:
 
 @needs_triton
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("path", ["usual", "heads", "adapters"])
+@pytest.mark.parametrize("path", ["usual", "adapters"])
 def test_interpreted_warm_up(path: str) -> None:
     """Oracle: the kernel specialisations of the warm-up; serving adds none, so it compiles nothing."""
     if path == "adapters":

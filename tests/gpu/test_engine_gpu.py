@@ -99,28 +99,6 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(
     assert recorded == eager
 
 
-@pytest.mark.parametrize(("dtype", "params"), [("float32", GREEDY), ("float32", SEEDED), ("bfloat16", GREEDY)])
-def test_recorded_steps_whose_head_chooses(
-    folder: Path, dtype: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Oracle: the same engine with ``enforce_eager``, whose head writes logits."""
-    monkeypatch.setenv("TP_ENGINE_FEW_ROWS", "triton")
-    recorded, eager = (generated(folder, params, dtype=dtype, enforce_eager=flag) for flag in (False, True))
-    assert recorded == eager
-
-
-@pytest.mark.parametrize("enforce_eager", [False, True], ids=["recorded", "eager"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_heads_in_attention(folder: Path, dtype: str, enforce_eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the same engine with a kernel for heads; weights are wide, so the order of a norm's sum decides no
-    token."""
-    found = []
-    for asked in ("0", "1"):
-        monkeypatch.setenv("TP_ENGINE_HEADS_IN_ATTENTION", asked)
-        found.append(generated(folder, GREEDY, dtype=dtype, enforce_eager=enforce_eager))
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["recorded", "eager"])
 def test_quantised_weights(folder: Path, quantization: str, enforce_eager: bool) -> None:

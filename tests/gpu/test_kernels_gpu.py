@@ -25,18 +25,13 @@ MODULES = (
     "kernel_cases_latents",
     "kernel_cases_adapters",
     "kernel_cases_one_row_linear",
-    "kernel_cases_few_rows_linear",
-    "kernel_cases_head_choice",
     "kernel_cases_tree_linear",
     "kernel_cases_quantised",
     "kernel_cases_norm_codes",
     "kernel_cases_decode_inputs",
-    "kernel_cases_ngram_drafts",
     "kernel_cases_padded_steps",
     "kernel_cases_paged_attention",
-    "kernel_cases_decode_heads",
     "kernel_cases_nan",
-    "kernel_cases_reduce_norm",
     "kernel_cases_gather",
 )
 

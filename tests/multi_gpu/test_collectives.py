@@ -9,9 +9,6 @@ import pytest
 import torch
 
 from tp_engine import env
-from tp_engine.kernels.layer_ops import NormRule
-from tp_engine.kernels.ops import op
-from tp_engine.layers.residual import Composed, Fused
 from tp_engine.progress import RankProgress
 from tp_engine.ranks import groups as process_groups
 from tp_engine.ranks.collectives import Communicator
@@ -118,27 +115,3 @@ def test_a_graph_holds_them(both: tuple[SymmetricCommunicator, Communicator]) ->
         expected = symmetric.all_reduce(tensor.clone())
         graph.replay()
         assert torch.equal(output, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_rows", [1, 31, 64])
-def test_the_fused_norm_is_the_composed_one(
-    both: tuple[SymmetricCommunicator, Communicator], num_rows: int, dtype: torch.dtype
-) -> None:
-    """Oracle: float64; the error is at most twice that of NCCL and the norm's kernel, or one rounding."""
-    pytest.importorskip("triton")
-    symmetric, nccl = both
-    size = 1024
-    parts = [part_of(rank, num_rows * size, dtype).view(num_rows, size) for rank in range(WORLD_SIZE)]
-    weight = part_of(100, size, dtype)
-    total = torch.stack(parts).double().sum(0) + 1
-    exact = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
-    add_norm = op("add_norm", "cuda")
-    assert num_rows * size * dtype.itemsize <= symmetric.plan.one_shot_bytes
-    errors = []
-    for one in (Fused(symmetric, add_norm), Fused(symmetric, add_norm), Composed(nccl, add_norm)):
-        residual = torch.ones(num_rows, size, dtype=dtype, device="cuda")
-        out = one(parts[LAUNCHED.rank].clone(), residual, NormRule(weight, 1e-6))
-        errors.append((out - exact).abs().max())
-    rounding = torch.finfo(dtype).eps * exact.abs().max()
-    assert errors[0] == errors[1] <= 2 * errors[2] + rounding

@@ -1,5 +1,4 @@
-"""Drafts of the ranks change no bit; a head's are those of a plain PyTorch head over the whole text, and those of
-prompt lookup are what rank 0's host finds there."""
+"""Drafts of a head change no bit, and are those of a plain PyTorch head over the whole text."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.draft_heads import ReferenceHead, make_cycle, make_draft_head
@@ -16,24 +14,20 @@ from tests.ranks import draft_head_job, parity_job
 from tests.ranks.test_parity import CACHED, PLAIN, TIGHT, make_prompts
 from tests.ranks.test_speculation import SAMPLERS, VOCABULARY
 from tests.ranks.warm_ranks import warm_ranks
-from tests.unit.kernels.kernel_cases_ngram_drafts import NO_SEQUENCE
-from tp_engine.sched.guesses.guesses import NgramSource
 
 # Those that need a tokenizer are left out.
 WITHOUT_TEXT = [one for one in SAMPLERS if not one.keys() & {"regex", "bad_words"}][:10]
-LOOK_UP: dict[str, Any] = {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 # Guesses are made while at most 12 rows decode.
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {**PLAIN, "max_num_seqs": 24},
     "chunks and preemption": {**TIGHT, "max_num_seqs": 24},
     "prefix hits": {**CACHED, "max_num_seqs": 24, "num_gpu_blocks_override": 90},
     "always right": {**PLAIN, "max_num_seqs": 24},
-    "looked up": {**TIGHT, "max_num_seqs": 24},
 }
 
 
-def make_pairs(folder: Path, checkpoint: Callable[..., Path]) -> dict[str, tuple[Path | None, Path]]:
-    """For each setting a head, or None for prompt lookup, and the model."""
+def make_pairs(folder: Path, checkpoint: Callable[..., Path]) -> dict[str, tuple[Path, Path]]:
+    """For each setting a head and the model."""
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "num_layers": 4, "tie": False}
     llama, qwen3 = checkpoint("llama", **sizes), checkpoint("qwen3", **sizes)
     window = checkpoint("mistral", sliding_window=20, **sizes)
@@ -43,7 +37,6 @@ def make_pairs(folder: Path, checkpoint: Callable[..., Path]) -> dict[str, tuple
         "chunks and preemption": (make_draft_head(folder / "llama", **options, draft_vocab_size=41), llama),
         "prefix hits": (make_draft_head(folder / "qwen3", **options, spelling="speculators", layer="qwen3"), qwen3),
         "always right": make_cycle(folder / "cycle", checkpoint("llama", **sizes, seed=1)),
-        "looked up": (None, qwen3),
     }
 
 
@@ -51,14 +44,15 @@ def make_pairs(folder: Path, checkpoint: Callable[..., Path]) -> dict[str, tuple
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_drafts_change_no_bit(world_size: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: tokens, ends and log-probabilities of the engine without speculation, bit for bit; and the head in plain
-    PyTorch, whose drafts are the engine's but for near ties, or ``NgramSource``, which finds the same in a text."""
+    PyTorch, whose drafts are the engine's but for near ties."""
     pairs, prompts = make_pairs(tmp_path, checkpoint), make_prompts(VOCABULARY, len(WITHOUT_TEXT))
     cases: list[dict[str, Any]] = []
     for name, options in SETTINGS.items():
         head, model = pairs[name]
         own = {"model": str(model), "tensor_parallel_size": world_size, "device": "cpu", **options}
-        method = LOOK_UP if head is None else {"method": "eagle3", "model": str(head)}
-        speculation = json.dumps({**method, "num_speculative_tokens": 3, "max_step_rows": 24})
+        speculation = json.dumps(
+            {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3, "max_step_rows": 24}
+        )
         params = [{"ignore_eos": True, **sampler} for sampler in WITHOUT_TEXT]
         cases += [
             {"options": {**own, "speculative_config": config}, "prompts": prompts, "params": params}
@@ -73,12 +67,7 @@ def test_drafts_change_no_bit(world_size: int, checkpoint: Callable[..., Path], 
         assert drafted["logprobs"] == plain["logprobs"], name
         assert drafted["num_guessed"] > 0, name
         head, model = pairs[name]
-        if head is None:
-            source = NgramSource(LOOK_UP["prompt_lookup_min"], LOOK_UP["prompt_lookup_max"])
-            for tokens, drafts in drafted["drafts"]:
-                assert drafts == source.guess(NO_SEQUENCE, np.array(tokens), 3).tokens.tolist(), name
-            assert drafted["num_accepted"] > 20, name
-        elif name != "always right":
+        if name != "always right":
             reference = ReferenceHead(head, model)
             num_equal = sum(reference.drafts(tokens, len(drafts)) == drafts for tokens, drafts in drafted["drafts"])
             assert num_equal >= 0.98 * len(drafted["drafts"]) > 20, name

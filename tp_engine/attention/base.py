@@ -131,7 +131,6 @@ class AttentionNeeds:
     ``head_dims`` are those of the model's layers, each once.  ``has_softcap``: some layer caps its scores;
     ``has_sinks``: some layer has attention sinks.  ``has_latents``: the layers have latent attention.
 
-    ``has_lanes``: decodes of a step may stand for one request, at consecutive positions.
     ``is_invariant``: a request's result must not depend on the size of the batch.
 
     ``capability`` is the GPU's compute capability, such as (9, 0); None without a GPU, or if it is unknown.
@@ -145,7 +144,6 @@ class AttentionNeeds:
     has_softcap: bool = False
     has_sinks: bool = False
     has_latents: bool = False
-    has_lanes: bool = False
     is_invariant: bool = False
     capability: tuple[int, int] | None = None
 

@@ -6,11 +6,10 @@ takes blocks of any size, and is preferred where it is installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -49,90 +48,63 @@ class Prefills:
     num_tokens: int
 
 
-class FlashAttnCalls(Protocol):
-    """The two calls, for one version of the package; ``rule`` holds the arguments that both take.
+class FlashAttn2:
+    """The calls of version 2; ``package`` is the module.
 
     ``decode``: ``query`` (D, 1, heads, head_dim), the output likewise.  ``prefill``: ``query`` (T, heads, head_dim);
-    causal from the lower right: a request's last query sees its last key.
+    causal from the lower right: a request's last query sees its last key.  ``rule`` holds the arguments that both take.
     """
-
-    def decode(self, query: torch.Tensor, kv_cache: torch.Tensor, decodes: Decodes, rule: Rule) -> torch.Tensor: ...
-
-    def prefill(self, query: torch.Tensor, kv_cache: torch.Tensor, prefills: Prefills, rule: Rule) -> torch.Tensor: ...
-
-
-class FlashAttn2:
-    """Decodes by ``flash_attn_with_kvcache``, prefills by ``flash_attn_varlen_func``; ``package`` is the module."""
 
     def __init__(self, package: Any = None) -> None:
         package = package or import_module("flash_attn")
-        self._with_kvcache = package.flash_attn_with_kvcache
-        self._varlen = package.flash_attn_varlen_func
+        self._with_kvcache, self._varlen = package.flash_attn_with_kvcache, package.flash_attn_varlen_func
 
     def decode(self, query: torch.Tensor, kv_cache: torch.Tensor, decodes: Decodes, rule: Rule) -> torch.Tensor:
-        """See ``FlashAttnCalls``."""
-        return _call(
-            self._with_kvcache,
-            query,
-            kv_cache,
-            rule,
-            cache_seqlens=decodes.seq_lens,
-            block_table=decodes.block_table,
-        )
+        """Attend with the one query of each request."""
+        lengths = {"cache_seqlens": decodes.seq_lens, "block_table": decodes.block_table}
+        out: torch.Tensor = self._with_kvcache(query, *kv_cache, **lengths, **rule)
+        return out
 
     def prefill(self, query: torch.Tensor, kv_cache: torch.Tensor, prefills: Prefills, rule: Rule) -> torch.Tensor:
-        """See ``FlashAttnCalls``."""
-        return _call(
-            self._varlen,
+        """Attend with the queries of all requests, packed."""
+        out: torch.Tensor = self._varlen(
             query,
-            kv_cache,
-            rule,
+            *kv_cache,
             cu_seqlens_q=prefills.cu_seqlens_q,
             cu_seqlens_k=prefills.cu_seqlens_k,
             max_seqlen_q=prefills.max_seqlen_q,
             max_seqlen_k=prefills.max_seqlen_k,
             block_table=prefills.block_table,
+            **rule,
         )
+        return out
 
 
-class FlashAttn3:
-    """Both calls by ``flash_attn_with_kvcache``, which also packs unequal queries; ``package`` is the module."""
+class FlashAttn3(FlashAttn2):
+    """The same calls of version 3, whose ``flash_attn_with_kvcache`` also takes packed queries."""
 
     def __init__(self, package: Any = None) -> None:
         package = package or import_module("flash_attn_interface")
         self._with_kvcache = package.flash_attn_with_kvcache
 
     def decode(self, query: torch.Tensor, kv_cache: torch.Tensor, decodes: Decodes, rule: Rule) -> torch.Tensor:
-        """See ``FlashAttnCalls``."""
-        return _call(
-            self._with_kvcache,
-            query,
-            kv_cache,
-            rule,
-            cache_seqlens=decodes.seq_lens,
-            page_table=decodes.block_table,
-        )
+        """See ``FlashAttn2``."""
+        lengths = {"cache_seqlens": decodes.seq_lens, "page_table": decodes.block_table}
+        out: torch.Tensor = self._with_kvcache(query, *kv_cache, **lengths, **rule)
+        return out
 
     def prefill(self, query: torch.Tensor, kv_cache: torch.Tensor, prefills: Prefills, rule: Rule) -> torch.Tensor:
-        """See ``FlashAttnCalls``."""
-        return _call(
-            self._with_kvcache,
+        """See ``FlashAttn2``."""
+        out: torch.Tensor = self._with_kvcache(
             query,
-            kv_cache,
-            rule,
+            *kv_cache,
             cache_seqlens=prefills.seq_lens,
             page_table=prefills.block_table,
             cu_seqlens_q=prefills.cu_seqlens_q,
             max_seqlen_q=prefills.max_seqlen_q,
+            **rule,
         )
-
-
-def _call(
-    function: Callable[..., Any], query: torch.Tensor, kv_cache: torch.Tensor, rule: Rule, **lengths: torch.Tensor | int
-) -> torch.Tensor:
-    """``function`` of the package on queries, keys and values."""
-    out: torch.Tensor = function(query, kv_cache[0], kv_cache[1], **lengths, **rule)
-    return out
+        return out
 
 
 class FlashAttnBackend:
@@ -142,7 +114,7 @@ class FlashAttnBackend:
     can_capture_decodes = True
     can_capture_prompts = False
 
-    def __init__(self, calls: FlashAttnCalls) -> None:
+    def __init__(self, calls: FlashAttn2) -> None:
         self._calls = calls
         self._prefills: Prefills | None = None
 
@@ -218,11 +190,10 @@ def why_not(needs: AttentionNeeds) -> str | None:
         return "the flash-attn package is not installed; `pip install flash-attn`, or use another attention_backend"
     if version == 2 and needs.block_size % BLOCK_SIZE_MULTIPLE:
         return f"block_size is {needs.block_size}; it needs a multiple of {BLOCK_SIZE_MULTIPLE}: set block_size=256"
-    return needs.why_too_old(MIN_CAPABILITY) or needs.why_no_sinks() or why_not_these_types(needs)
+    return needs.why_too_old(MIN_CAPABILITY) or needs.why_no_sinks() or _why_not_these_types(needs)
 
 
-def why_not_these_types(needs: AttentionNeeds) -> str | None:
-    """The rules on types and head sizes that all flash attention kernels share."""
+def _why_not_these_types(needs: AttentionNeeds) -> str | None:
     if needs.dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 and bfloat16, not {needs.dtype}; set dtype, or use another attention_backend"
     if needs.kv_cache_dtype != needs.dtype:

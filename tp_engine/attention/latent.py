@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from tp_engine.attention.calls import TILE, StaircaseMasks, attend_last
 from tp_engine.attention.gathering import RequestGroup, RowReader, visible_keys
-from tp_engine.attention.pair import split_step
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.ops import op
 
@@ -148,3 +147,29 @@ def attend_expanded(
         attended = attend_last(query[:, heads], KeyValue(keys, values), own, masks)
         out[:, heads] = attended[..., : maps.value_dim]
     return out
+
+
+def split_step(metadata: AttentionMetadata) -> tuple[AttentionMetadata, AttentionMetadata]:
+    """A mixed step's decodes, and its prefills with the padding tokens after them, each as a separate step."""
+    first = metadata.num_decodes
+    decodes = AttentionMetadata(
+        num_decodes=first,
+        slot_mapping=metadata.slot_mapping[:first],
+        block_table=metadata.block_table[:first],
+        seq_lens=metadata.seq_lens[:first],
+        query_start=metadata.query_start[: first + 1],
+        host_query_lens=metadata.host_query_lens[:first],
+        host_seq_lens=metadata.host_seq_lens[:first],
+        is_padded=metadata.is_padded,
+    )
+    prefills = AttentionMetadata(
+        num_decodes=0,
+        slot_mapping=metadata.slot_mapping[first:],
+        block_table=metadata.block_table[first:],
+        seq_lens=metadata.seq_lens[first:],
+        query_start=metadata.query_start[first:] - first,
+        host_query_lens=metadata.host_query_lens[first:],
+        host_seq_lens=metadata.host_seq_lens[first:],
+        is_padded=metadata.is_padded,
+    )
+    return decodes, prefills

@@ -1,25 +1,17 @@
-"""Which attention backend runs: ``auto`` is resolved and a named one is checked before any device is touched.
-
-``PREFILL:DECODE`` names two backends, one for prompt chunks and one for decodes, that share the cache.
-"""
+"""Which attention backend runs: ``auto`` is resolved and a named one is checked before any device is touched."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tp_engine.attention import flash_attn, flashinfer, native_backend, torch_varlen, triton_backend, triton_latent
+from tp_engine.attention import flash_attn, native_backend, triton_backend, triton_latent
 from tp_engine.attention.base import AttentionBackend, AttentionNeeds
-from tp_engine.attention.flashinfer import FlashInferBackend
 from tp_engine.attention.latent import LatentBackend
-from tp_engine.attention.long_prompts import LongPromptsBackend, wants_long_prompts
 from tp_engine.attention.native_backend import NativeBackend
-from tp_engine.attention.pair import PairBackend
 from tp_engine.attention.torch_backend import TorchBackend
-from tp_engine.attention.torch_varlen import TorchVarlenBackend
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.attention.triton_latent import TritonLatentBackend
-from tp_engine.env import wants_heads_in_attention
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.native.block_codes import lanes_of
 from tp_engine.kernels.native.library import native_library
@@ -32,13 +24,12 @@ _logger = get_logger(__name__)
 class _Kind:
     """The rules of a backend, and how to make one.
 
-    ``rules``: why it can not be used, with the remedy, or None.  ``has_own_order``: what it stores in a block only it
-    can read.  ``takes_latents``: it reads a cache whose values are a part of its keys.
+    ``rules``: why it can not be used, with the remedy, or None.  ``takes_latents``: it reads a cache whose values are a
+    part of its keys.
     """
 
     rules: Callable[[AttentionNeeds], str | None]
     make: Callable[[AttentionNeeds], AttentionBackend]
-    has_own_order: bool = False
     takes_latents: bool = False
 
     def why_not(self, needs: AttentionNeeds) -> str | None:
@@ -56,8 +47,7 @@ def _why_no_triton(needs: AttentionNeeds) -> str | None:
 def _make_triton(needs: AttentionNeeds) -> AttentionBackend:
     if needs.has_latents:
         return TritonLatentBackend()
-    prepares_heads = wants_heads_in_attention() and not needs.has_lanes
-    return TritonBackend(is_invariant=needs.is_invariant, prepares_heads=prepares_heads)
+    return TritonBackend(is_invariant=needs.is_invariant)
 
 
 # In the order in which ``auto`` tries them.  On GPUs our own kernels come before those of packages, because this
@@ -65,9 +55,7 @@ def _make_triton(needs: AttentionNeeds) -> AttentionBackend:
 _KINDS: dict[str, _Kind] = {
     "triton": _Kind(_why_no_triton, _make_triton, takes_latents=True),
     "flash_attn": _Kind(flash_attn.why_not, flash_attn.make_backend),
-    "flashinfer": _Kind(flashinfer.why_not, lambda needs: FlashInferBackend()),
-    "torch_varlen": _Kind(torch_varlen.why_not, lambda needs: TorchVarlenBackend()),
-    "native": _Kind(native_backend.why_not, lambda needs: NativeBackend(), has_own_order=True, takes_latents=True),
+    "native": _Kind(native_backend.why_not, lambda needs: NativeBackend(), takes_latents=True),
     "torch": _Kind(lambda needs: None, lambda needs: TorchBackend(), takes_latents=True),
 }
 
@@ -75,28 +63,15 @@ _KINDS: dict[str, _Kind] = {
 def check_backend(name: str, needs: AttentionNeeds) -> str:
     """The name of the backend to use: ``name``, or for ``auto`` the first usable one in its order.
 
-    Raises ``ConfigError`` if a named backend, or one of a pair, can not be used, if a pair can not share the cache, or
-    if what is asked for long prompts can not be used.
+    Raises ``ConfigError`` if a named backend can not be used.
     """
-    wants_long_prompts(needs)
     if name == "auto":
         return _choose(needs)
-    parts = name.split(":", 1)
-    for part in parts:
-        if part not in _KINDS:
-            raise ConfigError(
-                f"attention_backend is {name!r}; choose auto or one of {', '.join(_KINDS)}, or two of them as "
-                f"PREFILL:DECODE"
-            )
-        obstacle = _KINDS[part].why_not(needs)
-        if obstacle is not None:
-            raise ConfigError(f"attention_backend is {part}: {obstacle}")
-    alone = next((part for part in parts if _KINDS[part].has_own_order), None)
-    if alone is not None and len(set(parts)) > 1:
-        raise ConfigError(
-            f"attention_backend is {name}: {alone} keeps the tokens of a block in an order of its own, which the other "
-            f"one of the pair can not read; use one of them alone, such as attention_backend={alone}"
-        )
+    if name not in _KINDS:
+        raise ConfigError(f"attention_backend is {name!r}; choose auto or one of {', '.join(_KINDS)}")
+    obstacle = _KINDS[name].why_not(needs)
+    if obstacle is not None:
+        raise ConfigError(f"attention_backend is {name}: {obstacle}")
     return name
 
 
@@ -120,17 +95,8 @@ def _choose(needs: AttentionNeeds) -> str:
 
 def select_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:
     """A new backend of the kind that ``check_backend`` returns for the same arguments."""
-    chosen = check_backend(name, needs)
-    if wants_long_prompts(needs):
-        return LongPromptsBackend(lambda: _make(chosen, needs))
-    return LatentBackend(_make(chosen, needs)) if needs.has_latents else _make(chosen, needs)
-
-
-def _make(name: str, needs: AttentionNeeds) -> AttentionBackend:
-    """A new backend, or pair of backends, for all steps."""
-    prefill, _, decode = name.partition(":")
-    backend = _KINDS[prefill].make(needs)
-    return PairBackend(backend, _KINDS[decode].make(needs)) if decode and decode != prefill else backend
+    backend = _KINDS[check_backend(name, needs)].make(needs)
+    return LatentBackend(backend) if needs.has_latents else backend
 
 
 def key_lanes(backend: AttentionBackend, block_size: int) -> int:

@@ -7,8 +7,6 @@ from functools import cache
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
-from tp_engine.attention.unprepared import PreparesHeads
-from tp_engine.kernels.attention.heads import UnpreparedHeads
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.ops import has_triton
 
@@ -19,19 +17,18 @@ MAX_HEAD_DIM = 512
 _INTERPRETED_MULTIPROCESSORS = 4
 
 
-class TritonBackend(PreparesHeads):
+class TritonBackend:
     """Stores, decodes and prefills by one or two kernel launches each; nothing waits for the device.
 
-    If it ``is_invariant``, a decode's keys are split by its length alone.  If it ``prepares_heads``, steps of decodes
-    alone take heads as the projection leaves them; no two decodes of a step may then stand for one request.
+    If it ``is_invariant``, a decode's keys are split by its length alone.
     """
 
     name = "triton"
     can_capture_decodes = True
     can_capture_prompts = True
 
-    def __init__(self, *, is_invariant: bool = False, prepares_heads: bool = False) -> None:
-        from tp_engine.kernels.attention import decode_heads_triton, paged_decode_triton, paged_prefill_triton
+    def __init__(self, *, is_invariant: bool = False) -> None:
+        from tp_engine.kernels.attention import paged_decode_triton, paged_prefill_triton
         from tp_engine.kernels.kv_cache.store_kv_triton import store_kv_triton
 
         self._store_kv = store_kv_triton
@@ -39,7 +36,6 @@ class TritonBackend(PreparesHeads):
         self._decode_sizes = cache(
             paged_decode_triton.fixed_decode_sizes if is_invariant else paged_decode_triton.decode_sizes
         )
-        self.prepares_heads, self._can_prepare = prepares_heads, decode_heads_triton.can_prepare
         self._prefill = paged_prefill_triton.paged_prefill_triton
         self._prefill_sizes = cache(paged_prefill_triton.prefill_sizes)
         self._max_arrivals = paged_decode_triton.MAX_ARRIVALS * (
@@ -91,29 +87,7 @@ class TritonBackend(PreparesHeads):
             out[num_decodes + self._num_prefill_tokens :] = 0.0
         return out
 
-    def attend_unprepared(
-        self, new: UnpreparedHeads, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
-    ) -> torch.Tensor | None:
-        """One launch for steps of decodes alone; see ``PreparesHeads``."""
-        if (
-            not self.prepares_heads
-            or not 0 < metadata.num_decodes == len(new.heads)
-            or not self._can_prepare(shape.head_dim, new.norm, new.rotation, kv)
-        ):
-            return None
-        query = new.heads[:, : shape.num_heads]
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        self._attend_decodes(query, kv, out, shape, new)
-        return out
-
-    def _attend_decodes(
-        self,
-        query: torch.Tensor,
-        kv: LayerKv,
-        out: torch.Tensor,
-        shape: AttentionShape,
-        unprepared: UnpreparedHeads | None = None,
-    ) -> None:
+    def _attend_decodes(self, query: torch.Tensor, kv: LayerKv, out: torch.Tensor, shape: AttentionShape) -> None:
         """``query`` and ``out`` (D, heads, head_dim), one token of each of the first D requests."""
         sizes = self._decode_sizes(
             len(query),
@@ -136,7 +110,6 @@ class TritonBackend(PreparesHeads):
             window=shape.sliding_window,
             softcap=shape.softcap,
             sinks=shape.sinks,
-            unprepared=unprepared,
         )
 
 

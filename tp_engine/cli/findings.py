@@ -16,7 +16,6 @@ PROJECT = "tp-engine"
 OPTIONAL = {
     "triton": "kernels on GPUs",
     "flash-attn": "attention on GPUs, where attention_backend names it",
-    "flashinfer-python": "attention on GPUs, where attention_backend names it",
     "uvloop": "a faster event loop (extra: fast)",
     "httptools": "a faster HTTP parser (extra: fast)",
     "opentelemetry-sdk": "traces (extra: otel)",

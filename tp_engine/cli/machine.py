@@ -151,9 +151,8 @@ def check_choice(config: EngineConfig) -> Iterator[Finding]:
 
 
 def _backends(effective: EffectiveConfig) -> Iterator[Finding]:
-    chosen = effective.config.attention_backend.split(":")
     for name, obstacle in obstacles(effective.attention_needs).items():
-        usable = "usable" if name in chosen else "usable where attention_backend names it"
+        usable = "usable" if name == effective.config.attention_backend else "usable where attention_backend names it"
         yield Finding(topic=f"attention {name}", status=Status.OK, detail=obstacle or usable)
 
 

@@ -225,7 +225,6 @@ def cap_logits_triton(logits: torch.Tensor, scale: float, cap: float | None) -> 
             SCALE=scale,
             CAP=cap or 0.0,
             BLOCK=_BLOCK,
-            enable_fp_fusion=False,  # the same bits as in the LM head's own choice (``head_choice_triton``)
             **dependent_launch(logits.device),
         )
 

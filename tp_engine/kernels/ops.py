@@ -23,7 +23,7 @@ from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import NativeInt8Rows
 from tp_engine.kernels.quantised import row_codes
 from tp_engine.kernels.quantised.int8_rows import Int8Rows, TorchInt8Rows
-from tp_engine.kernels.steps import decode_inputs, ngram_drafts, padded_steps
+from tp_engine.kernels.steps import decode_inputs, padded_steps
 
 Kind: TypeAlias = Literal["twin", "triton", "native"]
 
@@ -80,7 +80,6 @@ OPS: dict[str, Op] = {
     ),
     "norm_codes": Op(row_codes.norm_codes, "quantised.norm_codes_triton:norm_codes_triton"),
     "add_adapters": Op(adapters.add_adapters, "linear.adapters_triton:add_adapters_triton", "ops:add_adapters"),
-    "ngram_drafts": Op(ngram_drafts.ngram_drafts, "steps.ngram_drafts_triton:ngram_drafts_triton"),
     # On CPUs the native attention stores what it is given, so there is no C function that only stores.
     "store_kv": Op(layer_kv.store_kv, "kv_cache.store_kv_triton:store_kv_triton"),
 }

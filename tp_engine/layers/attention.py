@@ -14,8 +14,6 @@ import torch
 
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from tp_engine.attention.fresh import attend_fresh
-from tp_engine.attention.unprepared import PreparesHeads
-from tp_engine.kernels.attention.heads import UnpreparedHeads
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.layers.context import Layer
 
@@ -59,7 +57,6 @@ class Attention(Layer):
         self.shape, self.group = shape, group
         self.kv: LayerKv | None = None
         self._backend = backend
-        self._preparing = backend if isinstance(backend, PreparesHeads) else None
 
     def bind_kv_cache(self, kv_cache: torch.Tensor, kv_scales: torch.Tensor | None = None) -> None:
         """Use this layer's slice (parts, blocks, block_size, local KV heads, head_dim) from now on.
@@ -72,12 +69,6 @@ class Attention(Layer):
     def unbind_kv_cache(self) -> None:
         """Drop the cache: the layer is as before ``bind_kv_cache``."""
         self.kv = None
-
-    def attend_unprepared(self, new: UnpreparedHeads) -> torch.Tensor | None:
-        """(N, heads, head_dim) from heads as the projection leaves them; None if they must be prepared first."""
-        if self._preparing is None or self.kv is None:
-            return None
-        return self._preparing.attend_unprepared(new, self.kv, current_metadata(self.group), self.shape)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor:
         """``query`` (N, heads, head_dim), ``key``, ``value`` (N, KV heads, head_dim) -> (N, heads, head_dim).

@@ -15,7 +15,6 @@ from tp_engine.kernels.delta_rule import Chunk, DeltaRule, LayerStates
 from tp_engine.kernels.quantised.row_codes import Rows
 from tp_engine.layers.attention import current_metadata, only
 from tp_engine.layers.context import Layer, LayerContext
-from tp_engine.layers.formats.few_rows import BlockPart
 from tp_engine.layers.formats.stored import LinearShape, Part
 from tp_engine.layers.linear import LocalLinear, RowParallelLinear
 from tp_engine.model_config.spec import DeltaSpec
@@ -61,9 +60,9 @@ class GatedDeltaNet(Layer):
         self.is_recordable = context.can_record("delta_step")
 
     @property
-    def ends(self) -> tuple[list[LocalLinear], RowParallelLinear]:
-        """The layers that read its input, and the one that makes its output."""
-        return [self.in_proj, self.gate_proj], self.out_proj
+    def readers(self) -> list[LocalLinear]:
+        """The layers that read its input."""
+        return [self.in_proj, self.gate_proj]
 
     @property
     def rule(self) -> DeltaRule:
@@ -80,7 +79,7 @@ class GatedDeltaNet(Layer):
         """Keep the states of all rows here from now on; None: nowhere."""
         self.states = states
 
-    def forward(self, x: Rows, wanted: torch.Tensor | None) -> BlockPart:
+    def forward(self, x: Rows, wanted: torch.Tensor | None) -> torch.Tensor:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output, of the tokens ``wanted`` (n,)."""
         batch, mixed, gates = current_metadata(), self.in_proj(x), self.gate_proj(x)
         num_decodes, rule, parts = batch.num_decodes, self.rule, []

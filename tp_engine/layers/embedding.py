@@ -21,7 +21,6 @@ from tp_engine.kernels.quantised.row_codes import Rows
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.formats.base import LinearFormat, Product
 from tp_engine.layers.formats.dense import Dense, PanelLinear
-from tp_engine.layers.formats.head_choice import HeadChoice, choose_head_choice
 from tp_engine.layers.formats.stored import LinearShape, Part
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.model_config import padded_vocab_size
@@ -99,11 +98,8 @@ class VocabParallelEmbedding(Layer):
 class ParallelLMHead(LocalLinear):
     """(n, hidden) -> (n, width), this rank's slice of the logits.  ``tied`` shares its weight, in panels too.
 
-    Logits are multiplied by ``scale``, then bounded by ``softcap``.  ``choice`` finds the best tokens of a few rows
-    without writing logits, where the head can.
+    Logits are multiplied by ``scale``, then bounded by ``softcap``.
     """
-
-    choice: HeadChoice | None
 
     def __init__(
         self,
@@ -123,7 +119,7 @@ class ParallelLMHead(LocalLinear):
         self._share_rows = None if tied is None else tied.read_from
         self._communicator = context.communicator
         self.slice = VocabSlice.of_rank(vocab_size, context.communicator.info)
-        self.choice, self._bounds = None, (scale, softcap)
+        self._bounds = scale, softcap
         self._is_bounded = scale != 1.0 or softcap is not None
         self._cap_logits = context.op("cap_logits")
         self._caps_recorded = not self._is_bounded or context.can_record("cap_logits")
@@ -134,8 +130,6 @@ class ParallelLMHead(LocalLinear):
         self.is_recordable = self.is_recordable and self._caps_recorded
         if self._share_rows is not None and isinstance(self._product, PanelLinear):
             self._share_rows(self._product.weight.rows)
-        first, num_ids, (scale, softcap) = self.slice.first, self.slice.num_ids, self._bounds
-        self.choice = choose_head_choice(self.loaded, first_id=first, num_ids=num_ids, scale=scale, softcap=softcap)
 
     def forward(self, hidden: Rows) -> torch.Tensor:
         logits = self.product(hidden, None)[:, : self.slice.width]

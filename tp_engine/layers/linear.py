@@ -21,10 +21,9 @@ from typing import cast
 import torch
 
 from tp_engine.kernels.quantised.row_codes import Rows
-from tp_engine.layers.adapters import LinearAdapters, has_adapters, rows_of_step
+from tp_engine.layers.adapters import LinearAdapters, rows_of_step
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.formats.base import GatedProduct, LinearFormat, Product
-from tp_engine.layers.formats.few_rows import BlockPart, part_to_add
 from tp_engine.layers.formats.stored import LinearShape, Part
 from tp_engine.model_config.mlp import Activation
 from tp_engine.model_config.spec import AttentionSpec
@@ -63,7 +62,7 @@ class LocalLinear(Layer):
             delattr(self, name)
 
     def product(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x`` (N, in), no tensor only if the product takes it (``wanted_codes``, ``NormInReaders``) -> (N, out)."""
+        """``x`` (N, in), codes only if the product takes them (``wanted_codes``) -> (N, out)."""
         if self.adapters is None or (rows := rows_of_step(len(x))) is None:
             return self.loaded(cast("torch.Tensor", x), bias)
         assert isinstance(x, torch.Tensor), "a step with adapters has rows, not codes"
@@ -140,8 +139,7 @@ class QKVParallelLinear(LocalLinear):
 class RowParallelLinear(LocalLinear):
     """(N, in / world size) -> (N, out), summed over the ranks; only rank 0 adds the bias.
 
-    With ``tp_invariant`` it sums at once, else where the block's output joins the residual stream; ``is_added``: where
-    it is only added to that, as its ``Join`` says.
+    With ``tp_invariant`` it sums at once, else where the block's output joins the residual stream.
     """
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool, context: LayerContext) -> None:
@@ -154,7 +152,6 @@ class RowParallelLinear(LocalLinear):
         )
         self._context = context
         self._adds_bias = bias and context.communicator.info.is_first
-        self.is_added = False
 
     @property
     def own_bias(self) -> torch.Tensor | None:
@@ -164,10 +161,8 @@ class RowParallelLinear(LocalLinear):
     def forward(self, x: Rows) -> torch.Tensor:
         return self._context.joins.all_reduce(self._context.output(self.product(x, self.own_bias)))
 
-    def part(self, x: Rows) -> BlockPart:
+    def part(self, x: Rows) -> torch.Tensor:
         """(N, out) of this rank, of which ``LayerContext.joins`` makes the layer's output."""
-        if self.is_added and not has_adapters() and (part := part_to_add(self.loaded, x, self.own_bias)) is not None:
-            return part
         return self._context.output(self.product(x, self.own_bias))
 
 

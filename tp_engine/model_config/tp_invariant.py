@@ -39,8 +39,6 @@ def _problem_of_options(config: EngineConfig) -> str | None:
         return "enable_expert_parallel gives each rank other experts, whose outputs have no fixed order of sums"
     if config.enable_lora:
         return "enable_lora is too, and the products of adapters have no sums by shard"
-    if config.fuse_all_reduce_norm:
-        return "fuse_all_reduce_norm adds up ranks in another order"
     only, needs = ("native", "a C compiler") if config.device == "cpu" else ("triton", "the triton package")
     if config.attention_backend != only:
         return (

@@ -182,7 +182,7 @@ def _make_joins(
     readers = [*(layer.readers for layer in layers), ()]
     joins = [Join(None, next_norms[0], 1.0, readers[0], context=context)]
     for layer, spec, next_norm, own in zip(layers, specs, next_norms[1:], readers[1:], strict=True):
-        places = (layer.mlp_out_norm, next_norm, spec.residual_scale, own, layer.writer)
+        places = (layer.mlp_out_norm, next_norm, spec.residual_scale, own)
         joins.append(Join(*places, stream_scale=layer.stream_scale, is_summed=layer.returns_sum, context=context))
     return joins
 

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 import torch
 
 from tp_engine.attention.base import AttentionBackend, AttentionShape
-from tp_engine.kernels.attention.heads import Rotation, UnpreparedHeads
+from tp_engine.kernels.attention.heads import Rotation
 from tp_engine.kernels.quantised.row_codes import Rows
 from tp_engine.layers.attention import Attention, current_metadata, only
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.delta import GatedDeltaNet
-from tp_engine.layers.formats.few_rows import BlockPart
 from tp_engine.layers.linear import LocalLinear, QKVParallelLinear, RowParallelLinear
 from tp_engine.layers.norm import Norm, QKNorm
 from tp_engine.layers.residual import Join, StreamScale
@@ -67,11 +66,11 @@ class SelfAttention(Layer):
         self.is_recordable = context.can_record("prepare_heads", *(("sigmoid_gate",) if spec.has_gate else ()))
 
     @property
-    def ends(self) -> tuple[list[LocalLinear], RowParallelLinear]:
-        """The layers that read its input, and the one that makes its output."""
-        return [self.qkv_proj], self.o_proj
+    def readers(self) -> list[LocalLinear]:
+        """The layers that read its input."""
+        return [self.qkv_proj]
 
-    def forward(self, x: Rows, rotation: Rotation | None, wanted: torch.Tensor | None) -> BlockPart:
+    def forward(self, x: Rows, rotation: Rotation | None, wanted: torch.Tensor | None) -> torch.Tensor:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output, of the tokens ``wanted`` (n,)."""
         attention, head_norm = self.attention, None
         shape = attention.shape
@@ -83,10 +82,7 @@ class SelfAttention(Layer):
             if head_norm is None:
                 self.qk_norm.normalise(heads)
         slots = current_metadata(attention.group).slot_mapping
-        attended = attention.attend_unprepared(UnpreparedHeads(heads, head_norm, rotation, slots))
-        if attended is None:
-            prepared = self._prepare_heads(heads, shape.num_kv_heads, head_norm, rotation, attention.kv, slots)
-            attended = attention(*prepared)
+        attended = attention(*self._prepare_heads(heads, shape.num_kv_heads, head_norm, rotation, attention.kv, slots))
         out = only(wanted, attended.reshape(len(x), -1))
         if self._has_gate:
             self._gate(out, only(wanted, projected[:, width:]))
@@ -110,7 +106,7 @@ class DecoderLayer(Layer):
         attention, rope = spec.attention, None
         if isinstance(attention, DeltaSpec):
             self.linear_attn = GatedDeltaNet(attention, hidden_size, context=context.at(attention.name))
-            readers, writer = self.linear_attn.ends
+            readers = self.linear_attn.readers
         else:
             rope = attention.rope
             assert backend is not None and group is not None, "a layer that attends is in a KV group"
@@ -123,20 +119,18 @@ class DecoderLayer(Layer):
                 group=group,
                 context=context.at("self_attn"),
             )
-            readers, writer = self.self_attn.ends
+            readers = self.self_attn.readers
         self._attends = not isinstance(attention, DeltaSpec)
-        self.mlp = make_mlp(spec, hidden_size, context=context)
+        self.mlp = mlp = make_mlp(spec, hidden_size, context=context)
 
         def norm(one: NormSpec | None) -> Norm | None:
             return None if one is None else Norm(one, hidden_size, context=context.at(one.name))
 
         self.input_norm, self.mlp_out_norm = norm(spec.input_norm), norm(spec.mlp_out_norm)
         self.attention_out_norm, self.mlp_norm = norm(spec.attention_out_norm), norm(spec.mlp_norm)
-        of_mlp, mlp_writer = self.mlp.ends
         norms = self.attention_out_norm, self.mlp_norm
-        self._join = Join(*norms, spec.residual_scale, of_mlp, None if spec.is_parallel else writer, context=context)
-        self.readers = [*readers, *(of_mlp if spec.is_parallel else ())]
-        self.writer = None if spec.is_parallel else mlp_writer
+        self._join = Join(*norms, spec.residual_scale, mlp.readers, context=context)
+        self.readers = [*readers, *(mlp.readers if spec.is_parallel else ())]
         self.stream_scale = None if spec.stream_scale is None else StreamScale(context.at(spec.stream_scale))
         self.returns_sum = spec.beside is not None
         self._rope, self._is_parallel, self._add = rope, spec.is_parallel, context.op("add")
@@ -144,11 +138,11 @@ class DecoderLayer(Layer):
 
     def forward(
         self, x: Rows, residual: torch.Tensor, rotations: Sequence[Rotation], wanted: torch.Tensor | None
-    ) -> tuple[BlockPart, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The ``readers`` read ``x`` (N, hidden); ``residual`` is the stream, which changes in place.
 
-        Returns this rank's part of the layer's last output, made by the ``writer`` and not yet added, or if it
-        ``returns_sum`` all of the output; and the stream.  With ``wanted`` (n,) int64, both are of these tokens only:
+        Returns this rank's part of the layer's last output, not yet added, or if it ``returns_sum`` all of the output;
+        and the stream.  With ``wanted`` (n,) int64, both are of these tokens only:
         the others need only their keys and values.  ``x`` is then a tensor.
         """
         if self._attends:

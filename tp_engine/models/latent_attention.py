@@ -18,7 +18,6 @@ from tp_engine.kernels.kv_cache.layer_kv import KeyValue
 from tp_engine.kernels.quantised.row_codes import Rows
 from tp_engine.layers.attention import Attention, current_metadata, only
 from tp_engine.layers.context import Layer, LayerContext
-from tp_engine.layers.formats.few_rows import BlockPart
 from tp_engine.layers.formats.stored import LinearShape, Part
 from tp_engine.layers.linear import LocalLinear, RowParallelLinear
 from tp_engine.layers.norm import Norm
@@ -122,11 +121,11 @@ class LatentAttention(Layer):
         self.is_recordable = context.can_record("prepare_latents")
 
     @property
-    def ends(self) -> tuple[list[LocalLinear], RowParallelLinear]:
-        """The layers that read its input, and the one that makes its output."""
-        return [self.in_proj], self.o_proj
+    def readers(self) -> list[LocalLinear]:
+        """The layers that read its input."""
+        return [self.in_proj]
 
-    def forward(self, x: Rows, rotation: Rotation | None, wanted: torch.Tensor | None) -> BlockPart:
+    def forward(self, x: Rows, rotation: Rotation | None, wanted: torch.Tensor | None) -> torch.Tensor:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output, of the tokens ``wanted`` (n,)."""
         attention, rank = self.attention, self._latent.rank
         query, rows = self.in_proj(x).split_with_sizes((self._num_first, self._latent.row_dim), 1)

@@ -10,7 +10,6 @@ from tp_engine.kernels.quantised.row_codes import Rows
 from tp_engine.layers.adapters import has_adapters
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.experts import Experts, Router
-from tp_engine.layers.formats.few_rows import BlockPart
 from tp_engine.layers.formats.quantised_products import GatedPair, gated_pair
 from tp_engine.layers.linear import GatedColumnParallelLinear, LocalLinear, RowParallelLinear
 from tp_engine.layers.norm import Norm
@@ -36,16 +35,16 @@ class GatedMLP(Layer):
         )
 
     @property
-    def ends(self) -> tuple[list[LocalLinear], RowParallelLinear]:
-        """The layers that read its input, and the one that makes its output."""
-        return [self.gate_up_proj], self.down_proj
+    def readers(self) -> list[LocalLinear]:
+        """The layers that read its input."""
+        return [self.gate_up_proj]
 
     @cached_property
     def _pair(self) -> GatedPair | None:
         """Both products as one, for many rows without adapters, if the weights have it."""
         return gated_pair(self.gate_up_proj.loaded, self.down_proj.loaded)
 
-    def forward(self, x: Rows) -> BlockPart:
+    def forward(self, x: Rows) -> torch.Tensor:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output."""
         pair = self._pair
         if pair is not None and len(x) > pair.more_than and not has_adapters():
@@ -68,9 +67,9 @@ class ExpertsMLP(Layer):
         self.is_recordable = context.can_record("add", "add_gated")
 
     @property
-    def ends(self) -> tuple[list[LocalLinear], None]:
-        """No layers, because experts read values, neither codes nor rows that are not normalised, and make a sum."""
-        return [], None
+    def readers(self) -> list[LocalLinear]:
+        """No layers, because experts read values and no codes."""
+        return []
 
     def forward(self, x: torch.Tensor, routed_by: torch.Tensor | None = None) -> torch.Tensor:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output.
@@ -104,9 +103,9 @@ class MlpBesideExperts(Layer):
         self.is_recordable = context.can_record("add")
 
     @property
-    def ends(self) -> tuple[list[LocalLinear], None]:
-        """The layers that read its input, which is not that of the experts; none makes its output."""
-        return self.mlp.ends[0], None
+    def readers(self) -> list[LocalLinear]:
+        """The layers that read its input, which is not that of the experts."""
+        return self.mlp.readers
 
     def forward(self, x: Rows, stream: torch.Tensor) -> torch.Tensor:
         """``x`` (N, hidden), normalised for the dense MLP, and the ``stream`` (N, hidden) -> the block's output.

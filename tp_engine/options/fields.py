@@ -27,7 +27,6 @@ def option(default: Any, help_text: str, **metadata: Any) -> Any:
     * ``size``, ``count``: a number that may be text, such as 2GiB or 32k
     * ``json``: a JSON object, kept as text; ``numbers``: whole numbers, kept as text such as 1,2,4
     * ``positional``: the value may stand without a flag; ``secret``: it is never shown
-    * ``ignores_case``: its values are words in small letters
     * ``section``: a section of ``--help`` begins with this field
     * ``is_of_host``: a path or a habit of one host, which the other hosts of a job need not share
     """

@@ -257,7 +257,7 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
             "see --collective-timeout-s and --startup-timeout-s",
             "cpu_distributed_timeout_seconds= dist_timeout= distributed_timeout_seconds=",
         ),
-        refused("set --attention-backend PREFILL:DECODE", "decode_attention_backend= prefill_attention_backend="),
+        refused("set --attention-backend", "decode_attention_backend= prefill_attention_backend="),
         refused("hub models lie where the environment variable HF_HOME says", "cache_dir= download_dir="),
         refused("set the environment variable HF_TOKEN", "hf_token=", harmless=(*OFF, True)),
         refused("set --tokenizer to a folder; --revision is for model and tokenizer", "tokenizer_revision="),
@@ -339,7 +339,8 @@ VALUES: Mapping[str, tuple[ForeignValue, ...]] = {
         ForeignValue("fa2 fa3 fa4", "flash_attn"),
         ForeignValue("torch_native torch_sdpa", "torch"),
         ForeignValue(
-            "*mla* aiter* ascend cutlass_* flex_attention intel_* rocm_* tree_attn trtllm_* wave xformers",
+            "*mla* aiter* ascend cutlass_* flashinfer* flex_attention intel_* rocm_* torch_varlen tree_attn trtllm_* wave "
+            "xformers",
             "auto",
             "the engine has no such backend, and a backend changes no result",
         ),

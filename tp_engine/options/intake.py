@@ -195,8 +195,7 @@ class _Intake:
             return value
         foreign = known_value(spec.name, value)
         if foreign is None:
-            ignores_case = value.lower() in choices or spec.metadata.get("ignores_case")
-            return value.lower() if ignores_case else value
+            return value.lower() if value.lower() in choices else value
         if foreign.means is None:
             raise ConfigError(f"{self._where}{self._spelled(spec.name)} {value} is not served here: {foreign.reason}")
         reason = "; ".join(filter(None, (f"taken as {foreign.means or 'the default'}", foreign.reason)))

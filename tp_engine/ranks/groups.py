@@ -163,7 +163,6 @@ class RankGroups:
         shares_devices: bool,
         is_required: bool,
         wait: Callable[[], None],
-        fuses_norm: bool = False,
     ) -> None:
         """Let ``communicator`` all-reduce through symmetric memory if all ranks can.
 
@@ -185,7 +184,6 @@ class RankGroups:
             is_required=is_required,
             wait=wait,
             within=self._time_limit,
-            fuses_norm=fuses_norm,
         )
 
     def check(self) -> None:

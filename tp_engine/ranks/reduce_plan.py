@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from tp_engine.units import KIB, MIB
 
 MIN_CAPABILITY = (8, 0)
-FUSION_CAPABILITY = (9, 0)
 ALIGNMENT = 16
 """Tensors whose size or address is no multiple of this, in bytes, are all-reduced by the library."""
 WORD_BYTES = 8

@@ -55,7 +55,6 @@ def with_symmetric_memory(
     is_required: bool,
     wait: Callable[[], None],
     within: Callable[[str], AbstractContextManager[object]] = nullcontext,
-    fuses_norm: bool = False,
 ) -> Communicator:
     """``library`` with its smaller collectives through symmetric memory, or ``library`` itself if a rank can not.
 
@@ -83,7 +82,7 @@ def with_symmetric_memory(
         return library
     multicasts = all(word == b"1" for word in host.all_gather_bytes(b"1" if buffer.has_multicast else b"0"))
     plan = plan_for(replace(machine, has_multicast=multicasts))
-    made = SymmetricCommunicator(library, buffer, plan, progress, fuses_norm=fuses_norm)
+    made = SymmetricCommunicator(library, buffer, plan, progress)
     with within("waiting for the other GPUs' signals"):
         checked = together(lambda: check_results(made, library, device, wait))
     if checked is None:
@@ -177,10 +176,7 @@ class TorchSymmetricBuffer:
 
 
 class SymmetricCommunicator:
-    """``library``'s collectives, but all-reduces and all-gathers of the plan's sizes go through ``buffer``.
-
-    ``fuses_norm``: if ``begins_one_shot``, a layer may all-reduce, add to the residual and normalise in one kernel.
-    """
+    """``library``'s collectives, but all-reduces and all-gathers of the plan's sizes go through ``buffer``."""
 
     def __init__(
         self,
@@ -188,14 +184,11 @@ class SymmetricCommunicator:
         buffer: SymmetricBuffer,
         plan: ReducePlan,
         progress: RankProgress,
-        *,
-        fuses_norm: bool = False,
     ) -> None:
         self.info = library.info
         self.can_capture = library.can_capture
         self.plan = plan
         self.buffer = buffer
-        self.fuses_norm = fuses_norm
         self._library = library
         self._progress = progress
         self._run = {
@@ -218,13 +211,6 @@ class SymmetricCommunicator:
     def why_not_capture(self, sizes: RecordedSizes) -> str | None:
         """Why a recorded step may not contain the collectives of ``sizes``; None if it may."""
         return None if self.can_capture else self.plan.why_not_all(sizes)
-
-    def begins_one_shot(self, tensor: torch.Tensor) -> bool:
-        """Whether the caller's own kernel may all-reduce ``tensor`` in one shot; if so, it must."""
-        if not _fits(tensor) or self.plan.choose(tensor.nbytes) != Method.ONE_SHOT:
-            return False
-        self._progress.collective()
-        return True
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         part = tensor.contiguous()

@@ -5,7 +5,7 @@ parameters from the rows' tables.  The host only chooses the *kind* of a step, a
 
 | rows | one rank | several ranks |
 | --- | --- | --- |
-| greedy, temperature | best_tokens, or the LM head (``choose``) | the same, its keys exchanged |
+| greedy, temperature | best_tokens | the same, its keys exchanged |
 | with penalties (``penalised``) | the same launch reads the counts | the same |
 | min_p without top_k and top_p (``min_p``) | largest logit first | the same, exchanged first |
 | top_p without top_k (``nucleus``; part of ``ranked``) | draw_nucleus, from the best tokens | not by this sampler |
@@ -27,7 +27,6 @@ import torch
 
 from tp_engine.kernels.sampling.tables import SamplingTables
 from tp_engine.kernels.steps.decode_inputs import RowTables
-from tp_engine.layers.formats.head_choice import HeadChoice
 from tp_engine.plan import IntArray
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling import shares
@@ -142,21 +141,6 @@ class DeviceSampler:
         if kind.penalised:
             self._record(rows, tokens)
         return tokens
-
-    def choose(
-        self,
-        head: HeadChoice,
-        hidden: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        *,
-        advanced: RowTables | None = None,
-    ) -> torch.Tensor:
-        """As ``sample`` of the plain kind, whose logits ``head`` makes of ``hidden`` (n, hidden) and does not write."""
-        best = head(hidden, rows, positions, self._tables, advanced)
-        if self._communicator.info.world_size == 1:
-            return best.token_ids
-        return shares.decide_best(*exchange(self._communicator, [best.keys[:, None]]))
 
     def _sample_alone(
         self,

@@ -16,7 +16,6 @@ without edits costs one argmax.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -118,14 +117,10 @@ class Sampler:
 
 
 class RecordedSampler(TokenSampler, Protocol):
-    """A sampler whose steps of the ``kinds`` can be recorded, and those of ``advancing`` with the end of the step.
-
-    ``choose``: ``DeviceSampler.choose``, if the LM head may choose the tokens of plain steps.
-    """
+    """A sampler whose steps of the ``kinds`` can be recorded, and those of ``advancing`` with the end of the step."""
 
     kinds: tuple[StepKind, ...]
     advancing: tuple[StepKind, ...]
-    choose: Callable[..., torch.Tensor] | None
 
     def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> StepKind | None:
         """The kind of this step if a recording may sample it, else None.  ``epoch`` is ``StepPlan.rows_epoch``."""
@@ -161,7 +156,6 @@ class GreedySampler:
         self._general, self._state, self._library = general, state, library
         self.kinds: tuple[StepKind, ...] = () if library is None else (_GREEDY,)
         self.advancing: tuple[StepKind, ...] = ()
-        self.choose: Callable[..., torch.Tensor] | None = None
         self._known = (0, -1, True)  # epoch, version of the state, the answer
 
     def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> StepKind | None:
@@ -203,7 +197,6 @@ class KernelSampler:
         self._state = state
         self.device = device
         self.kinds, self.advancing, self.sample_recorded = device.kinds, device.advancing, device.sample
-        self.choose: Callable[..., torch.Tensor] | None = device.choose
         self._general = general
 
     def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> StepKind | None:

@@ -14,7 +14,7 @@ from tp_engine.errors import ConfigError
 from tp_engine.log import get_logger
 from tp_engine.ranks.groups import HostGroup, RankGroups
 from tp_engine.ranks.rank import RankInfo
-from tp_engine.ranks.reduce_plan import FUSION_CAPABILITY, Machine, why_not
+from tp_engine.ranks.reduce_plan import Machine, why_not
 from tp_engine.ranks.symmetric_memory import probe_machine
 from tp_engine.worker.device import Device
 
@@ -36,10 +36,6 @@ def check_hosts(config: EngineConfig, num_hosts: int) -> None:
     if num_hosts > 1 and config.all_reduce == "symm_mem":
         raise ConfigError(
             f"all_reduce is 'symm_mem', which is for ranks on one host, and the ranks are on {num_hosts}; leave it out"
-        )
-    if num_hosts > 1 and config.fuse_all_reduce_norm:
-        raise ConfigError(
-            f"fuse_all_reduce_norm is for ranks on one host, and the ranks are on {num_hosts}; leave it out"
         )
     if num_hosts > 1 and config.all_reduce == "shm" and config.tensor_parallel_size == num_hosts:
         raise ConfigError(
@@ -65,8 +61,6 @@ def uses_symmetric_memory(config: EngineConfig, machine: Machine | None) -> bool
         raise ConfigError(f"all_reduce is {asked!r}, which is for GPUs, but the ranks run on the CPU; leave it out")
     if config.device == "cuda" and asked in CPU_CHOICES:
         raise ConfigError(f"all_reduce is {asked!r}, which is for CPUs, but the ranks run on GPUs; leave it out")
-    if config.device == "cpu" and config.fuse_all_reduce_norm:
-        raise ConfigError("fuse_all_reduce_norm is for GPUs, but the ranks run on the CPU; leave it out")
     if asked == "nccl" and is_shared:
         raise ConfigError(
             f"all_reduce is 'nccl', which refuses ranks that share a GPU, and devices is {config.devices!r}; leave "
@@ -77,22 +71,7 @@ def uses_symmetric_memory(config: EngineConfig, machine: Machine | None) -> bool
     obstacle = why_not(machine, config.dtype)
     if asked == "symm_mem" and obstacle is not None:
         raise ConfigError(f"all_reduce is 'symm_mem': {obstacle}; leave all_reduce out, or use nccl")
-    is_used = asked != "nccl" and obstacle is None and (asked == "symm_mem" or not is_shared)
-    if config.fuse_all_reduce_norm:
-        _check_fusion(config, machine, is_used, obstacle)
-    return is_used
-
-
-def _check_fusion(config: EngineConfig, machine: Machine, is_used: bool, obstacle: str | None) -> None:
-    if machine.capability < FUSION_CAPABILITY:
-        major, minor = machine.capability
-        obstacle = f"is for GPUs from compute capability 9.0 on, and one is of {major}.{minor}"
-    elif is_used:
-        return
-    else:
-        why = obstacle or f"all_reduce is {config.all_reduce!r} and devices is {config.devices!r}"
-        obstacle = f"needs symmetric memory, but {why}"
-    raise ConfigError(f"fuse_all_reduce_norm {obstacle}; leave it out")
+    return asked != "nccl" and obstacle is None and (asked == "symm_mem" or not is_shared)
 
 
 def share_memory(
@@ -128,7 +107,6 @@ def share_memory(
             shares_devices=effective.device_map.is_shared,
             is_required=config.all_reduce == "symm_mem",
             wait=device.synchronize,
-            fuses_norm=config.fuse_all_reduce_norm,
         ),
     )
 

@@ -258,7 +258,6 @@ def _attention_needs(config: EngineConfig, model: ModelSpec, devices: DeviceMap)
         has_softcap=any(attention.softcap is not None for attention in attentions),
         has_sinks=any(attention.has_sinks for attention in attentions),
         has_latents=any(attention.latent is not None for attention in attentions),
-        has_lanes=SpeculativeConfig.of(config.speculative_config) is not None,
         is_invariant=config.tp_invariant,
         capability=_capability(config.device, devices),
     )

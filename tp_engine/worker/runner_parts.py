@@ -25,7 +25,6 @@ from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.device import Device
 from tp_engine.worker.drafters.drafter import Drafter
 from tp_engine.worker.drafters.head_drafter import HeadDrafter
-from tp_engine.worker.drafters.ngram_drafter import NgramDrafter
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 from tp_engine.worker.model_runner import ModelRunner, NoteInputs
@@ -111,12 +110,9 @@ class RunnerParts:
         return [*self.model.attention_layers, *([] if self.head is None else [self.head.attention_layer])]
 
     def _make_drafter(self, batch: InputBatch) -> Drafter | None:
-        speculation = self.effective.speculation
-        if self.head is not None:
-            return HeadDrafter(self.head, self.backends, self.effective.draft_group, batch, self.groups.communicator)
-        if speculation is not None and speculation.method == "ngram_gpu":
-            return NgramDrafter(speculation, batch, self.groups.info.is_first)
-        return None
+        if self.head is None:
+            return None
+        return HeadDrafter(self.head, self.backends, self.effective.draft_group, batch, self.groups.communicator)
 
     @property
     def table_bytes(self) -> int:

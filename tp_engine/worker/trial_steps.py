@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, Backends, prepare_groups
-from tp_engine.attention.long_prompts import first_lengths
 from tp_engine.config import MEASURED_LOGPROBS, EngineConfig
 from tp_engine.layers.adapters import adapting, group_step
 from tp_engine.layers.attention import forward_context
@@ -95,7 +94,7 @@ def _steps_of_every_kind(config: EngineConfig, num_groups: int, adapter: int) ->
     """The plans that the limits on rows and tokens allow; all rows have the ``adapter`` in this slot."""
     steps: list[tuple[Sequence[RowSampling], Sequence[int]]] = [((), (1,)), ((), (_LENGTH,)), ((_GREEDY,), (_LENGTH,))]
     longest = min(config.max_num_batched_tokens, config.max_model_len or _LENGTH)
-    steps += [((), (size,)) for size in sorted({*_PART_SIZES, *first_lengths(longest)}) if size <= longest]
+    steps += [((), (size,)) for size in _PART_SIZES if size <= longest]
     steps += [(samplings, ()) for samplings in _KINDS]
     steps.append(([_GREEDY] * (config.max_num_seqs - 1), (_LENGTH,)))  # launches differ from those of decodes alone
     for decodes, chunks in steps:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 import torch
 
 from benchmarks.kernels.cases import KernelCase, Launch, Shape, can_use, random_cache, short_name
-from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
-from tp_engine.attention.fresh import attend_causally
-from tp_engine.attention.long_prompts import LEAST_TOKENS, LongPromptsBackend, attend_by_cudnn
+from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.attention.triton_latent import TritonLatentBackend
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv
@@ -43,21 +41,15 @@ def attention_cases(shape: Shape, num_requests: int, length: int) -> Iterator[Ke
 
 
 def prefill_cases(shape: Shape, num_tokens: int) -> Iterator[KernelCase]:
-    """One prompt of ``num_tokens`` by our kernel, and by cuDNN, which pads it and gathers keys and values."""
+    """One prompt of ``num_tokens``."""
     num_bytes = decode_bytes(shape, 1, num_tokens, shape.dtype) + 2 * num_tokens * shape.num_heads * shape.head_bytes
-    attend = attend_by_cudnn if shape.device == "cuda" else attend_causally
-    makers: dict[str, Callable[[], AttentionBackend]] = {
-        short_name(shape.dtype): TritonBackend,
-        "cuDNN": lambda: LongPromptsBackend(TritonBackend, attend, least_tokens=min(num_tokens, LEAST_TOKENS)),
-    }
-    for name, make in makers.items():
-        yield KernelCase(
-            kernel=f"prefill attention ({name})",
-            size=f"{num_tokens} tokens",
-            num_bytes=num_bytes,
-            num_flops=prefill_flops(shape, num_tokens),
-            make=partial(_launch, shape, [num_tokens], num_tokens, shape.dtype, make),
-        )
+    yield KernelCase(
+        kernel=f"prefill attention ({short_name(shape.dtype)})",
+        size=f"{num_tokens} tokens",
+        num_bytes=num_bytes,
+        num_flops=prefill_flops(shape, num_tokens),
+        make=partial(_launch, shape, [num_tokens], num_tokens, shape.dtype),
+    )
 
 
 # Latent attention as DeepSeek has it, of V3 on one rank and on 8: elements of a row and of its latent, heads.
@@ -95,13 +87,7 @@ def _launch_latents(shape: Shape, num_heads: int, num_requests: int, length: int
     return lambda: backend.forward(query, None, LayerKv(cache), metadata, attention)
 
 
-def _launch(
-    shape: Shape,
-    query_lens: list[int],
-    length: int,
-    cache_dtype: torch.dtype,
-    make: Callable[[], AttentionBackend] = TritonBackend,
-) -> Launch:
+def _launch(shape: Shape, query_lens: list[int], length: int, cache_dtype: torch.dtype) -> Launch:
     """Attention of requests of ``length`` tokens each; their K/V is already stored."""
     metadata = _metadata(shape, query_lens, length)
     cache, scales = random_cache(shape, metadata.block_table.numel(), cache_dtype)
@@ -112,7 +98,7 @@ def _launch(
         head_dim=shape.head_dim,
         scale=shape.head_dim**-0.5,
     )
-    backend = make()
+    backend = TritonBackend()
     backend.prepare(metadata)
     return lambda: backend.forward(query, None, LayerKv(cache, scales), metadata, attention)
 

@@ -11,11 +11,9 @@ import pytest
 import torch
 
 from tests import fake_attention_packages as fakes
-from tests.unit.kernels.kernel_harness import needs_triton
-from tp_engine.attention import flash_attn, flashinfer, native_backend, torch_varlen, triton_backend
+from tp_engine.attention import flash_attn, native_backend, triton_backend
 from tp_engine.attention.base import AttentionNeeds
 from tp_engine.attention.registry import check_backend, select_backend
-from tp_engine.attention.unprepared import PreparesHeads
 from tp_engine.config import ATTENTION_BACKENDS, EngineConfig
 from tp_engine.errors import ConfigError
 
@@ -30,23 +28,20 @@ def needs(facts: dict[str, Any]) -> AttentionNeeds:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
-    """Make these packages appear installed; ``native`` stands for a compiler, ``torch_varlen`` for PyTorch's own
-    kernel."""
+    """Make these packages appear installed; ``compiler`` stands for one of C."""
 
     def find_spec(name: str) -> ModuleSpec | None:
         return ModuleSpec(name, None) if name in packages else None
 
     monkeypatch.setattr(flash_attn, "find_spec", find_spec)
-    monkeypatch.setattr(flashinfer, "find_spec", find_spec)
     monkeypatch.setattr(triton_backend, "has_triton", lambda: "triton" in packages)
-    monkeypatch.setattr(torch_varlen, "paged_varlen_attn", lambda: fakes.varlen_attn if "torch" in packages else None)
     monkeypatch.setattr(native_backend, "native_library", lambda: object() if "compiler" in packages else None)
 
 
 @pytest.fixture
 def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every package but flash-attn 3 is installed."""
-    install(monkeypatch, "flash_attn", "triton", "flashinfer", "torch", "compiler")
+    install(monkeypatch, "flash_attn", "triton", "compiler")
 
 
 @pytest.fixture
@@ -90,9 +85,8 @@ def test_auto(facts: dict[str, Any], chosen: str, caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize(
     ("packages", "order"),
     [
-        (("flash_attn", "triton", "flashinfer", "torch"), ["triton", "flash_attn", "flashinfer", "torch_varlen"]),
-        (("flash_attn", "flashinfer", "torch"), ["flash_attn", "flashinfer", "torch_varlen"]),
-        (("flashinfer", "torch"), ["flashinfer", "torch_varlen"]),
+        (("flash_attn", "triton"), ["triton", "flash_attn"]),
+        (("flash_attn",), ["flash_attn"]),
         (("triton",), ["triton"]),
         ((), ["torch"]),
     ],
@@ -118,7 +112,7 @@ def test_auto_without_packages() -> None:
 
 
 @pytest.mark.usefixtures("none_installed")
-@pytest.mark.parametrize("name", ["triton", "flash_attn", "flashinfer"])
+@pytest.mark.parametrize("name", ["triton", "flash_attn"])
 def test_named_backend_that_is_not_installed(name: str) -> None:
     """Oracle: a message with the remedy."""
     with pytest.raises(ConfigError, match=f"attention_backend is {name}: .* not installed; `pip install"):
@@ -143,9 +137,6 @@ def test_native_backend_without_a_compiler() -> None:
         ("native", ON_CPU | {"head_dims": (576,)}, "head_dim is 576"),
         ("native", ON_CPU | {"head_dims": (64, 33)}, "head_dim is 33"),
         ("flash_attn", ON_CUDA | {"has_sinks": True}, "has attention sinks.*use attention_backend=torch"),
-        ("flashinfer", ON_CUDA | {"has_sinks": True}, "has attention sinks.*use attention_backend=torch"),
-        ("torch_varlen", ON_CUDA | {"has_sinks": True}, "has attention sinks.*use attention_backend=torch"),
-        ("torch_varlen", ON_CUDA | {"has_softcap": True}, "caps its attention scores.*use another attention_backend"),
         ("flash_attn", ON_CPU, "needs a CUDA device"),
         ("triton", ON_CPU, "needs a CUDA device"),
         ("flash_attn", ON_CUDA | {"block_size": 16}, "block_size is 16; .*set block_size=256"),
@@ -160,14 +151,7 @@ def test_native_backend_without_a_compiler() -> None:
         ),
         ("triton", ON_CUDA | {"kv_cache_dtype": FP8, "capability": (8, 0)}, "before compute capability 8.9 .*int8"),
         ("triton", ON_CUDA | {"head_dims": (576,)}, "head_dim is 576; it takes at most 512"),
-        ("flashinfer", ON_CUDA | {"head_dims": (96,)}, "head_dim is 96; it takes 64, 128, 256"),
-        ("torch_varlen", ON_CUDA | {"block_size": 16}, "block_size is 16; .*set block_size=256"),
         ("xformers", ON_CUDA, "choose auto or one of"),
-        ("triton:xformers", ON_CUDA, "'triton:xformers'; choose auto or one of .*PREFILL:DECODE"),
-        ("triton:native", ON_CUDA, "native: it runs on CPUs"),
-        ("triton:auto", ON_CUDA, "choose auto or one of"),
-        ("torch:native", ON_CPU, "torch:native: native keeps .* order of its own.*use one of them alone.*=native"),
-        ("native:torch", ON_CPU, "native:torch: native keeps .* order of its own"),
     ],
 )
 def test_named_backend_that_can_not_work(name: str, facts: dict[str, Any], message: str) -> None:
@@ -181,23 +165,11 @@ def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the backend's own name; the code knows every name that the configuration offers."""
     monkeypatch.setitem(sys.modules, "flash_attn", fakes)
     assert select_backend("torch", needs(ON_CPU)).name == "torch"
-    for name in ("torch", "flash_attn", "torch_varlen", "flash_attn:torch"):
+    for name in ("torch", "flash_attn"):
         assert select_backend(name, needs(ON_CUDA)).name == name
-    assert select_backend("torch:torch", needs(ON_CUDA)).name == "torch"
     for name in ATTENTION_BACKENDS:
         facts = ON_CPU if name == "native" else ON_CUDA
         assert check_backend(name, needs(facts)) in ATTENTION_BACKENDS
-
-
-@needs_triton
-@pytest.mark.parametrize(("asked", "has_lanes"), [("1", False), ("1", True), ("0", False)])
-def test_which_backend_prepares_heads(asked: str, has_lanes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: by hand: if it is asked to, unless rows of a step may read each other's new keys."""
-    monkeypatch.setenv("TP_ENGINE_HEADS_IN_ATTENTION", asked)
-    backend = select_backend("triton", needs(ON_CUDA | {"has_lanes": has_lanes}))
-    assert isinstance(backend, triton_backend.TritonBackend) and isinstance(backend, PreparesHeads)
-    assert backend.prepares_heads == (asked == "1" and not has_lanes)
-    assert not isinstance(select_backend("torch", needs(ON_CUDA)), PreparesHeads)
 
 
 @pytest.mark.parametrize(
@@ -220,13 +192,8 @@ def test_version_of_flash_attention(
     assert (flash_attn.why_not(small_blocks) is None) == (version == 3)
 
 
-@pytest.mark.parametrize("name", ["xformers", "triton:torch:torch", "auto:torch", "triton:", ""])
+@pytest.mark.parametrize("name", ["xformers", "triton:torch", ""])
 def test_configuration_refuses_unknown_names(name: str) -> None:
-    """Oracle: the names and the form, before anything is imported."""
-    with pytest.raises(ConfigError, match=r"attention_backend is .*PREFILL:DECODE"):
+    """Oracle: the names, before anything is imported."""
+    with pytest.raises(ConfigError, match=r"attention_backend is .*flash_attn"):
         EngineConfig(attention_backend=name)
-
-
-def test_configuration_takes_pairs() -> None:
-    """Oracle: the value as written."""
-    assert EngineConfig(attention_backend="flash_attn:triton").attention_backend == "flash_attn:triton"

@@ -20,9 +20,7 @@ from tests.tiny_models import make_checkpoint
 from tests.unit.kernels.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tp_engine import LLM, SamplingParams
 from tp_engine.attention.triton_backend import TritonBackend
-from tp_engine.env import wants_heads_in_attention
 from tp_engine.layers.formats.dense import TreeLinear
-from tp_engine.layers.formats.head_choice import HeadChoice
 from tp_engine.model_config.tp_invariant import NUM_SHARDS
 from tp_engine.plan import IntArray
 from tp_engine.ranks.groups import RankGroups
@@ -35,7 +33,6 @@ from tp_engine.worker.recorded.graph_capture import GraphPlan
 
 PROMPTS = [[5, 9, 13, 7], list(range(20, 50)), [7] * 17, [3]]
 NUM_TOKENS = (12, 3, 5, 4)
-HEAD_ROWS = "tp_engine.layers.formats.head_choice.HEAD_MOST_ROWS"
 RECORDED = GraphPlan(sizes=(1, 2, 4), make_recorder=RepeatingRecorder)
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
@@ -102,14 +99,10 @@ def gpu_path() -> Iterator[None]:
     formats = "tp_engine.layers.formats"
     with (
         patch(f"{formats}.dense.runs_triton", lambda device_type: True),
-        patch(f"{formats}.head_choice.runs_triton", lambda device_type: True),
         patch(f"{formats}.quantised_products.runs_triton", lambda device_type: True),
         patch(f"{formats}.quantised_products.native_library", lambda: None),
         patch("tp_engine.worker.runner_parts.SamplingState", partial(SamplingState, has_tables=True)),
-        patch(
-            "tp_engine.worker.worker.select_backend",
-            lambda *_: TritonBackend(prepares_heads=wants_heads_in_attention()),
-        ),
+        patch("tp_engine.worker.worker.select_backend", lambda *_: TritonBackend()),
     ):
         yield
 
@@ -148,34 +141,10 @@ def check_invariant() -> None:
     print(AGREEMENT)
 
 
-def check_head() -> None:
-    """Recorded steps in which the LM head, tied to the embedding, chooses the tokens; oracle: the same engine on plain
-    PyTorch, with logits."""
-    sampling = ({"temperature": 0}, SAMPLING[1], {"temperature": 0.7, "seed": 4}, {"temperature": 0})
-    with tempfile.TemporaryDirectory() as name:
-        sizes: dict[str, Any] = {"num_layers": 1, "vocab_size": 115, "hidden_size": 128, "intermediate_size": 128}
-        folder = make_checkpoint(Path(name) / "model", "qwen3", tie=True, **sizes)
-        expected = generate(folder, sampling=sampling)
-        with (
-            triton_ops_on_cpus(),
-            gpu_path(),
-            patch(HEAD_ROWS, ((1 << 62, 4),)),
-            patch("tp_engine.worker.worker.graph_plan", lambda *_: RECORDED),
-            patch.object(HeadChoice, "__call__", autospec=True, side_effect=HeadChoice.__call__) as chosen,
-        ):
-            found = generate(folder, sampling=sampling)
-    assert found == expected, (found, expected)
-    steps = [len(call.args[1]) for call in chosen.call_args_list]
-    assert steps[:3] == [4, 2, 1] and set(steps[3:]) == {1, 2, 4}, "recordings, then decode steps"
-    print(AGREEMENT)
-
-
 def main(case: str | None = None) -> None:
     if case is not None:
         if case == "tp_invariant":
             check_invariant()
-        elif case == "head":
-            check_head()
         else:
             check_quantised(case)
         return

@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import torch
 
-from tests.unit.kernels.kernel_cases_reduce_norm import addresses
 from tests.unit.kernels.kernel_harness import AGREEMENT
 from tp_engine.kernels.ranks import gather_triton
 from tp_engine.kernels.ranks.gather_triton import all_gather_triton
@@ -24,6 +23,11 @@ NUM_PLACES = 2 * MAX_PROGRAMS
 # One word, a decode's shares, a block and one more, more blocks than programs.
 SIZES = (1, 3 * 65, BLOCK, BLOCK + 1, (MAX_PROGRAMS + 2) * BLOCK + 7)
 DEADLINE_S = 120.0
+
+
+def addresses(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """(n,) int64."""
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], device=tensors[0].device)
 
 
 def part_of(rank: int, num_words: int, call: int = 0) -> torch.Tensor:

@@ -40,12 +40,12 @@ MIXTURES: tuple[tuple[dict[str, Any], ...], ...] = (
 
 
 @contextmanager
-def gpu_path(*, prepares_heads: bool = False) -> Iterator[None]:
+def gpu_path() -> Iterator[None]:
     """An engine on CPU tensors takes the GPU's path, and warms up."""
     with ExitStack() as stack:
         for name, stand_in in (
             ("worker.runner_parts.SamplingState", partial(SamplingState, has_tables=True)),
-            ("worker.worker.select_backend", lambda *_: TritonBackend(prepares_heads=prepares_heads)),
+            ("worker.worker.select_backend", lambda *_: TritonBackend()),
             ("worker.worker.warms_up", lambda device_type: True),
             ("sampling.filters.draws_by_kernel", lambda device_type: True),
         ):
@@ -98,11 +98,11 @@ def serve(llm: LLM, mixture: tuple[dict[str, Any], ...], adapter: LoRARequest | 
     assert [len(output.outputs[0].token_ids) for output in outputs] == [one.max_tokens for one in params]
 
 
-def check(make_llm: Callable[[], LLM], *adapters: LoRARequest, **path: bool) -> None:
+def check(make_llm: Callable[[], LLM], *adapters: LoRARequest) -> None:
     """Serving launches only what the start has launched, without an adapter and with those given."""
     started: set[Specialisation] = set()
     served: set[Specialisation] = set()
-    with gpu_path(**path):
+    with gpu_path():
         with recorded(started):
             llm = make_llm()
         with llm, recorded(served):
@@ -135,7 +135,7 @@ def main(path: str = "") -> None:
         if path == "adapters":
             check_adapters(folder, **options)
         else:
-            check(lambda: LLM(str(folder), **options), prepares_heads=path == "heads")
+            check(lambda: LLM(str(folder), **options))
     print(AGREEMENT)
 
 

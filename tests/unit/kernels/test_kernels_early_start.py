@@ -22,8 +22,6 @@ MODULES = sorted(
 READ_EARLY = {
     "delta_step_kernel": {"weight"},
     "dequantise_kernel": {"codes", "factors", "scales", "zeros"},
-    "few_rows_linear_kernel": {"weight"},
-    "head_choice_kernel": {"weight"},
     "norm_codes_kernel": {"weight"},
     "norm_kernel": {"weight"},
     "one_row_linear_kernel": {"weight"},
@@ -107,7 +105,7 @@ def test_nothing_but_weights_is_touched_before_the_wait(module: str) -> None:
 @quiet
 @pytest.mark.parametrize(
     "module",
-    [f"kernel_cases_{name}" for name in ("paged_attention", "decode_heads", "latents", "sampling")],
+    [f"kernel_cases_{name}" for name in ("paged_attention", "latents", "sampling")],
 )
 def test_the_last_program_sees_the_parts_of_all(module: str) -> None:
     """Oracle: the order of a counter that publishes memory (as in cooperative groups): all threads store, meet, one

@@ -51,7 +51,6 @@ def launch_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tensor) -> t
 def launch_unusual_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """The same with every feature that most models lack, on one of eight ranks."""
     from tp_engine.kernels.ranks.gather_triton import all_gather_triton
-    from tp_engine.kernels.ranks.reduce_norm_triton import all_reduce_add_norm_triton
 
     ops = {name: implementation(name, "triton") for name, one in OPS.items() if one.triton is not None}
     x, residual = empty(num_tokens, HIDDEN), empty(num_tokens, HIDDEN)
@@ -62,7 +61,6 @@ def launch_unusual_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tens
     ops["add"](x, residual, 0.22)
     ops["norm_codes"](x, residual, rule, CodeRule(group=128), 0.22)
     addresses = empty(8, dtype=torch.int64)
-    all_reduce_add_norm_triton(x, residual, rule, 0.22, buffers=addresses, signals=addresses, rank=1)
     all_gather_triton(empty(num_tokens, dtype=torch.int64), buffers=addresses, signals=addresses, rank=1)
     ops["gate"](empty(num_tokens, 6144), Activation("gelu_tanh"))
     ops["sigmoid_gate"](empty(num_tokens, 4096), empty(num_tokens, 3 * 4096)[:, 8192:])
@@ -119,10 +117,6 @@ def launch_decode_inputs_and_sampling(num_rows: int, slots: torch.Tensor) -> Non
     prepare(tables, inputs)
     prepare(tables, dataclasses.replace(inputs, slot_mapping=slots[:, :num_rows]))
     advance(tables, inputs, empty(num_rows, dtype=torch.int32))
-    lengths = empty(num_rows, dtype=torch.int32)
-    implementation("ngram_drafts", "triton")(
-        tables.token_ids[:, : 40 + num_rows], empty(num_rows, dtype=torch.int64), lengths, 2, 5, 4
-    )
     rows, positions = empty(num_rows, dtype=torch.int32), empty(num_rows, dtype=torch.int64)
     logits, sampling = empty(num_rows, VOCAB), SamplingTables.empty(1024, torch.device("meta"))
     best_tokens_triton(logits, rows, positions, sampling, first_id=0)

@@ -334,10 +334,9 @@ def test_every_operation_is_tested_here() -> None:
         "copy_rows",
     }
     # test_kernels_decode_inputs, test_kernels_store_kv; test_experts; test_scaled_products, test_kernels_norm_codes;
-    # test_block_codes; test_latent; test_delta_rule; test_kernels_padded_steps, test_kernels_adapters,
-    # test_kernels_ngram_drafts
+    # test_block_codes; test_latent; test_delta_rule; test_kernels_padded_steps, test_kernels_adapters
     elsewhere = {"prepare_decodes", "advance_decodes", "store_kv", "route", "to_float32", "add_gated"}
     elsewhere |= {"quantise_rows", "norm_codes", "encode_blocks", "decode_blocks", "delta_step", "delta_chunks"}
     elsewhere |= {"prepare_latents", "absorb_queries", "release_values", "prepare_steps", "advance_steps"}
-    elsewhere |= {"add_adapters", "ngram_drafts"}
+    elsewhere |= {"add_adapters"}
     assert set(OPS) == names | elsewhere

@@ -11,7 +11,7 @@ from tp_engine.kernels import ops
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.ops import OPS, Op, has_triton, implementation, is_recordable, op
 
-WITHOUT_C = ["prepare_steps", "advance_steps", "quantise_rows", "norm_codes", "ngram_drafts", "store_kv"]
+WITHOUT_C = ["prepare_steps", "advance_steps", "quantise_rows", "norm_codes", "store_kv"]
 needs_native = pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
 
 

@@ -52,7 +52,6 @@ DOORS = {
     "triton": "tp_engine/kernels/",
     "flash_attn": "tp_engine/attention/flash_attn.py",
     "flash_attn_interface": "tp_engine/attention/flash_attn.py",
-    "flashinfer": "tp_engine/attention/flashinfer.py",
     "safetensors": "tp_engine/weights/",
     "llguidance": "tp_engine/grammar/",
     "ray": "tp_engine/integrations/",

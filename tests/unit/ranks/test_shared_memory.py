@@ -51,8 +51,6 @@ def test_hosts_share_no_memory_with_each_other() -> None:
         check_hosts(EngineConfig(device="cpu", all_reduce="shm", tensor_parallel_size=2), 2)
     with pytest.raises(ConfigError, match=r"'symm_mem'.*on 2; leave it out"):
         check_hosts(EngineConfig(device="cuda", all_reduce="symm_mem", tensor_parallel_size=4), 2)
-    with pytest.raises(ConfigError, match=r"fuse_all_reduce_norm.*on 2; leave it out"):
-        check_hosts(EngineConfig(device="cuda", fuse_all_reduce_norm=True, tensor_parallel_size=4), 2)
 
 
 def test_two_ranks_never_take_two_shots() -> None:

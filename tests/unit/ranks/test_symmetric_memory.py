@@ -15,8 +15,6 @@ import torch
 from tests.simulated_ranks import run_ranks
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, RankError
-from tp_engine.kernels.layer_ops import NormRule, add_norm
-from tp_engine.layers.residual import Composed, Fused, reduce_add_norm
 from tp_engine.progress import RankProgress
 from tp_engine.ranks import groups as groups_module
 from tp_engine.ranks import symmetric_memory
@@ -240,11 +238,6 @@ CUDA: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "tensor_parallel_
         ({"device": "cpu", "all_reduce": "nccl"}, "run on the CPU; leave it out"),
         ({"all_reduce": "shm"}, "'shm', which is for CPUs, but the ranks run on GPUs; leave it out"),
         ({"all_reduce": "gloo"}, "'gloo', which is for CPUs"),
-        ({"fuse_all_reduce_norm": True}, True),
-        ({"fuse_all_reduce_norm": True, "device": "cpu"}, "fuse_all_reduce_norm is for GPUs"),
-        ({"fuse_all_reduce_norm": True, "all_reduce": "nccl"}, "needs symmetric memory, but all_reduce is 'nccl'"),
-        ({"fuse_all_reduce_norm": True, "devices": "0,0,0,0"}, "needs symmetric memory, but .* devices is '0,0,0,0'"),
-        ({"fuse_all_reduce_norm": True, "dtype": "float16"}, "needs symmetric memory, but .*dtype is float16"),
     ],
 )
 def test_the_option(options: dict[str, Any], expected: bool | str) -> None:
@@ -255,13 +248,6 @@ def test_the_option(options: dict[str, Any], expected: bool | str) -> None:
     else:
         with pytest.raises(ConfigError, match=expected):
             uses_symmetric_memory(config, H200)
-
-
-def test_fusion_needs_a_newer_gpu() -> None:
-    """Oracle: the capability in the error."""
-    config = EngineConfig(**CUDA, fuse_all_reduce_norm=True)
-    with pytest.raises(ConfigError, match=r"from compute capability 9\.0 on, and one is of 8\.0; leave it out"):
-        uses_symmetric_memory(config, dataclasses.replace(H200, capability=(8, 0)))
 
 
 def test_one_rank_and_cpus_have_nothing_to_share() -> None:
@@ -457,45 +443,5 @@ def test_one_rank_that_can_not_share_memory_decides_for_all(fault: str) -> None:
         ):
             set_up(library, allocate, is_required=True)
         assert all(memory.was_shared == (fault != "allocates nothing") for memory in made)
-
-    run_ranks(2, body)
-
-
-@pytest.mark.parametrize("num_rows", [1, 9])
-def test_a_norm_adds_up_the_ranks_parts_one_way_or_the_other(num_rows: int) -> None:
-    """Oracle: the sum, then the norm.  9 rows are too large for one shot and take the other path."""
-
-    def body(library: Communicator) -> None:
-        symmetric = SymmetricCommunicator(library, FakeBuffer(library), SMALL, RankProgress(), fuses_norm=True)
-        number, launches = library.info.rank + 1, []
-
-        def kernel(x: torch.Tensor, residual: torch.Tensor, rule: NormRule, scale: float, **where: Any) -> Any:
-            assert where["rank"] == library.info.rank and where["buffers"] is where["signals"]
-            launches.append(len(x))
-            return add_norm(library.all_reduce(x), residual, rule, scale)
-
-        fused, composed = reduce_add_norm(symmetric, add_norm), reduce_add_norm(library, add_norm)
-        assert isinstance(fused, Fused) and isinstance(composed, Composed)
-        fused._kernel = kernel  # type: ignore[assignment]
-        x, weight = torch.arange(num_rows * 16.0).view(num_rows, 16), torch.linspace(0, 1, 16)
-        expected_residual = torch.ones(num_rows, 16)
-        rule = NormRule(weight, 1e-6)
-        expected = add_norm(x * 3, expected_residual, rule)
-        for one in (fused, composed):
-            residual = torch.ones(num_rows, 16)
-            assert torch.equal(one(x * number, residual, rule), expected)
-            assert torch.equal(residual, expected_residual)
-        assert launches == ([1] if num_rows == 1 else [])
-
-    run_ranks(2, body)
-
-
-def test_what_is_not_told_to_fuse_does_not() -> None:
-    """Oracle: one rank has nothing to add up; several ranks add up first unless they are told to fuse."""
-    assert reduce_add_norm(SingleRank(), add_norm) is add_norm
-
-    def body(library: Communicator) -> None:
-        symmetric = SymmetricCommunicator(library, FakeBuffer(library), SMALL, RankProgress())
-        assert isinstance(reduce_add_norm(symmetric, add_norm), Composed)
 
     run_ranks(2, body)

@@ -286,7 +286,7 @@ def test_acceptance_falls_with_failures_and_is_forgotten() -> None:
         ("{", "which is not JSON"),
         ("4", "it must be a JSON object, such as"),
         ('{"metod": "ngram"}', "names 'metod'; it can set method,"),
-        ('{"method": "medusa"}', "has the method 'medusa'; choose one of ngram, ngram_gpu, suffix, eagle3"),
+        ('{"method": "medusa"}', "has the method 'medusa'; choose one of ngram, suffix, eagle3"),
         (
             '{"method": "eagle3"}',
             "'eagle3' and the model None; eagle3 needs the folder or the hub name of a draft head",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tp_engine.attention import flash_attn, flashinfer, triton_backend
+from tp_engine.attention import flash_attn, triton_backend
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
@@ -33,8 +33,7 @@ def resolved(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> Callabl
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
         monkeypatch.setattr(torch.cuda, "_lazy_init", untouched)
-        for module in (flash_attn, flashinfer):
-            monkeypatch.setattr(module, "find_spec", lambda name: ModuleSpec(name, None) if name in packages else None)
+        monkeypatch.setattr(flash_attn, "find_spec", lambda name: ModuleSpec(name, None) if name in packages else None)
         monkeypatch.setattr(triton_backend, "has_triton", lambda: "triton" in packages)
         return resolve(EngineConfig(model=str(checkpoint("qwen3", dtype="bfloat16", max_position=64)), **options))
 
@@ -53,13 +52,11 @@ def resolved(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> Callabl
         ),
         (AMPERE, {"kv_cache_dtype": "fp8"}, r"kv_cache_dtype is fp8, .* of 8\.6; set kv_cache_dtype=int8"),
         (HOPPER, {"attention_backend": "flash_attn"}, "flash-attn package is not installed; `pip install flash-attn`"),
-        (HOPPER, {"attention_backend": "triton:flash_attn"}, "attention_backend is flash_attn: .* not installed"),
         (HOPPER, {"attention_backend": "native"}, "attention_backend is native: it runs on CPUs"),
         (HOPPER, {"cuda_graph_sizes": "1,257"}, "contains 257; sizes go from 1 to max_num_seqs, which is 256"),
         (HOPPER, {"cuda_graph_sizes": "all"}, "batch sizes separated by commas, such as 1,2,4,8"),
         (HOPPER, {"block_size": 24}, "block_size is 24; it must be a power of two, such as 16"),
         (HOPPER, {"tensor_parallel_size": 2}, "tensor_parallel_size is 2 but this host has 1 CUDA devices"),
-        (HOPPER, {"fuse_all_reduce_norm": True, "devices": "0,0", "tensor_parallel_size": 2}, "needs symmetric memory"),
     ],
 )
 def test_what_can_not_be_is_refused(
@@ -94,9 +91,9 @@ def test_a_block_size_or_gpu_that_the_package_can_not_take(
     ("capability", "packages", "options", "backend"),
     [
         (HOPPER, ("triton", "flash_attn"), {}, "triton"),
-        (HOPPER, ("triton", "flash_attn", "flashinfer"), {"block_size": 256}, "triton"),
+        (HOPPER, ("triton", "flash_attn"), {"block_size": 256}, "triton"),
         (HOPPER, ("triton", "flash_attn_interface"), {}, "triton"),
-        (HOPPER, ("flash_attn", "flashinfer"), {"block_size": 256}, "flash_attn"),
+        (HOPPER, ("flash_attn",), {"block_size": 256}, "flash_attn"),
         (TURING, ("triton", "flash_attn"), {"block_size": 256, "dtype": "float16"}, "torch"),
         (ADA, ("triton",), {"kv_cache_dtype": "fp8"}, "triton"),
         (AMPERE, ("triton",), {"kv_cache_dtype": "int8"}, "triton"),

@@ -67,13 +67,11 @@ def test_gpus_warm_up() -> None:
     assert warms_up("cuda") and not warms_up("cpu")
 
 
-@pytest.mark.parametrize("method", ["ngram_gpu", "eagle3"])
-def test_drafts_warm_up(method: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_drafts_warm_up(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Oracle: the tokens of an engine without guesses or a warm-up."""
     folder = checkpoint("llama", vocab_size=263, num_layers=4, tie=False)
-    config: dict[str, Any] = {"method": method, "num_speculative_tokens": 2, "max_step_rows": 3}
-    if method == "eagle3":
-        config["model"] = str(make_draft_head(tmp_path / "head", vocab_size=263, state_layers=(0, 1, 2)))
+    head = make_draft_head(tmp_path / "head", vocab_size=263, state_layers=(0, 1, 2))
+    config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2, "max_step_rows": 3}
     found = []
     for speculation in (None, json.dumps(config)):
         is_warm = speculation is not None

@@ -72,16 +72,6 @@ class Rotation:
         return self._cos_sin
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class UnpreparedHeads:
-    """What ``prepare_heads`` takes of a step's tokens, for attention that prepares them itself."""
-
-    heads: torch.Tensor
-    norm: HeadNorm | None
-    rotation: Rotation | None
-    slot_mapping: torch.Tensor
-
-
 def apply_rotary(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate ``heads`` (N, heads, head_dim): element i of a head's first half turns with element i of its second.
 

@@ -27,13 +27,6 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.arrivals_triton import arrives_last
-from tp_engine.kernels.attention.decode_heads_triton import (
-    head_arguments,
-    head_constants,
-    prepared_queries,
-    store_new_states,
-)
-from tp_engine.kernels.attention.heads import UnpreparedHeads
 from tp_engine.kernels.attention.paged_tiles_triton import (
     attend_tile,
     cache_arguments,
@@ -86,11 +79,6 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     partial,
     partial_lse,
     arrivals,
-    norm_weights,
-    rotary_table,
-    positions,
-    slot_mapping,
-    eps,
     scale,
     query_stride,
     table_stride,
@@ -114,10 +102,6 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     QUANTISED: tl.constexpr,  # noqa: N803
     SOFTCAP: tl.constexpr,  # noqa: N803
     HAS_SINKS: tl.constexpr,  # noqa: N803
-    PREPARES: tl.constexpr,  # noqa: N803
-    NORMALISES: tl.constexpr,  # noqa: N803
-    OFFSET: tl.constexpr,  # noqa: N803
-    TURNS: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
     """One program: one split.  A request of one split goes to ``out`` (N, heads, head_dim), others to ``partial``."""
@@ -137,18 +121,8 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
         # Only the start of the request's memory has 64 bits: 64-bit offsets of every element would fill the registers.
         own_query = query + request * QUERY_LEN * query_stride
         head = kv_head * GROUP + line % GROUP
-        if PREPARES:
-            # fmt: off
-            if tile < end and end == tiles:
-                store_new_states(own_query, norm_weights, eps, rotary_table, positions, slot_mapping, key_cache,
-                                 value_cache, request, kv_head, NUM_KV_HEADS * GROUP, NUM_KV_HEADS, HEAD_DIM,
-                                 BLOCK_SIZE, BLOCK_STRIDE, NORMALISES, OFFSET, TURNS)
-            states = prepared_queries(own_query, norm_weights, eps, rotary_table, positions, request, head,
-                                      line < GROUP, ROWS, HEAD_DIM, NORMALISES, OFFSET, TURNS)
-            # fmt: on
-        else:
-            place = (line // GROUP * query_stride + head * HEAD_DIM)[:, None] + column[None, :]
-            states = tl.load(own_query + place, mask=inside, other=0.0)
+        place = (line // GROUP * query_stride + head * HEAD_DIM)[:, None] + column[None, :]
+        states = tl.load(own_query + place, mask=inside, other=0.0)
         if QUANTISED and states.dtype == tl.bfloat16 and key_cache.dtype.element_ty.is_fp8():
             # The conversion to bfloat16 costs more than the product; 8-bit floats fit into float16, with more digits.
             states = to_float16(states)
@@ -218,7 +192,6 @@ def paged_decode_triton(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    unprepared: UnpreparedHeads | None = None,
 ) -> None:
     """``paged_attention`` of B requests with ``query_len`` queries each, N = B x query_len, into ``out``.
 
@@ -227,16 +200,12 @@ def paged_decode_triton(
 
     ``arrivals`` (``MAX_ARRIVALS``,) int32 are zeros before and after the launch; launches that may run at the same
     time need their own.
-
-    ``unprepared`` heads, which the kernel ``can_prepare``, are prepared here: ``query`` is their first part, of one
-    query each, and their keys and values are not in the cache yet.
     """
     num_tokens, _, head_dim = query.shape
     if num_tokens == 0:
         return
     num_splits = sizes.num_splits
     assert out.is_contiguous() and block_table.stride(1) == 1 and num_tokens == query_len * len(seq_lens)
-    assert unprepared is None or query_len == 1, "rows of one request would read each other's new keys"
     assert num_splits == 1 or len(seq_lens) * kv.cache.shape[3] <= len(arrivals), (num_splits, len(arrivals))
     constants = layer_constants(query, kv, window, softcap, sinks)
     partial, lse = out, out
@@ -253,7 +222,6 @@ def paged_decode_triton(
         partial,
         lse,
         arrivals,
-        *head_arguments(unprepared),
         score_scale(scale, softcap),
         query.stride(0),
         block_table.stride(0),
@@ -270,7 +238,6 @@ def paged_decode_triton(
         num_stages=sizes.num_stages,
         **dependent_launch(query.device),
         **constants,
-        **head_constants(unprepared),
     )
 
 

@@ -9,9 +9,6 @@
 Libraries cut one row into tiles for matrix units, split the columns over programs, and then add up their sums.  Here a
 program multiplies as it reads, and its weight is on its way before the kernel that makes ``x`` has ended
 (``dependent_launch_triton``): as many columns as registers hold, and the others as far as the second-level cache.
-
-RMS norm needs no kernel of its own, because every program reads all of ``x``: it multiplies by ``x * gain`` in float32,
-adds up the squares, and divides the result by their root.
 """
 
 from __future__ import annotations
@@ -29,8 +26,6 @@ from tp_engine.kernels.dependent_launch_triton import (
     wait_for_previous,
 )
 from tp_engine.kernels.elementwise_triton import activation_constants, gated
-from tp_engine.kernels.linear.fused_linear import RowsToNorm
-from tp_engine.kernels.norm_triton import load_gain
 from tp_engine.model_config.mlp import Activation
 
 _MAX_BLOCK_IN, _MIN_BLOCK_IN = 4096, 128
@@ -46,9 +41,7 @@ def one_row_linear_kernel(  # type: ignore[no-untyped-def]
     x,
     weight,
     bias,
-    gain,
     out,
-    eps,
     OUT: tl.constexpr,  # noqa: N803
     IN: tl.constexpr,  # noqa: N803
     BLOCK_OUT: tl.constexpr,  # noqa: N803
@@ -56,21 +49,16 @@ def one_row_linear_kernel(  # type: ignore[no-untyped-def]
     HELD: tl.constexpr,  # noqa: N803
     PREFETCHED: tl.constexpr,  # noqa: N803
     PER_LINE: tl.constexpr,  # noqa: N803
-    NORM: tl.constexpr,  # noqa: N803
-    OFFSET: tl.constexpr,  # noqa: N803
     GATED: tl.constexpr,  # noqa: N803
     KIND: tl.constexpr,  # noqa: N803
     ALPHA: tl.constexpr,  # noqa: N803
     LIMIT: tl.constexpr,  # noqa: N803
     HAS_BIAS: tl.constexpr,  # noqa: N803
-    ADDS: tl.constexpr,  # noqa: N803
-    SCALE: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
     """One program: BLOCK_OUT of the OUT results; with GATED, ``weight`` has twice as many rows, gate then up.
 
-    HELD columns are in registers before the wait, and PREFETCHED further ones are sent for.  With ADDS, SCALE times the
-    result is added to ``out``.
+    HELD columns are in registers before the wait, and PREFETCHED further ones are sent for.
     """
     let_next_begin(PDL)
     row = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -92,33 +80,21 @@ def one_row_linear_kernel(  # type: ignore[no-untyped-def]
     wait_for_previous(PDL)
     sums = tl.zeros([BLOCK_OUT, BLOCK_IN], dtype=tl.float32)
     up_sums = sums
-    squares = tl.zeros([BLOCK_IN], dtype=tl.float32)
     for start in tl.static_range(0, IN, BLOCK_IN):
         values = tl.load(x + start + column).to(tl.float32)
-        if NORM:
-            squares += values * values
-            values *= load_gain(gain, start + column, column < IN, OFFSET)
         weights = held[start // BLOCK_IN] if start < HELD else tl.load(place + start)
         sums += weights.to(tl.float32) * values[None, :]
         if GATED:
             up_weights = held_up[start // BLOCK_IN] if start < HELD else tl.load(up_place + start)
             up_sums += up_weights.to(tl.float32) * values[None, :]
     result = tl.sum(sums, axis=1)
-    factor = 1.0
-    if NORM:
-        factor = tl.rsqrt(tl.sum(squares, axis=0) / IN + eps)
-        result *= factor
     if HAS_BIAS:
         result += tl.load(bias + row).to(tl.float32)
     if GATED:
         up = tl.sum(up_sums, axis=1)
-        if NORM:
-            up *= factor
         if HAS_BIAS:
             up += tl.load(bias + OUT + row).to(tl.float32)
         result = gated(result, up, KIND, ALPHA, LIMIT)
-    if ADDS:
-        result = tl.load(out + row).to(tl.float32) + result * SCALE
     tl.store(out + row, result.to(out.dtype.element_ty))
 
 
@@ -131,23 +107,21 @@ def takes_weight(weight: torch.Tensor, *, is_gated: bool = False) -> bool:
 
 
 def one_row_linear_triton(
-    x: torch.Tensor | RowsToNorm,
+    x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     activation: Activation | None = None,
-    *,
-    stream: torch.Tensor | None = None,
-    scale: float = 1.0,
 ) -> torch.Tensor:
-    """``fused_linear.fused_linear`` of one row, summed up in float32."""
-    x, norm = (x.x, x.rule) if isinstance(x, RowsToNorm) else (x, None)
+    """Multiply ``x`` (1, in) by ``weight`` (out, in) and add ``bias`` (out,), in float32; returns (1, out).
+
+    With an ``activation``, the weight is gate above up, and the result is (1, out / 2).
+    """
     num_rows, size = weight.shape
     is_gated = activation is not None
     assert x.shape == (1, size) and x.stride(1) == 1 and takes_weight(weight, is_gated=is_gated), (x.shape, size)
     num_out = num_rows // 2 if is_gated else num_rows
     block_in, block_out = _blocks(size, is_gated)
-    out = torch.empty((1, num_out), dtype=x.dtype, device=x.device) if stream is None else stream
-    assert out.shape == (1, num_out) and out.stride(1) == 1, (out.shape, out.stride())
+    out = torch.empty((1, num_out), dtype=x.dtype, device=x.device)
     itemsize = weight.dtype.itemsize
     registers = block_in * block_out * (1 + is_gated) * itemsize // (4 * _THREADS)
     held = min(size, max(1, _MOST_REGISTERS // registers) * block_in)
@@ -155,9 +129,7 @@ def one_row_linear_triton(
         x,
         weight,
         bias,
-        None if norm is None else norm.weight,
         out,
-        0.0 if norm is None else norm.eps,
         OUT=num_out,
         IN=size,
         BLOCK_OUT=block_out,
@@ -165,12 +137,8 @@ def one_row_linear_triton(
         HELD=held,
         PREFETCHED=prefetched_columns(size - held, block_out * (1 + is_gated), itemsize, block_in),
         PER_LINE=LINE_BYTES // itemsize,
-        NORM=norm is not None,
-        OFFSET=0.0 if norm is None else norm.offset,
         GATED=is_gated,
         HAS_BIAS=bias is not None,
-        ADDS=stream is not None,
-        SCALE=scale,
         num_warps=_THREADS // 32,
         **activation_constants(activation),
         **dependent_launch(x.device),

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 
 from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, dequantise, quantise
 from tp_engine.kernels.layer_ops import NormRule, add_norm, gate, norm
-from tp_engine.kernels.linear.fused_linear import RowsToNorm
 from tp_engine.kernels.quantised.weights import QuantisedWeight, multiply_quantised
 from tp_engine.model_config.mlp import Activation
 
@@ -52,8 +51,8 @@ class RowCodes:
         return len(self.codes)
 
 
-Rows: TypeAlias = torch.Tensor | RowCodes | RowsToNorm
-"""What a linear layer reads: (N, in), codes of it, or rows that it normalises itself."""
+Rows: TypeAlias = torch.Tensor | RowCodes
+"""What a linear layer reads: (N, in), or codes of it."""
 
 
 def quantise_rows(

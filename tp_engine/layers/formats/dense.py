@@ -1,6 +1,7 @@
 """Weights of the model's own type, and how ``x @ weight.T + bias`` is computed.
 
-On a GPU, PyTorch's library computes it, or for few rows, as in decode steps, Triton (``few_rows``).  On a CPU:
+On a GPU, PyTorch's library computes it, but Triton the product of a single row, as in a decode step of one request
+(``OneRowLinear``).  On a CPU:
 
 ==========  ========================================  ==============================
 type        processor                                 by
@@ -42,12 +43,13 @@ from tp_engine.kernels.ops import has_triton, is_recordable, op
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.formats.base import ExpertsProduct, Product
 from tp_engine.layers.formats.experts import ExpertsShape
-from tp_engine.layers.formats.few_rows import choose_few_rows
 from tp_engine.layers.formats.stored import LinearShape
 from tp_engine.model_config.mlp import Activation, StoredExperts
 from tp_engine.weights.source import Source
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
+# With more outputs, such as a vocabulary, the library reads the weight of one row as fast as memory allows.
+_MOST_OUTPUTS = 1 << 16
 
 
 class Dense:
@@ -199,6 +201,35 @@ class TreeLinear:
         return self._run(x, self._weight, bias, self._num_shards, keeps_sums=self._keeps_sums)
 
 
+class OneRowLinear:
+    """On a GPU: Triton multiplies a single row, the library more rows; ``activation`` is applied to gate and up."""
+
+    is_recordable = True
+
+    def __init__(self, weight: torch.Tensor, activation: Activation | None) -> None:
+        from tp_engine.kernels.linear.one_row_linear_triton import one_row_linear_triton
+
+        self._one_row, self.weight, self._activation = one_row_linear_triton, weight, activation
+        self._gate = op("gate", weight.device.type)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if len(x) == 1:
+            return self._one_row(x, self.weight, bias, self._activation)
+        product = F.linear(x, self.weight, bias)
+        return product if self._activation is None else self._gate(product, self._activation)
+
+    def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See ``GatedProduct``."""
+        return self._one_row(x, self.weight, bias) if len(x) == 1 else F.linear(x, self.weight, bias)
+
+
+def takes_one_row(weight: torch.Tensor, activation: Activation | None) -> bool:
+    """Return whether ``OneRowLinear`` takes ``weight`` (out, in): whole blocks of rows, and no vocabulary."""
+    from tp_engine.kernels.linear.one_row_linear_triton import takes_weight
+
+    return len(weight) <= _MOST_OUTPUTS and takes_weight(weight, is_gated=activation is not None)
+
+
 class ThenGate:
     """Another product, ``before_activation``, then the activation of its gate and up, on ``device_type``."""
 
@@ -220,8 +251,8 @@ def choose_product(weight: torch.Tensor, activation: Activation | None = None) -
 
     With an ``activation``, the weight is gate and up, one above the other, and the product applies it to both.
     """
-    if runs_triton(weight.device.type) and has_triton() and (few := choose_few_rows(weight, activation)) is not None:
-        return few
+    if runs_triton(weight.device.type) and has_triton() and takes_one_row(weight, activation):
+        return OneRowLinear(weight, activation)
     library = _library_for(weight)
     if library is not None and not _has_matrices(library, weight):
         return PanelLinear(library, weight, activation)

@@ -5,7 +5,6 @@
     source       its guesses come from                                          files
     ngram        the request's own text (prompt lookup)                         guesses.py
     suffix       other requests' answers                                        suffix_source.py
-    ngram_gpu    the request's own text, looked up on rank 0's device           guesses.py
     eagle3       the ranks' draft head                                          guesses.py
     grammar      what a request's grammar forces; with every method             grammar_guesses.py
 
@@ -48,12 +47,11 @@ _SOURCES: Mapping[str, Callable[[SpeculativeConfig], GuessSource]] = MappingProx
     {
         "ngram": lambda config: NgramSource(config.prompt_lookup_min, config.prompt_lookup_max),
         "suffix": SuffixSource,
-        "ngram_gpu": lambda config: DraftedSource("ngram_gpu", config.prompt_lookup_max),
         "eagle3": lambda config: DraftedSource("eagle3"),
     }
 )
 _OF_METHOD: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"ngram": ("ngram",), "ngram_gpu": ("ngram_gpu",), "suffix": ("suffix", "ngram"), "eagle3": ("eagle3",)}
+    {"ngram": ("ngram",), "suffix": ("suffix", "ngram"), "eagle3": ("eagle3",)}
 )
 
 

@@ -4,7 +4,6 @@
 
     drafter           drafts                                                          file
     HeadDrafter       by a draft head, from the model's states                        head_drafter.py
-    NgramDrafter      what followed the last tokens before, in the row's own text     ngram_drafter.py
 
 Drafts go to rank 0 with the step's result, and rank 0 alone puts them into a plan, as guesses in lanes (plan.py).
 """
@@ -18,7 +17,6 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from tp_engine.kernels.steps.ngram_drafts import NO_DRAFT
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.upload import upload_all
 from tp_engine.models.causal_lm import CausalLM
@@ -26,6 +24,9 @@ from tp_engine.plan import Drafts, IntArray, StepPlan
 from tp_engine.sampling.logprobs import Fetch
 from tp_engine.worker.batch.lanes import places_in_runs
 from tp_engine.worker.batch.step_inputs import StepInputs
+
+NO_DRAFT = -1
+"""In the place of a draft: no draft follows in this row."""
 
 Pending: TypeAlias = Callable[[], dict[int, Drafts]]
 """Waits for the drafts of each row."""

@@ -23,7 +23,6 @@ import numpy.typing as npt
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, Backends
-from tp_engine.kernels.steps.ngram_drafts import NO_DRAFT
 from tp_engine.layers.attention import Attention, forward_context, only
 from tp_engine.layers.upload import upload_all
 from tp_engine.models.causal_lm import CausalLM
@@ -34,7 +33,7 @@ from tp_engine.sampling import shares
 from tp_engine.sampling.logprobs import Fetch
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.step_inputs import StepInputs
-from tp_engine.worker.drafters.drafter import Drafter, Pending, by_row, drafted_rows, right_lanes
+from tp_engine.worker.drafters.drafter import NO_DRAFT, Drafter, Pending, by_row, drafted_rows, right_lanes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,7 @@ What follows the model depends on the rows, so it is a recording of its own, of 
 row is greedy or samples by temperature alone, *nucleus*, if some have top_p, and *ranked*, if some have top_k.  Other
 steps launch their sampler behind the recorded forward pass: those with penalties, whose counts are allocated for the
 first row that has some; with min_p alone, which is rare; and those that no kernel samples.  On a CPU the only kind is
-greedy.  Logits are the largest tensor and live only within the second part, so that all sizes share their memory.  Of a
-plain step there are none where the LM head chooses itself (``layers/formats/head_choice.py``).
+greedy.  Logits are the largest tensor and live only within the second part, so that all sizes share their memory.
 
 A recorded step reads its inputs from, and leaves its outputs in, the tensors that it used when it was recorded.
 ``CudaRecorder`` makes CUDA graphs; ``tape_recorder`` makes tapes, which do the same for CPUs.
@@ -115,12 +114,8 @@ class CapturedDecodes:
         """Token ids (size,), from the hidden states that ``_run_model`` left."""
         inputs, hidden = self._decodes.inputs(size), self._forward.output(size)
         tables = self._decodes.tables if kind in self._sampler.advancing else None
-        head, choose = self._model.lm_head.choice, self._sampler.choose if kind == StepKind() else None
-        if choose is not None and head is not None and head.takes(size):
-            tokens = choose(head, hidden, inputs.rows, inputs.positions, advanced=tables)
-        else:
-            logits = self._model.compute_local_logits(hidden)
-            tokens = self._sampler.sample_recorded(kind, logits, inputs.rows, inputs.positions, advanced=tables)
+        logits = self._model.compute_local_logits(hidden)
+        tokens = self._sampler.sample_recorded(kind, logits, inputs.rows, inputs.positions, advanced=tables)
         if tables is None:
             self._decodes.advance(size, tokens)
         return tokens
