@@ -8,6 +8,7 @@ from tests.ranks.speculation_job import run_once
 from tp_engine import LLM
 from tp_engine.plan import IntArray
 from tp_engine.sched.guesses.guesses import DraftedSource, Guess
+from tp_engine.sched.guesses.speculation import Speculation
 from tp_engine.sched.sequence import Sequence
 
 
@@ -28,7 +29,7 @@ class Watched(DraftedSource):
 
 def run(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
     """As ``run_once``, and with a drafter all drafts."""
-    speculation = llm.engine._scheduler._speculation
+    speculation = llm.engine._scheduler.feature(Speculation)
     if speculation is None:
         return run_once(llm, case)
     (source,) = speculation.sources._sources

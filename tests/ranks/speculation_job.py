@@ -14,6 +14,7 @@ from tp_engine import LLM, SamplingParams, StructuredOutputsParams
 from tp_engine.plan import IntArray
 from tp_engine.sched.guesses.guess_sources import GuessSources
 from tp_engine.sched.guesses.guesses import Guess, GuessSource
+from tp_engine.sched.guesses.speculation import Speculation
 from tp_engine.sched.sequence import Sequence
 
 OWN = ("own", "own again")  # those of the engine's method; at the second time it knows the answers
@@ -59,7 +60,7 @@ def _params(case: dict[str, Any]) -> SamplingParams:
 
 def run_kinds(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
     """For each kind, or for ``none``: tokens and log-probabilities, and what was guessed."""
-    speculation = llm.engine._scheduler._speculation
+    speculation = llm.engine._scheduler.feature(Speculation)
     found: dict[str, Any] = {}
     for kind in KINDS if speculation is not None else ("none",):
         if speculation is not None and kind not in OWN:

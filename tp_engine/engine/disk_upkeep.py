@@ -19,6 +19,7 @@ from tp_engine.log import get_logger
 from tp_engine.plan import StepPlan
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.sched.tiers.disk_journal import DiskContents, JournalHeader, read_header, read_nodes
+from tp_engine.sched.tiers.disk_waits import DiskWaits
 from tp_engine.worker.tiers.disk_start import DiskStart
 
 logger = get_logger(__name__)
@@ -126,14 +127,15 @@ class DiskUpkeep:
     """Plans without rows, which order what no request waits for; ``run`` runs one on all ranks."""
 
     def __init__(self, scheduler: Scheduler, journal: JournalFile) -> None:
-        assert scheduler.disk_waits is not None, "there is no disk tier"
-        self._scheduler, self._waits, self._journal = scheduler, scheduler.disk_waits, journal
+        waits = scheduler.feature(DiskWaits)
+        assert waits is not None, "there is no disk tier"
+        self._scheduler, self._waits, self._journal = scheduler, waits, journal
 
     def turn(self, run: Callable[[StepPlan], None]) -> bool:
         """Order the next writes, if there are any; whether there is more to do."""
         if not self._waits.has_background_work:
             return False
-        plan = self._scheduler.schedule_background()
+        plan = self._scheduler.schedule_bare(self._waits.finish_bare)
         if plan is not None:
             run(plan)
         return self._waits.has_background_work

@@ -59,7 +59,7 @@ class Operator:
     @property
     def adapters(self) -> AdapterSlots | None:
         """The loaded adapters; None for an engine without slots for some."""
-        return self._scheduler.adapters
+        return self._scheduler.feature(AdapterSlots)
 
     def configuration(self) -> dict[str, Any]:
         """The effective configuration, by field."""

@@ -27,6 +27,8 @@ import numpy as np
 from tp_engine.errors import RequestError, shown
 from tp_engine.plan import NO_IDS, NO_PAIRS, StepPlan
 from tp_engine.request import EngineRequest
+from tp_engine.sched.feature import SchedulerFeature
+from tp_engine.sched.sequence import RequestGroup, Sequence
 
 PATIENCE = 64
 NO_ADAPTER = 0
@@ -42,7 +44,7 @@ class AdapterStats:
     waiting: tuple[str, ...] = ()
 
 
-class AdapterSlots:
+class AdapterSlots(SchedulerFeature):
     """The owner of the names and of ``max_loras`` slots, numbered from 1 on as in plans; deterministic."""
 
     def __init__(self, max_loras: int) -> None:
@@ -95,23 +97,24 @@ class AdapterSlots:
         self.check_loaded(request.adapter)
         return replace(request, adapter_generation=self._named[request.adapter])
 
-    def begin_request(self, generation: int) -> None:
-        """A request with this adapter, or with none, arrives."""
-        if generation != NO_ADAPTER:
+    def on_add(self, group: RequestGroup) -> None:
+        """See ``SchedulerFeature``: the request keeps its adapter loaded."""
+        if (generation := group.request.adapter_generation) != NO_ADAPTER:
             self._num_requests[generation] += 1
 
-    def end_request(self, generation: int) -> None:
-        """A request with this adapter, or with none, has ended."""
-        if generation != NO_ADAPTER:
+    def on_request_end(self, group: RequestGroup) -> None:
+        """See ``SchedulerFeature``."""
+        if (generation := group.request.adapter_generation) != NO_ADAPTER:
             self._num_requests[generation] -= 1
             self._forget_unused(generation)
 
-    def begin_step(self, step_id: int) -> None:
-        """The sequences that may enter in this step come next, in order."""
+    def begin_admission(self, step_id: int) -> None:
+        """See ``SchedulerFeature``."""
         self._step_id, self._must_drain = step_id, False
 
-    def may_enter(self, generation: int) -> bool:
-        """Whether a sequence with this adapter, or none, may enter now; if not, it lets others pass."""
+    def may_enter(self, sequence: Sequence) -> bool:
+        """See ``SchedulerFeature``: whether its adapter has a slot, or can get one, if it has an adapter."""
+        generation = sequence.adapter
         if generation == NO_ADAPTER:
             return True
         if self._must_drain:
@@ -122,8 +125,9 @@ class AdapterSlots:
         self._must_drain = self._step_id - since >= PATIENCE
         return False
 
-    def enter(self, generation: int) -> None:
-        """A sequence that ``may_enter`` gets a row."""
+    def on_enter(self, sequence: Sequence) -> None:
+        """See ``SchedulerFeature``: the sequence gets its adapter's slot."""
+        generation = sequence.adapter
         if generation == NO_ADAPTER:
             return
         self._waiting_since.pop(generation, None)
@@ -133,9 +137,11 @@ class AdapterSlots:
             self._slot_of[generation] = slot
             self._loads.append((generation, slot))
         self._num_rows[generation] = self._num_rows.get(generation, 0) + 1
+        sequence.adapter_slot = self._slot_of[generation]
 
-    def leave(self, generation: int) -> None:
-        """A sequence with this adapter, or none, gives back its row."""
+    def on_leave(self, sequence: Sequence) -> None:
+        """See ``SchedulerFeature``."""
+        generation = sequence.adapter
         if generation == NO_ADAPTER:
             return
         self._num_rows[generation] -= 1
@@ -143,12 +149,8 @@ class AdapterSlots:
             del self._num_rows[generation]
             self._idle[generation] = None
 
-    def slot(self, generation: int) -> int:
-        """The slot of a running sequence's adapter; 0 for none."""
-        return self._slot_of[generation] if generation else 0
-
-    def hand_over(self, plan: StepPlan) -> StepPlan:
-        """The next plan, with what the ranks must put into slots and may forget since the last one."""
+    def finish_plan(self, plan: StepPlan) -> StepPlan:
+        """Return the plan with what the ranks must put into slots and may forget since the last one."""
         if not (self._loads or self._drops):
             return plan
         loads, drops, self._loads, self._drops = self._loads, self._drops, [], []
@@ -158,13 +160,13 @@ class AdapterSlots:
             adapter_drops=np.array(drops, dtype=np.int32) if drops else NO_IDS,
         )
 
-    def stats(self) -> AdapterStats:
-        """A snapshot."""
+    def stats(self) -> dict[str, AdapterStats]:
+        """See ``SchedulerFeature``."""
         running, waiting = (
             tuple(sorted(name for name, generation in self._named.items() if generation in of))
             for of in (self._num_rows, self._waiting_since)
         )
-        return AdapterStats(max_loras=self.max_loras, running=running, waiting=waiting)
+        return {"adapters": AdapterStats(max_loras=self.max_loras, running=running, waiting=waiting)}
 
     def check_integrity(self) -> None:
         """Assert that every slot is free, idle or used, once."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Iterable
 
 from tp_engine.plan import Admission, IntArray
 from tp_engine.sched.blocks.block_manager import Donation, Hits
 from tp_engine.sched.blocks.prefix_cache import BlockName, identity
 from tp_engine.sched.blocks.snapshots import Snapshots
+from tp_engine.sched.feature import SchedulerFeature, hooks
 from tp_engine.sched.readiness import Blocked
+from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import NO_ROW, Entry, Sequence, SequencePhase
-from tp_engine.sched.step_builder import Batch, StepDraft
-from tp_engine.sched.tiers.disk_waits import DiskWaits
+from tp_engine.sched.step_builder import StepDraft
 
 #: Candidates that may be passed over in one step.  It bounds the work of a step, however many wait for one prompt.
 _MAX_DEFERRED = 32
@@ -35,12 +37,13 @@ class Admitter:
     It decides one sequence after the other, and gives rows and blocks to many at once.
     """
 
-    def __init__(self, batch: Batch, waits: DiskWaits | None = None) -> None:
-        self._batch = batch
-        self._waits = waits
-        self._rows = batch.rows
-        self._blocks = batch.blocks
-        self._adapters = batch.adapters
+    def __init__(self, state: SchedulerState, features: Iterable[SchedulerFeature] = ()) -> None:
+        self._state = state
+        self._rows = state.rows
+        self._blocks = state.blocks
+        self._begin_admission = hooks(features, "begin_admission")
+        self._may_enter, self._on_enter = hooks(features, "may_enter"), hooks(features, "on_enter")
+        self._review_hits = hooks(features, "review_hits")
         self._entries: list[Entry] = []  # of this step, not seated yet
         self._names: set[BlockName] = set()  # of what they will publish
         self._num_owed = 0  # blocks that they will take
@@ -53,11 +56,11 @@ class Admitter:
         if not self._rows.readiness.num_blocked:
             self._loading.clear()
         self._blocks.expire_all()
-        if self._adapters is not None:
-            self._adapters.begin_step(draft.step_id)
+        for begin in self._begin_admission:
+            begin(draft.step_id)
         deferred: list[Sequence] = []
         while draft.budget > 0 and self._rows.num_vacant > len(self._entries) and len(deferred) < _MAX_DEFERRED:
-            sequence = self._batch.waiting.pop()
+            sequence = self._state.waiting.pop()
             if sequence is None:
                 break
             verdict = self._consider(draft, sequence)
@@ -68,11 +71,11 @@ class Admitter:
                 break
         self._seat(draft)
         for sequence in deferred:
-            self._batch.waiting.push(sequence)
+            self._state.waiting.push(sequence)
 
     def _consider(self, draft: StepDraft, sequence: Sequence) -> Verdict:
-        if self._adapters is not None and not self._adapters.may_enter(sequence.adapter):
-            return Verdict.DEFERRED  # no slot is idle
+        if not all(may_enter(sequence) for may_enter in self._may_enter):
+            return Verdict.DEFERRED
         siblings = sequence.group.running
         if siblings and sequence.can_fork:
             donation = self._donation(sequence, siblings, draft.step_id)
@@ -84,12 +87,9 @@ class Admitter:
         if hits.next_name in self._names:
             self._seat(draft)
             hits = self._blocks.find_hits(sequence)
-        if self._waits is not None and sequence.reads_disk:
-            if self._waits.must_wait(sequence, hits.shared.held):
-                self._batch.num_parked += 1
+        for review in self._review_hits:
+            if (hits := review(sequence, hits)) is None:
                 return Verdict.PARKED
-            if not sequence.reads_disk:
-                hits = self._blocks.find_hits(sequence)
         if self._loading and self._is_loading(hits.next_name):
             return Verdict.DEFERRED  # a row that waits for its loads will compute that block
         snapshots = self._blocks.snapshots
@@ -103,7 +103,7 @@ class Admitter:
         end = min(len(sequence.token_ids), hits.num_tokens + chunk)
         if blocks.snapshots is not None:
             self._plan_snapshots(blocks.snapshots, sequence, hits)
-        end = self._batch.chunk_end(sequence, hits.num_tokens, end)
+        end = self._state.chunk_end(sequence, hits.num_tokens, end)
         reach = len(sequence.token_ids) + 1 if sequence.num_preemptions else end
         num_needed = blocks.most_blocks(reach)
         if len(held):
@@ -144,15 +144,15 @@ class Admitter:
         shared, source = donation.shared, donation.source
         sequence.snapshots_at = ()
         entry = Entry(sequence, shared, end - 1, end, source, 0, sequence.group.root)
-        if self._batch.limits.has_states:
+        if self._state.limits.has_states:
             entry.state_source = donation.row
         self._enter(draft, entry)
         return Verdict.ENTERED
 
     def _enter(self, draft: StepDraft, entry: Entry) -> None:
         """The decision is made; siblings must see at once that one of them runs."""
-        if self._adapters is not None:
-            self._adapters.enter(entry.sequence.adapter)
+        for on_enter in self._on_enter:
+            on_enter(entry.sequence)
         if len(entry.shared.held):
             entry.shared, entry.must_load = self._blocks.hold(entry.shared)
         self._num_owed += (self._blocks.blocks_for(entry.end) - len(entry.shared.table)) * self._blocks.num_groups
@@ -168,7 +168,7 @@ class Admitter:
         self._names.clear()
         if not entries:
             return
-        tables = self._batch.enter(entries, draft.step_id)
+        tables = self._state.enter(entries, draft.step_id)
         now_s = time.monotonic()
         for entry, table in zip(entries, tables, strict=True):
             entry.sequence.first_scheduled_s = entry.sequence.first_scheduled_s or now_s
@@ -176,8 +176,7 @@ class Admitter:
                 draft.add_copies(entry.source, table[len(entry.shared.table)])
             if entry.state_source is not None:
                 draft.state_copies.append((entry.state_source, entry.sequence.row))
-            slot = 0 if self._adapters is None else self._adapters.slot(entry.sequence.adapter)
-            draft.admitted.append(_admission(entry, table, slot))
+            draft.admitted.append(_admission(entry, table))
             if entry.must_load:
                 self._rows.readiness.block(entry.sequence.row, Blocked.LOADING)
         self._blocks.publish((entry.sequence, entry.end) for entry in entries if not entry.must_load)
@@ -199,7 +198,7 @@ class Admitter:
         The source of a copy must be complete when the step begins.  A sibling that enters in this step may begin with
         blocks that are copied or computed in it.  A recurrent state must be that behind just these tokens.
         """
-        rows, num_tokens, has_states = self._rows, sequence.num_prompt_tokens - 1, self._batch.limits.has_states
+        rows, num_tokens, has_states = self._rows, sequence.num_prompt_tokens - 1, self._state.limits.has_states
         for other in siblings:
             scheduled = int(rows.num_scheduled[other.row])
             if has_states and (scheduled != num_tokens or rows.since_step[other.row] >= step_id or not num_tokens):
@@ -217,7 +216,7 @@ class Admitter:
         return num_blocks + num_kept <= self._blocks.pool.num_available or running == 0
 
     def _count_hits(self, sequence: Sequence, hits: Hits) -> None:
-        counters, num_hit_tokens = self._batch.counters, hits.num_tokens
+        counters, num_hit_tokens = self._state.counters, hits.num_tokens
         if sequence.num_preemptions:
             counters.num_recomputed_tokens += max(0, sequence.num_lost_tokens - num_hit_tokens)
             sequence.num_lost_tokens = 0
@@ -232,7 +231,7 @@ class Admitter:
             sequence.num_cached_tokens = num_hit_tokens
 
 
-def _admission(entry: Entry, table: IntArray, adapter: int) -> Admission:
+def _admission(entry: Entry, table: IntArray) -> Admission:
     """``table`` (n, G)."""
     sequence = entry.sequence
     return Admission(
@@ -242,5 +241,5 @@ def _admission(entry: Entry, table: IntArray, adapter: int) -> Admission:
         num_computed_tokens=entry.num_computed,
         block_ids=table.reshape(-1),
         sampling=sequence.sampling,
-        adapter=adapter,
+        adapter=sequence.adapter_slot,
     )

@@ -15,6 +15,8 @@ preempted while a result is outstanding, because the result may end sequences an
 Most steps are *steady*: the rows of the step before go on decoding, and nothing else happens.  ``SteadySteps`` does
 both halves of these in a few operations.
 
+What is optional (adapters, tiers, speculation) is a feature in a list, whose hooks are called here (``feature.py``).
+
 Blocks that a prompt fills are published at once, because others wait for them.  Those that decoding fills are published
 when the sequence leaves its row, which keeps hashing out of the steady step.
 """
@@ -22,7 +24,7 @@ when the sequence leaves its row, which keeps hashing out of the steady step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +36,9 @@ from tp_engine.sched.admission import Admitter
 from tp_engine.sched.blocks.roots import Roots
 from tp_engine.sched.constraint import FillMasks, Grammar
 from tp_engine.sched.decode_run import RowSet
+from tp_engine.sched.feature import Feature, find_feature, hooks
+from tp_engine.sched.features import FeatureParts, make_features
 from tp_engine.sched.guesses.guesses import GuessSource
-from tp_engine.sched.guesses.speculation import Speculation
 from tp_engine.sched.intake import build_group
 from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports
 from tp_engine.sched.outcome import (
@@ -47,21 +50,19 @@ from tp_engine.sched.outcome import (
     slice_logprobs,
 )
 from tp_engine.sched.readiness import Blocked
-from tp_engine.sched.sequence import NO_ROW, RequestGroup, Sequence, SequencePhase
+from tp_engine.sched.scheduler_state import SchedulerState
+from tp_engine.sched.sequence import RequestGroup, Sequence, SequencePhase
 from tp_engine.sched.steady_steps import SteadySteps
-from tp_engine.sched.step_builder import Batch, StepBuilder, StepDraft
+from tp_engine.sched.step_builder import StepBuilder, StepDraft
 from tp_engine.sched.tiers.disk_journal import DiskContents
 from tp_engine.sched.tiers.disk_tier import TierLinks
-from tp_engine.sched.tiers.disk_waits import DiskWaits
-from tp_engine.sched.tiers.host_tier import HostTier
-from tp_engine.sched.tiers.prefetch import Prefetcher
 from tp_engine.sched.view import SchedulerStats, SchedulerView, ViewLimits, stats_of, view_scheduler
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
 
 class Scheduler:
-    """Decides what each step computes; single-threaded, deterministic.  ``disk_waits`` belong to a disk tier."""
+    """Decides what each step computes; single-threaded, deterministic."""
 
     def __init__(
         self,
@@ -75,23 +76,39 @@ class Scheduler:
         disk tier: what it has; ``guess_sources`` are for speculation, instead of its own."""
         self._limits = limits
         self._fill_masks = fill_masks
-        self._batch = Batch(limits, TierLinks(reports, contents))
-        self.adapters = self._batch.adapters
-        self._builder = StepBuilder(self._batch)
+        self._state = SchedulerState(limits, TierLinks(reports, contents))
+        self._builder = StepBuilder(self._state)
         self._stops = StopChecker()
-        self._steady = SteadySteps(self._batch, self._stops)
-        self._speculation: Speculation | None = None
-        if limits.speculation is not None:
-            self._speculation = Speculation(limits.speculation, self._batch, self._stops, fill_masks, guess_sources)
-        tier = self._batch.blocks.tier
-        self.disk_waits = None if tier is None or tier.disk is None else DiskWaits(tier, tier.disk)
-        self._roots = Roots(None if self.disk_waits is None else self.disk_waits.salt)
-        self._prefetcher = None if tier is None else Prefetcher(self._batch, tier, self.disk_waits)
-        self._admitter = Admitter(self._batch, self.disk_waits)
+        self._steady = SteadySteps(self._state, self._stops)
+        self._features = make_features(
+            FeatureParts(
+                state=self._state,
+                builder=self._builder,
+                stops=self._stops,
+                fill_masks=fill_masks,
+                guess_sources=guess_sources,
+            )
+        )
+        self._state.on_leave = hooks(self._features, "on_leave")
+        self._roots = Roots(hooks(self._features, "cache_salt"))
+        self._admitter = Admitter(self._state, self._features)
+        self._bind_hooks()
         self._groups: dict[str, RequestGroup] = {}
         self._num_requests = 0
         self._step_id = 0
         self._departures: deque[int] = deque()  # of each step in flight, before it was made
+
+    def _bind_hooks(self) -> None:
+        """Keep the hooks that any feature overrides (``SchedulerFeature``)."""
+        features = self._features
+        self._resolve, self._on_add = hooks(features, "resolve"), hooks(features, "on_add")
+        self._announce, self._poll = hooks(features, "announce"), hooks(features, "poll")
+        self._must_wait, self._wants_step = hooks(features, "must_wait"), hooks(features, "wants_step")
+        self._begin_draft, self._extend_draft = hooks(features, "begin_draft"), hooks(features, "extend_draft")
+        self._must_send, self._finish_plan = hooks(features, "must_send"), hooks(features, "finish_plan")
+        self._after_plan, self._on_result = hooks(features, "after_plan"), hooks(features, "on_result")
+        self._extend_output, self._stats = hooks(features, "extend_output"), hooks(features, "stats")
+        self._on_end, self._on_request_end = hooks(features, "on_end"), hooks(features, "on_request_end")
 
     @property
     def has_unfinished(self) -> bool:
@@ -108,6 +125,10 @@ class Scheduler:
         """The id that the next plan will carry; the first is 1."""
         return self._step_id + 1
 
+    def feature(self, kind: type[Feature]) -> Feature | None:
+        """Return the feature of this kind; None if it is switched off."""
+        return find_feature(self._features, kind)
+
     def add(self, request: EngineRequest) -> None:
         """Queue a request; one with a grammar waits for ``constrain`` first.
 
@@ -118,27 +139,26 @@ class Scheduler:
                 f"request id {request.request_id!r} is in use; choose one that no unfinished request has",
                 param="request_id",
             )
-        request = request if self.adapters is None else self.adapters.resolve(request)
+        for resolve in self._resolve:
+            request = resolve(request)
         group = build_group(request, self._limits, self._num_requests, self._roots)
         self._num_requests += 1
         self._groups[request.request_id] = group
-        if self.adapters is not None:
-            self.adapters.begin_request(request.adapter_generation)
         self._stops.watch(group)
         for sequence in group.sequences:
             if request.is_constrained:
                 sequence.blocked = Blocked.GRAMMAR
-                self._batch.num_parked += 1
+                self._state.num_parked += 1
             else:
-                self._batch.waiting.push(sequence)
-        if self._prefetcher is not None:
-            self._prefetcher.arrive(group.sequences[0])
+                self._state.waiting.push(sequence)
+        for on_add in self._on_add:
+            on_add(group)
 
     def expect(self, session: str, salt: str, adapter_generation: int = 0) -> None:
         """A client's session (``SamplingParams.prompt_cache_key``) will go on soon: what it ended with is brought back
         from the host or the disk, as far as there is room."""
-        if self._prefetcher is not None:
-            self._prefetcher.expect((session, self._roots.of(salt, adapter_generation)), self.next_step_id)
+        for announce in self._announce:
+            announce(session, self._roots.of(salt, adapter_generation), self.next_step_id)
 
     def constrain(self, request_id: str, grammar: Grammar) -> None:
         """A request's grammar is compiled: its sequences may run.  A request that was aborted is ignored."""
@@ -146,17 +166,7 @@ class Scheduler:
         for sequence in group.sequences if group is not None else ():
             if sequence.phase is SequencePhase.WAITING and sequence.blocked & Blocked.GRAMMAR:
                 sequence.constraint = grammar.start(ignore_eos=sequence.group.request.params.ignore_eos)
-                self.ready(sequence, Blocked.GRAMMAR)
-
-    def ready(self, sequence: Sequence, reason: Blocked) -> None:
-        """``reason`` does not hold the sequence back any longer; what set the bit says so."""
-        if sequence.row != NO_ROW:
-            self._batch.rows.readiness.clear(sequence.row, reason)
-        elif sequence.phase is SequencePhase.WAITING and sequence.blocked:
-            sequence.blocked &= ~reason
-            if not sequence.blocked:
-                self._batch.num_parked -= 1
-                self._batch.waiting.push(sequence)
+                self._state.unblock(sequence, Blocked.GRAMMAR)
 
     def abort(self, request_ids: Iterable[str] | None, error: str | None = None) -> list[SequenceDelta]:
         """End these requests now, because of an ``error`` if there is one; unknown ids are ignored.  None: all.
@@ -175,11 +185,11 @@ class Scheduler:
     def preempt_all(self) -> None:
         """Every running sequence waits again, with its tokens and without blocks.  No step may be in flight."""
         assert not self._departures, "a step is in flight"
-        self._batch.preempt_all()
+        self._state.preempt_all()
 
     def renew_roots(self) -> None:
         """The weights are others from now on: what is cached is not found any more.  No sequence may be running."""
-        assert not self._batch.rows.num_running, "a row has K/V of the old weights"
+        assert not self._state.rows.num_running, "a row has K/V of the old weights"
         self._roots.renew(self._groups.values())
 
     def schedule(self) -> StepPlan | None:
@@ -187,69 +197,52 @@ class Scheduler:
 
         The next plan releases the rows that were left meanwhile.
         """
-        if self.disk_waits is not None:
-            for sequence in self.disk_waits.settle():
-                self.ready(sequence, Blocked.READING)
-        speculation = self._speculation
-        if speculation is not None and self._departures and speculation.must_wait():
+        for poll in self._poll:
+            poll()
+        if self._departures and any(must_wait() for must_wait in self._must_wait):
             return None
-        has_guesses = speculation is not None and not self._departures and speculation.find()
-        plan = None if has_guesses else self._steady.schedule(self._step_id + 1)
+        wanted = [] if self._departures else [wants() for wants in self._wants_step]
+        plan = None if any(wanted) else self._steady.schedule(self.next_step_id)
         if plan is None:
             plan = self._schedule_any()
-        if plan is not None:
-            plan = plan if speculation is None else speculation.hand_over(plan)
-            plan = plan if self.adapters is None else self.adapters.hand_over(plan)
-            self._step_id = plan.step_id
-            self._departures.append(self._batch.rows.num_departures)
-            if self._prefetcher is not None and self._prefetcher.has_work:
-                self._prefetcher.look(self._step_id)
-        return plan
+        return None if plan is None else self._send(plan)
 
     def _schedule_any(self) -> StepPlan | None:
-        budget = self._limits.max_num_batched_tokens
-        draft = StepDraft(self.next_step_id, budget, may_preempt=not self._departures)
-        tier = self._batch.blocks.tier
-        if tier is not None and self._batch.rows.readiness.num_blocked:
-            self._end_loads(tier)
+        draft = StepDraft(self.next_step_id, self._limits.max_num_batched_tokens, may_preempt=not self._departures)
+        for begin in self._begin_draft:
+            begin(draft)
         self._builder.schedule_decodes(draft)
         if draft.stalled:
             return None
         self._builder.schedule_prefills(draft)
-        if self._batch.waiting and not draft.short:
+        if self._state.waiting and not draft.short:
             self._admitter.admit(draft)
-        if tier is not None and draft.is_empty:
-            self._builder.hurry(draft, tier)
-        if self._speculation is not None:
-            self._speculation.add_lanes(draft)
-        plan = draft.advance(self._batch, self._fill_masks)
-        if plan is None and tier is not None and tier.disk is not None and tier.disk.must_send and not self._departures:
-            plan = tier.finish(StepPlan(step_id=draft.step_id))
+        for extend in self._extend_draft:
+            extend(draft)
+        plan = draft.advance(self._state, self._fill_masks)
+        if plan is None and not self._departures and any(must_send() for must_send in self._must_send):
+            plan = StepPlan(step_id=draft.step_id)
         return plan
 
-    def _end_loads(self, tier: HostTier) -> None:
-        """Rows all of whose loads have gone out may run; the plan in the making waits for these."""
-        for sequence in self._batch.rows.loading():
-            held = self._batch.rows.held(sequence.row)
-            if not tier.must_load(held):
-                tier.require(held)
-                self.ready(sequence, Blocked.LOADING)
+    def _send(self, plan: StepPlan) -> StepPlan:
+        """The plan with what the features have for the ranks; its step is in flight."""
+        for finish in self._finish_plan:
+            plan = finish(plan)
+        self._step_id = plan.step_id
+        self._departures.append(self._state.rows.num_departures)
+        for after in self._after_plan:
+            after(self._step_id)
+        return plan
 
-    def schedule_background(self) -> StepPlan | None:
-        """A plan without rows that goes on with the work of the disk tier; None if there is nothing to order now.
-
-        No step may be in flight.
-        """
-        assert not self._departures and self.disk_waits is not None, "a step is in flight, or there is no disk tier"
-        for sequence in self.disk_waits.settle():
-            self.ready(sequence, Blocked.READING)
+    def schedule_bare(self, finish: Callable[[StepPlan], StepPlan]) -> StepPlan | None:
+        """A plan without rows, with what ``finish`` adds to it; None if that is nothing.  No step may be in flight."""
+        assert not self._departures, "a step is in flight"
         bare = StepPlan(step_id=self.next_step_id)
-        plan = self.disk_waits.tier.finish(bare)
+        plan = finish(bare)
         if plan is bare:
-            self.disk_waits.rest()
             return None
         self._step_id = plan.step_id
-        self._departures.append(self._batch.rows.num_departures)
+        self._departures.append(self._state.rows.num_departures)
         return plan
 
     def skip_step(self) -> int:
@@ -264,24 +257,19 @@ class Scheduler:
         assert result.step_id == plan.step_id == expected, (
             f"result {result.step_id} of plan {plan.step_id}: {expected} is due"
         )
-        may_have_left = self._departures.popleft() != self._batch.rows.num_departures
-        if self._speculation is not None:
-            self._speculation.sources.take(result)
-        if len(plan.lane_rows):
-            return self._update_verified(plan, result, may_have_left)
+        may_have_left = self._departures.popleft() != self._state.rows.num_departures
+        for on_result in self._on_result:
+            plan, result = on_result(plan, result)
         output = self._steady.update(plan, result)
-        return self._update_any(plan, result, may_have_left) if output is None else output
-
-    def _update_verified(self, plan: StepPlan, result: StepResult, may_have_left: bool) -> StepOutput:
-        assert self._speculation is not None, "a plan has lanes without speculation"
-        verified = self._speculation.judge(plan, result)
-        output = self._update_any(verified.plan, verified.result, may_have_left)
-        for sequence in self._speculation.extend(verified, output):
-            self._finish(sequence)
+        if output is None:
+            output = self._update_any(plan, result, may_have_left)
+        for extend in self._extend_output:
+            for sequence in extend(output):
+                self._finish(sequence)
         return output
 
     def _update_any(self, plan: StepPlan, result: StepResult, may_have_left: bool) -> StepOutput:
-        rows = self._batch.rows
+        rows = self._state.rows
         sampled, token_ids, epoch = plan.decode_rows, result.token_ids, plan.rows_epoch
         positions: npt.NDArray[np.intp] | None = None
         if len(plan.prefill_rows):
@@ -303,29 +291,31 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """A snapshot of queue, pool and totals."""
-        return stats_of(self._batch, None if self._speculation is None else self._speculation.stats())
+        return stats_of(self._state, {name: value for stats in self._stats for name, value in stats().items()})
 
     def view(self, limits: ViewLimits) -> SchedulerView:
         """The pool and the running sequences for people to look at; costs nothing until it is called."""
-        return view_scheduler(self._batch, limits)
+        return view_scheduler(self._state, limits)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes.  False, and nothing is changed, while a sequence is running."""
-        if self._batch.rows.num_running:
+        if self._state.rows.num_running:
             return False
-        self._batch.blocks.clear_cache()
+        self._state.blocks.clear_cache()
         return True
 
     def check_integrity(self) -> None:
         """Assert that all parts agree; for idle times and tests."""
-        self._batch.check_integrity()
+        self._state.check_integrity()
+        for feature in self._features:
+            feature.check_integrity()
         counts = np.array([group.check_integrity() for group in self._groups.values()]).reshape(-1, 3).sum(axis=0)
-        num_parked = self._batch.num_parked
-        assert counts.tolist() == [self._batch.rows.num_running, len(self._batch.waiting) + num_parked, num_parked]
+        num_parked = self._state.num_parked
+        assert counts.tolist() == [self._state.rows.num_running, len(self._state.waiting) + num_parked, num_parked]
 
     def _confirm_prefills(self, plan: StepPlan, result: StepResult) -> None:
         """The chunks of this step are computed."""
-        rows = self._batch.rows
+        rows = self._state.rows
         prefilled = plan.prefill_rows.astype(np.intp)
         living = rows.since_step[prefilled] <= plan.step_id
         confirmed = prefilled[living]
@@ -336,7 +326,7 @@ class Scheduler:
 
     def _append(self, num_decodes: int, sampled: RowSet, token_ids: IntArray) -> StepOutcome:
         """Each sampled row has one more token; some behind the ``num_decodes`` got their first one, some end."""
-        rows = self._batch.rows
+        rows = self._state.rows
         outcome = StepOutcome(sampled, token_ids)
         lengths = rows.append(sampled, token_ids)
         for position in range(num_decodes, len(token_ids)):
@@ -357,7 +347,7 @@ class Scheduler:
     def _find_endings(self, outcome: StepOutcome, positions: list[int], lengths: npt.NDArray[np.int64]) -> None:
         for position in positions:
             sequence = outcome.sequences[position]
-            max_tokens = int(self._batch.rows.max_tokens[sequence.row])
+            max_tokens = int(self._state.rows.max_tokens[sequence.row])
             end = ending(sequence, int(outcome.token_ids[position]), int(lengths[position]), max_tokens)
             if end is not None:
                 outcome.endings[position] = end
@@ -366,7 +356,7 @@ class Scheduler:
         self, outcome: StepOutcome, sampled: IntArray, positions: npt.NDArray[np.intp] | None, result: StepResult
     ) -> None:
         assert result.logprobs is not None
-        asked = self._batch.rows.num_logprobs[sampled]
+        asked = self._state.rows.num_logprobs[sampled]
         for position in np.flatnonzero(asked >= 0).tolist():
             source = position if positions is None else int(positions[position])
             outcome.logprobs[position] = slice_logprobs(result.logprobs, source, source + 1, int(asked[position]))
@@ -377,19 +367,17 @@ class Scheduler:
             sequence.phase = SequencePhase.FINISHED
             if sequence.blocked:
                 sequence.blocked = Blocked.NOTHING
-                self._batch.num_parked -= 1
+                self._state.num_parked -= 1
             else:
-                self._batch.waiting.forget(sequence)
+                self._state.waiting.forget(sequence)
         else:
-            self._batch.leave(sequence, SequencePhase.FINISHED)
-            if self._speculation is not None:
-                self._speculation.sources.learn(sequence)
-            if self._prefetcher is not None:
-                self._prefetcher.note_end(sequence)
+            self._state.leave(sequence, SequencePhase.FINISHED)
+            for on_end in self._on_end:
+                on_end(sequence)
         group = sequence.group
         group.num_unfinished -= 1
         if group.num_unfinished == 0:
             del self._groups[group.request.request_id]
             self._stops.unwatch(group)
-            if self.adapters is not None:
-                self.adapters.end_request(group.request.adapter_generation)
+            for on_request_end in self._on_request_end:
+                on_request_end(group)

@@ -90,6 +90,7 @@ class Sequence:
     Where it has computed so many tokens as ``snapshots_at`` says, a snapshot of its recurrent state is taken.
     While it waits, the host tier was searched for it at ``looked_at_step``, and ``num_prefetched_tokens`` were loaded.
     ``num_guessed_tokens`` were verified for it, of which ``num_accepted_tokens`` were right.
+    While it has a row, its adapter is in the slot ``adapter_slot``, 0 for none.
     It has waited ``num_disk_waits`` times in vain for the disk tier, which had ``num_unread_blocks`` of its prefix when
     it last looked; ``num_read_blocks`` were read for it, and it takes hits there if it ``reads_disk``.
     """
@@ -123,6 +124,7 @@ class Sequence:
     constraint: TokenConstraint | None = None
     num_guessed_tokens: int = 0
     num_accepted_tokens: int = 0
+    adapter_slot: int = 0
     request_id: str = field(init=False)
 
     def __post_init__(self) -> None:

@@ -9,22 +9,21 @@ from __future__ import annotations
 from tp_engine.plan import NO_IDS, StepPlan, StepResult
 from tp_engine.request import StepOutput
 from tp_engine.sched.outcome import StopChecker
-from tp_engine.sched.step_builder import Batch
+from tp_engine.sched.scheduler_state import SchedulerState
 
 
 class SteadySteps:
     """Both halves of a steady step; each returns None, and changes nothing, for a step of another kind."""
 
-    def __init__(self, batch: Batch, stops: StopChecker) -> None:
-        self._batch = batch
-        self._rows = batch.rows
-        self._readiness = batch.rows.readiness
-        self._blocks = batch.blocks
-        self._tier = batch.blocks.tier
+    def __init__(self, state: SchedulerState, stops: StopChecker) -> None:
+        self._state = state
+        self._rows = state.rows
+        self._readiness = state.rows.readiness
+        self._blocks = state.blocks
         self._stops = stops
-        self._max_rows = batch.limits.max_num_batched_tokens
-        self._num_groups = batch.limits.num_groups
-        self._has_windows = batch.blocks.windows.has_windows
+        self._max_rows = state.limits.max_num_batched_tokens
+        self._num_groups = state.limits.num_groups
+        self._has_windows = state.blocks.windows.has_windows
 
     def schedule(self, step_id: int) -> StepPlan | None:
         """The next step, if no row can enter or end in it, no prompt is computed, and no row is blocked or has a
@@ -36,8 +35,8 @@ class SteadySteps:
             or rows.num_prefilling
             or self._readiness.num_constrained
             or self._readiness.num_blocked
-            or (self._batch.waiting and rows.num_vacant)
-            or self._batch.released
+            or (self._state.waiting and rows.num_vacant)
+            or self._state.released
             or not 0 < len(run.rows.rows) <= self._max_rows
         ):
             return None
@@ -51,14 +50,13 @@ class SteadySteps:
             block_ids = self._blocks.allocate(count)
         rows.note_plan(run, growing, block_ids)
         chosen = run.rows
-        plan = StepPlan(
+        return StepPlan(
             step_id=step_id,
             rows_epoch=chosen.epoch,
             block_rows=growing,
             block_ids=block_ids,
             decode_rows=chosen.rows,
         )
-        return plan if self._tier is None else self._tier.finish(plan)
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput | None:
         """What the oldest step in flight added, if its rows are those that decode now and none of them may end."""

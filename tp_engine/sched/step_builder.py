@@ -7,140 +7,25 @@
     StepBuilder   schedule_decodes, schedule_prefills ----> StepDraft ----> StepPlan
     Admitter      admit ------------------------------------^   |
         |                                                       | advance: what was decided counts as scheduled
-    Batch         rows, blocks, queue <-------------------------+
+    SchedulerState   rows, blocks, queue <----------------------+
 
 Rows that enter in this step are the business of ``Admitter`` (``admission``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 import numpy as np
 
-from tp_engine.log import get_logger
 from tp_engine.plan import NO_FLAGS, NO_IDS, NO_MASKS, NO_PAIRS, Admission, BoolArray, IntArray, StepPlan
-from tp_engine.sched.adapters import AdapterSlots
-from tp_engine.sched.blocks.block_manager import BlockManager
 from tp_engine.sched.blocks.lru_queue import BlockIds
 from tp_engine.sched.blocks.prefix_cache import identity, is_lost
 from tp_engine.sched.constraint import FillMasks
 from tp_engine.sched.decode_run import RowSet
-from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.row_state import NO_ROWS, RowState
-from tp_engine.sched.sequence import Entry, Sequence, SequencePhase
-from tp_engine.sched.tiers.disk_tier import NO_LINKS, TierLinks
-from tp_engine.sched.tiers.host_tier import HostTier
-from tp_engine.sched.waiting_queue import WaitingQueue
-
-_logger = get_logger(__name__)
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since the start.  Prefix queries and hits are tokens of requests at their first admission, host and disk
-    hits those of them that the host tier had, or the disk;
-    recomputed tokens are those that a preempted sequence had, and did not find cached when it resumed."""
-
-    num_prefix_query_tokens: int = 0
-    num_prefix_hit_tokens: int = 0
-    num_host_hit_tokens: int = 0
-    num_disk_hit_tokens: int = 0
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
-
-
-class Batch:
-    """Rows, blocks and the queue, and the moves of a sequence between them.
-
-    ``released`` are the rows left since the last plan, in order of leaving.  ``num_parked`` sequences have no row, are
-    not in the queue, and have a bit of ``Blocked``.
-    """
-
-    def __init__(self, limits: SchedulerLimits, links: TierLinks = NO_LINKS) -> None:
-        self.limits = limits
-        self.rows = RowState(limits)
-        self.blocks = BlockManager(limits, self.rows, links)
-        self.waiting = WaitingQueue()
-        self.adapters = AdapterSlots(limits.max_loras) if limits.max_loras else None
-        self.counters = SchedulerCounters()
-        self.released: list[int] = []
-        self.num_parked = 0
-
-    def enter(self, entries: list[Entry], step_id: int) -> list[IntArray]:
-        """Seat sequences, with the blocks that they share and new ones; their tables."""
-        self.rows.occupy(entries, step_id)
-        for entry in entries:
-            sequence = entry.sequence
-            sequence.num_published, sequence.place = entry.num_published, entry.place
-            sequence.group.running.append(sequence)
-        return self.blocks.seat(entries)
-
-    def leave(self, sequence: Sequence, phase: SequencePhase) -> None:
-        """The sequence gives back row and blocks; its full blocks stay cached until their room is needed.
-
-        So does its last block, if partly filled, of a request that others will continue.
-        """
-        self.blocks.publish([(sequence, int(self.rows.num_computed[sequence.row]))])
-        if sequence.group.request.will_continue:
-            self.blocks.publish_tail(sequence)
-        self.blocks.release(sequence)
-        self.released.append(sequence.row)
-        if self.adapters is not None:
-            self.adapters.leave(sequence.adapter)
-        self.rows.vacate(sequence, phase)
-        sequence.group.running.remove(sequence)
-
-    def chunk_end(self, sequence: Sequence, start: int, end: int) -> int:
-        """Where a chunk from token ``start`` on ends that could go to ``end``.
-
-        A recurrent state can not be taken back.  So a chunk ends before the last token of a prompt whose siblings wait:
-        with the state there they compute that token themselves.  It also ends where a snapshot is taken.
-        """
-        if not self.limits.has_states:
-            return end
-        stops = [position for position in sequence.snapshots_at if start < position < end]
-        last = sequence.num_prompt_tokens - 1
-        if sequence.can_fork and start < last < end and sequence.has_waiting_siblings:
-            stops.append(last)
-        return min(stops, default=end)
-
-    def check_integrity(self) -> None:
-        """Assert that each part agrees with itself."""
-        self.rows.check_integrity(self.limits.block_size)
-        self.blocks.check_integrity()
-        self.waiting.check_integrity()
-        if self.adapters is not None:
-            self.adapters.check_integrity()
-
-    def victim(self) -> Sequence:
-        """The running sequence that is preempted next: of the lowest priority, the latest."""
-        return max(self.rows.running(), key=lambda sequence: sequence.key)
-
-    def preempt_all(self) -> None:
-        """Put all running sequences back into the queue, those that waited longest in front."""
-        for sequence in self.rows.running():
-            self.preempt(sequence, "by an operator")
-
-    def preempt(self, sequence: Sequence, why: str = "for want of KV blocks") -> None:
-        """Put a running sequence back into the queue with its tokens; its K/V will be computed again."""
-        num_lost = int(self.rows.num_computed[sequence.row])
-        self.leave(sequence, SequencePhase.WAITING)
-        sequence.num_lost_tokens += num_lost
-        sequence.num_preemptions += 1
-        sequence.prompt_logprobs.clear()
-        self.counters.num_preemptions += 1
-        self.waiting.push(sequence)
-        _logger.info(
-            "request %s, sequence %d: preempted %s; %d tokens to compute again unless still cached",
-            sequence.request_id,
-            sequence.index,
-            why,
-            num_lost,
-            extra={"request_id": sequence.request_id},
-        )
+from tp_engine.sched.scheduler_state import SchedulerState
+from tp_engine.sched.sequence import Sequence, SequencePhase
 
 
 class StepDraft(msgspec.Struct):
@@ -199,14 +84,14 @@ class StepDraft(msgspec.Struct):
         """Whether nothing is to run."""
         return not (len(self.decodes.rows) or self.prefills)
 
-    def advance(self, batch: Batch, fill_masks: FillMasks | None) -> StepPlan | None:
+    def advance(self, state: SchedulerState, fill_masks: FillMasks | None) -> StepPlan | None:
         """Count everything decided as scheduled and make the plan; None if there is nothing to run."""
         if self.is_empty:
             return None
-        rows, decodes, released = batch.rows, self.decodes, batch.released
-        batch.released = []
+        rows, decodes, released = state.rows, self.decodes, state.released
+        state.released = []
         if self.snapshots:
-            self._take_snapshots(batch)
+            self._take_snapshots(state)
         if len(decodes.rows):
             rows.advance_decodes(decodes)
         prefill_rows, prefill_tokens, samples = self._advance_prefills(rows)
@@ -215,8 +100,8 @@ class StepDraft(msgspec.Struct):
             sampled: IntArray = np.concatenate((decodes.rows, prefill_rows[samples]))
             mask_rows, masks = _masks(sampled, rows, fill_masks)
         num_lanes = len(self.lane_rows)
-        lanes = (np.arange(num_lanes) + batch.limits.max_num_seqs).astype(np.int32)
-        plan = StepPlan(
+        lanes = (np.arange(num_lanes) + state.limits.max_num_seqs).astype(np.int32)
+        return StepPlan(
             step_id=self.step_id,
             rows_epoch=0 if num_lanes else decodes.epoch,
             released=np.array(released, dtype=np.int32) if released else NO_IDS,
@@ -234,14 +119,13 @@ class StepDraft(msgspec.Struct):
             mask_rows=mask_rows,
             masks=masks,
         )
-        return plan if batch.blocks.tier is None else batch.blocks.tier.finish(plan)
 
-    def _take_snapshots(self, batch: Batch) -> None:
+    def _take_snapshots(self, state: SchedulerState) -> None:
         """The states of these rows, as they are before this step, are kept."""
-        assert batch.blocks.snapshots is not None
+        assert state.blocks.snapshots is not None
         source_of: dict[int, int] = {}  # a slot may be taken twice, if there are few
         for name, row in self.snapshots:
-            slot = batch.blocks.snapshots.take(name)
+            slot = state.blocks.snapshots.take(name)
             if slot is not None:
                 source_of[slot] = row
         self.state_copies += [(row, slot) for slot, row in source_of.items()]
@@ -269,10 +153,10 @@ class StepBuilder:
     fits alone, which is at least up to the end of a block (``BlockManager.chunk_limit``).
     """
 
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
-        self._rows = batch.rows
-        self._blocks = batch.blocks
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._rows = state.rows
+        self._blocks = state.blocks
 
     def schedule_decodes(self, draft: StepDraft) -> None:
         """One token for each row in DECODE, as far as the budget goes."""
@@ -296,35 +180,16 @@ class StepBuilder:
                 break
             if sequence.phase is not SequencePhase.PREFILL:
                 continue
-            self._schedule_chunk(draft, sequence, draft.budget)
+            self.schedule_chunk(draft, sequence, draft.budget)
         if draft.short:
             draft.drop_preempted(self._rows)
 
-    def hurry(self, draft: StepDraft, tier: HostTier) -> None:
-        """Nothing can run: the first of the rows that wait for loads computes in this very step, which waits for them.
-
-        A row that enters in this step already has the blocks for it, and no row is preempted for it.
-        """
-        loading = self._rows.loading()
-        if draft.admitted:
-            entering = {admission.row for admission in draft.admitted}
-            loading = [sequence for sequence in loading if sequence.row in entering]
-        if not loading:
-            return
-        sequence, row = loading[0], loading[0].row
-        tier.hurry(self._rows.held(row))
-        self._rows.readiness.clear(row, Blocked.LOADING)
-        room = int(self._rows.capacity[row] - self._rows.num_scheduled[row])
-        self._schedule_chunk(draft, sequence, min(draft.budget, room) if draft.admitted else draft.budget)
-        if draft.short:
-            draft.drop_preempted(self._rows)
-
-    def _schedule_chunk(self, draft: StepDraft, sequence: Sequence, longest: int) -> None:
+    def schedule_chunk(self, draft: StepDraft, sequence: Sequence, longest: int) -> None:
         """The next tokens of a row in PREFILL, at most ``longest``, if there are blocks for them."""
         start = int(self._rows.num_scheduled[sequence.row])
         longest = min(longest, self._blocks.next_chunk_limit(sequence.row))
         end = min(int(self._rows.num_tokens[sequence.row]), start + longest)
-        chunk = self._batch.chunk_end(sequence, start, end) - start
+        chunk = self._state.chunk_end(sequence, start, end) - start
         if self._grow(draft, sequence, start + chunk):
             if start in sequence.snapshots_at and not is_lost(sequence.place):
                 name = identity(sequence.place)
@@ -355,7 +220,7 @@ class StepBuilder:
             if not draft.may_preempt:
                 draft.stalled = True
                 return NO_ROWS
-            self._batch.preempt(self._batch.victim())
+            self._state.preempt(self._state.victim())
             draft.short = True
             chosen = self._rows.row_set(chosen.rows[self._rows.phase[chosen.rows] == SequencePhase.DECODE])
             crossing = self._rows.at_block_end(chosen)
@@ -371,10 +236,10 @@ class StepBuilder:
             draft.short = True
             if not draft.may_preempt:
                 return False
-            victim = self._batch.victim()
+            victim = self._state.victim()
             if victim is sequence:
                 return False
-            self._batch.preempt(victim)
+            self._state.preempt(victim)
         if count > 0:
             draft.add_blocks(np.full(count, row, dtype=np.int32), self._blocks.grow(row, count))
         return True

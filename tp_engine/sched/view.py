@@ -11,7 +11,9 @@ A view is bounded, whatever the size of the pool and the batch, and costs nothin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +21,8 @@ import numpy.typing as npt
 from tp_engine.sched.adapters import AdapterStats
 from tp_engine.sched.guesses.speculation import SpeculationCounters
 from tp_engine.sched.row_state import RowState
+from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import Sequence
-from tp_engine.sched.step_builder import Batch
 from tp_engine.units import ceil_div
 
 _MAX_ID = 24
@@ -120,14 +122,14 @@ class SchedulerView:
     num_omitted: int
 
 
-def stats_of(batch: Batch, speculation: SpeculationCounters | None) -> SchedulerStats:
-    """The statistics of a batch, which is not changed, with the counters of ``speculation``."""
-    blocks, counters = batch.blocks, batch.counters
+def stats_of(state: SchedulerState, of_features: Mapping[str, Any]) -> SchedulerStats:
+    """The statistics of ``state``, which is not changed, and ``of_features`` by field."""
+    blocks, counters = state.blocks, state.counters
     held_slots = blocks.pool.num_used * blocks.block_size
-    num_live = batch.rows.num_live_tokens(blocks.pool.num_used, blocks.block_size)
+    num_live = state.rows.num_live_tokens(blocks.pool.num_used, blocks.block_size)
     return SchedulerStats(
-        num_running=batch.rows.num_running,
-        num_waiting=len(batch.waiting) + batch.num_parked,
+        num_running=state.rows.num_running,
+        num_waiting=len(state.waiting) + state.num_parked,
         num_free_blocks=blocks.pool.num_free,
         num_cached_blocks=blocks.pool.num_cached,
         num_used_blocks=blocks.pool.num_used,
@@ -139,23 +141,21 @@ def stats_of(batch: Batch, speculation: SpeculationCounters | None) -> Scheduler
         num_recomputed_tokens=counters.num_recomputed_tokens,
         num_host_hit_tokens=counters.num_host_hit_tokens,
         num_disk_hit_tokens=counters.num_disk_hit_tokens,
-        **({} if blocks.tier is None else blocks.tier.stats()),
-        speculation=speculation,
-        adapters=None if batch.adapters is None else batch.adapters.stats(),
+        **of_features,
     )
 
 
-def view_scheduler(batch: Batch, limits: ViewLimits) -> SchedulerView:
-    """The view of a batch, which is not changed."""
-    holders = _holders(batch.rows, batch.blocks.pool.num_blocks)
+def view_scheduler(state: SchedulerState, limits: ViewLimits) -> SchedulerView:
+    """The view of ``state``, which is not changed."""
+    holders = _holders(state.rows, state.blocks.pool.num_blocks)
     states = np.minimum(holders, 2).astype(np.uint8)
     states += states > 0
-    states[(states == 0) & batch.blocks.pool.contents()] = 1
-    running = batch.rows.running()
+    states[(states == 0) & state.blocks.pool.contents()] = 1
+    running = state.rows.running()
     shown = running[: limits.max_sequences]
     return SchedulerView(
         grid=_grid(states, limits.max_cells),
-        running=[_running(sequence, batch.rows, holders, limits.max_blocks) for sequence in shown],
+        running=[_running(sequence, state.rows, holders, limits.max_blocks) for sequence in shown],
         num_omitted=len(running) - len(shown),
     )
 

@@ -147,11 +147,11 @@ def test_rules(
 
 @pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 def test_only_backends_that_read_all_on_the_device_are_recorded() -> None:
-    """Oracle: Triton's own backend; pairs, and latent attention, choose on the host what they launch for a chunk."""
+    """Oracle: Triton's own backend; latent attention chooses on the host what it launches for a chunk."""
     needs = AttentionNeeds(
         device_type="cuda", dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16, block_size=16, head_dims=(64,)
     )
     latents = replace(needs, has_latents=True)
-    found = [select_backend(*one) for one in (("triton", needs), ("torch:triton", needs), ("triton", latents))]
-    assert [backend.can_capture_prompts for backend in found] == [True, False, False]
+    found = [select_backend(*one) for one in (("triton", needs), ("triton", latents))]
+    assert [backend.can_capture_prompts for backend in found] == [True, False]
     assert all(backend.can_capture_decodes for backend in found)

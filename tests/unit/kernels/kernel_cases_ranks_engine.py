@@ -18,8 +18,7 @@ from tests.ranks.launch import torchrun
 from tests.unit.kernels.kernel_cases_engine import RECORDED, generate, gpu_path, make_model
 from tests.unit.kernels.kernel_cases_gather import addresses
 from tests.unit.kernels.kernel_harness import AGREEMENT, triton_ops_on_cpus
-from tp_engine.kernels.ranks.gather_triton import all_gather_triton
-from tp_engine.kernels.ranks.meeting_triton import MAX_PROGRAMS
+from tp_engine.kernels.ranks.gather_triton import MAX_PROGRAMS, all_gather_triton
 from tp_engine.ranks.collectives import ProcessGroupCommunicator
 from tp_engine.ranks.groups import RankGroups
 from tp_engine.ranks.reduce_plan import ReducePlan

@@ -13,14 +13,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from tests.simulated_ranks import run_ranks
 from tests.unit.models.test_models import CPU, LLAMA3, prefill_metadata
 from tp_engine.attention.base import AttentionShape
-from tp_engine.attention.fresh import attend_fresh
 from tp_engine.kernels import ops
 from tp_engine.kernels.attention.heads import apply_rotary, norm_heads
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue
 from tp_engine.kernels.layer_ops import gate
 from tp_engine.kernels.quantised.row_codes import CodeRule, RowCodes, quantise_rows
 from tp_engine.layers import residual
-from tp_engine.layers.attention import current_metadata, forward_context
+from tp_engine.layers.attention import attend_fresh, current_metadata, forward_context
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_engine.layers.formats import choose_formats

@@ -16,6 +16,7 @@ from tests.unit.sched.host_tier_harness import Lag, TierSimulation, TierWorker
 from tp_engine.plan import NO_IDS, StepPlan, StepResult
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.sched.tiers.disk_journal import DiskContents, JournalHeader, read_header, read_nodes
+from tp_engine.sched.tiers.disk_waits import DiskWaits
 from tp_engine.tier_progress import CHANNEL_WORDS, TIER_CHANNELS, TierProgress, TierProgressReader
 
 
@@ -136,8 +137,9 @@ class DiskSimulation(TierSimulation):
         self.worker = self.tier_worker = self.disk_worker
         contents = self.disk.contents(given, lambda: self.now_s)
         self.scheduler = Scheduler(given, None, self.disk_worker.readers, contents)
-        assert self.scheduler.disk_waits is not None
-        self.waits = self.scheduler.disk_waits
+        waits = self.scheduler.feature(DiskWaits)
+        assert waits is not None
+        self.waits = waits
 
     def step(self, between: object = None) -> StepPlan | None:
         """As without a disk; where all wait for it, time passes."""
@@ -158,7 +160,7 @@ class DiskSimulation(TierSimulation):
         for _ in range(max_plans):
             if not self.waits.has_background_work:
                 return
-            plan = self.scheduler.schedule_background()
+            plan = self.scheduler.schedule_bare(self.waits.finish_bare)
             self.now_s += 0.01
             if plan is None:
                 self.disk_worker.work()

@@ -44,7 +44,7 @@ class Ranks:
 
 
 def loaded(simulation: Simulation, ranks: Ranks, *names: str) -> AdapterSlots:
-    slots = simulation.scheduler.adapters
+    slots = simulation.scheduler.feature(AdapterSlots)
     assert slots is not None
     for name in names:
         generation = slots.new_generation()
@@ -62,7 +62,7 @@ def test_the_longest_idle_adapter_gives_way() -> None:
         simulation.run()
     found = [plan.adapter_loads.tolist() for plan in simulation.plans if len(plan.adapter_loads)]
     assert found == [[[1, 1]], [[2, 2]], [[3, 2]]]
-    assert slots.stats().running == slots.stats().waiting == ()
+    assert slots.stats()["adapters"].running == slots.stats()["adapters"].waiting == ()
     simulation.check_idle()
 
 
@@ -79,7 +79,7 @@ def test_a_request_without_a_slot_is_passed_but_does_not_starve() -> None:
     for _ in range(5):
         simulation.step()
     assert simulation.outputs["passes", 0].finish_reason is not None
-    assert simulation.outputs["waits", 0].finish_reason is None and slots.stats().waiting == ("c",)
+    assert simulation.outputs["waits", 0].finish_reason is None and slots.stats()["adapters"].waiting == ("c",)
     num_steps = 0
     while simulation.outputs["waits", 0].finish_reason is None:
         for name in ("a", "b"):

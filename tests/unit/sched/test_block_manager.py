@@ -10,24 +10,26 @@ from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.sched.blocks.roots import Roots
 from tp_engine.sched.intake import build_group
+from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import Entry, Sequence, SequencePhase
-from tp_engine.sched.step_builder import Batch
 
 
 @pytest.fixture
-def batch() -> Batch:
+def batch() -> SchedulerState:
     """16 blocks of 4 tokens, 8 rows."""
-    return Batch(limits())
+    return SchedulerState(limits())
 
 
-def make(batch: Batch, prompt: list[int], number: int = 0, n: int = 1, salt: str | None = None) -> list[Sequence]:
+def make(
+    batch: SchedulerState, prompt: list[int], number: int = 0, n: int = 1, salt: str | None = None
+) -> list[Sequence]:
     """The waiting sequences of a request."""
     params = SamplingParams(n=n, cache_salt=salt)
     request = EngineRequest(request_id=f"r{number}", prompt_token_ids=prompt, params=params)
     return build_group(request, batch.limits, number, Roots()).sequences
 
 
-def seat(batch: Batch, sequence: Sequence) -> list[int]:
+def seat(batch: SchedulerState, sequence: Sequence) -> list[int]:
     """Admit with all hits and with room for all tokens; returns the hits."""
     hits = batch.blocks.find_hits(sequence)
     batch.blocks.pool.share(hits.shared.held)
@@ -37,19 +39,19 @@ def seat(batch: Batch, sequence: Sequence) -> list[int]:
     return list(map(int, hits.shared.held))
 
 
-def find(batch: Batch, sequence: Sequence) -> list[int]:
+def find(batch: SchedulerState, sequence: Sequence) -> list[int]:
     """The cached blocks of a waiting sequence."""
     return list(map(int, batch.blocks.find_hits(sequence).shared.held))
 
 
-def compute(batch: Batch, sequence: Sequence, num_tokens: int) -> None:
+def compute(batch: SchedulerState, sequence: Sequence, num_tokens: int) -> None:
     """The sequence's first ``num_tokens`` are computed, and published."""
     batch.rows.num_computed[sequence.row] = batch.rows.num_scheduled[sequence.row] = num_tokens
     batch.blocks.publish([(sequence, num_tokens)])
     batch.blocks.check_integrity()
 
 
-def test_golden_tables(batch: Batch) -> None:
+def test_golden_tables(batch: SchedulerState) -> None:
     """By hand: 10 tokens take blocks 0-2, the next row 3; growth takes 4 and 5 in the order of the given rows."""
     (first,), (second,) = make(batch, list(range(10))), make(batch, [9, 9], number=1)
     seat(batch, first), seat(batch, second)
@@ -59,7 +61,7 @@ def test_golden_tables(batch: Batch) -> None:
     assert batch.rows.capacity[:2].tolist() == [16, 8]
 
 
-def test_only_computed_full_blocks_are_published(batch: Batch) -> None:
+def test_only_computed_full_blocks_are_published(batch: SchedulerState) -> None:
     """By hand, blocks of 4: 7 of 10 tokens computed cache one block, 10 cache two, and none before."""
     (first,) = make(batch, list(range(10)))
     seat(batch, first)
@@ -71,7 +73,7 @@ def test_only_computed_full_blocks_are_published(batch: Batch) -> None:
     assert find(batch, other) == [0, 1]
 
 
-def test_unconfirmed_tokens_are_not_published_on_leaving(batch: Batch) -> None:
+def test_unconfirmed_tokens_are_not_published_on_leaving(batch: SchedulerState) -> None:
     """Oracle: a row that leaves between schedule and update publishes the confirmed tokens, not the sampled ones."""
     (first,) = make(batch, list(range(10)))
     seat(batch, first)
@@ -82,7 +84,7 @@ def test_unconfirmed_tokens_are_not_published_on_leaving(batch: Batch) -> None:
     assert find(batch, other) == [0]
 
 
-def test_hits_leave_one_token(batch: Batch) -> None:
+def test_hits_leave_one_token(batch: SchedulerState) -> None:
     """By hand: a fully cached prompt of 8 tokens uses one block, one of 9 tokens both."""
     (first,) = make(batch, list(range(12)))
     seat(batch, first)
@@ -91,7 +93,7 @@ def test_hits_leave_one_token(batch: Batch) -> None:
     assert find(batch, make(batch, list(range(9)), number=2)[0]) == [0, 1]
 
 
-def test_released_blocks_serve_hits_until_evicted(batch: Batch) -> None:
+def test_released_blocks_serve_hits_until_evicted(batch: SchedulerState) -> None:
     """By hand: a table is released tail first, so the head of the oldest survives longest; a hit takes it from the
     queue."""
     (first,) = make(batch, list(range(12)))
@@ -114,7 +116,7 @@ def test_released_blocks_serve_hits_until_evicted(batch: Batch) -> None:
     assert find(batch, third) == [0, 1], "used blocks stay in the cache"
 
 
-def test_shared_blocks_count_their_holders(batch: Batch) -> None:
+def test_shared_blocks_count_their_holders(batch: SchedulerState) -> None:
     """By hand: two rows hold blocks 0 and 1; the second one that leaves releases them."""
     (first,), (second,) = make(batch, list(range(10))), make(batch, list(range(11)), number=1)
     seat(batch, first)
@@ -127,7 +129,7 @@ def test_shared_blocks_count_their_holders(batch: Batch) -> None:
     assert batch.blocks.pool.num_used == 0
 
 
-def test_equal_content_computed_twice_is_cached_once(batch: Batch) -> None:
+def test_equal_content_computed_twice_is_cached_once(batch: SchedulerState) -> None:
     """Oracle: two rows computed the same prompt: the first row's blocks are canonical, the other row's become plain
     free."""
     (first,), (second,) = make(batch, list(range(10))), make(batch, list(range(10)), number=1)
@@ -140,7 +142,7 @@ def test_equal_content_computed_twice_is_cached_once(batch: Batch) -> None:
     assert sorted(batch.blocks.cache.cached_blocks()) == [0, 1]
 
 
-def test_salts_do_not_share(batch: Batch) -> None:
+def test_salts_do_not_share(batch: SchedulerState) -> None:
     """Oracle: equal prompts of different tenants hold different blocks."""
     (first,) = make(batch, list(range(10)), salt="a")
     seat(batch, first)
@@ -150,7 +152,7 @@ def test_salts_do_not_share(batch: Batch) -> None:
     assert find(batch, make(batch, list(range(10)), number=3, salt="a")[0]) == [0, 1]
 
 
-def test_victim_is_the_last_in_order(batch: Batch) -> None:
+def test_victim_is_the_last_in_order(batch: SchedulerState) -> None:
     """By definition: lowest priority first, then latest arrival, then highest index."""
     groups = [make(batch, [1], number=0), make(batch, [2], number=1, n=2)]
     for sequence in groups[0] + groups[1]:

@@ -12,6 +12,7 @@ from tests.unit.sched.test_scheduler_properties import SHAPES
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.sched.blocks.roots import Roots
+from tp_engine.sched.tiers.prefetch import Prefetcher
 
 GIVEN = limits(num_blocks=40, num_host_slots=32, num_disk_slots=64, max_model_len=64)
 PROMPT = list(range(1, 34))  # eight blocks of 4, and a token
@@ -35,7 +36,7 @@ def ask(simulation: Simulation, generation: int = 0, salt: str | None = None, **
 def test_with_the_defaults_a_root_is_the_salt() -> None:
     """Oracle: the promise, so that blocks on disk are found again."""
     assert [Roots().of(salt) for salt in ("", "tenant")] == ["", "tenant"]
-    assert Roots(digest=lambda root: f"<{root}>").of("tenant") == "<tenant>"
+    assert Roots([lambda root: f"<{root}>"]).of("tenant") == "<tenant>"
 
 
 def test_no_two_roots_are_equal() -> None:
@@ -74,7 +75,7 @@ def test_sessions_belong_to_a_root() -> None:
     """By hand: a session of one adapter brings nothing back for another; each is known under its own."""
     simulation = DiskSimulation(GIVEN)
     ask(simulation, 1, prompt_cache_key="chat")
-    prefetcher = simulation.scheduler._prefetcher
+    prefetcher = simulation.scheduler.feature(Prefetcher)
     assert prefetcher is not None
     for generation, is_known in ((0, False), (2, False), (1, True)):
         simulation.scheduler.expect("chat", "", generation)

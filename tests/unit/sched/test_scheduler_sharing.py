@@ -180,7 +180,7 @@ def test_golden_fork_copies_the_last_partial_block(caching: bool) -> None:
     assert [a.num_computed_tokens for a in second.admitted] == [6, 6]
     assert second.copies.tolist() == [[1, 2], [1, 3]]
     assert second.prefill_tokens.tolist() == [1, 1] and second.decode_rows.tolist() == [0]
-    assert simulation.scheduler._batch.blocks.pool.ref_count(0) == 3
+    assert simulation.scheduler._state.blocks.pool.ref_count(0) == 3
     simulation.run()
     assert simulation.worker.num_computed_tokens == 7 + 2 + 3 * 3
 
@@ -270,7 +270,7 @@ def test_a_fork_waits_for_what_its_donor_shares_in_the_step_that_computes_it() -
     simulation.add([1] * 6, n=2, request_id="forks", max_tokens=20, **ENDLESS)
     for _ in range(3):
         simulation.step()
-    batch = simulation.scheduler._batch
+    batch = simulation.scheduler._state
     (first,) = (sequence for sequence in batch.rows.running() if sequence.request_id == "forks")
     batch.preempt(first)
     simulation.abort("filler 8", "filler 9")

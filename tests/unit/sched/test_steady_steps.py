@@ -132,7 +132,7 @@ def started(shape: SchedulerLimits, *, ahead: int = 0) -> Simulation:
         simulation.add([number + 1, 2, 3, 4, 5][: 3 + number], ignore_eos=True, max_tokens=100)
     for _ in range(20):
         simulation.step()
-    run = simulation.scheduler._batch.rows.run
+    run = simulation.scheduler._state.rows.run
     assert run is not None and run.has_notes
     return simulation
 

@@ -21,10 +21,10 @@ from tp_engine.sched.sequence import RequestGroup
 
 
 class Roots:
-    """Makes the roots of one process; ``digest`` is the disk tier's, which hides salts and keeps equal ones equal."""
+    """Makes the roots of one process; ``digests`` hide them and keep equal ones equal (the disk tier's)."""
 
-    def __init__(self, digest: Callable[[str], str] | None = None) -> None:
-        self._digest = digest
+    def __init__(self, digests: Iterable[Callable[[str], str]] = ()) -> None:
+        self._digests = tuple(digests)
         self._process = secrets.token_hex(16)
         self._version = 0
 
@@ -43,4 +43,6 @@ class Roots:
         root = salt
         if adapter_generation or self._version or salt.startswith("\0"):  # a salt can not spell such a root
             root = f"\0{self._process}:{adapter_generation}:{self._version}:{salt}"
-        return root if self._digest is None else self._digest(root)
+        for digest in self._digests:
+            root = digest(root)
+        return root

@@ -12,9 +12,9 @@ What is kept is the run up to the first token that a guess does not equal: what 
 
 ::
 
-    Scheduler.schedule   must_wait -> find -> StepBuilder -> add_lanes -> StepPlan with lanes
-    Scheduler.update     sources.take -> judge -> (the rows' own tokens are entered as always) -> extend
-    the next plan        hand_over: what the ranks must know of the tokens kept
+    Scheduler.schedule   must_wait -> wants_step -> StepBuilder -> extend_draft -> StepPlan with lanes
+    Scheduler.update     on_result: judge -> (the rows' own tokens are entered as always) -> extend_output
+    the next plan        finish_plan: what the ranks must know of the tokens kept
 
 Guesses need the last token, so a plan that may have some is not sent ahead of a result.  A step has at most
 ``max_step_rows`` decodes with its guesses, as many as pay by the times that were measured (``step_costs.py``); where
@@ -33,14 +33,16 @@ import numpy as np
 from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
 from tp_engine.request import SequenceDelta, StepOutput
 from tp_engine.sched.constraint import FillMasks, TokenConstraint
+from tp_engine.sched.feature import SchedulerFeature
 from tp_engine.sched.guesses.grammar_guesses import follow, masks_of
 from tp_engine.sched.guesses.guess_sources import GuessSources, Part, make_sources
 from tp_engine.sched.guesses.guesses import GuessSource
 from tp_engine.sched.guesses.step_costs import StepCosts
 from tp_engine.sched.outcome import Ending, StopChecker, accept, ending, slice_logprobs
 from tp_engine.sched.row_state import RowState
+from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import Sequence
-from tp_engine.sched.step_builder import Batch, StepDraft
+from tp_engine.sched.step_builder import StepDraft
 from tp_engine.speculative import SpeculativeConfig
 
 
@@ -80,26 +82,26 @@ class Verified(msgspec.Struct, gc=False):
     first_lane: int
 
 
-class Speculation:
+class Speculation(SchedulerFeature):
     """The scheduler's guesses.  ``sources`` replace those of the configuration, for tests."""
 
     def __init__(
         self,
         config: SpeculativeConfig,
-        batch: Batch,
+        state: SchedulerState,
         stops: StopChecker,
         fill_masks: FillMasks | None = None,
         sources: Iterable[GuessSource] | None = None,
     ) -> None:
         self._most_tokens = config.num_speculative_tokens
-        measured = batch.limits.decode_seconds
+        measured = state.limits.decode_seconds
         self._costs = StepCosts(measured) if measured else None
-        self._most_rows = min(config.most_rows, batch.limits.max_num_seqs)
+        self._most_rows = min(config.most_rows, state.limits.max_num_seqs)
         self._most_decodes = self._most_rows // 2
         if self._costs is not None:
             self._most_decodes = min(self._most_decodes, self._costs.most_decodes)
-        self._batch = batch
-        self._rows: RowState = batch.rows
+        self._state = state
+        self._rows: RowState = state.rows
         self._stops = stops
         self._fill_masks = fill_masks
         self.sources = GuessSources(make_sources(config) if sources is None else sources, self._most_tokens)
@@ -107,22 +109,23 @@ class Speculation:
         self._found: list[Run] = []
         self._verifying: list[Run] = []
         self._kept: list[Run] = []
+        self._verified: Verified | None = None
         self.counters = SpeculationCounters(accepted_at=[0] * self._most_tokens)
 
-    def stats(self) -> SpeculationCounters:
-        """A copy of the counters."""
+    def stats(self) -> dict[str, SpeculationCounters]:
+        """See ``SchedulerFeature``: a copy of the counters."""
         own = self.counters
-        return replace(own, accepted_at=own.accepted_at.copy(), by_source=self.sources.counts.copy())
+        copy = replace(own, accepted_at=own.accepted_at.copy(), by_source=self.sources.counts.copy())
+        return {"speculation": copy}
 
     def must_wait(self) -> bool:
-        """Whether the next plan must be made after the results of all steps in flight, because it may have guesses,
-        or one of these steps has some."""
+        """See ``SchedulerFeature``: the next plan may have guesses, or a step in flight has some."""
         if self._verifying:
             return True
         return 0 < len(self._rows.decoding().rows) <= self._most_decodes
 
-    def find(self) -> bool:
-        """Guess for the step to be scheduled, while none is in flight; whether there is anything to verify."""
+    def wants_step(self) -> bool:
+        """Guess for the step to be scheduled; whether there is anything to verify."""
         self._found.clear()
         chosen = self._rows.ready_decodes()
         if not 0 < len(chosen.rows) <= self._most_decodes:
@@ -176,7 +179,7 @@ class Speculation:
             run.tokens, run.masks = run.tokens[: len(masks)], masks
         return free + [run for run in constrained if len(run.tokens)]
 
-    def add_lanes(self, draft: StepDraft) -> None:
+    def extend_draft(self, draft: StepDraft) -> None:
         """Give the rows that run in this step lanes for what was found, as far as tokens and blocks are left.
 
         With its lanes a step has at most ``max_num_seqs`` rows: a rank's inputs have room for no more.
@@ -184,7 +187,7 @@ class Speculation:
         if not self._found or not draft.may_preempt:
             return
         decoding = set(draft.decodes.rows.tolist())
-        num_left = self._batch.limits.max_num_seqs - len(decoding) - len(draft.prefills)
+        num_left = self._state.limits.max_num_seqs - len(decoding) - len(draft.prefills)
         self._verifying, first = [], 0
         for run in self._found:
             room = min(self._room(draft, run), draft.budget, num_left - first) if run.row in decoding else 0
@@ -203,7 +206,7 @@ class Speculation:
     def _room(self, draft: StepDraft, run: Run) -> int:
         """Guesses for which the row has slots behind that of its own token; it gets free blocks for them, and for what
         the ranks draft behind them."""
-        blocks, row = self._batch.blocks, run.row
+        blocks, row = self._state.blocks, run.row
         end = int(self._rows.num_scheduled[row]) + 1
         room = min(end + len(run.tokens) + self._num_drafts, int(self._rows.max_tokens[row]))
         count = blocks.blocks_for(room) - int(self._rows.num_blocks[row])
@@ -211,7 +214,15 @@ class Speculation:
             draft.add_blocks(np.full(count, row, dtype=np.int32), blocks.grow(row, count))
         return int(self._rows.capacity[row]) - end
 
-    def judge(self, plan: StepPlan, result: StepResult) -> Verified:
+    def on_result(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
+        """See ``SchedulerFeature``."""
+        self.sources.take(result)
+        if not len(plan.lane_rows):
+            return plan, result
+        self._verified = self._judge(plan, result)
+        return self._verified.plan, self._verified.result
+
+    def _judge(self, plan: StepPlan, result: StepResult) -> Verified:
         """What the result of a plan with lanes says of their guesses."""
         runs, self._verifying = self._verifying, []
         num_lanes, first = len(plan.lane_rows), len(plan.decode_rows) - len(plan.lane_rows)
@@ -252,11 +263,11 @@ class Speculation:
             sequence.num_guessed_tokens += len(run.tokens)
             sequence.num_accepted_tokens += num_right
 
-    def extend(self, verified: Verified, output: StepOutput) -> list[Sequence]:
-        """The rows' own tokens are entered: enter those behind them, with a record in ``output`` for each row.
-
-        Returns the sequences that end with them.
-        """
+    def extend_output(self, output: StepOutput) -> list[Sequence]:
+        """See ``SchedulerFeature``: the tokens behind the rows' own are entered, with a record for each row."""
+        verified, self._verified = self._verified, None
+        if verified is None:
+            return []
         ended: list[Sequence] = []
         for run in verified.runs:
             sequence = self._rows.sequences[run.row]
@@ -313,9 +324,13 @@ class Speculation:
         first = verified.first_lane + run.first
         return slice_logprobs(verified.logprobs, first, first + len(run.kept), asked)
 
-    def hand_over(self, plan: StepPlan) -> StepPlan:
-        """The next plan: it begins with the tokens that were kept since the last one, its lanes have masks, and it asks
-        for drafts if the rows of the step after it may have guesses."""
+    def on_end(self, sequence: Sequence) -> None:
+        """See ``SchedulerFeature``: later requests may go on as this one did."""
+        self.sources.learn(sequence)
+
+    def finish_plan(self, plan: StepPlan) -> StepPlan:
+        """Return the next plan: it begins with the tokens that were kept since the last one, its lanes have masks, and
+        it asks for drafts if the rows of the step after it may have guesses."""
         if self._num_drafts:
             num_sampled = len(plan.decode_rows) - len(plan.lane_rows) + int(plan.prefill_samples.sum())
             if 0 < num_sampled <= self._most_decodes:
@@ -323,7 +338,7 @@ class Speculation:
         masked = [run for run in self._verifying if run.masks is not None]
         if masked:
             lanes = [np.arange(run.first, run.first + len(run.tokens), dtype=np.int32) for run in masked]
-            rows = np.concatenate(lanes) + np.int32(self._batch.limits.max_num_seqs)
+            rows = np.concatenate(lanes) + np.int32(self._state.limits.max_num_seqs)
             masks = [run.masks[: len(run.tokens)] for run in masked if run.masks is not None]
             plan = msgspec.structs.replace(
                 plan, mask_rows=np.concatenate((plan.mask_rows, rows)), masks=np.concatenate((plan.masks, *masks))

@@ -18,8 +18,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from tp_engine.plan import StepPlan
+from tp_engine.sched.blocks.block_manager import Hits
 from tp_engine.sched.blocks.lru_queue import BlockIds
+from tp_engine.sched.feature import SchedulerFeature
 from tp_engine.sched.readiness import Blocked
+from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import Sequence
 from tp_engine.sched.tiers.disk_tier import DiskTier
 from tp_engine.sched.tiers.host_tier import HostTier
@@ -43,10 +47,11 @@ class _Wait:
     deadline_s: float
 
 
-class DiskWaits:
+class DiskWaits(SchedulerFeature):
     """The parked sequences."""
 
-    def __init__(self, tier: HostTier, disk: DiskTier) -> None:
+    def __init__(self, state: SchedulerState, tier: HostTier, disk: DiskTier) -> None:
+        self._state = state
         self.tier = tier
         self._disk = disk
         self._clock = disk.clock
@@ -62,15 +67,28 @@ class DiskWaits:
         """Whether anything is to be written, or being read or written by a disk that answers."""
         return self._disk.has_work or (self._disk.is_busy and not self._disk.has_stalled)
 
-    def rest(self) -> None:
-        """See ``DiskTier``."""
-        self._disk.rest()
+    def finish_bare(self, bare: StepPlan) -> StepPlan:
+        """Return a plan without rows with what the disk tier orders now; ``bare`` itself if that is nothing."""
+        self.poll()
+        plan = self.tier.finish(bare)
+        if plan is bare:
+            self._disk.rest()
+        return plan
 
-    def salt(self, salt: str) -> str:
-        """What stands for a request's salt in the prefix cache."""
+    def cache_salt(self, salt: str) -> str:
+        """See ``SchedulerFeature``."""
         return self._disk.salt(salt)
 
-    def must_wait(self, sequence: Sequence, held: BlockIds) -> bool:
+    def review_hits(self, sequence: Sequence, hits: Hits) -> Hits | None:
+        """See ``SchedulerFeature``: a sequence with hits on disk is parked until a read has ended, or does without."""
+        if not sequence.reads_disk:
+            return hits
+        if self._must_wait(sequence, hits.shared.held):
+            self._state.num_parked += 1
+            return None
+        return hits if sequence.reads_disk else self._state.blocks.find_hits(sequence)
+
+    def _must_wait(self, sequence: Sequence, held: BlockIds) -> bool:
         """Whether the sequence is parked until a read has ended, which begins ``held``, its hits.
 
         If not, it takes its hits from the tiers above alone (``Sequence.reads_disk``).
@@ -83,7 +101,7 @@ class DiskWaits:
         if sequence.num_disk_waits >= _MAX_ROUNDS or disk.has_stalled:
             return False
         wanted = self.tier.first_below(held, _SHARE)
-        number = self.fetch(sequence, wanted)
+        number = self._fetch(sequence, wanted)
         number = number if number > disk.num_reads_ended else disk.num_reads_ordered
         if number <= disk.num_reads_ended or not disk.is_far(wanted).any():
             return False
@@ -99,20 +117,21 @@ class DiskWaits:
         if not self._disk.is_far(held).any():
             return False
         if sequence.num_disk_waits < _MAX_ROUNDS and not self._disk.has_stalled:
-            self.fetch(sequence, self.tier.first_below(held, _SHARE))
+            self._fetch(sequence, self.tier.first_below(held, _SHARE))
         return True
 
-    def fetch(self, sequence: Reader, wanted: BlockIds) -> int:
+    def _fetch(self, sequence: Reader, wanted: BlockIds) -> int:
         """Begin the reads of the first of ``wanted`` that are on disk; the number of the last one that is for them."""
         sequence.num_read_blocks = max(sequence.num_read_blocks, int(self._disk.is_far(wanted).sum()))
         return self._disk.fetch(wanted, self.tier.take_slots)
 
-    def settle(self) -> list[Sequence]:
-        """Take in what ranks have reported; the sequences that need not wait any longer."""
-        disk, now_s, ready = self._disk, self._clock(), []
+    def poll(self) -> None:
+        """Take in what ranks have reported, and let sequences go on that need not wait any longer."""
+        disk, now_s = self._disk, self._clock()
         disk.settle()
         if not self._waits:
-            return []
+            return
+        ready: list[Sequence] = []
         left: list[_Wait] = []
         for wait in self._waits:
             if not wait.sequence.blocked & Blocked.READING:
@@ -125,4 +144,5 @@ class DiskWaits:
             else:
                 left.append(wait)
         self._waits = left
-        return ready
+        for sequence in ready:
+            self._state.unblock(sequence, Blocked.READING)

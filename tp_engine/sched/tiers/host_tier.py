@@ -197,7 +197,7 @@ class HostTier:
         if len(blocks):
             self._wait = max(self._wait, int(self._last_batch[blocks].max()))
 
-    def hurry(self, blocks: BlockIds) -> None:
+    def load_now(self, blocks: BlockIds) -> None:
         """The plan in the making reads ``blocks``: their loads go out with it, and it waits for them."""
         self._urgent = blocks
         self._wait = max(self._wait, self._next_batch)
@@ -218,7 +218,7 @@ class HostTier:
             self._checks.order(stores)
         if len(stores) or len(loads):
             self._next_batch += 1
-        wait = min(self._wait, self._next_batch - 1)  # what was to be hurried may have left since
+        wait = min(self._wait, self._next_batch - 1)  # what was to be loaded now may have left since
         if wait <= self._waited:
             wait = 0
         self._waited, self._wait, self._urgent = max(self._waited, wait), 0, NO_BLOCKS

@@ -28,9 +28,10 @@ from typing import TypeAlias
 import numpy as np
 
 from tp_engine.plan import IntArray
+from tp_engine.sched.feature import SchedulerFeature
 from tp_engine.sched.readiness import Blocked
-from tp_engine.sched.sequence import NEVER, Sequence, SequencePhase, Shared
-from tp_engine.sched.step_builder import Batch
+from tp_engine.sched.scheduler_state import SchedulerState
+from tp_engine.sched.sequence import NEVER, RequestGroup, Sequence, SequencePhase, Shared
 from tp_engine.sched.tiers.disk_waits import DiskWaits
 from tp_engine.sched.tiers.host_tier import HostTier
 
@@ -84,31 +85,33 @@ class Returning:
     num_disk_waits: int = 0
 
 
-class Prefetcher:
+class Prefetcher(SchedulerFeature):
     """Looks at the first sequences of the queue, and at those that will be in it, between two plans."""
 
-    def __init__(self, batch: Batch, tier: HostTier, waits: DiskWaits | None = None) -> None:
-        self._batch = batch
+    def __init__(self, state: SchedulerState, tier: HostTier, waits: DiskWaits | None) -> None:
+        self._state = state
         self._tier = tier
         self._waits = waits
-        limits = batch.limits
+        limits = state.limits
         self._sessions = Sessions((limits.num_blocks + limits.num_host_slots) * limits.block_size)
         self._early: dict[str | SessionKey, Sequence | Returning] = {}
 
     @property
     def has_work(self) -> bool:
         """Whether there is anything to look at."""
-        return bool(self._batch.waiting or self._early)
+        return bool(self._state.waiting or self._early)
 
-    def expect(self, key: SessionKey, step_id: int) -> None:
-        """A session will return; nothing happens for one that is not known."""
+    def announce(self, session: str, root: str, step_id: int) -> None:
+        """See ``SchedulerFeature``; nothing happens for a session that is not known."""
+        key = session, root
         token_ids = self._sessions.last(key)
         if token_ids is not None:
             self._early.pop(key, None)
             self._add(key, Returning(key[1], token_ids, step_id + _PATIENCE_STEPS))
 
-    def arrive(self, sequence: Sequence) -> None:
-        """The first sequence of a new request, which is in the queue now, or waits for its grammar."""
+    def on_add(self, group: RequestGroup) -> None:
+        """See ``SchedulerFeature``; the first sequence of the request stands for all."""
+        sequence = group.sequences[0]
         if (key := session_of(sequence)) is not None:
             announced = self._early.pop(key, None)
             if announced is not None:
@@ -117,18 +120,18 @@ class Prefetcher:
         if sequence.blocked & Blocked.GRAMMAR:
             self._add(sequence.request_id, sequence)
 
-    def note_end(self, sequence: Sequence) -> None:
-        """The sequence has ended, after it had a row."""
+    def on_end(self, sequence: Sequence) -> None:
+        """See ``SchedulerFeature``."""
         if (key := session_of(sequence)) is not None:
             self._sessions.note(key, sequence.token_ids)
 
-    def look(self, step_id: int) -> None:
+    def after_plan(self, step_id: int) -> None:
         """Begin the loads of at most one candidate, if those that were begun have gone out."""
-        if self._tier.is_loading:
+        if not self.has_work or self._tier.is_loading:
             return
         for key in [key for key, one in self._early.items() if _is_over(one, step_id)]:
             del self._early[key]
-        for one in (*self._batch.waiting.first(_NUM_CANDIDATES), *self._early.values()):
+        for one in (*self._state.waiting.first(_NUM_CANDIDATES), *self._early.values()):
             if one.looked_at_step + _STEPS_BETWEEN <= step_id:
                 one.looked_at_step = step_id
                 if self._load(one):
@@ -145,7 +148,7 @@ class Prefetcher:
         With the blocks before them they may take a quarter of the idle blocks, besides one for each row, so that the
         candidates do not push each other out.  Nothing is dropped for them.
         """
-        blocks, tier = self._batch.blocks, self._tier
+        blocks, tier = self._state.blocks, self._tier
         hits = blocks.find_hits(one) if isinstance(one, Sequence) else blocks.find_prefix(one.root, one.token_ids)
         shared = hits.shared
         on_host = tier.on_host(shared.held)
@@ -155,7 +158,7 @@ class Prefetcher:
             return False
         is_wanted = on_host.copy()
         is_wanted[~on_host] = blocks.pool.are_idle(shared.held[~on_host])
-        num_idle = blocks.pool.num_available - self._batch.rows.num_running * blocks.num_groups
+        num_idle = blocks.pool.num_available - self._state.rows.num_running * blocks.num_groups
         fits = (is_wanted.cumsum() <= num_idle // _IDLE_SHARE) & (on_host.cumsum() <= tier.num_moves_left)
         count = int(np.count_nonzero(fits))  # both sums only grow
         if not on_host[:count].any():

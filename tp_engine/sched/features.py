@@ -1,0 +1,76 @@
+"""The table of the scheduler's optional features, and how each is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from tp_engine.sched.adapters import AdapterSlots
+from tp_engine.sched.constraint import FillMasks
+from tp_engine.sched.feature import SchedulerFeature, find_feature
+from tp_engine.sched.guesses.guesses import GuessSource
+from tp_engine.sched.guesses.speculation import Speculation
+from tp_engine.sched.outcome import StopChecker
+from tp_engine.sched.scheduler_state import SchedulerState
+from tp_engine.sched.step_builder import StepBuilder
+from tp_engine.sched.tiers.disk_waits import DiskWaits
+from tp_engine.sched.tiers.prefetch import Prefetcher
+from tp_engine.sched.tiers.tier_loads import TierLoads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureParts:
+    """What features are made of.  ``guess_sources`` replace those of the configuration, for tests; ``made`` are the
+    features before this one in the table."""
+
+    state: SchedulerState
+    builder: StepBuilder
+    stops: StopChecker
+    fill_masks: FillMasks | None
+    guess_sources: Iterable[GuessSource] | None
+    made: list[SchedulerFeature] = field(default_factory=list)
+
+
+def _adapters(parts: FeatureParts) -> SchedulerFeature | None:
+    max_loras = parts.state.limits.max_loras
+    return AdapterSlots(max_loras) if max_loras else None
+
+
+def _disk_waits(parts: FeatureParts) -> SchedulerFeature | None:
+    tier = parts.state.blocks.tier
+    return None if tier is None or tier.disk is None else DiskWaits(parts.state, tier, tier.disk)
+
+
+def _tier_loads(parts: FeatureParts) -> SchedulerFeature | None:
+    tier = parts.state.blocks.tier
+    return None if tier is None else TierLoads(parts.state, tier, parts.builder)
+
+
+def _prefetcher(parts: FeatureParts) -> SchedulerFeature | None:
+    tier = parts.state.blocks.tier
+    return None if tier is None else Prefetcher(parts.state, tier, find_feature(parts.made, DiskWaits))
+
+
+def _speculation(parts: FeatureParts) -> SchedulerFeature | None:
+    config = parts.state.limits.speculation
+    if config is None:
+        return None
+    return Speculation(config, parts.state, parts.stops, parts.fill_masks, parts.guess_sources)
+
+
+# In the order in which their hooks are called: loads that are brought forward come before draft tokens.
+FEATURES: tuple[Callable[[FeatureParts], SchedulerFeature | None], ...] = (
+    _adapters,
+    _disk_waits,
+    _tier_loads,
+    _prefetcher,
+    _speculation,
+)
+
+
+def make_features(parts: FeatureParts) -> list[SchedulerFeature]:
+    """The features that the limits ask for."""
+    for make in FEATURES:
+        if (feature := make(parts)) is not None:
+            parts.made.append(feature)
+    return parts.made

@@ -1,0 +1,131 @@
+"""The scheduler's state: rows, blocks and the queue, and the moves of a sequence between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tp_engine.log import get_logger
+from tp_engine.plan import IntArray
+from tp_engine.sched.blocks.block_manager import BlockManager
+from tp_engine.sched.limits import SchedulerLimits
+from tp_engine.sched.readiness import Blocked
+from tp_engine.sched.row_state import RowState
+from tp_engine.sched.sequence import NO_ROW, Entry, Sequence, SequencePhase
+from tp_engine.sched.tiers.disk_tier import NO_LINKS, TierLinks
+from tp_engine.sched.waiting_queue import WaitingQueue
+
+_logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start.  Prefix queries and hits are tokens of requests at their first admission, host and disk
+    hits those of them that the host tier had, or the disk;
+    recomputed tokens are those that a preempted sequence had, and did not find cached when it resumed."""
+
+    num_prefix_query_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_host_hit_tokens: int = 0
+    num_disk_hit_tokens: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+
+
+class SchedulerState:
+    """Rows, blocks and the queue, shared by all parts of the scheduler.
+
+    ``released`` are the rows left since the last plan, in order of leaving.  ``num_parked`` sequences have no row, are
+    not in the queue, and have a bit of ``Blocked``.  ``on_leave`` are hooks of the scheduler's features.
+    """
+
+    def __init__(self, limits: SchedulerLimits, links: TierLinks = NO_LINKS) -> None:
+        self.limits = limits
+        self.rows = RowState(limits)
+        self.blocks = BlockManager(limits, self.rows, links)
+        self.waiting = WaitingQueue()
+        self.counters = SchedulerCounters()
+        self.released: list[int] = []
+        self.num_parked = 0
+        self.on_leave: list[Callable[[Sequence], None]] = []
+
+    def enter(self, entries: list[Entry], step_id: int) -> list[IntArray]:
+        """Seat sequences, with the blocks that they share and new ones; their tables."""
+        self.rows.occupy(entries, step_id)
+        for entry in entries:
+            sequence = entry.sequence
+            sequence.num_published, sequence.place = entry.num_published, entry.place
+            sequence.group.running.append(sequence)
+        return self.blocks.seat(entries)
+
+    def leave(self, sequence: Sequence, phase: SequencePhase) -> None:
+        """The sequence gives back row and blocks; its full blocks stay cached until their room is needed.
+
+        So does its last block, if partly filled, of a request that others will continue.
+        """
+        self.blocks.publish([(sequence, int(self.rows.num_computed[sequence.row]))])
+        if sequence.group.request.will_continue:
+            self.blocks.publish_tail(sequence)
+        self.blocks.release(sequence)
+        self.released.append(sequence.row)
+        for on_leave in self.on_leave:
+            on_leave(sequence)
+        self.rows.vacate(sequence, phase)
+        sequence.group.running.remove(sequence)
+
+    def unblock(self, sequence: Sequence, reason: Blocked) -> None:
+        """Let ``reason`` hold the sequence back no longer; it may then be scheduled, or enter the queue."""
+        if sequence.row != NO_ROW:
+            self.rows.readiness.clear(sequence.row, reason)
+        elif sequence.phase is SequencePhase.WAITING and sequence.blocked:
+            sequence.blocked &= ~reason
+            if not sequence.blocked:
+                self.num_parked -= 1
+                self.waiting.push(sequence)
+
+    def chunk_end(self, sequence: Sequence, start: int, end: int) -> int:
+        """Where a chunk from token ``start`` on ends that could go to ``end``.
+
+        A recurrent state can not be taken back.  So a chunk ends before the last token of a prompt whose siblings wait:
+        with the state there they compute that token themselves.  It also ends where a snapshot is taken.
+        """
+        if not self.limits.has_states:
+            return end
+        stops = [position for position in sequence.snapshots_at if start < position < end]
+        last = sequence.num_prompt_tokens - 1
+        if sequence.can_fork and start < last < end and sequence.has_waiting_siblings:
+            stops.append(last)
+        return min(stops, default=end)
+
+    def check_integrity(self) -> None:
+        """Assert that each part agrees with itself."""
+        self.rows.check_integrity(self.limits.block_size)
+        self.blocks.check_integrity()
+        self.waiting.check_integrity()
+
+    def victim(self) -> Sequence:
+        """The running sequence that is preempted next: of the lowest priority, the latest."""
+        return max(self.rows.running(), key=lambda sequence: sequence.key)
+
+    def preempt_all(self) -> None:
+        """Put all running sequences back into the queue, those that waited longest in front."""
+        for sequence in self.rows.running():
+            self.preempt(sequence, "by an operator")
+
+    def preempt(self, sequence: Sequence, why: str = "for want of KV blocks") -> None:
+        """Put a running sequence back into the queue with its tokens; its K/V will be computed again."""
+        num_lost = int(self.rows.num_computed[sequence.row])
+        self.leave(sequence, SequencePhase.WAITING)
+        sequence.num_lost_tokens += num_lost
+        sequence.num_preemptions += 1
+        sequence.prompt_logprobs.clear()
+        self.counters.num_preemptions += 1
+        self.waiting.push(sequence)
+        _logger.info(
+            "request %s, sequence %d: preempted %s; %d tokens to compute again unless still cached",
+            sequence.request_id,
+            sequence.index,
+            why,
+            num_lost,
+            extra={"request_id": sequence.request_id},
+        )
