@@ -33,7 +33,6 @@ class EngineOptions(TypedDict, total=False):
     devices: str | None
     all_reduce: str
     enable_expert_parallel: bool
-    fuse_all_reduce_norm: bool
     tp_invariant: bool
     attention_backend: str
     enforce_eager: bool

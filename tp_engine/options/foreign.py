@@ -339,8 +339,8 @@ VALUES: Mapping[str, tuple[ForeignValue, ...]] = {
         ForeignValue("fa2 fa3 fa4", "flash_attn"),
         ForeignValue("torch_native torch_sdpa", "torch"),
         ForeignValue(
-            "*mla* aiter* ascend cutlass_* flashinfer* flex_attention intel_* rocm_* torch_varlen tree_attn trtllm_* wave "
-            "xformers",
+            "*mla* aiter* ascend cutlass_* flashinfer* flex_attention intel_* rocm_* torch_varlen tree_attn trtllm_* "
+            "wave xformers",
             "auto",
             "the engine has no such backend, and a backend changes no result",
         ),
