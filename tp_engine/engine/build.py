@@ -67,13 +67,14 @@ def build_engine(
     echoes = EchoCheck(job.board, checks_inputs=effective.config.check_inputs)
     if job.links is not None:
         job.links.mirrored = echoes.compare_far
-    scheduler = Scheduler(_limits(effective, num_blocks, worker), grammars.fill_masks, _tier_reports(job), contents)
+    limits = _limits(effective, num_blocks, worker)
+    scheduler = Scheduler(limits, grammars.fill_masks, _tier_reports(job), contents)
     engine = Engine(
         worker=worker,
         scheduler=scheduler,
         grammars=grammars,
         publisher=publisher,
-        model_info=model_info(effective, num_blocks),
+        model_info=model_info(effective, num_blocks, longest=limits.max_sequence_tokens),
         plan_timeout_s=effective.config.collective_timeout_s,
         num_ahead=int(effective.config.async_scheduling and (groups.info.world_size > 1 or worker.runs_by_itself)),
         job=job,
@@ -140,14 +141,14 @@ def _limits(effective: EffectiveConfig, num_blocks: int, worker: Worker) -> Sche
     )
 
 
-def model_info(effective: EffectiveConfig, num_blocks: int) -> ModelInfo:
-    """What a frontend must know about this engine."""
+def model_info(effective: EffectiveConfig, num_blocks: int, *, longest: int | None = None) -> ModelInfo:
+    """What a frontend must know about this engine; ``longest`` sequence, if the blocks are too few for others."""
     config, model = effective.config, effective.model
     return ModelInfo(
         model=config.model,
         tokenizer=config.tokenizer_source,
         revision=config.revision,
-        max_model_len=effective.max_model_len,
+        max_model_len=effective.max_model_len if longest is None else longest,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         block_size=config.block_size,

@@ -11,7 +11,7 @@ from tp_engine.attention.base import Backends, prepare_groups
 from tp_engine.layers.adapters import adapting
 from tp_engine.layers.attention import forward_context
 from tp_engine.models.causal_lm import CausalLM
-from tp_engine.plan import StepPlan
+from tp_engine.plan import StepPlan, TokenLogprobs
 from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling.logprobs import LogprobTensors
@@ -27,6 +27,7 @@ from tp_engine.worker.memory.kv_cache import KvBlocks
 from tp_engine.worker.profiling import Named, unnamed
 from tp_engine.worker.recorded.captured_decodes import CapturedDecodes, Recorder
 from tp_engine.worker.recorded.captured_prompts import CapturedPrompts
+from tp_engine.worker.results.output_watch import OutputWatch
 from tp_engine.worker.results.pooled_rows import PooledRows, PooledTensors
 from tp_engine.worker.results.prompt_scores import ScoredPrompts
 from tp_engine.worker.results.readback import Check, PendingStep, Readback, never_fails
@@ -40,8 +41,8 @@ class ModelRunner:
     """One rank's model, persistent batch, KV cache (``blocks``, and a host ``tier`` if there is one) and sampler.
 
     ``states`` are the rows' recurrent ones, if some layers have one; ``adapters`` what the model takes of these, if it
-    takes any; ``drafter`` guesses behind each step.  ``check`` raises if another rank has ended, while this one waits
-    for its device.
+    takes any; ``drafter`` guesses behind each step; ``watch`` looks at the outputs.  ``check`` raises if another rank
+    has ended, while this one waits for its device.
 
     ``backends`` has one entry per group of layers (``kv_layout``), as the tables of ``batch``.  ``named`` names the
     parts of a step for profilers.
@@ -62,13 +63,14 @@ class ModelRunner:
         states: RowStates | None = None,
         adapters: RankAdapters | None = None,
         drafter: Drafter | None = None,
+        watch: OutputWatch | None = None,
         check: Check = never_fails,
     ) -> None:
         self._model = model
         self._backends = backends
         self._batch = batch
         self.blocks, self.tier, self.states, self.adapters = blocks, tier, states, adapters
-        self._communicator, self._drafter = communicator, drafter
+        self._communicator, self._drafter, self._watch = communicator, drafter, watch
         self._sampling = sampling
         self._progress = progress
         self._note_inputs = note_inputs
@@ -103,6 +105,8 @@ class ModelRunner:
     def take_model(self, model: CausalLM) -> None:
         """Run ``model`` from the next step on: it has the K/V and the states of the one before, and no recordings."""
         self.forget_captured()
+        if self._watch is not None:
+            self._watch.forget()
         more = [] if self._drafter is None else self._drafter.take_model(model)
         self.blocks.bind([*model.attention_layers, *more])
         if self.states is not None:
@@ -150,6 +154,8 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
         """Launch one step."""
+        if self._watch is not None:
+            self._watch.settle()
         with self.named("apply"):
             self._apply(plan)
         if plan.num_tokens == 0:
@@ -172,7 +178,7 @@ class ModelRunner:
         with self.named("sample"):
             prompt_logprobs = self._scored.score(inputs, hidden) if is_scored else {}
             sampled = hidden.index_select(0, inputs.layout.logit_index) if is_scored else hidden
-            token_ids, logprobs, pooled = self._sample(inputs, sampled)
+            token_ids, logprobs, pooled = self._sample(plan.step_id, inputs, sampled)
             self._batch.advance(inputs, token_ids)
             fetch = self._readback.fetch
             if drafter is not None:
@@ -180,7 +186,7 @@ class ModelRunner:
             return PendingStep(
                 step_id=plan.step_id,
                 token_ids=None if token_ids is None else self._readback.start(token_ids),
-                logprobs=None if logprobs is None else logprobs.to_host(fetch),
+                logprobs=self._to_host(logprobs),
                 prompt_logprobs={row: found.to_host(fetch) for row, found in prompt_logprobs.items()},
                 pooled=None if pooled is None else pooled.to_host(fetch),
                 drafts=drafts,
@@ -222,7 +228,7 @@ class ModelRunner:
         return PendingStep(
             step_id=plan.step_id,
             token_ids=None if token_ids is None else self._readback.start(token_ids),
-            logprobs=None if logprobs is None else logprobs.to_host(fetch),
+            logprobs=self._to_host(logprobs),
             drafts=None if drafter is None else drafter.follow_recorded(plan, token_ids, fetch),
         )
 
@@ -252,8 +258,15 @@ class ModelRunner:
             assert self.states is not None, "the model has no recurrent states"
             self.states.copy(plan.state_copies)
 
+    def _to_host(self, logprobs: LogprobTensors | None) -> Callable[[], TokenLogprobs] | None:
+        """Begin to copy them; the returned function waits for them."""
+        if logprobs is None:
+            return None
+        wait = logprobs.to_host(self._readback.fetch)
+        return wait if self._watch is None else self._watch.checked(wait)
+
     def _sample(
-        self, inputs: StepInputs, hidden: torch.Tensor
+        self, step_id: int, inputs: StepInputs, hidden: torch.Tensor
     ) -> tuple[torch.Tensor | None, LogprobTensors | None, PooledTensors | None]:
         """Sample after ``hidden`` (n, hidden); every rank gets the ids, rank 0 log-probabilities and what rows pool."""
         layout = inputs.layout
@@ -263,5 +276,7 @@ class ModelRunner:
         logits = self._model.compute_local_logits(hidden)
         pooled = None
         if not layout.is_decode_only:
+            if self._watch is not None:
+                self._watch.look(step_id, hidden, logits)
             pooled = self._pooled_rows.collect(layout.sampled_rows, hidden, logits)
         return *self._sampler.sample(logits, layout.sampled_rows, inputs.sampled_positions), pooled

@@ -28,6 +28,7 @@ from tp_engine.worker.drafters.head_drafter import HeadDrafter
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 from tp_engine.worker.model_runner import ModelRunner, NoteInputs
+from tp_engine.worker.results.output_watch import OutputWatch
 from tp_engine.worker.tiers.block_moves import staging_bytes
 from tp_engine.worker.tiers.host_tier import HostTier
 
@@ -56,7 +57,8 @@ class RunnerParts:
 
         With ``num_slots`` above 0 it has a host tier too.
         """
-        return self._make_runner(num_blocks, self.groups.progress, self.note_inputs, num_slots)
+        watch = OutputWatch(self.device.torch_device, is_first=self.groups.info.is_first)
+        return self._make_runner(num_blocks, self.groups.progress, self.note_inputs, num_slots, watch)
 
     @contextmanager
     def trial_runner(self) -> Iterator[ModelRunner]:
@@ -70,7 +72,12 @@ class RunnerParts:
                 state_layer.bind_states(None)
 
     def _make_runner(
-        self, num_blocks: int, progress: RankProgress, note_inputs: NoteInputs | None, num_slots: int = 0
+        self,
+        num_blocks: int,
+        progress: RankProgress,
+        note_inputs: NoteInputs | None,
+        num_slots: int = 0,
+        watch: OutputWatch | None = None,
     ) -> ModelRunner:
         torch_device = self.device.torch_device
         blocks = KvBlocks.allocate(self.kv_shape, num_blocks, torch_device)
@@ -96,6 +103,7 @@ class RunnerParts:
             sampling=self._make_sampling(torch_device),
             progress=progress,
             note_inputs=note_inputs,
+            watch=watch,
             check=self.groups.check,
         )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.asgi import App, Exchange, until
+from tests.asgi import App, Exchange, run_served, until
 from tests.fake_engine import FakeEngine, arith, echo
+from tests.tiny_server import chat_tokenizer, tiny_engine
 from tests.unit.server.test_server_api import error_of, serve
 from tp_engine.request import EngineRequest
 from tp_engine.server.config import ServerConfig
@@ -131,3 +133,23 @@ def test_a_full_house_is_429_and_says_when_to_come_back() -> None:
         return arith(request) if request.params.ignore_eos else echo(request)
 
     serve(scenario, FakeEngine(reply, step_delay_s=0.005))
+
+
+def test_few_blocks_shorten_the_context(tmp_path: Path) -> None:
+    """Oracle: three blocks of eight tokens, and an answer's last token, which is never computed: 25 in all.
+
+    What the server says of itself, what it refuses and what it serves have one number.
+    """
+    with tiny_engine(tmp_path / "model", num_gpu_blocks_override=3) as engine:
+
+        async def scenario(app: App) -> None:
+            card = (await app.get("/v1/models/demo")).json()
+            assert card["max_model_len"] == engine.model_info.max_model_len == 25
+            body: dict[str, Any] = {"prompt": [5] * 20, "ignore_eos": True, "temperature": 0}
+            served = (await app.post("/v1/completions", body | {"max_tokens": 5})).json()
+            assert served["usage"]["completion_tokens"] == 5
+            for wrong in ({"max_tokens": 6}, {"prompt": [5] * 25, "max_tokens": 1}):
+                error = error_of(await app.post("/v1/completions", body | wrong))
+                assert error["code"] == "context_length_exceeded" and "25 tokens" in error["message"]
+
+        run_served(scenario, engine, chat_tokenizer())

@@ -236,11 +236,11 @@ def test_what_a_cache_with_windows_holds() -> None:
 
 
 def test_an_override_in_blocks_may_be_small(caplog: pytest.LogCaptureFixture) -> None:
-    """Oracle: two blocks on request are allowed, with a warning that names the requests that will be refused."""
+    """Oracle: two blocks on request are allowed, with a warning that names the longest request."""
     with caplog.at_level(logging.WARNING, logger="tp_engine"):
         assert settle([2, 2], is_override=True) == [2, 2]
     assert [record.getMessage() for record in caplog.records] == [
-        "num_gpu_blocks_override 2 holds 32 tokens: longer requests are refused although max_model_len is 160"
+        "num_gpu_blocks_override 2 holds 32 tokens: the model is served with max_model_len 33 instead of 160"
     ]
 
 

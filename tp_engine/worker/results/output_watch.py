@@ -1,0 +1,82 @@
+"""Looks for outputs of the model that are no numbers, and says so once in the log.
+
+The tokens of such outputs are still tokens, mostly the first one of the vocabulary, so nothing else would tell.  Looked
+at are what the output head reads in steps with prompts, the logits of the first of them, and log-probabilities on their
+way to the host.  That costs nothing beside a prompt.  Other decodes may be recorded, and are not looked at; a request
+whose prompt has such outputs has them in its decodes too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from tp_engine.log import get_logger
+from tp_engine.plan import TokenLogprobs
+from tp_engine.worker.results.readback import record_event
+
+logger = get_logger(__name__)
+
+_CAUSES = (
+    "Its tokens mean nothing.  The weights may hold NaN or infinity (a broken checkpoint), or values may overflow "
+    "float16: try --dtype bfloat16 or float32, or other weights"
+)
+
+
+class OutputWatch:
+    """One rank's watch over a model; ``is_first`` ranks speak of what all ranks have."""
+
+    def __init__(self, device: torch.device, *, is_first: bool) -> None:
+        self._is_first = is_first
+        self._target = torch.zeros(2, dtype=torch.bool, pin_memory=True) if device.type == "cuda" else None
+        self._arriving: tuple[int, torch.Tensor, Callable[[], bool]] | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """The model has changed: look at it, and speak of it, as of a new one."""
+        self._has_looked = self._has_said = False
+
+    def look(self, step_id: int, hidden: torch.Tensor, local_logits: torch.Tensor) -> None:
+        """Begin to look at ``hidden`` (n, hidden), of all ranks, and this rank's ``local_logits`` (n, width)."""
+        self.settle()
+        if self._has_said or self._arriving is not None:
+            return
+        looks_at_logits = not self._has_looked and local_logits.shape[1] > 0
+        self._has_looked = True
+        found = torch.stack([one.isnan().any() for one in (hidden, local_logits)[: 1 + looks_at_logits]])
+        if self._target is None:
+            self._arriving = step_id, found, lambda: True
+            self.settle()
+        else:
+            target = self._target[: len(found)]
+            target.copy_(found, non_blocking=True)
+            self._arriving = step_id, target, record_event().query
+
+    def settle(self) -> None:
+        """Say what an earlier look has found, if that has arrived."""
+        if self._arriving is None or not self._arriving[2]():
+            return
+        step_id, found, _ = self._arriving
+        self._arriving = None
+        outputs, *logits = found.tolist()
+        if outputs and self._is_first:
+            self._say("the model's outputs at step %d are not numbers (NaN). %s", step_id, _CAUSES)
+        elif any(logits) and not outputs:
+            self._say("logits of this rank at step %d are not numbers (NaN): the output head. %s", step_id, _CAUSES)
+
+    def checked(self, wait: Callable[[], TokenLogprobs]) -> Callable[[], TokenLogprobs]:
+        """``wait``, whose log-probabilities are looked at when they have arrived."""
+
+        def waited() -> TokenLogprobs:
+            found = wait()
+            if not self._has_said and np.isnan(found.logprobs[:, 0]).any():
+                self._say("log-probabilities are not numbers (NaN). %s", _CAUSES)
+            return found
+
+        return waited
+
+    def _say(self, text: str, *arguments: object) -> None:
+        self._has_said = True
+        logger.warning(text, *arguments)
