@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +18,7 @@ from tests.e2e.frontend import INFO
 from tests.e2e.scripted import say
 from tests.fake_engine import MODEL_INFO, FakeEngine
 from tests.pooling_models import eos_tokenizer, yes_no_tokenizer
-from tests.tiny_server import chat_tokenizer
+from tests.tiny_server import chat_tokenizer, tiny_engine
 from tests.unit.server.test_server_api import MESSAGES, error_of, ids, serve
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.config import DEMO_MODEL
@@ -89,6 +91,13 @@ def test_an_empty_model_is_the_default_one() -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
         ("/v1/responses", {"input": LONG}, "input"),
         ("/v1/responses", {"instructions": LONG, "input": [{"role": "user", "content": "a"}]}, "input"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_completion_tokens": 9999}, "max_completion_tokens"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 9999}, "max_tokens"),
+        ("/v1/completions", {"prompt": "a", "logprobs": 21}, "logprobs"),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 9999}, "max_output_tokens"),
+        ("/v1/responses", {"input": "a", "top_logprobs": 21}, "top_logprobs"),
         ("/tokenize", {"messages": [{"role": "user", "content": 3}]}, "messages"),
     ],
 )
@@ -181,6 +190,21 @@ def test_prompt_log_probabilities_of_a_chat_are_in_its_body() -> None:
         assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
 
     serve(scenario)
+
+
+def test_all_alternatives_of_a_chat(tmp_path: Path) -> None:
+    """Oracle: vLLM: -1 is all tokens, whose probabilities add up to one."""
+
+    async def scenario(app: App) -> None:
+        for asked in (-1, 384, 100_000):
+            body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": asked, "max_tokens": 1}
+            reply = await app.post("/v1/chat/completions", body)
+            (token,) = reply.json()["choices"][0]["logprobs"]["content"]
+            assert len(token["top_logprobs"]) == 384
+            assert math.isclose(sum(math.exp(one["logprob"]) for one in token["top_logprobs"]), 1.0, rel_tol=1e-4)
+
+    with tiny_engine(tmp_path / "model", max_logprobs=-1) as engine:
+        run_served(scenario, engine, chat_tokenizer())
 
 
 def test_a_truncated_prompt_is_echoed_as_it_was_read() -> None:

@@ -10,11 +10,12 @@ from tp_engine.api.batch_job.lines import BatchRequest
 from tp_engine.api.beam_search import BeamSearch, request_output
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.answer_shape import JsonObject
+from tp_engine.api.openai.errors import renamed
 from tp_engine.api.openai.pooled import EmbeddingBody, PooledBody, RerankBody, ScoreBody, num_pooled, prepare_pooled
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
 from tp_engine.api.openai.requests import prepare, prepare_searches
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
-from tp_engine.api.openai.responses_api.requests import chat_body, prepare_response, renamed
+from tp_engine.api.openai.responses_api.requests import NAMES, chat_body, prepare_response
 from tp_engine.api.openai.sampling import beam_search_params, chat_params, completion_params, completion_prompts
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.tokenizer import TokenDecoder
@@ -93,7 +94,7 @@ def _check_response(body: ResponsesBody) -> None:
     try:
         chat_params(chat)
     except RequestError as error:
-        raise renamed(error) from error
+        raise renamed(error, NAMES) from error
 
 
 def _prepare_generation(body: ChatBody | CompletionBody, model: str, context: LineContext) -> PreparedLine:

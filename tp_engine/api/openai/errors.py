@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tp_engine.engine.messages import CODE_UNAVAILABLE
@@ -30,6 +31,17 @@ class HttpError(Exception):
         self.status = status
         self.code = code
         self.retry_after_s = retry_after_s
+
+
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """``error`` with the name that its field has in the client's body, if ``names`` has another one for it."""
+    ours, text = error.param or "", str(error)
+    theirs = names.get(ours)
+    if theirs is None:
+        return error
+    if text.startswith(ours):
+        text = theirs + text[len(ours) :]
+    return RequestError(text, param=theirs, code=error.code)
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -46,10 +46,10 @@ def completion_logprobs(
 def chat_logprobs(
     token_ids: Sequence[int], positions: Sequence[Position], num_top: int, *, as_ids: bool = False
 ) -> dict[str, list[dict[str, Any]]]:
-    """The shape of ``/v1/chat/completions`` with ``num_top`` alternatives per token."""
+    """The shape of ``/v1/chat/completions`` with ``num_top`` alternatives per token; -1 for all."""
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
-        tops = _likeliest_first(position)[:num_top]
+        tops = _likeliest_first(position)[: None if num_top == -1 else num_top]
         alternatives = [_chat_entry(other, entry, as_ids) for other, entry in tops]
         content.append(_chat_entry(token_id, position[token_id], as_ids) | {"top_logprobs": alternatives})
     return {"content": content}

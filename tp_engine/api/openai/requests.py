@@ -20,6 +20,7 @@ from tp_engine.api.openai.sampling import (
     chat_params,
     completion_params,
     completion_prompts,
+    fields_of,
     max_output_tokens,
     num_top_logprobs,
 )
@@ -144,27 +145,28 @@ def _engine_request(
     arrival_s: float,
 ) -> EngineRequest:
     """One checked request; refuses a ``max_tokens`` that the context can not hold, which ``LLM`` would reduce."""
-    request = processor.process(
-        prompt,
-        params,
-        request_id=request_id,
-        priority=body.priority or 0,
-        arrival_s=arrival_s,
-        add_special_tokens=body.add_special_tokens is not False,
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
-        truncation_side=body.truncation_side or "left",
-        adapter=body.model if body.model in processor.adapters else "",
-        prompt_field="messages" if isinstance(body, ChatBody) else "prompt",
-    )
-    asked, num_prompt, longest = max_output_tokens(body), len(request.prompt_token_ids), processor.max_model_len
-    if asked is not None and num_prompt + asked > longest:
-        raise RequestError(
-            f"This model's maximum context length is {longest} tokens. However, you requested {num_prompt + asked} "
-            f"tokens ({num_prompt} in the prompt, {asked} in the completion). Please reduce the length of the prompt "
-            f"or max_tokens.",
-            param="max_tokens",
-            code="context_length_exceeded",
+    with fields_of(body):
+        request = processor.process(
+            prompt,
+            params,
+            request_id=request_id,
+            priority=body.priority or 0,
+            arrival_s=arrival_s,
+            add_special_tokens=body.add_special_tokens is not False,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncation_side=body.truncation_side or "left",
+            adapter=body.model if body.model in processor.adapters else "",
+            prompt_field="messages" if isinstance(body, ChatBody) else "prompt",
         )
+        asked, num_prompt, longest = max_output_tokens(body), len(request.prompt_token_ids), processor.max_model_len
+        if asked is not None and num_prompt + asked > longest:
+            raise RequestError(
+                f"This model's maximum context length is {longest} tokens. However, you requested {num_prompt + asked} "
+                f"tokens ({num_prompt} in the prompt, {asked} in the completion). Please reduce the length of the "
+                f"prompt or max_tokens.",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
     return request
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tp_engine.api.openai.errors import renamed
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody, GenerationBody
 from tp_engine.api.openai.structured import json_schema_constraint, structured_outputs_of
 from tp_engine.api.openai.tools.request import ToolRequest
@@ -69,7 +71,19 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any] | None = None) -> Sa
         given["structured_outputs"] = json_schema_constraint(schema)
     if (num_logprobs := num_top_logprobs(body)) is not None:
         given["logprobs"] = num_logprobs
-    return SamplingParams(**_limited(given, max_output_tokens(body), defaults or {}))
+    with fields_of(body):
+        return SamplingParams(**_limited(given, max_output_tokens(body), defaults or {}))
+
+
+@contextlib.contextmanager
+def fields_of(body: CompletionBody | ChatBody) -> Iterator[None]:
+    """Within, errors about ``SamplingParams`` name the fields that a chat has for them."""
+    sent = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"} if isinstance(body, ChatBody) else {}
+    try:
+        yield
+    except RequestError as error:
+        names = {ours: theirs for ours, theirs in sent.items() if getattr(body, theirs) is not None}
+        raise renamed(error, names) from None
 
 
 def beam_search_params(body: CompletionBody | ChatBody, context_tokens: int) -> BeamSearchParams:

@@ -75,6 +75,9 @@ def input_messages(items: str | Sequence[Item], instructions: str | None) -> Mes
         raise RequestError("input is an empty list; give text or at least one item", param="input")
     for number, item in enumerate(items):
         _add_item(messages, f"input[{number}]", item)
+    for message in messages:
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
     if not messages:
         raise RequestError("input has no item that the model can read; give at least one message", param="input")
     return _one_system_message(messages)
@@ -107,8 +110,7 @@ def _add_item(messages: Messages, where: str, item: Item) -> None:
     elif kind == "reasoning":
         text = _text(f"{where}.content", item.get("content") or item.get("summary") or "")
         if text:
-            message = _assistant(messages, begins_turn=True)
-            message["reasoning_content"] = message.get("reasoning_content", "") + text
+            _assistant(messages, begins_turn=True).setdefault("reasoning_content", []).append(text)
     elif kind in _UNTOLD:
         if kind != "additional_tools":
             warn_once(logger, "items of the type %s are left out of responses: they tell the model nothing", kind)

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.answer_shape import JsonObject
+from tp_engine.api.openai.errors import renamed
 from tp_engine.api.openai.protocol import ChatBody, GenerationBody, request_error
 from tp_engine.api.openai.requests import PreparedAnswer, prepare
 from tp_engine.api.openai.responses_api.events import whole_response
@@ -22,7 +23,7 @@ from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
 
 # The field of a chat that an error names -> the field of the Responses body.
-_NAMES = {
+NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
@@ -54,18 +55,7 @@ def chat_body(body: ResponsesBody) -> ChatBody:
     try:
         return ChatBody.model_validate(fields)
     except ValidationError as error:
-        raise renamed(request_error(error)) from None
-
-
-def renamed(error: RequestError) -> RequestError:
-    """``error`` of the chat, with the name that the field has in a Responses body."""
-    theirs, text = error.param or "", str(error)
-    ours = _NAMES.get(theirs)
-    if ours is None:
-        return error
-    if text.startswith(theirs):
-        text = ours + text[len(theirs) :]
-    return RequestError(text, param=ours, code=error.code)
+        raise renamed(request_error(error), NAMES) from None
 
 
 def _tools(body: ResponsesBody) -> ResponseTools:
@@ -108,7 +98,7 @@ def prepare_response(
     try:
         prepared = prepare(chat, processor, model, defaults)
     except RequestError as error:
-        raise renamed(error) from None
-    requests = [replace(request, prompt_field=_NAMES["messages"]) for request in prepared.requests]
+        raise renamed(error, NAMES) from None
+    requests = [replace(request, prompt_field=NAMES["messages"]) for request in prepared.requests]
     prepared = replace(prepared, requests=requests)
     return PreparedResponse(chat_body=chat, chat=prepared, shape=ResponseShape.of(body, prepared, _tools(body)))

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -90,7 +91,8 @@ class ResponseTools:
             return _chat_tools(self.tools), choice if self.tools or choice not in ("auto", "none") else None
         kind = choice.get("type")
         if kind in _CALLABLE:
-            return _chat_tools(self.tools), {"type": "function", "function": {"name": self._flat_name(choice)}}
+            name = next(iter(self._flat_names([choice])), choice.get("name"))
+            return _chat_tools(self.tools), {"type": "function", "function": {"name": name}}
         if kind == "allowed_tools":
             mode, allowed = choice.get("mode", "auto"), self._allowed(choice)
             if mode == "required":
@@ -110,19 +112,27 @@ class ResponseTools:
                 param="tool_choice",
             )
 
-    def _flat_name(self, choice: Mapping[str, Any]) -> Any:
-        """The name of the chat's function; a function of a namespace may be named by its own name if that is unique."""
-        name, namespace = choice.get("name"), choice.get("namespace")
-        if namespace is None and not any(tool.function["name"] == name for tool in self.tools):
-            own = [tool for tool in self.tools if tool.name == name]
-            return own[0].function["name"] if len(own) == 1 else name
-        return name if namespace is None else flat_name(namespace, name)
+    def _flat_names(self, entries: Iterable[Mapping[str, Any]]) -> set[Any]:
+        """The names in the chat of the tools that ``entries`` name.
+
+        A tool of a namespace may be named by its own name, if no other tool has that.
+        """
+        flat = {tool.function["name"] for tool in self.tools}
+        num_own = Counter(tool.name for tool in self.tools)
+        own = {tool.name: tool.function["name"] for tool in self.tools if num_own[tool.name] == 1}
+        found = set()
+        for entry in entries:
+            name, namespace = entry.get("name"), entry.get("namespace")
+            if isinstance(name, str):
+                known = name if name in flat else own.get(name, name)
+                found.add(known if namespace is None else flat_name(namespace, name))
+        return found
 
     def _allowed(self, choice: Mapping[str, Any]) -> list[CallableTool]:
         named = choice.get("tools")
         entries = [one for one in named if isinstance(one, Mapping)] if isinstance(named, list) else []
-        names = [self._flat_name(one) for one in entries if one.get("name") is not None]
-        namespaces = [one.get("name") for one in entries if one.get("type") == "namespace"]
+        names = self._flat_names(entries)
+        namespaces = {str(one.get("name")) for one in entries if one.get("type") == "namespace"}
         allowed = [tool for tool in self.tools if tool.function["name"] in names or tool.namespace in namespaces]
         if not allowed and not any(one.get("type") in self.left_out for one in entries):
             raise RequestError("tool_choice allows none of the tools; name at least one of them", param="tool_choice")

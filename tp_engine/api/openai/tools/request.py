@@ -130,7 +130,7 @@ def _allowed(tools: Sequence[Mapping[str, Any]], allowed: object) -> tuple[Mappi
     functions = (
         [one.get("function") for one in allowed if isinstance(one, Mapping)] if isinstance(allowed, list) else []
     )
-    names = [function.get("name") for function in functions if isinstance(function, Mapping)]
+    names = {str(function.get("name")) for function in functions if isinstance(function, Mapping)}
     found = tuple(tool for tool in tools if tool["function"]["name"] in names)
     if not found:
         raise RequestError("tool_choice allows none of the tools; name at least one of them", param="tool_choice")
