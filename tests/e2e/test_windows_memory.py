@@ -35,5 +35,5 @@ def test_a_quarter_of_the_kv_memory(checkpoint: Callable[..., Path], monkeypatch
     found = serve(folder, LAYERS_TIMES_BLOCKS // 4)  # a block holds the tokens of one layer
     monkeypatch.setattr(kv_layout, "MAX_GROUPS", 1)
     assert found == serve(folder, LAYERS_TIMES_BLOCKS // NUM_LAYERS)  # a block holds those of all layers
-    with pytest.raises(RequestError, match="holds 8192 in all"):
+    with pytest.raises(RequestError, match="maximum context length is 8193 tokens"):
         serve(folder, LAYERS_TIMES_BLOCKS // NUM_LAYERS // 4)

@@ -17,6 +17,7 @@ from tp_engine.ipc.job_board import EchoCheck
 from tp_engine.ipc.plan_channel import PlanPublisher
 from tp_engine.ipc.relay import PlanLink
 from tp_engine.kv_codec import may_refuse
+from tp_engine.log import get_logger
 from tp_engine.plan import NO_IDS
 from tp_engine.progress import RankPhase
 from tp_engine.ranks.groups import RankGroups
@@ -26,6 +27,8 @@ from tp_engine.sched.tiers.disk_journal import DiskContents
 from tp_engine.tier_progress import TIER_CHANNELS, TierProgressReader
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.worker import Worker
+
+logger = get_logger(__name__)
 
 #: What a step may move each way between pool and host tier, on each rank: some milliseconds of a GPU's link.
 _MOVED_BYTES = 128 << 20
@@ -68,6 +71,14 @@ def build_engine(
     if job.links is not None:
         job.links.mirrored = echoes.compare_far
     limits = _limits(effective, num_blocks, worker)
+    if limits.max_sequence_tokens < effective.max_model_len:
+        logger.warning(
+            "num_gpu_blocks_override %d: the KV cache holds %d tokens, so max_model_len is %d instead of %d",
+            num_blocks,
+            limits.capacity_tokens,
+            limits.max_sequence_tokens,  # the last token of an answer is never computed
+            effective.max_model_len,
+        )
     scheduler = Scheduler(limits, grammars.fill_masks, _tier_reports(job), contents)
     engine = Engine(
         worker=worker,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +136,14 @@ def test_a_full_house_is_429_and_says_when_to_come_back() -> None:
     serve(scenario, FakeEngine(reply, step_delay_s=0.005))
 
 
-def test_few_blocks_shorten_the_context(tmp_path: Path) -> None:
+def test_few_blocks_shorten_the_context(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: three blocks of eight tokens, and an answer's last token, which is never computed: 25 in all.
 
     What the server says of itself, what it refuses and what it serves have one number.
     """
+    monkeypatch.setattr(logging.getLogger("tp_engine"), "propagate", True)
     with tiny_engine(tmp_path / "model", num_gpu_blocks_override=3) as engine:
 
         async def scenario(app: App) -> None:
@@ -153,3 +157,5 @@ def test_few_blocks_shorten_the_context(tmp_path: Path) -> None:
                 assert error["code"] == "context_length_exceeded" and "25 tokens" in error["message"]
 
         run_served(scenario, engine, chat_tokenizer())
+    (line,) = [text for text in caplog.messages if "num_gpu_blocks_override" in text]
+    assert "holds 24 tokens, so max_model_len is 25 instead of 96" in line

@@ -235,13 +235,9 @@ def test_what_a_cache_with_windows_holds() -> None:
     assert "max_model_len 1000 needs 102 KV blocks" in str(error) and "max_model_len to at most 992" in str(error)
 
 
-def test_an_override_in_blocks_may_be_small(caplog: pytest.LogCaptureFixture) -> None:
-    """Oracle: two blocks on request are allowed, with a warning that names the longest request."""
-    with caplog.at_level(logging.WARNING, logger="tp_engine"):
-        assert settle([2, 2], is_override=True) == [2, 2]
-    assert [record.getMessage() for record in caplog.records] == [
-        "num_gpu_blocks_override 2 holds 32 tokens: the model is served with max_model_len 33 instead of 160"
-    ]
+def test_an_override_in_blocks_may_be_small() -> None:
+    """Oracle: two blocks on request are allowed, where memory for two alone would be refused."""
+    assert settle([2, 2], is_override=True) == [2, 2]
 
 
 def test_report(caplog: pytest.LogCaptureFixture) -> None:

@@ -117,20 +117,11 @@ def settle_blocks(
     """The number of KV blocks of every rank.  ``choose`` finds this rank's own; if it fails, every rank fails.
 
     A user's number of blocks may be too small for ``max_model_len``: requests are then at most as long as the blocks
-    allow (``model_info``).  Otherwise too few blocks raise ``MemoryBudgetError``.
+    allow (``engine/build.py``).  Otherwise too few blocks raise ``MemoryBudgetError``.
     """
     num_blocks = agree_on_blocks(_result_of(choose), group).num_blocks
     if not is_override:
         check_longest_request(capacity, num_blocks=num_blocks, block_bytes=shape.block_bytes)
-    elif num_blocks < capacity.blocks_per_request and group.info.is_first:
-        held = capacity.longest_request(num_blocks)
-        logger.warning(
-            "num_gpu_blocks_override %d holds %d tokens: the model is served with max_model_len %d instead of %d",
-            num_blocks,
-            held,
-            held + 1,  # the last token of an answer is never computed
-            capacity.max_model_len,
-        )
     return num_blocks
 
 
