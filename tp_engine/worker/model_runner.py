@@ -11,7 +11,7 @@ from tp_engine.attention.base import Backends, prepare_groups
 from tp_engine.layers.adapters import adapting
 from tp_engine.layers.attention import forward_context
 from tp_engine.models.causal_lm import CausalLM
-from tp_engine.plan import StepPlan, TokenLogprobs
+from tp_engine.plan import StepPlan
 from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling.logprobs import LogprobTensors
@@ -70,7 +70,7 @@ class ModelRunner:
         self._backends = backends
         self._batch = batch
         self.blocks, self.tier, self.states, self.adapters = blocks, tier, states, adapters
-        self._communicator, self._drafter, self._watch = communicator, drafter, watch
+        self._communicator, self._drafter, self._watch = communicator, drafter, watch or OutputWatch()
         self._sampling = sampling
         self._progress = progress
         self._note_inputs = note_inputs
@@ -105,8 +105,7 @@ class ModelRunner:
     def take_model(self, model: CausalLM) -> None:
         """Run ``model`` from the next step on: it has the K/V and the states of the one before, and no recordings."""
         self.forget_captured()
-        if self._watch is not None:
-            self._watch.forget()
+        self._watch.forget()
         more = [] if self._drafter is None else self._drafter.take_model(model)
         self.blocks.bind([*model.attention_layers, *more])
         if self.states is not None:
@@ -154,8 +153,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
         """Launch one step."""
-        if self._watch is not None:
-            self._watch.settle()
+        self._watch.settle()
         with self.named("apply"):
             self._apply(plan)
         if plan.num_tokens == 0:
@@ -186,7 +184,7 @@ class ModelRunner:
             return PendingStep(
                 step_id=plan.step_id,
                 token_ids=None if token_ids is None else self._readback.start(token_ids),
-                logprobs=self._to_host(logprobs),
+                logprobs=self._watch.to_host(logprobs, fetch),
                 prompt_logprobs={row: found.to_host(fetch) for row, found in prompt_logprobs.items()},
                 pooled=None if pooled is None else pooled.to_host(fetch),
                 drafts=drafts,
@@ -228,7 +226,7 @@ class ModelRunner:
         return PendingStep(
             step_id=plan.step_id,
             token_ids=None if token_ids is None else self._readback.start(token_ids),
-            logprobs=self._to_host(logprobs),
+            logprobs=self._watch.to_host(logprobs, fetch),
             drafts=None if drafter is None else drafter.follow_recorded(plan, token_ids, fetch),
         )
 
@@ -258,13 +256,6 @@ class ModelRunner:
             assert self.states is not None, "the model has no recurrent states"
             self.states.copy(plan.state_copies)
 
-    def _to_host(self, logprobs: LogprobTensors | None) -> Callable[[], TokenLogprobs] | None:
-        """Begin to copy them; the returned function waits for them."""
-        if logprobs is None:
-            return None
-        wait = logprobs.to_host(self._readback.fetch)
-        return wait if self._watch is None else self._watch.checked(wait)
-
     def _sample(
         self, step_id: int, inputs: StepInputs, hidden: torch.Tensor
     ) -> tuple[torch.Tensor | None, LogprobTensors | None, PooledTensors | None]:
@@ -276,7 +267,6 @@ class ModelRunner:
         logits = self._model.compute_local_logits(hidden)
         pooled = None
         if not layout.is_decode_only:
-            if self._watch is not None:
-                self._watch.look(step_id, hidden, logits)
+            self._watch.look(step_id, hidden, logits)
             pooled = self._pooled_rows.collect(layout.sampled_rows, hidden, logits)
         return *self._sampler.sample(logits, layout.sampled_rows, inputs.sampled_positions), pooled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import make_checkpoint
 from tp_engine import LLM, SamplingParams
-from tp_engine.plan import TokenLogprobs
+from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.worker.results.output_watch import OutputWatch
+from tp_engine.worker.results.readback import Readback
 
 CPU = torch.device("cpu")
 NAN = float("nan")
@@ -65,14 +67,15 @@ def test_each_rank_speaks_of_its_own_logits(warnings: Callable[[], list[str]]) -
 
 def test_log_probabilities_are_looked_at(warnings: Callable[[], list[str]]) -> None:
     """Oracle: by hand: minus infinity is one, NaN is none; what arrives is unchanged."""
-    watch = OutputWatch(CPU, is_first=True)
-    for value in (-np.inf, NAN, NAN):
-        given = TokenLogprobs(
-            token_ids=np.zeros((2, 3), dtype=np.int32),
-            logprobs=np.array([[0.0, 0.0, NAN], [value, 0.0, 0.0]], dtype=np.float32),
-            ranks=np.ones(2, dtype=np.int32),
-        )
-        assert watch.checked(lambda given=given: given)() is given  # type: ignore[misc]
+    watch = OutputWatch(CPU)
+    fetch = Readback(1, CPU).fetch
+    for value in (-math.inf, NAN, NAN):
+        given = torch.tensor([[0.0, 0.0, NAN], [value, 0.0, 0.0]])
+        ids, ranks = torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+        wait = watch.to_host(LogprobTensors(token_ids=ids, logprobs=given, ranks=ranks), fetch)
+        assert wait is not None and np.array_equal(wait().logprobs, given.numpy(), equal_nan=True)
+    assert len(warnings()) == 1 and watch.to_host(None, fetch) is None
+    OutputWatch().look(1, broken(), broken())
     assert len(warnings()) == 1
 
 

@@ -15,6 +15,7 @@ import torch
 
 from tp_engine.log import get_logger
 from tp_engine.plan import TokenLogprobs
+from tp_engine.sampling.logprobs import Fetch, LogprobTensors
 from tp_engine.worker.results.readback import record_event
 
 logger = get_logger(__name__)
@@ -26,17 +27,18 @@ _CAUSES = (
 
 
 class OutputWatch:
-    """One rank's watch over a model; ``is_first`` ranks speak of what all ranks have."""
+    """One rank's watch; only the first rank speaks of what all ranks have.  Without a ``device`` it is blind."""
 
-    def __init__(self, device: torch.device, *, is_first: bool) -> None:
-        self._is_first = is_first
-        self._target = torch.zeros(2, dtype=torch.bool, pin_memory=True) if device.type == "cuda" else None
+    def __init__(self, device: torch.device | None = None, *, is_first: bool = True) -> None:
+        self._is_blind, self._is_first = device is None, is_first
+        is_cuda = device is not None and device.type == "cuda"
+        self._target = torch.zeros(2, dtype=torch.bool, pin_memory=True) if is_cuda else None
         self._arriving: tuple[int, torch.Tensor, Callable[[], bool]] | None = None
         self.forget()
 
     def forget(self) -> None:
         """The model has changed: look at it, and speak of it, as of a new one."""
-        self._has_looked = self._has_said = False
+        self._has_looked, self._has_said = False, self._is_blind
 
     def look(self, step_id: int, hidden: torch.Tensor, local_logits: torch.Tensor) -> None:
         """Begin to look at ``hidden`` (n, hidden), of all ranks, and this rank's ``local_logits`` (n, width)."""
@@ -66,16 +68,17 @@ class OutputWatch:
         elif any(logits) and not outputs:
             self._say("logits of this rank at step %d are not numbers (NaN): the output head. %s", step_id, _CAUSES)
 
-    def checked(self, wait: Callable[[], TokenLogprobs]) -> Callable[[], TokenLogprobs]:
-        """``wait``, whose log-probabilities are looked at when they have arrived."""
+    def to_host(self, logprobs: LogprobTensors | None, fetch: Fetch) -> Callable[[], TokenLogprobs] | None:
+        """As ``LogprobTensors.to_host``; looks at what arrives."""
+        if logprobs is None:
+            return None
+        wait = logprobs.to_host(fetch)
+        return wait if self._has_said else lambda: self._looked_at(wait())
 
-        def waited() -> TokenLogprobs:
-            found = wait()
-            if not self._has_said and np.isnan(found.logprobs[:, 0]).any():
-                self._say("log-probabilities are not numbers (NaN). %s", _CAUSES)
-            return found
-
-        return waited
+    def _looked_at(self, found: TokenLogprobs) -> TokenLogprobs:
+        if not self._has_said and np.isnan(found.logprobs[:, 0]).any():
+            self._say("log-probabilities are not numbers (NaN). %s", _CAUSES)
+        return found
 
     def _say(self, text: str, *arguments: object) -> None:
         self._has_said = True
