@@ -50,7 +50,7 @@ def leaves_nothing(session_leaves_nothing: None) -> Iterator[None]:
     """Fail a test that leaves a process or a shared-memory segment."""
     before = footprint()
     yield
-    if leaks := leaked_since(before):
+    if leaks := leaked_since(before, engines_go_on=True):
         pytest.fail("the test left behind:\n  " + "\n  ".join(leaks))
 
 

@@ -10,6 +10,8 @@ import difflib
 from collections.abc import Iterable
 
 _SHORTEST_BEGINNING = 3
+# The code of a request that is refused for now; a server answers it with HTTP 503.
+CODE_UNAVAILABLE = "service_unavailable"
 
 
 class ConfigError(ValueError):

@@ -11,6 +11,9 @@ import msgspec
 from tp_engine.plan import FloatArray, TokenLogprobs
 from tp_engine.sampling_params import SamplingParams
 
+# The code of an error that the request's own grammar caused.
+INVALID_GRAMMAR = "invalid_grammar"
+
 
 class FinishReason(enum.StrEnum):
     """Why a sequence ended; the values are those of the OpenAI API (and vLLM's ``abort``)."""
@@ -73,6 +76,7 @@ class SequenceDelta(msgspec.Struct, kw_only=True):
     pooling request asks for) come with the first delta.
     ``num_guessed_tokens`` have been verified, of which ``num_accepted_tokens`` were right; the last delta has all.
     ``first_scheduled_s`` is the time.monotonic() at which its prefill began (0.0 if it never ran).
+    ``error_code`` is that of an ``error`` which the request caused; None for one of the engine.
     """
 
     request_id: str
@@ -86,6 +90,7 @@ class SequenceDelta(msgspec.Struct, kw_only=True):
     num_cached_tokens: int = 0
     first_scheduled_s: float = 0.0
     error: str | None = None
+    error_code: str | None = None
     ends_with_text: bool = False
     num_guessed_tokens: int = 0
     num_accepted_tokens: int = 0

@@ -9,12 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_engine.errors import ConfigError, RequestError, shown
+from tp_engine.nesting import is_expression_deeper, is_grammar_deeper, is_schema_deeper
 from tp_engine.options.foreign_rows import refused
 from tp_engine.options.intake import takes_names_of_others
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
+# Real schemas nest up to 40 deep; a chain of 1,000 objects overflows the stack of the grammar library.
+MAX_NESTING = 500
+MAX_CHOICES = 50_000
 MAX_CONSTRAINT_CHARACTERS = 1 << 20
-_PARAM = "structured_outputs"
+COMPILATION_TIMEOUT_S = 5.0
+PARAM = "structured_outputs"
 CONFIG_NAME = "structured_outputs_config"
 
 
@@ -66,6 +71,17 @@ class StructuredOutputsParams:
         """Which of ``KINDS`` is set."""
         return next(name for name in KINDS if getattr(self, name) is not None)
 
+    def check_bounds(self) -> None:
+        """Raise ``RequestError`` for a constraint that is too deep or too long for a compiler; takes linear time."""
+        if self.choice is not None and len(self.choice) > MAX_CHOICES:
+            raise _error(f"choice has {len(self.choice)} texts; at most {MAX_CHOICES} are allowed")
+        if self.json is not None and is_schema_deeper(json.loads(str(self.json)), MAX_NESTING):
+            raise _too_deep("the JSON schema", "objects, lists and references")
+        if self.grammar is not None and is_grammar_deeper(self.grammar, MAX_NESTING):
+            raise _too_deep("the grammar", "rules or brackets")
+        if self.regex is not None and is_expression_deeper(self.regex, MAX_NESTING):
+            raise _too_deep("the regex", "groups")
+
     def _check_kinds(self) -> None:
         if self.json_object is not None and self.json_object is not True:
             if self.json_object is not False:
@@ -74,12 +90,13 @@ class StructuredOutputsParams:
         given = [name for name in KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) or "none"
-            raise _error(f"{_PARAM} has {found} of {', '.join(KINDS)}; it must have exactly one of them")
+            raise _error(f"{PARAM} has {found} of {', '.join(KINDS)}; it must have exactly one of them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsDefaults:
-    """Defaults of the JSON fields of ``StructuredOutputsParams``, from the engine's ``structured_outputs_config``.
+    """The engine's ``structured_outputs_config``: defaults of the JSON fields of ``StructuredOutputsParams``, and the
+    seconds of processor time that a grammar may take to compile.
 
     Raises ``ConfigError`` for faults that can be found without the grammar library.
     """
@@ -87,8 +104,14 @@ class StructuredOutputsDefaults:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    compilation_timeout_s: float = COMPILATION_TIMEOUT_S
 
     def __post_init__(self) -> None:
+        timeout_s = self.compilation_timeout_s
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= 600:
+            raise ConfigError(
+                f"{CONFIG_NAME} has compilation_timeout_s {shown(timeout_s)}; it must be above 0 and at most 600"
+            )
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise ConfigError(f"{CONFIG_NAME} has both disable_any_whitespace and whitespace_pattern; give one of them")
         try:
@@ -112,7 +135,7 @@ class StructuredOutputsDefaults:
 
     def probe(self) -> StructuredOutputsParams:
         """A constraint with all defaults, for a check by the grammar library."""
-        return StructuredOutputsParams(json_object=True, **dataclasses.asdict(self))
+        return self.complete(StructuredOutputsParams(json_object=True))
 
     def complete(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
         """``params`` with these defaults; if a request sets either white space field, it keeps both of its own."""
@@ -163,5 +186,9 @@ def _check_text(name: str, text: object) -> None:
         raise _error(f"{name} has half a surrogate pair; it must be valid Unicode") from error
 
 
+def _too_deep(what: str, parts: str) -> RequestError:
+    return _error(f"{what} has more than {MAX_NESTING} {parts} within each other; make it flatter")
+
+
 def _error(message: str) -> RequestError:
-    return RequestError(message, param=_PARAM)
+    return RequestError(message, param=PARAM)

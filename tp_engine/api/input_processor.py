@@ -12,7 +12,7 @@ from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.tokenizer import load_tokenizer, special_ids
 from tp_engine.errors import RequestError
-from tp_engine.grammar.compiler import check_constraint
+from tp_engine.grammar.vocabulary import check_tokenizer
 from tp_engine.request import EngineRequest, Pooling
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.structured_outputs import StructuredOutputsDefaults
@@ -63,6 +63,8 @@ class InputProcessor:
         prompt_field: str = "prompt",
     ) -> EngineRequest:
         """A request that the engine can serve; otherwise raises ``RequestError`` with the reason.
+
+        The engine itself finds out whether a grammar can be used.
 
         A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.  ``max_tokens``
         None becomes the rest of the model's context.  ``arrival_s`` (time.monotonic()) is now unless given.  Text is
@@ -267,7 +269,8 @@ class InputProcessor:
             if label is not None:
                 check_text(name, label)
         if params.structured_outputs is not None:
-            check_constraint(params.structured_outputs, self.tokenizer)
+            check_tokenizer(self.tokenizer)
+            params.structured_outputs.check_bounds()
 
 
 def prompt_text(prompt: Prompt) -> str | None:

@@ -38,6 +38,7 @@ from tp_engine.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestO
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
 from tp_engine.sched.allocation_monitor import AllocationMonitor
+from tp_engine.structured_outputs import PARAM
 
 _MONITOR_S = 0.25
 
@@ -353,6 +354,11 @@ class LLM(Closing):
                 self._forget(requests)
                 raise
             self.outputs.add(request, text)
+        for failed in self.engine.compile_grammars():
+            self._forget(requests)
+            if failed.error_code is None:
+                raise RuntimeError(f"a grammar could not be compiled: {failed.error}")
+            raise RequestError(str(failed.error), param=PARAM, code=failed.error_code)
 
     def _forget(self, requests: Sequence[EngineRequest]) -> None:
         """Abort and forget all, after an error or Ctrl-C, so that the next call finds nothing of them."""

@@ -19,9 +19,9 @@ class SequenceUpdate:
 
     ``finish_reason`` is None while it runs; ``stop_reason`` is the stop token id or stop string that ended it.
     ``num_output_tokens`` counts all tokens of the sequence up to here.  ``error`` says what went wrong if
-    ``finish_reason`` is ``error``.  ``num_guessed_tokens`` and ``num_accepted_tokens`` are those of the
-    sequence, as far as they are known.  ``prompt_logprobs`` come once for a request, when its prompt is computed;
-    ``request_output`` comes with the update that ends the whole request.
+    ``finish_reason`` is ``error``, and ``error_code`` is set if the request caused it.  ``num_guessed_tokens`` and
+    ``num_accepted_tokens`` are those of the sequence, as far as they are known.  ``prompt_logprobs`` come once for a
+    request, when its prompt is computed; ``request_output`` comes with the update that ends the whole request.
     """
 
     request_id: str
@@ -36,6 +36,7 @@ class SequenceUpdate:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    error_code: str | None = None
     request_output: RequestOutput | None = None
     num_guessed_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -50,7 +51,8 @@ class SequenceUpdate:
             self.logprobs = (self.logprobs or []) + later.logprobs
         if later.prompt_logprobs is not None:
             self.prompt_logprobs = later.prompt_logprobs
-        self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.error, self.error_code = later.error, later.error_code
         self.request_output = later.request_output
         self.num_guessed_tokens, self.num_accepted_tokens = later.num_guessed_tokens, later.num_accepted_tokens
 
@@ -222,6 +224,7 @@ class RequestState:
             num_guessed_tokens=sequence.output.num_guessed_tokens,
             num_accepted_tokens=sequence.output.num_accepted_tokens,
             error=delta.error,
+            error_code=delta.error_code,
         )
 
     def _new_prompt_logprobs(self, delta: SequenceDelta) -> list[dict[int, Logprob] | None] | None:

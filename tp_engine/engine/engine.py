@@ -103,6 +103,16 @@ class Engine:
         else:
             self._grammars.add(request, self._scheduler)
 
+    def compile_grammars(self) -> list[SequenceDelta]:
+        """Wait until no request waits for its grammar; the last deltas of those whose grammars failed."""
+        self._check_alive()
+        failed: list[SequenceDelta] = []
+        with self._failing():
+            while self._grammars.wait(_COMPILING_SLICE_S):
+                self._job.check()
+                failed += self._grammars.settle(self._scheduler)
+        return failed
+
     def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]:
         """End requests now; unknown ids are ignored."""
         request_ids = list(request_ids)

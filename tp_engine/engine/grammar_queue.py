@@ -1,12 +1,12 @@
-"""Compiles grammars, and what banned words need, on threads of their own while the engine's loop runs.
+"""Requests that wait for their grammars, or for what banned words need, while the engine's loop runs.
 
 ::
 
     add ----> known: constrained at once
       |
-      +-----> a thread compiles ----> done ----> settle(), between two steps: the request may run, or ends with an error
+      +-----> threads work ---------> done ----> settle(), between two steps: the request may run, or ends with an error
       |
-      +-----> refused at once: no library, no tokenizer that it knows
+      +-----> refused at once: no library, no tokenizer that it knows, a grammar that was refused lately
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
+from typing import Any
 
 from tp_engine.engine.tokenizer import load_tokenizer_json
 from tp_engine.errors import RequestError
 from tp_engine.grammar.banned_words import WordRulesMaker
 from tp_engine.grammar.compiler import GrammarCompiler
-from tp_engine.grammar.library import PARAM, llguidance
+from tp_engine.grammar.library import llguidance
 from tp_engine.grammar.matcher import MaskFiller
 from tp_engine.grammar.vocabulary import make_vocabulary
 from tp_engine.log import get_logger
-from tp_engine.request import EngineRequest, SequenceDelta
+from tp_engine.request import INVALID_GRAMMAR, EngineRequest, SequenceDelta
 from tp_engine.sched.constraint import BannedWords, Grammar, MaskWriter
 from tp_engine.sched.scheduler import Scheduler
+from tp_engine.structured_outputs import PARAM, StructuredOutputsDefaults
 from tp_engine.worker.effective_config import EffectiveConfig
 
 logger = get_logger(__name__)
 
-_NUM_THREADS = 2
 _NO_TOKENIZER = "structured output needs a fast tokenizer (a tokenizer.json), which this model does not have"
 
 
@@ -44,7 +45,9 @@ def make_compiler(effective: EffectiveConfig) -> GrammarCompiler | RequestError:
         tokenizer_json = load_tokenizer_json(source, config.revision)
         if tokenizer_json is None:
             return RequestError(_NO_TOKENIZER, param=PARAM)
-        return GrammarCompiler(make_vocabulary(tokenizer_json, model.vocab_size, model.eos_token_ids))
+        defaults = StructuredOutputsDefaults.of(config.structured_outputs_config)
+        vocabulary = make_vocabulary(tokenizer_json, model.vocab_size, model.eos_token_ids)
+        return GrammarCompiler(vocabulary, timeout_s=defaults.compilation_timeout_s)
     except (ValueError, OSError) as error:
         logger.info("requests for structured output will be refused: %s", error)
         return RequestError(str(error), param=PARAM)
@@ -61,7 +64,8 @@ class GrammarQueue:
         self._words = WordRulesMaker(None if isinstance(compiler, RequestError) else compiler.vocabulary)
         self.fill_masks = MaskWriter(MaskFiller(), vocab_size)
         self._threads: ThreadPoolExecutor | None = None
-        self._waiting: dict[str, Future[Grammar]] = {}
+        self._waiting: dict[str, Future[Any]] = {}
+        self._with_words: dict[str, EngineRequest] = {}  # those of them whose words are still to come
         self._done: SimpleQueue[str] = SimpleQueue()
         self._is_done = threading.Event()
 
@@ -77,28 +81,34 @@ class GrammarQueue:
                 raise RequestError(str(self._compiler), param=self._compiler.param)
             known = self._compiler.known(params)
         scheduler.add(request)
-        if known is not None and not request.banned_words:
-            scheduler.constrain(request.request_id, known)
+        if params is None or known is not None:
+            self._constrain(request, known, scheduler)
+            return
+        assert isinstance(self._compiler, GrammarCompiler)
+        if request.banned_words:
+            self._with_words[request.request_id] = request
+        self._wait_for(request.request_id, self._compiler.submit(params))
+
+    def _constrain(self, request: EngineRequest, grammar: Grammar | None, scheduler: Scheduler) -> None:
+        """Let a request run whose grammar is there, or first look up its words in a thread."""
+        if grammar is not None and not request.banned_words:
+            scheduler.constrain(request.request_id, grammar)
             return
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="compiling")
-        future = self._threads.submit(self._constraint, request, known)
-        self._waiting[request.request_id] = future
-        future.add_done_callback(self._notifier(request.request_id))
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix="banned-words")
+        self._wait_for(request.request_id, self._threads.submit(self._banned, request, grammar))
 
-    def _constraint(self, request: EngineRequest, known: Grammar | None) -> Grammar:
-        params, grammar = request.params.structured_outputs, known
-        if params is not None and grammar is None:
-            assert isinstance(self._compiler, GrammarCompiler)
-            grammar = self._compiler.compile(params)
-        if request.banned_words:
-            return BannedWords(self._words.rules(request), grammar)
-        assert grammar is not None
-        return grammar
+    def _banned(self, request: EngineRequest, grammar: Grammar | None) -> Grammar:
+        return BannedWords(self._words.rules(request), grammar)
+
+    def _wait_for(self, request_id: str, future: Future[Any]) -> None:
+        self._waiting[request_id] = future
+        future.add_done_callback(self._notifier(request_id))
 
     def forget(self, request_ids: Iterable[str] | None) -> None:
         """These requests have been aborted, all if None."""
         for request_id in list(self._waiting) if request_ids is None else request_ids:
+            self._with_words.pop(request_id, None)
             future = self._waiting.pop(request_id, None)
             if future is not None:
                 future.cancel()
@@ -117,25 +127,35 @@ class GrammarQueue:
             del self._waiting[request_id]
             error = future.exception()
             if error is None:
-                scheduler.constrain(request_id, future.result())
+                if (request := self._with_words.pop(request_id, None)) is not None:
+                    self._constrain(request, future.result(), scheduler)
+                else:
+                    scheduler.constrain(request_id, future.result())
+                continue
+            self._with_words.pop(request_id, None)
+            code = None
+            if isinstance(error, RequestError):
+                code = error.code or INVALID_GRAMMAR
             else:
-                if not isinstance(error, RequestError):
-                    logger.error("request %s: its grammar could not be compiled", request_id, exc_info=error)
-                failed += scheduler.abort([request_id], error=str(error))
+                logger.error("request %s: its grammar could not be compiled", request_id, exc_info=error)
+            failed += scheduler.abort([request_id], error=str(error), error_code=code)
         return failed
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until a grammar is done, ``timeout_s`` at most; returns at once if none compiles."""
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until a grammar is done, ``timeout_s`` at most; False at once if no request waits for one."""
         if self._waiting:
             self._is_done.wait(timeout_s)
+        return bool(self._waiting)
 
     def close(self) -> None:
-        """End the threads after their current grammars, without waiting for them."""
+        """End what compiles, without waiting for it."""
+        if isinstance(self._compiler, GrammarCompiler):
+            self._compiler.close()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _notifier(self, request_id: str) -> Callable[[Future[Grammar]], None]:
-        def notify(_future: Future[Grammar]) -> None:
+    def _notifier(self, request_id: str) -> Callable[[Future[Any]], None]:
+        def notify(_future: Future[Any]) -> None:
             self._done.put(request_id)
             self._is_done.set()
 

@@ -19,9 +19,6 @@ from tp_engine.engine.report import EngineReport
 from tp_engine.request import EngineRequest, StepOutput
 from tp_engine.sched.view import SchedulerStats, ViewLimits
 
-# The code of a request that is refused because the engine stops; a server answers it with HTTP 503.
-CODE_UNAVAILABLE = "service_unavailable"
-
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a frontend must know about the model and the engine.

@@ -20,10 +20,10 @@ import msgspec
 
 from tp_engine.engine import messages
 from tp_engine.engine.acts import Actor, act
-from tp_engine.engine.messages import CODE_UNAVAILABLE, ModelInfo
+from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import EngineReport
 from tp_engine.engine.service_socket import ServiceSocket
-from tp_engine.errors import RequestError
+from tp_engine.errors import CODE_UNAVAILABLE, RequestError
 from tp_engine.log import get_logger
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.view import SchedulerStats, ViewLimits

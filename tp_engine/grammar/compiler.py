@@ -1,23 +1,44 @@
-"""Compiles grammars for one model, and checks a request's constraint before the request is sent to the engine."""
+"""Compiles grammars for one model, in threads, each after it has been tried out in another process; remembers the last.
+
+::
+
+    submit --> quick lane: tried out, compiled ------------------------------> the grammar, or why there is none
+                    |                                                            ^
+                    +--more than QUICK_S--> slow lane: the same from the start --+
+
+Grammars that take long wait for each other in the slow lane, and no others for them.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import OrderedDict
-from functools import cache, lru_cache
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
+from tp_engine.errors import CODE_UNAVAILABLE, ConfigError, RequestError
+from tp_engine.grammar.compiler_process import CompilerProcess, TookTooLongError
+from tp_engine.grammar.library import SpecialTokens, new_matcher, refusal
+from tp_engine.grammar.matcher import GrammarMatcher, Pace
+from tp_engine.grammar.vocabulary import GrammarVocabulary, byte_vocabulary
+from tp_engine.structured_outputs import (
+    COMPILATION_TIMEOUT_S,
+    CONFIG_NAME,
+    PARAM,
+    StructuredOutputsDefaults,
+    StructuredOutputsParams,
+)
+from tp_engine.units import MIB
 
-from tp_engine.errors import ConfigError, RequestError
-from tp_engine.grammar.library import grammar_text, llguidance, parser_limits, refusal
-from tp_engine.grammar.matcher import GrammarMatcher
-from tp_engine.grammar.vocabulary import GrammarVocabulary, byte_vocabulary, check_tokenizer
-from tp_engine.plan import IntArray
-from tp_engine.structured_outputs import CONFIG_NAME, StructuredOutputsDefaults, StructuredOutputsParams
-
+QUICK_S = 0.25
+MAX_SLOW = 8
 _MAX_REMEMBERED = 32
+_NUM_QUICK_THREADS = 2
+_SLOW_NICENESS = 10
+_STACK_BYTES = 16 * MIB  # four times that of the process in which a grammar is tried out
+
+Value = TypeVar("Value")
 
 
 class CompiledGrammar:
@@ -26,62 +47,181 @@ class CompiledGrammar:
     def __init__(self, matcher: Any, vocabulary: GrammarVocabulary) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self.pace = Pace()
 
     def start(self, *, ignore_eos: bool = False) -> GrammarMatcher:
         """A matcher before its first token; takes microseconds."""
-        return GrammarMatcher(self._matcher.deep_copy(), self._vocabulary, ignore_eos=ignore_eos)
+        return GrammarMatcher(self._matcher.deep_copy(), self._vocabulary, self.pace, ignore_eos=ignore_eos)
 
 
 def compile_grammar(params: StructuredOutputsParams, vocabulary: GrammarVocabulary) -> CompiledGrammar:
-    """Takes milliseconds for ordinary schemas, mostly without the GIL.  ``RequestError`` for unusable ``params``."""
-    matcher = llguidance().LLMatcher(vocabulary.tokens, grammar_text(params), log_level=0, limits=parser_limits())
-    if matcher.is_error():
-        raise refusal(params, matcher.get_error())
-    _check_beginning(params, matcher.deep_copy(), vocabulary)
-    return CompiledGrammar(matcher, vocabulary)
-
-
-def _check_beginning(params: StructuredOutputsParams, matcher: Any, vocabulary: GrammarVocabulary) -> None:
-    """Refuse a grammar that allows no output: no first token, and no empty output."""
-    own: IntArray = np.zeros(vocabulary.num_own_words, dtype=np.int32)
-    with contextlib.suppress(ValueError):
-        matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
-    if matcher.is_error() or not own.any():
-        raise refusal(params, f"no output fits it {matcher.get_error()}")
+    """Compile in this thread.  ``RequestError`` for unusable ``params``; hostile ones may end the process."""
+    return CompiledGrammar(new_matcher(params, vocabulary.tokens), vocabulary)
 
 
 class GrammarCompiler:
-    """Compiles for one vocabulary and remembers the last grammars.  Safe to call from several threads."""
+    """Compiles for one vocabulary, for all threads; a grammar may take ``timeout_s`` of processor time."""
 
-    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+    def __init__(
+        self,
+        vocabulary: GrammarVocabulary,
+        *,
+        timeout_s: float = COMPILATION_TIMEOUT_S,
+        new_trial: Callable[[SpecialTokens], Trial] = CompilerProcess,
+    ) -> None:
         self.vocabulary = vocabulary
         self._lock = threading.Lock()
-        self._known: OrderedDict[StructuredOutputsParams, CompiledGrammar] = OrderedDict()
+        self._compiled = _Recent[CompiledGrammar]()
+        self._refused = _Recent[str]()
+
+        def lane(name: str, cpu_s: float, **options: Any) -> _Lane:
+            return _Lane(name, cpu_s, new_trial=lambda: new_trial(vocabulary.special_tokens), **options)
+
+        self._quick = lane("quick-grammars", min(QUICK_S, timeout_s), num_threads=_NUM_QUICK_THREADS)
+        self._slow = lane("slow-grammars", timeout_s, niceness=_SLOW_NICENESS, max_jobs=MAX_SLOW)
 
     def known(self, params: StructuredOutputsParams) -> CompiledGrammar | None:
-        """The grammar if it is among the last ones."""
+        """The grammar if it is among the last ones; ``RequestError`` if it is among the last that were refused."""
         with self._lock:
-            found = self._known.get(params)
-            if found is not None:
-                self._known.move_to_end(params)
-            return found
-
-    def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        """The grammar, compiled unless it is known.  ``RequestError`` for unusable ``params``."""
-        found = self.known(params)
-        if found is None:
-            found = compile_grammar(params, self.vocabulary)
-            with self._lock:
-                self._known[params] = found
-                if len(self._known) > _MAX_REMEMBERED:
-                    self._known.popitem(last=False)
+            if (words := self._refused.get(params)) is not None:
+                raise RequestError(words, param=PARAM)
+            found = self._compiled.get(params)
+        if found is not None and found.pace.failure is not None:
+            raise refusal(params, found.pace.failure)
         return found
 
+    def submit(self, params: StructuredOutputsParams) -> Future[CompiledGrammar]:
+        """The grammar, tried out and compiled unless it is known.  The future may be cancelled until it is done.
 
-def check_constraint(params: StructuredOutputsParams, tokenizer: Any | None) -> None:
-    """Raise ``RequestError`` if ``params`` can not be compiled, or not with this tokenizer."""
-    check_tokenizer(tokenizer)
-    check_grammar(params)
+        Its exception is a ``RequestError`` for unusable ``params``, with ``CODE_UNAVAILABLE`` if too many that take
+        long are there already.
+        """
+        found: Future[CompiledGrammar] = Future()
+        self._quick.submit(lambda: self._run(params, found, self._quick))
+        return found
+
+    def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
+        """The grammar, compiled in this thread unless it is known."""
+        grammar = self.known(params)
+        if grammar is None:
+            grammar = compile_grammar(params, self.vocabulary)
+            with self._lock:
+                self._compiled.put(params, grammar)
+        return grammar
+
+    def close(self) -> None:
+        """End the processes, and the threads after their current grammars, without waiting for them."""
+        self._quick.close()
+        self._slow.close()
+
+    def _run(self, params: StructuredOutputsParams, found: Future[CompiledGrammar], lane: _Lane) -> None:
+        """Settle ``found``, or leave that to the slow lane."""
+        if found.cancelled():
+            return
+        try:
+            if self.known(params) is None:
+                lane.try_out(params)
+            grammar = self.compile(params)
+        except Exception as error:
+            if isinstance(error, TookTooLongError) and lane.cpu_s < self._slow.cpu_s:
+                if self._slow.submit(lambda: self._run(params, found, self._slow)):
+                    return
+                words = f"{MAX_SLOW} grammars that take long are being compiled; try again later"
+                error = RequestError(words, param=PARAM, code=CODE_UNAVAILABLE)
+            elif isinstance(error, RequestError):
+                with self._lock:
+                    self._refused.put(params, str(error))
+            if found.set_running_or_notify_cancel():
+                found.set_exception(error)
+        else:
+            if found.set_running_or_notify_cancel():
+                found.set_result(grammar)
+
+
+class Trial(Protocol):
+    """``CompilerProcess``, or a stand-in."""
+
+    def try_out(self, params: StructuredOutputsParams, *, cpu_s: float, niceness: int = 0) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Lane:
+    """Threads with a ``Trial`` each, which tries grammars out for ``cpu_s``; at most ``max_jobs`` run or wait."""
+
+    def __init__(
+        self,
+        name: str,
+        cpu_s: float,
+        *,
+        new_trial: Callable[[], Trial],
+        num_threads: int = 1,
+        niceness: int = 0,
+        max_jobs: int | None = None,
+    ) -> None:
+        self.cpu_s = cpu_s
+        self._niceness = niceness
+        self._max_jobs = max_jobs
+        self._num_jobs = 0
+        self._lock = threading.Lock()
+        self._trials: list[Trial] = []
+        self._of_thread = threading.local()
+        self._new_trial = new_trial
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=self._open)
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        """Run ``job`` in one of the threads; False if there are too many."""
+        with self._lock:
+            if self._max_jobs is not None and self._num_jobs >= self._max_jobs:
+                return False
+            self._num_jobs += 1
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                self._threads.submit(self._run, job)
+            finally:
+                threading.stack_size(before)
+        return True
+
+    def try_out(self, params: StructuredOutputsParams) -> None:
+        """See ``CompilerProcess``; for a job."""
+        trial: Trial = self._of_thread.trial
+        trial.try_out(params, cpu_s=self.cpu_s, niceness=self._niceness)
+
+    def close(self) -> None:
+        """End the trials, and the threads after their jobs, without waiting for them."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for trial in self._trials:
+                trial.close()
+
+    def _open(self) -> None:
+        trial = self._of_thread.trial = self._new_trial()
+        with self._lock:
+            self._trials.append(trial)
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        finally:
+            with self._lock:
+                self._num_jobs -= 1
+
+
+class _Recent(Generic[Value]):
+    """The last values by constraint."""
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[StructuredOutputsParams, Value] = OrderedDict()
+
+    def get(self, params: StructuredOutputsParams) -> Value | None:
+        found = self._values.get(params)
+        if found is not None:
+            self._values.move_to_end(params)
+        return found
+
+    def put(self, params: StructuredOutputsParams, value: Value) -> None:
+        self._values[params] = value
+        if len(self._values) > _MAX_REMEMBERED:
+            self._values.popitem(last=False)
 
 
 def check_defaults(defaults: StructuredOutputsDefaults) -> None:
@@ -89,28 +229,6 @@ def check_defaults(defaults: StructuredOutputsDefaults) -> None:
     if defaults.whitespace_pattern is None:
         return
     try:
-        check_grammar(defaults.probe())
+        compile_grammar(defaults.probe(), byte_vocabulary())
     except RequestError as error:
         raise ConfigError(f"{CONFIG_NAME} can not be used: {error}") from error
-
-
-@lru_cache(maxsize=256)
-def check_grammar(params: StructuredOutputsParams) -> None:
-    """Raise ``RequestError`` if ``params`` can not be compiled.
-
-    Takes milliseconds, mostly without the GIL, and no time for one of the last constraints.  The grammar is compiled
-    for an alphabet of bytes, which finds the same errors as the model's vocabulary and needs no loading; a grammar that
-    names special tokens is only parsed.
-    """
-    is_error, found = llguidance().LLMatcher.validate_grammar_with_warnings(
-        grammar_text(params), None, limits=parser_limits()
-    )
-    if is_error:
-        raise refusal(params, found[0])
-    if not any("no tokenizer" in warning for warning in found):
-        compile_grammar(params, _bytes())
-
-
-@cache
-def _bytes() -> GrammarVocabulary:
-    return byte_vocabulary()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tp_engine.errors import RequestError
 from tp_engine.grammar.schema import normal_schema, unkept_keywords
-from tp_engine.structured_outputs import StructuredOutputsParams
-
-PARAM = "structured_outputs"
+from tp_engine.structured_outputs import PARAM, StructuredOutputsParams
 
 # Some models write white space without end, so it is limited to some blanks, or a line end and an indentation.
 WHITESPACE = r"[\x20\x09]{1,8}|\x0D?\x0A[\x20\x09]{0,20}"
@@ -20,6 +20,7 @@ _ANY_OBJECT = '{"type":"object"}'
 # What the library says of schemas that it does not take.
 _UNKEPT, _ONE_OF = "Unimplemented keys", "oneOf constraints are not supported"
 _MAX_PLACES = 5
+_NUM_BYTES = 256
 _ANSWER = "answer"
 # The rule of a preamble for white space in front of the answer.
 _SPACE = "space: SPACE?\nSPACE: /[ \\n\\r\\t]{1,8}/\n"
@@ -39,12 +40,59 @@ def llguidance() -> Any:
     return library
 
 
-def parser_limits() -> Any:
-    """Limits of one grammar: the time to compile it and to find the next tokens, and the memory for its states.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecialTokens:
+    """The special tokens of a vocabulary of ``num_tokens``, which grammars may name: pairs of id and text."""
 
-    A state takes one to two kilobytes.  Ordinary schemas have a few hundred states.
+    num_tokens: int
+    tokens: Sequence[tuple[int, str]]
+
+
+_BYTES_ALONE = SpecialTokens(num_tokens=_NUM_BYTES + 1, tokens=((_NUM_BYTES, "<end>"),))
+
+
+def byte_tokens(special: SpecialTokens = _BYTES_ALONE) -> Any:
+    """The library's tokenizer of one token per byte and the ``special`` ones: enough to try a grammar out."""
+    texts = dict(special.tokens) or {max(special.num_tokens, _NUM_BYTES): "<end>"}
+    free = (token_id for token_id in itertools.count() if token_id not in texts)
+    texts_of = {next(free): bytes((value,)) for value in range(_NUM_BYTES)}
+    texts_of |= {token_id: text.encode() for token_id, text in texts.items()}
+
+    class Tokens:
+        eos_token_id = next(iter(texts))
+        bos_token_id = None
+        tokens = tuple(texts_of.get(token_id, b"") for token_id in range(max(special.num_tokens - 1, *texts_of) + 1))
+        special_token_ids = tuple(texts)
+
+        def __call__(self, text: bytes | str) -> list[int]:
+            return list(text.encode() if isinstance(text, str) else text)
+
+    library = llguidance()
+    return library.LLTokenizer(library.TokenizerWrapper(Tokens()))
+
+
+def new_matcher(params: StructuredOutputsParams, tokens: Any) -> Any:
+    """The library's matcher before the first token, for its tokenizer ``tokens``.
+
+    Takes milliseconds for ordinary schemas, mostly without the GIL.  ``RequestError`` for unusable ``params``; also if
+    they allow no output: no first token, and no empty output.
     """
-    return llguidance().LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+    matcher = llguidance().LLMatcher(tokens, grammar_text(params), log_level=0, limits=parser_limits())
+    if matcher.is_error():
+        raise refusal(params, matcher.get_error())
+    first = matcher.deep_copy()
+    mask = first.compute_bitmask()
+    if first.is_error() or mask.count(0) == len(mask):
+        raise refusal(params, f"no output fits it {first.get_error()}")
+    return matcher
+
+
+def parser_limits() -> Any:
+    """Limits of one grammar: its size, the time to find the next tokens, and the memory for its states.
+
+    A state takes one to two kilobytes.  Ordinary schemas have a few hundred states, and up to 7,000 symbols.
+    """
+    return llguidance().LLParserLimits(max_lexer_states=50_000, max_grammar_size=20_000, verbose_errors=False)
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:
@@ -71,8 +119,9 @@ def _grammar_text(params: StructuredOutputsParams) -> str:
         case "regex":
             text = matcher.grammar_from_regex(params.regex)
         case "choice":
+            # One terminal: the library takes quadratic time for as many alternatives of a rule.
             texts = (json.dumps(one, ensure_ascii=False) for one in params.choice or ())
-            text = matcher.grammar_from_lark("start: " + " | ".join(texts))
+            text = matcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(texts))
         case _:
             text = library.grammar_from("grammar", params.grammar)
     return text

@@ -10,40 +10,81 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from tp_engine.grammar.library import llguidance
 from tp_engine.grammar.vocabulary import GrammarVocabulary
 from tp_engine.plan import IntArray
+from tp_engine.units import ceil_div
 
-_IN_PARALLEL_FROM = 4
+# Processor time.  Masks of ordinary grammars take 0.01 to 1 ms, and up to 40 ms where much is new.
+_MOST_MASK_S = 0.2
+_MEAN_S = 0.01
+_ALLOWANCE_S = 0.5
+
+_LOOK_S = 0.02
+_NUM_SHARES = 4
+_SHARE = 32
+_NUM_THREADS = 4 * _NUM_SHARES  # some may be busy with masks that nobody waits for any more
+
+
+class Pace:
+    """How fast the tokens that may follow are found in one grammar, over all its outputs.
+
+    ``failure`` is set once one mask takes more than ``_MOST_MASK_S``, or all more than ``_MEAN_S`` each.
+    """
+
+    def __init__(self) -> None:
+        self.failure: str | None = None
+        self._left_s = _ALLOWANCE_S
+
+    def note(self, cpu_s: float) -> None:
+        """Something took ``cpu_s``."""
+        self._left_s = min(_ALLOWANCE_S, self._left_s + _MEAN_S - cpu_s)
+        if self._left_s < 0:
+            self.fail()
+
+    def fail(self) -> None:
+        """It takes too long."""
+        self.failure = "finding the tokens that may follow takes too long; make the grammar simpler"
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Note the processor time of what this thread does within."""
+        began_s = time.thread_time()
+        yield
+        self.note(time.thread_time() - began_s)
 
 
 class GrammarMatcher:
     """One sequence's place in a grammar; implements the scheduler's ``TokenConstraint``.
 
-    ``is_over``: no token may follow.  ``error``: why the grammar can not be followed any further, if a limit of the
-    library is the reason and not the grammar's end.  ``ignore_eos``: an end token is allowed only if no other token is.
+    ``is_over``: no token may follow.  ``error``: why the grammar can not be followed any further, if a limit is the
+    reason and not the grammar's end.  ``ignore_eos``: an end token is allowed only if no other token is.
     """
 
-    def __init__(self, matcher: Any, vocabulary: GrammarVocabulary, *, ignore_eos: bool) -> None:
+    def __init__(self, matcher: Any, vocabulary: GrammarVocabulary, pace: Pace, *, ignore_eos: bool) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._pace = pace
         self._ignore_eos = ignore_eos
         self.is_over = False
         self.error: str | None = None
 
     def accept(self, token_id: int) -> bool:
         """Add a token; False if the grammar refuses it, and then the output ends without it."""
-        if self.error is not None or not self._matcher.try_consume_tokens([token_id]):
+        if not self._is_sound() or not self._matcher.try_consume_tokens([token_id]):
             self.is_over = True
-            self._note_error()
+            self._is_sound()
             return False
         self.is_over = self._matcher.is_stopped() or self._only_end_is_left()
-        self._note_error()
+        self._is_sound()
         return True
 
     def forced(self) -> list[int]:
@@ -51,25 +92,19 @@ class GrammarMatcher:
 
         A copy is asked, so that no limit of the library is reached for it.
         """
-        if self.is_over or self.error is not None:
+        if self.is_over or not self._is_sound():
             return []
-        found: list[int] = self._matcher.deep_copy().compute_ff_tokens()
+        with self._pace.timed():
+            found: list[int] = self._matcher.deep_copy().compute_ff_tokens()
         return found
 
     def copy(self) -> GrammarMatcher:
         """The same place, which goes its own way from here; takes microseconds."""
-        other = GrammarMatcher(self._matcher.deep_copy(), self._vocabulary, ignore_eos=self._ignore_eos)
+        with self._pace.timed():
+            matcher = self._matcher.deep_copy() if self._is_sound() else None
+        other = GrammarMatcher(matcher, self._vocabulary, self._pace, ignore_eos=self._ignore_eos)
         other.is_over, other.error = self.is_over, self.error
         return other
-
-    def settle_mask(self, mask: IntArray) -> None:
-        """Change ``mask`` (words,) int32, as the library wrote it, to what may be sampled; at least one bit is set."""
-        self._note_error()
-        end_mask = self._vocabulary.end_mask
-        if self._ignore_eos and (others := mask & ~end_mask).any():
-            mask[:] = others
-        if self.error is not None or not mask.any():
-            mask[:] = end_mask if end_mask.any() else -1
 
     def _only_end_is_left(self) -> bool:
         """Whether an output with ``ignore_eos`` has come to the grammar's end."""
@@ -78,35 +113,101 @@ class GrammarMatcher:
         mask = MaskFiller()([self])[0]
         return not (mask & ~self._vocabulary.end_mask).any()
 
-    def _note_error(self) -> None:
-        if self.error is None and self._matcher.is_error():
-            reason = " ".join(self._matcher.get_error().replace("<non-verbose/>", "").split())
-            self.error = f"the grammar can not be followed any further: {reason}"
+    def write_mask(self, mask: IntArray) -> None:
+        """Let the library write its mask (own words,) int32, unless there is an ``error``; for any thread."""
+        if self.error is None and self._pace.failure is None:
+            with self._pace.timed(), contextlib.suppress(ValueError):  # at a limit, which its error state says
+                self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
+    def give_up(self) -> None:
+        """The mask takes too long: this grammar is not followed any further."""
+        self._pace.fail()
+
+    def settle_mask(self, mask: IntArray) -> None:
+        """Change ``mask`` (words,) int32, as the library wrote it, to what may be sampled; at least one bit is set."""
+        end_mask = self._vocabulary.end_mask
+        is_sound = self._is_sound()
+        if is_sound and self._ignore_eos and (others := mask & ~end_mask).any():
+            mask[:] = others
+        if not is_sound or not mask.any():
+            mask[:] = end_mask if end_mask.any() else -1
+
+    def _is_sound(self) -> bool:
+        """Whether there is no ``error``; notes a new one.  The library's matcher may be busy for good if there is."""
+        if self.error is None:
+            reason = self._pace.failure
+            if reason is None and self._matcher.is_error():
+                reason = " ".join(self._matcher.get_error().replace("<non-verbose/>", "").split())
+            if reason is not None:
+                self.error = f"the grammar can not be followed any further: {reason}"
+        return self.error is None
 
 
 class MaskFiller:
-    """Fills the masks of many sequences, on several threads if there are enough; releases the GIL meanwhile."""
+    """Fills the masks of many sequences, in threads; releases the GIL meanwhile.
 
-    def __init__(self) -> None:
-        self._executor: Any | None = None
+    A mask that takes too much processor time is given up, with its grammar; its thread ends at the library's limits.
+    """
 
     def __call__(self, matchers: Sequence[GrammarMatcher]) -> IntArray:
         """Masks (n, words) int32 of ``matchers``, all of one vocabulary: bit t % 32 of word t // 32; a new array."""
         vocabulary = matchers[0]._vocabulary
-        own: IntArray = np.zeros((len(matchers), vocabulary.num_own_words), dtype=np.int32)
-        if len(matchers) < _IN_PARALLEL_FROM:
-            for matcher, row in zip(matchers, own, strict=True):
-                with contextlib.suppress(ValueError):  # it has reached a limit, which its error state says
-                    matcher._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        else:
-            self._fill_together(matchers, own)
-        masks = np.ascontiguousarray(own[:, : vocabulary.num_words])
+        masks: IntArray = np.zeros((len(matchers), vocabulary.num_words), dtype=np.int32)
+        all_places, size = range(len(matchers)), max(_SHARE, ceil_div(len(matchers), _NUM_SHARES))
+        shares = [_Share(matchers, all_places[first : first + size]) for first in all_places[::size]]
+        for share in shares:
+            num_done = share.wait()
+            first, last = share.places[0], share.places[0] + num_done
+            masks[first:last] = share.masks[:num_done, : vocabulary.num_words]
+            if last in share.places:
+                matchers[last].give_up()
+                if last + 1 in share.places:
+                    shares.append(_Share(matchers, range(last + 1, share.places[-1] + 1)))
         for matcher, mask in zip(matchers, masks, strict=True):
             matcher.settle_mask(mask)
         return masks
 
-    def _fill_together(self, matchers: Sequence[GrammarMatcher], masks: IntArray) -> None:
-        if self._executor is None:
-            self._executor = llguidance().LLExecutor()
-        places = [(one._matcher, place) for place, one in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(places, masks.ctypes.data, masks.strides[0], len(masks))
+
+class _Share:
+    """The masks of ``matchers`` at ``places``, which one thread finds in this order.
+
+    ``masks`` (n, own words) belong to that thread: it may still write one that has been given up.
+    """
+
+    def __init__(self, matchers: Sequence[GrammarMatcher], places: range) -> None:
+        self.places = places
+        self._matchers = matchers
+        self.masks: IntArray = np.zeros((len(places), matchers[0]._vocabulary.num_own_words), dtype=np.int32)
+        self._num_done = 0
+        self._clock: int | None = None
+        self._began_s = 0.0
+        self._is_left = False
+        self._lock = threading.Lock()
+        self._task = _threads().submit(self._run)
+
+    def wait(self) -> int:
+        """Wait for all masks, or until one takes too long; how many were found."""
+        while not self._is_left:
+            with contextlib.suppress(TimeoutError):
+                self._task.result(_LOOK_S)
+                break
+            with self._lock:
+                if self._clock is not None:
+                    self._is_left = time.clock_gettime(self._clock) - self._began_s > _MOST_MASK_S
+        return self._num_done
+
+    def _run(self) -> None:
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        for place, mask in zip(self.places, self.masks, strict=True):
+            with self._lock:
+                self._began_s = time.thread_time()
+            self._matchers[place].write_mask(mask)
+            with self._lock:
+                if self._is_left:
+                    return
+                self._num_done += 1
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="token-masks")

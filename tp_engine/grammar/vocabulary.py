@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tp_engine.errors import RequestError
-from tp_engine.grammar.library import PARAM, llguidance
+from tp_engine.grammar.library import SpecialTokens, byte_tokens, llguidance
 from tp_engine.plan import MASK_TOKENS, IntArray
+from tp_engine.structured_outputs import PARAM
 from tp_engine.units import ceil_div
-
-_NUM_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +21,14 @@ class GrammarVocabulary:
     """``tokens`` is the library's tokenizer.  Masks for the model have ``num_words`` words; the library's own masks, of
     ``num_own_words``, are wider if the tokenizer has tokens that the model lacks.
 
-    ``end_mask`` (num_words,) int32 allows only the tokens that end an output.
+    ``end_mask`` (num_words,) int32 allows only the tokens that end an output.  Grammars may name ``special_tokens``.
     """
 
     tokens: Any
     num_words: int
     num_own_words: int
     end_mask: IntArray
+    special_tokens: SpecialTokens
 
 
 def check_tokenizer(tokenizer: Any | None) -> None:
@@ -50,18 +50,20 @@ def make_vocabulary(tokenizer_json: str, vocab_size: int, eos_token_ids: Sequenc
     """
     library = llguidance()
     try:
-        num_tokens = _num_tokens(tokenizer_json)
+        written = json.loads(tokenizer_json)
+        num_tokens = _num_tokens(written)
         ends = [token_id for token_id in eos_token_ids if token_id < num_tokens] or None
         tokens = library.LLTokenizer(tokenizer_json, n_vocab=max(vocab_size, num_tokens), eos_token=ends)
+        added = [(int(token["id"]), str(token["content"])) for token in written.get("added_tokens") or ()]
     except (ValueError, LookupError, TypeError) as error:
         raise RequestError(
             f"structured output is not supported with this model's tokenizer: {error}", param=PARAM
         ) from error
-    return _vocabulary(tokens, vocab_size)
+    named = tuple(token for token in added if tokens.is_special_token(token[0]))
+    return _vocabulary(tokens, vocab_size, SpecialTokens(num_tokens=tokens.vocab_size, tokens=named))
 
 
-def _num_tokens(tokenizer_json: str) -> int:
-    written = json.loads(tokenizer_json)
+def _num_tokens(written: Mapping[str, Any]) -> int:
     vocabulary = written["model"]["vocab"]
     ids = [len(vocabulary) - 1] if isinstance(vocabulary, list) else vocabulary.values()
     added = (token["id"] for token in written.get("added_tokens") or ())
@@ -70,22 +72,11 @@ def _num_tokens(tokenizer_json: str) -> int:
 
 def byte_vocabulary() -> GrammarVocabulary:
     """One token per byte and an end token: enough to check whether a grammar can be used."""
-
-    class Bytes:
-        eos_token_id = _NUM_BYTES
-        bos_token_id = None
-        tokens = (*(bytes((value,)) for value in range(_NUM_BYTES)), b"<end>")
-        special_token_ids = (_NUM_BYTES,)
-
-        def __call__(self, text: bytes | str) -> list[int]:
-            return list(text.encode() if isinstance(text, str) else text)
-
-    library = llguidance()
-    tokens = library.LLTokenizer(library.TokenizerWrapper(Bytes()))
-    return _vocabulary(tokens, _NUM_BYTES + 1)
+    tokens = byte_tokens()
+    return _vocabulary(tokens, tokens.vocab_size, SpecialTokens(num_tokens=tokens.vocab_size, tokens=()))
 
 
-def _vocabulary(tokens: Any, vocab_size: int) -> GrammarVocabulary:
+def _vocabulary(tokens: Any, vocab_size: int, special_tokens: SpecialTokens) -> GrammarVocabulary:
     num_words = ceil_div(vocab_size, MASK_TOKENS)
     end_mask = np.zeros(num_words * MASK_TOKENS, dtype=np.uint8)
     end_mask[[token_id for token_id in tokens.eos_tokens if token_id < vocab_size]] = 1
@@ -94,4 +85,5 @@ def _vocabulary(tokens: Any, vocab_size: int) -> GrammarVocabulary:
         num_words=num_words,
         num_own_words=ceil_div(tokens.vocab_size, MASK_TOKENS),
         end_mask=np.packbits(end_mask, bitorder="little").view("<i4"),
+        special_tokens=special_tokens,
     )

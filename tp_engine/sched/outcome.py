@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.plan import BoolArray, IntArray, StepResult, TokenLogprobs
-from tp_engine.request import FinishReason, SequenceDelta, StepOutput
+from tp_engine.request import INVALID_GRAMMAR, FinishReason, SequenceDelta, StepOutput
 from tp_engine.sched.constraint import TokenConstraint
 from tp_engine.sched.decode_run import RowSet
 from tp_engine.sched.sequence import RequestGroup, Sequence
@@ -20,7 +20,8 @@ from tp_engine.sched.sequence import RequestGroup, Sequence
 class Ending:
     """Why a sequence ended; ``stop_reason`` is the id among ``stop_token_ids`` that ended it.
 
-    ``by_grammar``: its grammar allows no more, so that its last token is no stop token; ``error``: what went wrong.
+    ``by_grammar``: its grammar allows no more, so that its last token is no stop token; ``error``: why the grammar can
+    not be followed any further.
     """
 
     reason: FinishReason
@@ -32,6 +33,7 @@ class Ending:
         """``delta`` is the last one of ``sequence``."""
         delta.finish_reason, delta.stop_reason = self.reason, self.stop_reason
         delta.ends_with_text, delta.error = self.by_grammar, self.error
+        delta.error_code = None if self.error is None else INVALID_GRAMMAR
         delta.num_guessed_tokens, delta.num_accepted_tokens = sequence.num_guessed_tokens, sequence.num_accepted_tokens
 
 
@@ -172,7 +174,7 @@ def accept(constraint: TokenConstraint, token_id: int, end: Ending | None) -> tu
     return is_accepted, Ending(reason, error=constraint.error, by_grammar=True)
 
 
-def aborted(sequence: Sequence, error: str | None = None) -> SequenceDelta:
+def aborted(sequence: Sequence, error: str | None = None, error_code: str | None = None) -> SequenceDelta:
     """The last record of a sequence that was aborted, or that ended with an ``error``."""
     return SequenceDelta(
         request_id=sequence.request_id,
@@ -181,6 +183,7 @@ def aborted(sequence: Sequence, error: str | None = None) -> SequenceDelta:
         finish_reason=FinishReason.ABORT if error is None else FinishReason.ERROR,
         first_scheduled_s=sequence.first_scheduled_s,
         error=error,
+        error_code=error_code,
     )
 
 

@@ -168,7 +168,9 @@ class Scheduler:
                 sequence.constraint = grammar.start(ignore_eos=sequence.group.request.params.ignore_eos)
                 self._state.unblock(sequence, Blocked.GRAMMAR)
 
-    def abort(self, request_ids: Iterable[str] | None, error: str | None = None) -> list[SequenceDelta]:
+    def abort(
+        self, request_ids: Iterable[str] | None, error: str | None = None, error_code: str | None = None
+    ) -> list[SequenceDelta]:
         """End these requests now, because of an ``error`` if there is one; unknown ids are ignored.  None: all.
 
         One last record per unfinished sequence.
@@ -178,7 +180,7 @@ class Scheduler:
             group = self._groups.get(request_id)
             for sequence in group.sequences if group is not None else ():
                 if sequence.phase is not SequencePhase.FINISHED:
-                    deltas.append(aborted(sequence, error))
+                    deltas.append(aborted(sequence, error, error_code))
                     self._finish(sequence)
         return deltas
 

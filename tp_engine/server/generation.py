@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,12 +12,13 @@ from starlette.responses import Response
 from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.api.beam_search import BeamSearch, gather_or_cancel, request_output
 from tp_engine.api.openai.answer_shape import JsonObject
-from tp_engine.api.openai.errors import HttpError
+from tp_engine.api.openai.errors import sequence_error
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
 from tp_engine.api.openai.requests import PreparedAnswer, num_prompts, prepare, prepare_searches
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.api.openai.responses_api.requests import PreparedResponse, prepare_response
 from tp_engine.api.request_state import SequenceUpdate
+from tp_engine.errors import RequestError
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.server.bodies import EventStream, json_reply, read_body, until_disconnect
@@ -51,7 +52,7 @@ async def answer_body(state: ServerState, request: Request, body: Body) -> Respo
             prepared = await loop.run_in_executor(state.tokenizing, prepare_response, body, processor, model, defaults)
         else:
             prepared = await loop.run_in_executor(state.tokenizing, prepare, body, processor, model, defaults)
-        batches = merge([update_batches(state, engine_request) for engine_request in prepared.requests])
+        batches = merge([update_batches(state, one, prepared.named) for one in prepared.requests])
         if not body.stream:
             return json_reply(await until_disconnect(request.receive, _whole_answer(prepared, batches)))
         writer = ResponseStream(prepared) if isinstance(prepared, PreparedResponse) else ChunkWriter(body, prepared)
@@ -75,20 +76,27 @@ async def whole_outputs(num_prompts: int, batches: Batches) -> list[RequestOutpu
     return [outputs[number] for number in range(num_prompts)]
 
 
-async def update_batches(state: ServerState, request: EngineRequest) -> AsyncGenerator[list[SequenceUpdate], None]:
+async def update_batches(
+    state: ServerState, request: EngineRequest, named: Callable[[RequestError], RequestError] = lambda error: error
+) -> AsyncGenerator[list[SequenceUpdate], None]:
     """The engine's updates of one prompt, in batches: all that came while the client did not read.
 
-    Times the prompt; raises ``HttpError`` for a sequence that failed.
+    Times the prompt; raises ``HttpError`` or ``RequestError``, the latter with the name that ``named`` gives it, for a
+    sequence that failed.
     """
     with state.running.noted(request.request_id), state.observation(request) as seen:
         async with contextlib.aclosing(state.llm.stream_batches(request)) as stream:
-            async for updates in stream:
-                for position, update in enumerate(updates):
-                    seen.note(update)
-                    if update.error is not None:
-                        yield updates[:position]
-                        raise HttpError(500, update.error, code="generation_failed")
-                yield updates
+            try:
+                async for updates in stream:
+                    for position, update in enumerate(updates):
+                        seen.note(update)
+                        if update.error is not None:
+                            if position:
+                                yield updates[:position]
+                            raise sequence_error(update.error, update.error_code)
+                    yield updates
+            except RequestError as error:
+                raise named(error) from None
 
 
 async def _beam_search_answer(state: ServerState, body: ChatBody | CompletionBody, model: str) -> JsonObject:

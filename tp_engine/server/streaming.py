@@ -223,7 +223,7 @@ class ResponseStream:
     """Turns the updates of a response's chat into the events of the response."""
 
     def __init__(self, prepared: PreparedResponse) -> None:
-        self._chunks = ChunkWriter(prepared.chat_body, prepared.chat)
+        self._chunks = ChunkWriter(prepared.chat.body, prepared.chat)
         self._writer = ResponseWriter(prepared.shape)
         self._begun = False
 

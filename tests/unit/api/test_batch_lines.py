@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from tp_engine.api.batch_job.config import BatchConfig
-from tp_engine.api.batch_job.endpoints import ENDPOINTS, check_request
+from tp_engine.api.batch_job.endpoints import ENDPOINTS, GrammarTrials, check_request
 from tp_engine.api.batch_job.lines import LineError, bad_line, line_id, line_number, read_line
 from tp_engine.api.batch_job.source import Source
 from tp_engine.errors import ConfigError, RequestError
 
+GRAMMARS = GrammarTrials(5.0)  # starts no process, as no line has a grammar
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
@@ -40,7 +41,7 @@ def test_a_request_line_is_read(url: str, body: Any) -> None:
     """Oracle: the written fields; unknown ones are ignored."""
     request = read_line(3, line(url=url, body=body, extra=1), ENDPOINTS)
     assert (request.line_id, request.custom_id, request.url) == ("batch_req_3", "a", url)
-    check_request(request, ("m",))
+    check_request(request, ("m",), GRAMMARS)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_bodies_that_are_refused(url: str, changes: dict[str, Any], param: str) 
     """Oracle: the server's answer, in the result's response and error."""
     request = read_line(1, line(url=url, body=BODIES[url] | changes), ENDPOINTS)
     with pytest.raises(RequestError) as caught:
-        check_request(request, ("m",))
+        check_request(request, ("m",), GRAMMARS)
     result = request.failure(caught.value)
     assert result.custom_id == "a" and result.response is not None and result.error is not None
     assert (result.response["status_code"], result.error["param"]) == (400, param)
@@ -106,9 +107,9 @@ def test_bodies_that_are_refused(url: str, changes: dict[str, Any], param: str) 
 def test_a_line_for_another_model_is_refused() -> None:
     """Oracle: 404 as from the server, with the remedy."""
     request = read_line(1, line(body=CHAT | {"model": "gpt-4o"}), ENDPOINTS)
-    check_request(request, ("m", "gpt-4o"))
+    check_request(request, ("m", "gpt-4o"), GRAMMARS)
     with pytest.raises(RequestError, match="--served-model-name") as caught:
-        check_request(request, ("m",))
+        check_request(request, ("m",), GRAMMARS)
     response = request.failure(caught.value).response
     assert response is not None and response["status_code"] == 404
 

@@ -24,7 +24,7 @@ from tp_engine.api.openai.structured import TokenWriting
 from tp_engine.api.openai.tools.events import Writing
 from tp_engine.api.openai.tools.harmony import HARMONY, HarmonyParser
 from tp_engine.api.openai.tools.request import ToolRequest
-from tp_engine.grammar.compiler import check_grammar, compile_grammar
+from tp_engine.grammar.compiler import compile_grammar
 from tp_engine.grammar.vocabulary import byte_vocabulary, make_vocabulary
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.structured_outputs import StructuredOutputsParams
@@ -142,7 +142,6 @@ def test_forms_of_forced_answers_in_bytes() -> None:
     """Oracle: by hand; a tokenizer without the marks writes them as text."""
 
     def follows(constraint: StructuredOutputsParams, text: str) -> bool:
-        check_grammar(constraint)
         matcher = compile_grammar(constraint, byte_vocabulary()).start()
         return all(matcher.accept(byte) for byte in text.encode()) and (matcher.is_over or matcher.accept(256))
 
@@ -173,7 +172,6 @@ def test_marks_that_are_special_tokens() -> None:
     writing: Writing = TokenWriting(tokenizer)
     vocabulary = make_vocabulary(tokenizer.backend_tokenizer.to_str(), len(tokenizer), [tokenizer.eos_token_id or 0])
     constraint = StructuredOutputsParams(grammar=HARMONY.forced_calls(FORCED, writing, True, FREE))
-    check_grammar(constraint)
     matcher = compile_grammar(constraint, vocabulary).start()
     ids = tokenizer.encode(f"{THOUGHT}{CALL}{json.dumps({'a': 7})}", add_special_tokens=False)
     assert sum(id in tokenizer.all_special_ids for id in ids) == 7

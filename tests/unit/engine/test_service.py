@@ -17,10 +17,9 @@ import zmq
 
 from tests.fake_engine import MODEL_INFO, FakeEngine, ServiceThread, arith, fake_service
 from tp_engine.engine.client import EngineClient
-from tp_engine.engine.messages import CODE_UNAVAILABLE
 from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import ServiceSocket, new_address, remove_address
-from tp_engine.errors import EngineDeadError, RequestError
+from tp_engine.errors import CODE_UNAVAILABLE, EngineDeadError, RequestError
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
 from tp_engine.sampling_params import SamplingParams
 

@@ -14,9 +14,9 @@ import pytest
 from tests.text_tokenizers import SlowByteTokenizer, byte_fallback_tokenizer, byte_level_tokenizer, metaspace_tokenizer
 from tests.unit.grammar.structured_cases import Judge, cases, choice_case, regex_case, schema_case
 from tp_engine.errors import RequestError
-from tp_engine.grammar.compiler import GrammarCompiler, check_constraint, check_grammar, compile_grammar
+from tp_engine.grammar.compiler import GrammarCompiler, compile_grammar
 from tp_engine.grammar.matcher import GrammarMatcher, MaskFiller
-from tp_engine.grammar.vocabulary import GrammarVocabulary, make_vocabulary
+from tp_engine.grammar.vocabulary import GrammarVocabulary, check_tokenizer, make_vocabulary
 from tp_engine.plan import IntArray
 from tp_engine.structured_outputs import StructuredOutputsParams
 
@@ -202,28 +202,17 @@ BAD: list[tuple[StructuredOutputsParams, str]] = [
 
 @pytest.mark.parametrize(("params", "text"), BAD)
 def test_bad_constraints_are_refused_by_name(params: StructuredOutputsParams, text: str) -> None:
-    """The frontend refuses them before it sends them, and so does the compiler."""
-    tokens = vocabulary_of("bytes")
-    for refuse in (
-        lambda: check_constraint(params, byte_level_tokenizer()),
-        lambda: compile_grammar(params, tokens),
-    ):
-        with pytest.raises(RequestError, match=text) as caught:
-            refuse()
-        assert caught.value.param == "structured_outputs"
-
-
-@pytest.mark.parametrize("number", range(0, len(CASES), 7))
-def test_good_constraints_pass_the_check(number: int) -> None:
-    check_constraint(CASES[number][0], byte_fallback_tokenizer())
+    """Oracle: the library's words."""
+    with pytest.raises(RequestError, match=text) as caught:
+        compile_grammar(params, vocabulary_of("bytes"))
+    assert caught.value.param == "structured_outputs"
 
 
 def test_tokenizers_that_the_library_can_not_know() -> None:
-    params = StructuredOutputsParams(regex="a")
     with pytest.raises(RequestError, match="needs a tokenizer"):
-        check_constraint(params, None)
+        check_tokenizer(None)
     with pytest.raises(RequestError, match="fast tokenizer"):
-        check_constraint(params, SlowByteTokenizer())
+        check_tokenizer(SlowByteTokenizer())
     with pytest.raises(RequestError, match="not supported with this model's tokenizer"):
         make_vocabulary(metaspace_tokenizer().backend_tokenizer.to_str(), 200, (EOS,))
 
@@ -234,7 +223,7 @@ def test_a_grammar_that_reaches_a_limit(monkeypatch: pytest.MonkeyPatch) -> None
     def few_states() -> Any:
         return llguidance.LLParserLimits(max_lexer_states=200, verbose_errors=False)
 
-    monkeypatch.setattr("tp_engine.grammar.compiler.parser_limits", few_states)
+    monkeypatch.setattr("tp_engine.grammar.library.parser_limits", few_states)
     matcher = compile_grammar(StructuredOutputsParams(regex="(a|b)*c(a|b){400}d"), vocabulary_of("bytes")).start()
     rng, fill, count = random.Random(0), MaskFiller(), 0
     while not matcher.is_over:
@@ -249,10 +238,10 @@ def test_a_grammar_that_reaches_a_limit(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the package to install, by name."""
+    tokens = vocabulary_of("bytes")
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    check_grammar.cache_clear()
     with pytest.raises(RequestError, match=r"pip install 'llguidance>=1\.9'"):
-        check_constraint(StructuredOutputsParams(regex="a"), byte_level_tokenizer())
+        compile_grammar(StructuredOutputsParams(regex="a"), tokens)
 
 
 def test_additional_properties_can_be_refused() -> None:

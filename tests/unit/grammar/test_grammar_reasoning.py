@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tp_engine.errors import RequestError
-from tp_engine.grammar.compiler import check_grammar, compile_grammar
+from tp_engine.grammar.compiler import compile_grammar
 from tp_engine.grammar.vocabulary import byte_vocabulary
 from tp_engine.structured_outputs import StructuredOutputsParams
 
@@ -62,4 +62,4 @@ def test_white_space_is_bounded() -> None:
 def test_other_preambles_are_refused() -> None:
     """Oracle: the error's words."""
     with pytest.raises(RequestError, match="can not be used"):
-        check_grammar(StructuredOutputsParams(json_object=True, preamble="start: nothing @answer"))
+        compile_grammar(StructuredOutputsParams(json_object=True, preamble="start: nothing @answer"), byte_vocabulary())

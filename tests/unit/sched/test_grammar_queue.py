@@ -15,7 +15,7 @@ from tp_engine.engine.grammar_queue import GrammarQueue
 from tp_engine.errors import RequestError
 from tp_engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from tp_engine.grammar.vocabulary import make_vocabulary
-from tp_engine.request import EngineRequest, FinishReason
+from tp_engine.request import INVALID_GRAMMAR, EngineRequest, FinishReason
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.structured_outputs import StructuredOutputsParams
@@ -24,11 +24,22 @@ DEADLINE_S = 20.0
 VOCAB = 384
 
 
+class NoTrial:
+    """Lets every grammar pass."""
+
+    def try_out(self, params: StructuredOutputsParams, *, cpu_s: float, niceness: int = 0) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class SlowCompiler(GrammarCompiler):
     """Compiles an expression when the test sets its ``go``; one that begins with "broken" fails like a bug."""
 
     def __init__(self) -> None:
-        super().__init__(make_vocabulary(byte_level_tokenizer().backend_tokenizer.to_str(), VOCAB, (1,)))
+        vocabulary = make_vocabulary(byte_level_tokenizer().backend_tokenizer.to_str(), VOCAB, (1,))
+        super().__init__(vocabulary, new_trial=lambda _special_tokens: NoTrial())
         self.go: dict[str, threading.Event] = {}
 
     def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
@@ -91,13 +102,17 @@ def test_a_request_runs_when_its_grammar_is_there(bench: Bench) -> None:
 
 
 def test_a_failure_ends_its_request_alone(bench: Bench) -> None:
-    """A grammar that the library refuses, and a bug. Oracle: one record each, with the reason."""
+    """A grammar that the library refuses, and a bug. Oracle: one record each, with the reason and whose fault it is;
+    the refused grammar is refused at once the next time."""
     bench.add("refused", "(")
     (delta,) = bench.finish("(")
     assert (delta.request_id, delta.finish_reason) == ("refused", FinishReason.ERROR) and "unclosed" in delta.error
+    assert delta.error_code == INVALID_GRAMMAR
     bench.add("bug", "broken")
     (delta,) = bench.finish("broken")
-    assert (delta.request_id, delta.error) == ("bug", "a bug")
+    assert (delta.request_id, delta.error, delta.error_code) == ("bug", "a bug", None)
+    with pytest.raises(RequestError, match="unclosed"):
+        bench.add("again", "(")
     assert not bench.scheduler.has_unfinished
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from tp_engine.api.batch_job.lines import BatchRequest
@@ -17,11 +18,18 @@ from tp_engine.api.openai.requests import prepare, prepare_searches
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.api.openai.responses_api.requests import NAMES, chat_body, prepare_response
 from tp_engine.api.openai.sampling import beam_search_params, chat_params, completion_params, completion_prompts
+from tp_engine.api.openai.structured import named_refusal
+from tp_engine.closing import Closing
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.tokenizer import TokenDecoder
 from tp_engine.errors import RequestError
+from tp_engine.grammar.compiler_process import CompilerProcess
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
+from tp_engine.sampling_params import SamplingParams
+from tp_engine.structured_outputs import PARAM, StructuredOutputsParams
+
+_MAX_REMEMBERED = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,24 +45,58 @@ class LineContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedLine:
-    """The prompts of one line, and the function that makes the body of its answer of their outputs."""
+    """The prompts of one line, and the function that makes the body of its answer of their outputs.
+
+    ``refusal`` gives an error of the engine the name of the field that caused it.
+    """
 
     prompts: list[BatchPrompt]
     answer: Callable[[Sequence[RequestOutput]], JsonObject]
+    refusal: Callable[[RequestError], RequestError] = lambda error: error
+
+    def named(self, error: Exception) -> Exception:
+        """``error`` of one of the prompts, as its client knows it."""
+        return self.refusal(error) if isinstance(error, RequestError) else error
+
+
+class GrammarTrials(Closing):
+    """Tries out the grammars of lines, each of the last ones once; ``timeout_s`` is the processor time of one."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._process = CompilerProcess(None)
+        self._words = lru_cache(maxsize=_MAX_REMEMBERED)(self._try_out)
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise ``RequestError`` if the constraint of ``params`` can not be used."""
+        if params.structured_outputs is not None and (words := self._words(params.structured_outputs)):
+            raise RequestError(words, param=PARAM)
+
+    def close(self) -> None:
+        """End the process that compiles."""
+        self._process.close()
+
+    def _try_out(self, constraint: StructuredOutputsParams) -> str:
+        try:
+            constraint.check_bounds()
+            self._process.try_out(constraint, cpu_s=self._timeout_s)
+        except RequestError as error:
+            return str(error)
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Endpoint:
     kind: type[GenerationBody] | type[PooledBody]
-    check: Callable[[Any], object]
+    check: Callable[[Any, GrammarTrials], object]
     prepare: Callable[[Any, str, LineContext], PreparedLine]
 
 
-def check_request(request: BatchRequest, model_names: Sequence[str]) -> None:
+def check_request(request: BatchRequest, model_names: Sequence[str], grammars: GrammarTrials) -> None:
     """Check all that does not need the model's tokenizer and limits; raises ``RequestError``."""
     endpoint = ENDPOINTS[request.url]
     body = _parse(endpoint, request, model_names)
-    endpoint.check(body)
+    endpoint.check(body, grammars)
 
 
 def prepare_request(request: BatchRequest, context: LineContext) -> PreparedLine:
@@ -78,23 +120,29 @@ def _parse(endpoint: _Endpoint, request: BatchRequest, model_names: Sequence[str
     return body
 
 
-def _check_generation(body: ChatBody | CompletionBody) -> None:
+def _check_generation(body: ChatBody | CompletionBody, grammars: GrammarTrials) -> None:
     if isinstance(body, CompletionBody):
         completion_prompts(body)
     if body.use_beam_search:
         beam_search_params(body, context_tokens=1)
-    elif isinstance(body, CompletionBody):
-        completion_params(body)
-    else:
-        chat_params(body)
+        return
+    params = completion_params(body) if isinstance(body, CompletionBody) else chat_params(body)
+    try:
+        grammars.check(params)
+    except RequestError as error:
+        raise named_refusal(error, body) from None
 
 
-def _check_response(body: ResponsesBody) -> None:
+def _check_response(body: ResponsesBody, grammars: GrammarTrials) -> None:
     chat = chat_body(body)
     try:
-        chat_params(chat)
+        _check_generation(chat, grammars)
     except RequestError as error:
         raise renamed(error, NAMES) from error
+
+
+def _check_pooled(body: EmbeddingBody | ScoreBody | RerankBody, _grammars: GrammarTrials) -> None:
+    num_pooled(body)
 
 
 def _prepare_generation(body: ChatBody | CompletionBody, model: str, context: LineContext) -> PreparedLine:
@@ -106,13 +154,15 @@ def _prepare_generation(body: ChatBody | CompletionBody, model: str, context: Li
     prepared = prepare(body, context.processor, model, context.defaults)
     return PreparedLine(
         prompts=[PlainPrompt(request) for request in prepared.requests],
-        answer=lambda outputs: prepared.shape.answer(outputs, prepared.echoes),
+        answer=prepared.answer,
+        refusal=prepared.named,
     )
 
 
 def _prepare_response(body: ResponsesBody, model: str, context: LineContext) -> PreparedLine:
     prepared = prepare_response(body, context.processor, model, context.defaults)
-    return PreparedLine(prompts=[PlainPrompt(request) for request in prepared.requests], answer=prepared.answer)
+    prompts: list[BatchPrompt] = [PlainPrompt(request) for request in prepared.requests]
+    return PreparedLine(prompts=prompts, answer=prepared.answer, refusal=prepared.named)
 
 
 def _prepare_pooled(body: EmbeddingBody | ScoreBody | RerankBody, model: str, context: LineContext) -> PreparedLine:
@@ -124,9 +174,9 @@ ENDPOINTS: Mapping[str, _Endpoint] = {
     "/v1/chat/completions": _Endpoint(ChatBody, _check_generation, _prepare_generation),
     "/v1/completions": _Endpoint(CompletionBody, _check_generation, _prepare_generation),
     "/v1/responses": _Endpoint(ResponsesBody, _check_response, _prepare_response),
-    "/v1/embeddings": _Endpoint(EmbeddingBody, num_pooled, _prepare_pooled),
-    "/v1/score": _Endpoint(ScoreBody, num_pooled, _prepare_pooled),
-    "/v1/rerank": _Endpoint(RerankBody, num_pooled, _prepare_pooled),
+    "/v1/embeddings": _Endpoint(EmbeddingBody, _check_pooled, _prepare_pooled),
+    "/v1/score": _Endpoint(ScoreBody, _check_pooled, _prepare_pooled),
+    "/v1/rerank": _Endpoint(RerankBody, _check_pooled, _prepare_pooled),
 }
 
 

@@ -19,7 +19,13 @@ from typing import Unpack
 from tp_engine import env
 from tp_engine.adapters import adapter_names
 from tp_engine.api.batch_job.config import BatchConfig
-from tp_engine.api.batch_job.endpoints import LineContext, PreparedLine, check_request, prepare_request
+from tp_engine.api.batch_job.endpoints import (
+    GrammarTrials,
+    LineContext,
+    PreparedLine,
+    check_request,
+    prepare_request,
+)
 from tp_engine.api.batch_job.lines import BatchRequest
 from tp_engine.api.batch_job.outcomes import Outcome, Outcomes, Progress
 from tp_engine.api.batch_job.results import EarlierResults, Results
@@ -50,6 +56,7 @@ from tp_engine.errors import ConfigError
 from tp_engine.log import get_logger
 from tp_engine.options import fields_of
 from tp_engine.options.intake import take_options
+from tp_engine.structured_outputs import StructuredOutputsDefaults
 from tp_engine.units import MIB
 from tp_engine.worker.effective_config import EffectiveConfig
 
@@ -122,10 +129,16 @@ class BatchRun:
         )
         names = batch.served_model_name or (default_model_name(config.model), config.model)
         self._model_names = tuple(dict.fromkeys((*names, *adapter_names(config.lora_modules, names))))
+        structured = StructuredOutputsDefaults.of(config.structured_outputs_config)
+        self._grammars = GrammarTrials(structured.compilation_timeout_s)
         self._max_in_flight = batch.max_in_flight or _IN_FLIGHT_PER_SEQUENCE * config.max_num_seqs
 
     def run(self) -> BatchStatus:
         """Check all lines, then run those without a result; raises ``ConfigError`` before it starts an engine."""
+        with self._grammars:
+            return self._run()
+
+    def _run(self) -> BatchStatus:
         effective = check_config(self._config)
         output, errors = self._batch.result_paths
         with Source(
@@ -139,7 +152,7 @@ class BatchRun:
             if self._batch.validate_only:
                 return self._validate(source, effective)
             with Results(output, errors, resume=self._batch.resume) as results:
-                if not self._check(source, results.earlier, lambda request: check_request(request, self._model_names)):
+                if not self._check(source, results.earlier, self._check_request):
                     return BatchStatus.STOPPED
                 self._note_earlier()
                 is_needed = self._survey.count(LineState.RUN) > 0
@@ -165,8 +178,16 @@ class BatchRun:
         info = model_info(effective, num_blocks=effective.max_model_len)
         processor = InputProcessor(info, load_tokenizer(config.tokenizer_source, config.revision))
         context = self._context(processor, info)
-        is_whole = self._check(source, EarlierResults(), lambda request: prepare_request(request, context))
+
+        def check(request: BatchRequest) -> None:
+            self._check_request(request)
+            prepare_request(request, context)
+
+        is_whole = self._check(source, EarlierResults(), check)
         return BatchStatus.VALIDATED if is_whole else BatchStatus.STOPPED
+
+    def _check_request(self, request: BatchRequest) -> None:
+        check_request(request, self._model_names, self._grammars)
 
     def _check(self, source: Source, earlier: EarlierResults, check: CheckRequest) -> bool:
         """Survey all lines; False if a stop was requested meanwhile."""
@@ -194,10 +215,11 @@ class BatchRun:
         return BatchStatus.COMPLETED
 
     def _refuse(self, request: BatchRequest) -> PreparedLine:
-        check_request(request, self._model_names)
+        self._check_request(request)
         raise RuntimeError("the input was changed while it was read")
 
     def _run_lines(self, source: Source, results: Results) -> BatchStatus:
+        self._grammars.close()
         options = dataclasses.asdict(self._config) | {"generation_config": "vllm"}  # the lines have their defaults
         with LLM(**options) as llm, self._outcomes(results) as outcomes:
             context = self._context(llm.input_processor, llm.engine.model_info, llm.outputs.decoder)

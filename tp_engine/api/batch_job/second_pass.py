@@ -20,7 +20,7 @@ from tp_engine.api.batch_job.outcomes import Outcome, Outcomes
 from tp_engine.api.batch_job.source import Source
 from tp_engine.api.batch_job.survey import LineState, Survey
 from tp_engine.api.llm import LLM
-from tp_engine.api.openai.errors import HttpError
+from tp_engine.api.openai.errors import sequence_error
 from tp_engine.api.output_streams import Processed
 from tp_engine.closing import Closing
 from tp_engine.errors import RequestError
@@ -99,7 +99,7 @@ class LineRunner:
             try:
                 self._llm.engine.add_request(engine_request)
             except RequestError as error:
-                running.failure = error
+                running.failure = running.prepared.named(error)
                 return
             self._llm.outputs.add(engine_request)
             self._requests[engine_request.request_id] = (running, prompt)
@@ -116,8 +116,8 @@ class LineRunner:
     def _note_errors(self, processed: Processed) -> None:
         for update in processed.updates:
             if update.error is not None:
-                failure = HttpError(500, update.error, code="generation_failed")
-                self._requests[update.request_id][0].failure = failure
+                running = self._requests[update.request_id][0]
+                running.failure = running.prepared.named(sequence_error(update.error, update.error_code))
 
     def _finish_prompt(self, output: RequestOutput) -> None:
         running, prompt = self._requests.pop(output.request_id)

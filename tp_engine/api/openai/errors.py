@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tp_engine.engine.messages import CODE_UNAVAILABLE
-from tp_engine.errors import EngineDeadError, RequestError
+from tp_engine.errors import CODE_UNAVAILABLE, EngineDeadError, RequestError
+from tp_engine.structured_outputs import PARAM
 
 _TYPES = {
     400: "invalid_request_error",
@@ -42,6 +42,13 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     if text.startswith(ours):
         text = theirs + text[len(ours) :]
     return RequestError(text, param=theirs, code=error.code)
+
+
+def sequence_error(error: str, code: str | None) -> RequestError | HttpError:
+    """The exception for a sequence that ended with ``error``; with a ``code``, its own grammar is the cause."""
+    if code is None:
+        return HttpError(500, error, code="generation_failed")
+    return RequestError(error, param=PARAM, code=code)
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from tp_engine.api.openai.sampling import (
     max_output_tokens,
     num_top_logprobs,
 )
+from tp_engine.api.openai.structured import named_refusal
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.errors import RequestError
 from tp_engine.outputs import RequestOutput
@@ -44,9 +45,14 @@ class PreparedSearches:
 class PreparedAnswer:
     """One engine request per prompt, and the shape of the answer; ``echoes`` are prompts to repeat, if any."""
 
+    body: ChatBody | CompletionBody
     shape: AnswerShape
     requests: list[EngineRequest]
     echoes: list[str] | None = None
+
+    def named(self, error: RequestError) -> RequestError:
+        """An error of the engine, with the name of the body's field that caused it."""
+        return named_refusal(error, self.body)
 
     def answer(self, outputs: Sequence[RequestOutput]) -> JsonObject:
         """The whole answer; ``outputs`` has one element per prompt."""
@@ -78,16 +84,19 @@ def prepare(
     _check_stream(body)
     params = chat_params(body, defaults) if isinstance(body, ChatBody) else completion_params(body, defaults)
     shape, prompts, echoes = _inputs(body, processor, model, constrained=params.structured_outputs is not None)
-    params = parsed_params(params, shape.parsing, processor)
-    requests = [
-        _engine_request(body, processor, prompt, params, request_id=_engine_id(shape, number), arrival_s=arrival_s)
-        for number, prompt in enumerate(prompts)
-    ]
+    try:
+        params = parsed_params(params, shape.parsing, processor)
+        requests = [
+            _engine_request(body, processor, prompt, params, request_id=_engine_id(shape, number), arrival_s=arrival_s)
+            for number, prompt in enumerate(prompts)
+        ]
+    except RequestError as error:
+        raise named_refusal(error, body) from None
     if shape.kind == "completion" and shape.num_top_logprobs is not None:
         shape = replace(shape, special_ids=processor.special_ids, first_texts=_first_texts(requests, processor))
     if echoes is not None and shape.kind == "completion" and body.truncate_prompt_tokens is not None:
         echoes = _texts_read(requests, processor)
-    return PreparedAnswer(shape=shape, requests=requests, echoes=echoes)
+    return PreparedAnswer(body=body, shape=shape, requests=requests, echoes=echoes)
 
 
 def prepare_searches(

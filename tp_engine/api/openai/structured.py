@@ -21,8 +21,7 @@ from typing import Any
 
 from tp_engine.api.openai.protocol import GenerationBody
 from tp_engine.errors import RequestError
-from tp_engine.grammar.compiler import check_grammar
-from tp_engine.structured_outputs import StructuredOutputsParams
+from tp_engine.structured_outputs import PARAM, StructuredOutputsParams
 
 # The prompt decides about what comes first.
 _NAMES = frozenset(spec.name for spec in dataclasses.fields(StructuredOutputsParams)) - {"preamble"}
@@ -54,6 +53,16 @@ def structured_outputs_of(body: GenerationBody) -> StructuredOutputsParams | Non
     if len(given) > 1:
         raise RequestError(f"{' and '.join(given)} are set; give only one of them", param=next(iter(given)))
     return next(iter(given.values()), None)
+
+
+def named_refusal(error: RequestError, body: GenerationBody) -> RequestError:
+    """``error`` with the name of the field of ``body`` that asked for the constraint, if the constraint is at fault."""
+    if error.param != PARAM:
+        return error
+    guided = next((name for name in _GUIDED if getattr(body, name) is not None), None)
+    asked = next((name for name in ("response_format", PARAM) if getattr(body, name) is not None), guided)
+    field = asked or "tools"
+    return RequestError(f"{field}: {error}", param=field, code=error.code)
 
 
 def _of_response_format(wanted: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
@@ -97,11 +106,9 @@ def _of_guided(body: GenerationBody) -> StructuredOutputsParams | None:
 
 
 def _named(field: str, **given: Any) -> StructuredOutputsParams:
-    """The constraint, checked by compiling it; errors name ``field`` of the body."""
+    """The constraint; errors name ``field`` of the body."""
     try:
-        constraint = StructuredOutputsParams(**given)
-        check_grammar(constraint)
-        return constraint
+        return StructuredOutputsParams(**given)
     except RequestError as error:
         raise RequestError(f"{field}: {error}", param=field) from None
 

@@ -14,7 +14,6 @@ from tp_engine.api.openai.reasoning import REASONING_FORMATS, Beginning, Reasoni
 from tp_engine.api.openai.structured import TokenWriting
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.errors import RequestError
-from tp_engine.grammar.compiler import check_grammar
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.structured_outputs import StructuredOutputsParams
 
@@ -127,7 +126,6 @@ def _behind_reasoning(
     """``constraint`` for a text that may begin with reasoning, in the model's own format."""
     message, tools, thinks = parsing.message, parsing.tools, parsing.begins is not Beginning.ANSWER
     if message is not None:
-        check_grammar(constraint)  # its own faults, in words about the schema
         if tools is not None and tools.choice != "auto":
             return StructuredOutputsParams(grammar=message.forced_calls(tools, writing, thinks, constraint))
         if message.new_parser(None, parsing.prompt).in_answer:

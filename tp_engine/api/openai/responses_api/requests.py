@@ -76,7 +76,6 @@ def _response_format(body: ResponsesBody) -> dict[str, Any] | None:
 class PreparedResponse:
     """The chat that answers a response, checked, and the shape of the response."""
 
-    chat_body: ChatBody
     chat: PreparedAnswer
     shape: ResponseShape
 
@@ -84,6 +83,10 @@ class PreparedResponse:
     def requests(self) -> list[EngineRequest]:
         """The requests for the engine: one."""
         return self.chat.requests
+
+    def named(self, error: RequestError) -> RequestError:
+        """As ``PreparedAnswer.named``."""
+        return renamed(self.chat.named(error))
 
     def answer(self, outputs: Sequence[RequestOutput]) -> JsonObject:
         """The whole response; ``outputs`` has one element."""
@@ -101,4 +104,4 @@ def prepare_response(
         raise renamed(error, NAMES) from None
     requests = [replace(request, prompt_field=NAMES["messages"]) for request in prepared.requests]
     prepared = replace(prepared, requests=requests)
-    return PreparedResponse(chat_body=chat, chat=prepared, shape=ResponseShape.of(body, prepared, _tools(body)))
+    return PreparedResponse(chat=prepared, shape=ResponseShape.of(body, prepared, _tools(body)))

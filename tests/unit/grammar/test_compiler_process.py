@@ -1,0 +1,217 @@
+"""Grammars that crash, hang or eat memory end a process that is there for it, and are refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tp_engine.errors import CODE_UNAVAILABLE, RequestError
+from tp_engine.grammar.compiler import MAX_SLOW, QUICK_S, CompiledGrammar, GrammarCompiler
+from tp_engine.grammar.compiler_process import CompilerProcess, TookTooLongError
+from tp_engine.grammar.library import SpecialTokens
+from tp_engine.grammar.vocabulary import byte_vocabulary
+from tp_engine.structured_outputs import StructuredOutputsParams
+
+DEADLINE_S = 60.0
+MODULE = "tp_engine.grammar.compiler_process"
+GOOD = StructuredOutputsParams(json={"type": "integer"})
+SPECIAL = SpecialTokens(num_tokens=400, tokens=((7, "<|end|>"), (399, "<|call|>")))
+
+
+def deep_schema(levels: int) -> dict[str, Any]:
+    """Objects in objects, each by a reference to the next."""
+    parts = {f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(levels)}
+    return {"$ref": "#/$defs/d0", "$defs": {**parts, f"d{levels}": {}}}
+
+
+def endless_schema(patterns: int = 50) -> dict[str, Any]:
+    """A text that has to match many patterns at once, whose intersection takes time and memory without end."""
+    return {"allOf": [{"type": "string", "pattern": f"a{{{i}}}"} for i in range(patterns)]}
+
+
+def long_rules(count: int) -> str:
+    rules = "\n".join(f'r{i}: "a" r{i + 1}' for i in range(count))
+    return f'start: r0\n{rules}\nr{count}: "a"\n'
+
+
+def children(pid: int) -> list[int]:
+    """The processes whose parent is ``pid``."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if parent == pid:
+                found.append(int(entry.name))
+    return found
+
+
+def compilers(pid: int) -> list[int]:
+    """The compiler processes of the process ``pid``."""
+    return [child for child in children(pid) if MODULE.encode() in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[CompilerProcess]:
+    made = CompilerProcess(SPECIAL)
+    made.try_out(GOOD, cpu_s=5.0)
+    yield made
+    made.close()
+    assert not compilers(os.getpid())
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"json": deep_schema(3000)}, "the JSON schema can not be used: it is nested too deeply"),
+        ({"grammar": long_rules(30_000)}, "the grammar can not be used: it is nested too deeply"),
+        ({"regex": "("}, "the regex can not be used: .*unclosed group"),
+        ({"grammar": 'start: "a" <|no|>'}, "unknown special token"),
+        ({"json": {"$ref": "#"}}, "no output fits it"),
+    ],
+)
+def test_what_can_not_be_compiled_is_refused(process: CompilerProcess, params: dict[str, Any], words: str) -> None:
+    """Oracle: the reason; the process serves the next grammar."""
+    with pytest.raises(RequestError, match=words) as caught:
+        process.try_out(StructuredOutputsParams(**params), cpu_s=5.0)
+    assert caught.value.param == "structured_outputs"
+    process.try_out(GOOD, cpu_s=5.0)
+
+
+def test_time_and_memory_are_limited(process: CompilerProcess) -> None:
+    """Oracle: the limit in the error; with time enough the memory runs out."""
+    endless = StructuredOutputsParams(json=endless_schema())
+    with pytest.raises(TookTooLongError, match=r"takes more than 0\.1 s to compile"):
+        process.try_out(endless, cpu_s=0.1)
+    with pytest.raises(RequestError, match="needs more than 256 MiB") as caught:
+        process.try_out(endless, cpu_s=60.0)
+    assert not isinstance(caught.value, TookTooLongError)
+    process.try_out(GOOD, cpu_s=5.0)
+
+
+def test_special_tokens_are_known(process: CompilerProcess) -> None:
+    """Oracle: grammars by hand, which name tokens by text and by number; without the tokens they are only parsed."""
+    for grammar in ('start: "a" <|call|> "b"', 'start: <[399]> | <[7]> "c"'):
+        process.try_out(StructuredOutputsParams(grammar=grammar), cpu_s=5.0)
+    unaware = CompilerProcess(None)
+    unaware.try_out(StructuredOutputsParams(grammar="start: <|anything|>"), cpu_s=5.0)
+    unaware.try_out(GOOD, cpu_s=5.0)
+    with pytest.raises(RequestError, match="can not be used"):
+        unaware.try_out(StructuredOutputsParams(grammar="start: <|anything|> nothing"), cpu_s=5.0)
+    unaware.close()
+
+
+def test_it_starts_when_needed_and_again_when_it_has_died() -> None:
+    """Oracle: the processes of this one; the child has no socket but its own, although one could be inherited."""
+    before = set(compilers(os.getpid()))
+    process = CompilerProcess(None)
+    assert set(compilers(os.getpid())) == before
+    with socket.socket() as inheritable:
+        inheritable.set_inheritable(True)
+        process.try_out(GOOD, cpu_s=5.0)
+    (first,) = set(compilers(os.getpid())) - before
+    links = [os.readlink(f"/proc/{first}/fd/{name}") for name in os.listdir(f"/proc/{first}/fd")]
+    assert sum(link.startswith("socket:") for link in links) == 1
+    os.kill(first, signal.SIGKILL)
+    process.try_out(GOOD, cpu_s=5.0)
+    (second,) = set(compilers(os.getpid())) - before
+    assert second != first
+    process.close()
+    assert set(compilers(os.getpid())) == before
+    with pytest.raises(RuntimeError, match="has ended"):
+        process.try_out(GOOD, cpu_s=5.0)
+
+
+def test_it_ends_with_its_parent() -> None:
+    """Oracle: neither the process nor the fork that compiles is left when the parent is killed meanwhile."""
+    script = (
+        f"from {MODULE} import CompilerProcess\n"
+        "from tp_engine.structured_outputs import StructuredOutputsParams\n"
+        "process = CompilerProcess(None)\n"
+        "process.try_out(StructuredOutputsParams(regex='a'), cpu_s=5.0)\n"
+        f"process.try_out(StructuredOutputsParams(json={endless_schema()!r}), cpu_s=300.0)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script])
+    deadline = time.monotonic() + DEADLINE_S
+    below: list[int] = []
+    while len(below) < 2:  # the process, and its fork
+        assert time.monotonic() < deadline and parent.poll() is None
+        started = compilers(parent.pid)
+        below = started + [child for one in started for child in children(one)]
+        time.sleep(0.01)
+    parent.kill()
+    parent.wait()
+    while any(Path(f"/proc/{pid}").exists() and _is_running(pid) for pid in below):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.01)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class FakeTrial:
+    """Grammars that begin with "slow" take more than the quick lane gives; the slow one holds them until ``go``."""
+
+    def __init__(self, go: threading.Event) -> None:
+        self._go = go
+
+    def try_out(self, params: StructuredOutputsParams, *, cpu_s: float, niceness: int = 0) -> None:
+        if not str(params.regex).startswith("slow"):
+            return
+        if cpu_s <= QUICK_S:
+            raise TookTooLongError("later")
+        assert self._go.wait(DEADLINE_S)
+
+    def close(self) -> None:
+        self._go.set()
+
+
+def test_slow_grammars_hold_up_only_each_other() -> None:
+    """Oracle: a quick grammar is compiled while many slow ones wait; too many are refused for now; one that nobody
+    waits for any more is not compiled."""
+    go = threading.Event()
+    compiler = GrammarCompiler(byte_vocabulary(), new_trial=lambda _special_tokens: FakeTrial(go))
+    slow: list[Future[CompiledGrammar]] = [
+        compiler.submit(StructuredOutputsParams(regex=f"slow{number}")) for number in range(MAX_SLOW)
+    ]
+    assert compiler.submit(GOOD).result(DEADLINE_S) is compiler.known(GOOD)
+    with pytest.raises(RequestError, match="try again later") as caught:
+        compiler.submit(StructuredOutputsParams(regex="slow too")).result(DEADLINE_S)
+    assert caught.value.code == CODE_UNAVAILABLE
+    assert compiler.known(StructuredOutputsParams(regex="slow too")) is None
+    dropped = slow.pop()
+    assert dropped.cancel()
+    go.set()
+    assert all(one.result(DEADLINE_S) for one in slow)
+    assert compiler.known(StructuredOutputsParams(regex=f"slow{MAX_SLOW - 1}")) is None
+    compiler.close()
+
+
+def test_refused_grammars_are_remembered() -> None:
+    """Oracle: the same words at once, with the real process; a good grammar is compiled for the vocabulary."""
+    compiler = GrammarCompiler(byte_vocabulary(), timeout_s=0.2)
+    bad = StructuredOutputsParams(json=json.dumps(endless_schema()))
+    with pytest.raises(RequestError, match=r"takes more than 0\.2 s"):
+        compiler.submit(bad).result(DEADLINE_S)
+    with pytest.raises(RequestError, match=r"takes more than 0\.2 s"):
+        compiler.known(bad)
+    assert compiler.submit(GOOD).result(DEADLINE_S) is compiler.known(GOOD)
+    compiler.close()
