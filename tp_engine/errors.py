@@ -7,11 +7,16 @@ the remedy.  A mistake of the engine is an ``assert``.  A fault of the machine i
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import itertools
+import reprlib
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 _SHORTEST_BEGINNING = 3
-# The code of a request that is refused for now; a server answers it with HTTP 503.
+# Codes of errors: of a request that is refused for now, which a server answers with HTTP 503, and of one that ended
+# because of its own grammar.
 CODE_UNAVAILABLE = "service_unavailable"
+INVALID_GRAMMAR = "invalid_grammar"
 
 
 class ConfigError(ValueError):
@@ -62,9 +67,29 @@ class EngineDeadError(RuntimeError):
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """``value`` as error messages show it: at most ``limit`` characters."""
-    text = repr(value)
+    """``value`` as error messages show it: at most ``limit`` characters; of a long value only the beginning is read."""
+    text = _Brief(limit).repr(value)
     return text if len(text) <= limit else text[:limit] + "..."
+
+
+class _Brief(reprlib.Repr):
+    """``repr`` of the beginning of a value of any size."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+        self.maxlevel = 4
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = limit // 3 + 1  # "1, " each
+        self.maxother = 3 * limit
+
+    def repr_str(self, value: str, level: int) -> str:
+        return repr(value[: self._limit + 1])
+
+    def repr_dict(self, value: Mapping[Any, Any], level: int) -> str:
+        if level <= 0:
+            return "{...}"
+        items = itertools.islice(value.items(), self.maxdict)
+        return f"{{{', '.join(f'{self.repr1(key, level - 1)}: {self.repr1(one, level - 1)}' for key, one in items)}}}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

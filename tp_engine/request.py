@@ -11,9 +11,6 @@ import msgspec
 from tp_engine.plan import FloatArray, TokenLogprobs
 from tp_engine.sampling_params import SamplingParams
 
-# The code of an error that the request's own grammar caused.
-INVALID_GRAMMAR = "invalid_grammar"
-
 
 class FinishReason(enum.StrEnum):
     """Why a sequence ended; the values are those of the OpenAI API (and vLLM's ``abort``)."""

@@ -16,6 +16,8 @@ MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_BAD_CHARACTERS = 16_384  # of all bad words together
+MAX_STOP_CHARACTERS = 4096  # of one stop string
+MAX_STOP_TOKEN_IDS = 1024
 MAX_BIAS_ENTRIES = 1024
 MAX_N = 1024
 MAX_BEAM_WIDTH = 256
@@ -26,14 +28,14 @@ def _in_range(name: str, value: object, low: float, high: float, rule: str) -> N
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise _wrong_type(name, value, f"a number {rule}")
     if not low <= value <= high:  # NaN is not either
-        raise RequestError(f"{name} is {value!r}; it must be {rule}", param=name)
+        raise RequestError(f"{name} is {shown(value)}; it must be {rule}", param=name)
 
 
 def _whole(name: str, value: object, low: int, rule: str, high: int = 2**31 - 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise _wrong_type(name, value, rule)
     if not low <= value <= high:
-        raise RequestError(f"{name} is {value!r}; it must be {rule}", param=name)
+        raise RequestError(f"{name} is {shown(value)}; it must be {rule}", param=name)
 
 
 def _token_ids(name: str, token_ids: Iterable[object]) -> None:
@@ -240,7 +242,10 @@ class SamplingParams:
             raise RequestError(f"{len(self.stop)} stop strings; at most {MAX_STOP_STRINGS} are allowed", param="stop")
         for text in self.stop:
             if not isinstance(text, str) or not text:
-                raise RequestError(f"stop contains {text!r}; every stop must be a non-empty string", param="stop")
+                raise RequestError(f"stop contains {shown(text)}; every stop must be a non-empty string", param="stop")
+            if len(text) > MAX_STOP_CHARACTERS:
+                text = f"stop contains a text of {len(text)} characters; at most {MAX_STOP_CHARACTERS} are allowed"
+                raise RequestError(text, param="stop")
 
     def _check_bad_words(self) -> None:
         if len(self.bad_words) > MAX_BAD_WORDS:
@@ -248,7 +253,7 @@ class SamplingParams:
             raise RequestError(text, param="bad_words")
         for text in self.bad_words:
             if not isinstance(text, str) or not text.strip():
-                raise RequestError(f"bad_words contains {text!r}; every word must be a text", param="bad_words")
+                raise RequestError(f"bad_words contains {shown(text)}; every word must be a text", param="bad_words")
         longest, total = max(map(len, self.bad_words), default=0), sum(map(len, self.bad_words))
         if longest > MAX_BAD_WORD_CHARACTERS or total > MAX_BAD_CHARACTERS:
             raise RequestError(
@@ -258,6 +263,9 @@ class SamplingParams:
             )
 
     def _check_ids(self) -> None:
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            text = f"{len(self.stop_token_ids)} stop_token_ids; at most {MAX_STOP_TOKEN_IDS} are allowed"
+            raise RequestError(text, param="stop_token_ids")
         _token_ids("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
@@ -277,7 +285,13 @@ class SamplingParams:
             _in_range("logit_bias", value, -100.0, 100.0, "between -100 and 100")
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise ``RequestError`` for a token id outside of the vocabulary."""
+        """Raise ``RequestError`` for a token id outside of the vocabulary, and for more ids than it has."""
+        num_allowed = len(self.allowed_token_ids or ())
+        if num_allowed > vocab_size:
+            text = (
+                f"allowed_token_ids has {num_allowed} ids; the model's vocabulary has {vocab_size}, give each id once"
+            )
+            raise RequestError(text, param="allowed_token_ids")
         named = (
             ("stop_token_ids", self.stop_token_ids),
             ("allowed_token_ids", self.allowed_token_ids or ()),

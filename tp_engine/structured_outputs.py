@@ -139,6 +139,8 @@ class StructuredOutputsDefaults:
 
     def complete(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
         """``params`` with these defaults; if a request sets either white space field, it keeps both of its own."""
+        if not (self.disable_any_whitespace or self.disable_additional_properties or self.whitespace_pattern):
+            return params
         spaced = params.disable_any_whitespace or params.whitespace_pattern is not None
         return dataclasses.replace(
             params,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from functools import partial
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from tp_engine.adapters import LoRARequest, load_for
 from tp_engine.api.async_operations import AsyncOperations
@@ -20,6 +18,7 @@ from tp_engine.api.input_processor import InputProcessor, Prompt, load_tokenizer
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.api.output_streams import Outputs
 from tp_engine.api.pooling import PoolingParams, ScorePairs, embedding_output, embedding_request, paired
+from tp_engine.api.preparing import PreparingThreads
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.config import DEMO_MODEL
 from tp_engine.engine.client import EngineClient
@@ -33,11 +32,9 @@ from tp_engine.sampling_params import BeamSearchParams, RequestOutputKind, Sampl
 if TYPE_CHECKING:
     from tp_engine.engine.service_process import ServiceHandle
 
-Result = TypeVar("Result")
-
 _STOP_TIMEOUT_S = 15.0
 _PULSE_S = 0.5
-_LONG_TEXT = 2000  # characters; tokenizing more, or checking a grammar, in the event loop would delay all streams
+_LONG_TEXT = 2000  # characters; tokenizing more, or reading a schema, in the event loop would delay all streams
 
 
 class AsyncLLM(AsyncOperations):
@@ -69,7 +66,7 @@ class AsyncLLM(AsyncOperations):
         self._outputs: Outputs | None = None
         self._input: InputProcessor | None = None
         self._starting = asyncio.Lock()
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
+        self._preparing = PreparingThreads()
 
     @classmethod
     async def connect(cls, address: str, *, tokenizer: Any | None = None, timeout_s: float = 60.0) -> Self:
@@ -186,8 +183,14 @@ class AsyncLLM(AsyncOperations):
         params = PoolingParams.of(pooling_params)
         params.check(self.model_info)
         request_id = request_id or new_request_id()
-        request = await self._in_thread(
-            embedding_request, self.input_processor, prompt, params, request_id=request_id, priority=priority
+        request = await self._preparing.run(
+            len(prompt_text(prompt) or ""),
+            embedding_request,
+            self.input_processor,
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
         )
         return embedding_output(await self._last(request), params)
 
@@ -202,11 +205,13 @@ class AsyncLLM(AsyncOperations):
     ) -> list[ScoringRequestOutput]:
         """As ``LLM.score``."""
         await self.start()
-        scored = await self._in_thread(
+        pairs = paired(queries, documents)
+        scored = await self._preparing.run(
+            sum(len(str(text)) for pair in pairs for text in pair),
             ScorePairs.of,
             self.input_processor,
             self.model_info,
-            paired(queries, documents),
+            pairs,
             request_id=request_id or new_request_id(),
             instruction=instruction,
             priority=priority,
@@ -242,12 +247,13 @@ class AsyncLLM(AsyncOperations):
     ) -> Prompt:
         """The prompt of a conversation, by the model's chat template."""
         await self.start()
-        token_ids = await self._in_thread(self.input_processor.chat_token_ids, messages, **template_options)
+        size = sum(len(str(message)) for message in messages)
+        token_ids = await self._preparing.run(size, self.input_processor.chat_token_ids, messages, **template_options)
         return {"prompt_token_ids": token_ids}
 
     async def close(self) -> None:
         """Leave the engine, and stop it if it was started here.  Running requests end with ``EngineDeadError``."""
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        self._preparing.close()
         if self._client is not None:
             if self._service is not None and self._client.error is None:
                 self._client.stop()
@@ -365,8 +371,9 @@ class AsyncLLM(AsyncOperations):
             "priority": priority,
             "adapter": "" if lora is None else lora.lora_name,
         }
-        if len(prompt_text(prompt) or "") > _LONG_TEXT or params.structured_outputs is not None:
-            return await self._in_thread(self.input_processor.process, prompt, params, **fields)
+        size = len(prompt_text(prompt) or "")
+        if size > _LONG_TEXT or params.structured_outputs is not None:
+            return await self._preparing.run(size, self.input_processor.process, prompt, params, **fields)
         return self.input_processor.process(prompt, params, **fields)
 
     async def _last(self, request: EngineRequest) -> RequestOutput:
@@ -375,11 +382,6 @@ class AsyncLLM(AsyncOperations):
             *_, last = [update async for update in updates]
         assert last.request_output is not None
         return last.request_output
-
-    async def _in_thread(self, function: Callable[..., Result], *arguments: Any, **named: Any) -> Result:
-        """Call ``function`` in the thread that tokenizes."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizing, partial(function, *arguments, **named))
 
 
 def new_request_id() -> str:

@@ -11,7 +11,7 @@ from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.output_streams import Outputs
 from tp_engine.engine.client import EngineClient
 from tp_engine.engine.report import EngineReport
-from tp_engine.errors import RequestError
+from tp_engine.errors import RequestError, shown
 from tp_engine.sched.view import ViewLimits
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class AsyncOperations(ABC):
         returns (``wait``).  ``TimeoutError`` if they have not within ``timeout_s``; nothing is paused then.
         """
         if mode not in ("keep", "abort", "wait"):
-            raise RequestError(f"mode is {mode!r}; it must be keep, abort or wait", param="mode")
+            raise RequestError(f"mode is {shown(mode)}; it must be keep, abort or wait", param="mode")
         if mode == "wait":
             await self._wait_for_streams(timeout_s)
         await self.engine.act("pause", mode="abort" if mode == "abort" else "keep")

@@ -5,19 +5,24 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, TypeAlias
 
 from tp_engine.api.openai.chat.prompt import ChatFormat
+from tp_engine.api.text_measure import TextMeasure
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.tokenizer import load_tokenizer, special_ids
-from tp_engine.errors import RequestError
+from tp_engine.errors import RequestError, shown
 from tp_engine.grammar.vocabulary import check_tokenizer
 from tp_engine.request import EngineRequest, Pooling
 from tp_engine.sampling_params import SamplingParams
-from tp_engine.structured_outputs import StructuredOutputsDefaults
+from tp_engine.structured_outputs import StructuredOutputsDefaults, StructuredOutputsParams
 
 __all__ = ["InputProcessor", "Prompt", "load_tokenizer", "prompt_text"]
+
+# Characters; shorter texts are tokenized at once, which tells their length exactly.
+_LONG_TEXT = 1 << 16
+_MAX_REMEMBERED = 16
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 TruncationSide: TypeAlias = Literal["left", "right"]
@@ -36,11 +41,23 @@ class InputProcessor:
         self._model = model_info
         self.adapters = dict(model_info.adapters)
         self.structured_defaults = StructuredOutputsDefaults.of(model_info.structured_outputs_config)
+        # All prompts of a request have the same constraint, and looking at a large one takes a while.
+        self._constraint = lru_cache(maxsize=_MAX_REMEMBERED)(self._complete_constraint)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """The tokenizer's special tokens."""
         return frozenset() if self.tokenizer is None else special_ids(self.tokenizer)
+
+    @cached_property
+    def _measure(self) -> TextMeasure:
+        return TextMeasure(self.tokenizer)
+
+    def _complete_constraint(self, given: StructuredOutputsParams) -> StructuredOutputsParams:
+        """``given`` with the engine's defaults, checked; raises ``RequestError``."""
+        check_tokenizer(self.tokenizer)
+        given.check_bounds()
+        return self.structured_defaults.complete(given)
 
     @property
     def max_model_len(self) -> int:
@@ -75,17 +92,16 @@ class InputProcessor:
         """
         arrival_s = time.monotonic() if arrival_s is None else arrival_s
         if params.structured_outputs is not None:
-            params = dataclasses.replace(
-                params, structured_outputs=self.structured_defaults.complete(params.structured_outputs)
-            )
+            params = dataclasses.replace(params, structured_outputs=self._constraint(params.structured_outputs))
         self._check_purpose(pooling)
         self._check_params(params)
         params = self._with_all_logprobs(params)
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
-            raise RequestError(f"priority is {priority!r}; it must be a whole number of 32 bits", param="priority")
-        token_ids = self._token_ids(prompt, add_special_tokens, prompt_field)
+            raise RequestError(f"priority is {shown(priority)}; it must be a whole number of 32 bits", param="priority")
         if truncate_prompt_tokens is None:
             truncate_prompt_tokens = params.truncate_prompt_tokens
+        must_fit = truncate_prompt_tokens is None
+        token_ids = self._token_ids(prompt, add_special_tokens, prompt_field, must_fit)
         if truncate_prompt_tokens is not None:
             num_kept = self._truncation(truncate_prompt_tokens, params, pooling)
             if truncation_side == "left":
@@ -138,12 +154,23 @@ class InputProcessor:
         return self.text_token_ids(text, add_special_tokens=add_special_tokens, param="messages")
 
     def text_token_ids(
-        self, text: str, *, add_special_tokens: bool, may_be_empty: bool = False, param: str = "prompt"
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        may_be_empty: bool = False,
+        must_fit: bool = False,
+        param: str = "prompt",
     ) -> list[int]:
-        """The token ids of ``text``; raises ``RequestError``, which names the field ``param``."""
+        """The token ids of ``text``; raises ``RequestError``, which names the field ``param``.
+
+        A text that ``must_fit`` into the context, and can not, is refused before it is tokenized.
+        """
         if self.tokenizer is None:
             raise RequestError("the model has no tokenizer; send the prompt as a list of token ids", param=param)
         check_text(param, text)
+        if must_fit and len(text) > _LONG_TEXT:
+            self._refuse_too_long(text, param)
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if token_ids or not may_be_empty:
             self.check_token_ids(token_ids, param)
@@ -156,7 +183,7 @@ class InputProcessor:
             raise RequestError(f"{what} is empty; give at least one token", param=param)
         if set(map(type, token_ids)) != {int}:  # a bool is no token id either
             wrong = next(token_id for token_id in token_ids if type(token_id) is not int)
-            raise RequestError(f"{what} contains {wrong!r}; token ids are whole numbers", param=param)
+            raise RequestError(f"{what} contains {shown(wrong)}; token ids are whole numbers", param=param)
         last = self._model.vocab_size - 1
         for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id <= last:
@@ -164,17 +191,28 @@ class InputProcessor:
                     f"{what} contains the token id {token_id}; the model's token ids are 0 to {last}", param=param
                 )
 
-    def _token_ids(self, prompt: Prompt, add_special_tokens: bool, param: str) -> list[int]:
+    def _token_ids(self, prompt: Prompt, add_special_tokens: bool, param: str, must_fit: bool) -> list[int]:
         if isinstance(prompt, Mapping):
             prompt = _only_entry(prompt)
         if isinstance(prompt, str):
-            return self.text_token_ids(prompt, add_special_tokens=add_special_tokens, param=param)
+            return self.text_token_ids(prompt, add_special_tokens=add_special_tokens, must_fit=must_fit, param=param)
         if not isinstance(prompt, (list, tuple)):
             raise RequestError(
                 f"the prompt is of type {type(prompt).__name__}; it must be text or a list of token ids", param=param
             )
-        self.check_token_ids(prompt, param)
+        if not must_fit or len(prompt) <= self._model.max_model_len:  # else it is refused for its length
+            self.check_token_ids(prompt, param)
         return list(prompt)
+
+    def _refuse_too_long(self, text: str, param: str) -> None:
+        longest, num_tokens = self._model.max_model_len, self._measure.least_tokens(text)
+        if num_tokens > longest:
+            raise RequestError(
+                f"This model's maximum context length is {longest} tokens. However, your text has at least "
+                f"{num_tokens} tokens. Please reduce its length.",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def _first(self, token_ids: list[int], num_kept: int, keeps_end: bool) -> list[int]:
         """The first ``num_kept`` tokens; with ``keeps_end`` special tokens stay at the end, as in transformers."""
@@ -196,7 +234,8 @@ class InputProcessor:
         longest = self._model.max_model_len
         if isinstance(asked, bool) or not isinstance(asked, int) or not (asked == -1 or 1 <= asked <= longest):
             raise RequestError(
-                f"truncate_prompt_tokens is {asked!r}; it must be -1 (what the context allows) or from 1 to {longest}",
+                f"truncate_prompt_tokens is {shown(asked)}; it must be -1 (what the context allows) or from 1 to "
+                f"{longest}",
                 param="truncate_prompt_tokens",
             )
         num_generated = (params.max_tokens or 1) if pooling is None else 0
@@ -216,7 +255,7 @@ class InputProcessor:
         token_ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
         if not token_ids or max(token_ids) >= self._model.vocab_size:
             raise RequestError(
-                f"bad_words contains {text!r}, which the vocabulary of this model can not write", param="bad_words"
+                f"bad_words contains {shown(text)}, which the vocabulary of this model can not write", param="bad_words"
             )
         return token_ids
 
@@ -268,9 +307,6 @@ class InputProcessor:
         for name, label in (("cache_salt", params.cache_salt), ("prompt_cache_key", params.prompt_cache_key)):
             if label is not None:
                 check_text(name, label)
-        if params.structured_outputs is not None:
-            check_tokenizer(self.tokenizer)
-            params.structured_outputs.check_bounds()
 
 
 def prompt_text(prompt: Prompt) -> str | None:

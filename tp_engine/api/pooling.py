@@ -280,8 +280,11 @@ def _reranker_prompt(
     query, document = pair
     check_text(fields[0], query)
     texts = (_PREFIX, f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}", _SUFFIX)
-    prefix, body, suffix = (processor.text_token_ids(text, add_special_tokens=False, param=fields[1]) for text in texts)
     longest = params.truncate_prompt_tokens
+    prefix, body, suffix = (
+        processor.text_token_ids(text, add_special_tokens=False, must_fit=longest is None, param=fields[1])
+        for text in texts
+    )
     if longest is not None:
         context, around = processor.max_model_len, len(prefix) + len(suffix)
         room = (context if longest == -1 else longest) - around

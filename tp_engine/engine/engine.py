@@ -105,13 +105,9 @@ class Engine:
 
     def compile_grammars(self) -> list[SequenceDelta]:
         """Wait until no request waits for its grammar; the last deltas of those whose grammars failed."""
-        self._check_alive()
-        failed: list[SequenceDelta] = []
+        self._enter()
         with self._failing():
-            while self._grammars.wait(_COMPILING_SLICE_S):
-                self._job.check()
-                failed += self._grammars.settle(self._scheduler)
-        return failed
+            return self._grammars.settle_all(self._scheduler, self._job.check)
 
     def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]:
         """End requests now; unknown ids are ignored."""

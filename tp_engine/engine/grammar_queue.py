@@ -18,14 +18,14 @@ from queue import SimpleQueue
 from typing import Any
 
 from tp_engine.engine.tokenizer import load_tokenizer_json
-from tp_engine.errors import RequestError
+from tp_engine.errors import INVALID_GRAMMAR, RequestError
 from tp_engine.grammar.banned_words import WordRulesMaker
 from tp_engine.grammar.compiler import GrammarCompiler
 from tp_engine.grammar.library import llguidance
 from tp_engine.grammar.matcher import MaskFiller
 from tp_engine.grammar.vocabulary import make_vocabulary
 from tp_engine.log import get_logger
-from tp_engine.request import INVALID_GRAMMAR, EngineRequest, SequenceDelta
+from tp_engine.request import EngineRequest, SequenceDelta
 from tp_engine.sched.constraint import BannedWords, Grammar, MaskWriter
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.structured_outputs import PARAM, StructuredOutputsDefaults
@@ -33,6 +33,7 @@ from tp_engine.worker.effective_config import EffectiveConfig
 
 logger = get_logger(__name__)
 
+_CHECK_S = 0.1
 _NO_TOKENIZER = "structured output needs a fast tokenizer (a tokenizer.json), which this model does not have"
 
 
@@ -141,11 +142,19 @@ class GrammarQueue:
             failed += scheduler.abort([request_id], error=str(error), error_code=code)
         return failed
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until a grammar is done, ``timeout_s`` at most; False at once if no request waits for one."""
+    def settle_all(self, scheduler: Scheduler, check: Callable[[], object]) -> list[SequenceDelta]:
+        """As ``settle``, when no request waits any more; ``check`` raises if that is in vain."""
+        failed: list[SequenceDelta] = []
+        while self._waiting:
+            self.wait(_CHECK_S)
+            check()
+            failed += self.settle(scheduler)
+        return failed
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a grammar is done, ``timeout_s`` at most; returns at once if no request waits for one."""
         if self._waiting:
             self._is_done.wait(timeout_s)
-        return bool(self._waiting)
 
     def close(self) -> None:
         """End what compiles, without waiting for it."""

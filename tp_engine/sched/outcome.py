@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tp_engine.errors import INVALID_GRAMMAR
 from tp_engine.plan import BoolArray, IntArray, StepResult, TokenLogprobs
-from tp_engine.request import INVALID_GRAMMAR, FinishReason, SequenceDelta, StepOutput
+from tp_engine.request import FinishReason, SequenceDelta, StepOutput
 from tp_engine.sched.constraint import TokenConstraint
 from tp_engine.sched.decode_run import RowSet
 from tp_engine.sched.sequence import RequestGroup, Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel
@@ -15,15 +15,20 @@ from starlette.types import Receive, Scope, Send
 
 from tp_engine.api.openai.errors import HttpError, describe_error
 from tp_engine.api.openai.protocol import parse_body
-from tp_engine.errors import shown
+from tp_engine.api.preparing import LARGE
+from tp_engine.errors import RequestError, shown
 from tp_engine.log import get_logger
 from tp_engine.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from tp_engine.server.state import ServerState
 
 logger = get_logger(__name__)
 
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
 DONE_EVENT = b"data: [DONE]\n\n"
+_NUM_BYTES = "num_body_bytes"  # of the request, in its scope's state
 _PING = b": ping\n\n"
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -36,9 +41,34 @@ class ClientGoneError(Exception):
     """The client closed the connection before its answer was complete."""
 
 
-async def read_body(kind: type[Body], request: Request, config: ServerConfig) -> Body:
+async def read_body(kind: type[Body], request: Request, state: ServerState) -> Body:
     """The whole body, parsed; raises ``RequestError`` for a bad one, and what ``read_data`` does."""
-    return parse_body(kind, await read_data(request, config))
+    return await parsed(kind, await read_data(request, state.config), request, state)
+
+
+async def parsed(kind: type[Body], data: bytes, request: Request, state: ServerState) -> Body:
+    """``parse_body`` of ``data``, in a thread if it is large."""
+    request.scope["state"][_NUM_BYTES] = len(data)
+    return parse_body(kind, data) if len(data) <= LARGE else await in_thread(request, state, parse_body, kind, data)
+
+
+async def in_thread(
+    request: Request, state: ServerState, function: Callable[..., Result], *arguments: Any, **named: Any
+) -> Result:
+    """Call ``function`` in a thread for requests of this size; ``ClientGoneError`` if the client leaves meanwhile.
+
+    If it leaves before its turn, the call is dropped.
+    """
+    size: int = request.scope["state"][_NUM_BYTES]
+    return await until_disconnect(request.receive, state.preparing.run(size, function, *arguments, **named))
+
+
+def query_choice(request: Request, name: str, values: Mapping[str, Result], default: str) -> Result:
+    """What a query parameter means, in any case of letters; ``RequestError`` for a text that is not in ``values``."""
+    text = request.query_params.get(name, default)
+    if text.lower() not in values:
+        raise RequestError(f"{name} is {text[:80]}; it must be {' or '.join(values)}", param=name)
+    return values[text.lower()]
 
 
 async def read_data(request: Request, config: ServerConfig) -> bytes:
@@ -64,7 +94,7 @@ async def read_data(request: Request, config: ServerConfig) -> bytes:
 async def _read(request: Request, max_body_bytes: int) -> bytes:
     too_large = HttpError(413, f"the body is larger than {max_body_bytes} bytes", code="body_too_large")
     announced = request.headers.get("content-length", "0")
-    if announced.isdigit() and int(announced) > max_body_bytes:
+    if announced.isascii() and announced.isdigit() and (len(announced) > 18 or int(announced) > max_body_bytes):
         raise too_large
     parts: list[bytes] = []
     size = 0

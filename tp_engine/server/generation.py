@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 
@@ -14,14 +13,14 @@ from tp_engine.api.beam_search import BeamSearch, gather_or_cancel, request_outp
 from tp_engine.api.openai.answer_shape import JsonObject
 from tp_engine.api.openai.errors import sequence_error
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
-from tp_engine.api.openai.requests import PreparedAnswer, num_prompts, prepare, prepare_searches
+from tp_engine.api.openai.requests import PreparedAnswer, PreparedSearches, num_prompts, prepare, prepare_searches
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.api.openai.responses_api.requests import PreparedResponse, prepare_response
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.errors import RequestError
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
-from tp_engine.server.bodies import EventStream, json_reply, read_body, until_disconnect
+from tp_engine.server.bodies import EventStream, in_thread, json_reply, read_body, until_disconnect
 from tp_engine.server.middleware import name_request
 from tp_engine.server.state import ServerState
 from tp_engine.server.streaming import Batches, ChunkWriter, ResponseStream, merge
@@ -32,7 +31,7 @@ Body = ChatBody | CompletionBody | ResponsesBody
 async def answer(state: ServerState, request: Request, kind: type[Body]) -> Response:
     """Serve one request; raises ``RequestError`` and ``HttpError`` before anything has been sent."""
     state.check_room()
-    return await answer_body(state, request, await read_body(kind, request, state.config))
+    return await answer_body(state, request, await read_body(kind, request, state))
 
 
 async def answer_body(state: ServerState, request: Request, body: Body) -> Response:
@@ -43,15 +42,17 @@ async def answer_body(state: ServerState, request: Request, body: Body) -> Respo
     body.request_id = name_request(request.scope["state"], body.request_id)
     with contextlib.ExitStack() as held:
         processor = state.llm.input_processor
-        held.enter_context(state.limit.hold(1 if isinstance(body, ResponsesBody) else num_prompts(body)))
+        num = 1 if isinstance(body, ResponsesBody) else num_prompts(body)
+        held.enter_context(state.limit.hold(num, "prompt"))
         if not isinstance(body, ResponsesBody) and body.use_beam_search:
-            return json_reply(await until_disconnect(request.receive, _beam_search_answer(state, body, model)))
-        loop, defaults = asyncio.get_running_loop(), state.sampling_defaults
+            searches = await in_thread(request, state, prepare_searches, body, processor, state.llm.model_info, model)
+            return json_reply(await until_disconnect(request.receive, _beam_search_answer(state, body, searches)))
         prepared: PreparedAnswer | PreparedResponse
+        given = (processor, model, state.sampling_defaults)
         if isinstance(body, ResponsesBody):
-            prepared = await loop.run_in_executor(state.tokenizing, prepare_response, body, processor, model, defaults)
+            prepared = await in_thread(request, state, prepare_response, body, *given)
         else:
-            prepared = await loop.run_in_executor(state.tokenizing, prepare, body, processor, model, defaults)
+            prepared = await in_thread(request, state, prepare, body, *given)
         batches = merge([update_batches(state, one, prepared.named) for one in prepared.requests])
         if not body.stream:
             return json_reply(await until_disconnect(request.receive, _whole_answer(prepared, batches)))
@@ -99,15 +100,14 @@ async def update_batches(
                 raise named(error) from None
 
 
-async def _beam_search_answer(state: ServerState, body: ChatBody | CompletionBody, model: str) -> JsonObject:
+async def _beam_search_answer(
+    state: ServerState, body: ChatBody | CompletionBody, prepared: PreparedSearches
+) -> JsonObject:
     """Search all prompts of a body and put the best sequences of each into one answer.
 
-    Cancelling it ends the searches.  Raises ``RequestError``.
+    Cancelling it ends the searches.
     """
     llm = state.llm
-    prepared = await asyncio.get_running_loop().run_in_executor(
-        state.tokenizing, prepare_searches, body, llm.input_processor, llm.model_info, model
-    )
     outputs = await gather_or_cancel([_search(state, llm, search, body.n or 1) for search in prepared.searches])
     return prepared.shape.answer(outputs, prepared.echoes)
 

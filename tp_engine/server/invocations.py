@@ -11,9 +11,9 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from tp_engine.api.openai.pooled import EmbeddingBody, RerankBody, ScoreBody
-from tp_engine.api.openai.protocol import ChatBody, CompletionBody, parse_body
+from tp_engine.api.openai.protocol import ChatBody, CompletionBody
 from tp_engine.errors import RequestError
-from tp_engine.server.bodies import read_data
+from tp_engine.server.bodies import parsed, read_data
 from tp_engine.server.generation import answer_body
 from tp_engine.server.openapi import ANSWERS
 from tp_engine.server.pooling_routes import answer_pooled
@@ -44,7 +44,7 @@ def add_invocations(app: FastAPI, state: ServerState) -> None:
             raise RequestError(f"the body is not a JSON object: {error}") from None
         for name, (kind, answer) in _KINDS.items():
             if name in names:
-                return await answer(state, request, parse_body(kind, data))
+                return await answer(state, request, await parsed(kind, data, request, state))
         raise RequestError(
             f"the body has none of the fields that tell what it asks for: {', '.join(_KINDS)}; give one of them"
         )

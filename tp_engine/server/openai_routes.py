@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.api.openai.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
-from tp_engine.server.bodies import json_reply, read_body
+from tp_engine.server.bodies import in_thread, json_reply, read_body
 from tp_engine.server.generation import answer
 from tp_engine.server.openapi import ANSWERS, takes
 from tp_engine.server.state import ServerState
@@ -56,25 +55,25 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
 def _add_tokens(app: FastAPI, state: ServerState) -> None:
     """Long texts do not hold up the event loop, and the limit on prompts counts these requests too."""
 
-    async def tokens_reply(work: Callable[[], dict[str, Any]]) -> Response:
+    async def tokens_reply(request: Request, work: Callable[[], dict[str, Any]]) -> Response:
         with state.limit.hold(1):
-            return json_reply(await asyncio.get_running_loop().run_in_executor(state.tokenizing, work))
+            return json_reply(await in_thread(request, state, work))
 
     @app.post("/tokenize", **takes(TokenizeBody))
     async def tokenized(request: Request) -> Response:
         """The token ids of a text, or of a chat as its template writes it."""
-        body = await read_body(TokenizeBody, request, state.config)
+        body = await read_body(TokenizeBody, request, state)
         state.model_name(body.model)
         processor = state.llm.input_processor
-        return await tokens_reply(lambda: tokenize(body, processor))
+        return await tokens_reply(request, lambda: tokenize(body, processor))
 
     @app.post("/detokenize", **takes(DetokenizeBody))
     async def detokenized(request: Request) -> Response:
         """The text of token ids."""
-        body = await read_body(DetokenizeBody, request, state.config)
+        body = await read_body(DetokenizeBody, request, state)
         state.model_name(body.model)
         processor = state.llm.input_processor
-        return await tokens_reply(lambda: detokenize(body, processor))
+        return await tokens_reply(request, lambda: detokenize(body, processor))
 
 
 def _add_models(app: FastAPI, state: ServerState) -> None:

@@ -8,11 +8,12 @@ from importlib import metadata
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
 from tp_engine import __version__
 from tp_engine.api.openai.errors import HttpError
+from tp_engine.api.openai.protocol import RequestBody
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.server.access import current_caller
 from tp_engine.server.bodies import json_reply, read_body
@@ -24,38 +25,30 @@ _QUICK_S = 10.0
 _PARTS = ("torch", "transformers", "tokenizers", "safetensors", "triton", "fastapi", "uvicorn", "pydantic")
 
 
-class AbortBody(BaseModel):
+class AbortBody(RequestBody):
     """``POST /abort``: the requests, by the ids of their answers or by their own; or all."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     request_ids: list[str] | None = None
     abort_all: bool | None = None
 
 
-class PrefetchBody(BaseModel):
+class PrefetchBody(RequestBody):
     """``POST /prefetch``: a session, by the fields that its requests have."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     prompt_cache_key: str = Field(max_length=1024)
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
 
 
-class LoadAdapterBody(BaseModel):
+class LoadAdapterBody(RequestBody):
     """``POST /v1/load_lora_adapter``: a name for clients, and the adapter's folder as every host finds it."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     lora_name: str = Field(min_length=1, max_length=1024)
     lora_path: str = Field(min_length=1)
     load_inplace: bool = False
 
 
-class UnloadAdapterBody(BaseModel):
+class UnloadAdapterBody(RequestBody):
     """``POST /v1/unload_lora_adapter``: the name of a loaded adapter."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     lora_name: str = Field(min_length=1, max_length=1024)
 
@@ -121,7 +114,7 @@ def _add_requests(app: FastAPI, state: ServerState) -> None:
 
         A key of a client reaches the requests of that key; other ids are as unknown ones.
         """
-        body = await read_body(AbortBody, request, state.config)
+        body = await read_body(AbortBody, request, state)
         if (body.request_ids is None) == (not body.abort_all):
             raise RequestError("give either request_ids or abort_all true", param="request_ids")
         caller = current_caller()
@@ -136,7 +129,7 @@ def _add_requests(app: FastAPI, state: ServerState) -> None:
     @app.post("/prefetch", **takes(PrefetchBody))
     async def prefetch(request: Request) -> Response:
         """A session will go on soon: bring back from the host tier what it ended with."""
-        body = await read_body(PrefetchBody, request, state.config)
+        body = await read_body(PrefetchBody, request, state)
         await state.llm.prefetch(body.prompt_cache_key, body.cache_salt)
         return json_reply({})
 
@@ -194,7 +187,7 @@ def _add_adapters(admin: APIRouter, state: ServerState) -> None:
     @admin.post("/v1/load_lora_adapter", **takes(LoadAdapterBody))
     async def load(request: Request) -> Response:
         """Load an adapter, which may replace one of its name; 400, and nothing has changed, if it can not be served."""
-        body = await read_body(LoadAdapterBody, request, state.config)
+        body = await read_body(LoadAdapterBody, request, state)
         if body.lora_name in state.model_names:
             raise RequestError(f"{body.lora_name!r} names the model; give the adapter another name", param="lora_name")
         if state.llm.model_info.enable_lora:
@@ -205,7 +198,7 @@ def _add_adapters(admin: APIRouter, state: ServerState) -> None:
     @admin.post("/v1/unload_lora_adapter", **takes(UnloadAdapterBody))
     async def unload(request: Request) -> Response:
         """Unload an adapter; requests that have it end with it.  404 for an unknown name."""
-        body = await read_body(UnloadAdapterBody, request, state.config)
+        body = await read_body(UnloadAdapterBody, request, state)
         if state.llm.model_info.enable_lora and body.lora_name not in state.adapters:
             raise RequestError(
                 f"The lora adapter '{body.lora_name}' cannot be found.", param="lora_name", code="model_not_found"

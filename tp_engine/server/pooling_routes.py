@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
@@ -15,7 +13,7 @@ from tp_engine.api.openai.pooled import (
     num_pooled,
     prepare_pooled,
 )
-from tp_engine.server.bodies import json_reply, read_body, until_disconnect
+from tp_engine.server.bodies import in_thread, json_reply, read_body, until_disconnect
 from tp_engine.server.generation import update_batches, whole_outputs
 from tp_engine.server.middleware import name_request
 from tp_engine.server.openapi import takes
@@ -48,21 +46,19 @@ def add_pooling_routes(app: FastAPI, state: ServerState) -> None:
 async def _answer(state: ServerState, request: Request, kind: type[AnyPooledBody]) -> Response:
     """Serve one request; raises ``RequestError`` and ``HttpError``."""
     state.check_room()
-    return await answer_pooled(state, request, await read_body(kind, request, state.config))
+    return await answer_pooled(state, request, await read_body(kind, request, state))
 
 
 async def answer_pooled(state: ServerState, request: Request, body: AnyPooledBody) -> Response:
     """As the routes, for a body that has been read.
 
-    The vectors are written in the thread that tokenizes: a large answer does not hold up the event loop.
+    The vectors are written in a thread too: a large answer does not hold up the event loop.
     """
     model = state.model_name(body.model)
     body.request_id = name_request(request.scope["state"], body.request_id)
-    loop, llm = asyncio.get_running_loop(), state.llm
-    with state.limit.hold(num_pooled(body)):
-        prepared = await loop.run_in_executor(
-            state.tokenizing, prepare_pooled, body, llm.input_processor, llm.model_info, model
-        )
+    llm = state.llm
+    with state.limit.hold(num_pooled(body), "input" if isinstance(body, EmbeddingBody) else "documents"):
+        prepared = await in_thread(request, state, prepare_pooled, body, llm.input_processor, llm.model_info, model)
         batches = merge([update_batches(state, engine_request) for engine_request in prepared.requests])
         outputs = await until_disconnect(request.receive, whole_outputs(len(prepared.requests), batches))
-        return await loop.run_in_executor(state.tokenizing, lambda: json_reply(prepared.answer(outputs)))
+        return await in_thread(request, state, lambda: json_reply(prepared.answer(outputs)))

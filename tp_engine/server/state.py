@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.api.openai.errors import HttpError
+from tp_engine.api.preparing import PreparingThreads
 from tp_engine.api.sampling_defaults import load_generation_defaults
 from tp_engine.errors import RequestError
 from tp_engine.ipc.pulse import Pulse
@@ -25,13 +25,13 @@ from tp_engine.server.observation import Observation
 from tp_engine.server.tracing import RequestTracer
 
 _RETRY_AFTER_S = 1
+_STUCK_S = 20.0
 
 
 class ServerState:
     """One server's configuration, counters and engine, for the event loop's thread alone.
 
-    ``tokenizing`` is one thread: tokenizing a long prompt must not hold up the event loop, and a tokenizer serves one
-    caller at a time.  ``sampling_defaults`` are the model's own.
+    ``preparing`` are the threads in which requests are prepared.  ``sampling_defaults`` are the model's own.
     """
 
     def __init__(self, config: ServerConfig, model_names: tuple[str, ...]) -> None:
@@ -46,7 +46,7 @@ class ServerState:
         self.tracer: RequestTracer | None = None
         if config.otlp_traces_endpoint is not None:
             self.tracer = RequestTracer.to_endpoint(config.otlp_traces_endpoint, model_names[0])
-        self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
+        self.preparing = PreparingThreads()
         self.sampling_defaults: Mapping[str, Any] = {}
         self.pulse: Pulse | None = None
         self.model_dirs = ModelDirs((), "", ())
@@ -106,6 +106,8 @@ class ServerState:
         """``HttpError`` 503 unless a request that comes now would be served."""
         self.limit.check_open()
         _ = self.llm
+        if (busy_s := self.preparing.busy_s()) > _STUCK_S:
+            raise HttpError(503, f"a request has been in preparation for {busy_s:.0f} s", code="preparation_stuck")
 
     def check_room(self) -> None:
         """``HttpError`` if the limit has no room for one prompt: then the request's body need not be read."""
@@ -137,7 +139,7 @@ class ServerState:
 
     async def close(self) -> None:
         """Leave the engine."""
-        self.tokenizing.shutdown(wait=False, cancel_futures=True)
+        self.preparing.close()
         if self._llm is not None:
             self.watch.log_block_size(self._llm.model_info.block_size)
             await self._llm.close()
@@ -178,9 +180,15 @@ class PromptLimit:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         return self._idle.is_set()
 
-    def check_room(self, num_prompts: int = 1) -> None:
-        """``HttpError`` unless there is room for ``num_prompts`` more."""
+    def check_room(self, num_prompts: int = 1, param: str | None = None) -> None:
+        """``HttpError`` unless there is room for ``num_prompts`` more; ``RequestError`` if there never is."""
         self.check_open()
+        if num_prompts > self.max_num_prompts > 0:
+            raise RequestError(
+                f"the body has {num_prompts} prompts; this server takes at most {self.max_num_prompts} at a time: send "
+                "fewer in a body, or start it with a larger --max-num-queued-reqs",
+                param=param,
+            )
         if self._num_prompts + num_prompts > self.max_num_prompts:
             raise HttpError(
                 429,
@@ -191,9 +199,9 @@ class PromptLimit:
             )
 
     @contextlib.contextmanager
-    def hold(self, num_prompts: int) -> Iterator[None]:
-        """Hold ``num_prompts`` within; raises ``HttpError`` where there is no room."""
-        self.check_room(num_prompts)
+    def hold(self, num_prompts: int, param: str | None = None) -> Iterator[None]:
+        """Hold the ``num_prompts`` of the field ``param`` within; raises as ``check_room`` does."""
+        self.check_room(num_prompts, param)
         self._num_prompts += num_prompts
         self._idle.clear()
         try:

@@ -5,19 +5,21 @@ from __future__ import annotations
 from typing import Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.responses import Response
 
+from tp_engine.api.openai.protocol import RequestBody
 from tp_engine.errors import RequestError
-from tp_engine.server.bodies import json_reply, read_body
+from tp_engine.server.bodies import json_reply, query_choice, read_body
 from tp_engine.server.openapi import ANSWERS, takes
 from tp_engine.server.state import ServerState
 
+_SWITCH = {"true": True, "false": False, "1": True, "0": False}
+_SLEEP_LEVELS = {"0": 0, "1": 1}
 
-class UpdateFromDiskBody(BaseModel):
+
+class UpdateFromDiskBody(RequestBody):
     """``POST /update_weights_from_disk``, by SGLang's names."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     model_path: str = Field(min_length=1)
     load_format: Literal["auto", "safetensors"] | None = None
@@ -26,10 +28,8 @@ class UpdateFromDiskBody(BaseModel):
     weight_version: str | None = Field(None, min_length=1, max_length=256)
 
 
-class PauseBody(BaseModel):
+class PauseBody(RequestBody):
     """``POST /pause_generation``, by SGLang's names."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
@@ -44,7 +44,7 @@ def _add_updates(admin: APIRouter, state: ServerState) -> None:
     @admin.post("/update_weights_from_disk", **takes(UpdateFromDiskBody))
     async def update_weights_from_disk(request: Request) -> Response:
         """New weights on all ranks or on none, from a folder that all ranks can read."""
-        body = await read_body(UpdateFromDiskBody, request, state.config)
+        body = await read_body(UpdateFromDiskBody, request, state)
         state.model_dirs.check(body.model_path, "model_path")
         version = await state.llm.update_weights_from_disk(
             body.model_path,
@@ -75,13 +75,13 @@ def _add_pauses(admin: APIRouter, state: ServerState) -> None:
         ``?mode=``: requests that run end (``abort``), come to their end first (``wait``), or are computed again
         (``keep``).  Unless ``clear_cache=false``, cached prefixes are forgotten.
         """
-        asked = request.query_params
-        return await paused(asked.get("mode", "abort"), clears=asked.get("clear_cache", "true").lower() != "false")
+        clears = query_choice(request, "clear_cache", _SWITCH, "true")
+        return await paused(request.query_params.get("mode", "abort"), clears=clears)
 
     @admin.post("/pause_generation", **takes(PauseBody))
     async def pause_generation(request: Request) -> Response:
         """As ``/pause``: ``retract`` is ``keep``."""
-        body = await read_body(PauseBody, request, state.config)
+        body = await read_body(PauseBody, request, state)
         if body.mode == "in_place":
             raise RequestError(
                 "mode is 'in_place', which would go on with K/V of the old weights; send retract, and they are "
@@ -104,8 +104,7 @@ def _add_pauses(admin: APIRouter, state: ServerState) -> None:
     @admin.post("/sleep", responses=ANSWERS)
     async def sleep(request: Request) -> Response:
         """As ``/pause?mode=keep``; with ``?level=1``, the default, the memory of the KV cache is freed too."""
-        level = request.query_params.get("level", "1")
-        await state.llm.sleep(int(level) if level.isdecimal() else -1)
+        await state.llm.sleep(query_choice(request, "level", _SLEEP_LEVELS, "1"))
         return json_reply({"is_sleeping": True})
 
     @admin.post("/wake_up", responses=ANSWERS)

@@ -176,7 +176,7 @@ def test_probes_ask_what_the_server_answers(maker: str) -> None:
     try:
         paths = create_app(state).openapi()["paths"].keys()
     finally:
-        state.tokenizing.shutdown()
+        state.preparing.close()
     probes = {name: container(maker)[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
     assert {name: probe["path"] for name, probe in probes.items()} == {
         "startup": "/health", "liveness": "/live", "readiness": "/ready"

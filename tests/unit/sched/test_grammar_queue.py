@@ -12,10 +12,10 @@ import pytest
 from tests.text_tokenizers import byte_level_tokenizer
 from tests.unit.sched.scheduler_harness import limits
 from tp_engine.engine.grammar_queue import GrammarQueue
-from tp_engine.errors import RequestError
+from tp_engine.errors import INVALID_GRAMMAR, RequestError
 from tp_engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from tp_engine.grammar.vocabulary import make_vocabulary
-from tp_engine.request import INVALID_GRAMMAR, EngineRequest, FinishReason
+from tp_engine.request import EngineRequest, FinishReason
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.structured_outputs import StructuredOutputsParams

@@ -12,7 +12,7 @@ from tp_engine.api.beam_search import BeamSearch, request_output
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.answer_shape import JsonObject
 from tp_engine.api.openai.errors import renamed
-from tp_engine.api.openai.pooled import EmbeddingBody, PooledBody, RerankBody, ScoreBody, num_pooled, prepare_pooled
+from tp_engine.api.openai.pooled import EmbeddingBody, PooledBody, RerankBody, ScoreBody, check_pooled, prepare_pooled
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
 from tp_engine.api.openai.requests import prepare, prepare_searches
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
@@ -142,7 +142,7 @@ def _check_response(body: ResponsesBody, grammars: GrammarTrials) -> None:
 
 
 def _check_pooled(body: EmbeddingBody | ScoreBody | RerankBody, _grammars: GrammarTrials) -> None:
-    num_pooled(body)
+    check_pooled(body)
 
 
 def _prepare_generation(body: ChatBody | CompletionBody, model: str, context: LineContext) -> PreparedLine:

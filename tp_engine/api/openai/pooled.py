@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from tp_engine.api.input_processor import InputProcessor, Prompt
 from tp_engine.api.openai.answer_shape import JsonObject
-from tp_engine.api.openai.protocol import MAX_REQUEST_ID, REQUEST_ID
+from tp_engine.api.openai.protocol import MAX_REQUEST_ID, REQUEST_ID, RequestBody
 from tp_engine.api.pooling import PoolingParams, ScorePairs, embedding_request, fields_of, paired
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.errors import RequestError, shown
@@ -25,10 +25,8 @@ from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
 
 
-class PooledBody(BaseModel):
+class PooledBody(RequestBody):
     """Fields of all bodies."""
-
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
     model: str | None = None
     stream: bool | None = None
@@ -85,22 +83,34 @@ class PreparedPooling:
 
 
 def num_pooled(body: AnyPooledBody) -> int:
-    """The number of inputs or pairs of ``body``; ``RequestError`` for fields that do not fit together."""
+    """The number of inputs or pairs of ``body``, if its fields fit together."""
+    if isinstance(body, EmbeddingBody):
+        is_one = isinstance(body.input, str) or (len(body.input) > 0 and isinstance(body.input[0], int))
+        return 1 if is_one else len(body.input)
+    if isinstance(body, RerankBody):
+        return len(body.documents)
+    given = (body.queries, body.text_1, body.documents, body.text_2)
+    return max(len(texts) if isinstance(texts, list) else 1 for texts in given)
+
+
+def check_pooled(body: AnyPooledBody) -> None:
+    """Raise ``RequestError`` for fields that do not fit together."""
     if body.stream:
         raise RequestError("stream is true; these answers have no streams, leave it out", param="stream")
     if isinstance(body, EmbeddingBody):
         if body.normalize is not None:
             raise RequestError("normalize is no field any more; its name is use_activation", param="normalize")
-        return len(_inputs(body))
+        _inputs(body)
+        return
     if isinstance(body, RerankBody) and body.top_n is not None and body.top_n < 0:
         raise RequestError(f"top_n is {body.top_n}; it must be at least 0, which gives all", param="top_n")
     queries, documents, _ = _texts(body)
-    return len(paired(queries, documents))
+    paired(queries, documents)
 
 
 def prepare_pooled(body: AnyPooledBody, processor: InputProcessor, info: ModelInfo, model: str) -> PreparedPooling:
     """Check and tokenize; raises ``RequestError``.  ``model`` is the name to answer with."""
-    num_pooled(body)
+    check_pooled(body)
     if isinstance(body, EmbeddingBody):
         return _prepare_embeddings(body, processor, info, model)
     envelope = _Envelope.of(body, "score" if isinstance(body, ScoreBody) else "rerank", model)
@@ -207,7 +217,7 @@ def _inputs(body: EmbeddingBody) -> list[Prompt]:
     if not given:
         raise RequestError("input is an empty list; give text, token ids, or a list of either", param="input")
     if isinstance(given[0], int):
-        return [[int(token_id) for token_id in given]]
+        return [given]  # a list whose first element is an id has ids alone
     return list(given)
 
 

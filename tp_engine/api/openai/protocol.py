@@ -6,10 +6,14 @@ with ``parse_body``, so both accept and refuse the same.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema
 
+from tp_engine.api.preparing import LARGE
 from tp_engine.errors import RequestError, shown
 from tp_engine.log import get_logger, warn_once
 
@@ -17,21 +21,47 @@ logger = get_logger(__name__)
 
 REQUEST_ID = r"^[!-~]+$"  # visible ASCII, because it comes back in a header
 MAX_REQUEST_ID = 128
+_MOST_PARTS = 250_000
+_MOST_ELEMENTS = 4_000_000
+_PART_MARKS = (b"{", b"[", b":")
+_MOST_WARNED = 256
 
 
-class StreamOptions(BaseModel):
+def _failing_fast(part: Any) -> Any:
+    """A part of a schema of pydantic, in which all lists and objects fail fast."""
+    if isinstance(part, (list, tuple)):
+        return type(part)(map(_failing_fast, part))
+    if not isinstance(part, dict):
+        return part
+    found = {name: _failing_fast(value) for name, value in part.items()}
+    return found | {"fail_fast": True} if part.get("type") in ("list", "dict") else found
+
+
+class RequestBody(BaseModel):
+    """Base of all bodies and of objects in them.
+
+    Checking stops at the first fault in a list or an object: a stranger may send millions.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema: CoreSchema = _failing_fast(handler(source))
+        return schema
+
+
+class StreamOptions(RequestBody):
     """Options of a stream; ``include_usage`` adds a last chunk with the token counts."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(extra="ignore")
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(BaseModel):
+class GenerationBody(RequestBody):
     """Fields of all bodies.  This class checks types, ``SamplingParams`` checks ranges."""
-
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
     model: str | None = None
     stream: bool | None = None
@@ -129,17 +159,20 @@ Body = TypeVar("Body", bound=BaseModel)
 
 def parse_body(kind: type[Body], raw: bytes | str) -> Body:
     """Parse and check JSON text; raises ``RequestError`` that names the field."""
+    is_large = len(raw) > LARGE
+    if is_large:
+        _check_size(raw if isinstance(raw, bytes) else raw.encode())
     try:
         body = kind.model_validate_json(raw)
     except ValidationError as error:
-        raise request_error(error) from None
+        raise request_error(error, shows_value=not is_large) from None
     _warn_of_unknown_fields(body)
     return body
 
 
-def request_error(error: ValidationError) -> RequestError:
+def request_error(error: ValidationError, *, shows_value: bool = True) -> RequestError:
     """The first complaint in one line; for a union of types, the complaints of all its members."""
-    complaints = error.errors(include_url=False, include_context=False)
+    complaints = error.errors(include_url=False, include_context=False, include_input=shows_value)
     first = complaints[0]
     if first["type"] == "json_invalid":
         return RequestError(f"the body is not valid JSON: {first['msg']}")
@@ -150,10 +183,26 @@ def request_error(error: ValidationError) -> RequestError:
     if first["type"] == "missing":
         return RequestError(f"{name} is missing; it is required", param=name)
     messages = dict.fromkeys(item["msg"] for item in complaints if item["loc"][:1] == location[:1])
-    return RequestError(f"{name} is {shown(first['input'])}: {'; or '.join(messages)}", param=name)
+    value = f" is {shown(first['input'])}" if shows_value else ""
+    return RequestError(f"{name}{value}: {'; or '.join(messages)}", param=name)
+
+
+def _check_size(raw: bytes) -> None:
+    """Refuse JSON text of so many parts that reading it would take long; it stops all other threads meanwhile."""
+    if sum(map(raw.count, _PART_MARKS)) <= _MOST_PARTS and raw.count(b",") <= _MOST_ELEMENTS:
+        return
+    # Exactly, without what stands in texts: a text begins and ends with a quotation mark that is not escaped.
+    plain = np.frombuffer(raw.replace(b"\\\\", b"").replace(b'\\"', b""), dtype=np.uint8)
+    outside = np.bitwise_xor.accumulate((plain == ord('"')).view(np.uint8)) == 0
+    num_parts = sum(int(np.count_nonzero(outside & (plain == ord(mark)))) for mark in _PART_MARKS)
+    if num_parts > _MOST_PARTS:
+        raise RequestError(f"the body has {num_parts} objects, lists and fields; at most {_MOST_PARTS} are allowed")
+    num_elements = int(np.count_nonzero(outside & (plain == ord(","))))
+    if num_elements > _MOST_ELEMENTS:
+        raise RequestError(f"the body has {num_elements} elements; at most {_MOST_ELEMENTS} are allowed")
 
 
 def _warn_of_unknown_fields(body: BaseModel) -> None:
     """Log each unknown field name once per process; the field is ignored."""
-    for name in body.model_extra or {}:
+    for name in itertools.islice(body.model_extra or (), _MOST_WARNED):
         warn_once(logger, "ignoring the unknown request field %s", shown(name))

@@ -190,17 +190,13 @@ def _inputs(
     prompt = chat_prompt(body, processor)
     parsing = chat_parsing(body, prompt, processor, constrained=constrained)
     shape = dataclasses.replace(shape, role=prompt.role, parsing=parsing)
-    token_ids = _chat_text_ids(prompt.text, body, processor)
+    token_ids = processor.text_token_ids(
+        prompt.text,
+        add_special_tokens=bool(body.add_special_tokens),
+        must_fit=body.truncate_prompt_tokens is None,
+        param="messages",
+    )
     return shape, [{"prompt_token_ids": token_ids}], [prompt.last_text] if body.echo else None
-
-
-def chat_token_ids(body: ChatBody, processor: InputProcessor) -> list[int]:
-    """The prompt of a chat; raises ``RequestError``."""
-    return _chat_text_ids(chat_prompt(body, processor).text, body, processor)
-
-
-def _chat_text_ids(text: str, body: ChatBody, processor: InputProcessor) -> list[int]:
-    return processor.text_token_ids(text, add_special_tokens=bool(body.add_special_tokens), param="messages")
 
 
 def _echoes(body: CompletionBody, prompts: Sequence[Any], processor: InputProcessor) -> list[str] | None:

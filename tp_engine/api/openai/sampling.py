@@ -135,7 +135,7 @@ def completion_prompts(body: CompletionBody) -> list[str | list[int]]:
     if not prompt:
         raise RequestError("prompt is an empty list; give text, token ids, or a list of either", param="prompt")
     if isinstance(prompt[0], int):
-        return [[int(token_id) for token_id in prompt]]
+        return [prompt]  # a list whose first element is an id has ids alone
     return list(prompt)
 
 

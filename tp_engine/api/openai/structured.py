@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Any
 
 from tp_engine.api.openai.protocol import GenerationBody
-from tp_engine.errors import RequestError
+from tp_engine.errors import RequestError, shown
 from tp_engine.structured_outputs import PARAM, StructuredOutputsParams
 
 # The prompt decides about what comes first.
@@ -83,7 +83,7 @@ def _of_response_format(wanted: Mapping[str, Any] | None) -> StructuredOutputsPa
             return _named("response_format", json=schema)
         case other:
             raise RequestError(
-                f"response_format has the type {other!r}; it must be text, json_object or json_schema",
+                f"response_format has the type {shown(other)}; it must be text, json_object or json_schema",
                 param="response_format",
             )
 
@@ -92,7 +92,7 @@ def _of_structured_outputs(wanted: Mapping[str, Any] | None) -> StructuredOutput
     given = {name: value for name, value in (wanted or {}).items() if value is not None}
     if unknown := sorted(given.keys() - _NAMES):
         raise RequestError(
-            f"structured_outputs has the field {unknown[0]!r}; it may have {', '.join(sorted(_NAMES))}",
+            f"structured_outputs has the field {shown(unknown[0])}; it may have {', '.join(sorted(_NAMES))}",
             param="structured_outputs",
         )
     return _named("structured_outputs", **given) if given else None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from tp_engine.api.input_processor import InputProcessor
-from tp_engine.api.openai.protocol import ChatBody
-from tp_engine.api.openai.requests import chat_token_ids
+from tp_engine.api.openai.chat.body import chat_prompt
+from tp_engine.api.openai.protocol import ChatBody, RequestBody
 from tp_engine.errors import RequestError
 
 # The fields of a chat that decide its prompt.
@@ -22,10 +22,12 @@ _CHAT_FIELDS = (
 )
 
 
-class TokenizeBody(BaseModel):
-    """``POST /tokenize``: either a ``prompt`` or the ``messages`` of a chat."""
+_MOST_AT_ONCE = 1 << 20
+_PER_TOKEN = 8
 
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+class TokenizeBody(RequestBody):
+    """``POST /tokenize``: either a ``prompt`` or the ``messages`` of a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -38,10 +40,8 @@ class TokenizeBody(BaseModel):
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(RequestBody):
     """``POST /detokenize``."""
-
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
     model: str | None = None
     tokens: list[int]
@@ -52,11 +52,16 @@ def tokenize(body: TokenizeBody, processor: InputProcessor) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt" if body.prompt is None else "messages")
     if body.prompt is not None:
-        add = body.add_special_tokens is not False
-        token_ids = processor.text_token_ids(body.prompt, add_special_tokens=add, may_be_empty=True)
+        param, text, adds_special = "prompt", body.prompt, body.add_special_tokens is not False
     else:
         given = {name: value for name in _CHAT_FIELDS if (value := getattr(body, name)) is not None}
-        token_ids = chat_token_ids(ChatBody.model_validate(given), processor)
+        param, text = "messages", chat_prompt(ChatBody.model_validate(given), processor).text
+        adds_special = bool(body.add_special_tokens)
+    if len(text) > (most := _most_at_once(processor)):
+        raise _too_much(param, f"{len(text)} characters", most)
+    token_ids = processor.text_token_ids(
+        text, add_special_tokens=adds_special, may_be_empty=body.prompt is not None, param=param
+    )
     texts = processor.tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None  # type: ignore[union-attr]
     return {
         "count": len(token_ids),
@@ -70,6 +75,17 @@ def detokenize(body: DetokenizeBody, processor: InputProcessor) -> dict[str, Any
     """The answer: the text of ``tokens``, special tokens included."""
     if processor.tokenizer is None:
         raise RequestError("the model has no tokenizer", param="tokens")
+    if len(body.tokens) > (most := _most_at_once(processor)):
+        raise _too_much("tokens", f"{len(body.tokens)} tokens", most)
     if body.tokens:
         processor.check_token_ids(body.tokens, param="tokens")
     return {"prompt": processor.tokenizer.decode(body.tokens)}
+
+
+def _most_at_once(processor: InputProcessor) -> int:
+    """The longest text in characters, or tokens: more than fits is legal, as long as it holds up nobody for long."""
+    return max(_MOST_AT_ONCE, _PER_TOKEN * processor.max_model_len)
+
+
+def _too_much(param: str, size: str, most: int) -> RequestError:
+    return RequestError(f"{param} has {size}; at most {most} are taken at a time, send it in parts", param=param)

@@ -162,7 +162,7 @@ def _part_text(where: str, role: str, part: object) -> str:
         return str(part[key])
     if role == "tool" and isinstance(part, Mapping) and isinstance(kind, str) and key is None:
         return omitted(kind)
-    raise RequestError(f"{where}.content has a part of type {kind!r}; only text is supported", param="messages")
+    raise RequestError(f"{where}.content has a part of type {shown(kind)}; only text is supported", param="messages")
 
 
 def omitted(kind: str) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
-from tp_engine.api.openai.protocol import GenerationBody
+from tp_engine.api.openai.protocol import GenerationBody, RequestBody
 from tp_engine.errors import RequestError
 
 MAX_METADATA_PAIRS = 16
@@ -30,20 +30,20 @@ _REFUSED = {
 }
 
 
-class Reasoning(BaseModel):
+class Reasoning(RequestBody):
     """How much a model reasons before it answers."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(extra="ignore")
 
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
 
-class TextOptions(BaseModel):
+class TextOptions(RequestBody):
     """The form of the answer; ``format`` is text, json_object or json_schema."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(extra="ignore")
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from tp_engine.api.openai.protocol import ChatBody
-from tp_engine.errors import RequestError
+from tp_engine.errors import RequestError, shown
 from tp_engine.grammar.schema import lenient_schema, normal_schema, object_schema, placed_schema, unkept_keywords
 
 Choice: TypeAlias = Literal["auto", "required", "named"]
@@ -119,7 +119,7 @@ def _choice(given: object) -> tuple[Any, str | None, object]:
             if isinstance(mode, str) and mode in _WORDS[1:]:
                 return mode, None, limits.get("tools") or ()
     raise RequestError(
-        f"tool_choice is {repr(given)[:80]}; it must be none, auto, required, "
+        f"tool_choice is {shown(given)}; it must be none, auto, required, "
         "{'type': 'function', 'function': {'name': ...}}, or "
         "{'type': 'allowed_tools', 'allowed_tools': {'mode': 'auto' or 'required', 'tools': [...]}}",
         param="tool_choice",

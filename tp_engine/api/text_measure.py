@@ -1,0 +1,97 @@
+"""How many tokens a text has at least, found without tokenizing it, so that one that can not fit is refused early.
+
+A token of a BPE vocabulary stands for as many bytes of the text as it has itself, and each byte has a token.  White
+space does not count, because runs of any length may disappear, and letters may have been put together before.
+Tokenizers that drop other characters, or make one token of many unknown ones, tell nothing about lengths.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from functools import cached_property
+from typing import Any
+
+from tp_engine.units import ceil_div
+
+# Characters that Python or Rust take for white space, those of ASCII first.
+_ASCII_SPACES = "\t\n\v\f\r\x1c\x1d\x1e\x1f "
+_SPACES = _ASCII_SPACES + "\x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
+# Unicode's normal forms and lower case put at most so many bytes into one.
+_MOST_BYTES_INTO_ONE = 4
+_MOST_BYTES_OF_LETTER = 4
+_LETTER_FORMS = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase")
+_ADDING = ("ByteLevel", "Prepend", "Strip")
+_SPLITTING = ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts", "Whitespace", "WhitespaceSplit", "BertPreTokenizer")
+
+
+class TextMeasure:
+    """Measures texts for one tokenizer of transformers."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that ``text`` does not fall below; 0 if nothing is known."""
+        if self._longest_token == 0:
+            return 0
+        num_bytes = len(text.encode())
+        if text.isascii():
+            return ceil_div(num_bytes - sum(map(text.count, _ASCII_SPACES)), self._longest_token)
+        num_bytes -= sum(text.count(space) * len(space.encode()) for space in _SPACES)
+        return ceil_div(num_bytes, self._longest_token * self._bytes_into_one)
+
+    @cached_property
+    def _steps(self) -> list[dict[str, Any]]:
+        """What happens to a text before its tokens are found: the parts of normalizer and pre-tokenizer."""
+        backend = self._tokenizer.backend_tokenizer
+        return [*_parts(backend.normalizer, "normalizers"), *_parts(backend.pre_tokenizer, "pretokenizers")]
+
+    @cached_property
+    def _bytes_into_one(self) -> int:
+        forms = any(step["type"] in _LETTER_FORMS for step in self._steps)
+        return _MOST_BYTES_INTO_ONE if forms else 1
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """The most bytes that a token stands for, without white space; 0 if that is not known."""
+        model: Any = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "model", None)
+        if type(model).__name__ != "BPE" or not all(map(_keeps_all, self._steps)):
+            return 0
+        vocabulary, added = self._tokenizer.get_vocab(), self._tokenizer.get_added_vocab()
+        letters = _byte_letters()
+        is_byte_level = any(step["type"] == "ByteLevel" for step in self._steps)
+        names = letters if is_byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
+        if not (is_byte_level or model.byte_fallback) or any(name not in vocabulary for name in names):
+            return 0
+        spaces = str.maketrans("", "", "".join(letters[ord(space)] for space in _ASCII_SPACES))
+        longest = max((len(token.encode()) for token in added), default=1)
+        for token in sorted(vocabulary, key=len, reverse=True):
+            if len(token) * (1 if is_byte_level else _MOST_BYTES_OF_LETTER) <= longest:
+                break
+            longest = max(longest, len(token.translate(spaces)) if is_byte_level else len(token.encode()))
+        return longest
+
+
+def _parts(step: Any, key: str) -> list[dict[str, Any]]:
+    """The parts of a normalizer or pre-tokenizer, one for each thing that it does."""
+    written = {} if step is None else json.loads(step.__getstate__())
+    found: list[dict[str, Any]] = written[key] if written.get("type") == "Sequence" else [written] if written else []
+    return found
+
+
+def _keeps_all(step: dict[str, Any]) -> bool:
+    """Whether a step loses no character but white space."""
+    kind = step["type"]
+    if kind == "Replace":
+        return bool(step["pattern"].get("String") == " " and step["content"])
+    if kind in ("Split", "Punctuation"):
+        return bool(step["behavior"] != "Removed")
+    return kind in _LETTER_FORMS or kind in _ADDING or kind in _SPLITTING
+
+
+def _byte_letters() -> list[str]:
+    """The letter that stands for each byte: itself if it is printable, else one of those from 256 on."""
+    others = itertools.count(256)
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
