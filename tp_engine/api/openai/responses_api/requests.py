@@ -86,7 +86,7 @@ class PreparedResponse:
 
     def named(self, error: RequestError) -> RequestError:
         """As ``PreparedAnswer.named``."""
-        return renamed(self.chat.named(error))
+        return renamed(self.chat.named(error), NAMES)
 
     def answer(self, outputs: Sequence[RequestOutput]) -> JsonObject:
         """The whole response; ``outputs`` has one element."""
