@@ -243,6 +243,10 @@ class FakeEngine:
         reply = self.reply(request)
         self._sequences += [_Sequence(request, index, reply) for index in range(request.params.n)]
 
+    def compile_grammars(self) -> list[SequenceDelta]:
+        """No request waits for a grammar."""
+        return []
+
     def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]:
         ids = set(request_ids)
         ended = [sequence for sequence in self._sequences if sequence.request.request_id in ids]

@@ -20,7 +20,7 @@ DOCUMENTS = (
 # `folder/name.py`, `name.c`, `folder/`, but not `--flag`, /an/absolute/path or a NAME that stands for others.
 FILE = re.compile(r"`((?:[a-z0-9_.-]+/)*[a-z0-9_-]+\.(?:py|c|h|md|toml|json|jinja)|(?:[a-z0-9_.-]+/)+)`")
 # Files of checkpoints and of users, which the documents also name.
-NOT_OURS = {"config.json", "tokenizer.json", "generation_config.json"}
+NOT_OURS = {"config.json", "tokenizer.json", "generation_config.json", "tokenization_kimi.py"}
 
 
 @cache
