@@ -18,9 +18,11 @@ from tp_engine.errors import ConfigError, shown
 from tp_engine.files import read_json
 from tp_engine.model_config.patterns import compile_pattern
 from tp_engine.model_config.spec import ModelSpec
+from tp_engine.model_config.unread_keys import is_nothing
 
 Value = TypeVar("Value")
 
+_LARGEST = 1e9
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -73,6 +75,34 @@ _REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
 }
 
 
+# Fields that the file of weights repeats, or that are of the training alone.
+_WITHOUT_EFFECT = frozenset(
+    [
+        "auto_mapping",
+        "base_model_name_or_path",
+        "corda_config",
+        "ensure_weight_tying",
+        "eva_config",
+        "exclude_modules",
+        "inference_mode",
+        "layers_pattern",
+        "layers_to_transform",
+        "loftq_config",
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_core",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "task_type",
+    ]
+)
+_READ = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec:
     """Rank ``r`` and ``alpha`` of an adapter's modules; patterns, regular expressions of module names, have others.
@@ -115,6 +145,13 @@ def read_adapter_config(folder: Path) -> AdapterSpec:
         value = given.get(name)
         if is_refused(value):
             raise ConfigError(f"{path} has {name} {shown(value)}: {meaning} can not be served")
+    known = (*_REFUSED, *_WITHOUT_EFFECT, *_READ)
+    for name, value in given.items():
+        if name not in known and not name.startswith("unsloth") and not is_nothing(name, value):
+            raise ConfigError(
+                f"{path} has {name} {shown(value)}, a field that this engine does not know and that may change what "
+                "the adapter does; remove it if it does not"
+            )
     return AdapterSpec(
         r=_rank(path, "r", given.get("r")),
         alpha=_number(path, "lora_alpha", given.get("lora_alpha")),
@@ -161,8 +198,8 @@ def _rank(path: Path, name: str, value: object) -> int:
 
 
 def _number(path: Path, name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{path} has {name} {shown(value)}; it must be a number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
+        raise ConfigError(f"{path} has {name} {shown(value)}; it must be a number, at most {_LARGEST:g}")
     return float(value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,8 @@ def test_ranks_and_scales(tmp_path: Path) -> None:
         ({"r": 0}, "a rank is an integer, at least 1"),
         ({"r": None}, "a rank is an integer"),
         ({"lora_alpha": "8"}, "lora_alpha '8'; it must be a number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha nan; it must be a number"),
+        ({"use_foo_lora": True}, "use_foo_lora True, a field that this engine does not know"),
         ({"rank_pattern": {"(": 2}}, "is not a regular expression"),
         ({"rank_pattern": {"q_proj": "2"}}, "rank_pattern 'q_proj'"),
         ({"alpha_pattern": ["q_proj"]}, "it must be an object"),
@@ -67,6 +70,17 @@ def test_configurations_that_are_refused(tmp_path: Path, change: dict[str, Any],
     """Oracle: the name of the field, or what it stands for."""
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         read_adapter_config(write(tmp_path, PLAIN | change))
+
+
+def test_every_field_of_peft_is_known(tmp_path: Path) -> None:
+    """Oracle: what PEFT itself writes, with its defaults and with fields of the training."""
+    from peft import LoraConfig
+
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
+    config.save_pretrained(str(tmp_path))
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert read_adapter_config(write(tmp_path, written | {"unsloth_fixed": True, "use_new_thing": False})).r == 4
+    assert {spec.name for spec in dataclasses.fields(LoraConfig)} <= written.keys() | {"runtime_config"}
 
 
 @pytest.mark.parametrize("value", [True, False, "gaussian", "orthogonal", "eva"])

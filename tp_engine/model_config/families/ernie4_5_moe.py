@@ -36,7 +36,8 @@ def read(config: ConfigJson) -> ModelSpec:
     last = config.take("moe_layer_end_index", int, -1)
     end = reader.num_layers if last is None or last < 0 else last + 1
     config.skip("moe_capacity")
-    config.expect("moe_gate", str, "topk")
+    if not (gate := config.take("moe_gate", str, "topk") or "").startswith("topk"):  # topk_fused is the same
+        raise config.refusal("moe_gate", gate, "experts are chosen by their scores", "use another model")
     config.expect("moe_use_aux_free", bool, True)
     layers = tuple(
         reader.pre_norm_layer(

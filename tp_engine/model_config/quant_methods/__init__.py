@@ -78,4 +78,6 @@ def _method(config: ConfigJson) -> str:
     producer = config.peek("producer")
     if config.peek("quant_method") is None and isinstance(producer, dict) and producer.get("name") == "modelopt":
         return "modelopt"
+    if config.peek("quant_method") is None and {"group_size", "bits"} <= set(config.names):
+        raise config.refusal("quant_method", None, "these are MLX's keys, whose layout is not read", _REMEDY)
     return config.require("quant_method", str).lower()
