@@ -26,6 +26,7 @@ from tp_engine.model_config.checkpoint_files import CheckpointHeaders
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.names import CheckpointNames
+from tp_engine.model_config.rope import RopeRules
 from tp_engine.model_config.source import CONFIG_FILE, MODEL_FILES, read_json, resolve_model_folder
 from tp_engine.model_config.spec import ModelSpec, NormSpec, QkNormSpec
 
@@ -195,7 +196,7 @@ def _read_layer(reader: DecoderReader, is_qwen3: bool, vocab_size: int) -> Model
         reader.attention(qkv_bias=bias, out_bias=out_bias, qk_norm=QkNormSpec(eps=reader.eps) if is_qwen3 else None),
         reader.mlp(bias=reader.flag("mlp_bias")),
     )
-    rope, names = reader.rope(), CheckpointNames(skipped=_NOT_READ)
+    rope, names = reader.rope(RopeRules(is_multimodal=True)), CheckpointNames(skipped=_NOT_READ)  # of Qwen-VL's text
     model = reader.model((layer,), (rope,), names=names, tie_word_embeddings=False, vocab_size=vocab_size)
     if reader.num_layers != 1:
         raise config.refusal("num_hidden_layers", reader.num_layers, "a head of this engine has 1 layer", "use another")

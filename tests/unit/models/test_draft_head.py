@@ -120,7 +120,13 @@ def test_refusals(tmp_path: Path, heads: dict[str, tuple[Path, Path]]) -> None:
         assert "hf-overrides" not in str(caught.value)  # which are for the model
     harmless = {"target_model_type": "qwen3", "decoder_sparse_step": 1, "attention_dropout": 0.1}
     (folder / "config.json").write_text(json.dumps({**config, **harmless}))
-    assert "attention_dropout" in load_draft_head(str(folder), target)[0].model.ignored_keys
+    spec = load_draft_head(str(folder), target)[0]
+    assert "attention_dropout" in spec.model.ignored_keys
+    # Heads of Qwen2.5-VL: the three positions of a token of text are equal.
+    (folder / "config.json").write_text(
+        json.dumps({**config, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}})
+    )
+    assert load_draft_head(str(folder), target)[0].model.ropes == spec.model.ropes
     with pytest.raises(ConfigError, match="vocab_size is 99, but that of the model is 203"):
         load_draft_head(str(make_draft_head(tmp_path / "other", vocab_size=99, state_layers=LAYERS)), target)
 

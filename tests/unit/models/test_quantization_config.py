@@ -173,6 +173,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[WeightScheme | None, WeightSche
             },
             "quantized_layers": {
                 Q: {"quant_algo": "FP8"}, f"{LAYER}.mlp.experts": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+                "mtp.layers.0.mlp.experts": {"quant_algo": "FP8_PB_WO", "group_size": 128},
             },
             "ignore": ["mtp.layers.0*", "mtp*"], "quant_algo": "MIXED_PRECISION",
             "producer": {"name": "modelopt", "version": "0.37.0"}, "quant_method": "modelopt",

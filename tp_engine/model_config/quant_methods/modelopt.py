@@ -39,14 +39,20 @@ def read(config: ConfigJson) -> QuantizationSpec:
     )
 
 
-def _named(config: ConfigJson) -> tuple[tuple[str, WeightScheme], ...]:
-    """The modules of ``quantized_layers``, each with its algorithm; others are not quantised."""
+def _named(config: ConfigJson) -> tuple[tuple[str, WeightScheme | None], ...]:
+    """The modules of ``quantized_layers``, each with its algorithm; others are not quantised.
+
+    Those of multi-token prediction are not run, so theirs may be any.
+    """
     layers = config.take_object("quantized_layers")
     config.skip("group_size")  # each layer has its own
     if layers is None:
         raise config.refusal("quantized_layers", None, f"{MIXED} must name its layers", "use a complete checkpoint")
-    found = []
+    found: list[tuple[str, WeightScheme | None]] = []
     for name, layer in layers.objects().items():
+        if name.removeprefix("model.").startswith("mtp"):
+            found.append((name, None))
+            continue
         found.append((name, _scheme(layer, layer.require("quant_algo", str).upper())))
         layer.finish_strictly("kv_cache_quant_algo")
     return tuple(found)
