@@ -219,10 +219,16 @@ class AsyncLLM(AsyncOperations):
         return scored.outputs(await asyncio.gather(*map(self._last, scored.requests)))
 
     async def beam_search(
-        self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> BeamSearchOutput:
         """As ``LLM.beam_search``, for one prompt.  Cancelling the task ends the search in the engine too."""
-        request = await self._prepare(prompt, one_token(params), request_id, priority)
+        request = await self._prepare(prompt, one_token(params), request_id, priority, lora_request)
         search = BeamSearch(request, params, self.model_info)
         await self.run_search(search)
         return beam_search_output(search, self.decoder)

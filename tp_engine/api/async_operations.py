@@ -44,15 +44,21 @@ class AsyncOperations(ABC):
 
     async def load_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
         """As ``LLM.load_adapter``."""
-        await self.start()
-        await self.engine.act("load_adapter", name=name, path=path, replaces=load_inplace)
+        await self._act("load_adapter", name=name, path=path, replaces=load_inplace)
         self.input_processor.adapters[name] = path
 
     async def unload_adapter(self, name: str) -> None:
         """As ``LLM.unload_adapter``."""
-        await self.start()
-        await self.engine.act("unload_adapter", name=name)
+        await self._act("unload_adapter", name=name)
         self.input_processor.adapters.pop(name, None)
+
+    async def reset_prefix_cache(self) -> bool:
+        """As ``LLM.reset_prefix_cache``."""
+        try:
+            await self._act("reset_prefix_cache")
+        except RequestError:
+            return False
+        return True
 
     async def update_weights(
         self, tensors: NamedTensors, *, weight_version: str | None = None, flush_cache: bool = False
@@ -77,31 +83,36 @@ class AsyncOperations(ABC):
         """
         if mode not in ("keep", "abort", "wait"):
             raise RequestError(f"mode is {shown(mode)}; it must be keep, abort or wait", param="mode")
+        await self.start()
         if mode == "wait":
             await self._wait_for_streams(timeout_s)
-        await self.engine.act("pause", mode="abort" if mode == "abort" else "keep")
+        await self._act("pause", mode="abort" if mode == "abort" else "keep")
 
     async def resume(self) -> None:
         """Go on after ``pause``."""
-        await self.engine.act("resume")
+        await self._act("resume")
         self._ready_outputs.release()
 
     async def sleep(self, level: int = 1) -> None:
         """As ``LLM.sleep``."""
-        await self.engine.act("sleep", level=level)
+        await self._act("sleep", level=level)
 
     async def wake_up(self) -> None:
         """As ``LLM.wake_up``."""
-        await self.engine.act("wake_up")
+        await self._act("wake_up")
         self._ready_outputs.release()
 
     async def weight_info(self) -> dict[str, Any]:
         """``weight_version``, ``default`` for the weights of the start, ``is_paused`` and ``is_sleeping``."""
-        return await self.engine.act("weight_info")
+        return await self._act("weight_info")
+
+    async def _act(self, action: str, **arguments: Any) -> dict[str, Any]:
+        await self.start()
+        return await self.engine.act(action, **arguments)
 
     async def _update_weights(self, weight_version: str | None, flush_cache: bool, **source: Any) -> str:
         asked = {"weight_version": weight_version, "flush_cache": flush_cache, **source}
-        version: str = (await self.engine.act("update_weights", timeout_s=_UPDATE_S, **asked))["weight_version"]
+        version: str = (await self._act("update_weights", timeout_s=_UPDATE_S, **asked))["weight_version"]
         return version
 
     async def _wait_for_streams(self, timeout_s: float) -> None:

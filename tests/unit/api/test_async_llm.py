@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -323,3 +324,19 @@ def test_an_unknown_option_is_refused_before_anything_starts() -> None:
     """Oracle: the error has the option's name and the nearest right one."""
     with pytest.raises(ConfigError, match=r"unknown option blocksize.*block_size"):
         AsyncLLM(blocksize=16)  # type: ignore[call-arg]
+
+
+def test_what_operators_ask_connects_by_itself(tmp_path: Path) -> None:
+    """Oracle: by hand: prefixes are forgotten while nothing runs, and kept while something does."""
+
+    async def scenario(llm: AsyncLLM) -> None:
+        assert await llm.reset_prefix_cache()
+        stream = llm.generate([5, 6], LONG)
+        await anext(stream)
+        assert not await llm.reset_prefix_cache()
+        await stream.aclose()
+        await llm.close()
+
+    engine = FakeEngine(model_info=msgspec.structs.replace(MODEL_INFO, tokenizer=str(tmp_path)))
+    with fake_service(engine) as service:
+        asyncio.run(asyncio.wait_for(scenario(AsyncLLM(address=service.address)), DEADLINE_S))

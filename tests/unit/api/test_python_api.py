@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +13,15 @@ import pytest
 
 import tp_engine
 from tests.e2e.frontend import new_engine
-from tp_engine import LLM, ConfigError, RequestError, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from tp_engine import (
+    LLM,
+    AsyncLLM,
+    ConfigError,
+    RequestError,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from tp_engine.api import llm as llm_module
 from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.api.engine_options import BatchOptions, EngineOptions, read_options
@@ -80,6 +89,22 @@ def test_wrong_keywords_are_named(model: Any, options: dict[str, Any], words: st
     """Oracle: the words of the error."""
     with pytest.raises(ConfigError, match=words):
         read_options("LLM", model, options)
+
+
+# What only one of the two has: ``LLM`` runs many prompts to their end, ``AsyncLLM`` one as a stream.
+OF_MANY = {"prompts", "use_tqdm", "concurrency_limit"}
+OF_ONE = {"prompt", "request_id", "address", "aborts", "timeout_s"}
+
+
+@pytest.mark.parametrize("name", sorted({*vars(LLM)} & {*dir(AsyncLLM)} - {*dir(object)} | {"__init__"}))
+def test_llm_and_async_llm_have_the_same_keywords(name: str) -> None:
+    """Oracle: each other's parameters."""
+    one, other = getattr(LLM, name), getattr(AsyncLLM, name)
+    if not inspect.isfunction(one):
+        return
+    of_llm, of_async = set(inspect.signature(one).parameters), set(inspect.signature(other).parameters)
+    assert of_llm - of_async <= OF_MANY
+    assert of_async - of_llm <= OF_ONE | ({"priority"} if name in ("embed", "score", "beam_search") else set())
 
 
 def test_completion_shows_the_public_names() -> None:

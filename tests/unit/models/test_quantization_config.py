@@ -188,6 +188,10 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[WeightScheme | None, WeightSche
         },
         (FP8_TENSOR,) * 3,
     ),
+    "a file without the names of its method and its maker": (
+        {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", GATE]},
+        (E2M1, None, E2M1),
+    ),
     "nvidia/Llama-3.1-8B-Instruct-FP8": (
         {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]},
         (FP8_TENSOR,) * 3,

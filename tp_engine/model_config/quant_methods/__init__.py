@@ -74,10 +74,13 @@ def read_quantization(config: ConfigJson) -> QuantizationSpec | None:
 
 
 def _method(config: ConfigJson) -> str:
-    """``quant_method``; modelopt's older files do not have it, but the names of their maker and of their algorithm."""
+    """``quant_method``; modelopt's older files do not have it, but name their maker, or their algorithm by its key."""
     producer = config.peek("producer")
-    if config.peek("quant_method") is None and isinstance(producer, dict) and producer.get("name") == "modelopt":
+    if config.peek("quant_method") is not None:
+        return config.require("quant_method", str).lower()
+    maker = producer.get("name") if isinstance(producer, dict) else producer
+    if maker == "modelopt" or (maker is None and config.has("quant_algo")):
         return "modelopt"
-    if config.peek("quant_method") is None and {"group_size", "bits"} <= set(config.names):
+    if {"group_size", "bits"} <= set(config.names):
         raise config.refusal("quant_method", None, "these are MLX's keys, whose layout is not read", _REMEDY)
     return config.require("quant_method", str).lower()
