@@ -331,10 +331,12 @@ def test_what_operators_ask_connects_by_itself(tmp_path: Path) -> None:
 
     async def scenario(llm: AsyncLLM) -> None:
         assert await llm.reset_prefix_cache()
-        stream = llm.generate([5, 6], LONG)
-        await anext(stream)
+        await llm.pause()
+        first = asyncio.ensure_future(anext(llm.generate([5, 6], LONG)))
+        await until(lambda: bool(engine.added))
         assert not await llm.reset_prefix_cache()
-        await stream.aclose()
+        await llm.resume()
+        await first
         await llm.close()
 
     engine = FakeEngine(model_info=msgspec.structs.replace(MODEL_INFO, tokenizer=str(tmp_path)))
