@@ -146,6 +146,18 @@ BRANCHES: dict[str, tuple[str, tuple[str, str, str]]] = {
 """,
         ("both", "both", "both"),
     ),
+    # an answer is looked over for parts, but printed beside calls; the last user's content beside tools is printed too
+    "printed beside calls": (
+        """\
+{%- for message in messages %}
+    {%- if message.tool_calls %}{{- '<calling>' ~ message.content }}
+    {%- elif tools and loop.last and message.role == 'user' %}{{- '<last>' ~ message.content }}
+    {%- else %}"""
+        + _TURN
+        + _BOTH
+        + "{%- endif %}{%- endfor %}",
+        ("text", "text", "both"),
+    ),
     # a list that is no text is printed as JSON
     "json": (
         "{%- for message in messages %}"

@@ -136,6 +136,8 @@ def test_answers_of_tools_are_named_by_their_calls() -> None:
     [
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "'image_url'; only text"),
         ({"role": "user", "content": [{"type": "input_audio"}]}, "'input_audio'"),
+        ({"role": "user", "content": ["a", {"type": "text"}]}, r"\[1\] is a part of type 'text', but has no text"),
+        ({"role": "user", "content": ["a", 5]}, r"content\[1\] is a part of type 'int'; only text"),
         ({"role": "tool"}, r"messages\[0\] has no content"),
         ({"role": "assistant", "tool_calls": "x"}, "tool_calls must be a list"),
         ({"role": "assistant", "tool_calls": [{"id": "1"}]}, r"tool_calls\[0\] must be"),
@@ -201,7 +203,7 @@ def test_options_are_checked(tmp_path: Path) -> None:
 
 
 def test_several_templates_by_name() -> None:
-    """Oracle: ``tool_use`` with tools, otherwise ``default``."""
+    """Oracle: ``tool_use`` with tools, otherwise ``default``; a request of the Python API may name one."""
 
     class Named:
         chat_template = {"default": "plain", "tool_use": "tools"}  # noqa: RUF012
@@ -209,3 +211,4 @@ def test_several_templates_by_name() -> None:
     chat = ChatFormat(Named())
     assert chat.render([QUESTION]).text == "plain"
     assert chat.render([QUESTION], {"tools": TOOLS}).text == "tools"
+    assert chat.render([QUESTION], {"chat_template": "tool_use"}).text == "tools"

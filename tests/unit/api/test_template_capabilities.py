@@ -93,16 +93,45 @@ def test_texts_are_what_transformers_renders(shape: str, conversation: str, tool
 def test_no_part_is_lost_or_printed_as_a_list(shape: str) -> None:
     """Oracle: every text of every role shows, without the keys of a part."""
     source, _ = BRANCHES[shape]
-    for role in ("system", "user", "assistant", "tool"):
-        probed_message = {"role": role, "content": parts("one", "two"), "tool_call_id": "call_1"}
-        calling: dict[str, Any] = {"role": "assistant", "content": parts(""), "tool_calls": CALLS[:1]}
-        before: dict[str, list[dict[str, Any]]] = {"assistant": [USER], "tool": [USER, calling]}
-        try:
-            shown = render(source, [*before.get(role, []), probed_message, USER], tools=TOOLS)
-        except RequestError as error:
-            assert role == "system" and "no system" in str(error)
-            continue
-        assert "one" in shown and "two" in shown and "'text'" not in shown and '"text"' not in shown, (role, shown)
+    both, calling = {"content": parts("one", "two")}, {"role": "assistant", "tool_calls": CALLS[:1]}
+    conversations: list[list[dict[str, Any]]] = [
+        [{"role": "system", **both}, USER],
+        [{"role": "user", **both}],
+        [USER, {"role": "assistant", "content": "a"}, {"role": "user", **both}],
+        [USER, {"role": "assistant", **both}, USER],
+        [USER, {**calling, **both}, RESULTS[0], USER],
+        [USER, {**calling, "content": parts("")}, {"role": "tool", "tool_call_id": "call_1", **both}, USER],
+    ]
+    for messages in conversations:
+        for tools in (None, TOOLS):
+            try:
+                shown = render(source, messages, tools=tools)
+            except RequestError as error:
+                assert messages[0]["role"] == "system" and "no system" in str(error)
+                continue
+            assert "one" in shown and "two" in shown and "'text'" not in shown and '"text"' not in shown, shown
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "<system>x"),
+        ("{# developer #}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "<developer>x"),
+        ("{% for m in messages %}{% if m.role == 'developer' %}[{{ m.content }}]{% endif %}{% endfor %}", "[x]"),
+        (
+            "developer:{% for m in messages %}{% if m.role not in ['system', 'user'] %}{{ raise_exception('who?') }}"
+            "{% endif %}{{ m.content }}{% endfor %}",
+            "developer:x",
+        ),
+        (
+            "developer:{% for m in messages if m.role != 'developer' %}{{ m.role }}:{{ m.content }}{% endfor %}",
+            "developer:system:x",
+        ),
+    ],
+)
+def test_a_developer_is_heard(source: str, expected: str) -> None:
+    """Oracle: by hand: a mark named after the role does not mean that a template takes its messages."""
+    assert render(source, [{"role": "developer", "content": "x"}]) == expected
 
 
 def test_parts_stay_parts_where_they_are_taken() -> None:

@@ -4,20 +4,25 @@
 | --- | --- |
 | content of a role as text | the sentinel as text: the template shows it |
 | content of a role as parts | the sentinel as one part: the same prompt as for text; and two parts: both show |
+| role developer | its sentinel shows where the template has the word, or that of the system does not show either |
 | arguments of calls as an object | the sentinel in an object: the template shows it, and no Python object |
 | null beside calls | calls that show beside null only |
 
-A template that needs parts (it shows nothing of a text, or refuses it) gets texts as a part.  One that shows the first
-part only gets parts as one text.  Tools' answers are always text.
+Contents are probed in several places, since templates treat the first message, the last one and those beside tools or
+calls on their own; places where neither form shows do not count.  A template that needs parts (it shows nothing of a
+text, or refuses it) gets texts as a part.  One that shows the first part only, or takes parts in some places only, gets
+parts as one text.  Tools' answers are always text.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import datetime
+from typing import Any, TypeAlias
 
 from tp_engine.api.openai.chat.template import ChatTemplate, TemplateRefusal
 from tp_engine.log import get_logger
@@ -32,9 +37,14 @@ _PRINTED_OBJECT = re.compile(rf"'{_KEY}'\s*:\s*'{_FIRST}'")
 _ROLES = ("user", "assistant", "system", "developer")
 _PARAMETERS = {"type": "object", "properties": {_KEY: {"type": "string", "description": "a key"}}, "required": [_KEY]}
 _TOOL = {"type": "function", "function": {"name": "probe", "description": "a probe", "parameters": _PARAMETERS}}
+_DAY = datetime(2026, 1, 1)
 _CALL_ID = "abcdefghi"  # Mistral's templates refuse ids of another length
 
 Part = dict[str, str]
+Content: TypeAlias = str | list[Part]
+Message: TypeAlias = dict[str, Any]
+# The messages before, other fields of the message itself, and the messages behind it.
+_Place: TypeAlias = tuple[list[Message], Message, list[Message]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +54,7 @@ class ContentForm:
     takes_text: bool = True
     takes_parts: bool = False
 
-    def content(self, given: str | Sequence[str]) -> str | list[Part]:
+    def content(self, given: str | Sequence[str]) -> Content:
         """The content for the template; ``given`` is a text, or the texts of several parts."""
         if self.takes_parts and given and not isinstance(given, str):
             return [_part(text) for text in given]
@@ -96,7 +106,7 @@ class TemplateCapabilities:
         found = cls(
             contents=probes.forms,
             calls=probes.call_form(),
-            knows_developer=template.mentions("developer"),
+            knows_developer=template.mentions("developer") and probes.shows_like("developer", "system"),
             takes_thinking=template.mentions("message.thinking") and not template.mentions("reasoning_content"),
         )
         if probes.is_late:
@@ -117,7 +127,8 @@ class _Probes:
     def __init__(self, template: ChatTemplate, variables: Mapping[str, Any]) -> None:
         self.forms: dict[str, ContentForm] = {"tool": ContentForm()}
         self._template = template
-        self._variables = {"documents": None, **variables, "add_generation_prompt": True}
+        # a clock would make two prompts differ
+        self._variables = {"documents": None, "strftime_now": _DAY.strftime, **variables, "add_generation_prompt": True}
         self._deadline_s = time.monotonic() + MAX_PROBES_S
 
     @property
@@ -127,16 +138,26 @@ class _Probes:
 
     def form(self, role: str) -> ContentForm:
         """The form of ``role``'s contents: text if the template shows the sentinel in neither form."""
-        for tools in (None, [_TOOL]):
-            text, one, two = (
-                self._render(self._conversation(role, content), tools)
-                for content in (_FIRST, [_part(_FIRST)], [_part(_FIRST), _part(_SECOND)])
-            )
-            takes_text = _FIRST in text
-            takes_part = one == text if takes_text else _FIRST in one and not _prints_parts(one)
-            if takes_text or takes_part:
-                return ContentForm(takes_text, takes_part and _FIRST in two and _SECOND in two)
-        return ContentForm()
+        takes_text, takes_parts = False, []
+        for place, tools in itertools.product(self._places(role), (None, [_TOOL])):
+            text, one = (self._shown(role, content, place, tools) for content in (_FIRST, [_part(_FIRST)]))
+            shows_text, shows_part = _FIRST in text, _FIRST in one and not _prints_parts(one)
+            if not shows_text and not shows_part:
+                continue
+            takes_text |= shows_text
+            takes_part = shows_part and (one == text or not shows_text)
+            two = self._shown(role, [_part(_FIRST), _part(_SECOND)], place, tools) if takes_part else ""
+            takes_parts.append(_FIRST in two and _SECOND in two)
+        return ContentForm(takes_text or not takes_parts, bool(takes_parts) and all(takes_parts))
+
+    def shows_like(self, role: str, other: str) -> bool:
+        """Whether the template shows contents of ``role``, or those of ``other`` neither."""
+        return self._shows(role) or not self._shows(other)
+
+    def _shows(self, role: str) -> bool:
+        content = self.forms[role].content(_FIRST)
+        places = itertools.product(self._places(role), (None, [_TOOL]))
+        return any(_FIRST in self._shown(role, content, place, tools) for place, tools in places)
 
     def call_form(self) -> CallForm:
         """How calls are given: an object and a text beside it, unless the template shows another form only."""
@@ -150,22 +171,29 @@ class _Probes:
                     return CallForm(True, null_content)
         return CallForm()
 
-    def _conversation(self, role: str, content: str | list[Part]) -> list[dict[str, Any]]:
-        probed, question = {"role": role, "content": content}, self._message("user", "hi")
+    def _places(self, role: str) -> list[_Place]:
+        """The places of a content of ``role`` that templates treat on their own."""
+        question, said = self._message("user", "hi"), self._message("assistant", "ok")
         match role:
             case "user":
-                return [probed]
+                return [([], {}, []), ([question, said], {}, [])]
             case "assistant":
-                return [question, probed, question]
-        return [probed, question]
+                calls = [{"tool_calls": [call]} for call in (_call({}), _call("{}"))]
+                return [([question], {}, [question]), *(([question], one, [self._answer()]) for one in calls)]
+        return [([], {}, [question]), ([question, said], {}, [question])]
 
-    def _call(self, arguments: Any, null_content: bool) -> list[dict[str, Any]]:
-        call = {"id": _CALL_ID, "type": "function", "function": {"name": "probe", "arguments": arguments}}
-        answer = {"name": "probe", "tool_call_id": _CALL_ID}
-        calling = self._message("assistant", "") | {"tool_calls": [call]} | ({"content": None} if null_content else {})
-        return [self._message("user", "hi"), calling, self._message("tool", "ok") | answer]
+    def _shown(self, role: str, content: Content, place: _Place, tools: list[Any] | None) -> str:
+        before, beside, behind = place
+        return self._render([*before, {"role": role, "content": content, **beside}, *behind], tools)
 
-    def _message(self, role: str, text: str) -> dict[str, Any]:
+    def _call(self, arguments: Any, null_content: bool) -> list[Message]:
+        calling = self._message("assistant", "") | {"tool_calls": [_call(arguments)]}
+        return [self._message("user", "hi"), calling | ({"content": None} if null_content else {}), self._answer()]
+
+    def _answer(self) -> Message:
+        return self._message("tool", "ok") | {"name": "probe", "tool_call_id": _CALL_ID}
+
+    def _message(self, role: str, text: str) -> Message:
         return {"role": role, "content": self.forms.get(role, ContentForm()).content(text)}
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> str:
@@ -181,6 +209,10 @@ class _Probes:
 
 def _prints_parts(prompt: str) -> bool:
     return any(_PRINTED_PART.search(prompt[: found.start()]) for found in re.finditer(_FIRST, prompt))
+
+
+def _call(arguments: Any) -> dict[str, Any]:
+    return {"id": _CALL_ID, "type": "function", "function": {"name": "probe", "arguments": arguments}}
 
 
 def _part(text: str) -> Part:

@@ -139,7 +139,11 @@ def _content(where: str, role: str, content: object) -> str | list[str] | None:
         return content
     if not isinstance(content, (list, tuple)):
         raise RequestError(f"{where}.content must be text, or a list of text parts", param="messages")
-    return [_part_text(where, role, part) for part in content if not _is_thinking(part)]
+    return [
+        _part_text(f"{where}.content[{index}]", role, part)
+        for index, part in enumerate(content)
+        if not _is_thinking(part)
+    ]
 
 
 def _is_thinking(part: object) -> bool:
@@ -162,7 +166,9 @@ def _part_text(where: str, role: str, part: object) -> str:
         return str(part[key])
     if role == "tool" and isinstance(part, Mapping) and isinstance(kind, str) and key is None:
         return omitted(kind)
-    raise RequestError(f"{where}.content has a part of type {shown(kind)}; only text is supported", param="messages")
+    if key is not None:
+        raise RequestError(f"{where} is a part of type {kind!r}, but has no text in {key!r}", param="messages")
+    raise RequestError(f"{where} is a part of type {shown(kind)}; only text is supported", param="messages")
 
 
 def omitted(kind: str) -> str:

@@ -52,8 +52,9 @@ class ChatFormat:
     ) -> ChatPrompt:
         """The prompt, up to the assistant's answer.  Raises ``RequestError``.
 
-        ``add_generation_prompt``, ``continue_final_message``, ``tools``, ``documents`` and ``chat_template`` among
-        ``template_options`` mean the same as in transformers; the template defines all others.
+        ``add_generation_prompt``, ``continue_final_message``, ``tools``, ``documents`` and ``chat_template`` (a text,
+        or the name of one of the tokenizer's) among ``template_options`` mean the same as in transformers; the
+        template defines all others.
         """
         given = dict(template_options or {})
         if reserved := sorted(_RESERVED_OPTIONS & given.keys()):
@@ -86,10 +87,11 @@ class ChatFormat:
                 self._template(None, with_tools=with_tools)
 
     def _template(self, given: str | None, *, with_tools: bool) -> tuple[ChatTemplate, TemplateCapabilities]:
-        text = given or self._served_text or _own_template(self._tokenizer, with_tools=with_tools)
+        own = getattr(self._tokenizer, "chat_template", None)
+        named = own if isinstance(own, Mapping) else {}
+        text = named.get(given, given) or self._served_text or _default_template(own, with_tools=with_tools)
         if self._tokenizer is None or not text:
-            named = getattr(self._tokenizer, "chat_template", None)
-            names = ", ".join(map(repr, named)) if isinstance(named, Mapping) else ""
+            names = ", ".join(map(repr, named))
             several = f"none of the model's chat templates ({names}) is the default"
             raise RequestError(
                 f"{several if names else 'the model has no chat template'}; send a prompt instead of messages, or "
@@ -123,12 +125,11 @@ def _begins_or_continues(given: dict[str, Any]) -> tuple[bool, bool]:
     return not continues if begins is None else bool(begins), continues
 
 
-def _own_template(tokenizer: Any | None, *, with_tools: bool) -> str | None:
+def _default_template(own: str | Mapping[str, str] | None, *, with_tools: bool) -> str | None:
     """The tokenizer's template; of several, the one named for tools, or the default."""
-    template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, Mapping):
-        return (template.get("tool_use") if with_tools else None) or template.get("default")
-    return template
+    if isinstance(own, Mapping):
+        return (own.get("tool_use") if with_tools else None) or own.get("default")
+    return own
 
 
 def _render(template: ChatTemplate, variables: Mapping[str, Any]) -> str:
