@@ -354,6 +354,18 @@ VALUES: Mapping[str, tuple[ForeignValue, ...]] = {
         ForeignValue(
             "*tool_chat_template_gemma4.jinja", "", "that file is vLLM's, and the model's own is used", is_file=True
         ),
+        ForeignValue(
+            "*tool_chat_template_deepseek*.jinja",
+            "",
+            "that file is vLLM's, and the model's own is used, which may have no place for tools: give the file's path",
+            is_file=True,
+        ),
+        ForeignValue(
+            "*tool_chat_template_*.jinja",
+            None,
+            "that file is vLLM's: give its path, or leave it out for the model's own template",
+            is_file=True,
+        ),
     ),
     "quantization": (
         ForeignValue("awq_marlin", "awq"),

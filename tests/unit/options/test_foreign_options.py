@@ -148,6 +148,7 @@ def test_sglangs_speculation_is_one_object() -> None:
         ("--kv-cache-dtype fp8_e5m2", "e4m3"),
         ("--load-format gguf", "convert the checkpoint"),
         ("--quantization ascend", "leave it out"),
+        ("--chat-template examples/tool_chat_template_llama3.1_json.jinja", "that file is vLLM's: give its path"),
         ("--hf-token secret-of-the-hub", "environment variable HF_TOKEN"),
         ("--speculative-eagle-topk 4", "set 1"),
         ("--speculative-config.rejection_sample_method fly", "guesses change no token"),
@@ -177,6 +178,8 @@ VENDOR_LINES = [
     """--limit-mm-per-prompt '{"image": 4}' --enable-auto-tool-choice --tool-call-parser mistral""",
     "google/gemma-4-31B-it --limit-mm-per-prompt.image 0 --chat-template examples/tool_chat_template_gemma4.jinja "
     "--attention-backend TRITON_ATTN --load-format fastsafetensors --enable-chunked-prefill",
+    "deepseek-ai/DeepSeek-R1 --trust-remote-code --reasoning-parser deepseek_r1 --enable-expert-parallel "
+    "--chat-template examples/tool_chat_template_deepseekr1.jinja",
     "MiniMaxAI/MiniMax-M2 --trust-remote-code --max-num-seqs 10240 --seed 42 --served-model-name m2 "
     "--tool-call-parser minimax_m2 --reasoning-parser minimax_m2 --enable-auto-tool-choice --port 8000",
     "meta-llama/Llama-3.3-70B-Instruct --quantization modelopt_fp4 --swap-space 16 --disable-log-requests "
