@@ -72,8 +72,8 @@ class PoolingParams:
         """Raise ``RequestError`` unless this model gives such embeddings."""
         if model.convert != "embed":
             raise RequestError(
-                f"the model {model.model!r} is not served for embeddings; serve one that is made for them, or start "
-                "with --convert embed",
+                "this model is not served for embeddings; serve one that is made for them, or start with "
+                "--convert embed",
                 param="model",
             )
         asked, legal = self.dimensions, model.dimensions
@@ -166,8 +166,8 @@ class ScorePairs:
         fields = fields or [("queries", "documents")] * len(pairs)
         if model.convert not in ("embed", "classify"):
             raise RequestError(
-                f"the model {model.model!r} is not served for scores; serve a reranker or a model for embeddings, or "
-                "start with --convert classify or embed",
+                "this model is not served for scores; serve a reranker or a model for embeddings, or start with "
+                "--convert classify or embed",
                 param="model",
             )
         if max_tokens_per_doc is not None and max_tokens_per_doc < 1:

@@ -24,10 +24,15 @@ from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.config import DEMO_MODEL
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import RequestError
+from tp_engine.grammar.compiler import compile_grammar
+from tp_engine.grammar.vocabulary import byte_vocabulary
 from tp_engine.server.config import ServerConfig
 
 LONG = "x" * 5000
-FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+FUNCTION: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 def run(scenario: Callable[[App], Awaitable[None]], **config: Any) -> None:
@@ -233,6 +238,36 @@ def test_seeds_of_minus_one_differ() -> None:
         await app.post("/v1/completions", {"prompt": "a", "seed": -1, "max_tokens": 1})
 
     assert serve(scenario).added[0].params.seed is None
+
+
+class Compiling(FakeEngine):
+    """Refuses each request whose constraint the grammar library refuses, in the library's words."""
+
+    def add_request(self, request: Any) -> None:
+        compile_grammar(request.params.structured_outputs, byte_vocabulary())
+        super().add_request(request)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "g"}}])
+def test_a_tool_whose_schema_can_not_be_kept_is_named(choice: Any) -> None:
+    """Oracle: the client's own names: the field ``tools``, and the strict tool's."""
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)x"}}}
+    strict = {"name": "g", "parameters": parameters, "strict": True}
+    chat = {"messages": MESSAGES, "tools": [FUNCTION, {"type": "function", "function": strict}], "tool_choice": choice}
+    tools = [{"type": "function", **FUNCTION["function"]}, {"type": "function", **strict}]
+    response = {
+        "input": "a",
+        "tools": tools,
+        "tool_choice": choice if choice == "required" else {"type": "function", "name": "g"},
+    }
+
+    async def scenario(app: App) -> None:
+        for path, body in (("/v1/chat/completions", chat), ("/v1/responses", response)):
+            reply = await app.post(path, body)
+            assert reply.status == 400 and error_of(reply)["param"] == "tools"
+            assert error_of(reply)["message"].startswith("tools: the parameters of 'g': "), error_of(reply)
+
+    serve(scenario, Compiling())
 
 
 def choice_of(mode: Any, *names: Any) -> dict[str, Any]:

@@ -19,12 +19,15 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from tp_engine.api.openai.protocol import GenerationBody
+from tp_engine.api.openai.protocol import ChatBody, GenerationBody
+from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.errors import RequestError, shown
 from tp_engine.structured_outputs import PARAM, StructuredOutputsParams
 
 # The prompt decides about what comes first.
 _NAMES = frozenset(spec.name for spec in dataclasses.fields(StructuredOutputsParams)) - {"preamble"}
+# The place of a tool's parameters in the schema of forced calls.
+_DEFINITION = re.compile(r"#/\$defs/([0-9]+)\b")
 _GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -60,9 +63,21 @@ def named_refusal(error: RequestError, body: GenerationBody) -> RequestError:
     if error.param != PARAM:
         return error
     guided = next((name for name in _GUIDED if getattr(body, name) is not None), None)
-    asked = next((name for name in ("response_format", PARAM) if getattr(body, name) is not None), guided)
-    field = asked or "tools"
-    return RequestError(f"{field}: {error}", param=field, code=error.code)
+    field = next((name for name in ("response_format", PARAM) if getattr(body, name) is not None), guided)
+    if field is not None or not isinstance(body, ChatBody):
+        return RequestError(f"{field or PARAM}: {error}", param=field or PARAM, code=error.code)
+    return RequestError(f"tools: {_tool_at_fault(str(error), body)}{error}", param="tools", code=error.code)
+
+
+def _tool_at_fault(error: str, body: ChatBody) -> str:
+    """The tool whose parameters a library's ``error`` is about, if that tells."""
+    tools, place = ToolRequest.of(body), _DEFINITION.search(error)
+    if tools is None:
+        return ""
+    name = tools.name
+    if name is None and place is not None and int(place[1]) < len(tools.tools):
+        name = tools.tools[int(place[1])]["function"]["name"]
+    return "" if name is None else f"the parameters of {shown(name)}: "
 
 
 def _of_response_format(wanted: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
