@@ -21,8 +21,11 @@ from tp_engine.structured_outputs import StructuredOutputsDefaults, StructuredOu
 __all__ = ["InputProcessor", "Prompt", "load_tokenizer", "prompt_text"]
 
 # Characters; shorter texts are tokenized at once, which tells their length exactly.
-_LONG_TEXT = 1 << 16
+_LONG_TEXT = 1 << 13
 _MAX_REMEMBERED = 16
+# Characters, or tokens, that are looked at although they may not fit: all, and per token of the context.
+_MOST_AT_ONCE = 1 << 20
+_PER_TOKEN = 8
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 TruncationSide: TypeAlias = Literal["left", "right"]
@@ -164,17 +167,28 @@ class InputProcessor:
     ) -> list[int]:
         """The token ids of ``text``; raises ``RequestError``, which names the field ``param``.
 
-        A text that ``must_fit`` into the context, and can not, is refused before it is tokenized.
+        A text that ``must_fit`` into the context, and can not, is refused before it is tokenized; any other if it is
+        much longer than that.
         """
         if self.tokenizer is None:
             raise RequestError("the model has no tokenizer; send the prompt as a list of token ids", param=param)
         check_text(param, text)
         if must_fit and len(text) > _LONG_TEXT:
             self._refuse_too_long(text, param)
+        if not must_fit:
+            self.check_size(param, len(text), "characters")
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if token_ids or not may_be_empty:
             self.check_token_ids(token_ids, param)
         return token_ids
+
+    def check_size(self, param: str, size: int, unit: str) -> None:
+        """Raise ``RequestError`` if ``size`` would hold up others: more than fits is legal, but not much more."""
+        most = max(_MOST_AT_ONCE, _PER_TOKEN * self._model.max_model_len)
+        if size > most:
+            raise RequestError(
+                f"{param} has {size} {unit}; at most {most} are taken at a time, send it in parts", param=param
+            )
 
     def check_token_ids(self, token_ids: Sequence[int], param: str = "prompt") -> None:
         """Raise ``RequestError`` unless these are token ids of the model, at least one."""

@@ -4,11 +4,17 @@
 
     small requests    one thread, so that none waits for long
     large ones        two: long texts wait for each other
+    large bodies      one: the parser of JSON keeps the GIL, so it pauses after each as long as that took
+
+Who waits has a place by the time it came, and later by its size: a small request passes larger ones.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import heapq
+import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +25,8 @@ from tp_engine.units import KIB
 
 LARGE = 64 * KIB
 _NUM_LARGE_THREADS = 2
+_S_PER_UNIT = 1e-4  # of a request's size; tokenizing takes about a hundredth of that
+_LONGEST_PAUSE_S = 1.0
 
 Result = TypeVar("Result")
 
@@ -27,16 +35,22 @@ class PreparingThreads:
     """For the tasks of one event loop."""
 
     def __init__(self) -> None:
-        self._small = ThreadPoolExecutor(1, thread_name_prefix="preparing")
-        self._large = ThreadPoolExecutor(_NUM_LARGE_THREADS, thread_name_prefix="preparing-large")
+        self._small = _Line("preparing", 1)
+        self._large = _Line("preparing-large", _NUM_LARGE_THREADS)
+        self._bodies = _Line("parsing", 1)
         self._began_s: float | None = None
+        self._pauses_until_s = 0.0
 
     async def run(self, size: int, function: Callable[..., Result], *arguments: Any, **named: Any) -> Result:
         """Call ``function`` for a request of ``size`` bytes or characters; not if cancelled before its turn."""
-        work, loop = partial(function, *arguments, **named), asyncio.get_running_loop()
+        work = partial(function, *arguments, **named)
         if size > LARGE:
-            return await loop.run_in_executor(self._large, work)
-        return await loop.run_in_executor(self._small, self._timed, work)
+            return await self._large.run(size, work)
+        return await self._small.run(size, partial(self._timed, work))
+
+    async def parse(self, size: int, function: Callable[..., Result], *arguments: Any) -> Result:
+        """As ``run``, for a function that keeps the GIL and a large body of ``size`` bytes."""
+        return await self._bodies.run(size, partial(self._paused, partial(function, *arguments)))
 
     def busy_s(self) -> float:
         """How long the small request that is prepared now has taken; 0 if none is."""
@@ -45,8 +59,8 @@ class PreparingThreads:
 
     def close(self) -> None:
         """End the threads after what they do now, without waiting for them."""
-        for threads in (self._small, self._large):
-            threads.shutdown(wait=False, cancel_futures=True)
+        for line in (self._small, self._large, self._bodies):
+            line.threads.shutdown(wait=False, cancel_futures=True)
 
     def _timed(self, work: Callable[[], Result]) -> Result:
         self._began_s = time.monotonic()
@@ -54,3 +68,56 @@ class PreparingThreads:
             return work()
         finally:
             self._began_s = None
+
+    def _paused(self, work: Callable[[], Result]) -> Result:
+        time.sleep(max(0.0, self._pauses_until_s - time.monotonic()))
+        began_s = time.monotonic()
+        try:
+            return work()
+        finally:
+            ended_s = time.monotonic()
+            self._pauses_until_s = ended_s + min(ended_s - began_s, _LONGEST_PAUSE_S)
+
+
+class _Line:
+    """Some threads, and those who wait for one."""
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._num_free = num_threads
+        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+
+    async def run(self, size: int, work: Callable[[], Result]) -> Result:
+        loop = asyncio.get_running_loop()
+        if self._num_free:
+            self._num_free -= 1
+        else:
+            turn: asyncio.Future[None] = loop.create_future()
+            heapq.heappush(self._waiting, (loop.time() + size * _S_PER_UNIT, next(self._numbers), turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():
+                    self._release()
+                raise
+        try:
+            future = self.threads.submit(work)
+        except RuntimeError:  # closed
+            self._release()
+            raise
+
+        def release(_future: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._release)
+
+        future.add_done_callback(release)
+        return await asyncio.wrap_future(future)
+
+    def _release(self) -> None:
+        while self._waiting:
+            *_, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._num_free += 1

@@ -2,11 +2,11 @@
 
 ::
 
-    submit --> quick lane: tried out, compiled ------------------------------> the grammar, or why there is none
+    submit --> first lane: tried out, compiled -----------------------------> the grammar, or why there is none
                     |                                                            ^
-                    +--more than QUICK_S--> slow lane: the same from the start --+
+                    +--more than its time--> next lane: the same from the start -+
 
-Grammars that take long wait for each other in the slow lane, and no others for them.
+Grammars that take long wait for each other in the last lane, and no others for them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 from tp_engine.errors import CODE_UNAVAILABLE, ConfigError, RequestError
 from tp_engine.grammar.compiler_process import CompilerProcess, TookTooLongError
@@ -32,7 +33,9 @@ from tp_engine.structured_outputs import (
 from tp_engine.units import MIB
 
 QUICK_S = 0.25
+_FIRST_S = 0.05  # ordinary ones take some milliseconds
 MAX_SLOW = 8
+MAX_MEMORY_BYTES = 512 * MIB  # of all grammars that are remembered or in use
 _MAX_REMEMBERED = 32
 _NUM_QUICK_THREADS = 2
 _SLOW_NICENESS = 10
@@ -44,10 +47,10 @@ Value = TypeVar("Value")
 class CompiledGrammar:
     """A grammar before its first token; every sequence gets a copy."""
 
-    def __init__(self, matcher: Any, vocabulary: GrammarVocabulary) -> None:
+    def __init__(self, matcher: Any, vocabulary: GrammarVocabulary, pace: Pace | None = None) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self.pace = Pace()
+        self.pace = pace or Pace()
 
     def start(self, *, ignore_eos: bool = False) -> GrammarMatcher:
         """A matcher before its first token; takes microseconds."""
@@ -73,12 +76,16 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._compiled = _Recent[CompiledGrammar]()
         self._refused = _Recent[str]()
+        self._paces = WeakSet[Pace]()
 
         def lane(name: str, cpu_s: float, **options: Any) -> _Lane:
             return _Lane(name, cpu_s, new_trial=lambda: new_trial(vocabulary.special_tokens), **options)
 
-        self._quick = lane("quick-grammars", min(QUICK_S, timeout_s), num_threads=_NUM_QUICK_THREADS)
-        self._slow = lane("slow-grammars", timeout_s, niceness=_SLOW_NICENESS, max_jobs=MAX_SLOW)
+        self._lanes = (
+            lane("first-grammars", min(_FIRST_S, timeout_s), num_threads=_NUM_QUICK_THREADS),
+            lane("quick-grammars", min(QUICK_S, timeout_s)),
+            lane("slow-grammars", timeout_s, niceness=_SLOW_NICENESS, max_jobs=MAX_SLOW),
+        )
 
     def known(self, params: StructuredOutputsParams) -> CompiledGrammar | None:
         """The grammar if it is among the last ones; ``RequestError`` if it is among the last that were refused."""
@@ -94,41 +101,56 @@ class GrammarCompiler:
         """The grammar, tried out and compiled unless it is known.  The future may be cancelled until it is done.
 
         Its exception is a ``RequestError`` for unusable ``params``, with ``CODE_UNAVAILABLE`` if too many that take
-        long are there already.
+        long, or too much memory, are there already.
         """
         found: Future[CompiledGrammar] = Future()
-        self._quick.submit(lambda: self._run(params, found, self._quick))
+        self._lanes[0].submit(lambda: self._run(params, found, 0))
         return found
 
-    def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        """The grammar, compiled in this thread unless it is known."""
+    def compile(self, params: StructuredOutputsParams, num_bytes: int = 0) -> CompiledGrammar:
+        """The grammar, compiled in this thread unless it is known; it may need ``num_bytes``."""
         grammar = self.known(params)
         if grammar is None:
-            grammar = compile_grammar(params, self.vocabulary)
+            pace = self._reserved(num_bytes)
+            grammar = CompiledGrammar(new_matcher(params, self.vocabulary.tokens), self.vocabulary, pace)
             with self._lock:
                 self._compiled.put(params, grammar)
         return grammar
 
+    def _reserved(self, num_bytes: int) -> Pace:
+        """The pace of a new grammar; older ones are forgotten for its memory.  ``RequestError`` if there is none."""
+
+        def used_bytes() -> int:
+            return sum(pace.num_bytes for pace in self._paces)
+
+        with self._lock:
+            while used_bytes() + num_bytes > MAX_MEMORY_BYTES and self._compiled.forget_oldest():
+                pass
+            if (used := used_bytes()) + num_bytes > MAX_MEMORY_BYTES:
+                words = f"the grammars of running requests take {used // MIB} MiB; try again later"
+                raise RequestError(words, param=PARAM, code=CODE_UNAVAILABLE)
+            self._paces.add(pace := Pace(num_bytes))
+        return pace
+
     def close(self) -> None:
         """End the processes, and the threads after their current grammars, without waiting for them."""
-        self._quick.close()
-        self._slow.close()
+        for lane in self._lanes:
+            lane.close()
 
-    def _run(self, params: StructuredOutputsParams, found: Future[CompiledGrammar], lane: _Lane) -> None:
-        """Settle ``found``, or leave that to the slow lane."""
+    def _run(self, params: StructuredOutputsParams, found: Future[CompiledGrammar], number: int) -> None:
+        """Settle ``found`` in the lane of this ``number``, or leave that to the next one."""
         if found.cancelled():
             return
         try:
-            if self.known(params) is None:
-                lane.try_out(params)
-            grammar = self.compile(params)
+            num_bytes = 0 if self.known(params) is not None else self._lanes[number].try_out(params)
+            grammar = self.compile(params, num_bytes)
         except Exception as error:
-            if isinstance(error, TookTooLongError) and lane.cpu_s < self._slow.cpu_s:
-                if self._slow.submit(lambda: self._run(params, found, self._slow)):
+            if isinstance(error, TookTooLongError) and number + 1 < len(self._lanes):
+                if self._lanes[number + 1].submit(lambda: self._run(params, found, number + 1)):
                     return
                 words = f"{MAX_SLOW} grammars that take long are being compiled; try again later"
                 error = RequestError(words, param=PARAM, code=CODE_UNAVAILABLE)
-            elif isinstance(error, RequestError):
+            elif isinstance(error, RequestError) and error.code != CODE_UNAVAILABLE:
                 with self._lock:
                     self._refused.put(params, str(error))
             if found.set_running_or_notify_cancel():
@@ -141,7 +163,7 @@ class GrammarCompiler:
 class Trial(Protocol):
     """``CompilerProcess``, or a stand-in."""
 
-    def try_out(self, params: StructuredOutputsParams, *, cpu_s: float, niceness: int = 0) -> None: ...
+    def try_out(self, params: StructuredOutputsParams, *, cpu_s: float, niceness: int = 0) -> int: ...
     def close(self) -> None: ...
 
 
@@ -158,7 +180,7 @@ class _Lane:
         niceness: int = 0,
         max_jobs: int | None = None,
     ) -> None:
-        self.cpu_s = cpu_s
+        self._cpu_s = cpu_s
         self._niceness = niceness
         self._max_jobs = max_jobs
         self._num_jobs = 0
@@ -181,10 +203,10 @@ class _Lane:
                 threading.stack_size(before)
         return True
 
-    def try_out(self, params: StructuredOutputsParams) -> None:
+    def try_out(self, params: StructuredOutputsParams) -> int:
         """See ``CompilerProcess``; for a job."""
         trial: Trial = self._of_thread.trial
-        trial.try_out(params, cpu_s=self.cpu_s, niceness=self._niceness)
+        return trial.try_out(params, cpu_s=self._cpu_s, niceness=self._niceness)
 
     def close(self) -> None:
         """End the trials, and the threads after their jobs, without waiting for them."""
@@ -222,6 +244,13 @@ class _Recent(Generic[Value]):
         self._values[params] = value
         if len(self._values) > _MAX_REMEMBERED:
             self._values.popitem(last=False)
+
+    def forget_oldest(self) -> bool:
+        """Forget one; False if there is none."""
+        if self._values:
+            self._values.popitem(last=False)
+            return True
+        return False
 
 
 def check_defaults(defaults: StructuredOutputsDefaults) -> None:

@@ -36,7 +36,7 @@ from tp_engine.grammar.library import (
     refusal,
 )
 from tp_engine.structured_outputs import PARAM, StructuredOutputsParams
-from tp_engine.units import MIB
+from tp_engine.units import KIB, MIB
 
 _MEMORY_BYTES = 256 * MIB
 _STACK_BYTES = 4 * MIB  # threads that compile what has passed here have more
@@ -44,6 +44,7 @@ _WALL_PER_CPU = 10.0
 _GRACE_S = 10.0
 _PR_SET_PDEATHSIG = 1
 _MOST_WORDS = 4096
+_MAPPED, _RESIDENT = 0, 1  # columns of /proc/self/statm
 _OUT_OF_TIME = (signal.SIGPROF, signal.SIGALRM)
 _TOO_DEEP = (signal.SIGSEGV, signal.SIGBUS)
 
@@ -65,8 +66,8 @@ class CompilerProcess:
         self._link: Connection | None = None
         self._closed = False
 
-    def try_out(self, params: StructuredOutputsParams, *, cpu_s: float, niceness: int = 0) -> None:
-        """Compile ``params`` there, within ``cpu_s`` seconds of processor time.
+    def try_out(self, params: StructuredOutputsParams, *, cpu_s: float, niceness: int = 0) -> int:
+        """Compile ``params`` there, within ``cpu_s`` seconds of processor time; the bytes of memory that it took.
 
         Raises ``RequestError`` if that fails, ``TookTooLongError`` if the time was too short, and ``RuntimeError`` if
         the process itself can not run.
@@ -83,6 +84,7 @@ class CompilerProcess:
             raise refusal(params, f"it needs more than {_MEMORY_BYTES // MIB} MiB to compile; make it simpler")
         if answer["words"]:
             raise RequestError(answer["words"], param=PARAM)
+        return int(answer["num_bytes"])
 
     def close(self) -> None:
         """End the process; ``try_out`` then raises ``RuntimeError``."""
@@ -153,9 +155,10 @@ def main() -> int:
                 break
             with open(reader, encoding="utf-8", errors="replace") as stream:
                 words = stream.read()
-            _, status = os.waitpid(pid, 0)
+            _, status, usage = os.wait4(pid, 0)
             number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-            link.send_bytes(json.dumps({"words": words, "signal": number}).encode())
+            num_bytes = max(0, usage.ru_maxrss * KIB - _own_bytes(_RESIDENT))
+            link.send_bytes(json.dumps({"words": words, "signal": number, "num_bytes": num_bytes}).encode())
     return 0
 
 
@@ -172,7 +175,7 @@ class _Trial:
         os.nice(job["niceness"])
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_STACK, _STACK_BYTES)
-        _limit(resource.RLIMIT_AS, _own_bytes() + _MEMORY_BYTES)
+        _limit(resource.RLIMIT_AS, _own_bytes(_MAPPED) + _MEMORY_BYTES)
         signal.setitimer(signal.ITIMER_PROF, job["cpu_s"])
         signal.setitimer(signal.ITIMER_REAL, job["wall_s"])
         words = ""
@@ -204,6 +207,6 @@ def _limit(kind: int, value: int) -> None:
     resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
-def _own_bytes() -> int:
+def _own_bytes(kind: int) -> int:
     with open("/proc/self/statm", encoding="ascii") as stream:
-        return int(stream.read().split()[0]) * resource.getpagesize()
+        return int(stream.read().split()[kind]) * resource.getpagesize()

@@ -37,10 +37,12 @@ _NUM_THREADS = 4 * _NUM_SHARES  # some may be busy with masks that nobody waits 
 class Pace:
     """How fast the tokens that may follow are found in one grammar, over all its outputs.
 
+    It lives as long as one of them or the grammar itself; meanwhile they hold about ``num_bytes``.
     ``failure`` is set once one mask takes more than ``_MOST_MASK_S``, or all more than ``_MEAN_S`` each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_bytes: int = 0) -> None:
+        self.num_bytes = num_bytes
         self.failure: str | None = None
         self._left_s = _ALLOWANCE_S
 

@@ -49,7 +49,9 @@ async def read_body(kind: type[Body], request: Request, state: ServerState) -> B
 async def parsed(kind: type[Body], data: bytes, request: Request, state: ServerState) -> Body:
     """``parse_body`` of ``data``, in a thread if it is large."""
     request.scope["state"][_NUM_BYTES] = len(data)
-    return parse_body(kind, data) if len(data) <= LARGE else await in_thread(request, state, parse_body, kind, data)
+    if len(data) <= LARGE:
+        return parse_body(kind, data)
+    return await until_disconnect(request.receive, state.preparing.parse(len(data), parse_body, kind, data))
 
 
 async def in_thread(

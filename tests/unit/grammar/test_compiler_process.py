@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,11 +19,13 @@ from typing import Any
 import pytest
 
 from tp_engine.errors import CODE_UNAVAILABLE, RequestError
-from tp_engine.grammar.compiler import MAX_SLOW, QUICK_S, CompiledGrammar, GrammarCompiler
+from tp_engine.grammar.compiler import MAX_MEMORY_BYTES, MAX_SLOW, QUICK_S, CompiledGrammar, GrammarCompiler
 from tp_engine.grammar.compiler_process import CompilerProcess, TookTooLongError
 from tp_engine.grammar.library import SpecialTokens
+from tp_engine.grammar.matcher import GrammarMatcher
 from tp_engine.grammar.vocabulary import byte_vocabulary
 from tp_engine.structured_outputs import StructuredOutputsParams
+from tp_engine.units import MIB
 
 DEADLINE_S = 60.0
 MODULE = "tp_engine.grammar.compiler_process"
@@ -168,17 +171,21 @@ def _is_running(pid: int) -> bool:
 
 
 class FakeTrial:
-    """Grammars that begin with "slow" take more than the quick lane gives; the slow one holds them until ``go``."""
+    """Grammars that begin with "slow" take more than the quick lanes give; the slow one holds them until ``go``.
+
+    Those that begin with "big" take half of all memory.
+    """
 
     def __init__(self, go: threading.Event) -> None:
         self._go = go
 
-    def try_out(self, params: StructuredOutputsParams, *, cpu_s: float, niceness: int = 0) -> None:
+    def try_out(self, params: StructuredOutputsParams, *, cpu_s: float, niceness: int = 0) -> int:
         if not str(params.regex).startswith("slow"):
-            return
+            return MAX_MEMORY_BYTES // 2 if str(params.regex).startswith("big") else 0
         if cpu_s <= QUICK_S:
             raise TookTooLongError("later")
         assert self._go.wait(DEADLINE_S)
+        return 0
 
     def close(self) -> None:
         self._go.set()
@@ -203,6 +210,37 @@ def test_slow_grammars_hold_up_only_each_other() -> None:
     assert all(one.result(DEADLINE_S) for one in slow)
     assert compiler.known(StructuredOutputsParams(regex=f"slow{MAX_SLOW - 1}")) is None
     compiler.close()
+
+
+def test_memory_of_all_grammars_is_limited() -> None:
+    """Oracle: by hand: two fit; a third one takes the place of one that no output follows any more, or is refused for
+    now, and passes later."""
+    compiler = GrammarCompiler(byte_vocabulary(), new_trial=lambda _special_tokens: FakeTrial(threading.Event()))
+
+    def started(number: int) -> GrammarMatcher:
+        return compiler.submit(StructuredOutputsParams(regex=f"big{number}")).result(DEADLINE_S).start()
+
+    first, second = started(1), started(2)
+    with pytest.raises(RequestError, match="grammars of running requests take 512 MiB") as caught:
+        started(3)
+    assert caught.value.code == CODE_UNAVAILABLE
+    assert compiler.submit(GOOD).result(DEADLINE_S)
+    del first
+    deadline = time.monotonic() + DEADLINE_S
+    third = None
+    while third is None:  # the thread that compiled the first may still hold it for a moment
+        assert time.monotonic() < deadline
+        with contextlib.suppress(RequestError):
+            third = started(3)
+    assert second.accept(ord("b")) and third.accept(ord("b"))
+    compiler.close()
+
+
+def test_what_a_grammar_takes_is_measured(process: CompilerProcess) -> None:
+    """Oracle: a long text takes some hundred bytes for each character, an ordinary schema less than a megabyte."""
+    long_text = StructuredOutputsParams(grammar=f'start: "{"a" * 100_000}"')
+    assert 10 * MIB < process.try_out(long_text, cpu_s=5.0) < 100 * MIB
+    assert process.try_out(GOOD, cpu_s=5.0) < MIB
 
 
 def test_refused_grammars_are_remembered() -> None:

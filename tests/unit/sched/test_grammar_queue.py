@@ -27,8 +27,8 @@ VOCAB = 384
 class NoTrial:
     """Lets every grammar pass."""
 
-    def try_out(self, params: StructuredOutputsParams, *, cpu_s: float, niceness: int = 0) -> None:
-        pass
+    def try_out(self, params: StructuredOutputsParams, *, cpu_s: float, niceness: int = 0) -> int:
+        return 0
 
     def close(self) -> None:
         pass
@@ -42,12 +42,12 @@ class SlowCompiler(GrammarCompiler):
         super().__init__(vocabulary, new_trial=lambda _special_tokens: NoTrial())
         self.go: dict[str, threading.Event] = {}
 
-    def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
+    def compile(self, params: StructuredOutputsParams, num_bytes: int = 0) -> CompiledGrammar:
         regex = str(params.regex)
         assert self.go[regex].wait(DEADLINE_S)
         if regex.startswith("broken"):
             raise ZeroDivisionError("a bug")
-        return super().compile(params)
+        return super().compile(params, num_bytes)
 
 
 @dataclass

@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 REQUEST_ID = r"^[!-~]+$"  # visible ASCII, because it comes back in a header
 MAX_REQUEST_ID = 128
 _MOST_PARTS = 250_000
-_MOST_ELEMENTS = 4_000_000
+_MOST_ELEMENTS = 2_000_000
 _PART_MARKS = (b"{", b"[", b":")
 _MOST_WARNED = 256
 

@@ -22,10 +22,6 @@ _CHAT_FIELDS = (
 )
 
 
-_MOST_AT_ONCE = 1 << 20
-_PER_TOKEN = 8
-
-
 class TokenizeBody(RequestBody):
     """``POST /tokenize``: either a ``prompt`` or the ``messages`` of a chat."""
 
@@ -57,8 +53,6 @@ def tokenize(body: TokenizeBody, processor: InputProcessor) -> dict[str, Any]:
         given = {name: value for name in _CHAT_FIELDS if (value := getattr(body, name)) is not None}
         param, text = "messages", chat_prompt(ChatBody.model_validate(given), processor).text
         adds_special = bool(body.add_special_tokens)
-    if len(text) > (most := _most_at_once(processor)):
-        raise _too_much(param, f"{len(text)} characters", most)
     token_ids = processor.text_token_ids(
         text, add_special_tokens=adds_special, may_be_empty=body.prompt is not None, param=param
     )
@@ -75,17 +69,7 @@ def detokenize(body: DetokenizeBody, processor: InputProcessor) -> dict[str, Any
     """The answer: the text of ``tokens``, special tokens included."""
     if processor.tokenizer is None:
         raise RequestError("the model has no tokenizer", param="tokens")
-    if len(body.tokens) > (most := _most_at_once(processor)):
-        raise _too_much("tokens", f"{len(body.tokens)} tokens", most)
+    processor.check_size("tokens", len(body.tokens), "tokens")
     if body.tokens:
         processor.check_token_ids(body.tokens, param="tokens")
     return {"prompt": processor.tokenizer.decode(body.tokens)}
-
-
-def _most_at_once(processor: InputProcessor) -> int:
-    """The longest text in characters, or tokens: more than fits is legal, as long as it holds up nobody for long."""
-    return max(_MOST_AT_ONCE, _PER_TOKEN * processor.max_model_len)
-
-
-def _too_much(param: str, size: str, most: int) -> RequestError:
-    return RequestError(f"{param} has {size}; at most {most} are taken at a time, send it in parts", param=param)
