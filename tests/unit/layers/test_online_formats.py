@@ -38,6 +38,20 @@ def test_errors_are_within_half_a_step(quantise: Quantise, shape: tuple[int, ...
         assert found.scales is not None and found.scales.shape[-1] == -(-shape[-1] // INT4_GROUP)
 
 
+def test_int4_beats_the_scale_of_the_largest_weight() -> None:
+    """Oracle: llama.cpp's Q4_0, scale = w of the largest magnitude / -8; errors weighted by ``|w|``.  Each row is
+    quantised by itself, wherever the weight is cut into parts."""
+    weight = torch.randn(300, 1024)
+    found = quantise_int4(weight)
+    groups = weight.view(-1, INT4_GROUP)
+    steps = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -8
+    simple = ((groups / steps).round().clamp(-8, 7) * steps).view_as(weight)
+    error, simple_error = (((one - weight).square() * weight.abs()).sum() for one in (dequantise(found), simple))
+    assert error < 0.95 * simple_error
+    for row in (0, 255, 256, 299):
+        assert torch.equal(dequantise(quantise_int4(weight[row : row + 1])), dequantise(found)[row : row + 1])
+
+
 @pytest.mark.parametrize(("quantization", "largest"), [("fp8", 0.05), ("int4", 0.15)])
 @pytest.mark.parametrize(("architecture", "world_size"), [("llama", 1), ("qwen3", 2), ("qwen3-moe", 1), ("qwen2", 2)])
 def test_error_of_a_model_is_bounded(

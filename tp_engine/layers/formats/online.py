@@ -3,11 +3,10 @@
 ::
 
     fp8     a scale per row                    scale = max |w| / 448
-    int4    a scale per 32 columns             scale = w of the largest magnitude / -8, so that all 16 codes occur
+    int4    a scale per 32 columns             see quantise_int4
     int8    a scale per row, weights alone     scale = max |w| / 127
 
-The rule of int4 is that of llama.cpp's Q4_0.  With int4 the output head has 8 bits: errors there reach the tokens
-directly.  ``int8.py`` quantises activations too.
+With int4 the output head has 8 bits: errors there reach the tokens directly.  ``int8.py`` quantises activations too.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ from tp_engine.layers.formats.stored import LinearShape
 from tp_engine.units import ceil_div
 
 INT4_GROUP = 32
+_INT4_SHARES = (1.0, 0.9)  # of the largest magnitude
+_GROUPS_AT_A_TIME = 1 << 13  # 1 MiB, which stays in the caches
 _SMALLEST_LARGEST = 1e-30  # keeps the scale of a row of zeros from being zero
 _LARGEST_E4M3 = 448.0
 _LARGEST_INT8 = 127
@@ -89,16 +90,44 @@ def quantise_int4(weight: torch.Tensor) -> QuantisedWeight:
     if num_columns % 2:
         return quantise_int8(weight)
     num_groups = ceil_div(num_columns, INT4_GROUP)
-    padded = F.pad(weight.float(), (0, num_groups * INT4_GROUP - num_columns))
-    grouped = padded.view(*weight.shape[:-1], num_groups, INT4_GROUP)
-    largest = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))
-    scales = (largest / -INT4_OFFSET).half()
-    factor = torch.where(scales == 0, 0.0, 1.0 / scales.float())
-    codes = (grouped * factor).round_().add_(INT4_OFFSET).clamp_(0, 15).to(torch.uint8)
-    codes = codes.flatten(-2)[..., :num_columns]
+    padded = F.pad(weight, (0, num_groups * INT4_GROUP - num_columns))
+    groups = torch.split(padded.reshape(-1, INT4_GROUP), _GROUPS_AT_A_TIME)
+    parts = [_int4_groups(part.float()) for part in groups]
+    codes, scales = (torch.cat(part) for part in zip(*parts, strict=True))
+    codes = codes.view(*weight.shape[:-1], -1)[..., :num_columns]
     return QuantisedWeight(
         kind="int4",
         codes=codes[..., 0::2] | codes[..., 1::2] << 4,
-        scales=scales.squeeze(-1),
+        scales=scales.view(*weight.shape[:-1], num_groups),
         group=INT4_GROUP,
     )
+
+
+def _int4_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8 (N, ``INT4_GROUP``) and scales float16 (N, 1) of ``groups``, float32.
+
+    The weight of the largest magnitude gets code -8, so that all 16 codes occur, or is clipped a little.  For each such
+    choice of codes the best scale follows from the sum of ``|w| * error ** 2``, and the best choice is kept.  Without
+    the factor ``|w|`` large weights are clipped too much, and perplexities rise (docs/benchmarks.md).
+    """
+    magnitudes = groups.abs()
+    largest = groups.gather(-1, magnitudes.argmax(-1, keepdim=True))
+    best, scales = torch.full_like(largest, -1), torch.zeros_like(largest)
+    for share in _INT4_SHARES:
+        codes = _int4_codes(groups, largest * (share / -INT4_OFFSET))
+        weighted = magnitudes * codes
+        products, squares = (weighted * groups).sum(-1, keepdim=True), (weighted * codes).sum(-1, keepdim=True)
+        fit = products * _inverse(squares)
+        gain = fit * products  # what these codes take away from the error of zeros
+        scales = torch.where(gain > best, fit, scales)
+        best = torch.maximum(gain, best)
+    scales = scales.half()
+    return _int4_codes(groups, scales.float()).add_(INT4_OFFSET).to(torch.uint8), scales
+
+
+def _int4_codes(groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return (groups * _inverse(scales)).round_().clamp_(-INT4_OFFSET, INT4_OFFSET - 1)
+
+
+def _inverse(values: torch.Tensor) -> torch.Tensor:
+    return torch.where(values == 0, 0.0, 1.0 / values)
