@@ -279,8 +279,8 @@ class LLM(Closing):
         """Stop all ranks and free the device; safe to call twice."""
         self._close()
 
-    def _act(self, name: str, **arguments: Any) -> dict[str, Any]:
-        return act(self.engine, name, arguments)
+    def _act(self, action: str, **arguments: Any) -> dict[str, Any]:
+        return act(self.engine, action, arguments)
 
     def _update_weights(self, weight_version: str | None, flush_cache: bool, **source: Any) -> str:
         done = self._act("update_weights", weight_version=weight_version, flush_cache=flush_cache, **source)
