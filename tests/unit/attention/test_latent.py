@@ -167,7 +167,8 @@ def test_what_deepseek_v3_becomes() -> None:
     assert last.experts is not None and last.experts.shared is not None
     rule = last.experts.rule
     assert (rule.num_groups, rule.top_groups, rule.group_best, rule.factor) == (8, 4, 2, 2.5)
-    assert spec.names.skipped == ("model.layers.61.",)
+    predicted = {"model.layers.61.eh_proj.weight", "model.layers.61.enorm.weight"}
+    assert spec.names.mtp_names({"model.layers.60.mlp.gate.weight", *predicted}, spec.num_layers) == predicted
     modules = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj")
     assert {spec.scheme_of(f"model.layers.4.self_attn.{name}") for name in modules} == {BLOCK_FP8}
 

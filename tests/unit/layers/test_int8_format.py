@@ -102,8 +102,8 @@ def test_what_can_not_be_trusted_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_values_and_devices_are_refused() -> None:
     """Oracle: value, rule and remedy, before anything starts."""
     assert resolve(EngineConfig(quantization="int8", device="cpu")).config.quantization == "int8"
-    with pytest.raises(ConfigError, match="quantization is 'awq'; choose one of int8, fp8, int4"):
-        EngineConfig(quantization="awq")
+    with pytest.raises(ConfigError, match="quantization is 'int2'; choose one of int8, fp8, int4, awq, gptq"):
+        EngineConfig(quantization="int2")
     with pytest.raises(ConfigError, match="for CPUs, but the model runs on cuda; leave quantization out, or"):
         check_int8("cuda")
 
