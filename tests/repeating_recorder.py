@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tp_engine.worker.recorded.captured_decodes import Keep, Recording, Step, keep_nothing
+from tp_engine.worker.graphs.recorder import Keep, Recording, Step, keep_nothing
 
 
 class _Repeated:

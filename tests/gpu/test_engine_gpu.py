@@ -13,9 +13,7 @@ import torch
 from tp_engine import LLM, SamplingParams
 from tp_engine.plan import StepPlan
 from tp_engine.worker.batch.padded_batch import StepSize
-from tp_engine.worker.model_runner import ModelRunner
-from tp_engine.worker.recorded.captured_decodes import DecodeGraphs
-from tp_engine.worker.results.readback import PendingStep
+from tp_engine.worker.graphs.step_runner import Captured, StepRunner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -137,13 +135,14 @@ def test_nothing_is_compiled_while_serving(
 def recorded_sizes(monkeypatch: pytest.MonkeyPatch) -> list[StepSize]:
     """The sizes of the recordings with prompts that run from now on."""
     sizes: list[StepSize] = []
-    replay = ModelRunner._replay_prompts
+    replay = StepRunner.replay
 
-    def note_and_replay(runner: ModelRunner, plan: StepPlan, prompts: Any, size: StepSize) -> PendingStep:
-        sizes.append(size)
-        return replay(runner, plan, prompts, size)
+    def note_and_replay(graphs: StepRunner, found: Captured, plan: StepPlan) -> Any:
+        if isinstance(found.size, StepSize):
+            sizes.append(found.size)
+        return replay(graphs, found, plan)
 
-    monkeypatch.setattr(ModelRunner, "_replay_prompts", note_and_replay)
+    monkeypatch.setattr(StepRunner, "replay", note_and_replay)
     return sizes
 
 
@@ -217,13 +216,12 @@ def test_ranks_on_one_gpu_record_their_decodes(
     does what follows it: tokens are chosen from keys that are gathered in shared memory."""
     one = generated(folder, params, dtype="float32")
     num_rows: list[int] = []
-    run = DecodeGraphs.run
+    replay = StepRunner.replay
 
-    def note_and_run(graphs: DecodeGraphs, count: int) -> torch.Tensor:
-        num_rows.append(count)
-        return run(graphs, count)
+    def note_and_replay(graphs: StepRunner, found: Captured, plan: StepPlan) -> Any:
+        num_rows.append(len(plan.decode_rows))
+        return replay(graphs, found, plan)
 
-    monkeypatch.setattr(DecodeGraphs, "run", note_and_run)
+    monkeypatch.setattr(StepRunner, "replay", note_and_replay)
     assert generated(folder, params, dtype="float32", **on_one_gpu(size, "symm_mem")) == one
-    assert params.max_tokens is not None and len(num_rows) >= 2 * (params.max_tokens - 1)
-    assert num_rows[::2] == num_rows[1::2], "a forward pass, then its sampling"
+    assert params.max_tokens is not None and len(num_rows) >= params.max_tokens - 1

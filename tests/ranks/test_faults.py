@@ -66,9 +66,9 @@ def test_a_rank_whose_state_has_diverged_is_named(folder: Path) -> None:
     """Oracle: the test changes rank 0's own table, as a wrong plan would; the comparison ends the job at that step."""
     with LLM(str(folder), **TWO_RANKS, check_inputs=True) as llm:
         llm.generate([[5, 9, 13]], PARAMS, use_tqdm=False)
-        llm.engine._worker.runner._batch._token_ids.fill_(3)  # type: ignore[union-attr]
-        llm.engine._worker.runner._batch.apply = lambda plan: None  # type: ignore[method-assign, union-attr]
-        llm.engine._worker.runner._batch.num_computed.fill(1)  # type: ignore[union-attr]
+        llm.engine._worker.runner._batch._token_ids.fill_(3)
+        llm.engine._worker.runner._batch.apply = lambda plan: None  # type: ignore[method-assign]
+        llm.engine._worker.runner._batch.num_computed.fill(1)
         with pytest.raises(PlanError, match=r"step \d+: the ranks have diverged: rank 1 has inputs 0x"):
             llm.generate([[5, 9, 13]], PARAMS, use_tqdm=False)
 

@@ -16,7 +16,7 @@ from tp_engine.kernels.ops import has_triton
 from tp_engine.kernels.sampling.tables import SamplingTables
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.layers.upload import upload_all
-from tp_engine.plan import IntArray, RowSampling
+from tp_engine.plan import IntArray, RowSampling, StepPlan
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.sampling.processors import PenaltyCounts, StepMasks
 
@@ -75,6 +75,18 @@ class SamplingState:
     def num_bytes(self) -> int:
         """Bytes on the device, with the penalties' counts, which are allocated when the first row needs them."""
         return self.penalties.num_bytes + (0 if self.tables is None else self.tables.num_bytes)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take in a plan's changes, in its order: masks, what was kept, released rows, admissions, then lanes."""
+        self.masks.set(plan.mask_rows, plan.masks)
+        if len(plan.kept_rows):
+            self.keep(plan.kept_rows, plan.kept_tokens)
+        if len(plan.released):
+            self.release(plan.released)
+        for one in plan.admitted:
+            self.admit(one.row, one.sampling, one.token_ids, one.num_prompt_tokens)
+        if len(plan.lane_rows):
+            self.mirror(plan.lanes, plan.lane_rows, plan.lane_tokens)
 
     def admit(self, row: int, sampling: RowSampling, token_ids: IntArray, num_prompt_tokens: int) -> None:
         """Set a row.  ``token_ids`` (int32) are its prompt and, for a resumed request, the tokens generated so far."""

@@ -6,11 +6,12 @@ import enum
 import time
 from collections.abc import Iterable
 
+from tp_engine.hooks import hooks
 from tp_engine.plan import Admission, IntArray
 from tp_engine.sched.blocks.block_manager import Donation, Hits
 from tp_engine.sched.blocks.prefix_cache import BlockName, identity
 from tp_engine.sched.blocks.snapshots import Snapshots
-from tp_engine.sched.feature import SchedulerFeature, hooks
+from tp_engine.sched.feature import SchedulerFeature
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import NO_ROW, Entry, Sequence, SequencePhase

@@ -15,8 +15,8 @@ costs nothing for what is switched off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.request import EngineRequest, StepOutput
@@ -111,17 +111,3 @@ class SchedulerFeature:
 
     def check_integrity(self) -> None:
         """Assert that the feature agrees with itself."""
-
-
-Feature = TypeVar("Feature", bound=SchedulerFeature)
-
-
-def find_feature(features: Iterable[SchedulerFeature], kind: type[Feature]) -> Feature | None:
-    """The feature of this kind; None if it is switched off."""
-    return next((one for one in features if isinstance(one, kind)), None)
-
-
-def hooks(features: Iterable[SchedulerFeature], name: str) -> list[Callable[..., Any]]:
-    """The methods ``name`` of the features that override it, in order."""
-    base = getattr(SchedulerFeature, name)
-    return [getattr(one, name) for one in features if getattr(type(one), name) is not base]

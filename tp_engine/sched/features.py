@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from tp_engine.hooks import find_feature
 from tp_engine.sched.adapters import AdapterSlots
 from tp_engine.sched.constraint import FillMasks
-from tp_engine.sched.feature import SchedulerFeature, find_feature
+from tp_engine.sched.feature import SchedulerFeature
 from tp_engine.sched.guesses.guesses import GuessSource
 from tp_engine.sched.guesses.speculation import Speculation
 from tp_engine.sched.outcome import StopChecker

@@ -30,13 +30,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.errors import RequestError
+from tp_engine.hooks import Feature, find_feature, hooks
 from tp_engine.plan import IntArray, StepPlan, StepResult
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.admission import Admitter
 from tp_engine.sched.blocks.roots import Roots
 from tp_engine.sched.constraint import FillMasks, Grammar
 from tp_engine.sched.decode_run import RowSet
-from tp_engine.sched.feature import Feature, find_feature, hooks
 from tp_engine.sched.features import FeatureParts, make_features
 from tp_engine.sched.guesses.guesses import GuessSource
 from tp_engine.sched.intake import build_group

@@ -3,7 +3,7 @@
 ::
 
     order     read: file -> this rank's share of each layer's pair, on the host       may fail, and changes nothing
-              keep: it has a number, its generation
+              remember: it has a number, its generation
     plan      adapter_loads: from the host into a slot                                can not fail
               admitted: a row uses a slot until the next sequence is admitted there
               adapter_drops: the share on the host is freed
@@ -13,18 +13,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from tp_engine.layers.adapters import AdapterSlots, LocalPair, StepAdapters, group_step
+from tp_engine.layers.adapters import AdapterSlots, LocalPair, StepAdapters, adapting, group_step
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.plan import StepPlan
 from tp_engine.units import MIB
 from tp_engine.weights.adapter import check_all_used, read_adapter
-from tp_engine.worker.batch.step_inputs import BatchLayout
+from tp_engine.worker.batch.step_inputs import BatchLayout, StepInputs
+from tp_engine.worker.feature import RunnerFeature, RunningStep
 
 # The largest file of an adapter, over the bytes of all slots of a rank: 8 ranks, each with its part in 16 bits of what
 # the file has in 32, and a slot for one adapter alone.
@@ -46,13 +48,13 @@ class LoadedAdapter:
 
     def commit(self) -> dict[str, Any]:
         """See ``worker.orders.Prepared``."""
-        return {"num_bytes": self._adapters.keep(self._generation, self._shares)}
+        return {"num_bytes": self._adapters.remember(self._generation, self._shares)}
 
     def discard(self) -> None:
         """See ``worker.orders.Prepared``."""
 
 
-class RankAdapters:
+class RankAdapters(RunnerFeature):
     """The adapters of a batch of ``num_rows`` rows, lanes included; ``layers`` are the model's, in order."""
 
     def __init__(
@@ -79,7 +81,7 @@ class RankAdapters:
         check_all_used(folder, pairs, used)
         return shares
 
-    def keep(self, generation: int, adapter: HostAdapter) -> int:
+    def remember(self, generation: int, adapter: HostAdapter) -> int:
         """Remember what ``read`` returned; its bytes on the host."""
         self._kept[generation] = adapter
         return sum(pair.num_bytes for pair in adapter if pair is not None)
@@ -96,10 +98,16 @@ class RankAdapters:
         if len(plan.lane_rows):
             self._slots[plan.lanes] = self._slots[plan.lane_rows]
 
-    def are_used(self, plan: StepPlan) -> bool:
-        """Whether a row of this step has an adapter."""
+    def must_launch(self, plan: StepPlan) -> bool:
+        """Return whether a row of this step has an adapter."""
         slots = self._slots
         return bool((slots[plan.decode_rows] >= 0).any() or (slots[plan.prefill_rows] >= 0).any())
+
+    def around_model(self, step: RunningStep, inputs: StepInputs) -> AbstractContextManager[object]:
+        """See ``RunnerFeature``."""
+        if not self.must_launch(step.plan):
+            return nullcontext()
+        return adapting(self.group(inputs.layout, step.plan.rows_epoch))
 
     def group(self, layout: BatchLayout, epoch: int) -> StepAdapters:
         """The rows of a step with adapters; ``epoch`` is ``StepPlan.rows_epoch``."""

@@ -32,8 +32,8 @@ from tp_engine.model_config.tp_invariant import check_tp_invariant
 from tp_engine.speculative import CONFIG_NAME, SpeculativeConfig
 from tp_engine.worker.all_reduce import check_hosts, probe_devices, uses_symmetric_memory
 from tp_engine.worker.gpu_host import choose_device_type
+from tp_engine.worker.graphs.graph_plan import capture_sizes, prefill_sizes
 from tp_engine.worker.profiling import parse_steps
-from tp_engine.worker.recorded.graph_capture import capture_sizes, prefill_sizes
 
 _DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.3}
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -9,26 +9,22 @@
 No step is in flight meanwhile.  ``prepare`` reads and checks: all that can fail, and nothing that others see.  Ranks
 exchange their errors then.  ``commit`` must not fail: a rank whose commit raises has failed, and ends the job.
 
-To add an order, write its ``prepare`` in a file of its own, and add a line to ``ORDERS``.
+To add an order, write its ``prepare`` in a file of its own, and add a line to ``Worker._orders``, which gives it what
+it needs of the rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
 from tp_engine.log import get_logger
 from tp_engine.plan import Order
 from tp_engine.progress import RankPhase
-from tp_engine.worker.adapters import LoadedAdapter
-from tp_engine.worker.sleep import Sleep, WakeUp
+from tp_engine.ranks.groups import RankGroups
 from tp_engine.worker.together import failures
-from tp_engine.worker.weight_update import WeightUpdate
-
-if TYPE_CHECKING:
-    from tp_engine.worker.worker import Worker
 
 logger = get_logger(__name__)
 
@@ -46,7 +42,7 @@ class Prepared(Protocol):
         """Free what was prepared, because another rank can not follow."""
 
 
-Prepare: TypeAlias = Callable[["Worker", Arguments], Prepared]
+Prepare: TypeAlias = Callable[[Arguments], Prepared]
 """Raises any error if this rank can not follow; then it must have changed nothing, and hold nothing."""
 
 
@@ -60,52 +56,22 @@ class Outcome(NamedTuple):
     result: dict[str, Any]
 
 
-class Trace:
-    """The beginning or the end of a trace of all ranks' steps."""
-
-    def __init__(self, worker: Worker, begins: bool) -> None:
-        assert worker.profiler is not None, "rank 0 has checked that there is a folder for traces"
-        self._profiler, self._begins = worker.profiler, begins
-
-    def commit(self) -> dict[str, Any]:
-        """See ``Prepared``; a trace that ends is written."""
-        if self._begins:
-            self._profiler.start()
-        else:
-            self._profiler.stop()
-        return {}
-
-    def discard(self) -> None:
-        """See ``Prepared``."""
-
-
-ORDERS: dict[str, Prepare] = {
-    "load_adapter": lambda worker, arguments: LoadedAdapter(worker.adapters, **arguments),
-    "sleep": Sleep,
-    "start_profile": lambda worker, _arguments: Trace(worker, begins=True),
-    "stop_profile": lambda worker, _arguments: Trace(worker, begins=False),
-    "update_weights": WeightUpdate,
-    "wake_up": WakeUp,
-}
-
-
-def obey(worker: Worker, data: bytes) -> Outcome:
-    """Follow a plan's order; every rank calls this with the same bytes."""
-    order = msgspec.json.decode(data, type=Order)
-    progress = worker.groups.progress
+def obey(data: bytes, orders: Mapping[str, Prepare], groups: RankGroups) -> Outcome:
+    """Follow a plan's order, one of ``orders``; every rank calls this with the same bytes."""
+    order, progress = msgspec.json.decode(data, type=Order), groups.progress
     prepared: Prepared | None = None
     failure: Exception | None = None
     try:
         progress.reach(RankPhase.PREPARE)
-        prepared = ORDERS[order.kind](worker, order.arguments)
+        prepared = orders[order.kind](order.arguments)
     except Exception as error:
         failure = error
-    failed = failures(failure, worker.groups.host, progress)
+    failed = failures(failure, groups.host, progress)
     if failed:
         if prepared is not None:
             prepared.discard()
         rank, text = next(iter(failed.items()))
-        if worker.groups.info.is_first:
+        if groups.info.is_first:
             logger.warning("%s was refused: rank %d: %s", order.kind, rank, text)
         return Outcome(f"rank {rank}: {text}", {})
     assert prepared is not None

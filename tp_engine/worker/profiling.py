@@ -8,10 +8,10 @@ Nsight Systems shows the names through NVTX, without any option.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -50,6 +50,40 @@ def parse_steps(text: str) -> range:
             "for ten steps, or none"
         )
     return range(int(first), int(end))
+
+
+class Trace:
+    """The order to begin or to end a trace of all ranks' steps."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+
+    def commit(self) -> dict[str, Any]:
+        """See ``worker.orders.Prepared``; a trace that ends is written."""
+        self._run()
+        return {}
+
+    def discard(self) -> None:
+        """See ``worker.orders.Prepared``."""
+
+
+class NoProfiler:
+    """The profiler of a rank that writes no traces."""
+
+    def step(self, _step_id: int) -> AbstractContextManager[object]:
+        """See ``StepProfiler``."""
+        return _NOTHING
+
+    def named(self, otherwise: Named) -> Named:
+        """See ``StepProfiler``."""
+        return otherwise
+
+    def orders(self) -> dict[str, Callable[[Mapping[str, Any]], Trace]]:
+        """Return nothing: rank 0 refuses orders to trace."""
+        return {}
+
+    def close(self) -> None:
+        """See ``StepProfiler``."""
 
 
 class StepProfiler:
@@ -119,13 +153,17 @@ class StepProfiler:
         """Whether a trace has begun and is not written yet."""
         return self._trace is not None
 
+    def orders(self) -> dict[str, Callable[[Mapping[str, Any]], Trace]]:
+        """Return the orders to trace, by name (``worker.orders``)."""
+        return {"start_profile": lambda _: Trace(self.start), "stop_profile": lambda _: Trace(self.stop)}
+
     def named(self, otherwise: Named) -> Named:
         """Names for the trace while one is recorded, else for ``otherwise``."""
         return lambda name: record_function(name) if self.is_recording else otherwise(name)
 
 
-def make_step_profiler(config: EngineConfig, rank: int) -> StepProfiler | None:
-    """This rank's profiler if ``config`` asks for traces; ``OSError`` if their folder can not be made."""
+def make_step_profiler(config: EngineConfig, rank: int) -> StepProfiler | NoProfiler:
+    """This rank's profiler, as ``config`` asks; ``OSError`` if the folder of traces can not be made."""
     if config.profile is None:
-        return None
+        return NoProfiler()
     return StepProfiler(Path(config.profile), parse_steps(config.profile_steps), rank, config.device)

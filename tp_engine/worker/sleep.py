@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from tp_engine.errors import RequestError
-
-if TYPE_CHECKING:
-    from tp_engine.worker.worker import Worker
+from tp_engine.worker.model_runner import ModelRunner
+from tp_engine.worker.tiers.host_tier import HostTier
 
 
 def drop_memory(raw: torch.Tensor) -> None:
@@ -45,19 +44,19 @@ def take_memory(raw: torch.Tensor) -> None:
 class Sleep:
     """The order to sleep."""
 
-    def __init__(self, worker: Worker, _arguments: Mapping[str, Any]) -> None:
-        if worker.effective.config.kv_offloading_size:
+    def __init__(self, runner: ModelRunner, empty_cache: Callable[[], None]) -> None:
+        """``empty_cache`` gives memory that is free in this process back to the device."""
+        if runner.feature(HostTier) is not None:
             raise RequestError("an engine with a host tier can not sleep: the tier would keep blocks; leave it out")
-        assert worker.runner is not None, "start() comes first"
-        self._worker, self._runner = worker, worker.runner
+        self._runner, self._empty_cache = runner, empty_cache
 
     def commit(self) -> dict[str, Any]:
         """See ``Prepared``."""
-        self._runner.forget_captured()
+        self._runner.graphs.forget()
         for raw in self._runner.kv_memory:
             drop_memory(raw)
-        self._worker.is_asleep = True
-        self._worker.empty_cache()
+        self._runner.is_asleep = True
+        self._empty_cache()
         return {}
 
     def discard(self) -> None:
@@ -67,9 +66,8 @@ class Sleep:
 class WakeUp:
     """The order to wake up."""
 
-    def __init__(self, worker: Worker, _arguments: Mapping[str, Any]) -> None:
-        assert worker.runner is not None, "start() comes first"
-        self._worker, self._memory = worker, worker.runner.kv_memory
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner, self._memory = runner, runner.kv_memory
         try:
             for raw in self._memory:
                 take_memory(raw)
@@ -79,8 +77,8 @@ class WakeUp:
 
     def commit(self) -> dict[str, Any]:
         """See ``Prepared``."""
-        self._worker.is_asleep = False
-        self._worker.record()
+        self._runner.is_asleep = False
+        self._runner.record_again()
         return {}
 
     def discard(self) -> None:

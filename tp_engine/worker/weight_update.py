@@ -15,10 +15,10 @@ weights a second time for the time of the update.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -32,8 +32,8 @@ from tp_engine.worker.model_loading import weight_bytes
 
 if TYPE_CHECKING:
     from tp_engine.model_config.spec import ModelSpec
+    from tp_engine.models.causal_lm import CausalLM
     from tp_engine.worker.effective_config import EffectiveConfig
-    from tp_engine.worker.worker import Worker
 
 _OWN_FIELDS = ("dtype", "eos_token_ids", "max_position", "max_position_key", "beside")
 
@@ -45,12 +45,27 @@ class SharedFile(msgspec.Struct, frozen=True):
     inode: int
 
 
+class Updatable(Protocol):
+    """The rank whose weights are replaced."""
+
+    effective: EffectiveConfig
+
+    def free_bytes(self) -> int:
+        """Return the memory of the device that this rank may still take."""
+
+    def prepare_model(self, effective: EffectiveConfig, source: Path | Sequence[Path]) -> CausalLM:
+        """Return a model of the same kind with the weights of ``source``; nothing else changes."""
+
+    def take_model(self, model: CausalLM, effective: EffectiveConfig) -> None:
+        """Run ``model`` from the next step on."""
+
+
 class WeightUpdate:
     """The arguments are ``folder``, that of a checkpoint, or ``files``, shared ones that hold all tensors."""
 
-    def __init__(self, worker: Worker, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, rank: Updatable, arguments: Mapping[str, Any]) -> None:
         files = msgspec.convert(arguments.get("files", []), list[SharedFile])
-        running = worker.effective
+        running = rank.effective
         if files and running.num_hosts > 1:
             raise RequestError("tensors in shared memory reach the ranks of one host; update from a shared folder")
         source: Path | list[Path] = [_opened(file) for file in files]
@@ -58,13 +73,13 @@ class WeightUpdate:
             model = with_head(running.model, CheckpointHeaders(source))
         else:
             model, source = _same_model(arguments["folder"], running)
-        self._worker, self._effective = worker, replace(running, model=model)
-        _check_memory(worker, self._effective)
-        self._model = worker.prepare_model(self._effective, source)
+        self._rank, self._effective = rank, replace(running, model=model)
+        _check_memory(rank, self._effective)
+        self._model = rank.prepare_model(self._effective, source)
 
     def commit(self) -> dict[str, Any]:
         """See ``Prepared``."""
-        self._worker.take_model(self._model, self._effective)
+        self._rank.take_model(self._model, self._effective)
         return {}
 
     def discard(self) -> None:
@@ -72,9 +87,9 @@ class WeightUpdate:
         del self._model
 
 
-def _check_memory(worker: Worker, effective: EffectiveConfig) -> None:
+def _check_memory(rank: Updatable, effective: EffectiveConfig) -> None:
     """``RequestError`` if there is no room for the weights a second time."""
-    needed, free = weight_bytes(effective, as_read=True), worker.free_bytes()
+    needed, free = weight_bytes(effective, as_read=True), rank.free_bytes()
     if needed > free:
         on_gpu = effective.config.device == "cuda"
         remedy = "start the engine with a lower --gpu-memory-utilization" if on_gpu else "free some, or use more ranks"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,49 +13,40 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.attention.registry import key_lanes, select_backend
-from tp_engine.kv_codec import is_lossy, may_refuse
+from tp_engine.kv_codec import may_refuse
 from tp_engine.kv_layout import DiskCounters, KvCapacity, MoveCounters
+from tp_engine.layers.attention import Attention
 from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.plan import StepPlan
-from tp_engine.progress import RankPhase
+from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.ranks.groups import RankGroups
 from tp_engine.tier_progress import TierProgress
-from tp_engine.units import format_gib
-from tp_engine.worker.adapters import RankAdapters
+from tp_engine.worker.adapters import LoadedAdapter, RankAdapters
 from tp_engine.worker.all_reduce import share_memory
 from tp_engine.worker.codecs import make_codec
 from tp_engine.worker.device import Device, check_devices, make_device
 from tp_engine.worker.effective_config import EffectiveConfig
-from tp_engine.worker.memory.host_memory import host_memory
-from tp_engine.worker.memory.kv_cache import KvCacheShape
+from tp_engine.worker.features import FeatureParts, RunnerParts, count_bytes, make_features
+from tp_engine.worker.graphs.graph_plan import graph_plan, measure_graph_bytes
+from tp_engine.worker.graphs.step_runner import GraphPlan
+from tp_engine.worker.input_digests import NoteInputs
+from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 from tp_engine.worker.memory.ledger import MemoryLedger, memory_lines
-from tp_engine.worker.memory.meter import (
-    MemoryMeter,
-    MemoryMonitor,
-    choose_blocks,
-    log_memory,
-    settle_blocks,
-    settle_slots,
-)
+from tp_engine.worker.memory.meter import MemoryMeter, MemoryMonitor, choose_blocks, log_memory, settle_blocks
 from tp_engine.worker.model_loading import load_head, load_model, log_weights
-from tp_engine.worker.model_runner import ModelRunner, NoteInputs
-from tp_engine.worker.orders import Outcome, obey
+from tp_engine.worker.model_runner import ModelRunner
+from tp_engine.worker.orders import Outcome, Prepare, obey
 from tp_engine.worker.profiling import make_step_profiler, names_for
-from tp_engine.worker.recorded.graph_capture import (
-    GraphPlan,
-    graph_plan,
-    measure_graph_bytes,
-    record_decodes,
-    record_steps,
-)
 from tp_engine.worker.results.readback import PendingStep
-from tp_engine.worker.runner_parts import RunnerParts
+from tp_engine.worker.row_tables import make_batch, make_sampling, table_bytes
+from tp_engine.worker.sleep import Sleep, WakeUp
 from tp_engine.worker.tiers.disk_start import DiskStart, open_disk_tier
-from tp_engine.worker.tiers.host_tier import choose_slots
+from tp_engine.worker.tiers.host_tier import HostTier, settle_host_slots
 from tp_engine.worker.together import StartUp
 from tp_engine.worker.trial_steps import run_largest_decodes, run_largest_step, time_decodes, warm_up, warms_up
+from tp_engine.worker.weight_update import WeightUpdate
 
 logger = get_logger(__name__)
 
@@ -77,10 +68,8 @@ class Worker:
         note_inputs: NoteInputs | None = None,
     ) -> None:
         """``channels``: where this rank says what of the tiers' work has ended, by name."""
-        self.effective = effective
-        self._channels = channels
-        self._note_inputs = note_inputs
-        self.groups = groups
+        self.effective, self.groups = effective, groups
+        self._channels, self._note_inputs = channels, note_inputs
         self._start_up = StartUp(groups.host, groups.progress)
         config, model = effective.config, effective.model
         self._layout = model.kv_layout_on(config.tensor_parallel_size)
@@ -94,81 +83,69 @@ class Worker:
             chunk_tokens=config.max_num_batched_tokens,
         )
         self._kv_shape = KvCacheShape(layout=self._layout, block_size=config.block_size, dtype=effective.kv_cache_dtype)
-        lanes = key_lanes(self._backends[0], config.block_size)
-        self._codec = (
-            make_codec(config.kv_offloading_codec, self._kv_shape, lanes) if config.kv_offloading_size else None
-        )
         self._device: Device
-        self.runner: ModelRunner | None = None
-        self.is_asleep = False  # there is no KV cache (``sleep``)
-        self._monitor: MemoryMonitor | None = None
+        self._parts: FeatureParts
+        self._monitor: MemoryMonitor
+        self._runner: ModelRunner | None = None
+        self._closing = ExitStack()
         self.memory: dict[str, int] = {}
         self.num_host_slots = 0
         self.decode_seconds: dict[int, float] = {}  # by the number of rows, with speculation
         self.disk: DiskStart | None = None
-        self.profiler = make_step_profiler(config, groups.info.rank)
+        self._profiler = make_step_profiler(config, groups.info.rank)
+        self._closing.callback(self._profiler.close)
 
     def start(self) -> int:
         """Load, measure, agree, allocate.  Returns the number of KV blocks, the same on every rank."""
-        effective, info = self.effective, self.groups.info
-        device = self._device = self._start_up.run_together("opening the device", self._open_device)
+        effective, info, start_up = self.effective, self.groups.info, self._start_up
+        device = self._device = start_up.run_together("opening the device", self._open_device)
         check_devices(self.groups.host, device.torch_device, may_share=effective.device_map.is_shared)
-        meter = self._start_up.run_together("first snapshot", lambda: self._make_meter(device))
+        meter = start_up.run_together(
+            "first snapshot", lambda: MemoryMeter(device, utilization=effective.gpu_memory_utilization)
+        )
         gc.freeze()  # garbage collections skip the libraries' objects from now on
-        share_memory(effective, self.groups, self._start_up.run, device)
-        model, head = self._start_up.run_together("loading weights", lambda: self._load(device))
-        self._start_up.run_together("packing weights", model.finish_loading)
+        share_memory(effective, self.groups, start_up.run, device)
+        model, head = start_up.run_together("loading weights", lambda: self._load(device))
+        start_up.run_together("packing weights", model.finish_loading)
         if head is not None:
-            self._start_up.run_together("packing the draft head", head.finish_loading)
-        parts = RunnerParts(
-            effective=effective,
-            groups=self.groups,
-            model=model,
-            head=head,
-            layout=self._layout,
-            backends=self._backends,
-            kv_shape=self._kv_shape,
-            codec=self._codec,
-            stores=self._channels["stores"] if may_refuse(effective.config.kv_offloading_codec) else None,
-            device=device,
-            note_inputs=self._note_inputs,
-        )
+            start_up.run_together("packing the draft head", head.finish_loading)
+        self._parts = self._make_parts(device, model, head)
         graphs = graph_plan(effective.config, self._backends[0], self.groups.communicator, model, self.groups.check)
-        graph_bytes = self._try_steps(parts, graphs) if warms_up(device.type) else 0
+        graph_bytes = self._try_steps(graphs) if warms_up(device.type) else 0
         meter.weights_loaded()
-        ledger = self._start_up.run("profiling memory", lambda: self._measure_memory(parts, meter, graph_bytes))
+        ledger = start_up.run("profiling memory", lambda: self._measure_memory(meter, graph_bytes))
         num_blocks = self._settle(ledger)
-        num_slots = self.num_host_slots = self._settle_host_tier(num_blocks, device)
+        self.num_host_slots = self._settle_host_tier(num_blocks, device)
         if effective.speculation is not None and effective.speculation.max_step_rows is None:
-            self.decode_seconds = self._start_up.run("timing decodes", lambda: self._time_decodes(parts, graphs))
-        runner = self.runner = self._start_up.run_together(
-            "allocating the KV cache", lambda: parts.make_runner(num_blocks, num_slots)
+            self.decode_seconds = start_up.run("timing decodes", lambda: self._time_decodes(graphs))
+        runner = self._runner = start_up.run_together(
+            "allocating the KV cache",
+            lambda: self._make_runner(num_blocks, self.groups.progress, num_slots=self.num_host_slots),
         )
-        if runner.tier is not None and effective.config.kv_disk_path is not None:
-            together = self._start_up.run_together
-            self.disk = open_disk_tier(effective, self.groups, together, parts, runner.tier, self._channels)
-        if graphs is not None:
-            self._start_up.run("recording steps", lambda: record_steps(graphs, runner))
+        self._closing.callback(runner.close)
+        self._open_disk_tier(runner)
+        start_up.run("recording steps", lambda: runner.record(graphs))
         self._monitor = MemoryMonitor(device, *runner.kv_memory)
+        blob_bytes = 0 if self._parts.codec is None else self._parts.codec.blob_bytes
         self.memory = memory_lines(
             ledger,
             kv_cache_bytes=num_blocks * self._kv_shape.block_bytes,
-            kv_host_bytes=0 if self._codec is None else num_slots * self._codec.blob_bytes,
+            kv_host_bytes=self.num_host_slots * blob_bytes,
         )
-        names = names_for(effective.config.device)
-        runner.named = names if self.profiler is None else self.profiler.named(names)
+        runner.named = self._profiler.named(names_for(effective.config.device))
         log_memory(ledger, self._kv_shape, self._capacity, info, num_blocks=num_blocks)
         self._keep_out_of_garbage_collection()
         return num_blocks
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch one step."""
-        assert self.runner is not None, "start() comes first"
         self.groups.progress.reach(RankPhase.STEP_BEGIN)
-        if self.profiler is None:
+        with self._profiler.step(plan.step_id):
             return self.runner.run(plan)
-        with self.profiler.step(plan.step_id):
-            return self.runner.run(plan)
+
+    def obey(self, order: bytes) -> Outcome:
+        """Follow a plan's order, together with all other ranks."""
+        return obey(order, self._orders, self.groups)
 
     def prepare_model(self, effective: EffectiveConfig, source: Path | Sequence[Path]) -> CausalLM:
         """A model of the same kind (``effective``) with the weights of ``source``, ready; nothing else changes."""
@@ -180,28 +157,15 @@ class Worker:
 
     def take_model(self, model: CausalLM, effective: EffectiveConfig) -> None:
         """Run ``model`` from the next step on, and free the one before; on a GPU a collective."""
-        assert self.runner is not None, "start() comes first"
-        for counts, known in zip(model.expert_token_counts, self.runner.model.expert_token_counts, strict=True):
+        running = self.runner.model
+        for counts, known in zip(model.expert_token_counts, running.expert_token_counts, strict=True):
             counts.copy_(known)
-        model.take_adapters(self.runner.model)
+        model.take_adapters(running)
+        del running
         self.runner.take_model(model)
-        self.effective = effective
-        if not self.is_asleep:
-            self.record()
+        self.effective, self._parts = effective, dataclasses.replace(self._parts, effective=effective, model=model)
         gc.unfreeze()
         self._keep_out_of_garbage_collection()
-        self.empty_cache()
-
-    def record(self) -> None:
-        """Record steps of the runner, which has no recordings; on a GPU a collective."""
-        assert self.runner is not None, "start() comes first"
-        config, groups = self.effective.config, self.groups
-        graphs = graph_plan(config, self._backends[0], groups.communicator, self.runner.model, groups.check)
-        if graphs is not None:
-            record_steps(graphs, self.runner)
-
-    def empty_cache(self) -> None:
-        """Give memory that is free in this process back to the device."""
         self._device.empty_cache()
 
     def free_bytes(self) -> int:
@@ -213,15 +177,11 @@ class Worker:
         """Prepare the calling thread, which need not be the one that called before."""
         self._device.enter_thread()
 
-    def obey(self, order: bytes) -> Outcome:
-        """Follow a plan's order, together with all other ranks."""
-        return obey(self, order)
-
     @property
-    def adapters(self) -> RankAdapters:
-        """The adapters of this rank, which takes some."""
-        assert self.runner is not None and self.runner.adapters is not None
-        return self.runner.adapters
+    def runner(self) -> ModelRunner:
+        """What runs the plans, between ``start`` and ``close``."""
+        assert self._runner is not None, "start() comes first"
+        return self._runner
 
     @property
     def block_bytes(self) -> int:
@@ -245,11 +205,11 @@ class Worker:
 
     def expert_token_counts(self) -> list[npt.NDArray[np.int64]]:
         """For each layer with experts (experts,): the tokens that went to each expert.  Waits for the device."""
-        return [] if self.runner is None else [one.cpu().numpy() for one in self.runner.model.expert_token_counts]
+        return [] if self._runner is None else [one.cpu().numpy() for one in self._runner.model.expert_token_counts]
 
     def moves(self) -> MoveCounters | None:
         """What this rank has moved to and from its host tier; None without one."""
-        tier = None if self.runner is None else self.runner.tier
+        tier = None if self._runner is None else self._runner.feature(HostTier)
         return None if tier is None else tier.counters
 
     def disk_moves(self) -> DiskCounters | None:
@@ -258,7 +218,6 @@ class Worker:
 
     def memory_growth_bytes(self) -> int:
         """Bytes of this rank's own memory beyond those at the end of ``start``; see ``MemoryMonitor``."""
-        assert self._monitor is not None, "start() comes first"
         return self._monitor.growth()
 
     def close(self) -> None:
@@ -266,17 +225,26 @@ class Worker:
 
         Call it before the process groups are destroyed, because recorded steps hold collectives.
         """
-        if self.profiler is not None:
-            self.profiler.close()
         gc.unfreeze()
-        if self.runner is not None:
-            self.runner.forget_captured()
-            if self.disk is not None:
-                self.disk.close()
-            if self.runner.tier is not None:
-                self.runner.tier.close()
-        self.runner = None
-        self._monitor = None
+        self._closing.close()
+        self._runner = None
+
+    @property
+    def _orders(self) -> dict[str, Prepare]:
+        """What each order needs of this rank."""
+        return {
+            **self._profiler.orders(),
+            "load_adapter": lambda arguments: LoadedAdapter(self._adapters, **arguments),
+            "sleep": lambda _arguments: Sleep(self.runner, self._device.empty_cache),
+            "update_weights": lambda arguments: WeightUpdate(self, arguments),
+            "wake_up": lambda _arguments: WakeUp(self.runner),
+        }
+
+    @property
+    def _adapters(self) -> RankAdapters:
+        adapters = self.runner.feature(RankAdapters)
+        assert adapters is not None, "rank 0 has checked that there are adapters"
+        return adapters
 
     @staticmethod
     def _keep_out_of_garbage_collection() -> None:
@@ -296,40 +264,94 @@ class Worker:
         device.set_current()
         return device
 
-    def _make_meter(self, device: Device) -> MemoryMeter:
-        return MemoryMeter(device, utilization=self.effective.gpu_memory_utilization)
-
     def _load(self, device: Device) -> tuple[CausalLM, DraftHead | None]:
         self.groups.progress.reach(RankPhase.LOAD)
         model = load_model(self.effective, self.groups, self._backends, device)
         log_weights(self.effective, self.groups.info)
         return model, load_head(self.effective, self.groups, self._backends, device, model)
 
-    def _try_steps(self, parts: RunnerParts, graphs: GraphPlan | None) -> int:
+    def _make_parts(self, device: Device, model: CausalLM, head: DraftHead | None) -> FeatureParts:
+        config = self.effective.config
+        lanes = key_lanes(self._backends[0], config.block_size)
+        codec = make_codec(config.kv_offloading_codec, self._kv_shape, lanes) if config.kv_offloading_size else None
+        return FeatureParts(
+            effective=self.effective,
+            groups=self.groups,
+            model=model,
+            head=head,
+            layout=self._layout,
+            backends=self._backends,
+            device=device.torch_device,
+            codec=codec,
+            stores=self._channels["stores"] if may_refuse(config.kv_offloading_codec) else None,
+            note_inputs=self._note_inputs,
+        )
+
+    def _make_runner(
+        self, num_blocks: int, progress: RankProgress, *, num_slots: int = 0, is_trial: bool = False
+    ) -> ModelRunner:
+        """A runner with a KV cache of its own, to which the model's layers are bound from now on."""
+        device = self._device.torch_device
+        blocks = KvBlocks.allocate(self._kv_shape, num_blocks, device)
+        blocks.bind(self._attention_layers)
+        batch = make_batch(self.effective, self._layout, device)
+        shared = RunnerParts(batch=batch, pool=blocks.raw, progress=progress, num_slots=num_slots, is_trial=is_trial)
+        return ModelRunner(
+            model=self._parts.model,
+            backends=self._backends,
+            batch=batch,
+            blocks=blocks,
+            communicator=self.groups.communicator,
+            sampling=make_sampling(self.effective, self.groups.info, device),
+            progress=progress,
+            features=make_features(self._parts, shared),
+            check=self.groups.check,
+        )
+
+    @contextmanager
+    def _trial_runner(self) -> Iterator[ModelRunner]:
+        """A runner with a cache of one block that reports no steps; afterwards the layers have no cache."""
+        try:
+            yield self._make_runner(1, RankProgress(), is_trial=True)
+        finally:
+            for layer in self._attention_layers:
+                layer.unbind_kv_cache()
+            for state_layer in self._parts.model.state_layers:
+                state_layer.bind_states(None)
+
+    @property
+    def _attention_layers(self) -> list[Attention]:
+        """The layers with K/V, in the layout's order: the model's, then the draft head's."""
+        head = self._parts.head
+        return [*self._parts.model.attention_layers, *([] if head is None else [head.attention_layer])]
+
+    def _try_steps(self, graphs: GraphPlan | None) -> int:
         """Run one-time set-up, then measure the bytes that recorded steps take."""
-        with parts.trial_runner() as runner:
+        with self._trial_runner() as runner:
             self._start_up.run("warming up", lambda: warm_up(runner, self.effective.config))
             if graphs is None:
                 return 0
             return self._start_up.run(
-                "measuring CUDA graphs", lambda: measure_graph_bytes(graphs, parts.device, runner)
+                "measuring CUDA graphs", lambda: measure_graph_bytes(graphs, self._device, runner.graphs)
             )
 
-    def _time_decodes(self, parts: RunnerParts, graphs: GraphPlan | None) -> dict[int, float]:
+    def _time_decodes(self, graphs: GraphPlan | None) -> dict[int, float]:
         """How much longer steps with guesses take; a collective."""
         most_rows = self.effective.most_guessing_rows
-        with parts.trial_runner() as runner:
+        with self._trial_runner() as runner:
             if graphs is not None:
-                record_decodes(graphs, runner, most_rows)
+                runner.graphs.capture(graphs, most_rows)
             try:
                 return time_decodes(runner, self.effective.config, most_rows)
             finally:
-                runner.forget_captured()
+                runner.graphs.forget()
 
-    def _measure_memory(self, parts: RunnerParts, meter: MemoryMeter, cuda_graph_bytes: int) -> MemoryLedger:
+    def _measure_memory(self, meter: MemoryMeter, cuda_graph_bytes: int) -> MemoryLedger:
         self.groups.progress.reach(RankPhase.PROFILE)
-        device, table_bytes = parts.device, parts.table_bytes
-        with parts.trial_runner() if warms_up(device.type) else nullcontext() as runner:
+        parts, device = self._parts, self._device
+        of_tables = table_bytes(self.effective, self._layout, self.groups.info, device.type)
+        of_features = count_bytes(parts)
+        with self._trial_runner() if warms_up(device.type) else nullcontext() as runner:
             if runner is not None:
                 meter.steps_begin()
             run_largest_step(
@@ -343,10 +365,10 @@ class Worker:
             if runner is not None:
                 run_largest_decodes(runner, self.effective.config)
             return meter.finish(
-                table_bytes=table_bytes,
+                table_bytes=of_tables + of_features.table_bytes,
                 cuda_graph_bytes=cuda_graph_bytes,
-                state_bytes=parts.state_bytes,
-                adapter_bytes=parts.adapter_bytes,
+                state_bytes=of_features.state_bytes,
+                adapter_bytes=of_features.adapter_bytes,
             )
 
     def _settle(self, ledger: MemoryLedger) -> int:
@@ -372,29 +394,16 @@ class Worker:
         )
 
     def _settle_host_tier(self, num_blocks: int, device: Device) -> int:
-        """The number of slots in every rank's host tier; 0, without a word among the ranks, if none is wanted."""
-        config, codec, info = self.effective.config, self._codec, self.groups.info
+        codec, block_bytes = self._parts.codec, self._kv_shape.block_bytes
         if codec is None:
             return 0
-        block_bytes = self._kv_shape.block_bytes
-        num_slots = settle_slots(
-            lambda: choose_slots(
-                config.kv_offloading_size,
-                codec.blob_bytes,
-                world_size=info.world_size,
-                local_world_size=info.local_world_size,
-                promised_bytes=num_blocks * block_bytes if device.type == "cpu" else 0,
-                memory=host_memory(),
-            ),
-            self.groups.host,
-        )
-        if info.is_first:
-            num_bytes, num_tokens = num_slots * codec.blob_bytes, self._capacity.num_tokens(num_slots)
-            logger.info(
-                "Host KV cache: %s a rank, %s tokens; %d slots of %d bytes for blocks of %d bytes, codec %s",
-                *(format_gib(num_bytes), f"{num_tokens:,}", num_slots, codec.blob_bytes, block_bytes),
-                config.kv_offloading_codec,
-            )
-            if is_lossy(config.kv_offloading_codec):
-                logger.info("the codec is lossy: K/V that come back differ a little, and so may answers")
-        return num_slots
+        promised_bytes = num_blocks * block_bytes if device.type == "cpu" else 0
+        return settle_host_slots(self.effective.config, codec, self.groups, self._capacity, block_bytes, promised_bytes)
+
+    def _open_disk_tier(self, runner: ModelRunner) -> None:
+        tier = runner.feature(HostTier)
+        if tier is None or self.effective.config.kv_disk_path is None:
+            return
+        together = self._start_up.run_together
+        self.disk = open_disk_tier(self._parts, self._kv_shape, together, tier, self._channels)
+        self._closing.callback(self.disk.close)

@@ -27,8 +27,8 @@ from tp_engine.ranks.rank import RankInfo
 from tp_engine.sampling.state import SamplingState
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.batch.input_batch import InputBatch
-from tp_engine.worker.batch.step_inputs import digest_inputs
 from tp_engine.worker.codecs.base import BlockCopy
+from tp_engine.worker.input_digests import digest_inputs
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 from tp_engine.worker.model_runner import ModelRunner
 from tp_engine.worker.tiers.host_tier import HostTier
@@ -70,7 +70,7 @@ class Engine:
                 device=CPU,
             ),
             blocks=blocks,
-            tier=HostTier(blocks.raw, NUM_BLOCKS, BlockCopy(blocks.raw.shape[1], "any")),
+            features=[HostTier(blocks.raw, NUM_BLOCKS, BlockCopy(blocks.raw.shape[1], "any"))],
             communicator=alone,
             sampling=SamplingState(max_num_seqs=NUM_ROWS, vocab_size=spec.vocab_size, device=CPU, info=RankInfo()),
             progress=RankProgress(),
@@ -186,7 +186,7 @@ def test_groups_compute_what_one_group_does(
     found = []
     for engine in engines:
         if is_recorded:
-            engine.runner.capture((1, 2, 4), RepeatingRecorder())
+            engine.runner.graphs.capture_decodes((1, 2, 4), RepeatingRecorder(), (4, 2, 1))
         found.append(serve(engine))
     compare(*found)
     assert engines[0].freed > 30 and engines[1].freed == 0
@@ -214,7 +214,7 @@ def test_blocks_that_were_on_the_host_are_as_before(
     for has_moves in (True, False):
         engine = Engine(folder, make_backend)
         if is_recorded:
-            engine.runner.capture((1, 2, 4), RepeatingRecorder())
+            engine.runner.graphs.capture_decodes((1, 2, 4), RepeatingRecorder(), (4, 2, 1))
         results = serve(engine, 3)
         for batch in (2, 4, 6):
             held = sorted({block for row in (1, 3) for blocks in engine.tables[row] for block in blocks if block})

@@ -18,7 +18,7 @@ from tp_engine.kernels.ops import has_triton
 from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.plan import StepPlan
 from tp_engine.worker.batch.padded_batch import MAX_CHUNKS, PaddedBatch, StepSize, StepSizes
-from tp_engine.worker.recorded.graph_capture import graph_plan, prefill_sizes
+from tp_engine.worker.graphs.graph_plan import graph_plan, prefill_sizes
 
 SIZES = StepSizes(decodes=(0, 8, 32, 256), tokens=(32, 128, 1024))
 

@@ -22,14 +22,14 @@ from tp_engine import LLM, SamplingParams
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.layers.formats.dense import TreeLinear
 from tp_engine.model_config.tp_invariant import NUM_SHARDS
-from tp_engine.plan import IntArray
+from tp_engine.plan import IntArray, StepPlan
 from tp_engine.ranks.groups import RankGroups
 from tp_engine.sampling.device_sampler import StepKind
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.sampler import KernelSampler
 from tp_engine.sampling.state import SamplingState
-from tp_engine.worker.recorded.captured_decodes import CapturedDecodes
-from tp_engine.worker.recorded.graph_capture import GraphPlan
+from tp_engine.worker.graphs.captured_steps import CapturedSteps
+from tp_engine.worker.graphs.step_runner import GraphPlan
 
 PROMPTS = [[5, 9, 13, 7], list(range(20, 50)), [7] * 17, [3]]
 NUM_TOKENS = (12, 3, 5, 4)
@@ -71,7 +71,7 @@ def generate(
     return [output.outputs[0].token_ids for output in outputs]
 
 
-class CountedDecodes(CapturedDecodes):
+class CountedSteps(CapturedSteps[Any]):
     """Notes what ``STEPS`` has of each step, and in ``ends`` when it ends."""
 
     steps: ClassVar[set[tuple[StepKind | None, bool, bool]]] = set()
@@ -81,14 +81,16 @@ class CountedDecodes(CapturedDecodes):
         super().close()
         self.ends.append("recordings")
 
-    def run(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> tuple[torch.Tensor, LogprobTensors | None]:
+    def run(
+        self, plan: StepPlan, size: Any, num_computed: IntArray
+    ) -> tuple[torch.Tensor | None, LogprobTensors | None]:
         assert isinstance(self._sampler, KernelSampler)
-        kind = self._sampler.device.kind_of(rows, positions)
+        kind = self._sampler.device.kind_of(plan.decode_rows, num_computed[plan.decode_rows] + 1)
         with (
             patch.object(self._sampler, "sample", side_effect=self._sampler.sample) as launched,
-            patch.object(self._decodes, "advance", side_effect=self._decodes.advance) as advanced,
+            patch.object(self._shape, "advance", side_effect=self._shape.advance) as advanced,
         ):
-            result = super().run(rows, positions, epoch)
+            result = super().run(plan, size, num_computed)
         self.steps.add((kind, not launched.called, not advanced.called))
         return result
 
@@ -101,7 +103,7 @@ def gpu_path() -> Iterator[None]:
         patch(f"{formats}.dense.runs_triton", lambda device_type: True),
         patch(f"{formats}.quantised_products.runs_triton", lambda device_type: True),
         patch(f"{formats}.quantised_products.native_library", lambda: None),
-        patch("tp_engine.worker.runner_parts.SamplingState", partial(SamplingState, has_tables=True)),
+        patch("tp_engine.worker.row_tables.SamplingState", partial(SamplingState, has_tables=True)),
         patch("tp_engine.worker.worker.select_backend", lambda *_: TritonBackend()),
     ):
         yield
@@ -159,8 +161,8 @@ def main(case: str | None = None) -> None:
             with (
                 patch("tp_engine.worker.worker.graph_plan", lambda *_: RECORDED),
                 patch("tp_engine.worker.worker.warms_up", lambda device_type: True),
-                patch("tp_engine.worker.model_runner.CapturedDecodes", CountedDecodes),
-                patch.object(RankGroups, "close", lambda groups: CountedDecodes.ends.append("process groups")),
+                patch("tp_engine.worker.graphs.step_runner.CapturedSteps", CountedSteps),
+                patch.object(RankGroups, "close", lambda groups: CountedSteps.ends.append("process groups")),
             ):
                 recorded = generate(folder)
     assert {"embed", "norm", "add_norm", "gate", "prepare_heads", "prepare_decodes", "advance_decodes"} <= used, (
@@ -168,8 +170,8 @@ def main(case: str | None = None) -> None:
     )
     assert found == expected, (found, expected)
     assert recorded == expected, (recorded, expected)
-    assert CountedDecodes.ends == ["recordings", "recordings", "process groups"], "those of the trial come first"
-    assert CountedDecodes.steps == STEPS, CountedDecodes.steps
+    assert CountedSteps.ends == ["recordings", "recordings", "process groups"], "those of the trial come first"
+    assert CountedSteps.steps == STEPS, CountedSteps.steps
     assert [len(tokens) for tokens in found] == list(NUM_TOKENS)
     print(AGREEMENT)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from tests.tiny_models import make_checkpoint
-from tests.unit.kernels.kernel_cases_engine import RECORDED, CountedDecodes, generate, gpu_path
+from tests.unit.kernels.kernel_cases_engine import RECORDED, CountedSteps, generate, gpu_path
 from tests.unit.kernels.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tp_engine.attention import latent
 from tp_engine.attention.latent import LatentBackend
@@ -28,13 +28,13 @@ def main() -> None:
             patch("tp_engine.worker.worker.select_backend", lambda *_: LatentBackend(TritonLatentBackend())),
             patch("tp_engine.worker.worker.graph_plan", lambda *_: RECORDED),
             patch("tp_engine.worker.worker.warms_up", lambda device_type: True),
-            patch("tp_engine.worker.model_runner.CapturedDecodes", CountedDecodes),
+            patch("tp_engine.worker.graphs.step_runner.CapturedSteps", CountedSteps),
             patch.object(latent, "MIN_EXPANDED_QUERIES", 12),
         ):
             found = generate(folder)
     assert {"prepare_latents", "route"} <= used, used
     assert found == expected, (found, expected)
-    assert CountedDecodes.steps, "no step of decodes was recorded"
+    assert CountedSteps.steps, "no step of decodes was recorded"
     print(AGREEMENT)
 
 

@@ -18,8 +18,8 @@ from tests.unit.kernels.kernel_harness import AGREEMENT
 from tp_engine import LLM, SamplingParams, StructuredOutputsParams
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.sampling.state import SamplingState
-from tp_engine.worker.recorded.captured_decodes import CapturedDecodes
-from tp_engine.worker.recorded.graph_capture import GraphPlan
+from tp_engine.worker.graphs.captured_steps import CapturedSteps
+from tp_engine.worker.graphs.step_runner import GraphPlan
 
 RECORDED = GraphPlan(sizes=(1, 2), make_recorder=RepeatingRecorder)
 PARAMS = [
@@ -46,10 +46,10 @@ def main() -> None:
         byte_level_tokenizer().save_pretrained(folder)
         expected = generate(folder)
         with (
-            patch("tp_engine.worker.runner_parts.SamplingState", partial(SamplingState, has_tables=True)),
+            patch("tp_engine.worker.row_tables.SamplingState", partial(SamplingState, has_tables=True)),
             patch("tp_engine.worker.worker.select_backend", lambda *_: TritonBackend()),
             patch("tp_engine.worker.worker.graph_plan", lambda *_: RECORDED),
-            patch.object(CapturedDecodes, "run", autospec=True, side_effect=CapturedDecodes.run) as run,
+            patch.object(CapturedSteps, "run", autospec=True, side_effect=CapturedSteps.run) as run,
         ):
             recorded = generate(folder)
     assert run.call_count >= 4, run.call_count

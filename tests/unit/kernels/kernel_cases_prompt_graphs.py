@@ -7,7 +7,7 @@ each recording its first launches: later ones must be equal, whatever is in the 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,8 @@ from tp_engine.plan import IntArray, StepPlan
 from tp_engine.sched.guesses.guesses import Guess, NgramSource
 from tp_engine.sched.sequence import Sequence
 from tp_engine.worker.batch.padded_batch import StepSize, StepSizes
-from tp_engine.worker.model_runner import ModelRunner
-from tp_engine.worker.recorded.captured_decodes import Keep, Recording, Step, keep_nothing
-from tp_engine.worker.recorded.graph_capture import GraphPlan
-from tp_engine.worker.results.readback import PendingStep
+from tp_engine.worker.graphs.recorder import Keep, Recording, Step, keep_nothing
+from tp_engine.worker.graphs.step_runner import Captured, GraphPlan, StepRunner
 
 OPTIONS: dict[str, Any] = {
     "max_model_len": 64,
@@ -104,18 +102,19 @@ def recorded_prompts(seen_of_steps: set[SeenStep], is_measured: bool) -> Iterato
 
     If it ``is_measured``, the start also warms up, which takes long, and measures what recordings take.
     """
-    replay: Callable[..., PendingStep] = ModelRunner._replay_prompts
+    replay = StepRunner.replay
 
-    def replay_and_note(self: ModelRunner, plan: StepPlan, prompts: Any, size: StepSize) -> PendingStep:
-        seen_of_steps.add((size, bool(len(plan.sampled_rows)), bool(len(plan.lane_rows))))
-        return replay(self, plan, prompts, size)
+    def replay_and_note(self: StepRunner, found: Captured, plan: StepPlan) -> Any:
+        if isinstance(found.size, StepSize):
+            seen_of_steps.add((found.size, bool(len(plan.sampled_rows)), bool(len(plan.lane_rows))))
+        return replay(self, found, plan)
 
     plan = GraphPlan(sizes=(1, 2, 4), prompts=SIZES, make_recorder=StrictRecorder)
     with ExitStack() as stack:
         stack.enter_context(patch("tp_engine.worker.worker.graph_plan", lambda *_: plan))
         stack.enter_context(patch("tp_engine.worker.batch.padded_batch.MAX_CHUNKS", 4))  # less to interpret
         stack.enter_context(patch("tp_engine.worker.worker.warms_up", lambda device_type: is_measured))
-        stack.enter_context(patch.object(ModelRunner, "_replay_prompts", replay_and_note))
+        stack.enter_context(patch.object(StepRunner, "replay", replay_and_note))
         stack.enter_context(patch.object(NgramSource, "guess", guess_the_last))
         yield
 

@@ -19,13 +19,15 @@ from tests.unit.kernels.kernel_cases_engine import RECORDED, generate, gpu_path,
 from tests.unit.kernels.kernel_cases_gather import addresses
 from tests.unit.kernels.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tp_engine.kernels.ranks.gather_triton import MAX_PROGRAMS, all_gather_triton
+from tp_engine.plan import StepPlan
 from tp_engine.ranks.collectives import ProcessGroupCommunicator
 from tp_engine.ranks.groups import RankGroups
 from tp_engine.ranks.reduce_plan import ReducePlan
 from tp_engine.ranks.symmetric_memory import SymmetricCommunicator
 from tp_engine.units import KIB
-from tp_engine.worker.recorded.captured_decodes import DecodeGraphs
-from tp_engine.worker.recorded.graph_capture import GraphPlan, why_not_capture
+from tp_engine.worker.graphs.captured_steps import CapturedSteps
+from tp_engine.worker.graphs.graph_plan import why_not_capture
+from tp_engine.worker.graphs.step_runner import GraphPlan
 
 BUFFER_BYTES = 64 * KIB
 PLAN = ReducePlan(one_shot_bytes=BUFFER_BYTES, gather_bytes=BUFFER_BYTES)
@@ -62,7 +64,7 @@ def run_rank(world_size: int, folder: Path) -> None:
     """What each rank of the job runs; rank 0 writes the tokens, and the rows of its recorded steps."""
     begun: list[int] = []
     ended: list[int] = []
-    replay, library = DecodeGraphs.run, ProcessGroupCommunicator
+    replay, library = CapturedSteps.run, ProcessGroupCommunicator
 
     def share_memory(effective: object, groups: RankGroups, *_: object) -> None:
         buffer = FileBuffer(folder, groups.info.rank, world_size)
@@ -73,10 +75,10 @@ def run_rank(world_size: int, folder: Path) -> None:
         assert why_not_capture(communicator, model, RECORDED.sizes, tp_invariant=False) is None
         return RECORDED
 
-    def note_and_replay(graphs: DecodeGraphs, num_rows: int) -> torch.Tensor:
-        begun.append(num_rows)
-        found = replay(graphs, num_rows)
-        ended.append(num_rows)
+    def note_and_replay(steps: CapturedSteps[Any], plan: StepPlan, *arguments: Any) -> Any:
+        begun.append(len(plan.decode_rows))
+        found = replay(steps, plan, *arguments)
+        ended.append(len(plan.decode_rows))
         return found
 
     def outside(collective: Any) -> Any:
@@ -91,7 +93,7 @@ def run_rank(world_size: int, folder: Path) -> None:
         gpu_path(),
         patch("tp_engine.worker.worker.share_memory", share_memory),
         patch("tp_engine.worker.worker.graph_plan", graph_plan),
-        patch.object(DecodeGraphs, "run", note_and_replay),
+        patch.object(CapturedSteps, "run", note_and_replay),
         patch.object(library, "all_reduce", outside(library.all_reduce)),
         patch.object(library, "all_gather", outside(library.all_gather)),
         patch.object(library, "gather", outside(library.gather)),

@@ -22,6 +22,7 @@ from tp_engine.kernels.native.delta import delta_chunks as native_delta_chunks
 from tp_engine.kernels.native.delta import delta_step as native_delta_step
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kv_layout import StateGroup, StateKind
+from tp_engine.plan import StepPlan
 from tp_engine.worker.batch.row_states import RowStates
 
 KINDS = [
@@ -269,7 +270,7 @@ def test_slots_are_copied_at_once() -> None:
     states = RowStates(group, 3, torch.device("cpu"))
     states.raw.copy_(torch.randn(states.raw.shape))
     before = states.raw.clone()
-    states.copy(np.array([[0, 1], [1, 0], [1, 3]], dtype=np.int32))
+    states.apply(StepPlan(step_id=1, state_copies=np.array([[0, 1], [1, 0], [1, 3]], dtype=np.int32)))
     assert torch.equal(states.raw, before[[1, 0, 2, 1]])
     assert states.raw.nbytes == 4 * group.slot_bytes
 
@@ -279,7 +280,7 @@ def test_states_are_kept_and_put_back() -> None:
     states = RowStates(StateGroup(tuple(enumerate(KINDS))), 3, torch.device("cpu"))
     states.raw.copy_(torch.randn(states.raw.shape))
     before = states.raw.clone()
-    put_back = states.keep(torch.tensor([3, -1, 1], dtype=torch.int32))
+    put_back = states.keep_rows(torch.tensor([3, -1, 1], dtype=torch.int32))
     states.raw.zero_()
     put_back()
     assert torch.equal(states.raw[[1, 3]], before[[1, 3]]) and not states.raw[[0, 2]].any()

@@ -23,7 +23,7 @@ from tp_engine.kernels.ops import implementation
 from tp_engine.kernels.quantised.weights import Codes, QuantisedWeight, dequantise, values_per_byte
 from tp_engine.model_config.mlp import SILU, Activation
 from tp_engine.ranks.collectives import SingleRank
-from tp_engine.worker.recorded.tape_recorder import TapeRecorder
+from tp_engine.worker.graphs.tape_recorder import TapeRecorder
 
 DTYPES = [FLOAT32, BFLOAT16, FLOAT16]
 KINDS: tuple[Codes, ...] = get_args(Codes)

@@ -41,9 +41,10 @@ from tp_engine.sampling.state import SamplingState
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.row_states import RowStates
+from tp_engine.worker.graphs.captured_steps import CapturedSteps, DecodeShape
+from tp_engine.worker.graphs.recorder import keep_nothing
+from tp_engine.worker.graphs.tape_recorder import TapeMemory, TapeRecorder, TapeRecording
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
-from tp_engine.worker.recorded.captured_decodes import CapturedDecodes
-from tp_engine.worker.recorded.tape_recorder import TapeMemory, TapeRecorder, TapeRecording
 
 LIBRARY = native_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native kernels can not be built here")
@@ -97,15 +98,16 @@ class Rows:
         blocks = torch.randperm(num_blocks).view(NUM_ROWS, -1).to(torch.int32).numpy()
         self.batch.apply(StepPlan(step_id=1, admitted=tuple(map(admission, range(NUM_ROWS), lengths, blocks))))
         state = SamplingState(max_num_seqs=NUM_ROWS, vocab_size=config.vocab_size, device=CPU, info=RankInfo())
-        self.captured = CapturedDecodes(
-            range(1, NUM_ROWS + 1),
-            TapeRecorder(LIBRARY, alone),
+        sizes = range(1, NUM_ROWS + 1)
+        self.captured = CapturedSteps(
+            DecodeShape(self.batch.decodes, sizes),
             model=self.model,
             backends=backends,
-            decodes=self.batch.decodes,
             sampler=recorded_sampler(make_sampler(state, alone), state, alone),
-            states=self.states,
+            state_room=lambda _: None,
+            keep_rows=(lambda _: keep_nothing()) if self.states is None else self.states.keep_rows,
         )
+        self.captured.capture(sizes[::-1], TapeRecorder(LIBRARY, alone))
 
     @property
     def memory(self) -> list[torch.Tensor]:
@@ -129,9 +131,9 @@ class Rows:
         hidden, tokens, memory = self.expected(rows)
         computed = self.batch.num_computed.copy()
         with torch.inference_mode():
-            found, _ = self.captured.run(rows, computed[rows] + 1)
-        assert torch.equal(self.captured._forward.output(len(rows)), hidden)
-        assert torch.equal(found, tokens)
+            found, _ = self.captured.run(StepPlan(step_id=1, decode_rows=rows), len(rows), self.batch.num_computed)
+        assert torch.equal(self.captured._forward[len(rows)].output, hidden)
+        assert found is not None and torch.equal(found, tokens)
         assert all(torch.equal(one, other) for one, other in zip(self.memory, memory, strict=True))
         computed[rows] += 1
         np.testing.assert_array_equal(self.batch.num_computed, computed)
@@ -140,8 +142,8 @@ class Rows:
 
     def recordings(self, num_rows: int) -> list[Any]:
         """The recordings of the forward pass and of the sampling."""
-        graphs = (self.captured._forward, *self.captured._finish.values())
-        return [one._recordings[num_rows] for one in graphs]
+        sampling = [one for (_, count), one in self.captured._sampling.items() if count == num_rows]
+        return [self.captured._forward[num_rows], *sampling]
 
 
 def admission(row: int, length: int, blocks: IntArray) -> Admission:

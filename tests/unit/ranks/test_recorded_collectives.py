@@ -28,7 +28,7 @@ from tp_engine.ranks.reduce_plan import ReducePlan
 from tp_engine.ranks.symmetric_memory import SymmetricCommunicator
 from tp_engine.sampling.device_sampler import SHARE_BYTES
 from tp_engine.units import KIB
-from tp_engine.worker.recorded.graph_capture import graph_plan, sizes_of, why_not_capture
+from tp_engine.worker.graphs.graph_plan import graph_plan, sizes_of, why_not_capture
 
 Checkpoint = Callable[..., Path]
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import weakref
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from tests.repeating_recorder import RepeatingRecorder
 from tp_engine.errors import ConfigError, RankError
-from tp_engine.worker.recorded import captured_decodes
-from tp_engine.worker.recorded.captured_decodes import CudaRecorder, DecodeGraphs
-from tp_engine.worker.recorded.graph_capture import capture_sizes
+from tp_engine.plan import StepPlan
+from tp_engine.worker.graphs import recorder
+from tp_engine.worker.graphs.captured_steps import DecodeShape
+from tp_engine.worker.graphs.graph_plan import capture_sizes
+from tp_engine.worker.graphs.recorder import CudaRecorder
 from tp_engine.worker.results.readback import Readback
 
 
@@ -47,19 +50,18 @@ def test_sizes_out_of_range_are_refused(asked: str, wrong: str) -> None:
         capture_sizes(asked, 16)
 
 
-def test_a_batch_runs_in_the_smallest_recording_that_holds_it() -> None:
-    """Oracle: each size is warmed up and recorded, largest first; a run returns only the requested rows."""
-    calls: list[int] = []
-
-    def step(size: int) -> torch.Tensor:
-        calls.append(size)
-        return torch.arange(size)
-
-    graphs = DecodeGraphs((1, 2, 4, 8), RepeatingRecorder(), step)
-    assert calls == [8, 4, 2, 1]
-    assert graphs.run(3).tolist() == [0, 1, 2] and calls[-1] == 4
-    assert graphs.run(8).tolist() == list(range(8)) and calls[-1] == 8
-    assert [graphs.padded_size(n) for n in (1, 2, 3, 5)] == [1, 2, 4, 8]
+@pytest.mark.parametrize(
+    ("num_rows", "num_prompts", "size"),
+    [(1, 0, 1), (2, 0, 2), (3, 0, 4), (5, 0, 8), (8, 0, 8), (9, 0, None), (1, 1, None)],
+)
+def test_a_batch_runs_in_the_smallest_recording_that_holds_it(
+    num_rows: int, num_prompts: int, size: int | None
+) -> None:
+    """Oracle: the rule, by hand; what is larger, and what has prompts, is launched."""
+    rows = np.arange(num_rows + num_prompts, dtype=np.int32)
+    plan = StepPlan(step_id=1, decode_rows=rows[:num_rows], prefill_rows=rows[num_rows:])
+    batch: Any = SimpleNamespace(tables=None)
+    assert DecodeShape(batch, (1, 2, 4, 8)).size_for(plan) == size
 
 
 def test_a_recording_that_waits_for_the_device_ends_if_another_rank_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +75,7 @@ def test_a_recording_that_waits_for_the_device_ends_if_another_rank_does(monkeyp
         raise RankError(1, "has died")
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
-    monkeypatch.setattr(captured_decodes, "record_event", NeverReached)
+    monkeypatch.setattr(recorder, "record_event", NeverReached)
     steps: list[int] = []
 
     def step() -> torch.Tensor:
@@ -83,15 +85,6 @@ def test_a_recording_that_waits_for_the_device_ends_if_another_rank_does(monkeyp
     with pytest.raises(RankError, match="has died"):
         CudaRecorder(fail).record(step)
     assert steps == [1]
-
-
-def test_closed_graphs_hold_no_recording() -> None:
-    """Oracle: a weak reference to the recording."""
-    recorder = RepeatingRecorder()
-    graphs = DecodeGraphs((1,), recorder, torch.arange)
-    recording = weakref.ref(graphs._recordings[1])
-    graphs.close()
-    assert recording() is None
 
 
 def test_readback_on_a_cpu_is_the_tensor_itself() -> None:

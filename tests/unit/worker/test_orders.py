@@ -15,7 +15,6 @@ from tp_engine.engine.acts import ACTS, act
 from tp_engine.errors import RequestError
 from tp_engine.plan import Order
 from tp_engine.progress import RankPhase, RankProgress
-from tp_engine.worker import orders
 from tp_engine.worker.orders import Outcome, obey
 
 NUM_RANKS = 3
@@ -57,23 +56,18 @@ class Note:
         self.diary.append(f"discard {self.rank}")
 
 
-def run(monkeypatch: pytest.MonkeyPatch, failing: list[int]) -> tuple[list[Outcome], list[str], list[RankPhase]]:
+def run(failing: list[int]) -> tuple[list[Outcome], list[str], list[RankPhase]]:
     """The outcome on every rank, what was done, and the phase of each rank afterwards."""
     diary: list[str] = []
 
-    def prepare(worker: Any, arguments: Mapping[str, Any]) -> Note:
-        return Note(worker.groups.host.rank, arguments, diary)
-
-    monkeypatch.setitem(orders.ORDERS, "note", prepare)
     group, outcomes = Group(NUM_RANKS), [Outcome("", {})] * NUM_RANKS
     progresses = [RankProgress() for _ in range(NUM_RANKS)]
     data = msgspec.json.encode(Order("note", {"failing": failing, "what": "read"}))
 
     def rank(number: int) -> None:
         info = SimpleNamespace(is_first=number == 0)
-        groups = SimpleNamespace(host=Member(group, number), progress=progresses[number], info=info)
-        worker: Any = SimpleNamespace(groups=groups)
-        outcomes[number] = obey(worker, data)
+        groups: Any = SimpleNamespace(host=Member(group, number), progress=progresses[number], info=info)
+        outcomes[number] = obey(data, {"note": lambda arguments: Note(number, arguments, diary)}, groups)
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(NUM_RANKS)]
     for thread in threads:
@@ -83,18 +77,18 @@ def run(monkeypatch: pytest.MonkeyPatch, failing: list[int]) -> tuple[list[Outco
     return outcomes, sorted(diary), [progress.phase for progress in progresses]
 
 
-def test_all_ranks_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_commit() -> None:
     """By hand: each rank commits once, and has its own result."""
-    outcomes, diary, phases = run(monkeypatch, failing=[])
+    outcomes, diary, phases = run(failing=[])
     assert outcomes == [Outcome("", {"rank": rank}) for rank in range(NUM_RANKS)]
     assert diary == ["commit 0", "commit 1", "commit 2"] and phases == [RankPhase.COMMIT] * NUM_RANKS
 
 
 @pytest.mark.parametrize(("failing", "kept"), [([1], [0, 2]), ([0], [1, 2]), ([1, 2], [0]), ([0, 1, 2], [])])
-def test_one_that_can_not_stops_all(monkeypatch: pytest.MonkeyPatch, failing: list[int], kept: list[int]) -> None:
+def test_one_that_can_not_stops_all(failing: list[int], kept: list[int]) -> None:
     """By hand: all ranks have the same outcome, which names the first that failed; those that could free what they
     have."""
-    outcomes, diary, phases = run(monkeypatch, failing)
+    outcomes, diary, phases = run(failing)
     assert outcomes == [Outcome(f"rank {failing[0]}: ValueError: can not read", {})] * NUM_RANKS
     assert diary == [f"discard {rank}" for rank in kept] and phases == [RankPhase.PREPARE] * NUM_RANKS
 
@@ -102,9 +96,8 @@ def test_one_that_can_not_stops_all(monkeypatch: pytest.MonkeyPatch, failing: li
 def test_an_unknown_order_is_refused() -> None:
     """Oracle: the promise; no rank ends."""
     host: Any = SimpleNamespace(all_gather_bytes=lambda payload: [payload])
-    groups = SimpleNamespace(host=host, progress=RankProgress(), info=SimpleNamespace(is_first=True))
-    worker: Any = SimpleNamespace(groups=groups)
-    assert "KeyError" in obey(worker, msgspec.json.encode(Order("fly", {}))).refusal
+    groups: Any = SimpleNamespace(host=host, progress=RankProgress(), info=SimpleNamespace(is_first=True))
+    assert "KeyError" in obey(msgspec.json.encode(Order("fly", {})), {}, groups).refusal
 
 
 def test_an_unknown_act_is_refused_with_those_that_are_known() -> None:

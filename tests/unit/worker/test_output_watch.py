@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import make_checkpoint
 from tp_engine import LLM, SamplingParams
+from tp_engine.plan import StepPlan
 from tp_engine.sampling.logprobs import LogprobTensors
+from tp_engine.worker.feature import RunningStep
 from tp_engine.worker.results.output_watch import OutputWatch
-from tp_engine.worker.results.readback import Readback
+from tp_engine.worker.results.readback import PendingStep, Readback
 
 CPU = torch.device("cpu")
 NAN = float("nan")
@@ -45,7 +48,8 @@ def test_the_first_nan_is_said_once(warnings: Callable[[], list[str]], dtype: to
         watch.look(step_id, hidden, zeros)
     (line,) = warnings()
     assert "outputs at step 2" in line and "checkpoint" in line and "--dtype bfloat16" in line
-    watch.forget()
+    model: Any = None
+    assert watch.take_model(model) == []
     watch.look(9, broken(), zeros)
     assert len(warnings()) == 2
 
@@ -72,10 +76,11 @@ def test_log_probabilities_are_looked_at(warnings: Callable[[], list[str]]) -> N
     for value in (-math.inf, NAN, NAN):
         given = torch.tensor([[0.0, 0.0, NAN], [value, 0.0, 0.0]])
         ids, ranks = torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-        wait = watch.to_host(LogprobTensors(token_ids=ids, logprobs=given, ranks=ranks), fetch)
+        logprobs = LogprobTensors(token_ids=ids, logprobs=given, ranks=ranks).to_host(fetch)
+        step = RunningStep(plan=StepPlan(step_id=1), pending=PendingStep(step_id=1, logprobs=logprobs), fetch=fetch)
+        watch.on_sampled(step, None, ids)
+        wait = step.pending.logprobs
         assert wait is not None and np.array_equal(wait().logprobs, given.numpy(), equal_nan=True)
-    assert len(warnings()) == 1 and watch.to_host(None, fetch) is None
-    OutputWatch().look(1, broken(), broken())
     assert len(warnings()) == 1
 
 

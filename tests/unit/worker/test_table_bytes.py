@@ -13,26 +13,27 @@ import torch
 from tp_engine.kernels.sampling import tables as sampling_tables
 from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.ranks.rank import RankInfo
-from tp_engine.worker import runner_parts
-from tp_engine.worker.runner_parts import RunnerParts
+from tp_engine.worker import row_tables
 
+CPU = torch.device("cpu")
 ROWS, MAX_LEN, BLOCK_SIZE, VOCAB = 6, 100, 16, 203
 INPUTS = ROWS * (4 + 4 + 8 + 8 + 4 + 4 * 7) + 4 * (ROWS + 1)  # of decodes, a block table among them
 ALIKE = [KvKind(window=None, num_kv_heads=1, head_dim=8)] * 3
 
 
-def parts(device_type: str, world_size: int = 1, kinds: Sequence[KvKind] = ALIKE, num_lanes: int = 0) -> RunnerParts:
-    """The tables of a rank with a configuration, but no model."""
-    effective: Any = SimpleNamespace(
+def config(num_lanes: int = 0) -> Any:
+    return SimpleNamespace(
         config=SimpleNamespace(max_num_seqs=ROWS, block_size=BLOCK_SIZE, scores_processed=False),
         max_model_len=MAX_LEN,
         model=SimpleNamespace(vocab_size=VOCAB),
         num_lanes=num_lanes,
     )
-    groups: Any = SimpleNamespace(info=RankInfo(rank=0, world_size=world_size, local_world_size=world_size))
-    device: Any = SimpleNamespace(type=device_type, torch_device=torch.device("cpu"))
-    nothing: Any = None
-    return RunnerParts(effective, groups, nothing, lay_out(kinds), nothing, nothing, device, None)
+
+
+def counted(device_type: str, world_size: int = 1, kinds: Sequence[KvKind] = ALIKE, num_lanes: int = 0) -> int:
+    """The bytes of a rank's tables."""
+    info = RankInfo(rank=0, world_size=world_size, local_world_size=world_size)
+    return row_tables.table_bytes(config(num_lanes), lay_out(kinds), info, device_type)
 
 
 @pytest.mark.parametrize(("world_size", "width"), [(1, 203), (2, 112)])
@@ -40,33 +41,33 @@ def test_on_a_cpu(world_size: int, width: int) -> None:
     """Oracle: by hand: token ids, block table, computed tokens; counts and flags of penalties for the rank's part of
     the vocabulary; the inputs of decodes."""
     rows = 4 * (MAX_LEN + 1) + 4 * 7 + 4
-    assert parts("cpu", world_size).table_bytes == ROWS * (rows + 5 * width) + INPUTS
+    assert counted("cpu", world_size) == ROWS * (rows + 5 * width) + INPUTS
 
 
 def test_lanes_are_rows_but_no_inputs_of_their_own() -> None:
     """Oracle: by hand: as above, two rows more."""
     rows = 4 * (MAX_LEN + 1) + 4 * 7 + 4
-    assert parts("cpu", num_lanes=2).table_bytes == (ROWS + 2) * (rows + 5 * VOCAB) + INPUTS
+    assert counted("cpu", num_lanes=2) == (ROWS + 2) * (rows + 5 * VOCAB) + INPUTS
 
 
 def test_of_three_groups() -> None:
     """Oracle: by hand: two more block tables, and slots in the inputs of decodes, of 8 rows, a multiple of 4."""
     kinds = [dataclasses.replace(ALIKE[0], window=window) for window in (None, 9, 9)]
     inputs = 8 * (4 + 4 + 8 + 4 + 3 * (8 + 4 * 7)) + 4 * 9
-    assert parts("cpu", 1, kinds).table_bytes - parts("cpu").table_bytes == ROWS * 2 * 4 * 7 + inputs - INPUTS
+    assert counted("cpu", 1, kinds) - counted("cpu") == ROWS * 2 * 4 * 7 + inputs - INPUTS
 
 
 def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: by hand: in addition the parameters for the sampling kernels, and a counter for each place of a step."""
-    monkeypatch.setattr(runner_parts, "has_triton", lambda: True)
+    monkeypatch.setattr(row_tables, "has_triton", lambda: True)
     tables = ROWS * (4 * (MAX_LEN + 1) + 4 * 7 + 4 + 5 * VOCAB)
     sampling = ROWS * (4 * sampling_tables.NUM_FLOATS + 4 + 8) + 4 * (ROWS + 512)
-    assert parts("cuda").table_bytes == tables + INPUTS + sampling
+    assert counted("cuda") == tables + INPUTS + sampling
 
 
 def test_nothing_is_allocated_for_the_answer() -> None:
     """Oracle: the tensors of the runner's own tables have as many bytes as counted."""
-    made = parts("cpu")
-    batch, sampling = made._make_batch(torch.device("cpu")), made._make_sampling(torch.device("cpu"))
-    assert batch.num_bytes + sampling.num_bytes == made.table_bytes
+    batch = row_tables.make_batch(config(), lay_out(ALIKE), CPU)
+    sampling = row_tables.make_sampling(config(), RankInfo(), CPU)
+    assert batch.num_bytes + sampling.num_bytes == counted("cpu")
     assert sampling.penalties.tables is None

@@ -23,12 +23,15 @@ import torch
 
 from tp_engine.kernels.delta_rule import LayerStates
 from tp_engine.kv_layout import STATE_BYTES, StateGroup
+from tp_engine.layers.attention import Attention
 from tp_engine.layers.delta import GatedDeltaNet
-from tp_engine.plan import IntArray
+from tp_engine.models.causal_lm import CausalLM
+from tp_engine.plan import StepPlan
+from tp_engine.worker.feature import RunnerFeature
 from tp_engine.worker.memory.kv_cache import allocate_zeros, copy_rows
 
 
-class RowStates:
+class RowStates(RunnerFeature):
     """``num_slots`` zeroed slots of a state group on ``device``, and one more.
 
     Raises ``MemoryBudgetError`` if there is no memory for them.
@@ -56,12 +59,22 @@ class RowStates:
             layer.bind_states(LayerStates(conv, self.raw[:, middle:end].view(matrices)))
             first = end
 
-    def copy(self, pairs: IntArray) -> None:
-        """Copy slots by ``pairs`` (n, 2) of source and target; all are read before any is written."""
-        copy_rows(self.raw, pairs)
+    def take_model(self, model: CausalLM) -> list[Attention]:
+        """See ``RunnerFeature``."""
+        self.bind(model.state_layers)
+        return []
 
-    def keep(self, rows: torch.Tensor) -> Callable[[], None]:
-        """Keep the states of ``rows`` (n,), -1 for none; the returned function puts them back."""
+    def apply(self, plan: StepPlan) -> None:
+        """Copy slots by the plan's pairs of source and target; all are read before any is written."""
+        if len(plan.state_copies):
+            copy_rows(self.raw, plan.state_copies)
+
+    def memory(self) -> tuple[torch.Tensor, ...]:
+        """See ``RunnerFeature``."""
+        return (self.raw,)
+
+    def keep_rows(self, rows: torch.Tensor) -> Callable[[], None]:
+        """See ``RunnerFeature``."""
         used = rows[rows >= 0].long()
         kept = self.raw.index_select(0, used)
 

@@ -1,4 +1,4 @@
-"""What one forward pass is given: its inputs, the layout of its batch, its tokens' slots, and a digest of both.
+"""What one forward pass is given: its inputs, the layout of its batch, and its tokens' slots.
 
 The layout is all that does not depend on how far each row has come, so it is equal from one decode step to the next.
 With rows 7 and 2 decoding and a chunk of 3 tokens of row 5::
@@ -18,7 +18,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 
 from tp_engine.attention.base import AttentionMetadata
 from tp_engine.layers.upload import upload_all
@@ -157,19 +156,3 @@ def slots_for(
 def slot_mapping(block_table_row: IntArray, positions: AnyIntArray, block_size: int) -> SlotArray:
     """Slots (N,) int64 of N tokens of one row, see ``slots_for``."""
     return slots_for(block_table_row[np.newaxis], np.zeros_like(positions), positions, block_size)
-
-
-def digest_inputs(inputs: StepInputs) -> int:
-    """64 bits over token ids, positions, slots, block tables and lengths; waits for the device.
-
-    The ranks compare it: equal plans must lead to equal inputs.
-    """
-    groups, layout = inputs.attention, inputs.layout
-    digest = xxhash.xxh3_64()
-    on_device = [inputs.input_ids, inputs.positions, groups[0].seq_lens]
-    for group in groups:
-        on_device += [group.slot_mapping, group.block_table]
-    for array in (*(tensor.cpu().numpy() for tensor in on_device), layout.query_lens, layout.sampled_rows):
-        digest.update(str(array.shape).encode())
-        digest.update(array.tobytes())
-    return digest.intdigest()

@@ -10,7 +10,8 @@ All of a step's tokens go through the head, in the step's own batch, so its K/V 
 (plan.py) are among them.  Which guesses of a request were right follows from integers that are equal on all ranks, so
 the host waits for nothing.
 
-K/V of drafts lie behind those of the request's tokens, in blocks that it has; where these end, so do its drafts.
+Drafts go to rank 0 with the step's result, and rank 0 alone puts them into a plan, as guesses in lanes (plan.py).  K/V
+of drafts lie behind those of the request's tokens, in blocks that it has; where these end, so do its drafts.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from tp_engine.layers.attention import Attention, forward_context, only
 from tp_engine.layers.upload import upload_all
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
-from tp_engine.plan import PAD_SLOT, IntArray, StepPlan
+from tp_engine.plan import PAD_SLOT, Drafts, IntArray, StepPlan
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling import shares
-from tp_engine.sampling.logprobs import Fetch
 from tp_engine.worker.batch.input_batch import InputBatch
+from tp_engine.worker.batch.lanes import places_in_runs
 from tp_engine.worker.batch.step_inputs import StepInputs
-from tp_engine.worker.drafters.drafter import NO_DRAFT, Drafter, Pending, by_row, drafted_rows, right_lanes
+from tp_engine.worker.feature import RunnerFeature, RunningStep
+
+NO_DRAFT = -1
+"""In the place of a draft: no draft follows in this row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +55,7 @@ class ComputedStep:
     wanted: torch.Tensor | None
 
 
-class HeadDrafter(Drafter):
+class HeadDrafter(RunnerFeature):
     """A head with the rows of ``batch``; its layer is in KV ``group``, for which ``backends[group]`` attends."""
 
     def __init__(
@@ -60,66 +64,61 @@ class HeadDrafter(Drafter):
         self._head, self._batch, self._communicator = head, batch, communicator
         self._backend, self._group, self._num_groups = backends[group], group, len(backends)
         self._tables = batch.row_tables()
-        self._states = head.new_states(batch.max_num_seqs)
+        self._states = self._room = head.new_states(batch.max_num_seqs)
 
     def take_model(self, model: CausalLM) -> list[Attention]:
-        """See ``Drafter``."""
+        """See ``RunnerFeature``."""
         self._head.embed_as(model)
         return [self._head.attention_layer]
 
-    @property
-    def decode_states(self) -> torch.Tensor:
-        """See ``Drafter``."""
-        return self._states
+    def state_room(self, num_tokens: int) -> torch.Tensor:
+        """Return the same place for all steps of up to ``max_num_seqs`` tokens, as recorded decodes need it."""
+        fits = num_tokens <= len(self._states)
+        self._room = self._states[:num_tokens] if fits else self._head.new_states(num_tokens)
+        return self._room
 
-    def room(self, num_tokens: int) -> torch.Tensor:
-        """See ``Drafter``."""
-        return self._states[:num_tokens] if num_tokens <= len(self._states) else self._head.new_states(num_tokens)
+    def on_sampled(self, step: RunningStep, inputs: StepInputs | None, token_ids: torch.Tensor | None) -> None:
+        """Take in all of the step's tokens, and draft ``plan.num_drafts`` tokens behind each that was sampled.
 
-    def follow(
-        self,
-        plan: StepPlan,
-        inputs: StepInputs,
-        states: torch.Tensor | None,
-        sampled: torch.Tensor | None,
-        fetch: Fetch,
-    ) -> Pending | None:
-        """See ``Drafter``."""
-        assert states is not None
-        step = ComputedStep(
-            states=states,
+        A collective.
+        """
+        computed = self._recorded(step.plan, token_ids) if inputs is None else self._launched(inputs, token_ids)
+        self._room = self._states
+        self._follow(step, computed, token_ids)
+
+    def _launched(self, inputs: StepInputs, sampled: torch.Tensor | None) -> ComputedStep:
+        return ComputedStep(
+            states=self._room,
             following=self._tokens_behind(inputs, sampled),
             positions=inputs.positions,
             attention=inputs.attention,
             wanted=inputs.layout.wanted,
         )
-        return self._follow(plan, step, sampled, fetch)
 
-    def follow_recorded(self, plan: StepPlan, sampled: torch.Tensor | None, fetch: Fetch) -> Pending | None:
-        """See ``Drafter``; only decodes are recorded where there is a head."""
+    def _recorded(self, plan: StepPlan, sampled: torch.Tensor | None) -> ComputedStep:
+        """Return a step that came from a recording; only decodes are recorded where there is a head."""
         assert sampled is not None
         decodes, rows = self._batch.decodes, plan.decode_rows
         inputs = decodes.inputs(len(rows))
         attention = decodes.metadata(inputs, self._batch.num_computed[rows])
         self._backend.prepare(attention[self._group])
-        step = ComputedStep(
+        return ComputedStep(
             states=self._states[: len(rows)],
             following=sampled,
             positions=inputs.positions,
             attention=attention,
             wanted=None,
         )
-        return self._follow(plan, step, sampled, fetch)
 
-    def _follow(self, plan: StepPlan, step: ComputedStep, sampled: torch.Tensor | None, fetch: Fetch) -> Pending | None:
-        head, drafts = self._head, plan.num_drafts > 0 and sampled is not None
-        wanted = step.wanted
+    def _follow(self, running: RunningStep, step: ComputedStep, sampled: torch.Tensor | None) -> None:
+        head, plan, wanted = self._head, running.plan, step.wanted
+        drafts = plan.num_drafts > 0 and sampled is not None
         if not drafts:  # only K/V are needed
             wanted = torch.zeros(1, dtype=torch.int64, device=step.positions.device)
         with forward_context(step.attention):
             out, fed = head(step.following, head.combine(step.states), step.positions, wanted)
         if not drafts or sampled is None:
-            return None
+            return
         rows = drafted_rows(plan)
         limits = self._num_slots(rows)
         on_rows, on_limits = upload_all((rows.astype(np.int64), limits), sampled.device)
@@ -127,10 +126,9 @@ class HeadDrafter(Drafter):
         position = only(last, only(step.wanted, step.positions))
         table = self._tables.block_table[self._group].index_select(0, on_rows)
         tokens = self._draft(plan.num_drafts, only(last, out), only(last, fed), position, table, on_limits)
-        if not self._communicator.info.is_first:
-            return None
-        wait, no_match = fetch([tokens]), np.zeros(len(rows), dtype=np.int32)
-        return lambda: by_row(rows, wait()[0], no_match)
+        if self._communicator.info.is_first:
+            wait, no_match = running.fetch([tokens]), np.zeros(len(rows), dtype=np.int32)
+            running.pending.drafts = lambda: by_row(rows, wait()[0], no_match)
 
     def _tokens_behind(self, inputs: StepInputs, sampled: torch.Tensor | None) -> torch.Tensor:
         """The token (N,) int32 behind each of the step's tokens, in the rows' table or just ``sampled`` (n,)."""
@@ -206,3 +204,38 @@ class HeadDrafter(Drafter):
         share = shares.greedy_share(lm_head(out)[:, : lm_head.slice.num_ids], lm_head.slice)
         (stack,) = shares.exchange(self._communicator, [share])
         return self._head.tokens_of(shares.decide_best(stack))
+
+
+def drafted_rows(plan: StepPlan) -> IntArray:
+    """The rows (m,) of the requests that the step samples, without lanes, in batch order."""
+    num_own = len(plan.decode_rows) - len(plan.lane_rows)
+    return np.concatenate((plan.decode_rows[:num_own], plan.prefill_rows[plan.prefill_samples]))
+
+
+def right_lanes(plan: StepPlan, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which guesses of a step with lanes were right, by ``sampled`` (n,); nothing waits for it.
+
+    Returns for each request that decodes the places in ``sampled`` of its own token, then of its lanes' (m, 1 + most)
+    int64, those behind the last lane arbitrary; and the number of its guesses that were right (m, 1) int64.
+    """
+    num_decodes, num_lanes = len(plan.decode_rows), len(plan.lane_rows)
+    num_own, places = num_decodes - num_lanes, places_in_runs(plan.lane_rows)
+    index_of = np.zeros(int(plan.decode_rows.max()) + 1, dtype=np.int64)
+    index_of[plan.decode_rows[:num_own]] = np.arange(num_own)
+    owners, most = index_of[plan.lane_rows], int(places.max()) + 1
+    chains = np.repeat(np.arange(num_own)[:, np.newaxis], most + 1, axis=1)
+    chains[owners, places + 1] = np.arange(num_own, num_decodes)
+    guesses = np.full((num_own, most), NO_DRAFT, dtype=np.int32)
+    guesses[owners, places] = plan.lane_tokens
+    on_chains, on_guesses = upload_all((chains, guesses), sampled.device)
+    return on_chains, (sampled[on_chains[:, :-1]] == on_guesses).cumprod(1).sum(1, keepdim=True)
+
+
+def by_row(rows: IntArray, tokens: IntArray, matched: IntArray) -> dict[int, Drafts]:
+    """For each of ``rows`` (m,) its ``tokens`` (m, count) up to the first ``NO_DRAFT``, and how many were ``matched``
+    (m,)."""
+    counts = (tokens != NO_DRAFT).sum(1).tolist()
+    return {
+        row: Drafts(own[:count], length)
+        for row, own, count, length in zip(rows.tolist(), tokens, counts, matched.tolist(), strict=True)
+    }

@@ -13,9 +13,12 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from tp_engine.layers.attention import Attention
 from tp_engine.log import get_logger
-from tp_engine.plan import TokenLogprobs
-from tp_engine.sampling.logprobs import Fetch, LogprobTensors
+from tp_engine.models.causal_lm import CausalLM
+from tp_engine.plan import StepPlan, TokenLogprobs
+from tp_engine.worker.batch.step_inputs import StepInputs
+from tp_engine.worker.feature import RunnerFeature, RunningStep
 from tp_engine.worker.results.readback import record_event
 
 logger = get_logger(__name__)
@@ -26,19 +29,33 @@ _CAUSES = (
 )
 
 
-class OutputWatch:
-    """One rank's watch; only the first rank speaks of what all ranks have.  Without a ``device`` it is blind."""
+class OutputWatch(RunnerFeature):
+    """One rank's watch; only the first rank speaks of what all ranks have."""
 
-    def __init__(self, device: torch.device | None = None, *, is_first: bool = True) -> None:
-        self._is_blind, self._is_first = device is None, is_first
-        is_cuda = device is not None and device.type == "cuda"
-        self._target = torch.zeros(2, dtype=torch.bool, pin_memory=True) if is_cuda else None
+    def __init__(self, device: torch.device, *, is_first: bool = True) -> None:
+        self._is_first = is_first
+        self._target = torch.zeros(2, dtype=torch.bool, pin_memory=True) if device.type == "cuda" else None
         self._arriving: tuple[int, torch.Tensor, Callable[[], bool]] | None = None
-        self.forget()
+        self._has_looked = self._has_said = False
 
-    def forget(self) -> None:
-        """The model has changed: look at it, and speak of it, as of a new one."""
-        self._has_looked, self._has_said = False, self._is_blind
+    def take_model(self, model: CausalLM) -> list[Attention]:
+        """Look at another model, and speak of it, as of a new one."""
+        self._has_looked = self._has_said = False
+        return []
+
+    def apply(self, plan: StepPlan) -> None:
+        """Say what an earlier look has found."""
+        self.settle()
+
+    def on_logits(self, step: RunningStep, inputs: StepInputs, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+        """See ``RunnerFeature``."""
+        self.look(step.plan.step_id, hidden, logits)
+
+    def on_sampled(self, step: RunningStep, inputs: StepInputs | None, token_ids: torch.Tensor | None) -> None:
+        """Look at log-probabilities when they arrive."""
+        wait = step.pending.logprobs
+        if wait is not None and not self._has_said:
+            step.pending.logprobs = lambda: self._looked_at(wait())
 
     def look(self, step_id: int, hidden: torch.Tensor, local_logits: torch.Tensor) -> None:
         """Begin to look at ``hidden`` (n, hidden), of all ranks, and this rank's ``local_logits`` (n, width)."""
@@ -67,13 +84,6 @@ class OutputWatch:
             self._say("the model's outputs at step %d are not numbers (NaN). %s", step_id, _CAUSES)
         elif any(logits) and not outputs:
             self._say("logits of this rank at step %d are not numbers (NaN): the output head. %s", step_id, _CAUSES)
-
-    def to_host(self, logprobs: LogprobTensors | None, fetch: Fetch) -> Callable[[], TokenLogprobs] | None:
-        """As ``LogprobTensors.to_host``; looks at what arrives."""
-        if logprobs is None:
-            return None
-        wait = logprobs.to_host(fetch)
-        return wait if self._has_said else lambda: self._looked_at(wait())
 
     def _looked_at(self, found: TokenLogprobs) -> TokenLogprobs:
         if not self._has_said and np.isnan(found.logprobs[:, 0]).any():

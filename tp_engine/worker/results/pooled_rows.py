@@ -21,9 +21,11 @@ import torch
 
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.layers.upload import upload, upload_all
-from tp_engine.plan import FloatArray, IntArray, RowSampling
+from tp_engine.plan import FloatArray, IntArray, StepPlan
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling.logprobs import Fetch
+from tp_engine.worker.batch.step_inputs import StepInputs
+from tp_engine.worker.feature import RunnerFeature, RunningStep
 
 
 class PooledTensors:
@@ -49,7 +51,7 @@ class PooledTensors:
         return wait
 
 
-class PooledRows:
+class PooledRows(RunnerFeature):
     """Which of ``num_rows`` rows pool, and what; ``vocab`` is this rank's slice of the logits."""
 
     def __init__(self, num_rows: int, vocab: VocabSlice, communicator: Communicator) -> None:
@@ -58,15 +60,23 @@ class PooledRows:
         self._vocab = vocab
         self._communicator = communicator
 
-    def admit(self, row: int, sampling: RowSampling) -> None:
-        """A row has a new occupant."""
-        self._pools[row] = bool(sampling.pools)
-        if sampling.pools:
-            self._token_ids[row] = sampling.pooled_token_ids.copy()
+    def apply(self, plan: StepPlan) -> None:
+        """Note what the new occupants of rows ask for."""
+        for admission in plan.admitted:
+            row, sampling = admission.row, admission.sampling
+            self._pools[row] = bool(sampling.pools)
+            if sampling.pools:
+                self._token_ids[row] = sampling.pooled_token_ids.copy()
 
-    def any_of(self, rows: IntArray) -> bool:
-        """Whether one of ``rows`` (n,) pools."""
-        return bool(self._pools[rows].any())
+    def must_launch(self, plan: StepPlan) -> bool:
+        """Return whether a prompt of the step pools."""
+        return len(plan.prefill_rows) > 0 and bool(self._pools[plan.prefill_rows].any())
+
+    def on_logits(self, step: RunningStep, inputs: StepInputs, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+        """See ``RunnerFeature``."""
+        pooled = self.collect(inputs.layout.sampled_rows, hidden, logits)
+        if pooled is not None:
+            step.pending.pooled = pooled.to_host(step.fetch)
 
     def collect(self, rows: IntArray, hidden: torch.Tensor, logits: torch.Tensor) -> PooledTensors | None:
         """What those of the sampled ``rows`` (n,) return that pool; None if there are none, and on other ranks.

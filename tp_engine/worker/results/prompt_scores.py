@@ -9,28 +9,49 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tp_engine.layers.attention import Attention
 from tp_engine.models.causal_lm import CausalLM
-from tp_engine.plan import IntArray, RowSampling
+from tp_engine.plan import IntArray, StepPlan
 from tp_engine.sampling.logprobs import LogprobTensors, logprobs_of
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.step_inputs import StepInputs
+from tp_engine.worker.feature import RunnerFeature, RunningStep
 
 _LEAST_POSITIONS = 16  # with fewer, most of the time goes into reading the output head's weight
 
 
-class ScoredPrompts:
+class ScoredPrompts(RunnerFeature):
     """Which rows of ``batch`` ask for log-probabilities of their prompts, and these, chunk by chunk, by ``model``."""
 
     def __init__(self, model: CausalLM, batch: InputBatch) -> None:
-        self.model, self._batch = model, batch
+        self._model, self._batch = model, batch
         self._num_alternatives = np.full(len(batch.num_prompt), -1, dtype=np.int32)
 
-    def admit(self, row: int, sampling: RowSampling) -> None:
-        """A row has a new occupant."""
-        self._num_alternatives[row] = sampling.prompt_logprobs
+    def take_model(self, model: CausalLM) -> list[Attention]:
+        """See ``RunnerFeature``."""
+        self._model = model
+        return []
 
-    def any_of(self, rows: IntArray) -> bool:
-        """Whether one of ``rows`` (n,) asks for them; its prompt may be computed already."""
+    def apply(self, plan: StepPlan) -> None:
+        """Note what the new occupants of rows ask for."""
+        for admission in plan.admitted:
+            self._num_alternatives[admission.row] = admission.sampling.prompt_logprobs
+
+    def must_launch(self, plan: StepPlan) -> bool:
+        """Return whether a prompt of the step is scored."""
+        return len(plan.prefill_rows) > 0 and self._any_of(plan.prefill_rows)
+
+    def reads_all(self, inputs: StepInputs) -> bool:
+        """Return whether a row of a step with prompts is scored."""
+        return not inputs.layout.is_decode_only and self._any_of(inputs.layout.rows)
+
+    def on_hidden(self, step: RunningStep, inputs: StepInputs, hidden: torch.Tensor) -> None:
+        """See ``RunnerFeature``."""
+        found = self.score(inputs, hidden)
+        step.pending.prompt_logprobs = {row: scores.to_host(step.fetch) for row, scores in found.items()}
+
+    def _any_of(self, rows: IntArray) -> bool:
+        """Return whether one of ``rows`` (n,) asks for scores; its prompt may be computed already."""
         return bool((self._num_alternatives[rows] >= 0).any())
 
     def score(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, LogprobTensors]:
@@ -51,7 +72,7 @@ class ScoredPrompts:
             start = int(query_lens[:request].sum())
             following = self._batch.following_tokens(row, first + 1, num_scored)
             k = int(self._num_alternatives[row])
-            found = score_prompt(self.model, hidden[start : start + num_scored], following, k, max_positions)
+            found = score_prompt(self._model, hidden[start : start + num_scored], following, k, max_positions)
             if found is not None:
                 scores[row] = found
         return scores

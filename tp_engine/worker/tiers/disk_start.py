@@ -26,13 +26,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.log import get_logger
-from tp_engine.ranks.groups import RankGroups
-from tp_engine.ranks.rank import RankInfo
 from tp_engine.tier_progress import TierProgress
 from tp_engine.units import format_gib
-from tp_engine.worker.effective_config import EffectiveConfig
+from tp_engine.worker.features import FeatureParts
+from tp_engine.worker.memory.kv_cache import KvCacheShape
 from tp_engine.worker.memory.meter import settle_slots
-from tp_engine.worker.runner_parts import RunnerParts
 from tp_engine.worker.tiers.disk_files import SlotFiles, choose_disk_slots, lock_directory, make_directory
 from tp_engine.worker.tiers.disk_tier import DiskTier
 from tp_engine.worker.tiers.fingerprint import make_identity
@@ -78,10 +76,9 @@ class DiskStart:
 
 
 def open_disk_tier(
-    effective: EffectiveConfig,
-    groups: RankGroups,
+    parts: FeatureParts,
+    kv_shape: KvCacheShape,
     together: Together,
-    parts: RunnerParts,
     tier: HostTier,
     channels: Mapping[str, TierProgress],
 ) -> DiskStart:
@@ -89,7 +86,8 @@ def open_disk_tier(
 
     Raises ``ConfigError`` or ``MemoryBudgetError`` on a rank that can not, ``RankError`` on the others.
     """
-    config, info, slot_bytes = effective.config, groups.info, tier.slots.shape[1]
+    config, groups, slot_bytes = parts.effective.config, parts.groups, tier.slots.shape[1]
+    info = groups.info
     assert config.kv_disk_path is not None
     path = Path(config.kv_disk_path)
     with contextlib.ExitStack() as undo:
@@ -110,7 +108,7 @@ def open_disk_tier(
         )
         files = together(
             "opening the disk tier",
-            lambda: undo.enter_context(contextlib.closing(_open(path, num_slots, slot_bytes, effective, info, parts))),
+            lambda: undo.enter_context(contextlib.closing(_open(path, num_slots, slot_bytes, parts, kv_shape))),
         )
         own = _Report(files.store, files.difference, files.serials.tobytes(), secrets.token_hex(16))
         gathered = groups.host.all_gather_bytes(msgspec.msgpack.encode(own))
@@ -126,9 +124,7 @@ def open_disk_tier(
         serials = tuple(np.frombuffer(report.serials, np.int64) for report in reports)
         first_serial = 1 + max(int(one.max()) for one in serials)
         undo.pop_all()
-        disk = tier.disk = DiskTier(
-            tier.slots.numpy(), files, channels, first_serial=first_serial, device=parts.device.torch_device
-        )
+        disk = tier.disk = DiskTier(tier.slots.numpy(), files, channels, first_serial=first_serial, device=parts.device)
         return DiskStart(
             tier=disk,
             path=path,
@@ -140,12 +136,10 @@ def open_disk_tier(
         )
 
 
-def _open(
-    path: Path, num_slots: int, slot_bytes: int, effective: EffectiveConfig, info: RankInfo, parts: RunnerParts
-) -> SlotFiles:
+def _open(path: Path, num_slots: int, slot_bytes: int, parts: FeatureParts, kv_shape: KvCacheShape) -> SlotFiles:
     assert parts.codec is not None, "there is a host tier above"
-    names = [backend.name for backend in parts.backends]
-    identity = make_identity(effective, info, parts.kv_shape, names, codec=parts.codec)
+    names, info = [backend.name for backend in parts.backends], parts.groups.info
+    identity = make_identity(parts.effective, info, kv_shape, names, codec=parts.codec)
     return SlotFiles(path, info.rank, num_slots, slot_bytes, identity)
 
 

@@ -21,16 +21,25 @@ from typing import Any
 
 import torch
 
+from tp_engine.config import EngineConfig
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kernels.huge_pages import map_zeros
-from tp_engine.kv_layout import MoveCounters
+from tp_engine.kv_codec import is_lossy
+from tp_engine.kv_layout import KvCapacity, MoveCounters
+from tp_engine.log import get_logger
 from tp_engine.plan import StepPlan
+from tp_engine.progress import RankPhase, RankProgress
+from tp_engine.ranks.groups import RankGroups
 from tp_engine.tier_progress import TierProgress
 from tp_engine.units import GIB, format_gib
 from tp_engine.worker.codecs.base import Codec
-from tp_engine.worker.memory.host_memory import HostMemory
+from tp_engine.worker.feature import RunnerFeature
+from tp_engine.worker.memory.host_memory import HostMemory, host_memory
+from tp_engine.worker.memory.meter import settle_slots
 from tp_engine.worker.tiers.block_moves import BlockGroups, BlockMover, CpuMover, CudaMover, StoreReports
 from tp_engine.worker.tiers.disk_tier import DiskTier
+
+logger = get_logger(__name__)
 
 
 def choose_slots(
@@ -68,6 +77,39 @@ def choose_slots(
     return num_slots
 
 
+def settle_host_slots(
+    config: EngineConfig,
+    codec: Codec,
+    groups: RankGroups,
+    capacity: KvCapacity,
+    block_bytes: int,
+    promised_bytes: int,
+) -> int:
+    """The number of slots in every rank's host tier; ``promised_bytes`` is as in ``choose_slots``.  A collective."""
+    info = groups.info
+    num_slots = settle_slots(
+        lambda: choose_slots(
+            config.kv_offloading_size,
+            codec.blob_bytes,
+            world_size=info.world_size,
+            local_world_size=info.local_world_size,
+            promised_bytes=promised_bytes,
+            memory=host_memory(),
+        ),
+        groups.host,
+    )
+    if info.is_first:
+        num_bytes, num_tokens = num_slots * codec.blob_bytes, capacity.num_tokens(num_slots)
+        logger.info(
+            "Host KV cache: %s a rank, %s tokens; %d slots of %d bytes for blocks of %d bytes, codec %s",
+            *(format_gib(num_bytes), f"{num_tokens:,}", num_slots, codec.blob_bytes, block_bytes),
+            config.kv_offloading_codec,
+        )
+        if is_lossy(config.kv_offloading_codec):
+            logger.info("the codec is lossy: K/V that come back differ a little, and so may answers")
+    return num_slots
+
+
 def _short(size_gib: float, rounded: Callable[[float], int]) -> str:
     """Three digits of ``size_gib``, rounded so that it is still a remedy; 0 for less than nothing."""
     if size_gib <= 0:
@@ -76,14 +118,22 @@ def _short(size_gib: float, rounded: Callable[[float], int]) -> str:
     return f"{rounded(size_gib * scale) / scale:g}"
 
 
-class HostTier:
+class HostTier(RunnerFeature):
     """A rank's slots, and what moves blocks between them and ``pool`` (blocks, block_bytes) uint8."""
 
-    def __init__(self, pool: torch.Tensor, num_slots: int, codec: Codec, stores: TierProgress | None = None) -> None:
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        num_slots: int,
+        codec: Codec,
+        stores: TierProgress | None = None,
+        progress: RankProgress | None = None,
+    ) -> None:
         """``stores``: where stores are reported, if the codec may refuse some.
 
         Raises ``MemoryBudgetError`` if there is no memory, or if it can not be pinned.
         """
+        self._progress = progress or RankProgress()
         self._device, self._is_pinned = pool.device, False
         try:
             slots = map_zeros(num_slots * codec.blob_bytes).view(num_slots, codec.blob_bytes)
@@ -99,6 +149,17 @@ class HostTier:
 
     def apply(self, plan: StepPlan) -> None:
         """Begin the plan's moves, then let its copies and its forward pass wait as it says."""
+        if not (plan.has_moves or self._sees_all_plans):
+            return
+        self._progress.reach(RankPhase.MOVE)
+        self._move(plan)
+        self._progress.back(RankPhase.STEP_BEGIN)
+
+    def memory(self) -> tuple[torch.Tensor, ...]:
+        """See ``RunnerFeature``."""
+        return (self.slots,)
+
+    def _move(self, plan: StepPlan) -> None:
         if len(plan.stores) or len(plan.loads):
             groups = self._groups
             self._mover.move(*((plan.stores, plan.loads) if groups is None else groups.moves(plan)))
@@ -112,7 +173,7 @@ class HostTier:
             self._groups.note(plan)
 
     @property
-    def sees_all_plans(self) -> bool:
+    def _sees_all_plans(self) -> bool:
         """Whether plans without moves have to be applied too: they report stores, and say which group has a block."""
         return self._groups is not None or (self._reports is not None and self._reports.num_open > 0)
 

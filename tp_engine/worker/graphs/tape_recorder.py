@@ -24,7 +24,7 @@ from tp_engine.kernels.native.tape import Tape, is_recording, recording
 from tp_engine.log import get_logger
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.units import round_up
-from tp_engine.worker.recorded.captured_decodes import Keep, Step, keep_nothing
+from tp_engine.worker.graphs.recorder import Keep, Step, keep_nothing
 
 _logger = get_logger(__name__)
 

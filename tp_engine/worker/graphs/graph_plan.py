@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -30,9 +29,9 @@ from tp_engine.sampling.device_sampler import SHARE_BYTES
 from tp_engine.speculative import SpeculativeConfig
 from tp_engine.worker.batch.padded_batch import MAX_CHUNKS, StepSizes
 from tp_engine.worker.device import Device
-from tp_engine.worker.model_runner import ModelRunner
-from tp_engine.worker.recorded.captured_decodes import CudaRecorder, Recorder
-from tp_engine.worker.recorded.tape_recorder import TapeRecorder
+from tp_engine.worker.graphs.recorder import CudaRecorder
+from tp_engine.worker.graphs.step_runner import GraphPlan, StepRunner
+from tp_engine.worker.graphs.tape_recorder import TapeRecorder
 from tp_engine.worker.results.readback import Check, never_fails
 
 logger = get_logger(__name__)
@@ -46,15 +45,6 @@ _LARGEST = 512
 # Padding costs little up to a few hundred tokens, and every size costs time at the start and memory.
 _PROMPT_DECODES = (0, 8, 32, 64, 128, 256)
 _PROMPT_TOKENS = (32, 64, 128, 256, 512, 1024)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphPlan:
-    """Record decode steps of ``sizes`` rows, and steps with ``prompts``, with a recorder from ``make_recorder``."""
-
-    sizes: tuple[int, ...]
-    prompts: StepSizes | None = None
-    make_recorder: Callable[[], Recorder] = CudaRecorder
 
 
 def graph_plan(
@@ -166,35 +156,20 @@ def _tape_plan(
     return GraphPlan(sizes=tuple(sizes), make_recorder=lambda: TapeRecorder(library, communicator))
 
 
-def record_steps(plan: GraphPlan, runner: ModelRunner) -> None:
-    """Record all of ``plan``; a collective."""
-    recorder = plan.make_recorder()
-    if plan.prompts is not None:
-        runner.capture_prompts(plan.prompts, recorder, plan.prompts.largest_first)
-    runner.capture(plan.sizes, recorder)
-
-
-def record_decodes(plan: GraphPlan, runner: ModelRunner, most_rows: int) -> None:
-    """Record the decode steps of ``plan`` that serve up to ``most_rows`` rows; a collective."""
-    num_sizes = 1 + sum(size < most_rows for size in plan.sizes[:-1])
-    runner.capture(plan.sizes[:num_sizes], plan.make_recorder())
-
-
-def measure_graph_bytes(plan: GraphPlan, device: Device, runner: ModelRunner) -> int:
+def measure_graph_bytes(plan: GraphPlan, device: Device, graphs: StepRunner) -> int:
     """Bytes that all recordings of ``plan`` will take, from those of its two largest sizes of each kind of step.
 
     All share one pool, in which the smaller ones reuse the largest's memory: each further one adds only its own.
-    ``runner`` may have a KV cache of any size, and keeps no recording.  A collective.
+    ``graphs`` may be of a runner with a KV cache of any size, and keep no recording.  A collective.
     """
     recorder, num_bytes = plan.make_recorder(), 0
     if plan.prompts is not None:
-        sizes = plan.prompts.largest_first
-        record = [partial(runner.capture_prompts, plan.prompts, recorder, [size]) for size in sizes[:2]]
-        num_bytes += _grown_bytes(device, record, len(sizes))
-    num_bytes += _grown_bytes(
-        device, [partial(runner.capture, (size,), recorder) for size in plan.sizes[:-3:-1]], len(plan.sizes)
-    )
-    runner.forget_captured()
+        prompts = plan.prompts.largest_first
+        record = [partial(graphs.capture_prompts, plan.prompts, recorder, [size]) for size in prompts[:2]]
+        num_bytes += _grown_bytes(device, record, len(prompts))
+    record = [partial(graphs.capture_decodes, plan.sizes, recorder, [size]) for size in plan.sizes[:-3:-1]]
+    num_bytes += _grown_bytes(device, record, len(plan.sizes))
+    graphs.forget()
     del recorder
     gc.collect()
     device.empty_cache()
@@ -203,9 +178,9 @@ def measure_graph_bytes(plan: GraphPlan, device: Device, runner: ModelRunner) ->
 
 def _grown_bytes(device: Device, record: Sequence[Callable[[], object]], count: int) -> int:
     """Bytes that ``count`` recordings take, of which ``record`` makes the first, and the second if there is one."""
-    used, kept = [_held_bytes(device)], []
+    used = [_held_bytes(device)]
     for one in record:
-        kept.append(one())
+        one()
         used.append(_held_bytes(device))
     first, further = used[1] - used[0], used[-1] - used[1]
     return max(first, 0) + max(further, 0) * (count - 1)

@@ -1,0 +1,87 @@
+"""What an optional part of a model runner may do, and when.
+
+::
+
+    ModelRunner.run     apply -> must_launch
+      launched          on_inputs -> reads_all, state_room, around_model -> the model -> on_hidden -> logits
+                        -> on_logits -> sampling -> on_sampled
+      replayed          the recording -> on_sampled
+    recordings          state_room, keep_rows
+
+``features.py`` has the table of all features.  The runner calls only the hooks that a feature overrides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from tp_engine.layers.attention import Attention
+from tp_engine.models.causal_lm import CausalLM
+from tp_engine.plan import StepPlan
+from tp_engine.sampling.logprobs import Fetch
+from tp_engine.worker.batch.step_inputs import StepInputs
+from tp_engine.worker.results.readback import PendingStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningStep:
+    """A step that is being launched: its results go to the host by ``fetch``, and into ``pending``."""
+
+    plan: StepPlan
+    pending: PendingStep
+    fetch: Fetch
+
+
+class RunnerFeature:
+    """The base of all features; each hook does nothing."""
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take in the plan's changes, behind those of the batch and the sampler and before the copies of blocks."""
+
+    def must_launch(self, plan: StepPlan) -> bool:
+        """Return whether the step can not be replayed, because more is read of it, or does more, than is recorded."""
+        return False
+
+    def on_inputs(self, step: RunningStep, inputs: StepInputs) -> None:
+        """See the inputs of a launched step."""
+
+    def reads_all(self, inputs: StepInputs) -> bool:
+        """Return whether ``on_hidden`` needs the hidden states of all the step's tokens."""
+        return False
+
+    def state_room(self, num_tokens: int) -> torch.Tensor | None:
+        """Return where the model leaves its states (num_tokens, state_size); one feature at most has such a place."""
+        return None
+
+    def around_model(self, step: RunningStep, inputs: StepInputs) -> AbstractContextManager[object]:
+        """Return the context in which the model runs."""
+        return nullcontext()
+
+    def on_hidden(self, step: RunningStep, inputs: StepInputs, hidden: torch.Tensor) -> None:
+        """See the hidden states (N, hidden) of all tokens if it ``reads_all``; a collective may be called."""
+
+    def on_logits(self, step: RunningStep, inputs: StepInputs, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+        """See what a launched step with prompts samples from: ``hidden`` (n, hidden), and this rank's ``logits``
+        (n, width).  A collective may be called."""
+
+    def on_sampled(self, step: RunningStep, inputs: StepInputs | None, token_ids: torch.Tensor | None) -> None:
+        """See the sampled ``token_ids`` (n,) int32, if there are any; ``inputs`` are None if the step was replayed."""
+
+    def take_model(self, model: CausalLM) -> list[Attention]:
+        """Serve another model of the same kind; return the feature's own layers with K/V, bound behind the model's."""
+        return []
+
+    def keep_rows(self, rows: torch.Tensor) -> Callable[[], None]:
+        """Keep what a step changes only once for ``rows`` (n,), -1 for none; return a function that puts it back."""
+        return lambda: None
+
+    def memory(self) -> tuple[torch.Tensor, ...]:
+        """Return the memory that holds K/V or states, beside the cache's blocks."""
+        return ()
+
+    def close(self) -> None:
+        """Give memory and threads back; it is not used again."""

@@ -1,0 +1,187 @@
+"""The table of a model runner's optional features, how each is made, and the memory that is set aside for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+
+from tp_engine.attention.base import Backends
+from tp_engine.kv_layout import KvLayout
+from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.draft_head import DraftHead
+from tp_engine.progress import RankProgress
+from tp_engine.ranks.groups import RankGroups
+from tp_engine.tier_progress import TierProgress
+from tp_engine.worker.adapters import RankAdapters
+from tp_engine.worker.batch.input_batch import InputBatch
+from tp_engine.worker.batch.row_states import RowStates
+from tp_engine.worker.codecs.base import Codec
+from tp_engine.worker.drafters.head_drafter import HeadDrafter
+from tp_engine.worker.effective_config import EffectiveConfig
+from tp_engine.worker.feature import RunnerFeature
+from tp_engine.worker.input_digests import InputDigests, NoteInputs
+from tp_engine.worker.results.output_watch import OutputWatch
+from tp_engine.worker.results.pooled_rows import PooledRows
+from tp_engine.worker.results.prompt_scores import ScoredPrompts
+from tp_engine.worker.tiers.block_moves import staging_bytes
+from tp_engine.worker.tiers.host_tier import HostTier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureParts:
+    """What the features of a rank are made of: its loaded ``model``, a draft ``head`` if there is one, and the
+    configuration.
+
+    ``codec`` is that of a host tier, ``stores`` the channel in which it reports stores that it may refuse, and
+    ``note_inputs`` gets digests of the inputs.
+    """
+
+    effective: EffectiveConfig
+    groups: RankGroups
+    model: CausalLM
+    head: DraftHead | None
+    layout: KvLayout
+    backends: Backends
+    device: torch.device
+    codec: Codec | None
+    stores: TierProgress | None
+    note_inputs: NoteInputs | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerParts:
+    """What a feature shares with its runner: the ``batch``, the cache's blocks ``pool`` (blocks, block_bytes) uint8,
+    and where the rank says what it does.
+
+    ``num_slots`` are those of the host tier, 0 for none.  A runner that ``is_trial`` serves no requests.
+    """
+
+    batch: InputBatch
+    pool: torch.Tensor
+    progress: RankProgress
+    num_slots: int = 0
+    is_trial: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureBytes:
+    """Memory of the device that is set aside for features, by line of the ledger."""
+
+    table_bytes: int = 0
+    state_bytes: int = 0
+    adapter_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureKind:
+    """A row of the table; ``make`` returns None where the feature is switched off."""
+
+    make: Callable[[FeatureParts, RunnerParts], RunnerFeature | None]
+    num_bytes: Callable[[FeatureParts], FeatureBytes] = lambda _parts: FeatureBytes()
+
+
+def _digests(parts: FeatureParts, runner: RunnerParts) -> RunnerFeature | None:
+    return None if parts.note_inputs is None or runner.is_trial else InputDigests(parts.note_inputs)
+
+
+def _watch(parts: FeatureParts, runner: RunnerParts) -> RunnerFeature | None:
+    return None if runner.is_trial else OutputWatch(parts.device, is_first=parts.groups.info.is_first)
+
+
+def _adapters(parts: FeatureParts, runner: RunnerParts) -> RunnerFeature | None:
+    limits, effective = parts.effective.adapters, parts.effective
+    if limits is None:
+        return None
+    return RankAdapters(
+        parts.model.adapted_layers,
+        effective.model.names,
+        max_rank=limits.max_rank,
+        num_rows=effective.config.max_num_seqs + effective.num_lanes,
+        device=parts.device,
+    )
+
+
+def _adapter_bytes(parts: FeatureParts) -> FeatureBytes:
+    """The slots for adapters, which the model has beside its weights."""
+    return FeatureBytes(adapter_bytes=sum(layer.num_bytes for layer in parts.model.adapted_layers))
+
+
+def _num_states(effective: EffectiveConfig) -> int:
+    """Recurrent states: one for each row, then the snapshots."""
+    return effective.config.max_num_seqs + effective.num_snapshots
+
+
+def _states(parts: FeatureParts, runner: RunnerParts) -> RunnerFeature | None:
+    if parts.layout.states is None:
+        return None
+    states = RowStates(parts.layout.states, _num_states(parts.effective), parts.device)
+    states.bind(parts.model.state_layers)
+    return states
+
+
+def _state_bytes(parts: FeatureParts) -> FeatureBytes:
+    states = parts.layout.states
+    if states is None:
+        return FeatureBytes()
+    return FeatureBytes(state_bytes=(_num_states(parts.effective) + 1) * states.slot_bytes)
+
+
+def _scored_prompts(parts: FeatureParts, runner: RunnerParts) -> RunnerFeature:
+    return ScoredPrompts(parts.model, runner.batch)
+
+
+def _pooled_rows(parts: FeatureParts, runner: RunnerParts) -> RunnerFeature:
+    return PooledRows(len(runner.batch.num_prompt), parts.model.lm_head.slice, parts.groups.communicator)
+
+
+def _host_tier(parts: FeatureParts, runner: RunnerParts) -> RunnerFeature | None:
+    if parts.codec is None or not runner.num_slots:
+        return None
+    return HostTier(runner.pool, runner.num_slots, parts.codec, parts.stores, runner.progress)
+
+
+def _tier_bytes(parts: FeatureParts) -> FeatureBytes:
+    if parts.codec is None:
+        return FeatureBytes()
+    staging = staging_bytes(parts.codec) if parts.device.type == "cuda" else 0
+    return FeatureBytes(table_bytes=parts.codec.work_bytes + staging)
+
+
+def _head_drafter(parts: FeatureParts, runner: RunnerParts) -> RunnerFeature | None:
+    if parts.head is None:
+        return None
+    group = parts.effective.draft_group
+    return HeadDrafter(parts.head, parts.backends, group, runner.batch, parts.groups.communicator)
+
+
+def _head_bytes(parts: FeatureParts) -> FeatureBytes:
+    """The states that a draft head reads."""
+    if parts.head is None:
+        return FeatureBytes()
+    return FeatureBytes(table_bytes=parts.effective.config.max_num_seqs * parts.head.state_bytes)
+
+
+# In the order in which their hooks are called.
+FEATURES: tuple[FeatureKind, ...] = (
+    FeatureKind(_digests),
+    FeatureKind(_watch),
+    FeatureKind(_adapters, _adapter_bytes),
+    FeatureKind(_states, _state_bytes),
+    FeatureKind(_scored_prompts),
+    FeatureKind(_pooled_rows),
+    FeatureKind(_host_tier, _tier_bytes),
+    FeatureKind(_head_drafter, _head_bytes),
+)
+
+
+def make_features(parts: FeatureParts, runner: RunnerParts) -> list[RunnerFeature]:
+    """Return the features that the configuration asks for."""
+    return [feature for kind in FEATURES if (feature := kind.make(parts, runner)) is not None]
+
+
+def count_bytes(parts: FeatureParts) -> FeatureBytes:
+    """Return the memory to set aside for all features."""
+    counts = [kind.num_bytes(parts) for kind in FEATURES]
+    return FeatureBytes(**{line.name: sum(getattr(one, line.name) for one in counts) for line in fields(FeatureBytes)})

@@ -1,0 +1,270 @@
+"""Captured steps of fixed sizes, of one of two shapes: decodes alone, or prompts with decodes beside them.
+
+::
+
+    host      set_step, run ------------------------------------------------------------------------> next step
+    device    | rows' tables -> inputs -> model |  plain, ranked: logits, sampling, into the tables |   recorded
+                                                |  others: logits, the sampler's launches, into the tables   launched
+
+What follows the model depends on the rows, so it is a recording of its own, of one of three kinds: *plain*, if every
+row is greedy or samples by temperature alone, *nucleus*, if some have top_p, and *ranked*, if some have top_k.  Other
+steps launch their sampler behind the recorded forward pass: those with penalties, whose counts are allocated for the
+first row that has some; with min_p alone, which is rare; and those that no kernel samples.  On a CPU the only kind is
+greedy.  Logits are the largest tensor and live only within the second part, so that all sizes share their memory.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from tp_engine.attention.base import AttentionMetadata, Backends, prepare_groups
+from tp_engine.kernels.steps.decode_inputs import RowTables
+from tp_engine.layers.attention import forward_context
+from tp_engine.models.causal_lm import CausalLM
+from tp_engine.plan import FIRST_STEP_ID, IntArray, StepPlan
+from tp_engine.sampling.device_sampler import StepKind
+from tp_engine.sampling.logprobs import LogprobTensors
+from tp_engine.sampling.sampler import RecordedSampler
+from tp_engine.worker.batch.decode_batch import DecodeBatch
+from tp_engine.worker.batch.padded_batch import PaddedBatch, StepSize, StepSizes
+from tp_engine.worker.graphs.recorder import Recorder, Recording
+
+Size = TypeVar("Size", bound=Hashable)
+
+_NO_ROWS = StepPlan(step_id=FIRST_STEP_ID)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedInputs:
+    """The model's inputs at one place: ``input_ids`` (N,) int32, ``positions`` (N,) int64, the ``wanted`` tokens (B,)
+    int64, None: all, and each group's ``attention``."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    wanted: torch.Tensor | None
+    attention: Sequence[AttentionMetadata]
+
+
+class StepShape(Protocol[Size]):
+    """Where the inputs of steps of each size are.
+
+    ``advanced`` are the tables that the end of the sampler may advance by itself.
+    """
+
+    advanced: RowTables | None
+
+    def hidden_room(self, model: CausalLM) -> torch.Tensor | None:
+        """Return where the hidden states (B, hidden) of steps of all sizes go; None: each size leaves its own."""
+
+    def size_for(self, plan: StepPlan) -> Size | None:
+        """Return the smallest size that holds the step ``plan``; None if none does."""
+
+    def num_sampled(self, size: Size) -> int:
+        """Return the number of tokens that a step of ``size`` samples, padding included: B."""
+
+    def set_step(self, plan: StepPlan, size: Size) -> None:
+        """Say that the next step is ``plan``, padded to ``size``: the host's part of a step."""
+
+    def prepare(self, size: Size) -> PlacedInputs:
+        """Make the step's inputs, on the device."""
+
+    def sampled(self, size: Size) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sampled rows (B,) int32, -1 for padding, and the positions (B,) int64 of their last tokens."""
+
+    def advance(self, size: Size, tokens: torch.Tensor | None) -> None:
+        """Count the step's tokens, and enter the sampled ``tokens`` (n,) int32, if any, behind them, on the device."""
+
+
+class DecodeShape:
+    """Decodes of each of ``sizes`` (rising) rows of ``batch``."""
+
+    def __init__(self, batch: DecodeBatch, sizes: Sequence[int]) -> None:
+        self._batch, self._sizes = batch, list(sizes)
+        self.advanced: RowTables | None = batch.tables
+
+    def hidden_room(self, model: CausalLM) -> None:
+        """See ``StepShape``."""
+
+    def size_for(self, plan: StepPlan) -> int | None:
+        """See ``StepShape``."""
+        num_rows = len(plan.decode_rows)
+        if len(plan.prefill_rows) or num_rows > self._sizes[-1]:
+            return None
+        return self._sizes[bisect.bisect_left(self._sizes, num_rows)]
+
+    def num_sampled(self, size: int) -> int:
+        """See ``StepShape``."""
+        return size
+
+    def set_step(self, plan: StepPlan, size: int) -> None:
+        """See ``StepShape``."""
+        self._batch.set_rows(plan.decode_rows, size, plan.rows_epoch)
+
+    def prepare(self, size: int) -> PlacedInputs:
+        """See ``StepShape``."""
+        inputs = self._batch.prepare(size)
+        attention = self._batch.metadata(inputs, self._batch.recorded_seq_lens(inputs))
+        return PlacedInputs(input_ids=inputs.input_ids, positions=inputs.positions, wanted=None, attention=attention)
+
+    def sampled(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``StepShape``."""
+        inputs = self._batch.inputs(size)
+        return inputs.rows, inputs.positions
+
+    def advance(self, size: int, tokens: torch.Tensor | None) -> None:
+        """See ``StepShape``."""
+        assert tokens is not None, "every row that decodes is sampled"
+        self._batch.advance(len(tokens), tokens)
+
+
+class PromptShape:
+    """Prompts, mixed with decodes or alone, of ``sizes``; the rows are those of ``tables``."""
+
+    advanced: RowTables | None = None
+
+    def __init__(self, tables: RowTables, sizes: StepSizes) -> None:
+        largest = sizes.largest_first[0]
+        self._batch, self._sizes, self._device = PaddedBatch(tables, largest), sizes, tables.token_ids.device
+        self._nothing = torch.zeros(largest.num_requests, dtype=torch.int32, device=self._device)
+
+    def hidden_room(self, model: CausalLM) -> torch.Tensor:
+        """See ``StepShape``; so what follows the model depends on the number of decodes alone."""
+        return torch.zeros((len(self._nothing), model.hidden_size), dtype=model.dtype, device=self._device)
+
+    def size_for(self, plan: StepPlan) -> StepSize | None:
+        """See ``StepShape``; None too if padding would double the work."""
+        return self._sizes.size_for(plan)
+
+    def num_sampled(self, size: StepSize) -> int:
+        """See ``StepShape``."""
+        return size.num_requests
+
+    def set_step(self, plan: StepPlan, size: StepSize) -> None:
+        """See ``StepShape``."""
+        self._batch.set_step(plan, size)
+
+    def prepare(self, size: StepSize) -> PlacedInputs:
+        """See ``StepShape``."""
+        inputs, wanted = self._batch.prepare(size), self._batch.requests(size.decodes).wanted
+        return PlacedInputs(
+            input_ids=inputs.input_ids,
+            positions=inputs.positions,
+            wanted=wanted,
+            attention=self._batch.metadata(size),
+        )
+
+    def sampled(self, size: StepSize) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``StepShape``."""
+        return self._batch.requests(size.decodes).sampled_rows, self._batch.sampled_positions(size.decodes)
+
+    def advance(self, size: StepSize, tokens: torch.Tensor | None) -> None:
+        """See ``StepShape``."""
+        self._batch.advance(size.decodes, self._nothing if tokens is None else tokens)
+
+
+class CapturedSteps(Generic[Size]):
+    """Captured steps of one shape; made on all ranks in the same order.
+
+    ``state_room`` and ``keep_rows`` are hooks of ``RunnerFeature``.  The model's part has a recording for each size,
+    and sampling has one for each number of sampled tokens and each kind.
+    """
+
+    def __init__(
+        self,
+        shape: StepShape[Size],
+        *,
+        model: CausalLM,
+        backends: Backends,
+        sampler: RecordedSampler,
+        state_room: Callable[[int], torch.Tensor | None],
+        keep_rows: Callable[[torch.Tensor], Callable[[], None]],
+    ) -> None:
+        self._shape, self._model, self._backends, self._sampler = shape, model, backends, sampler
+        self._state_room, self._keep = state_room, keep_rows
+        self._forward: dict[Size, Recording] = {}
+        self._sampling: dict[tuple[StepKind | None, int], Recording] = {}
+        self._hidden = shape.hidden_room(model)
+
+    def capture(self, sizes: Sequence[Size], recorder: Recorder) -> None:
+        """Capture steps of ``sizes``, the largest first, and the sampling behind those for which there is none yet."""
+        for size in sizes:
+            self._shape.set_step(_NO_ROWS, size)
+            self._forward[size] = recorder.record(partial(self._run_model, size), partial(self._keep_rows, size))
+            count = self._shape.num_sampled(size)
+            for kind in self._sampler.kinds:
+                if (kind, count) not in self._sampling:
+                    self._sampling[kind, count] = recorder.record(partial(self._sample, kind, size))
+
+    def close(self) -> None:
+        """Destroy the recordings, with their device memory and collectives."""
+        self._forward.clear()
+        self._sampling.clear()
+
+    def size_for(self, plan: StepPlan) -> Size | None:
+        """See ``StepShape``."""
+        return self._shape.size_for(plan)
+
+    def run(
+        self, plan: StepPlan, size: Size, num_computed: IntArray
+    ) -> tuple[torch.Tensor | None, LogprobTensors | None]:
+        """Run the step ``plan`` in the recording of ``size``; ``num_computed`` is ``InputBatch``'s, before the step.
+
+        Returns token ids (n,) int32, None if nothing is sampled, and rank 0's log-probabilities, if any row asks for
+        them.  The ids are to be read before the next step is launched, or copied behind this one.  The rows' tables on
+        the device contain them already, and count the step's tokens.
+        """
+        rows, positions = _sampled(plan, num_computed)
+        self._shape.set_step(plan, size)
+        forward = self._forward[size]
+        hidden = forward.run()
+        if not len(rows):
+            self._shape.advance(size, None)
+            return None, None
+        kind = self._sampler.recorded_kind(rows, positions, 0 if len(plan.prefill_rows) else plan.rows_epoch)
+        sampling = self._sampling.get((kind, self._shape.num_sampled(size)))
+        if sampling is not None and forward.is_settled:
+            tokens = sampling.run()
+            return tokens if len(tokens) == len(rows) else tokens[: len(rows)], None
+        logits = self._model.compute_local_logits(hidden if len(hidden) == len(rows) else hidden[: len(rows)])
+        tokens, logprobs = self._sampler.sample(logits, rows, positions)
+        self._shape.advance(size, tokens)
+        return tokens, logprobs
+
+    def _keep_rows(self, size: Size) -> Callable[[], None]:
+        return self._keep(self._shape.sampled(size)[0])
+
+    def _run_model(self, size: Size) -> torch.Tensor:
+        """Return the hidden states (B, hidden) of the wanted tokens; those of padding are arbitrary."""
+        inputs = self._shape.prepare(size)
+        prepare_groups(self._backends, inputs.attention)
+        room = self._state_room(len(inputs.input_ids))
+        with forward_context(inputs.attention):
+            hidden: torch.Tensor = self._model(inputs.input_ids, inputs.positions, inputs.wanted, room)
+        return hidden if self._hidden is None else self._hidden[: len(hidden)].copy_(hidden)
+
+    def _sample(self, kind: StepKind, size: Size) -> torch.Tensor:
+        """Return token ids (B,), from the hidden states that ``_run_model`` left."""
+        hidden = self._forward[size].output if self._hidden is None else self._hidden[: self._shape.num_sampled(size)]
+        tables = self._shape.advanced if kind in self._sampler.advancing else None
+        logits = self._model.compute_local_logits(hidden)
+        tokens = self._sampler.sample_recorded(kind, logits, *self._shape.sampled(size), advanced=tables)
+        if tables is None:
+            self._shape.advance(size, tokens)
+        return tokens
+
+
+def _sampled(plan: StepPlan, num_computed: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the rows (n,) that get a token in the step, and the positions (n,) of these tokens."""
+    if not len(plan.prefill_rows):
+        return plan.decode_rows, num_computed[plan.decode_rows] + 1
+    rows = plan.sampled_rows
+    counts = np.ones(len(rows), dtype=np.int32)
+    counts[len(plan.decode_rows) :] = plan.prefill_tokens[plan.prefill_samples]
+    return rows, num_computed[rows] + counts
