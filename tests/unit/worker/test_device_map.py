@@ -64,7 +64,7 @@ def test_devices_need_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
             resolve(EngineConfig(devices="0", device=device))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("tp_engine.worker.gpu_host.why_no_gpus", lambda: None)
     effective = resolve(EngineConfig(devices="1,1,1,1", tensor_parallel_size=4))
     assert effective.config.device == "cuda" and effective.device_map == DeviceMap((1, 1, 1, 1))
     with pytest.raises(ConfigError, match="names 4 GPUs for 2 ranks"):
