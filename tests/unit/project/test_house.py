@@ -1,9 +1,8 @@
-"""The house rules on the size of files: lines of documents, lines of modules, and modules that are too short."""
+"""The house rules on the size of files: columns of documents, and modules that are too short."""
 
 from __future__ import annotations
 
 import ast
-import statistics
 from collections import defaultdict
 from pathlib import Path
 
@@ -18,10 +17,8 @@ DOCUMENTS = [
 SHORT_MODULES = Path(__file__).parents[2] / "short_modules.txt"
 
 MAX_COLUMNS = 120
-MAX_LINES = 400
 SHORT_LINES = 60
 MAX_SHORT_MODULES = 15
-MIN_MEDIAN_LINES = 110
 
 
 def name_of(path: Path) -> str:
@@ -40,18 +37,6 @@ def test_documents_are_at_most_120_columns_wide(path: Path) -> None:
         (number, len(line)) for number, line in enumerate(lines, 1) if len(line) > MAX_COLUMNS and " " in line.strip()
     ]
     assert not wide, f"{name_of(path)}: lines (and their columns) of more than {MAX_COLUMNS}: {wide}"
-
-
-def test_no_module_is_long() -> None:
-    """Oracle: the rule."""
-    long = {name_of(path): num_lines(path) for path in MODULES if num_lines(path) > MAX_LINES}
-    assert not long, f"more than {MAX_LINES} lines: {long}"
-
-
-def test_the_median_module_holds_a_concept() -> None:
-    """Oracle: the rule; it counts every module of the package."""
-    median = statistics.median(map(num_lines, MODULES))
-    assert median >= MIN_MEDIAN_LINES, f"the median module has {median:g} lines, not {MIN_MEDIAN_LINES}"
 
 
 def test_short_modules_have_several_importers_or_a_reason() -> None:
