@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tp_engine.attention.registry import key_lanes, select_backend
+from tp_engine.kernels.ops import has_triton
 from tp_engine.kv_codec import may_refuse
-from tp_engine.kv_layout import DiskCounters, KvCapacity, MoveCounters
+from tp_engine.kv_layout import DiskCounters, KvCapacity, KvLayout, MoveCounters
 from tp_engine.layers.attention import Attention
 from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM
@@ -22,9 +24,12 @@ from tp_engine.models.draft_head import DraftHead
 from tp_engine.plan import StepPlan
 from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.ranks.groups import RankGroups
+from tp_engine.ranks.rank import RankInfo
+from tp_engine.sampling.state import SamplingState
 from tp_engine.tier_progress import TierProgress
 from tp_engine.worker.adapters import LoadedAdapter, RankAdapters
 from tp_engine.worker.all_reduce import share_memory
+from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.codecs import make_codec
 from tp_engine.worker.device import Device, check_devices, make_device
 from tp_engine.worker.effective_config import EffectiveConfig
@@ -40,7 +45,6 @@ from tp_engine.worker.model_runner import ModelRunner
 from tp_engine.worker.orders import Outcome, Prepare, obey
 from tp_engine.worker.profiling import make_step_profiler, names_for
 from tp_engine.worker.results.readback import PendingStep
-from tp_engine.worker.row_tables import make_batch, make_sampling, table_bytes
 from tp_engine.worker.sleep import Sleep, WakeUp
 from tp_engine.worker.tiers.disk_start import DiskStart, open_disk_tier
 from tp_engine.worker.tiers.host_tier import HostTier, settle_host_slots
@@ -407,3 +411,37 @@ class Worker:
         together = self._start_up.run_together
         self.disk = open_disk_tier(self._parts, self._kv_shape, together, tier, self._channels)
         self._closing.callback(self.disk.close)
+
+
+def make_batch(effective: EffectiveConfig, layout: KvLayout, device: torch.device) -> InputBatch:
+    """Return the persistent batch of a rank, without rows."""
+    config = effective.config
+    return InputBatch(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=effective.max_model_len,
+        block_size=config.block_size,
+        num_groups=len(layout.groups),
+        device=device,
+        num_lanes=effective.num_lanes,
+    )
+
+
+def make_sampling(
+    effective: EffectiveConfig, info: RankInfo, device: torch.device, *, has_tables: bool | None = None
+) -> SamplingState:
+    """Return the sampling parameters of a rank's rows; ``has_tables`` is that of ``SamplingState``."""
+    return SamplingState(
+        max_num_seqs=effective.config.max_num_seqs + effective.num_lanes,
+        vocab_size=effective.model.vocab_size,
+        device=device,
+        info=info,
+        scores_processed=effective.config.scores_processed,
+        has_tables=has_tables,
+    )
+
+
+def table_bytes(effective: EffectiveConfig, layout: KvLayout, info: RankInfo, device_type: str) -> int:
+    """Return the bytes on the device of both; nothing is allocated."""
+    nowhere = torch.device("meta")
+    sampling = make_sampling(effective, info, nowhere, has_tables=device_type == "cuda" and has_triton())
+    return make_batch(effective, layout, nowhere).num_bytes + sampling.num_bytes

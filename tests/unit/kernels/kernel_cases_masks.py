@@ -46,7 +46,7 @@ def main() -> None:
         byte_level_tokenizer().save_pretrained(folder)
         expected = generate(folder)
         with (
-            patch("tp_engine.worker.row_tables.SamplingState", partial(SamplingState, has_tables=True)),
+            patch("tp_engine.worker.worker.SamplingState", partial(SamplingState, has_tables=True)),
             patch("tp_engine.worker.worker.select_backend", lambda *_: TritonBackend()),
             patch("tp_engine.worker.worker.graph_plan", lambda *_: RECORDED),
             patch.object(CapturedSteps, "run", autospec=True, side_effect=CapturedSteps.run) as run,

@@ -44,7 +44,7 @@ def gpu_path() -> Iterator[None]:
     """An engine on CPU tensors takes the GPU's path, and warms up."""
     with ExitStack() as stack:
         for name, stand_in in (
-            ("worker.row_tables.SamplingState", partial(SamplingState, has_tables=True)),
+            ("worker.worker.SamplingState", partial(SamplingState, has_tables=True)),
             ("worker.worker.select_backend", lambda *_: TritonBackend()),
             ("worker.worker.warms_up", lambda device_type: True),
             ("sampling.filters.draws_by_kernel", lambda device_type: True),

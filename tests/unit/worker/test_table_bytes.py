@@ -13,7 +13,7 @@ import torch
 from tp_engine.kernels.sampling import tables as sampling_tables
 from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.ranks.rank import RankInfo
-from tp_engine.worker import row_tables
+from tp_engine.worker import worker
 
 CPU = torch.device("cpu")
 ROWS, MAX_LEN, BLOCK_SIZE, VOCAB = 6, 100, 16, 203
@@ -33,7 +33,7 @@ def config(num_lanes: int = 0) -> Any:
 def counted(device_type: str, world_size: int = 1, kinds: Sequence[KvKind] = ALIKE, num_lanes: int = 0) -> int:
     """The bytes of a rank's tables."""
     info = RankInfo(rank=0, world_size=world_size, local_world_size=world_size)
-    return row_tables.table_bytes(config(num_lanes), lay_out(kinds), info, device_type)
+    return worker.table_bytes(config(num_lanes), lay_out(kinds), info, device_type)
 
 
 @pytest.mark.parametrize(("world_size", "width"), [(1, 203), (2, 112)])
@@ -59,7 +59,7 @@ def test_of_three_groups() -> None:
 
 def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: by hand: in addition the parameters for the sampling kernels, and a counter for each place of a step."""
-    monkeypatch.setattr(row_tables, "has_triton", lambda: True)
+    monkeypatch.setattr(worker, "has_triton", lambda: True)
     tables = ROWS * (4 * (MAX_LEN + 1) + 4 * 7 + 4 + 5 * VOCAB)
     sampling = ROWS * (4 * sampling_tables.NUM_FLOATS + 4 + 8) + 4 * (ROWS + 512)
     assert counted("cuda") == tables + INPUTS + sampling
@@ -67,7 +67,7 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_allocated_for_the_answer() -> None:
     """Oracle: the tensors of the runner's own tables have as many bytes as counted."""
-    batch = row_tables.make_batch(config(), lay_out(ALIKE), CPU)
-    sampling = row_tables.make_sampling(config(), RankInfo(), CPU)
+    batch = worker.make_batch(config(), lay_out(ALIKE), CPU)
+    sampling = worker.make_sampling(config(), RankInfo(), CPU)
     assert batch.num_bytes + sampling.num_bytes == counted("cpu")
     assert sampling.penalties.tables is None
