@@ -427,16 +427,16 @@ def make_batch(effective: EffectiveConfig, layout: KvLayout, device: torch.devic
 
 
 def make_sampling(
-    effective: EffectiveConfig, info: RankInfo, device: torch.device, *, has_tables: bool | None = None
+    effective: EffectiveConfig, info: RankInfo, device: torch.device, **options: bool
 ) -> SamplingState:
-    """Return the sampling parameters of a rank's rows; ``has_tables`` is that of ``SamplingState``."""
+    """Return the sampling parameters of a rank's rows; ``options`` are further ones of ``SamplingState``."""
     return SamplingState(
         max_num_seqs=effective.config.max_num_seqs + effective.num_lanes,
         vocab_size=effective.model.vocab_size,
         device=device,
         info=info,
         scores_processed=effective.config.scores_processed,
-        has_tables=has_tables,
+        **options,
     )
 
 

@@ -116,5 +116,5 @@ def main(num_ranks: str, folder: str | None = None) -> None:
         assert job.returncode == 0, job.stdout[-6000:]
         tokens, recorded = json.loads((Path(name) / "tokens").read_text())
     assert tokens == expected, (tokens, expected)
-    assert {1, 2} <= set(recorded) and len(recorded) > 10, recorded
+    assert {1, 2} <= set(recorded) and len(recorded) > 5, recorded
     print(AGREEMENT)
