@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
-from tp_engine.errors import CODE_UNAVAILABLE, ConfigError, RequestError
+from tp_engine.errors import CODE_UNAVAILABLE, INVALID_GRAMMAR, ConfigError, RequestError
 from tp_engine.grammar.compiler_process import CompilerProcess, TookTooLongError
 from tp_engine.grammar.library import SpecialTokens, new_matcher, refusal
 from tp_engine.grammar.matcher import GrammarMatcher, Pace
@@ -91,7 +91,7 @@ class GrammarCompiler:
         """The grammar if it is among the last ones; ``RequestError`` if it is among the last that were refused."""
         with self._lock:
             if (words := self._refused.get(params)) is not None:
-                raise RequestError(words, param=PARAM)
+                raise RequestError(words, param=PARAM, code=INVALID_GRAMMAR)
             found = self._compiled.get(params)
         if found is not None and found.pace.failure is not None:
             raise refusal(params, found.pace.failure)

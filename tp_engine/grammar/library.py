@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tp_engine.errors import RequestError
+from tp_engine.errors import INVALID_GRAMMAR, RequestError
 from tp_engine.grammar.schema import normal_schema, unkept_keywords
 from tp_engine.structured_outputs import PARAM, StructuredOutputsParams
 
@@ -131,7 +131,7 @@ def refusal(params: StructuredOutputsParams, reason: str) -> RequestError:
     """The error for a grammar that the library refuses, with the library's reason."""
     what = {"json": "the JSON schema", "choice": "the choice", "json_object": "the white space"}.get(params.kind)
     brief = " ".join(_explained(params, reason).replace("<non-verbose/>", "").split())[:500]
-    return RequestError(f"{what or f'the {params.kind}'} can not be used: {brief}", param=PARAM)
+    return RequestError(f"{what or f'the {params.kind}'} can not be used: {brief}", param=PARAM, code=INVALID_GRAMMAR)
 
 
 def _explained(params: StructuredOutputsParams, reason: str) -> str:

@@ -249,7 +249,8 @@ def test_refused_grammars_are_remembered() -> None:
     bad = StructuredOutputsParams(json=json.dumps(endless_schema()))
     with pytest.raises(RequestError, match=r"takes more than 0\.2 s"):
         compiler.submit(bad).result(DEADLINE_S)
-    with pytest.raises(RequestError, match=r"takes more than 0\.2 s"):
+    with pytest.raises(RequestError, match=r"takes more than 0\.2 s") as again:
         compiler.known(bad)
+    assert again.value.code == "invalid_grammar"
     assert compiler.submit(GOOD).result(DEADLINE_S) is compiler.known(GOOD)
     compiler.close()
