@@ -426,9 +426,7 @@ def make_batch(effective: EffectiveConfig, layout: KvLayout, device: torch.devic
     )
 
 
-def make_sampling(
-    effective: EffectiveConfig, info: RankInfo, device: torch.device, **options: bool
-) -> SamplingState:
+def make_sampling(effective: EffectiveConfig, info: RankInfo, device: torch.device, **options: bool) -> SamplingState:
     """Return the sampling parameters of a rank's rows; ``options`` are further ones of ``SamplingState``."""
     return SamplingState(
         max_num_seqs=effective.config.max_num_seqs + effective.num_lanes,
