@@ -232,7 +232,7 @@ def test_a_policy_gradient(checkpoint: Callable[..., Path], tmp_path: Path) -> N
                 assert output.weight_version == (None if step == 0 else f"step {step}")
             rewards.append(sum(mean) / len(mean))
             optimizer.zero_grad()
-            torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
+            torch.stack(losses).mean().backward()
             optimizer.step()
             llm.update_weights(model.named_parameters(), weight_version=f"step {step + 1}")
         found, _ = run(llm)

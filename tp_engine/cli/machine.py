@@ -75,7 +75,7 @@ def check_devices() -> Iterator[Finding]:
 
 def _nccl_version() -> str:
     try:
-        return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        return ".".join(map(str, torch.cuda.nccl.version()))
     except (RuntimeError, AttributeError, TypeError):
         return "is not there"
 

@@ -10,12 +10,13 @@ The counters are zeros before and after a launch, so the same launch can be repl
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from tp_engine.kernels.jit import jit
 
-@triton.jit
-def arrives_last(arrived, num_programs):  # type: ignore[no-untyped-def]
+
+@jit
+def arrives_last(arrived, num_programs):
     """Whether this program is the last of ``num_programs`` to come here; if so, what the others have stored can be
     read, past the first-level cache (``.cg``), which does not see what other multiprocessors have written.
 

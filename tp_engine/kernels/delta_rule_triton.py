@@ -18,6 +18,7 @@ import triton.language as tl
 
 from tp_engine.kernels.delta_rule import LENGTH_EPS, DeltaRule, LayerStates
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.jit import jit
 
 _LENGTH_EPS = tl.constexpr(LENGTH_EPS)
 _CONV_BLOCK = 256
@@ -28,14 +29,14 @@ _ELEMENTS_PER_THREAD = 32
 _MAX_WARPS = 16
 
 
-@triton.jit
-def silu(x):  # type: ignore[no-untyped-def]
+@jit
+def silu(x):
     """Float32; nothing overflows."""
     return x / (1.0 + tl.exp(-x))
 
 
-@triton.jit
-def softplus(x):  # type: ignore[no-untyped-def]
+@jit
+def softplus(x):
     """log(1 + exp(x)), float32, with a small relative error for any x: a slow decay is many steps' product.
 
     log(1 + e) = 2 artanh(s) with s = e / (2 + e), at most 1/3 for e = exp(-|x|): seven terms of the series.
@@ -48,8 +49,8 @@ def softplus(x):  # type: ignore[no-untyped-def]
     return tl.where(x > 0, x, 0.0) + 2.0 * s * series
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def causal_conv_kernel(  # type: ignore[no-untyped-def]
+@jit
+def causal_conv_kernel(
     mixed,
     weight,
     kept,
@@ -57,10 +58,10 @@ def causal_conv_kernel(  # type: ignore[no-untyped-def]
     out,
     mixed_stride,
     slot_stride,
-    CHANNELS: tl.constexpr,  # noqa: N803
-    TAPS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: up to BLOCK channels of one row."""
     let_next_begin(PDL)
@@ -84,8 +85,8 @@ def causal_conv_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row * CHANNELS + column, silu(total), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def delta_step_kernel(  # type: ignore[no-untyped-def]
+@jit
+def delta_step_kernel(
     convolved,
     mixed,
     gates,
@@ -99,14 +100,14 @@ def delta_step_kernel(  # type: ignore[no-untyped-def]
     gates_stride,
     slot_stride,
     eps,
-    KEY_HEADS: tl.constexpr,  # noqa: N803
-    VALUE_HEADS: tl.constexpr,  # noqa: N803
-    KEY_DIM: tl.constexpr,  # noqa: N803
-    VALUE_DIM: tl.constexpr,  # noqa: N803
-    KEY_BLOCK: tl.constexpr,  # noqa: N803
-    VALUE_BLOCK: tl.constexpr,  # noqa: N803
-    QUERY_SCALE: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    QUERY_SCALE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: the state (KEY_DIM, VALUE_DIM) of one value head of one row."""
     let_next_begin(PDL)

@@ -21,9 +21,10 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tp_engine.kernels.jit import jit
 
 _MIN_CAPABILITY = (9, 0)
 # Of each program.  All programs that run at a time then send for less than a second-level cache holds.
@@ -31,22 +32,22 @@ _MOST_PREFETCHED = 1 << 16
 LINE_BYTES = 128
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def let_next_begin(PDL: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@jit
+def let_next_begin(PDL: tl.constexpr):
     """The next kernel may be set up from now on, as soon as the GPU has room beside this one."""
     if PDL:
         gdc_launch_dependents()
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def wait_for_previous(PDL: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@jit
+def wait_for_previous(PDL: tl.constexpr):
     """Wait until all earlier kernels of the stream have ended and what they wrote can be read."""
     if PDL:
         gdc_wait()
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def prefetch_weights(place, PDL: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@jit
+def prefetch_weights(place, PDL: tl.constexpr):
     """Send for the lines of weights at ``place``, pointers, into the second-level cache; call it before the wait."""
     if PDL:
         tl.inline_asm_elementwise(

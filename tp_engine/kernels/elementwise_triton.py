@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.jit import jit
 from tp_engine.model_config.mlp import Activation
 
 _BLOCK = 1024
@@ -22,14 +23,8 @@ _TWO_LOG2_E = tl.constexpr(2 * 1.4426950408889634)
 _SMALL = tl.constexpr(0.2)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def gated(  # type: ignore[no-untyped-def]
-    gate,
-    up,
-    KIND: tl.constexpr,  # noqa: N803
-    ALPHA: tl.constexpr,  # noqa: N803
-    LIMIT: tl.constexpr,  # noqa: N803
-):
+@jit
+def gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """The activated ``gate`` times ``up``, both float32.  NaN stays NaN.
 
     With tanh: (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z)), which neither overflows nor cancels.
@@ -49,17 +44,17 @@ def gated(  # type: ignore[no-untyped-def]
     return product
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def gate_kernel(  # type: ignore[no-untyped-def]
+@jit
+def gate_kernel(
     gate_up,
     out,
     stride,
-    SIZE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    KIND: tl.constexpr,  # noqa: N803
-    ALPHA: tl.constexpr,  # noqa: N803
-    LIMIT: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: up to BLOCK elements of one token."""
     let_next_begin(PDL)
@@ -101,16 +96,8 @@ def activation_constants(activation: Activation | None) -> dict[str, float]:
     return {"KIND": activation.code, "ALPHA": activation.alpha, "LIMIT": activation.limit}
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def sigmoid_gate_kernel(  # type: ignore[no-untyped-def]
-    x,
-    gate,
-    x_stride,
-    gate_stride,
-    SIZE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
-):
+@jit
+def sigmoid_gate_kernel(x, gate, x_stride, gate_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One program: up to BLOCK elements of one token."""
     let_next_begin(PDL)
     wait_for_previous(PDL)
@@ -134,17 +121,17 @@ def sigmoid_gate_triton(x: torch.Tensor, gate: torch.Tensor) -> None:
         )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def embed_kernel(  # type: ignore[no-untyped-def]
+@jit
+def embed_kernel(
     token_ids,
     weight,
     out,
-    FIRST_ID: tl.constexpr,  # noqa: N803
-    NUM_IDS: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    SCALE: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    FIRST_ID: tl.constexpr,
+    NUM_IDS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCALE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: up to BLOCK of the SIZE elements of a token's row; ``weight`` has NUM_IDS rows from FIRST_ID on."""
     let_next_begin(PDL)
@@ -183,15 +170,9 @@ def embed_triton(
     return out
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def cap_logits_kernel(  # type: ignore[no-untyped-def]
-    logits,
-    stride,
-    WIDTH: tl.constexpr,  # noqa: N803
-    SCALE: tl.constexpr,  # noqa: N803
-    CAP: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+@jit
+def cap_logits_kernel(
+    logits, stride, WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """One program: up to BLOCK logits of one row; CAP 0: no bound."""
     let_next_begin(PDL)
@@ -204,8 +185,8 @@ def cap_logits_kernel(  # type: ignore[no-untyped-def]
     tl.store(place, values.to(logits.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def capped(values, SCALE: tl.constexpr, CAP: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@jit
+def capped(values, SCALE: tl.constexpr, CAP: tl.constexpr):
     """float32 times SCALE, bounded by CAP; 0: no bound."""
     values *= SCALE
     if CAP > 0:
@@ -229,8 +210,8 @@ def cap_logits_triton(logits: torch.Tensor, scale: float, cap: float | None) -> 
         )
 
 
-@triton.jit
-def tanh(x):  # type: ignore[no-untyped-def]
+@jit
+def tanh(x):
     """The hyperbolic tangent of float32, within a few units in the last place; nothing overflows, and NaN stays NaN."""
     magnitude = tl.abs(x)
     shrunk = tl.exp2(magnitude * -_TWO_LOG2_E)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.layer_ops import NormRule
 
 MAX_SIZE = 1 << 16
@@ -21,8 +22,8 @@ _MAX_WARPS = 16
 _ADD_BLOCK = 1024
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def load_gain(weight, column, inside, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@jit
+def load_gain(weight, column, inside, OFFSET: tl.constexpr):
     """The factors of the normalised row, float32."""
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if OFFSET != 0:
@@ -30,15 +31,8 @@ def load_gain(weight, column, inside, OFFSET: tl.constexpr):  # type: ignore[no-
     return gain
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def normalised(  # type: ignore[no-untyped-def]
-    values,
-    gain,
-    inside,
-    eps,
-    SIZE: tl.constexpr,  # noqa: N803
-    CENTRED: tl.constexpr,  # noqa: N803
-):
+@jit
+def normalised(values, gain, inside, eps, SIZE: tl.constexpr, CENTRED: tl.constexpr):
     """The normalised row of ``values``: SIZE elements, float32, then zeros."""
     if CENTRED:
         values = tl.where(inside, values - tl.sum(values, axis=0) / SIZE, 0.0)
@@ -46,8 +40,8 @@ def normalised(  # type: ignore[no-untyped-def]
     return values * scale * gain
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def normalised_row(  # type: ignore[no-untyped-def]
+@jit
+def normalised_row(
     x,
     residual,
     gain,
@@ -58,11 +52,11 @@ def normalised_row(  # type: ignore[no-untyped-def]
     residual_stride,
     eps,
     stream_scale,
-    SIZE: tl.constexpr,  # noqa: N803
-    ADDS: tl.constexpr,  # noqa: N803
-    SCALE: tl.constexpr,  # noqa: N803
-    SCALES_STREAM: tl.constexpr,  # noqa: N803
-    CENTRED: tl.constexpr,  # noqa: N803
+    SIZE: tl.constexpr,
+    ADDS: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALES_STREAM: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):
     """The row ``token`` normalised, in float32; with ADDS, SCALE times the row is added to the residual first, and with
     SCALES_STREAM the sum is multiplied by ``stream_scale``, which differs between layers."""
@@ -80,8 +74,8 @@ def normalised_row(  # type: ignore[no-untyped-def]
     return normalised(values, gain, inside, eps, SIZE, CENTRED)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def norm_kernel(  # type: ignore[no-untyped-def]
+@jit
+def norm_kernel(
     x,
     residual,
     weight,
@@ -90,14 +84,14 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     residual_stride,
     eps,
     stream_scale,
-    SIZE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    ADDS: tl.constexpr,  # noqa: N803
-    SCALE: tl.constexpr,  # noqa: N803
-    SCALES_STREAM: tl.constexpr,  # noqa: N803
-    OFFSET: tl.constexpr,  # noqa: N803
-    CENTRED: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALES_STREAM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    CENTRED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: one row of SIZE elements."""
     let_next_begin(PDL)
@@ -126,18 +120,18 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + token * SIZE + column, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def add_kernel(  # type: ignore[no-untyped-def]
+@jit
+def add_kernel(
     x,
     residual,
     x_stride,
     residual_stride,
     stream_scale,
-    SIZE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    SCALE: tl.constexpr,  # noqa: N803
-    SCALES_STREAM: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALES_STREAM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: up to BLOCK elements of one row."""
     let_next_begin(PDL)

@@ -120,7 +120,7 @@ def cuda_of_driver() -> tuple[int, int] | None:
 def _first_error() -> str:
     """What torch says when CUDA is to start, in one line."""
     try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.init()
     except Exception as error:
         return str(error).strip().splitlines()[0]
     return "CUDA starts, but is not available"

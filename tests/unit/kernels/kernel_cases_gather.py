@@ -73,8 +73,8 @@ def take_part(rank: int, buffers: torch.Tensor, signals: torch.Tensor, num_calls
 
 def check_ranks(world_size: int, num_calls: int) -> None:
     """Ranks that are processes, over memory that they share at equal addresses."""
-    buffers = torch.zeros(world_size, max(SIZES), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-    signals = torch.zeros(world_size, NUM_PLACES, world_size, dtype=torch.int32).share_memory_()  # type: ignore[no-untyped-call]
+    buffers = torch.zeros(world_size, max(SIZES), dtype=torch.int64).share_memory_()
+    signals = torch.zeros(world_size, NUM_PLACES, world_size, dtype=torch.int32).share_memory_()
     context = multiprocessing.get_context("fork")
     ranks = [
         context.Process(target=take_part, args=(rank, buffers, signals, num_calls), daemon=True)

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 
 from tests.simulated_ranks import NotingCommunicator, run_ranks
 from tests.unit.kernels.kernel_cases_decode_inputs import make_tables
 from tests.unit.kernels.kernel_harness import AGREEMENT
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.sampling import best_triton, candidates_triton, filter_triton, nucleus_triton
 from tp_engine.kernels.sampling.scores_triton import gumbel_noise, hash_tokens, noise_key
 from tp_engine.kernels.sampling.tables import CountTables, SamplingTables
@@ -229,8 +229,8 @@ def check_noise(device: str) -> None:
     torch.testing.assert_close(noisy, expected, rtol=tolerance, atol=tolerance)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def noise_probe(token_ids, seeds, positions, hashed, noisy, num_ids, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@jit
+def noise_probe(token_ids, seeds, positions, hashed, noisy, num_ids, BLOCK: tl.constexpr):
     """One program: the hashes and the noise of all ids for one row."""
     row = tl.program_id(0)
     word_1, word_2 = noise_key(tl.load(seeds + row), tl.load(positions + row))

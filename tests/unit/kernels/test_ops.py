@@ -36,6 +36,16 @@ def test_every_implementation_can_be_had(name: str) -> None:
         assert callable(implementation(name, "triton"))
 
 
+@pytest.mark.skipif(not has_triton(), reason="triton is not installed")
+def test_the_decorator_of_kernels_is_that_of_triton() -> None:
+    """Oracle: ``triton.jit`` itself, which reads the source of the function that it is given."""
+    import triton
+
+    from tp_engine.kernels.jit import jit
+
+    assert jit is triton.jit
+
+
 @needs_native
 @pytest.mark.usefixtures("fresh_choice")
 def test_what_c_does_not_have_falls_back_alone() -> None:

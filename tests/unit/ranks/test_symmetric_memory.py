@@ -158,14 +158,14 @@ class FakeDriver:
     def __init__(self, status: int = 0) -> None:
         self._status = status
 
-    def cuInit(self, flags: int) -> int:  # noqa: N802
+    def cuInit(self, flags: int) -> int:
         return self._status
 
-    def cuDeviceGet(self, device: Any, index: int) -> int:  # noqa: N802
+    def cuDeviceGet(self, device: Any, index: int) -> int:
         device._obj.value = index + 10
         return self._status
 
-    def cuDeviceGetP2PAttribute(self, value: Any, attribute: int, source: Any, target: Any) -> int:  # noqa: N802
+    def cuDeviceGetP2PAttribute(self, value: Any, attribute: int, source: Any, target: Any) -> int:
         assert attribute == 3
         value._obj.value = int((source.value, target.value) == (11, 10))
         return self._status

@@ -116,7 +116,7 @@ def test_the_driver_tells_its_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: a stand-in for the driver; without a driver there is no answer."""
 
     class Driver:
-        def cuDriverGetVersion(self, version: Any) -> int:  # noqa: N802
+        def cuDriverGetVersion(self, version: Any) -> int:
             version._obj.value = 12080
             return 0
 

@@ -154,10 +154,10 @@ class FakeDriver:
     def __init__(self, processes: list[tuple[int, int]]) -> None:
         self._processes = processes
 
-    def nvmlDeviceGetHandleByUUID(self, name: bytes, handle: Any) -> int:  # noqa: N802
+    def nvmlDeviceGetHandleByUUID(self, name: bytes, handle: Any) -> int:
         return 0 if name == b"GPU-1234" else 6
 
-    def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Any, count: Any, found: Any) -> int:  # noqa: N802
+    def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Any, count: Any, found: Any) -> int:
         count._obj.value = len(self._processes)
         for place, (pid, used) in enumerate(self._processes):
             found[place].pid, found[place].used_bytes = pid, used

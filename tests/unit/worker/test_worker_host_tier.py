@@ -133,12 +133,12 @@ class Runtime:
         self.status = status
         self.pinned: dict[int, int] = {}
 
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
         assert flags == 0 and address % 4096 == 0
         self.pinned[address] = num_bytes
         return self.status
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         del self.pinned[address]
         return 0
 

@@ -14,19 +14,20 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.jit import jit
 
 _SUM_BLOCK, _NORM_BLOCK = 2048, 1024
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def head_squares_kernel(  # type: ignore[no-untyped-def]
+@jit
+def head_squares_kernel(
     heads,
     squares,
     token_stride,
-    QUERY_SIZE: tl.constexpr,  # noqa: N803
-    KEY_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    QUERY_SIZE: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: the sum of one part of one token."""
     let_next_begin(PDL)
@@ -42,24 +43,24 @@ def head_squares_kernel(  # type: ignore[no-untyped-def]
     tl.store(squares + token * 2 + part, tl.sum(sums, axis=0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def norm_width_kernel(  # type: ignore[no-untyped-def]
+@jit
+def norm_width_kernel(
     heads,
     squares,
     weights,
     token_stride,
     eps,
-    QUERY_SIZE: tl.constexpr,  # noqa: N803
-    KEY_SIZE: tl.constexpr,  # noqa: N803
-    QUERY_WIDTH: tl.constexpr,  # noqa: N803
-    KEY_WIDTH: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    QUERY_SIZE: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    QUERY_WIDTH: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: up to BLOCK elements of one part of one token."""
     let_next_begin(PDL)
     wait_for_previous(PDL)
-    QUERY_BLOCKS: tl.constexpr = (QUERY_SIZE + BLOCK - 1) // BLOCK  # noqa: N806
+    QUERY_BLOCKS: tl.constexpr = (QUERY_SIZE + BLOCK - 1) // BLOCK
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part = (block >= QUERY_BLOCKS).to(tl.int32)
     first = tl.where(part == 0, block * BLOCK, QUERY_SIZE + (block - QUERY_BLOCKS) * BLOCK)

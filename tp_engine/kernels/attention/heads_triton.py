@@ -23,6 +23,7 @@ import triton.language as tl
 
 from tp_engine.kernels.attention.heads import HeadNorm, Heads, Rotation
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, LayerKv
 from tp_engine.kernels.kv_cache.store_kv_triton import magnitude_bits, scaled_to_range
 
@@ -30,15 +31,8 @@ _PAIRS_PER_PROGRAM = 512
 _PAIRS_PER_THREAD = 8
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def load_parts(  # type: ignore[no-untyped-def]
-    place,
-    pair,
-    rest,
-    is_head,
-    HALF: tl.constexpr,  # noqa: N803
-    REST: tl.constexpr,  # noqa: N803
-):
+@jit
+def load_parts(place, pair, rest, is_head, HALF: tl.constexpr, REST: tl.constexpr):
     """Parts a, b and c, float32, of the heads at ``place``; zeros outside.  ``is_head`` masks rows of a tile."""
     inside = is_head & (pair < HALF)
     a = tl.load(place + pair, mask=inside, other=0.0).to(tl.float32)
@@ -49,18 +43,8 @@ def load_parts(  # type: ignore[no-untyped-def]
     return a, b, c
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _store_parts(  # type: ignore[no-untyped-def]
-    a,
-    b,
-    c,
-    place,
-    pair,
-    rest,
-    is_head,
-    HALF: tl.constexpr,  # noqa: N803
-    REST: tl.constexpr,  # noqa: N803
-):
+@jit
+def _store_parts(a, b, c, place, pair, rest, is_head, HALF: tl.constexpr, REST: tl.constexpr):
     """The inverse of ``load_parts``, in the type of ``place``."""
     inside = is_head & (pair < HALF)
     tl.store(place + pair, a.to(place.dtype.element_ty), mask=inside)
@@ -69,8 +53,8 @@ def _store_parts(  # type: ignore[no-untyped-def]
         tl.store(place + 2 * HALF + rest, c.to(place.dtype.element_ty), mask=is_head & (rest < REST))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def store_in_cache(  # type: ignore[no-untyped-def]
+@jit
+def store_in_cache(
     a,
     b,
     c,
@@ -81,14 +65,14 @@ def store_in_cache(  # type: ignore[no-untyped-def]
     pair,
     rest,
     is_head,
-    HALF: tl.constexpr,  # noqa: N803
-    REST: tl.constexpr,  # noqa: N803
-    NUM_KV_HEADS: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK_STRIDE: tl.constexpr,  # noqa: N803
-    SCALE_STRIDE: tl.constexpr,  # noqa: N803
-    LARGEST: tl.constexpr,  # noqa: N803
-    IS_INTEGER: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
 ):
     """Store the parts, float32, of KV heads ``head`` (TILE, 1) where ``is_head``, quantised where LARGEST is not 0."""
     if LARGEST > 0:
@@ -106,19 +90,8 @@ def store_in_cache(  # type: ignore[no-untyped-def]
     _store_parts(a, b, c, place, pair, rest, is_head, HALF, REST)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _normalise_parts(  # type: ignore[no-untyped-def]
-    a,
-    b,
-    c,
-    weight,
-    eps,
-    pair,
-    rest,
-    HALF: tl.constexpr,  # noqa: N803
-    REST: tl.constexpr,  # noqa: N803
-    OFFSET: tl.constexpr,  # noqa: N803
-):
+@jit
+def _normalise_parts(a, b, c, weight, eps, pair, rest, HALF: tl.constexpr, REST: tl.constexpr, OFFSET: tl.constexpr):
     """RMS norm of each head of the tile by ``weight`` (head_dim,) + OFFSET."""
     squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
     if REST > 0:
@@ -134,8 +107,8 @@ def _normalise_parts(  # type: ignore[no-untyped-def]
     return a, b, c
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def prepared_parts(  # type: ignore[no-untyped-def]
+@jit
+def prepared_parts(
     place,
     weight,
     eps,
@@ -145,11 +118,11 @@ def prepared_parts(  # type: ignore[no-untyped-def]
     pair,
     rest,
     is_head,
-    HALF: tl.constexpr,  # noqa: N803
-    REST: tl.constexpr,  # noqa: N803
-    NORMALISES: tl.constexpr,  # noqa: N803
-    OFFSET: tl.constexpr,  # noqa: N803
-    TURNS: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    NORMALISES: tl.constexpr,
+    OFFSET: tl.constexpr,
+    TURNS: tl.constexpr,
 ):
     """Parts, float32, of the queries or keys of ``token`` at ``place``, normalised and turned."""
     a, b, c = load_parts(place, pair, rest, is_head, HALF, REST)
@@ -163,8 +136,8 @@ def prepared_parts(  # type: ignore[no-untyped-def]
     return a, b, c
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def prepare_heads_kernel(  # type: ignore[no-untyped-def]
+@jit
+def prepare_heads_kernel(
     heads,
     norm_weights,
     table,
@@ -177,31 +150,31 @@ def prepare_heads_kernel(  # type: ignore[no-untyped-def]
     slot_mapping,
     token_stride,
     eps,
-    NUM_HEADS: tl.constexpr,  # noqa: N803
-    NUM_KV_HEADS: tl.constexpr,  # noqa: N803
-    HALF: tl.constexpr,  # noqa: N803
-    REST: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
-    PAIRS: tl.constexpr,  # noqa: N803
-    REST_PAD: tl.constexpr,  # noqa: N803
-    NORMALISES: tl.constexpr,  # noqa: N803
-    NORMALISES_VALUES: tl.constexpr,  # noqa: N803
-    OFFSET: tl.constexpr,  # noqa: N803
-    TURNS: tl.constexpr,  # noqa: N803
-    SCALES_QUERY: tl.constexpr,  # noqa: N803
-    STORES: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK_STRIDE: tl.constexpr,  # noqa: N803
-    SCALE_STRIDE: tl.constexpr,  # noqa: N803
-    LARGEST: tl.constexpr,  # noqa: N803
-    IS_INTEGER: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    TILE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST_PAD: tl.constexpr,
+    NORMALISES: tl.constexpr,
+    NORMALISES_VALUES: tl.constexpr,
+    OFFSET: tl.constexpr,
+    TURNS: tl.constexpr,
+    SCALES_QUERY: tl.constexpr,
+    STORES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: one tile of one token's heads; PAIRS and REST_PAD are HALF and REST, rounded up to powers of two."""
     let_next_begin(PDL)
     wait_for_previous(PDL)
-    HEAD_DIM: tl.constexpr = 2 * HALF + REST  # noqa: N806
-    QUERY_TILES: tl.constexpr = (NUM_HEADS + TILE - 1) // TILE  # noqa: N806
+    HEAD_DIM: tl.constexpr = 2 * HALF + REST
+    QUERY_TILES: tl.constexpr = (NUM_HEADS + TILE - 1) // TILE
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     is_query = tile < QUERY_TILES
     lane, pair, rest = tl.arange(0, TILE)[:, None], tl.arange(0, PAIRS)[None, :], tl.arange(0, REST_PAD)[None, :]

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from tp_engine.kernels.attention.heads import Rotation
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, LayerKv
 from tp_engine.kernels.kv_cache.store_kv_triton import magnitude_bits, scaled_to_range
 from tp_engine.kernels.layer_ops import NormRule
@@ -23,16 +24,16 @@ from tp_engine.kernels.layer_ops import NormRule
 _HEADS_PER_PROGRAM = 16
 
 
-@triton.jit
-def _turn(place, step, other, inside, cos, sin):  # type: ignore[no-untyped-def]
+@jit
+def _turn(place, step, other, inside, cos, sin):
     """The pairs at ``place``, elements ``step`` and ``other``, turned: float32."""
     a = tl.load(place + step, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(place + other, mask=inside, other=0.0).to(tl.float32)
     return a * cos - b * sin, b * cos + a * sin
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def prepare_latents_kernel(  # type: ignore[no-untyped-def]
+@jit
+def prepare_latents_kernel(
     query,
     rows,
     weight,
@@ -45,24 +46,24 @@ def prepare_latents_kernel(  # type: ignore[no-untyped-def]
     query_stride,
     row_stride,
     eps,
-    NUM_HEADS: tl.constexpr,  # noqa: N803
-    NOPE: tl.constexpr,  # noqa: N803
-    NOPE_PAD: tl.constexpr,  # noqa: N803
-    RANK: tl.constexpr,  # noqa: N803
-    RANK_PAD: tl.constexpr,  # noqa: N803
-    HALF: tl.constexpr,  # noqa: N803
-    PAIRS: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
-    OFFSET: tl.constexpr,  # noqa: N803
-    INTERLEAVED: tl.constexpr,  # noqa: N803
-    SCALES_QUERY: tl.constexpr,  # noqa: N803
-    STORES: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK_STRIDE: tl.constexpr,  # noqa: N803
-    SCALE_STRIDE: tl.constexpr,  # noqa: N803
-    LARGEST: tl.constexpr,  # noqa: N803
-    IS_INTEGER: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    NUM_HEADS: tl.constexpr,
+    NOPE: tl.constexpr,
+    NOPE_PAD: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TILE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SCALES_QUERY: tl.constexpr,
+    STORES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: a tile of one token's heads, or its row; NOPE_PAD, RANK_PAD and PAIRS are powers of two."""
     let_next_begin(PDL)

@@ -21,6 +21,7 @@ The numbers of splits are not constants of the compiled code: a new one would st
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import no_type_check
 
 import torch
 import triton
@@ -37,6 +38,7 @@ from tp_engine.kernels.attention.paged_tiles_triton import (
 )
 from tp_engine.kernels.attention.split_parts_triton import join_splits, joined_parts, write_part
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 
 MAX_SPLITS = 64
@@ -65,8 +67,9 @@ class DecodeSizes:
     long_keys: int = 2048
 
 
-@triton.jit(do_not_specialize=["table_stride", "usual_splits", "num_splits"])  # type: ignore[untyped-decorator]
-def paged_decode_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["table_stride", "usual_splits", "num_splits"])
+@no_type_check
+def paged_decode_kernel(
     query,
     key_cache,
     value_cache,
@@ -84,25 +87,25 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     table_stride,
     usual_splits,
     num_splits,
-    NUM_KV_HEADS: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    QUERY_LEN: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    JOINED_ROWS: tl.constexpr,  # noqa: N803
-    JOINED_PARTS: tl.constexpr,  # noqa: N803
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    HEAD_PAD: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK_STRIDE: tl.constexpr,  # noqa: N803
-    SCALE_STRIDE: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
-    LONG_TILES: tl.constexpr,  # noqa: N803
-    IS_SPLIT: tl.constexpr,  # noqa: N803
-    WINDOW: tl.constexpr,  # noqa: N803
-    QUANTISED: tl.constexpr,  # noqa: N803
-    SOFTCAP: tl.constexpr,  # noqa: N803
-    HAS_SINKS: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    JOINED_ROWS: tl.constexpr,
+    JOINED_PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    LONG_TILES: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: one split.  A request of one split goes to ``out`` (N, heads, head_dim), others to ``partial``."""
     let_next_begin(PDL)
@@ -159,15 +162,15 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
         # fmt: on
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def split_of(  # type: ignore[no-untyped-def]
+@jit
+def split_of(
     length,
     usual_splits,
     num_splits,
-    QUERY_LEN: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
-    LONG_TILES: tl.constexpr,  # noqa: N803
-    WINDOW: tl.constexpr,  # noqa: N803
+    QUERY_LEN: tl.constexpr,
+    TILE: tl.constexpr,
+    LONG_TILES: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """The first position that is read, a multiple of TILE; tiles from there on; tiles of each split."""
     first = 0

@@ -18,6 +18,7 @@ the grid follows from numbers of requests and tokens, and lengths are read on th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import no_type_check
 
 import torch
 import triton
@@ -44,10 +45,9 @@ class LatentSizes(DecodeSizes):
     most_rows: int
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["table_stride", "usual_splits", "num_splits", "first_request", "num_requests"]
-)
-def paged_latent_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["table_stride", "usual_splits", "num_splits", "first_request", "num_requests"])
+@no_type_check
+def paged_latent_kernel(
     query,
     cache,
     scales,
@@ -65,24 +65,24 @@ def paged_latent_kernel(  # type: ignore[no-untyped-def]
     num_splits,
     first_request,
     num_requests,
-    NUM_HEADS: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    BLOCK_Q: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    JOINED_PARTS: tl.constexpr,  # noqa: N803
-    RANK: tl.constexpr,  # noqa: N803
-    RANK_PAD: tl.constexpr,  # noqa: N803
-    ROPE: tl.constexpr,  # noqa: N803
-    ROPE_PAD: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK_STRIDE: tl.constexpr,  # noqa: N803
-    SCALE_STRIDE: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
-    LONG_TILES: tl.constexpr,  # noqa: N803
-    IS_CHUNK: tl.constexpr,  # noqa: N803
-    IS_SPLIT: tl.constexpr,  # noqa: N803
-    QUANTISED: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    ROWS: tl.constexpr,
+    JOINED_PARTS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROPE_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    LONG_TILES: tl.constexpr,
+    IS_CHUNK: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: one split of BLOCK_Q queries on GROUP heads.  Without IS_CHUNK a request's one query has its number.
 

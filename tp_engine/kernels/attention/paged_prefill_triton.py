@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import no_type_check
 
 import torch
 import triton
@@ -28,6 +29,7 @@ from tp_engine.kernels.attention.paged_tiles_triton import (
     score_scale,
     with_sinks,
 )
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 
 # Bytes that server GPUs (sm_80, sm_90, sm_100) have at least; others, such as sm_86 and sm_89, have 99 KiB.
@@ -47,11 +49,12 @@ class PrefillSizes:
 
 
 # As the prefill of a pair of backends it gets slices that begin at the first prefill, so at any address.
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize=["table_stride", "first_request", "num_requests"],
     do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start"],
 )
-def paged_prefill_kernel(  # type: ignore[no-untyped-def]
+@no_type_check
+def paged_prefill_kernel(
     query,
     key_cache,
     value_cache,
@@ -67,22 +70,22 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
     table_stride,
     first_request,
     num_requests,
-    NUM_KV_HEADS: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    HEAD_PAD: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK_STRIDE: tl.constexpr,  # noqa: N803
-    SCALE_STRIDE: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
-    WINDOW: tl.constexpr,  # noqa: N803
-    QUANTISED: tl.constexpr,  # noqa: N803
-    SOFTCAP: tl.constexpr,  # noqa: N803
-    HAS_SINKS: tl.constexpr,  # noqa: N803
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Requests ``first_request`` to ``num_requests`` of the step."""
-    BLOCK_Q: tl.constexpr = ROWS // GROUP  # noqa: N806
+    BLOCK_Q: tl.constexpr = ROWS // GROUP
     kv_head = tl.program_id(0)
     request, block = request_of(tl.program_id(1), query_start, first_request, num_requests, BLOCK_Q)
     start = tl.load(query_start + request)
@@ -135,14 +138,8 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + first_token * width + place, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def request_of(  # type: ignore[no-untyped-def]
-    program,
-    query_start,
-    first_request,
-    num_requests,
-    BLOCK_Q: tl.constexpr,  # noqa: N803
-):
+@jit
+def request_of(program, query_start, first_request, num_requests, BLOCK_Q: tl.constexpr):
     """The request of a program, and which of its blocks of queries: the last request that begins at or before it."""
     origin = tl.load(query_start + first_request)
     low, high = first_request, num_requests - 1

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.elementwise_triton import tanh
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 
 LOG2_E = 1.4426950408889634
@@ -58,20 +59,14 @@ def layer_constants(
     }
 
 
-@triton.jit
-def to_float16(states):  # type: ignore[no-untyped-def]
+@jit
+def to_float16(states):
     """``states`` in half precision, at most its largest value; NaN stays NaN."""
     return tl.clamp(states.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def places_of(  # type: ignore[no-untyped-def]
-    table_row,
-    start,
-    length,
-    TILE: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-):
+@jit
+def places_of(table_row, start, length, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Block ids, 64 bits, and offsets in them of the positions from ``start`` on, a multiple of TILE.
 
     Positions that are not below ``length`` get block 0: nothing is read there.
@@ -84,15 +79,8 @@ def places_of(  # type: ignore[no-untyped-def]
     return block, position % BLOCK_SIZE
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def load_states(  # type: ignore[no-untyped-def]
-    cache,
-    first,
-    is_key,
-    MASKED: tl.constexpr,  # noqa: N803
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    HEAD_PAD: tl.constexpr,  # noqa: N803
-):
+@jit
+def load_states(cache, first, is_key, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr):
     """(TILE, HEAD_PAD) of ``cache``, each from element ``first`` (TILE,) on; zeros where no key is and after HEAD_DIM.
 
     Memory of other requests may hold anything, even NaN, so it is never read.
@@ -108,8 +96,8 @@ def load_states(  # type: ignore[no-untyped-def]
     return states
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def attend_tile(  # type: ignore[no-untyped-def]
+@jit
+def attend_tile(
     query,
     accumulated,
     total,
@@ -124,17 +112,17 @@ def attend_tile(  # type: ignore[no-untyped-def]
     own,
     kv_head,
     scale,
-    MASKED: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK_STRIDE: tl.constexpr,  # noqa: N803
-    SCALE_STRIDE: tl.constexpr,  # noqa: N803
-    NUM_KV_HEADS: tl.constexpr,  # noqa: N803
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    HEAD_PAD: tl.constexpr,  # noqa: N803
-    WINDOW: tl.constexpr,  # noqa: N803
-    QUANTISED: tl.constexpr,  # noqa: N803
-    SOFTCAP: tl.constexpr,  # noqa: N803
+    MASKED: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    WINDOW: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """One step of the online softmax: the keys at positions ``start`` to ``start`` + TILE of one request.
 
@@ -167,16 +155,8 @@ def attend_tile(  # type: ignore[no-untyped-def]
     return add_tile(scores, values, value_scales_of_tile, accumulated, total, peak, QUANTISED)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def add_tile(  # type: ignore[no-untyped-def]
-    scores,
-    values,
-    scales,
-    accumulated,
-    total,
-    peak,
-    QUANTISED: tl.constexpr,  # noqa: N803
-):
+@jit
+def add_tile(scores, values, scales, accumulated, total, peak, QUANTISED: tl.constexpr):
     """The state of the online softmax after a tile: ``scores`` (ROWS, TILE), -inf where hidden, of ``values``
     (TILE, width), which have ``scales`` (TILE,) where QUANTISED.
     """
@@ -197,8 +177,8 @@ def add_tile(  # type: ignore[no-untyped-def]
     return accumulated, total, new_peak
 
 
-@triton.jit
-def with_sinks(accumulated, total, peak, sinks, head, counts):  # type: ignore[no-untyped-def]
+@jit
+def with_sinks(accumulated, total, peak, sinks, head, counts):
     """The state of the online softmax after one more score, that of ``sinks`` (heads,) at ``head`` (ROWS,).
 
     Only if it ``counts``: a sink counts in one split of each row.

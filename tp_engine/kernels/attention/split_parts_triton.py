@@ -7,16 +7,17 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+from tp_engine.kernels.jit import jit
 
 # Parts that are joined at a time, and elements that each thread holds of them.
 _MAX_JOINED_PARTS = 8
 _JOINED_PER_THREAD = 64
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def write_part(  # type: ignore[no-untyped-def]
+@jit
+def write_part(
     accumulated,
     total,
     peak,
@@ -31,8 +32,8 @@ def write_part(  # type: ignore[no-untyped-def]
     split,
     num_used,
     num_splits,
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    IS_SPLIT: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
 ):
     """Write the result of one split of ``num_used``: to ``out`` if it is the only one, else to ``partial``.
 
@@ -51,8 +52,8 @@ def write_part(  # type: ignore[no-untyped-def]
         tl.store(place, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def join_splits(  # type: ignore[no-untyped-def]
+@jit
+def join_splits(
     out,
     partial,
     partial_lse,
@@ -62,10 +63,10 @@ def join_splits(  # type: ignore[no-untyped-def]
     is_row,
     num_used,
     num_splits,
-    ROWS: tl.constexpr,  # noqa: N803
-    PARTS: tl.constexpr,  # noqa: N803
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    HEAD_PAD: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
 ):
     """Write to ``out`` the attention over all keys of heads ``row`` (ROWS,), from that over each part.
 

@@ -16,6 +16,7 @@ this project's.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import no_type_check
 
 import torch
 import triton
@@ -26,6 +27,7 @@ from tp_engine.kernels.experts.experts import ExpertWeights, QuantisedExpertWeig
 from tp_engine.kernels.experts.grouped import GroupedExperts
 from tp_engine.kernels.experts.products_triton import Tiles, multiply_pairs, tiles_for
 from tp_engine.kernels.experts.sort_triton import sort_pairs
+from tp_engine.kernels.jit import jit
 from tp_engine.units import ceil_div
 
 _COLUMNS = 1024
@@ -35,18 +37,19 @@ _COLUMNS = 1024
 GROUPED_MM_FROM = 512
 
 
-@triton.jit(do_not_specialize=["first_expert"])  # type: ignore[untyped-decorator]
-def sum_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["first_expert"])
+@no_type_check
+def sum_kernel(
     outputs,
     ids,
     weights,
     out,
     first_expert,
-    EXPERTS: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    TOP_K: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: up to BLOCK columns of one token."""
     let_next_begin(PDL)
@@ -64,16 +67,8 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def add_gated_kernel(  # type: ignore[no-untyped-def]
-    total,
-    x,
-    gates,
-    stride,
-    WIDTH: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
-):
+@jit
+def add_gated_kernel(total, x, gates, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One program: up to BLOCK columns of one token."""
     let_next_begin(PDL)
     wait_for_previous(PDL)

@@ -9,7 +9,7 @@ Weights have the type of ``x`` or are quantised; then they are widened in regist
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, no_type_check
 
 import torch
 import triton
@@ -18,6 +18,7 @@ import triton.language as tl
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.kernels.elementwise_triton import activation_constants, gated
 from tp_engine.kernels.experts.sort_triton import PairOrder
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.quantised.sums_triton import block_columns, quantised_sums, scales_fit_values
 from tp_engine.kernels.quantised.values_triton import DENSE, weight_constants, weight_tensors
 from tp_engine.kernels.quantised.weights import QuantisedWeight
@@ -54,19 +55,19 @@ def tiles_for(num_pairs: int, num_experts: int) -> Tiles:
     return next(tiles for most, tiles in TILES if num_pairs <= most * num_experts)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def dense_sums(  # type: ignore[no-untyped-def]
+@jit
+def dense_sums(
     row_place,
     is_row,
     column,
     inside,
     weight,
-    IN: tl.constexpr,  # noqa: N803
-    OUT: tl.constexpr,  # noqa: N803
-    BLOCK_M: tl.constexpr,  # noqa: N803
-    BLOCK_N: tl.constexpr,  # noqa: N803
-    BLOCK_K: tl.constexpr,  # noqa: N803
-    GATED: tl.constexpr,  # noqa: N803
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     """(BLOCK_M, BLOCK_N) float32: products with the weight's rows ``column``; with GATED, also with those OUT below."""
     item = tl.arange(0, BLOCK_K)
@@ -86,8 +87,9 @@ def dense_sums(  # type: ignore[no-untyped-def]
     return sums, up_sums
 
 
-@triton.jit(do_not_specialize=["num_pairs"])  # type: ignore[untyped-decorator]
-def grouped_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["num_pairs"])
+@no_type_check
+def grouped_kernel(
     x,
     weight,
     scales,
@@ -98,27 +100,27 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     sorted_pairs,
     block_experts,
     num_pairs,
-    CODES: tl.constexpr,  # noqa: N803
-    SCALES: tl.constexpr,  # noqa: N803
-    IN: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    GROUPS: tl.constexpr,  # noqa: N803
-    ROW_BLOCK: tl.constexpr,  # noqa: N803
-    HAS_ZEROS: tl.constexpr,  # noqa: N803
-    HAS_FACTORS: tl.constexpr,  # noqa: N803
-    FP8_UNITS: tl.constexpr,  # noqa: N803
-    IN_VALUES: tl.constexpr,  # noqa: N803
-    OUT: tl.constexpr,  # noqa: N803
-    PAIRS_PER_ROW: tl.constexpr,  # noqa: N803
-    BLOCK_M: tl.constexpr,  # noqa: N803
-    BLOCK_N: tl.constexpr,  # noqa: N803
-    BLOCK_K: tl.constexpr,  # noqa: N803
-    GATED: tl.constexpr,  # noqa: N803
-    KIND: tl.constexpr,  # noqa: N803
-    ALPHA: tl.constexpr,  # noqa: N803
-    LIMIT: tl.constexpr,  # noqa: N803
-    HAS_BIAS: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    FP8_UNITS: tl.constexpr,
+    IN_VALUES: tl.constexpr,
+    OUT: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: BLOCK_N outputs of the pairs of one block.
 

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.kernels.experts.routing import ExpertLoad
+from tp_engine.kernels.jit import jit
 from tp_engine.model_config.mlp import RouterScores, RoutingRule
 
 # As RouterScores counts them; 1 is "softmax_of_chosen".
@@ -17,20 +18,15 @@ _SOFTMAX, _SIGMOID = tl.constexpr(0), tl.constexpr(2)
 _LOWEST = tl.constexpr(float("-inf"))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def take_largest(values, index, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@jit
+def take_largest(values, index, COUNT: tl.constexpr):
     """The first ``index`` with the largest of ``values``; COUNT - 1 if all are NaN."""
     return tl.minimum(tl.min(tl.where(values == tl.max(values, 0), index, COUNT), 0), COUNT - 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def keep_groups(  # type: ignore[no-untyped-def]
-    choice,
-    expert,
-    EXPERTS: tl.constexpr,  # noqa: N803
-    GROUPS: tl.constexpr,  # noqa: N803
-    TOP_GROUPS: tl.constexpr,  # noqa: N803
-    GROUP_BEST: tl.constexpr,  # noqa: N803
+@jit
+def keep_groups(
+    choice, expert, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr
 ):
     """``choice`` with -inf outside of the TOP_GROUPS groups whose GROUP_BEST largest values have the largest sums."""
     size: tl.constexpr = EXPERTS // GROUPS
@@ -50,8 +46,8 @@ def keep_groups(  # type: ignore[no-untyped-def]
     return tl.where(kept, choice, _LOWEST)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def route_kernel(  # type: ignore[no-untyped-def]
+@jit
+def route_kernel(
     logits,
     stride,
     correction,
@@ -62,19 +58,19 @@ def route_kernel(  # type: ignore[no-untyped-def]
     slots,
     smallest_sum,
     factor,
-    EXPERTS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    TOP_K: tl.constexpr,  # noqa: N803
-    BLOCK_K: tl.constexpr,  # noqa: N803
-    SCORES: tl.constexpr,  # noqa: N803
-    RENORMALISES: tl.constexpr,  # noqa: N803
-    GROUPS: tl.constexpr,  # noqa: N803
-    TOP_GROUPS: tl.constexpr,  # noqa: N803
-    GROUP_BEST: tl.constexpr,  # noqa: N803
-    HAS_CORRECTION: tl.constexpr,  # noqa: N803
-    HAS_LOAD: tl.constexpr,  # noqa: N803
-    HAS_SCALE: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SCORES: tl.constexpr,
+    RENORMALISES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    HAS_CORRECTION: tl.constexpr,
+    HAS_LOAD: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: one token."""
     let_next_begin(PDL)

@@ -15,7 +15,7 @@ the host never waits.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import torch
 import triton
@@ -34,15 +34,9 @@ class PairOrder(NamedTuple):
     num_pairs: int
 
 
-@triton.jit(do_not_specialize=["num_pairs", "first_expert"])  # type: ignore[untyped-decorator]
-def count_kernel(  # type: ignore[no-untyped-def]
-    ids,
-    counts,
-    num_pairs,
-    first_expert,
-    SCAN: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
-):
+@triton.jit(do_not_specialize=["num_pairs", "first_expert"])
+@no_type_check
+def count_kernel(ids, counts, num_pairs, first_expert, SCAN: tl.constexpr, PDL: tl.constexpr):
     """One program: the pairs of one expert."""
     let_next_begin(PDL)
     wait_for_previous(PDL)
@@ -55,8 +49,9 @@ def count_kernel(  # type: ignore[no-untyped-def]
     tl.store(counts + expert, tl.sum(total, 0))
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "first_expert"])  # type: ignore[untyped-decorator]
-def sort_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "first_expert"])
+@no_type_check
+def sort_kernel(
     ids,
     counts,
     sorted_pairs,
@@ -64,11 +59,11 @@ def sort_kernel(  # type: ignore[no-untyped-def]
     num_pairs,
     num_blocks,
     first_expert,
-    EXPERTS: tl.constexpr,  # noqa: N803
-    BLOCK_E: tl.constexpr,  # noqa: N803
-    BLOCK_M: tl.constexpr,  # noqa: N803
-    SCAN: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SCAN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: the places of one expert's pairs, and its blocks; the last one also marks unused blocks."""
     let_next_begin(PDL)

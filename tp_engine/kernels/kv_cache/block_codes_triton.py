@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.kv_cache.block_codes import BlockForm, Pairs
 from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE
 
@@ -26,27 +27,27 @@ _ROUNDER = tl.constexpr(1.5 * 2**23)
 _SMALLEST_SCALE = tl.constexpr(2.0**-126)
 
 
-@triton.jit
-def _round_up(scales):  # type: ignore[no-untyped-def]
+@jit
+def _round_up(scales):
     """float32 scales as the bits of bfloat16, in the upper half; see ``block_codes.round_up``."""
     bits = (scales.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000
     bits = tl.where(scales < _SMALLEST_SCALE, 0, bits)
     return tl.where(scales < float("inf"), bits, 0x7FC00000)  # NaN is less than nothing
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def encode_kernel(  # type: ignore[no-untyped-def]
+@jit
+def encode_kernel(
     pool,
     codes,
     scales,
     pairs,
-    VECTORS: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    WIDTH_PAD: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    BLOB_BYTES: tl.constexpr,  # noqa: N803
-    LARGEST: tl.constexpr,  # noqa: N803
-    IS_INTEGER: tl.constexpr,  # noqa: N803
+    VECTORS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOB_BYTES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
 ):
     """``pool`` in its own type, ``codes`` in theirs, ``scales`` int16: the last two are the same memory."""
     block = tl.load(pairs + 2 * tl.program_id(0)).to(tl.int64)
@@ -69,17 +70,17 @@ def encode_kernel(  # type: ignore[no-untyped-def]
     tl.store(own_scales + vector, (bits >> 16).to(tl.int16), mask=is_vector)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def decode_kernel(  # type: ignore[no-untyped-def]
+@jit
+def decode_kernel(
     pool,
     codes,
     scales,
     pairs,
-    VECTORS: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    WIDTH_PAD: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    BLOB_BYTES: tl.constexpr,  # noqa: N803
+    VECTORS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOB_BYTES: tl.constexpr,
 ):
     """The inverse of ``encode_kernel``; ``pairs`` are places and blocks."""
     place = tl.load(pairs + 2 * tl.program_id(0)).to(tl.int64)

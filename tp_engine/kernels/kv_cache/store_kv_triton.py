@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, KeyValue, LayerKv
 
 _MAX_BLOCK = 1024
@@ -24,8 +25,8 @@ _MAX_BLOCK = 1024
 _ROUNDER = tl.constexpr(1.5 * 2**23)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def store_kv_kernel(  # type: ignore[no-untyped-def]
+@jit
+def store_kv_kernel(
     key,
     value,
     key_cache,
@@ -33,11 +34,11 @@ def store_kv_kernel(  # type: ignore[no-untyped-def]
     slot_mapping,
     key_stride,
     value_stride,
-    WIDTH: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK_STRIDE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: up to BLOCK of the WIDTH = KV heads x head_dim elements of one token."""
     let_next_begin(PDL)
@@ -84,8 +85,8 @@ def block_for(width: int) -> int:
     return min(int(triton.next_power_of_2(width)), _MAX_BLOCK)
 
 
-@triton.jit
-def magnitude_bits(states):  # type: ignore[no-untyped-def]
+@jit
+def magnitude_bits(states):
     """float32 ``states`` without their signs, as integers of the same order, in which NaN is above all numbers.
 
     Maxima of floats leave NaN out, as the twins do not: a broken model would get a finite scale.
@@ -93,13 +94,8 @@ def magnitude_bits(states):  # type: ignore[no-untyped-def]
     return states.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def scaled_to_range(  # type: ignore[no-untyped-def]
-    states,
-    peak,
-    LARGEST: tl.constexpr,  # noqa: N803
-    IS_INTEGER: tl.constexpr,  # noqa: N803
-):
+@jit
+def scaled_to_range(states, peak, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr):
     """float32 ``states``, ``peak`` their largest magnitude -> values in the type's range, rounded where IS_INTEGER."""
     inverse = tl.where(peak > 0, LARGEST / tl.where(peak > 0, peak, 1.0), 0.0)
     values = tl.minimum(tl.maximum(states * inverse, -LARGEST), LARGEST)
@@ -108,8 +104,8 @@ def scaled_to_range(  # type: ignore[no-untyped-def]
     return values
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def quantise_head(states, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@jit
+def quantise_head(states, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr):
     """One head's ``states`` (head_dim, then zeros) float32 -> float32 values in the type's range, and the scale.
 
     The caller casts the values to the cache's type, which rounds floats; integers are rounded here.
@@ -119,21 +115,21 @@ def quantise_head(states, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr):  # t
     return values, peak / LARGEST
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def store_quantised_head(  # type: ignore[no-untyped-def]
+@jit
+def store_quantised_head(
     states,
     cache,
     scales,
     slot,
     head,
-    NUM_KV_HEADS: tl.constexpr,  # noqa: N803
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    HEAD_PAD: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK_STRIDE: tl.constexpr,  # noqa: N803
-    SCALE_STRIDE: tl.constexpr,  # noqa: N803
-    LARGEST: tl.constexpr,  # noqa: N803
-    IS_INTEGER: tl.constexpr,  # noqa: N803
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
 ):
     """Store ``states`` (HEAD_PAD,) float32, zero from HEAD_DIM on, as ``head`` of the 64-bit ``slot``."""
     values, scale = quantise_head(states, LARGEST, IS_INTEGER)
@@ -144,8 +140,8 @@ def store_quantised_head(  # type: ignore[no-untyped-def]
     tl.store(scales + block * SCALE_STRIDE + head * BLOCK_SIZE + offset, scale)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def store_quantised_kv_kernel(  # type: ignore[no-untyped-def]
+@jit
+def store_quantised_kv_kernel(
     key,
     value,
     key_cache,
@@ -155,14 +151,14 @@ def store_quantised_kv_kernel(  # type: ignore[no-untyped-def]
     slot_mapping,
     key_stride,
     value_stride,
-    NUM_KV_HEADS: tl.constexpr,  # noqa: N803
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    HEAD_PAD: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK_STRIDE: tl.constexpr,  # noqa: N803
-    SCALE_STRIDE: tl.constexpr,  # noqa: N803
-    LARGEST: tl.constexpr,  # noqa: N803
-    IS_INTEGER: tl.constexpr,  # noqa: N803
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
 ):
     """One program: one head of one token."""
     token = tl.program_id(0).to(tl.int64)

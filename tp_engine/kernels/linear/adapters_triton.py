@@ -15,14 +15,15 @@ import torch
 import triton
 import triton.language as tl
 
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.linear.adapters import TILE_ROWS, AdapterRows, AdapterWeights
 
 _BLOCK_IN, _BLOCK_OUT = 128, 64
 _MIN_RANK = 16  # of matrix units
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def shrink_kernel(  # type: ignore[no-untyped-def]
+@jit
+def shrink_kernel(
     x,
     x_stride,
     a,
@@ -30,12 +31,12 @@ def shrink_kernel(  # type: ignore[no-untyped-def]
     rows,
     tiles,
     shrunk,
-    IN: tl.constexpr,  # noqa: N803
-    RANK: tl.constexpr,  # noqa: N803
-    RANK_ROOM: tl.constexpr,  # noqa: N803
-    PARTS: tl.constexpr,  # noqa: N803
-    BLOCK_IN: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
+    IN: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_ROOM: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """``shrunk`` (n, PARTS * RANK) of the rows of one tile and one part."""
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -55,8 +56,8 @@ def shrink_kernel(  # type: ignore[no-untyped-def]
         tl.store(to, sums, mask=(own < count)[:, None] & (k < RANK)[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def expand_kernel(  # type: ignore[no-untyped-def]
+@jit
+def expand_kernel(
     shrunk,
     b,
     ranks,
@@ -66,12 +67,12 @@ def expand_kernel(  # type: ignore[no-untyped-def]
     part,
     first_column,
     num_columns,
-    OUT: tl.constexpr,  # noqa: N803
-    RANK: tl.constexpr,  # noqa: N803
-    RANK_ROOM: tl.constexpr,  # noqa: N803
-    PARTS: tl.constexpr,  # noqa: N803
-    BLOCK_OUT: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
+    OUT: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_ROOM: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Adds to a block of the columns of one part, of the rows of one tile."""
     tile = tl.program_id(0)

@@ -14,7 +14,6 @@ program multiplies as it reads, and its weight is on its way before the kernel t
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import (
@@ -26,6 +25,7 @@ from tp_engine.kernels.dependent_launch_triton import (
     wait_for_previous,
 )
 from tp_engine.kernels.elementwise_triton import activation_constants, gated
+from tp_engine.kernels.jit import jit
 from tp_engine.model_config.mlp import Activation
 
 _MAX_BLOCK_IN, _MIN_BLOCK_IN = 4096, 128
@@ -36,25 +36,25 @@ _THREADS = 128
 _MOST_REGISTERS = 48
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def one_row_linear_kernel(  # type: ignore[no-untyped-def]
+@jit
+def one_row_linear_kernel(
     x,
     weight,
     bias,
     out,
-    OUT: tl.constexpr,  # noqa: N803
-    IN: tl.constexpr,  # noqa: N803
-    BLOCK_OUT: tl.constexpr,  # noqa: N803
-    BLOCK_IN: tl.constexpr,  # noqa: N803
-    HELD: tl.constexpr,  # noqa: N803
-    PREFETCHED: tl.constexpr,  # noqa: N803
-    PER_LINE: tl.constexpr,  # noqa: N803
-    GATED: tl.constexpr,  # noqa: N803
-    KIND: tl.constexpr,  # noqa: N803
-    ALPHA: tl.constexpr,  # noqa: N803
-    LIMIT: tl.constexpr,  # noqa: N803
-    HAS_BIAS: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    HELD: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+    PER_LINE: tl.constexpr,
+    GATED: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: BLOCK_OUT of the OUT results; with GATED, ``weight`` has twice as many rows, gate then up.
 
@@ -69,9 +69,9 @@ def one_row_linear_kernel(  # type: ignore[no-untyped-def]
     held = ()
     held_up = ()
     for start in tl.static_range(0, HELD, BLOCK_IN):
-        held += (tl.load(place + start),)  # type: ignore[assignment]
+        held += (tl.load(place + start),)
         if GATED:
-            held_up += (tl.load(up_place + start),)  # type: ignore[assignment]
+            held_up += (tl.load(up_place + start),)
     for start in tl.static_range(HELD, HELD + PREFETCHED, BLOCK_IN):
         later = line + (start + tl.arange(0, BLOCK_IN // PER_LINE) * PER_LINE)[None, :]
         prefetch_weights(later, PDL)

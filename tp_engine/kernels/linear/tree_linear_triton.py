@@ -12,6 +12,8 @@ tree is that of TBIK (https://arxiv.org/abs/2511.17826).  The sizes of the tile 
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import torch
 import triton
 import triton.language as tl
@@ -22,22 +24,23 @@ from tp_engine.model_config.tp_invariant import NUM_SHARDS
 _BLOCK_M, _BLOCK_N, _BLOCK_K = 64, 64, 64
 
 
-@triton.jit(do_not_specialize=["num_rows", "x_stride"])  # type: ignore[untyped-decorator]
-def tree_linear_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["num_rows", "x_stride"])
+@no_type_check
+def tree_linear_kernel(
     x,
     weight,
     bias,
     out,
     num_rows,
     x_stride,
-    OUT: tl.constexpr,  # noqa: N803
-    IN: tl.constexpr,  # noqa: N803
-    NUM_SHARDS: tl.constexpr,  # noqa: N803
-    BLOCK_M: tl.constexpr,  # noqa: N803
-    BLOCK_N: tl.constexpr,  # noqa: N803
-    BLOCK_K: tl.constexpr,  # noqa: N803
-    HAS_BIAS: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    NUM_SHARDS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: a tile of ``out`` (num_rows, OUT); a bias is added to the sum of the first shard."""
     let_next_begin(PDL)

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.quantised.values_triton import code_values, load_scales, weight_constants, weight_tensors
 from tp_engine.kernels.quantised.weights import QuantisedWeight
 from tp_engine.units import ceil_div
@@ -22,26 +22,26 @@ MOST_VALUES = 1 << 27
 _BLOCK_OUT, _BLOCK_BYTES = 16, 256
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def dequantise_kernel(  # type: ignore[no-untyped-def]
+@jit
+def dequantise_kernel(
     codes,
     scales,
     zeros,
     factors,
     out,
-    OUT: tl.constexpr,  # noqa: N803
-    CODES: tl.constexpr,  # noqa: N803
-    SCALES: tl.constexpr,  # noqa: N803
-    IN: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    GROUPS: tl.constexpr,  # noqa: N803
-    ROW_BLOCK: tl.constexpr,  # noqa: N803
-    HAS_ZEROS: tl.constexpr,  # noqa: N803
-    HAS_FACTORS: tl.constexpr,  # noqa: N803
-    FP8_UNITS: tl.constexpr,  # noqa: N803
-    BLOCK_OUT: tl.constexpr,  # noqa: N803
-    BLOCK_BYTES: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    OUT: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    FP8_UNITS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: a tile of ``out`` (OUT, IN).  Nothing that it reads changes, but what it writes may be in use."""
     let_next_begin(PDL)

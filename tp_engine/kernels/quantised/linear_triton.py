@@ -6,7 +6,7 @@ activation.  With few rows the time is that of reading the weight once.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import torch
 import triton
@@ -41,8 +41,9 @@ TILES = (
 _MANY_OUTPUTS = 8192  # blocks of 64 outputs then occupy a GPU
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
-def quantised_linear_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["num_rows"])
+@no_type_check
+def quantised_linear_kernel(
     x,
     codes,
     scales,
@@ -52,26 +53,26 @@ def quantised_linear_kernel(  # type: ignore[no-untyped-def]
     out,
     num_rows,
     x_stride,
-    CODES: tl.constexpr,  # noqa: N803
-    SCALES: tl.constexpr,  # noqa: N803
-    IN: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    GROUPS: tl.constexpr,  # noqa: N803
-    ROW_BLOCK: tl.constexpr,  # noqa: N803
-    HAS_ZEROS: tl.constexpr,  # noqa: N803
-    HAS_FACTORS: tl.constexpr,  # noqa: N803
-    FP8_UNITS: tl.constexpr,  # noqa: N803
-    IN_VALUES: tl.constexpr,  # noqa: N803
-    OUT: tl.constexpr,  # noqa: N803
-    BLOCK_N: tl.constexpr,  # noqa: N803
-    BLOCK_M: tl.constexpr,  # noqa: N803
-    BLOCK_K: tl.constexpr,  # noqa: N803
-    GATED: tl.constexpr,  # noqa: N803
-    KIND: tl.constexpr,  # noqa: N803
-    ALPHA: tl.constexpr,  # noqa: N803
-    LIMIT: tl.constexpr,  # noqa: N803
-    HAS_BIAS: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    FP8_UNITS: tl.constexpr,
+    IN_VALUES: tl.constexpr,
+    OUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: BLOCK_N outputs of BLOCK_M rows; with GATED, the weight has 2 * OUT rows, gate then up."""
     let_next_begin(PDL)

@@ -6,6 +6,8 @@ The rows themselves are not stored.
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import torch
 import triton
 import triton.language as tl
@@ -18,8 +20,9 @@ from tp_engine.kernels.quantised.row_codes_triton import rounded_groups
 from tp_engine.units import ceil_div
 
 
-@triton.jit(do_not_specialize=["scale_stride"])  # type: ignore[untyped-decorator]
-def norm_codes_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["scale_stride"])
+@no_type_check
+def norm_codes_kernel(
     x,
     residual,
     weight,
@@ -30,16 +33,16 @@ def norm_codes_kernel(  # type: ignore[no-untyped-def]
     residual_stride,
     scale_stride,
     eps,
-    SIZE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    ADDS: tl.constexpr,  # noqa: N803
-    SCALE: tl.constexpr,  # noqa: N803
-    OFFSET: tl.constexpr,  # noqa: N803
-    CENTRED: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    LARGEST: tl.constexpr,  # noqa: N803
-    HAS_SCALE: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
+    SCALE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    CENTRED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LARGEST: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: one row of SIZE elements; a scale is of WIDTH columns, or ``given`` is the scale of all.
 

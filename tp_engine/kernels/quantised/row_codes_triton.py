@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import torch
 import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.kernels.elementwise_triton import activation_constants, gated
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.kv_cache.store_kv_triton import scaled_to_range
 from tp_engine.kernels.quantised.row_codes import CODE_DTYPE, LARGEST_CODE
 from tp_engine.model_config.mlp import Activation
@@ -18,13 +21,8 @@ _BLOCK = 1024
 _ELEMENTS_PER_THREAD, _MAX_WARPS = 8, 16
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def rounded_groups(  # type: ignore[no-untyped-def]
-    values,
-    given,
-    LARGEST: tl.constexpr,  # noqa: N803
-    HAS_SCALE: tl.constexpr,  # noqa: N803
-):
+@jit
+def rounded_groups(values, given, LARGEST: tl.constexpr, HAS_SCALE: tl.constexpr):
     """float32 ``values`` (groups, columns) -> in the range of codes, not yet rounded, and the groups' scales."""
     if HAS_SCALE:
         scale = tl.load(given)
@@ -39,24 +37,25 @@ def rounded_groups(  # type: ignore[no-untyped-def]
     return found, tl.where(is_broken, float("nan"), own)
 
 
-@triton.jit(do_not_specialize=["scale_stride"])  # type: ignore[untyped-decorator]
-def quantise_rows_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["scale_stride"])
+@no_type_check
+def quantise_rows_kernel(
     x,
     given,
     codes,
     scales,
     x_stride,
     scale_stride,
-    SIZE: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    PARTS: tl.constexpr,  # noqa: N803
-    LARGEST: tl.constexpr,  # noqa: N803
-    HAS_SCALE: tl.constexpr,  # noqa: N803
-    GATES: tl.constexpr,  # noqa: N803
-    KIND: tl.constexpr,  # noqa: N803
-    ALPHA: tl.constexpr,  # noqa: N803
-    LIMIT: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    GATES: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: PARTS groups of WIDTH columns of one row.
 

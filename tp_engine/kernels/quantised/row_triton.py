@@ -23,11 +23,11 @@ words are on their way before the kernel that makes ``x`` has ended (``dependent
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.kernels.elementwise_triton import activation_constants, gated
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.quantised.values_triton import load_scales, num_groups, weight_constants, weight_tensors
 from tp_engine.kernels.quantised.weights import QuantisedWeight, values_per_byte
 from tp_engine.model_config.mlp import Activation
@@ -38,8 +38,8 @@ _MAX_BLOCK_WORDS, _MIN_BLOCK_WORDS, _BLOCK_ELEMENTS, _MIN_BLOCK_OUT = 1024, 32, 
 _TWO_TO_60, _TWO_TO_63, _TWO_TO_75 = (tl.constexpr(2.0**power) for power in (60, 63, 75))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def code_of_word(words, INDEX: tl.constexpr, CODES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@jit
+def code_of_word(words, INDEX: tl.constexpr, CODES: tl.constexpr):
     """Code INDEX of each of ``words`` (uint32), as the float32 of the table above."""
     if CODES == 1:
         # Five codes fit below a float32's exponent.
@@ -54,19 +54,19 @@ def code_of_word(words, INDEX: tl.constexpr, CODES: tl.constexpr):  # type: igno
     return bits.to(tl.float32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def word_sums(  # type: ignore[no-untyped-def]
+@jit
+def word_sums(
     words,
     x_place,
     scale_place,
     zero_place,
     mask,
     is_word,
-    CODES: tl.constexpr,  # noqa: N803
-    SCALES: tl.constexpr,  # noqa: N803
-    GROUPS: tl.constexpr,  # noqa: N803
-    HAS_ZEROS: tl.constexpr,  # noqa: N803
-    FP8_UNITS: tl.constexpr,  # noqa: N803
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    FP8_UNITS: tl.constexpr,
 ):
     """``words`` (rows, words) times the columns of ``x`` from ``x_place`` (words,) on: each word's sum, scaled."""
     per_word: tl.constexpr = 8 if CODES == 1 or CODES == 4 else 4
@@ -98,8 +98,8 @@ def word_sums(  # type: ignore[no-untyped-def]
     return sums
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def quantised_row_kernel(  # type: ignore[no-untyped-def]
+@jit
+def quantised_row_kernel(
     x,
     codes,
     scales,
@@ -107,24 +107,24 @@ def quantised_row_kernel(  # type: ignore[no-untyped-def]
     factors,
     bias,
     out,
-    CODES: tl.constexpr,  # noqa: N803
-    SCALES: tl.constexpr,  # noqa: N803
-    IN: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    GROUPS: tl.constexpr,  # noqa: N803
-    ROW_BLOCK: tl.constexpr,  # noqa: N803
-    HAS_ZEROS: tl.constexpr,  # noqa: N803
-    HAS_FACTORS: tl.constexpr,  # noqa: N803
-    FP8_UNITS: tl.constexpr,  # noqa: N803
-    OUT: tl.constexpr,  # noqa: N803
-    BLOCK_OUT: tl.constexpr,  # noqa: N803
-    BLOCK_WORDS: tl.constexpr,  # noqa: N803
-    GATED: tl.constexpr,  # noqa: N803
-    KIND: tl.constexpr,  # noqa: N803
-    ALPHA: tl.constexpr,  # noqa: N803
-    LIMIT: tl.constexpr,  # noqa: N803
-    HAS_BIAS: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    FP8_UNITS: tl.constexpr,
+    OUT: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    GATED: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: BLOCK_OUT of the OUT results; with GATED, the weight has twice as many rows, gate then up.
 

@@ -18,17 +18,17 @@ BLOCK_K follows from the weight alone, so a row's result does not depend on the 
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.quantised.values_triton import code_values, load_scales, num_groups
 from tp_engine.kernels.quantised.weights import QuantisedWeight, values_per_byte
 
 _MAX_BLOCK_K, _MIN_BLOCK_K = 128, 32
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def quantised_sums(  # type: ignore[no-untyped-def]
+@jit
+def quantised_sums(
     row_place,
     is_row,
     output,
@@ -37,19 +37,19 @@ def quantised_sums(  # type: ignore[no-untyped-def]
     scales,
     zeros,
     factors,
-    CODES: tl.constexpr,  # noqa: N803
-    SCALES: tl.constexpr,  # noqa: N803
-    IN: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    GROUPS: tl.constexpr,  # noqa: N803
-    ROW_BLOCK: tl.constexpr,  # noqa: N803
-    HAS_ZEROS: tl.constexpr,  # noqa: N803
-    HAS_FACTORS: tl.constexpr,  # noqa: N803
-    FP8_UNITS: tl.constexpr,  # noqa: N803
-    IN_VALUES: tl.constexpr,  # noqa: N803
-    BLOCK_N: tl.constexpr,  # noqa: N803
-    BLOCK_M: tl.constexpr,  # noqa: N803
-    BLOCK_K: tl.constexpr,  # noqa: N803
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    FP8_UNITS: tl.constexpr,
+    IN_VALUES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """(BLOCK_N, BLOCK_M) float32: of the weight's rows ``output``, where ``inside``, and the rows of ``x`` at
     ``row_place``, where ``is_row``.

@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.quantised.scaled_products import has_fp8_units
 from tp_engine.kernels.quantised.weights import Codes, QuantisedWeight, values_per_byte
 
@@ -29,8 +29,8 @@ _TWO_TO_126, _TWO_TO_120 = tl.constexpr(2.0**126), tl.constexpr(2.0**120)
 _E4M3_BITS, _E2M1_BITS = tl.constexpr(0x87F00000 - (1 << 32)), tl.constexpr(0x81C00000 - (1 << 32))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def e4m3_values(codes, DTYPE: tl.constexpr, FP8_UNITS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@jit
+def e4m3_values(codes, DTYPE: tl.constexpr, FP8_UNITS: tl.constexpr):
     """Bytes of e4m3 in DTYPE."""
     if FP8_UNITS:
         values = codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
@@ -41,15 +41,15 @@ def e4m3_values(codes, DTYPE: tl.constexpr, FP8_UNITS: tl.constexpr):  # type: i
     return values
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def code_values(  # type: ignore[no-untyped-def]
+@jit
+def code_values(
     codes,
     zeros,
-    HALF: tl.constexpr,  # noqa: N803
-    DTYPE: tl.constexpr,  # noqa: N803
-    CODES: tl.constexpr,  # noqa: N803
-    HAS_ZEROS: tl.constexpr,  # noqa: N803
-    FP8_UNITS: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr,
+    DTYPE: tl.constexpr,
+    CODES: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    FP8_UNITS: tl.constexpr,
 ):
     """Values of ``codes`` (uint8), or of their low (HALF 0) or high 4 bits (1), minus ``zeros``, if any: in DTYPE."""
     if CODES == _E4M3:
@@ -67,23 +67,13 @@ def code_values(  # type: ignore[no-untyped-def]
     return values
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _minus(  # type: ignore[no-untyped-def]
-    signed,
-    zeros,
-    DTYPE: tl.constexpr,  # noqa: N803
-    HAS_ZEROS: tl.constexpr,  # noqa: N803
-):
+@jit
+def _minus(signed, zeros, DTYPE: tl.constexpr, HAS_ZEROS: tl.constexpr):
     return (signed.to(tl.int16) - zeros.to(tl.int16)).to(DTYPE) if HAS_ZEROS else signed.to(DTYPE)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def load_scales(  # type: ignore[no-untyped-def]
-    place,
-    mask,
-    SCALES: tl.constexpr,  # noqa: N803
-    FP8_UNITS: tl.constexpr,  # noqa: N803
-):
+@jit
+def load_scales(place, mask, SCALES: tl.constexpr, FP8_UNITS: tl.constexpr):
     """The scales at ``place`` in float32; where ``mask`` is false, any number but NaN."""
     raw = tl.load(place, mask=mask, other=0)
     if SCALES == _E4M3_SCALES:

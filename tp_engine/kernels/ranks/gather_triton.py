@@ -18,9 +18,13 @@ symmetric memory use the same words in the same way.
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import torch
 import triton
 import triton.language as tl
+
+from tp_engine.kernels.jit import jit
 
 _BLOCK = 512
 _NEVER = tl.constexpr(2)  # no signal is ever this, so a lane that waits for it changes nothing
@@ -29,8 +33,8 @@ MAX_PROGRAMS = 32
 must fit the pad."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def meet(signals, rank, place, WORLD_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@jit
+def meet(signals, rank, place, WORLD_SIZE: tl.constexpr):
     """Tell every rank that this program is here, and wait until all are; what was stored before is seen after.
 
     Each peer has a lane of its own: signals take one or two microseconds each, and cross the links side by side.
@@ -44,8 +48,8 @@ def meet(signals, rank, place, WORLD_SIZE: tl.constexpr):  # type: ignore[no-unt
     tl.debug_barrier()
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _change_all(words, old, new, SEM: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@jit
+def _change_all(words, old, new, SEM: tl.constexpr):
     """Change each of ``words`` from ``old`` to ``new``, as soon as it is ``old``."""
     awaited = tl.full(words.shape, old, tl.int32)
     num_left = tl.full((), 1, tl.int32)
@@ -55,17 +59,9 @@ def _change_all(words, old, new, SEM: tl.constexpr):  # type: ignore[no-untyped-
         num_left = tl.sum((awaited != _NEVER).to(tl.int32), axis=0)
 
 
-@triton.jit(do_not_specialize=["rank", "num_words"], do_not_specialize_on_alignment=["part"])  # type: ignore[untyped-decorator]
-def gather_kernel(  # type: ignore[no-untyped-def]
-    part,
-    whole,
-    buffers,
-    signals,
-    num_words,
-    rank,
-    BLOCK: tl.constexpr,  # noqa: N803
-    WORLD_SIZE: tl.constexpr,  # noqa: N803
-):
+@triton.jit(do_not_specialize=["rank", "num_words"], do_not_specialize_on_alignment=["part"])
+@no_type_check
+def gather_kernel(part, whole, buffers, signals, num_words, rank, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr):
     """One program: every num_programs-th block of each part."""
     program, num_programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     lane = tl.arange(0, BLOCK)

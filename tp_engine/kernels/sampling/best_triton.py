@@ -19,6 +19,7 @@ import triton.language as tl
 
 from tp_engine.kernels.arrivals_triton import arrives_last
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.sampling.scores_triton import (
     LAUNCH_OPTIONS,
     LOWEST_KEY,
@@ -38,8 +39,8 @@ from tp_engine.kernels.steps.decode_inputs_triton import advance_rows
 _BLOCK = 2048
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def best_tokens_kernel(  # type: ignore[no-untyped-def]
+@jit
+def best_tokens_kernel(
     logits,
     rows,
     positions,
@@ -64,16 +65,16 @@ def best_tokens_kernel(  # type: ignore[no-untyped-def]
     first_id,
     vocab_size,
     token_stride,
-    NUM_FLOATS: tl.constexpr,  # noqa: N803
-    HAS_KEYS: tl.constexpr,  # noqa: N803
-    PENALISES: tl.constexpr,  # noqa: N803
-    HAS_MAXIMA: tl.constexpr,  # noqa: N803
-    FINDS_MAXIMA: tl.constexpr,  # noqa: N803
-    SKIPS_RANKED: tl.constexpr,  # noqa: N803
-    ADVANCES: tl.constexpr,  # noqa: N803
-    BLOCKS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    NUM_FLOATS: tl.constexpr,
+    HAS_KEYS: tl.constexpr,
+    PENALISES: tl.constexpr,
+    HAS_MAXIMA: tl.constexpr,
+    FINDS_MAXIMA: tl.constexpr,
+    SKIPS_RANKED: tl.constexpr,
+    ADVANCES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: the best of BLOCK columns of a row; the last one joins the BLOCKS (rounded up) of its row.
 
@@ -207,18 +208,9 @@ def best_tokens_triton(
     return BestTokens(keys, token_ids, found)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def settle_rows(  # type: ignore[no-untyped-def]
-    best,
-    place,
-    exists,
-    rows,
-    keys_out,
-    tokens_out,
-    token_table,
-    num_computed,
-    token_stride,
-    ADVANCES: tl.constexpr,  # noqa: N803
+@jit
+def settle_rows(
+    best, place, exists, rows, keys_out, tokens_out, token_table, num_computed, token_stride, ADVANCES: tl.constexpr
 ):
     """Store the ``best`` keys of the rows at ``place``, one or a block, with their tokens; with ADVANCES the tokens
     follow in the rows' tables."""

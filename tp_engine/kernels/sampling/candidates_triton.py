@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.sampling.filter_triton import (
     draw,
     load_block,
@@ -47,14 +48,8 @@ _BLOCK = 4096  # of a search through all logits
 NO_TOP_K = tl.constexpr(2**31 - 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def begin_row(  # type: ignore[no-untyped-def]
-    rows,
-    floats,
-    top_ks,
-    NUM_FLOATS: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
-):
+@jit
+def begin_row(rows, floats, top_ks, NUM_FLOATS: tl.constexpr, PDL: tl.constexpr):
     """How each of these kernels begins: the program's step row and row of the batch, and its top_k.
 
     Of rows that are greedy, padding among them, top_k is that of no filter.
@@ -66,8 +61,8 @@ def begin_row(  # type: ignore[no-untyped-def]
     return place, row, tl.where(temperature > 0.0, top_k, NO_TOP_K)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def survey_kernel(  # type: ignore[no-untyped-def]
+@jit
+def survey_kernel(
     logits,
     rows,
     floats,
@@ -75,10 +70,10 @@ def survey_kernel(  # type: ignore[no-untyped-def]
     group_maxima,
     logits_stride,
     num_ids,
-    NUM_FLOATS: tl.constexpr,  # noqa: N803
-    CHUNK: tl.constexpr,  # noqa: N803
-    GROUPS: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    NUM_FLOATS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: one chunk of a row."""
     place, _, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
@@ -93,8 +88,8 @@ def survey_kernel(  # type: ignore[no-untyped-def]
         tl.store(group_maxima + place_of_chunk * GROUPS + group, maxima)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def choose_cut_kernel(  # type: ignore[no-untyped-def]
+@jit
+def choose_cut_kernel(
     rows,
     floats,
     top_ks,
@@ -103,10 +98,10 @@ def choose_cut_kernel(  # type: ignore[no-untyped-def]
     maxima,
     num_ids,
     num_chunks,
-    NUM_FLOATS: tl.constexpr,  # noqa: N803
-    CHUNKS: tl.constexpr,  # noqa: N803
-    GROUPS: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    NUM_FLOATS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: one row's cut (ordered bits) and its largest value.
 
@@ -123,8 +118,8 @@ def choose_cut_kernel(  # type: ignore[no-untyped-def]
         tl.store(maxima + place, value_of(tl.max(every, axis=0)))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def collect_candidates_kernel(  # type: ignore[no-untyped-def]
+@jit
+def collect_candidates_kernel(
     logits,
     rows,
     floats,
@@ -135,10 +130,10 @@ def collect_candidates_kernel(  # type: ignore[no-untyped-def]
     counts,
     logits_stride,
     num_ids,
-    NUM_FLOATS: tl.constexpr,  # noqa: N803
-    CHUNK: tl.constexpr,  # noqa: N803
-    KEPT: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    NUM_FLOATS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEPT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: one chunk of a row; it stores the first KEPT candidates, and the number of all of them."""
     place, _, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
@@ -156,8 +151,8 @@ def collect_candidates_kernel(  # type: ignore[no-untyped-def]
         tl.store(counts + place_of_chunk, count)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def draw_candidates_kernel(  # type: ignore[no-untyped-def]
+@jit
+def draw_candidates_kernel(
     logits,
     maxima,
     rows,
@@ -174,12 +169,12 @@ def draw_candidates_kernel(  # type: ignore[no-untyped-def]
     logits_stride,
     num_ids,
     num_chunks,
-    NUM_FLOATS: tl.constexpr,  # noqa: N803
-    HAS_KEYS: tl.constexpr,  # noqa: N803
-    CHUNKS: tl.constexpr,  # noqa: N803
-    KEPT: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    NUM_FLOATS: tl.constexpr,
+    HAS_KEYS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: one row; CHUNKS is ``num_chunks``, rounded up to a power of two."""
     place, row, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)

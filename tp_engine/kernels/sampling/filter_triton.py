@@ -17,9 +17,9 @@ Weights are the twin's integers (fixed point), whose sums are exact in any order
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.sampling.scores_triton import (
     LAUNCH_OPTIONS,
     LOWEST_KEY,
@@ -39,8 +39,8 @@ _MAX_INT32 = tl.constexpr(2**31 - 1)
 _WEIGHT_ONE = tl.constexpr(float(1 << 36))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def load_block(logits, start, num_ids, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@jit
+def load_block(logits, start, num_ids, BLOCK: tl.constexpr):
     """Columns, which of them exist, values as float32 and their ordered bits."""
     column = start + tl.arange(0, BLOCK)
     inside = column < num_ids
@@ -48,28 +48,20 @@ def load_block(logits, start, num_ids, BLOCK: tl.constexpr):  # type: ignore[no-
     return column, inside, values, ordered_bits(values)
 
 
-@triton.jit
-def fixed_weights(values, temperature, highest):  # type: ignore[no-untyped-def]
+@jit
+def fixed_weights(values, temperature, highest):
     """int64 fixed point; ``highest`` is the largest value over the temperature."""
     return (exponential(tl.math.div_rn(values, temperature) - highest) * _WEIGHT_ONE).to(tl.int64)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def amounts_of(values, temperature, highest, WEIGHTED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@jit
+def amounts_of(values, temperature, highest, WEIGHTED: tl.constexpr):
     """The amount that each value counts, int64: its weight, or 1."""
     return fixed_weights(values, temperature, highest) if WEIGHTED else tl.full(values.shape, 1, tl.int64)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def measure_above(  # type: ignore[no-untyped-def]
-    logits,
-    num_ids,
-    threshold,
-    temperature,
-    highest,
-    WEIGHTED: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-):
+@jit
+def measure_above(logits, num_ids, threshold, temperature, highest, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
     """The number, or the weight, of the values above ``threshold`` (ordered bits)."""
     total = tl.full((BLOCK,), 0, tl.int64)
     for start in range(0, num_ids, BLOCK):
@@ -79,17 +71,8 @@ def measure_above(  # type: ignore[no-untyped-def]
     return tl.sum(total, axis=0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def search(  # type: ignore[no-untyped-def]
-    logits,
-    num_ids,
-    target,
-    floor,
-    temperature,
-    highest,
-    WEIGHTED: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-):
+@jit
+def search(logits, num_ids, target, floor, temperature, highest, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
     """The largest t (ordered bits) with at least ``target`` (int64) in the values that are >= t and > ``floor``.
 
     The lowest number of all if there is none.
@@ -116,25 +99,16 @@ def search(  # type: ignore[no-untyped-def]
     return (found - 2147483648).to(tl.int32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def find_top_k(logits, num_ids, top_k, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@jit
+def find_top_k(logits, num_ids, top_k, BLOCK: tl.constexpr):
     """The k-th largest value (ordered bits), and how many of the values equal to it belong to the top k."""
     wanted = top_k.to(tl.int64)
     threshold = search(logits, num_ids, wanted, MIN_INT32, 1.0, 0.0, False, BLOCK)
     return threshold, wanted - measure_above(logits, num_ids, threshold, 1.0, 0.0, False, BLOCK)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def find_nucleus(  # type: ignore[no-untyped-def]
-    logits,
-    num_ids,
-    threshold,
-    num_equal,
-    top_p,
-    temperature,
-    highest,
-    BLOCK: tl.constexpr,  # noqa: N803
-):
+@jit
+def find_nucleus(logits, num_ids, threshold, num_equal, top_p, temperature, highest, BLOCK: tl.constexpr):
     """``threshold`` and ``num_equal``, as ``find_top_k`` gives them, narrowed to the nucleus."""
     above = measure_above(logits, num_ids, threshold, temperature, highest, True, BLOCK)
     weight = fixed_weights(value_of(threshold), temperature, highest)
@@ -153,17 +127,9 @@ def find_nucleus(  # type: ignore[no-untyped-def]
     return threshold, num_equal
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def top_keys_kernel(  # type: ignore[no-untyped-def]
-    logits,
-    rows,
-    top_ks,
-    out,
-    logits_stride,
-    num_ids,
-    first_id,
-    WIDTH: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+@jit
+def top_keys_kernel(
+    logits, rows, top_ks, out, logits_stride, num_ids, first_id, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One program: the rank keys of a row's largest top_k, in the order of their ids; rows with another top_k: none."""
     place = tl.program_id(0).to(tl.int64)
@@ -189,16 +155,8 @@ def top_keys_kernel(  # type: ignore[no-untyped-def]
                 written += tl.sum(kept.to(tl.int64), axis=0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def draw(  # type: ignore[no-untyped-def]
-    logits,
-    num_ids,
-    parameters,
-    top_k,
-    word_1,
-    word_2,
-    BLOCK: tl.constexpr,  # noqa: N803
-):
+@jit
+def draw(logits, num_ids, parameters, top_k, word_1, word_2, BLOCK: tl.constexpr):
     """The token of a row with top_k, by all three filters and noise."""
     temperature, top_p, log_min_p = tl.load(parameters), tl.load(parameters + 1), tl.load(parameters + 2)
     largest = tl.full((BLOCK,), MIN_INT32, tl.int32)
@@ -246,16 +204,8 @@ def top_keys_triton(
     return out
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def next_digit(  # type: ignore[no-untyped-def]
-    ordered,
-    counted,
-    amounts,
-    target,
-    found,
-    shift,
-    WEIGHTED: tl.constexpr,  # noqa: N803
-):
+@jit
+def next_digit(ordered, counted, amounts, target, found, shift, WEIGHTED: tl.constexpr):
     """``found`` (ordered bits + 2**31) with two more bits, from ``shift`` on: the largest that still has ``target``.
 
     ``ordered`` (BLOCK,) are in registers.  Each ``counted`` value counts its ``amounts`` if WEIGHTED, else 1; the
@@ -277,8 +227,8 @@ def next_digit(  # type: ignore[no-untyped-def]
     return found + enough * unit
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def search_registers(ordered, counted, amounts, target, WEIGHTED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@jit
+def search_registers(ordered, counted, amounts, target, WEIGHTED: tl.constexpr):
     """``search`` of values that are in registers."""
     found = tl.full((), 0, tl.int64)
     for step in range(16):
@@ -286,17 +236,8 @@ def search_registers(ordered, counted, amounts, target, WEIGHTED: tl.constexpr):
     return (found - 2147483648).to(tl.int32)
 
 
-@triton.jit
-def narrow(  # type: ignore[no-untyped-def]
-    values,
-    ordered,
-    exists,
-    top_k,
-    top_p,
-    temperature,
-    highest,
-    cut,
-):
+@jit
+def narrow(values, ordered, exists, top_k, top_p, temperature, highest, cut):
     """The threshold (ordered bits) and how many of the values equal to it are kept: top_k, then top_p.
 
     Also whether it is the threshold of the whole row, whose other values are all below ``cut``.

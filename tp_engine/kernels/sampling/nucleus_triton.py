@@ -28,6 +28,7 @@ import triton.language as tl
 
 from tp_engine.kernels.arrivals_triton import arrives_last
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.sampling.best_triton import BestTokens
 from tp_engine.kernels.sampling.filter_triton import fixed_weights, load_block
 from tp_engine.kernels.sampling.scores_triton import (
@@ -45,28 +46,28 @@ from tp_engine.kernels.sampling.tables import NUM_FLOATS, SamplingTables
 _BLOCK = 4096
 
 
-@triton.jit
-def is_nucleus(temperature, top_p, top_k, num_ids):  # type: ignore[no-untyped-def]
+@jit
+def is_nucleus(temperature, top_p, top_k, num_ids):
     """Whether these kernels draw a row."""
     return (temperature > 0.0) & (top_p < 1.0) & (top_k >= num_ids)
 
 
-@triton.jit
-def weights_above(values, column, inside, key, temperature, highest):  # type: ignore[no-untyped-def]
+@jit
+def weights_above(values, column, inside, key, temperature, highest):
     """The weights (BLOCK,) int64 of the tokens that exist, and of those that rank above the rank key ``key``."""
     weights = tl.where(inside, fixed_weights(values, temperature, highest), 0)
     return weights, tl.where(pack_keys(values, column) > key, weights, 0)
 
 
-@triton.jit
-def is_likely(value, maximum, temperature, log_min_p):  # type: ignore[no-untyped-def]
+@jit
+def is_likely(value, maximum, temperature, log_min_p):
     """Whether min_p keeps a token of this logit."""
     relative = tl.math.div_rn(value, temperature) - tl.math.div_rn(maximum, temperature)
     return (relative >= log_min_p) | (value == maximum)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def weigh_kernel(  # type: ignore[no-untyped-def]
+@jit
+def weigh_kernel(
     logits,
     rows,
     floats,
@@ -79,11 +80,11 @@ def weigh_kernel(  # type: ignore[no-untyped-def]
     bounds,
     logits_stride,
     num_ids,
-    NUM_FLOATS: tl.constexpr,  # noqa: N803
-    IS_FIRST: tl.constexpr,  # noqa: N803
-    CHUNKS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    NUM_FLOATS: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: BLOCK tokens of a row.  ``bounds``: the rank key above which tokens are open, or the lowest key."""
     let_next_begin(PDL)
@@ -126,8 +127,8 @@ def weigh_kernel(  # type: ignore[no-untyped-def]
         tl.store(bounds + place, tl.full((), LOWEST_KEY, tl.int64))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def best_above_kernel(  # type: ignore[no-untyped-def]
+@jit
+def best_above_kernel(
     logits,
     rows,
     positions,
@@ -141,11 +142,11 @@ def best_above_kernel(  # type: ignore[no-untyped-def]
     token_ids,
     logits_stride,
     num_ids,
-    NUM_FLOATS: tl.constexpr,  # noqa: N803
-    HAS_KEYS: tl.constexpr,  # noqa: N803
-    CHUNKS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    NUM_FLOATS: tl.constexpr,
+    HAS_KEYS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: BLOCK tokens of a row that is open; the last one of the row writes its next candidate."""
     let_next_begin(PDL)
@@ -170,17 +171,8 @@ def best_above_kernel(  # type: ignore[no-untyped-def]
                 tl.store(bounds + place, tl.full((), LOWEST_KEY, tl.int64))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def best_above(  # type: ignore[no-untyped-def]
-    logits,
-    start,
-    num_ids,
-    bound,
-    temperature,
-    word_1,
-    word_2,
-    BLOCK: tl.constexpr,  # noqa: N803
-):
+@jit
+def best_above(logits, start, num_ids, bound, temperature, word_1, word_2, BLOCK: tl.constexpr):
     """Noisy rank keys (BLOCK,) of the tokens from ``start`` on; the lowest key for those that are not open."""
     column, inside, values, _ = load_block(logits, start, num_ids, BLOCK)
     scores = gumbel_noise(column, word_1, word_2) + tl.math.div_rn(values, temperature)
@@ -188,8 +180,8 @@ def best_above(  # type: ignore[no-untyped-def]
     return tl.where(is_open, pack_scores(scores, column), LOWEST_KEY)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def finish_nucleus_kernel(  # type: ignore[no-untyped-def]
+@jit
+def finish_nucleus_kernel(
     logits,
     rows,
     positions,
@@ -203,10 +195,10 @@ def finish_nucleus_kernel(  # type: ignore[no-untyped-def]
     token_ids,
     logits_stride,
     num_ids,
-    NUM_FLOATS: tl.constexpr,  # noqa: N803
-    HAS_KEYS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    NUM_FLOATS: tl.constexpr,
+    HAS_KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: one row, until it has its token.  Each round leaves fewer tokens open."""
     let_next_begin(PDL)

@@ -7,10 +7,11 @@ PyTorch twin.  So does the noise on CUDA, where both take their logarithms from 
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from triton import knobs
 from triton.language.extra import libdevice
+
+from tp_engine.kernels.jit import jit
 
 LAUNCH_OPTIONS = {"enable_fp_fusion": False}  # a fused multiply-add rounds once where the twin rounds twice
 
@@ -24,8 +25,8 @@ _SCALE = tl.constexpr(2.0**-31 * (1.0 - 2.0**-23))
 _HALF_STEP = tl.constexpr(2.0**-32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def row_of(rows, floats, top_ks, place, NUM_FLOATS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@jit
+def row_of(rows, floats, top_ks, place, NUM_FLOATS: tl.constexpr):
     """The row of the batch at ``place`` (64 bits) of the step, its temperature and its top_k.
 
     A padding row is greedy: row 0, for which it stands, may be one that many programs would have to search.
@@ -36,51 +37,44 @@ def row_of(rows, floats, top_ks, place, NUM_FLOATS: tl.constexpr):  # type: igno
     return row, tl.load(floats + row * NUM_FLOATS, mask=is_row, other=0.0), tl.load(top_ks + row)
 
 
-@triton.jit
-def drawn_scores(scores, token_ids, temperature, word_1, word_2):  # type: ignore[no-untyped-def]
+@jit
+def drawn_scores(scores, token_ids, temperature, word_1, word_2):
     """The scores of rows with a temperature over it, with noise; those of greedy rows as they are."""
     draws = temperature > 0
     scaled = tl.math.div_rn(scores, tl.where(draws, temperature, 1.0))
     return tl.where(draws, gumbel_noise(token_ids, word_1, word_2) + scaled, scores)
 
 
-@triton.jit
-def id_of(key):  # type: ignore[no-untyped-def]
+@jit
+def id_of(key):
     """The token id int32 of a rank key."""
     return ((-key) & 0xFFFFFFFF).to(tl.int32)
 
 
-@triton.jit
-def value_of(ordered):  # type: ignore[no-untyped-def]
+@jit
+def value_of(ordered):
     """The float32 of ordered bits."""
     return ordered_bits(ordered.to(tl.float32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
-@triton.jit
-def mix64(x):  # type: ignore[no-untyped-def]
+@jit
+def mix64(x):
     """SplitMix64's finalizer of a uint64."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
 
 
-@triton.jit
-def noise_key(seed, position):  # type: ignore[no-untyped-def]
+@jit
+def noise_key(seed, position):
     """The two 31-bit words (int32) of a row's int64 ``seed`` and the position that it samples."""
     counter = (position.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
     key = mix64(mix64(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15) + counter)
     return (key & 0x7FFFFFFF).to(tl.int32), ((key >> 32) & 0x7FFFFFFF).to(tl.int32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def noise_words(  # type: ignore[no-untyped-def]
-    noise_keys,
-    seeds,
-    positions,
-    place,
-    row,
-    HAS_KEYS: tl.constexpr,  # noqa: N803
-):
+@jit
+def noise_words(noise_keys, seeds, positions, place, row, HAS_KEYS: tl.constexpr):
     """The two words of the noise of a row's next token: of the step's ``noise_keys``, or from seed and position."""
     if HAS_KEYS:
         word_1, word_2 = tl.load(noise_keys + 2 * place), tl.load(noise_keys + 2 * place + 1)
@@ -89,8 +83,8 @@ def noise_words(  # type: ignore[no-untyped-def]
     return word_1, word_2
 
 
-@triton.jit
-def hash_tokens(token_ids, word_1, word_2):  # type: ignore[no-untyped-def]
+@jit
+def hash_tokens(token_ids, word_1, word_2):
     """31 hashed bits per int32 token id."""
     x = token_ids ^ word_1
     x = ((x ^ (x >> 16)) * _M1 + word_2) & _MASK_31
@@ -98,8 +92,8 @@ def hash_tokens(token_ids, word_1, word_2):  # type: ignore[no-untyped-def]
     return x ^ (x >> 16)
 
 
-@triton.jit
-def gumbel_noise(token_ids, word_1, word_2):  # type: ignore[no-untyped-def]
+@jit
+def gumbel_noise(token_ids, word_1, word_2):
     """Standard Gumbel noise, float32."""
     minus_v = hash_tokens(token_ids, word_1, word_2).to(tl.float32) * -_SCALE - _HALF_STEP
     if HAS_LIBDEVICE:
@@ -113,27 +107,27 @@ def gumbel_noise(token_ids, word_1, word_2):  # type: ignore[no-untyped-def]
     return noise
 
 
-@triton.jit
-def exponential(x):  # type: ignore[no-untyped-def]
+@jit
+def exponential(x):
     """exp of a float32, as the twin computes it."""
     return libdevice.exp(x) if HAS_LIBDEVICE else tl.exp(x)
 
 
-@triton.jit
-def ordered_bits(values):  # type: ignore[no-untyped-def]
+@jit
+def ordered_bits(values):
     """float32 -> int32 of the same order; its own inverse on the bits."""
     bits = values.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-@triton.jit
-def pack_keys(values, token_ids):  # type: ignore[no-untyped-def]
+@jit
+def pack_keys(values, token_ids):
     """Rank keys int64."""
     return (ordered_bits(values).to(tl.int64) << 32) - token_ids
 
 
-@triton.jit
-def pack_scores(scores, token_ids):  # type: ignore[no-untyped-def]
+@jit
+def pack_scores(scores, token_ids):
     """Rank keys that treat zeros of both signs, and every NaN, alike, as ``ranking.best_keys`` does."""
     scores = tl.where(scores == 0.0, 0.0, scores)
     keys = pack_keys(scores, token_ids)

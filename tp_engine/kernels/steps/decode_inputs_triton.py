@@ -11,11 +11,14 @@ A sampler of one launch ends the step itself, by ``advance_rows`` (``sampling/be
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import torch
 import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.steps.decode_inputs import DecodeInputs, RowTables
 from tp_engine.plan import PAD_SLOT
 
@@ -24,8 +27,9 @@ _ADVANCE_BLOCK = 128
 _PAD_SLOT = tl.constexpr(PAD_SLOT)
 
 
-@triton.jit(do_not_specialize=["slot_stride"])  # type: ignore[untyped-decorator]
-def prepare_decodes_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["slot_stride"])
+@no_type_check
+def prepare_decodes_kernel(
     token_ids,
     num_computed,
     block_table,
@@ -39,10 +43,10 @@ def prepare_decodes_kernel(  # type: ignore[no-untyped-def]
     source_stride,
     slot_stride,
     table_stride,
-    NUM_COLUMNS: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: one request, in one group; the last three strides go from group to group."""
     let_next_begin(PDL)
@@ -68,8 +72,8 @@ def prepare_decodes_kernel(  # type: ignore[no-untyped-def]
         copy_table(own_table, target, computed // BLOCK_SIZE + 1, BLOCK)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def copy_table(own_table, target, num_used, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@jit
+def copy_table(own_table, target, num_used, BLOCK: tl.constexpr):
     """The first ``num_used`` columns of a row's block table, for its request."""
     for start in range(0, num_used, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -77,16 +81,10 @@ def copy_table(own_table, target, num_used, BLOCK: tl.constexpr):  # type: ignor
         tl.store(target + column, tl.load(own_table + column, mask=in_use), mask=in_use)
 
 
-@triton.jit(do_not_specialize=["num_requests"])  # type: ignore[untyped-decorator]
-def advance_decodes_kernel(  # type: ignore[no-untyped-def]
-    token_ids,
-    num_computed,
-    rows,
-    sampled,
-    token_stride,
-    num_requests,
-    BLOCK: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+@triton.jit(do_not_specialize=["num_requests"])
+@no_type_check
+def advance_decodes_kernel(
+    token_ids, num_computed, rows, sampled, token_stride, num_requests, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """One program: up to BLOCK requests."""
     let_next_begin(PDL)
@@ -96,8 +94,8 @@ def advance_decodes_kernel(  # type: ignore[no-untyped-def]
     advance_rows(token_ids, num_computed, token_stride, row, tl.load(sampled + request, mask=row >= 0, other=0))
 
 
-@triton.jit
-def advance_rows(token_ids, num_computed, token_stride, row, new_token):  # type: ignore[no-untyped-def]
+@jit
+def advance_rows(token_ids, num_computed, token_stride, row, new_token):
     """``new_token`` follows in ``row`` (int64), a scalar or a block of them, and each has one more computed token.
 
     A negative row is padding and changes nothing.

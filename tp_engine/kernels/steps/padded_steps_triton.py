@@ -11,11 +11,14 @@
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import torch
 import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.kernels.steps.decode_inputs_triton import copy_table
 from tp_engine.kernels.steps.padded_steps import PaddedInputs, PaddedRequests
@@ -27,8 +30,9 @@ _ADVANCE_BLOCK = 128
 _PAD_SLOT = tl.constexpr(PAD_SLOT)
 
 
-@triton.jit(do_not_specialize=["slot_stride", "table_stride", "num_decodes", "num_tokens"])  # type: ignore[untyped-decorator]
-def prepare_steps_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["slot_stride", "table_stride", "num_decodes", "num_tokens"])
+@no_type_check
+def prepare_steps_kernel(
     token_ids,
     num_computed,
     block_table,
@@ -45,12 +49,12 @@ def prepare_steps_kernel(  # type: ignore[no-untyped-def]
     table_stride,
     num_decodes,
     num_tokens,
-    NUM_CHUNKS: tl.constexpr,  # noqa: N803
-    NUM_COLUMNS: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    NUM_CHUNKS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: one request, or TOKENS tokens of chunks, in one group; strides go from group to group."""
     let_next_begin(PDL)
@@ -73,8 +77,8 @@ def prepare_steps_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _request(  # type: ignore[no-untyped-def]
+@jit
+def _request(
     token_ids,
     num_computed,
     block_table,
@@ -88,9 +92,9 @@ def _request(  # type: ignore[no-untyped-def]
     token_stride,
     request,
     num_decodes,
-    NUM_COLUMNS: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """The length and the block table of ``request``, and its token if it is a decode; tables are the group's."""
     row = tl.load(rows + request).to(tl.int64)
@@ -110,8 +114,8 @@ def _request(  # type: ignore[no-untyped-def]
         tl.store(slots + request, tl.where(is_row, block * BLOCK_SIZE + position % BLOCK_SIZE, _PAD_SLOT))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _chunk_tokens(  # type: ignore[no-untyped-def]
+@jit
+def _chunk_tokens(
     token_ids,
     num_computed,
     block_table,
@@ -123,10 +127,10 @@ def _chunk_tokens(  # type: ignore[no-untyped-def]
     token_stride,
     first,
     num_tokens,
-    NUM_CHUNKS: tl.constexpr,  # noqa: N803
-    NUM_COLUMNS: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr,  # noqa: N803
+    NUM_CHUNKS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
     """TOKENS tokens from the step's token ``first`` on; ``rows`` and ``query_start`` begin with the chunks."""
     token = first + tl.arange(0, TOKENS)
@@ -145,8 +149,9 @@ def _chunk_tokens(  # type: ignore[no-untyped-def]
     tl.store(slots + token, tl.where(is_token, block * BLOCK_SIZE + position % BLOCK_SIZE, _PAD_SLOT), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_requests"])  # type: ignore[untyped-decorator]
-def advance_steps_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["num_requests"])
+@no_type_check
+def advance_steps_kernel(
     token_ids,
     num_computed,
     rows,
@@ -155,8 +160,8 @@ def advance_steps_kernel(  # type: ignore[no-untyped-def]
     sampled,
     token_stride,
     num_requests,
-    BLOCK: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: up to BLOCK requests."""
     let_next_begin(PDL)

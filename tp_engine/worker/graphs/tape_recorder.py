@@ -148,7 +148,7 @@ class TapeMemory:
         self._free.append((slab, first, end))
 
 
-class TapeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TapeWatch(TorchDispatchMode):
     """Takes allocations from ``memory`` and permits views; ``objection`` names the first other operation of PyTorch.
 
     Such an operation runs, but a tape of the step would lack it.

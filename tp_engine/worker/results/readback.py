@@ -137,7 +137,7 @@ class Readback:
 
 def record_event() -> Event:
     """An event behind everything that the current stream has been given."""
-    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event: Any = torch.cuda.Event()
     event.record()
     found: Event = event
     return found

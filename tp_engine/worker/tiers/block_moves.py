@@ -122,7 +122,7 @@ class StoreReports:
 
     def send(self) -> None:
         """Report what has ended; does not wait for the rest."""
-        while self._open and (self._open[0][1] is None or self._open[0][1].query()):  # type: ignore[no-untyped-call]
+        while self._open and (self._open[0][1] is None or self._open[0][1].query()):
             refused, _ = self._open.popleft()
             failed = (refused.nonzero().flatten() + self._progress.num_ended + 1).tolist()
             self._progress.end(len(refused), failed)
@@ -187,7 +187,7 @@ class CudaMover:
         self._staging: torch.Tensor | None = None
         if not codec.is_copy:
             self._staging = pool.new_empty((num_staged(codec), codec.blob_bytes))
-        self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(pool.device)
         self._num_batches = 0
         self._ends: deque[tuple[int, torch.cuda.Event]] = deque()
         self._spans: deque[_Span] = deque()
@@ -223,14 +223,14 @@ class CudaMover:
 
     def past(self) -> Callable[[], None]:
         """See ``BlockMover``."""
-        end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(blocking=True)
         end.record(self._stream)
         return end.synchronize
 
     def counters(self) -> MoveCounters:
         """See ``BlockMover``."""
         found = self._counters
-        while self._spans and self._spans[0].end.query():  # type: ignore[no-untyped-call]
+        while self._spans and self._spans[0].end.query():
             span = self._spans.popleft()
             seconds = span.begin.elapsed_time(span.end) / 1e3
             if span.name == "store":
@@ -298,7 +298,7 @@ def _nothing() -> None:
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     """An event behind all that ``stream`` has now."""
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=True)
     event.record(stream)
     return event
 

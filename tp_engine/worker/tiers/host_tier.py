@@ -198,7 +198,7 @@ class HostTier(RunnerFeature):
 
 def _runtime() -> Any:
     """The functions of the CUDA runtime that PyTorch offers."""
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()
 
 
 def _no_memory(num_bytes: int, cause: str) -> MemoryBudgetError:
