@@ -518,8 +518,7 @@ def test_arrays_received_are_writable_views() -> None:
 
 
 def test_a_steady_decode_is_small() -> None:
-    """Oracle: a header, three columns of 256, 16 and 16 ids; 16 more for a second group.
-    scripts/bench_control_plane.py measures the speed."""
+    """Oracle: a header, three columns of 256, 16 and 16 ids; 16 more for a second group."""
     plan = StepPlan(
         step_id=9,
         rows_epoch=3,

@@ -13,12 +13,15 @@ DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
     "docs/architecture.md",
+    "docs/benchmarks.md",
     "docs/models.md",
     "docs/reliability.md",
     "docs/serving.md",
 )
 # `folder/name.py`, `name.c`, `folder/`, but not `--flag`, /an/absolute/path or a NAME that stands for others.
 FILE = re.compile(r"`((?:[a-z0-9_.-]+/)*[a-z0-9_-]+\.(?:py|c|h|md|toml|json|jinja)|(?:[a-z0-9_.-]+/)+)`")
+# scripts/name.py with or without backticks; git's 0a57657:scripts/name.py is a file of that commit.
+SCRIPT = re.compile(r"(?<![\w:/])scripts/[a-z0-9_/]+(?:\.py)?")
 # Files of checkpoints and of users, which the documents also name.
 NOT_OURS = {"config.json", "tokenizer.json", "generation_config.json", "tokenization_kimi.py"}
 
@@ -38,7 +41,8 @@ def places() -> set[str]:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_file_that_a_document_names_exists(document: str) -> None:
     """Oracle: the repository."""
-    named = set(FILE.findall((ROOT / document).read_text(encoding="utf-8"))) - NOT_OURS
+    text = (ROOT / document).read_text(encoding="utf-8")
+    named = (set(FILE.findall(text)) | {name.rstrip("/") for name in SCRIPT.findall(text)}) - NOT_OURS
     assert named, f"{document} names no file"
     missing = sorted(named - places())
     assert not missing, f"{document} names files that do not exist: {', '.join(missing)}"

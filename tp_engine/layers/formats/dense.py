@@ -16,9 +16,9 @@ bfloat16    any other                                 C, the weight in panels
 Gate and up are one weight, and the result is the activation of both: C with panels applies it to its sums, which are
 never stored; for the others it is a separate operation.
 
-The choice is fixed: it follows from times measured side by side (``scripts/bench_linear.py``, docs/benchmarks.md), not
-from times taken at each start, so that a model's tokens are the same in every run on a machine.  A weight in panels or
-packed is a copy in another order; the original is then freed.
+The choice is fixed: it follows from times measured side by side (docs/benchmarks.md), not from times
+taken at each start, so that a model's tokens are the same in every run on a machine.  A weight in panels or packed is a
+copy in another order; the original is then freed.
 
 oneDNN's functions belong to torch's private interface, so they are tried, and their result is compared before it is
 used.  If C or oneDNN is missing, the other one is used, or ``F.linear``, which also takes odd sizes of 16 bits.

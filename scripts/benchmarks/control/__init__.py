@@ -1,1 +1,0 @@
-"""The control plane without a model: loads, contenders and their readers."""

@@ -1,1 +1,0 @@
-"""The tiers of the KV cache beside an engine without them."""
