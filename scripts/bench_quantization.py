@@ -1,10 +1,8 @@
-"""Measure what quantised weights cost in accuracy (logits, a text's perplexity, and the demo model's tasks), and time
-one product by each of torch's ways.
+"""Measure what quantised weights cost in accuracy: logits, a text's perplexity, and the demo model's tasks.
 
     python scripts/bench_quantization.py --shape B --dtype float32 --tokens 64 --quantization int8,awq
     python scripts/bench_quantization.py --demo --samples 200 --quantization int8,awq,gptq --checkpoint FOLDER
     python scripts/bench_quantization.py --model FOLDER --text FILE --dtype bfloat16 --kv-cache-dtype fp8,int8
-    python scripts/bench_quantization.py --products 4096x1024 --dtype bfloat16
 
 Kinds of quantisation stand side by side.  awq and gptq are checkpoints that are written here, with weights rounded to
 the nearest code.  --checkpoint names quantised copies of the demo model, in any format that tp_engine reads.
@@ -28,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.int4_checkpoint import PACKINGS, write_int4_checkpoint
-from benchmarks.int8_products import product_times_us
 from benchmarks.machine import processor_name
 from benchmarks.perplexity import perplexity
 from benchmarks.shapes import DEMO_MODEL, DUMMY_SHAPES, SHAPES, make_folder
@@ -37,7 +34,6 @@ from demo_tasks import QUICK, held_out_dialogs
 from tp_engine.config import QUANTIZATIONS
 
 KINDS = (*QUANTIZATIONS, *PACKINGS)
-ROWS = [1, 8, 32, 256]
 _GROUP = 64  # 128 does not divide the columns of the demo model (704) and of SmolLM2 (576)
 
 
@@ -45,17 +41,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
     args = parse_arguments(arguments)
     report: dict[str, Any] = {"benchmark": "quantization", "machine": processor_name()}
-    if args.products:
-        report |= time_products(args)
-    elif args.text:
+    if args.text:
         report |= compare_perplexities(args)
     else:
         report |= compare_answers(args) if args.demo else compare_logits(args)
     for key, value in report.items():
         if key != "kinds":
             print(f"{key:<24}{value}")
-    if "kinds" in report:
-        print_table(report["kinds"])
+    print_table(report["kinds"])
     print(json.dumps(report))
     return 0
 
@@ -73,8 +66,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--demo", action="store_true", help="the demo model's accuracy instead of a shape's logits")
     parser.add_argument("--samples", type=int, default=50, help="held-out samples per task for --demo")
     parser.add_argument("--checkpoint", nargs="*", default=[], help="for --demo: quantised copies of the demo model")
-    parser.add_argument("--products", metavar="OUTxIN", help="microseconds of one linear layer of this size, by rows")
-    parser.add_argument("--seconds", type=float, default=2.0, help="time per candidate and number of rows")
     args = parser.parse_args(arguments)
     args.quantization = list(filter(None, args.quantization.split(",")))
     args.kv_cache_dtype = list(filter(None, args.kv_cache_dtype.split(",")))
@@ -92,13 +83,6 @@ def print_table(kinds: dict[str, dict[str, float]]) -> None:
     print(f"{'':<24}" + "".join(f"{Path(kind).name:>14}" for kind in kinds))
     for row in next(iter(kinds.values())):
         print(f"{row:<24}" + "".join(f"{figures[row]:>14g}" for figures in kinds.values()))
-
-
-def time_products(args: argparse.Namespace) -> dict[str, Any]:
-    """Microseconds of each candidate at each of ``ROWS``."""
-    out_size, in_size = map(int, args.products.split("x"))
-    times = product_times_us((out_size, in_size), getattr(torch, args.dtype), ROWS, args.seconds)
-    return {"shape": args.products, "dtype": args.dtype, "threads": torch.get_num_threads(), "rows": ROWS} | times
 
 
 def compare_logits(args: argparse.Namespace) -> dict[str, Any]:

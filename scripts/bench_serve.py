@@ -7,7 +7,7 @@
 
 Without --base-url it starts tp_engine's server and stops it at the end.  Arrivals follow a Poisson process and do not
 wait for earlier answers.  It prints one line per rate; the last line is one JSON object whose "results" have the field
-names of ``vllm bench serve``.  --result-dir keeps a JSON file per rate and a picture of all rates.
+names of ``vllm bench serve``.  --result-dir keeps a JSON file per rate.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from benchmarks.serving.client import Answer, Target, fetch_json, send_all
 from benchmarks.serving.launch import own_server
 from benchmarks.serving.metrics import details, summarise
 from benchmarks.serving.options import parse_arguments
-from benchmarks.serving.plot import svg
 from benchmarks.serving.traffic import arrival_times, make_requests
 from benchmarks.shapes import make_folder
 
@@ -76,7 +75,7 @@ def started_server(args: argparse.Namespace, folder: Path) -> Iterator[str]:
     log = (args.result_dir or folder) / "server.log"
     script = "launch/serve.py"
     if args.fake_engine:
-        script, arguments = "scripts/bench_fake_server.py", ["--generation-config", "vllm", *arguments]
+        script, arguments = "scripts/benchmarks/serving/fake_server.py", ["--generation-config", "vllm", *arguments]
     with own_server(["--model", model, *arguments], args.tensor_parallel_size, log, script=script) as url:
         yield url
 
@@ -95,9 +94,6 @@ async def sweep(args: argparse.Namespace, base_url: str) -> dict[str, Any]:
         for error in sorted({answer.error for answer in answers if not answer.success})[:3]:
             print(f"    failed: {error}", flush=True)
         save(args, result, answers)
-    if args.result_dir is not None:
-        title = f"{target.model}, {results[0]['backend']}, {processor_name()}"
-        (args.result_dir / "sweep.svg").write_text(svg(title, results, args.percentiles), encoding="utf-8")
     return {"benchmark": "serve", "machine": processor_name(), "started": not args.base_url, "results": results}
 
 

@@ -50,7 +50,6 @@ def test_a_sweep_counts_every_token(tmp_path: Path) -> None:
         saved = json.loads((tmp_path / f"rate-{rate}.json").read_text())
         assert saved["output_lens"] == [9] * 12 and all(len(gaps) == 8 for gaps in saved["itls"])
     assert report["results"][0]["duration"] >= 12 / 40.0 * 0.9
-    assert (tmp_path / "sweep.svg").read_text().startswith("<svg")
     assert len(figures_of(report)) == 2 * 3, "gpu_check shows three figures of each rate"
 
 

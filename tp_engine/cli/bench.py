@@ -27,7 +27,7 @@ BENCHMARKS = {
     "latency": Benchmark("bench_offline", ("--no-peer", "--workloads", "latency"), "one request at a time"),
     "throughput": Benchmark("bench_offline", ("--no-peer", "--workloads", "throughput"), "as many requests as fit"),
     "startup": Benchmark("bench_startup", (), "from the begin of a process to the first token, beside vLLM"),
-    "frontend": Benchmark("bench_frontend", (), "the HTTP process alone, in front of an engine that computes nothing"),
+    "frontend": Benchmark("bench_serve", ("--fake-engine",), "the HTTP process before an engine that computes nothing"),
 }
 
 

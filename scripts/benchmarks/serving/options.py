@@ -42,7 +42,7 @@ def parse_arguments(description: str | None, arguments: list[str] | None = None)
     output = parser.add_argument_group("the figures")
     output.add_argument("--goodput", nargs="*", default=[], help="limits in ms such as ttft:500 tpot:50 e2el:9000")
     output.add_argument("--metric-percentiles", default="50,90,99")
-    output.add_argument("--result-dir", type=Path, help="folder for JSON files, a picture, the server's log")
+    output.add_argument("--result-dir", type=Path, help="folder for JSON files and the server's log")
     output.add_argument("--save-detailed", action="store_true", help="also keep the times of every single request")
     args = parser.parse_args(arguments)
     if args.base_url and (args.shape or args.server_args or args.fake_engine):

@@ -1,6 +1,6 @@
 """``launch/serve.py`` with an engine that computes nothing, to measure the frontend's own cost.
 
-    python scripts/bench_fake_server.py --port 8000 --step-ms 20 --max-num-seqs 1000
+    python scripts/benchmarks/serving/fake_server.py --port 8000 --step-ms 20 --max-num-seqs 1000
 
 Every running request gets one token per step of ``--step-ms`` (0: no wait).  The tokenizer is the demo model's.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.messages import ModelInfo
@@ -124,4 +124,4 @@ def job(options: Options) -> int:
 
 if __name__ == "__main__":
     tables = {"engine": EngineConfig, "server": ServerConfig, "fake": FakeConfig}
-    sys.exit(run_launched("bench_fake_server.py", __doc__ or "", tables, job))
+    sys.exit(run_launched("fake_server.py", __doc__ or "", tables, job))
