@@ -1,6 +1,13 @@
 #!/usr/bin/env python
 """Time every kernel on this GPU against the bandwidth of a plain copy in the same run.  Ends with one JSON line.
 
+    python scripts/bench_kernels.py --shape qwen3-8b
+    python scripts/bench_kernels.py --tiles quantised --weights "int4, group 128" mxfp4 --batch 16,64,256
+    python scripts/bench_kernels.py --tiles experts --experts gpt-oss-20b --weights mxfp4 --batch 1,32,2048
+
+--tiles times all candidates for the tables of tiles in tp_engine/kernels, with the current one first; shares are those
+of the least time: of a copy of as many bytes, or of a large product of as many operations.
+
 Each kernel is launched from a CUDA graph, so the host does not distort its time.  It takes turns on several sets of
 tensors that together exceed the L2 cache, so the cache does not either.  The sets of rows marked "warm" are so small
 that all fit into the cache.
@@ -13,11 +20,13 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from benchmarks.kernels.cases import KernelCase, Launch, Shape, decode_input_cases, token_cases
+from benchmarks.kernels.tiles import EXPERTS, WEIGHTS, TileCase, expert_tiles, quantised_tiles
 from benchmarks.machine import copy_bandwidth, matmul_rate, processor_name, seconds_on_gpu
 
 SHAPES = {
@@ -124,6 +133,45 @@ def _seconds_of_first(launch: Launch) -> float:
     return time.perf_counter() - began
 
 
+def tile_cases(shape: Shape, args: argparse.Namespace) -> Iterator[TileCase]:
+    """Every kernel with tiles at every size asked for."""
+    for weights in args.weights:
+        for num_rows in args.batch:
+            if args.tiles == "experts":
+                for name in args.experts:
+                    yield from expert_tiles(name, EXPERTS[name], weights, num_rows, shape.device)
+            elif weights != "none":
+                yield from quantised_tiles(shape, weights, num_rows)
+
+
+def measure_tiles(case: TileCase, ceilings: Ceilings, repeats: int) -> Iterator[dict[str, object]]:
+    """A row per candidate, the current tiles first, other ways last."""
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    sets = [case.make() for _ in range(number_of_sets(case.num_bytes, cache))]
+    least_s = max(case.num_bytes / ceilings.copy, case.num_flops / ceilings.matmul)
+    ways: dict[str, Callable[[Any], Launch]] = {
+        str(tuple(tiles)): lambda one, tiles=tiles: case.launch(one, tiles)  # type: ignore[misc]
+        for tiles in (case.current, *case.candidates)
+    }
+    for name, launch in (ways | case.others).items():
+        row: dict[str, object] = {"case": case.name, "tiles": name, "is_current": name == str(tuple(case.current))}
+        try:
+            seconds = seconds_per_launch([launch(one) for one in sets], repeats)
+        except Exception as error:  # for example, too much shared memory
+            yield row | {"error": f"{type(error).__name__}: {error}"}
+            continue
+        yield row | {"us": round(seconds * 1e6, 2), "share": round(least_s / seconds, 3)}
+
+
+def print_tiles(rows: Sequence[dict[str, Any]]) -> None:
+    """The current tiles, then the three fastest."""
+    timed = sorted((row for row in rows if "us" in row), key=lambda row: float(row["us"]))
+    print(f"{rows[0]['case']}: {len(timed)} of {len(rows)} candidates ran")
+    for row in [*(row for row in rows if row["is_current"]), *timed[:3]]:
+        told = row.get("error") or f"{row['us']:>10} us  {row['share']:6.1%}"
+        print(f"  {'current' if row['is_current'] else '':8} {told}  {row['tiles']}", flush=True)
+
+
 def print_row(row: dict[str, object]) -> None:
     """One line of the table."""
     if "error" in row:
@@ -144,6 +192,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefill", type=_sizes, default=(8192,), help="tokens of prefill steps, as in 2048,8192")
     parser.add_argument("--length", type=_sizes, default=(1024,), help="tokens of each decoding request")
     parser.add_argument("--only", default="", help="only kernels whose name contains this")
+    parser.add_argument("--tiles", choices=("quantised", "experts"), help="time candidates for this table of tiles")
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="for --tiles: formats")
+    parser.add_argument("--experts", nargs="+", choices=EXPERTS, default=list(EXPERTS), help="for --tiles: layers")
     parser.add_argument("--repeats", type=int, default=20, help="replays of each graph (default: %(default)s)")
     args = parser.parse_args(arguments)
     if not 1 <= args.repeats <= MAX_REPEATS:
@@ -168,21 +219,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ceilings = Ceilings(copy_bandwidth(), matmul_rate(shape.dtype))
     rates = f"copies at {ceilings.copy / 1e9:,.0f} GB/s, matrix products at {ceilings.matmul / 1e12:,.0f} TFLOP/s"
     print(f"{processor_name()}, torch {torch.__version__}, shape {shape.name}: {rates}")
-    rows = []
-    for case in all_cases(shape, args):
+    rows: list[dict[str, object]] = []
+    for tiled in tile_cases(shape, args) if args.tiles else ():
+        found = list(measure_tiles(tiled, ceilings, args.repeats))
+        print_tiles(found)
+        rows += found
+    for case in () if args.tiles else all_cases(shape, args):
         if args.only in case.kernel:
             rows.append(measure(case, ceilings, args.repeats))
             print_row(rows[-1])
             torch.cuda.empty_cache()
     facts: dict[str, object] = {
-        "benchmark": "kernels",
+        "benchmark": "tiles" if args.tiles else "kernels",
         "device": processor_name(),
         "torch": torch.__version__,
         "shape": shape.name,
     }
     facts |= {"copy_gb_per_s": round(ceilings.copy / 1e9, 1), "matmul_tflop_per_s": round(ceilings.matmul / 1e12, 1)}
     print(json.dumps(facts | {"results": rows}))
-    return int(any("error" in row for row in rows))
+    return int(not args.tiles and any("error" in row for row in rows))
 
 
 if __name__ == "__main__":
