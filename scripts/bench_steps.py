@@ -2,10 +2,14 @@
 
     python scripts/bench_steps.py --shape qwen3-0.6b --batch-size 256 --context-len 512
     python scripts/bench_steps.py --shape B --dtype bfloat16 --batch-size 32 --context-len 72 --threads 2   on a CPU
+    python scripts/bench_steps.py --shape qwen3-8b --batch-size 32 --context-len 128 --prompts "none;auto"
 
 All requests decode together.  First the period of a step is timed without a profiler; then the same number of steps
 runs under torch's profiler.  The GPU is idle while no kernel or copy runs.  The gap between two steps is the longest
 idle time in each step's period.  It also prints the time of each kernel (on CPUs: rank 0's).  Ends with one JSON line.
+
+--prompts measures an engine for each value of --cuda-graph-prefill-sizes instead: the time to the first token of a
+prompt that is alone, decode steps, steps that compute a prompt too, and what the graphs cost in time and memory.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.machine import copy_bandwidth, cpu_matmul_rate, matmul_rate, processor_name, read_bandwidth
+from benchmarks.prompt_steps import compare_prompts
 from benchmarks.roofline import Ceilings, decode_step_s, model_cost
 from benchmarks.shapes import DUMMY_SHAPES, SHAPES, make_folder
 from benchmarks.step_kernels import kernel_times
@@ -41,7 +46,10 @@ def main() -> int:
     torch.set_num_threads(args.threads or torch.get_num_threads())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(args.model) if args.model else make_folder(Path(name), args.shape, args.dtype)
-        report = measure(args, folder, Path(name) / "trace.json" if args.trace is None else args.trace)
+        if args.prompts:
+            report = measure_prompts(args, folder)
+        else:
+            report = measure(args, folder, Path(name) / "trace.json" if args.trace is None else args.trace)
     for key, value in report.items():
         print(f"{key:<32}{value}")
     print(json.dumps(report))
@@ -60,8 +68,24 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="on a CPU; default: torch's")
     parser.add_argument("--devices", help="device of each rank, such as 0,0")
     parser.add_argument("--engine-options", type=json.loads, default={}, help='more for LLM: {"enforce_eager": true}')
+    parser.add_argument("--prompts", metavar="SIZES", help='steps with prompts, such as "none;auto" (see above)')
     parser.add_argument("--trace", type=Path, help="keep the profiler's trace in this file")
     return parser.parse_args(arguments)
+
+
+def measure_prompts(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Compare engines by their graphs of prompts."""
+    options, sizes = _common_options(args) | args.engine_options, args.prompts.split(";")
+    found = compare_prompts(folder, options, sizes, args.batch_size, args.context_len, args.steps)
+    return {
+        "benchmark": "prompts",
+        "machine": processor_name(),
+        "shape": args.model or args.shape,
+        "dtype": args.dtype,
+        "prompt_len": args.context_len,
+        "batch_size": args.batch_size,
+        "results": found,
+    }
 
 
 def measure(args: argparse.Namespace, folder: Path, trace: Path) -> dict[str, Any]:
@@ -144,18 +168,20 @@ def device_kernels(events: Sequence[dict[str, Any]], num_steps: int, period_us: 
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "dtype": args.dtype,
-        "tensor_parallel_size": args.tensor_parallel_size,
+    limits = {
         "max_model_len": args.context_len + _output_len(args),
         "max_num_seqs": args.batch_size,
         "max_num_batched_tokens": _BUDGET,
     }
+    return _common_options(args) | limits | dict(args.engine_options)
+
+
+def _common_options(args: argparse.Namespace) -> dict[str, Any]:
+    options: dict[str, Any] = {"dtype": args.dtype, "tensor_parallel_size": args.tensor_parallel_size}
     if args.model is None and args.shape in DUMMY_SHAPES:
         options["load_format"] = "dummy"
     if args.devices:
         options["devices"] = args.devices
-    options |= args.engine_options
     return options
 
 

@@ -260,7 +260,8 @@ def _prompts(name: str) -> Section:
         name,
         f"prompts of 128 tokens, launched and recorded, {size.upper()} shape",
         300,
-        *("scripts/bench_prompts.py", "--shape", f"qwen3-{size}"),
+        *("scripts/bench_steps.py", "--shape", f"qwen3-{size}", "--prompts", "none;auto"),
+        *("--batch-size", "32", "--context-len", "128", "--steps", "50"),
     )
 
 

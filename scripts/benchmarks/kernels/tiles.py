@@ -55,7 +55,7 @@ def quantised_tiles(shape: Shape, weights: str, num_rows: int) -> Iterator[TileC
             current=current,
             candidates=[RowTiles(current.block_m, n, n, warps, stages) for n, warps, stages in candidates],
             launch=lambda weight, tiles, x=x: partial(quantised_linear_triton, x, weight, None, None, tiles),  # type: ignore[misc]
-            others={"dequantise": lambda weight, x=x: partial(multiply_dequantised, x, weight, None)},  # type: ignore[dict-item, misc]
+            others={"dequantise": lambda weight, x=x: partial(multiply_dequantised, x, weight, None)},  # type: ignore[misc]
         )
 
 
