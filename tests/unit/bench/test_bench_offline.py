@@ -1,27 +1,25 @@
-"""The offline benchmark's arithmetic; every engine gets the same work and the same weights."""
+"""The offline benchmark: its arithmetic, the same work and weights for every engine, and a run."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import sys
 from pathlib import Path
 from typing import Any
 
+import bench_offline
+import numpy as np
 import pytest
-import torch
-from benchmarks.offline import contenders
-from benchmarks.offline.engines import (
-    Measurement,
-    TpEngine,
-    TransformersGenerate,
-    dummy_weights,
-    save_dummy_checkpoint,
-)
+from benchmarks.offline import contenders, peers
+from benchmarks.offline.engines import Measurement, TpEngine, TransformersGenerate
+from benchmarks.offline.gguf_checkpoint import gguf_name, interleave, read_checkpoint
 from benchmarks.offline.options import parse_arguments
 from benchmarks.offline.summary import print_table, summarise
 from benchmarks.roofline import Ceilings, ModelCost, decode_step_s, model_cost, prompts_s, workload_s
-from benchmarks.shapes import DUMMY_SHAPES, SHAPES, qwen3_config, random_model
-from benchmarks.workloads import WORKLOADS, Workload, batch256
+from benchmarks.shapes import DUMMY_SHAPES, qwen3_config
+from benchmarks.workloads import Workload
+from gpu import sections
+from gpu.figures import figures_of
 
 COST = ModelCost(num_parameters=1000, itemsize=2, kv_values=10, num_layers=1, attention_width=4)
 CEILINGS = Ceilings(bytes_per_s=1e6, flops_per_s=1e9)
@@ -52,161 +50,140 @@ class Answers:
         self.closed = True
 
 
-def makers(**engines: Answers) -> contenders.Makers:
-    return {name: lambda _, engine=engine: engine for name, engine in engines.items()}  # type: ignore[misc]
-
-
-def small_config(folder: Path) -> None:
-    """The config.json of a small Qwen3."""
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with the config.json of a small Qwen3, without weights."""
     small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = qwen3_config("qwen3-0.6b", "float32") | small | {"vocab_size": 300, "head_dim": 16, "eos_token_id": 2}
-    (folder / "config.json").write_text(json.dumps(config | {"bos_token_id": 1, "num_key_value_heads": 2}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"bos_token_id": 1, "num_key_value_heads": 2}))
+    return tmp_path
 
 
-@pytest.mark.parametrize("shape", DUMMY_SHAPES)
-def test_qwen3_shapes_have_the_published_number_of_parameters(shape: str) -> None:
+def test_qwen3_shapes_have_the_published_number_of_parameters() -> None:
     """Oracle: the number that the hub shows for each checkpoint."""
-    config = qwen3_config(shape, "bfloat16")
-    embedding = 0 if config["tie_word_embeddings"] else config["vocab_size"] * config["hidden_size"]
-    cost = model_cost(config, "bfloat16")
-    idle = sum(parameters * (total - top_k) for parameters, total, top_k in cost.experts)
-    assert cost.num_parameters + idle + embedding == PUBLISHED[shape]
+    for shape in DUMMY_SHAPES:
+        config = qwen3_config(shape, "bfloat16")
+        embedding = 0 if config["tie_word_embeddings"] else config["vocab_size"] * config["hidden_size"]
+        cost = model_cost(config, "bfloat16")
+        idle = sum(parameters * (total - top_k) for parameters, total, top_k in cost.experts)
+        assert cost.num_parameters + idle + embedding == PUBLISHED[shape]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_cost_of_the_small_shapes(shape: str, tmp_path: Path) -> None:
-    """Oracle: transformers' own tensors, without memory: the parameters of each shape; those of D, G, Q by the goal.
-
-    By hand: two layers of G keep the 512 rows of their keys twice, as values too; six layers of Q have states of 8
-    matrices of 128 x 128 and 3 inputs of 2048 channels.
-    """
-    with torch.device("meta"):
-        model = random_model(shape)
-    model.save_pretrained(tmp_path, state_dict={})
-    cost = model_cost(json.loads((tmp_path / "config.json").read_text()), "bfloat16")
-    tensors = {id(tensor): tensor.numel() for tensor in model.state_dict(keep_vars=True).values()}
-    num_parameters = sum(tensors.values())
-    idle = sum(parameters * (total - top_k) for parameters, total, top_k in cost.experts)
-    embedding = 0 if model.config.tie_word_embeddings else model.config.vocab_size * model.config.hidden_size
-    repeated = 2 * 512 * 640 if shape == "G" else 0
-    assert cost.num_parameters + idle + embedding == num_parameters + repeated
-    assert shape not in "DGQ" or 90e6 < num_parameters < 115e6
-    assert cost.state_bytes == (6 * 4 * (8 * 128 * 128 + 3 * 2048) if shape == "Q" else 0)
-
-
-def test_weights_of_experts_that_rows_go_to() -> None:
-    """Oracle: by hand: one row reads 2 of 4 experts of 100, two rows 4 (1 - 1/4) of them on the average, many all."""
-    cost = ModelCost(
-        num_parameters=1000, itemsize=2, kv_values=10, num_layers=1, attention_width=4, experts=((100, 4, 2),)
-    )
-    assert [cost.weight_bytes(rows) for rows in (1, 2)] == [2000, 2200]
-    assert cost.weight_bytes(1000) == pytest.approx(2400)
-
-
-def test_roofline_of_a_step() -> None:
+def test_roofline() -> None:
     """Oracle: worked out by hand: 2000 bytes of weights and 20 bytes per token at 1 MB/s; 2000 operations per row."""
     assert decode_step_s(COST, CEILINGS, num_rows=1, num_context_tokens=100) == pytest.approx(4e-3)
     assert decode_step_s(COST, CEILINGS, num_rows=10_000, num_context_tokens=0) == pytest.approx(20e-3)
-    recurrent = replace(COST, state_bytes=500)  # read and written, for each of 3 rows
-    assert decode_step_s(recurrent, CEILINGS, num_rows=3, num_context_tokens=0) == pytest.approx(5e-3)
     assert prompts_s(COST, CEILINGS, [3]) == pytest.approx((2 * 1000 * 3 + 4 * 4 * 6) / 1e9)
-    shared = (2 * 1000 * (2 + 1 + 2) + 4 * 4 * (3 + 3 + 7)) / 1e9
-    assert prompts_s(COST, CEILINGS, [3, 4], num_shared=2) == pytest.approx(shared), "the first 2 tokens once"
-
-
-def test_roofline_of_a_workload() -> None:
-    """Oracle: worked out by hand: the second token of both requests, then the third of one."""
     work = Workload("two", [[1] * 5, [1] * 7], [3, 2])
     steps = [(2, 5 + 1 + 7 + 1), (1, 5 + 2)]
     expected = prompts_s(COST, CEILINGS, [5, 7]) + sum((2000 + 20 * context) / 1e6 for _, context in steps)
     assert workload_s(COST, CEILINGS, work) == pytest.approx(expected)
 
 
-def test_the_256_requests_are_alike_for_every_seed() -> None:
-    """Oracle: the definition: 100 to 1024 tokens in and out; only the ids differ between seeds."""
-    first, second = batch256(151_936, 0), batch256(151_936, 1)
-    lengths = [len(prompt) for prompt in first.prompts]
-    assert len(lengths) == 256 and min(lengths) >= 100 and max(lengths) <= 1024
-    assert min(first.max_tokens) >= 100 and max(first.max_tokens) <= 1024
-    assert lengths == [len(prompt) for prompt in second.prompts] and first.max_tokens == second.max_tokens
-    assert first.prompts != second.prompts and first == batch256(151_936, 0)
-
-
-def test_engines_take_turns_on_the_same_prompts(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: both engines get the warm-up and then the same workload in each round, and are closed; times are told."""
-    ours, theirs = Answers(), Answers()
-    runs, failures = contenders.run_all(makers(ours=ours, theirs=theirs), ["latency"], 100, rounds=2)
-    assert not failures and {name: len(rounds) for name, rounds in runs["latency"].items()} == {"ours": 2, "theirs": 2}
-    assert ours.served == theirs.served and len(ours.served) == 3
-    assert ours.closed and theirs.closed
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 6 and [line.partition(";")[0] for line in told[-2:]] == [
-        "latency, seed 1, ours: 2.000 s",
-        "latency, seed 1, theirs: 2.000 s",
-    ]
-
-
-def test_a_peer_that_fails_costs_only_its_own_figures() -> None:
-    """Oracle: the first engine's rounds are complete; the report has the failure."""
-    runs, failures = contenders.run_all(makers(ours=Answers(), theirs=Answers(fails=True)), ["latency"], 100, 2)
-    assert list(runs["latency"]) == ["ours"] and failures == {"theirs": "RuntimeError: out of memory"}
+def test_engines_take_turns_on_the_same_prompts() -> None:
+    """Oracle: each engine gets the warm-up and the same workload in each round; one that fails is told and closed."""
+    engines = {"ours": Answers(), "theirs": Answers(), "broken": Answers(fails=True)}
+    makers: contenders.Makers = {name: lambda _, engine=engine: engine for name, engine in engines.items()}  # type: ignore[misc]
+    runs, failures = contenders.run_all(makers, ["latency"], 100, rounds=2)
+    assert {name: len(rounds) for name, rounds in runs["latency"].items()} == {"ours": 2, "theirs": 2}
+    assert failures == {"broken": "RuntimeError: out of memory"}
+    assert engines["ours"].served == engines["theirs"].served and len(engines["ours"].served) == 3
+    assert all(engine.closed for engine in engines.values())
 
 
 def test_summary(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: worked out by hand: 6 tokens in 2 and 3 seconds."""
+    """Oracle: by hand: 6 tokens in 2, 3 and 4 seconds; the last reads the same files as the second."""
     work = Workload("two", [[1] * 5, [1] * 7], [3, 3])
-    runs = {name: [Answers(total_s).run(work)] for name, total_s in (("ours", 2.0), ("theirs", 3.0))}
+    seconds = {"tp_engine TP 1": 2.0, "tp_engine TP 1 awq": 3.0, "vllm 0.32.0 awq": 4.5}
+    runs = {name: [Answers(total_s).run(work)] for name, total_s in seconds.items()}
     result = summarise(work, runs, COST, Ceilings(bytes_per_s=1e3))
-    assert result["speedup_over"] == {"theirs": 1.5} and result["equal_answers"] == {"theirs": 1.0}
+    assert result["speedup_over"] == {"tp_engine TP 1 awq": 1.5, "vllm 0.32.0 awq": 2.25}
+    assert result["same_checkpoint"] == {
+        "vllm 0.32.0 awq": {"engine": "tp_engine TP 1 awq", "speedup": 1.5, "equal_answers": 1.0}
+    }
     roofline = 6 / workload_s(COST, Ceilings(bytes_per_s=1e3), work)
-    assert result["roofline"] == {"tokens_per_s": pytest.approx(roofline, rel=0.01)}
-    assert result["engines"]["ours"]["share_of_roofline"] == pytest.approx(3.0 / roofline, rel=0.01)
+    assert result["engines"]["tp_engine TP 1"]["share_of_roofline"] == pytest.approx(3.0 / roofline, rel=0.01)
     facts: dict[str, Any] = {"torch": "", "threads": 1, "machine": "", "dtype": "", "shape": "", "bandwidth": "read"}
     facts |= {"read_gb_per_s": 1, "decode_roofline_ms": 1, "failures": {"x": "y"}, "workloads": [result]}
     print_table(facts)
-    assert "1.50x theirs; 100% of the answers equal" in capsys.readouterr().out
+    assert "1.50x tp_engine TP 1 awq; 100% of the answers equal" in capsys.readouterr().out
 
 
-def test_dummy_weights_are_those_of_the_peers(tmp_path: Path) -> None:
-    """Oracle: tp_engine with ``load_format="dummy"``: transformers gives the same tokens with the copied weights.
-
-    Also with a static cache, as on a GPU, where transformers then compiles its decode step.
-    """
-    small_config(tmp_path)
+def test_every_engine_gets_the_same_weights(model: Path) -> None:
+    """Oracle: tp_engine with ``load_format="dummy"``: transformers and a process of its own give the same tokens."""
     work = Workload("two", [list(range(5, 25)), [7, 9, 11]], [12, 8])
     options = {"dtype": "float32", "load_format": "dummy", "max_model_len": 64, "num_gpu_blocks_override": 32}
-    ours, theirs = TpEngine(str(tmp_path), options), TransformersGenerate(str(tmp_path), "float32", dummy=True)
-    try:
-        expected = ours.run(work).token_ids
-        assert theirs.run(work).token_ids == expected
-        theirs._options = {"cache_implementation": "static"}
-        assert theirs.run(work).token_ids == expected
-    finally:
-        ours.close()
-        theirs.close()
+    load = {"dtype": "float32", "max_model_len": 64, "options": options}
+    engines = (
+        lambda: TpEngine(str(model), options),
+        lambda: TransformersGenerate(str(model), "float32", dummy=True),
+        lambda: peers.PeerProcess("tp_engine", sys.executable, str(model), threads=1, timeout_s=120, **load),  # type: ignore[arg-type]
+    )
+    found = []
+    for make in engines:
+        engine = make()
+        try:
+            found.append(engine.run(work).token_ids)
+        finally:
+            engine.close()
+    assert found[0] == found[1] == found[2] and [len(tokens) for tokens in found[0]] == [12, 8]
 
 
-def test_dummy_checkpoint_holds_the_same_weights(tmp_path: Path) -> None:
-    """Oracle: the weights that the benchmark puts into transformers' model."""
-    from safetensors.torch import load_file
+def test_a_checkpoint_for_peers_that_need_one(model: Path) -> None:
+    """Oracle: every tensor has a name in GGUF; the halves of a head change places as drawn in the module."""
+    contenders.add_checkpoint(model, "bfloat16")
+    found = dict(read_checkpoint(model))
+    names = {gguf_name(name) for name in found}
+    assert {"token_embd.weight", "output_norm.weight", "blk.1.attn_q_norm.weight"} <= names
+    assert len(names) == len(found) > 20 and found["model.norm.weight"].tolist() == [1.0] * 64
+    rows = np.arange(12, dtype=np.float32).reshape(12, 1)
+    assert interleave(rows, 2).ravel().tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
 
-    shapes = {"a.weight": (3, 5), "norm.weight": (4,)}
-    save_dummy_checkpoint(tmp_path, shapes, torch.bfloat16)
-    saved = load_file(tmp_path / "model.safetensors")
-    for name, value in dummy_weights(shapes, torch.bfloat16, torch.device("cpu")):
-        torch.testing.assert_close(saved[name], value, rtol=0, atol=0)
+
+def test_peers_that_are_absent_are_told(tmp_path: Path) -> None:
+    """Oracle: a reason that names the interpreter and the option; gpu_check knows the same peers of a GPU."""
+    missing = peers.find_peer("vllm", str(tmp_path / "python"))
+    assert isinstance(missing, str) and "is no interpreter; give one with --peer-python vllm=PATH" in missing
+    broken = peers.find_peer("vllm", "/bin/false")
+    assert isinstance(broken, str) and "it fails with exit code 1" in broken
+    assert tuple(peers.GPU_PEERS) == sections.GPU_PEERS
 
 
-def test_command_line_depends_on_the_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the documented defaults; the error for an unknown workload or a wrong folder states the rule."""
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the documented defaults; the error for a senseless value states the rule."""
     small, large = parse_arguments([]), parse_arguments(["--shape", "qwen3-8b", "--devices", "0,0"])
-    assert (small.dtype, small.workloads, small.is_dummy) == ("float32", "latency,throughput,shared_prefix", False)
+    assert (small.dtype, small.workloads, small.peer) == (
+        "float32",
+        "latency,throughput,shared_prefix",
+        ["transformers"],
+    )
     assert (large.dtype, large.workloads, large.is_dummy) == ("bfloat16", "latency,batch256", True)
     options = contenders.engine_options(large, 1)
     assert options["load_format"] == "dummy" and options["devices"] == "0"
-    for wrong in (["--workloads", "latency,speed"], ["--nano-vllm-path", "nowhere"]):
+    wrong = {
+        ("--cells", "A"): "write SHAPE:DTYPE",
+        ("--workloads", "latency,speed"): "speed; choose among",
+        ("--peer", "vllm", "--no-peer"): "exclude each other",
+        ("--peer-python", "vllm"): "'vllm' is not NAME=PATH with NAME one of vllm",
+        ("--quantization", "int3"): "int3; choose among none,",
+        ("--shape", "qwen3-8b", "--peer", "vllm:awq"): "no weights to load for vllm:awq; choose A, B or C",
+        ("--nano-vllm-path", "nowhere"): "must be the folder that holds nanovllm/",
+    }
+    for arguments, told in wrong.items():
         with pytest.raises(SystemExit):
-            parse_arguments(wrong)
-    told = capsys.readouterr().err
-    assert "speed; choose among" in told and "must be the folder that holds nanovllm/" in told
-    assert set(small.workloads.split(",")) <= set(WORKLOADS)
+            parse_arguments(list(arguments))
+        assert told in capsys.readouterr().err
+
+
+def test_a_run_on_the_cpu(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: one JSON line with each engine's latency, its share of this run's roofline, and who was left out."""
+    arguments = ["--model", str(model), "--workloads", "shared_prefix,latency", "--rounds", "1", "--peer", "llama.cpp"]
+    arguments += ["--peer-python", f"llama.cpp={model}/nowhere", "--engine-options", '{"load_format": "dummy"}']
+    assert bench_offline.main(arguments) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["read_gb_per_s"] > 0 and report["decode_roofline_ms"] > 0 and not report["failures"]
+    assert list(report["skipped"]) == ["llama.cpp"]
+    for result in report["workloads"]:
+        assert list(result["engines"]) == ["tp_engine TP 1"]
+        assert result["engines"]["tp_engine TP 1"]["share_of_roofline"] > 0
+    assert [figure.unit for figure in figures_of(report)].count("of the roofline") == 2, "gpu_check shows both"

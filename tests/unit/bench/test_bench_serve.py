@@ -1,21 +1,17 @@
-"""The serving benchmark's arithmetic: traffic, figures and the picture.  No server."""
+"""The serving benchmark's arithmetic: traffic and figures.  No server."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from benchmarks.serving.client import Answer
-from benchmarks.serving.metrics import details, summarise, tpot
+from benchmarks.serving.metrics import details, summarise
 from benchmarks.serving.options import parse_arguments
-from benchmarks.serving.plot import svg
-from benchmarks.serving.traffic import arrival_times, file_requests, make_requests, random_requests
+from benchmarks.serving.traffic import arrival_times, file_requests, random_requests
 
 # What ``vllm bench serve --save-result`` writes about a run of text generation.
 VLLM_FIELDS = {
@@ -26,7 +22,7 @@ VLLM_FIELDS = {
 }  # fmt: skip
 
 
-def answer(start: float, ttft: float, *gaps: float, tokens: int | None = None) -> Answer:
+def answer(start: float, ttft: float, *gaps: float) -> Answer:
     """A successful request."""
     return Answer(
         prompt_len=10,
@@ -34,13 +30,13 @@ def answer(start: float, ttft: float, *gaps: float, tokens: int | None = None) -
         ttft=ttft,
         itl=list(gaps),
         latency=ttft + sum(gaps),
-        output_tokens=tokens or len(gaps) + 1,
+        output_tokens=len(gaps) + 1,
         success=True,
     )
 
 
 def test_figures() -> None:
-    """Oracle: worked out by hand, and the field names of vLLM."""
+    """Oracle: worked out by hand, and the field names of vLLM; zeros if all requests failed."""
     failed = Answer(prompt_len=10, error="HTTP 429")
     answers = [answer(5.0, 0.1, 0.2, 0.2), answer(5.5, 0.3, 0.4), answer(6.2, 0.2), failed]
     figures = summarise(answers, 2.0, [50.0, 99.0], {"ttft": 250.0, "tpot": 300.0})
@@ -48,94 +44,51 @@ def test_figures() -> None:
     assert (figures["completed"], figures["failed"]) == (3, 1)
     assert (figures["total_input_tokens"], figures["total_output_tokens"]) == (30, 6)
     assert (figures["request_throughput"], figures["output_throughput"]) == (1.5, 3.0)
-    assert figures["total_token_throughput"] == 18.0
     assert figures["request_goodput"] == 1.0  # the second is late, and slow
     assert figures["mean_ttft_ms"] == pytest.approx(200.0) and figures["median_e2el_ms"] == pytest.approx(500.0)
     assert figures["mean_tpot_ms"] == pytest.approx(300.0)  # the third has no second token
     assert figures["p99_itl_ms"] == pytest.approx(np.percentile([200, 200, 400], 99))
     assert (figures["max_output_tokens_per_s"], figures["max_concurrent_requests"]) == (4.0, 2)
     assert details(answers)["output_lens"] == [3, 2, 1, 0]
+    none = summarise([failed], 1.0, [99.0], {})
+    assert none["request_goodput"] is None and none["failed"] == 1 and none["mean_ttft_ms"] == 0.0
 
 
-def test_figures_without_limits_or_answers() -> None:
-    """Oracle: no goodput without limits; a run in which all requests failed has zeros, without division by zero."""
-    figures = summarise([Answer(prompt_len=1, error="refused")], 1.0, [99.0], {})
-    assert figures["request_goodput"] is None and figures["failed"] == 1
-    assert figures["mean_ttft_ms"] == 0.0 and figures["max_concurrent_requests"] == 0
-
-
-def test_time_per_token_counts_tokens_not_chunks() -> None:
-    """Oracle: 0.4 s for the four tokens after the first, which came in two chunks."""
-    assert tpot(answer(0.0, 0.1, 0.2, 0.2, tokens=5)) == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize(("burstiness", "expected"), [(1.0, 1.0), (0.25, 2.0), (100.0, 0.1)])
+@pytest.mark.parametrize(("burstiness", "expected"), [(1.0, 1.0), (0.25, 2.0)])
 def test_arrivals_follow_a_gamma_distribution(burstiness: float, expected: float) -> None:
     """Oracle: the gaps' coefficient of variation is 1 / sqrt(burstiness); the last comes after n / rate seconds."""
     times = arrival_times(20_000, 50.0, burstiness, seed=3)
     gaps = np.diff(times, prepend=0.0)
     assert times[-1] == pytest.approx(400.0) and (gaps >= 0).all()
     assert gaps.std() / gaps.mean() == pytest.approx(expected, rel=0.1)
-    assert times == arrival_times(20_000, 50.0, burstiness, seed=3)
+    assert arrival_times(3, math.inf, burstiness, 0) == [0.0] * 3
 
 
-def test_an_infinite_rate_sends_all_at_once() -> None:
-    """Oracle: the definition."""
-    assert arrival_times(3, math.inf, 1.0, 0) == [0.0] * 3
-
-
-def test_random_prompts() -> None:
-    """Oracle: lengths within the ratio, ids below the vocabulary, a shared prefix, fresh prompts for a fresh seed."""
+def test_prompts(tmp_path: Path) -> None:
+    """Oracle: random: lengths within the ratio, ids below the vocabulary, a shared prefix; of a file: its lines."""
     sizes: dict[str, Any] = {"input_len": 100, "output_len": 50, "range_ratio": 0.2, "prefix_len": 7, "vocab_size": 300}
     requests = random_requests(500, 0, **sizes)
     lengths = [len(request.prompt) - 7 for request in requests]
     assert (min(lengths), max(lengths)) == (80, 120)
     assert {request.max_tokens for request in requests} == set(range(40, 61))
-    prompts: list[Any] = [request.prompt for request in requests]
-    assert max(map(max, prompts)) < 300
+    assert max(max(request.prompt) for request in requests) < 300  # type: ignore[type-var, operator]
     assert len({tuple(request.prompt[:7]) for request in requests}) == 1
     assert requests != random_requests(500, 1, **sizes) and requests == random_requests(500, 0, **sizes)
-
-
-def test_prompts_of_a_file_repeat(tmp_path: Path) -> None:
-    """Oracle: the file's lines, in order."""
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a", "output_tokens": 3}\n\n{"prompt": [1, 2]}\n')
-    found = file_requests(path, 3, 9)
-    assert [(request.prompt, request.max_tokens) for request in found] == [("a", 3), ([1, 2], 9), ("a", 3)]
-    args = argparse.Namespace(dataset_path=path, output_len=9)
-    assert make_requests(args, 3, 0) == found
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[]", "no json", '{"prompt": "a", "output_tokens": "x"}'])
-def test_a_bad_file_is_refused(tmp_path: Path, text: str) -> None:
-    """Oracle: the error names the file."""
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(text + "\n")
+    found = [(request.prompt, request.max_tokens) for request in file_requests(path, 3, 9)]
+    assert found == [("a", 3), ([1, 2], 9), ("a", 3)]
+    path.write_text("[]\n")
     with pytest.raises(SystemExit, match=r"prompts\.jsonl"):
         file_requests(path, 1, 1)
-
-
-def test_picture(tmp_path: Path) -> None:
-    """Oracle: it is XML, with a point per rate and line; lines without limits are absent."""
-    results = [
-        summarise([answer(0.0, 0.1, 0.2)], 1.0, [99.0], {}) | {"request_rate": rate} for rate in (1.0, 4.0, "inf")
-    ]
-    root = ElementTree.fromstring(svg("a <title>", results, [99.0]))
-    circles = root.findall(".//{*}circle")
-    assert len(circles) == 3 * (2 + 2 + 2 + 1 + 1)
-    assert {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")} >= {"a <title>", "inf", "p99"}
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the documented options; the error for a wrong value states the rule."""
     args = parse_arguments("", ["--request-rate", "1,2.5,inf", "--goodput", "ttft:500", "tpot:50"])
     assert args.request_rate == [1.0, 2.5, math.inf] and args.goodput == {"ttft": 500.0, "tpot": 50.0}
-    assert args.percentiles == [50.0, 90.0, 99.0]
-    wrong = (["--request-rate", "0"], ["--goodput", "itl:5"], ["--base-url", "x", "--shape", "qwen3-8b"])
-    for arguments in wrong:
+    for arguments in (["--request-rate", "0"], ["--goodput", "itl:5"], ["--base-url", "x", "--shape", "qwen3-8b"]):
         with pytest.raises(SystemExit):
             parse_arguments("", arguments)
     told = capsys.readouterr().err
     assert "rates must be positive" in told and "such as ttft:500" in told and "leave --base-url out" in told
-    assert json.dumps(args.extra_body) == "{}"

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from bench_prompts import parse_arguments as parse_prompts
+from bench_kernels import parse as parse_kernels
 from bench_steps import parse_arguments as parse_steps
 from benchmarks.offline.options import parse_arguments as parse_offline
 from benchmarks.serving.options import parse_arguments as parse_serve
 from gpu import check
 from gpu.figures import Figure, figures_of
-from gpu.run import Outcome, last_json, run_section, why_not
+from gpu.run import Outcome, why_not
 from gpu.sections import Section, all_sections
 
 ROOT = Path(__file__).parents[3]
@@ -53,7 +52,7 @@ def test_dry_run_shows_every_command(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_benchmarks_are_called_as_they_want_it() -> None:
     """Oracle: the scripts' own parsers."""
-    parsers = {"bench_offline.py": parse_offline, "bench_steps.py": parse_steps, "bench_prompts.py": parse_prompts}
+    parsers = {"bench_offline.py": parse_offline, "bench_steps.py": parse_steps, "bench_kernels.py": parse_kernels}
     seen = set()
     for one in sections():
         script, arguments = Path(one.command[0]).name, list(one.command[1:])
@@ -115,48 +114,12 @@ def test_it_goes_on_after_failures(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [outcome.is_bad for outcome in outcomes] == [True, True, False, False, False, False]
     assert outcomes[2].note == "not installed: no_such_module" and "needs 8 GPUs, found 1" in outcomes[4].note
     assert "3 passed in 1.0s" in outcomes[5].note
+    late = why_not(section("late", ""), 1, (), remaining_s=3.0)
+    assert late is not None and late.status == "skipped" and "--budget-s" in late.note
     assert "waiting" in (tmp_path / "gpu_check.log").read_text()
     saved = json.loads((tmp_path / "gpu_check.json").read_text())
     assert [one["name"] for one in saved] == [one.name for one in chosen]
     assert (tmp_path / "gpu_check.txt").read_text() in capsys.readouterr().out
-
-
-def test_no_section_starts_without_time() -> None:
-    """Oracle: the budget."""
-    outcome = why_not(section("late", ""), 1, (), remaining_s=3.0)
-    assert outcome is not None and outcome.status == "skipped" and "--budget-s" in outcome.note
-
-
-def test_output_of_a_section_is_shown_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the child's output, with its errors."""
-    log = io.StringIO()
-    run_section(section("prints", "import sys; print('one'); print('two', file=sys.stderr)"), log, 30.0)
-    assert sorted(log.getvalue().split()) == ["one", "two"] and "    one" in capsys.readouterr().out
-
-
-def test_last_json() -> None:
-    """Oracle: the last line that is an object."""
-    assert last_json(['{"a": 1}\n', '{"b": 2}\n', "{not json}\n", "done\n"]) == {"b": 2}
-    assert last_json(["nothing\n"]) == {}
-
-
-def test_figures_of_quantised_weights() -> None:
-    """Oracle: by hand: 4 GB in 2.5 ms are 1,600 GB/s, 80 % of 2,000 GB/s; 3 ms become 2.5, and twice the tokens."""
-    names = ("tp_engine TP 1", "tp_engine TP 1 int4")
-    single = [{"ms_per_token": ms, "share_of_roofline": 0.5} for ms in (3.0, 2.5)]
-    batch = [{"tokens_per_s": rate, "share_of_roofline": 0.5} for rate in (100.0, 200.0)]
-    report = {
-        "shape": "qwen3-8b", "decode_roofline_ms": 2.0, "copy_gb_per_s": 2000.0, "weight_bytes": {"int4": 4 * 10**9},
-        "workloads": [
-            {"workload": workload, "engines": dict(zip(names, found, strict=True)), "speedup_over": {names[1]: ratio}}
-            for workload, found, ratio in (("latency", single, 0.8), ("32 requests", batch, 0.5))
-        ],
-    }  # fmt: skip
-    found = [figure for figure in figures_of(report) if figure.label.endswith("int4")]
-    assert [(one.value, one.unit, one.verdict) for one in found] == [
-        (1.25, "times unquantised", ""), (2.5, "ms/token", ""), (pytest.approx(0.8), "of the copy bandwidth", "met"),
-        (2.0, "times unquantised", ""), (200.0, "tokens/s", ""),
-    ]  # fmt: skip
 
 
 def test_figures_and_goals() -> None:

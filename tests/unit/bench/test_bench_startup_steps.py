@@ -1,0 +1,80 @@
+"""The benchmarks of the start and of single steps: arithmetic by hand, and runs on the CPU."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import bench_steps
+import pytest
+from bench_startup import parse_arguments, run_rounds, summarise
+from benchmarks.startup.starts import Start
+from gpu.figures import figures_of
+
+
+def start(first_token_s: float, **within: float) -> Start:
+    phases = {"interpreter": 0.5, "ready": first_token_s - 0.5}
+    return Start(ready_s=first_token_s - 0.5, first_token_s=first_token_s, cpu_s=1.0, phases=phases, within=within)
+
+
+def test_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: by hand: the first round does not count, vLLM takes 12 s to our 3; a failure is kept."""
+    seconds = iter((9.0, 3.0, 1.0, 5.0))
+
+    def bad() -> Start:
+        raise RuntimeError("no memory")
+
+    makers = {
+        "tp_engine LLM TP 1": lambda: start(next(seconds), weights=1.0),
+        "bad": bad,
+        "vllm 1": lambda: start(12.0),
+    }
+    starts, failures = run_rounds(makers, 3)
+    own, peer = summarise(starts)
+    assert own["first_token_s"] == 3.0 and own["ratio"] == 4.0 and own["within"] == {"weights": 1.0}
+    assert peer["ratio"] == 1.0 and failures == {"bad": "no memory"}
+    assert capsys.readouterr().err.count("bad failed: no memory") == 1
+    assert parse_arguments(["--tensor-parallel-size", "1,2"]).sizes == [1, 2]
+
+
+def event(begin: float, duration: float, **others: object) -> dict[str, Any]:
+    return {"ph": "X", "cat": "kernel", "ts": begin, "dur": duration, **others}
+
+
+def test_figures_of_a_trace() -> None:
+    """Oracle: by hand: three steps of 100 us, 30 us between steps, 2 us between kernels; the host's do not count."""
+    events = [event(0, 1000, cat="cpu_op"), {"ph": "M"}]
+    for step in range(3):
+        events += [event(130 * step, 49), event(130 * step + 51, 49, cat="gpu_memcpy")]
+    assert bench_steps.device_figures(events, 3) == {
+        "device_busy_us_per_step": 98.0,
+        "device_idle_us_per_step": round((2 * 30 + 3 * 2) / 3, 1),
+        "gap_us_median": 30.0,
+        "gap_us_max": 30.0,
+        "device_events_per_step": 2.0,
+    }
+    names = (("attention", 0, 30), ("product", 30, 10), ("attention", 50, 30), ("small", 90, 1))
+    events = [event(begin, length, name=name) for name, begin, length in names]
+    assert bench_steps.device_kernels(events, 2, 100.0) == {"attention": 30.0, "product": 5.0, "other": 0.5}
+
+
+@pytest.mark.parametrize("prompts", [(), ("--prompts", "none;auto")])
+def test_a_run_on_the_cpu(
+    prompts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the requests and steps asked for; a CPU records no prompts, so both engines give the same tokens."""
+    arguments = ["--shape", "C", "--dtype", "float32", "--steps", "3", "--batch-size", "2", "--context-len", "20"]
+    arguments += ["--engine-options", '{"num_gpu_blocks_override": 64}', *prompts]
+    monkeypatch.setattr("sys.argv", ["bench_steps.py", *arguments])
+    monkeypatch.setattr(bench_steps, "read_bandwidth", lambda: 1e10)
+    monkeypatch.setattr(bench_steps, "cpu_matmul_rate", lambda dtype: 1e11)
+    assert bench_steps.main() == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["batch_size"] == 2 and figures_of(report)
+    if not prompts:
+        assert report["tokens_per_s"] == pytest.approx(2 / report["step_ms"] * 1e3, rel=0.01)
+        assert list(report["kernels_us"])[-1] == "other"
+        return
+    assert [found["sizes"] for found in report["results"]] == ["none", "auto"]
+    for found in report["results"]:
+        assert found["equal_tokens"] == 1.0 and found["graph_mib"] == 0.0 and found["mixed_step_ms"] > 0
