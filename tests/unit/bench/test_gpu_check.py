@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,7 @@ def test_dry_run_shows_every_command(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_benchmarks_are_called_as_they_want_it() -> None:
     """Oracle: the scripts' own parsers."""
+    parsers: dict[str, Callable[[list[str]], object]]
     parsers = {"bench_offline.py": parse_offline, "bench_steps.py": parse_steps, "bench_kernels.py": parse_kernels}
     seen = set()
     for one in sections():
