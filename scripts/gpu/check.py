@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from gpu.figures import figures_of
-from gpu.run import Outcome, engine_options, run_section, why_not
+from gpu.run import Outcome, run_section, why_not
 from gpu.sections import GPU_PEERS, Section, all_sections
 
 
@@ -98,14 +98,14 @@ def count_gpus() -> int:
 
 def run_all(sections: Sequence[Section], num_gpus: int, budget_s: float, log: IO[str], out: Path) -> list[Outcome]:
     """Run the sections in order; save after each one, so that a kill loses no finished section."""
-    deadline_s, options = time.monotonic() + budget_s, engine_options()
+    deadline_s = time.monotonic() + budget_s
     outcomes: list[Outcome] = []
     for section in sections:
         remaining_s = deadline_s - time.monotonic()
         title = f"== {section.name}: {shlex.join(section.argv())}"
         print(title, flush=True)
         log.write(title + "\n")
-        outcome = why_not(section, num_gpus, options, remaining_s)
+        outcome = why_not(section, num_gpus, remaining_s)
         if outcome is None:
             outcome = run_section(section, log, min(section.limit_s, remaining_s))
         print(f"== {section.name}: {outcome.status} {outcome.note}", flush=True)

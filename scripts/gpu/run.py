@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import json
 import os
@@ -11,7 +10,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -25,7 +23,7 @@ _LEAST_S = 15.0
 
 @dataclass(kw_only=True)
 class Outcome:
-    """``status`` is passed, failed (with the exit code in ``note``), timeout, skipped, or not built."""
+    """``status`` is passed, failed (with the exit code in ``note``), timeout, or skipped."""
 
     name: str
     status: str
@@ -39,13 +37,11 @@ class Outcome:
         return self.status in ("failed", "timeout")
 
 
-def why_not(section: Section, num_gpus: int, options: Collection[str], remaining_s: float) -> Outcome | None:
+def why_not(section: Section, num_gpus: int, remaining_s: float) -> Outcome | None:
     """The reason why a section can not run here; None if it can."""
     missing = [name for name in section.modules if importlib.util.find_spec(name) is None]
     if section.needs:
         return Outcome(name=section.name, status="skipped", note=f"needs {section.needs}")
-    if section.option is not None and section.option not in options:
-        return Outcome(name=section.name, status="not built", note=f"the engine has no option {section.option}")
     if section.min_gpus > num_gpus:
         return Outcome(name=section.name, status="skipped", note=f"needs {section.min_gpus} GPUs, found {num_gpus}")
     if missing:
@@ -53,13 +49,6 @@ def why_not(section: Section, num_gpus: int, options: Collection[str], remaining
     if remaining_s < _LEAST_S:
         return Outcome(name=section.name, status="skipped", note="no time left within --budget-s")
     return None
-
-
-def engine_options() -> set[str]:
-    """The names of the engine's options."""
-    from tp_engine.config import EngineConfig
-
-    return {spec.name for spec in dataclasses.fields(EngineConfig)}
 
 
 def run_section(section: Section, log: IO[str], limit_s: float) -> Outcome:

@@ -11,7 +11,6 @@ import numpy as np
 from benchmarks.serving.client import Answer
 
 GOODPUT_NAMES = ("ttft", "tpot", "e2el")
-LATENCY_NAMES = ("ttft", "tpot", "itl", "e2el")
 
 
 def summarise(
