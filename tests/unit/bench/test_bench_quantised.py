@@ -51,9 +51,8 @@ def test_a_checkpoint_in_four_bits(tmp_path: Path, packing: str) -> None:
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the errors for senseless values state the rule."""
     for arguments, told in {
-        ("--quantization", "int3"): "int3; choose among",
-        ("--checkpoint", "folder"): "--checkpoint goes with --demo",
-        ("--shape", "qwen3-8b", "--quantization", "gptq"): "has no weights to write as awq or gptq",
+        ("--demo", "--quantization", "int3"): "int3; choose among",
+        ("--text", "file", "--checkpoint", "folder"): "--checkpoint goes with --demo",
     }.items():
         with pytest.raises(SystemExit):
             bench_quantization.parse_arguments(list(arguments))
@@ -61,10 +60,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: int8 rounds, so its logits differ by less than a tenth; the unquantised demo model sorts."""
-    assert bench_quantization.main(["--shape", "C", "--tokens", "8", "--quantization", "int8"]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert list(report["kinds"]) == ["int8"] and 0 < report["kinds"]["int8"]["relative_rms_error"] < 0.1
+    """Oracle: the demo model sorts; the same folder as a checkpoint has the same scores."""
     folder = str(DEMO_MODEL)
     assert bench_quantization.main(["--demo", "--samples", "1", "--quantization", "", "--checkpoint", folder]) == 0
     kinds = json.loads(capsys.readouterr().out.splitlines()[-1])["kinds"]
