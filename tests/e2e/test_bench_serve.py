@@ -71,11 +71,12 @@ def test_chat_with_prompts_of_a_file(tmp_path: Path) -> None:
     assert code == 1 and report["results"][0]["failed"] == 3 and "HTTP 401" in printed
 
 
-def test_it_starts_and_stops_a_server_of_its_own(tmp_path: Path) -> None:
-    """Oracle: the demo model's server on CPUs answers all requests; the fixtures check for leaks."""
+@pytest.mark.parametrize("server", [("--server-args", "--device cpu --num-gpu-blocks-override 64"), ("--fake-engine",)])
+def test_it_starts_and_stops_a_server_of_its_own(tmp_path: Path, server: tuple[str, ...]) -> None:
+    """Oracle: the demo model's server on CPUs, and the one that computes nothing, answer all requests; the fixtures
+    check for leaks."""
     code, printed, report = bench(
-        "--num-prompts", "3", "--input-len", "8", "--output-len", "4", "--result-dir", str(tmp_path),
-        "--server-args", "--device cpu --num-gpu-blocks-override 64",
-    )  # fmt: skip
+        "--num-prompts", "3", "--input-len", "8", "--output-len", "4", "--result-dir", str(tmp_path), *server
+    )
     assert code == 0, printed + (tmp_path / "server.log").read_text()
     assert report["started"] and report["results"][0]["total_output_tokens"] == 3 * 4

@@ -107,6 +107,10 @@ class InstantEngine:
             view=None,
         )
 
+    def work_when_idle(self) -> bool:
+        """There is none."""
+        return False
+
     def check_health(self) -> None:
         """The engine is always healthy."""
 
