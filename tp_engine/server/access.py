@@ -30,9 +30,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.errors import RequestError, shown
 from tp_engine.log import get_logger
-from tp_engine.server.bodies import error_reply
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.listener import is_local
+from tp_engine.server.replies import error_reply
 
 logger = get_logger(__name__)
 

@@ -14,13 +14,14 @@ from tp_engine.api.openai.errors import HttpError
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.server import middleware
 from tp_engine.server.access import KeyGuard, operators_only
-from tp_engine.server.bodies import ClientGoneError, error_reply
 from tp_engine.server.connections import ConnectionLimit
+from tp_engine.server.disconnect import ClientGoneError
 from tp_engine.server.invocations import add_invocations
 from tp_engine.server.openai_routes import add_openai_routes
 from tp_engine.server.openapi import install_openapi
 from tp_engine.server.operator_routes import add_operator_routes
 from tp_engine.server.pooling_routes import add_pooling_routes
+from tp_engine.server.replies import error_reply
 from tp_engine.server.request_guard import RequestGuard
 from tp_engine.server.state import ServerState
 from tp_engine.server.web_page import ASSETS, add_web_page

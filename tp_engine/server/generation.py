@@ -20,8 +20,10 @@ from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.errors import RequestError
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
-from tp_engine.server.bodies import EventStream, in_thread, json_reply, read_body, until_disconnect
+from tp_engine.server.bodies import in_thread, read_body
+from tp_engine.server.disconnect import until_disconnect
 from tp_engine.server.middleware import name_request
+from tp_engine.server.replies import EventStream, json_reply
 from tp_engine.server.state import ServerState
 from tp_engine.server.streaming import Batches, ChunkWriter, ResponseStream, merge
 

@@ -12,9 +12,10 @@ from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.api.openai.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
-from tp_engine.server.bodies import in_thread, json_reply, read_body
+from tp_engine.server.bodies import in_thread, read_body
 from tp_engine.server.generation import answer
 from tp_engine.server.openapi import ANSWERS, takes
+from tp_engine.server.replies import json_reply
 from tp_engine.server.state import ServerState
 
 

@@ -13,10 +13,12 @@ from tp_engine.api.openai.pooled import (
     num_pooled,
     prepare_pooled,
 )
-from tp_engine.server.bodies import in_thread, json_reply, read_body, until_disconnect
+from tp_engine.server.bodies import in_thread, read_body
+from tp_engine.server.disconnect import until_disconnect
 from tp_engine.server.generation import update_batches, whole_outputs
 from tp_engine.server.middleware import name_request
 from tp_engine.server.openapi import takes
+from tp_engine.server.replies import json_reply
 from tp_engine.server.state import ServerState
 from tp_engine.server.streaming import merge
 

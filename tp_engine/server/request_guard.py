@@ -19,9 +19,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.errors import RequestError, shown
-from tp_engine.server.bodies import error_reply
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.listener import is_local
+from tp_engine.server.replies import error_reply
 
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _OWN_SITE = ("same-origin", "none")  # values of Sec-Fetch-Site, which scripts can not set; none: the user's own act

@@ -20,7 +20,7 @@ from tp_engine.api.openai.responses_api.requests import PreparedResponse
 from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ChatEvent, ContentText, ReasoningText
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.outputs import CompletionOutput
-from tp_engine.server.bodies import DONE_EVENT, event
+from tp_engine.server.replies import DONE_EVENT, event
 
 Item = TypeVar("Item")
 Batches = AsyncGenerator[tuple[int, list[SequenceUpdate]], None]

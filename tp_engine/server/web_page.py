@@ -18,9 +18,9 @@ from tp_engine.errors import RequestError
 from tp_engine.sched.guesses.speculation import SpeculationCounters
 from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats
 from tp_engine.server.access import current_caller
-from tp_engine.server.bodies import json_reply
 from tp_engine.server.engine_watch import INTERVAL_S, MAX_SAMPLES, EngineWatch
 from tp_engine.server.openapi import ANSWERS
+from tp_engine.server.replies import json_reply
 from tp_engine.server.state import ServerState
 
 JsonObject = dict[str, Any]

@@ -10,8 +10,9 @@ from starlette.responses import Response
 
 from tp_engine.api.openai.protocol import RequestBody
 from tp_engine.errors import RequestError
-from tp_engine.server.bodies import json_reply, query_choice, read_body
+from tp_engine.server.bodies import query_choice, read_body
 from tp_engine.server.openapi import ANSWERS, takes
+from tp_engine.server.replies import json_reply
 from tp_engine.server.state import ServerState
 
 _SWITCH = {"true": True, "false": False, "1": True, "0": False}

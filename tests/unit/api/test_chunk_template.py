@@ -7,7 +7,7 @@ import pytest
 from tp_engine.api.openai.answer_shape import AnswerShape
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
 from tp_engine.outputs import CompletionOutput
-from tp_engine.server.bodies import event
+from tp_engine.server.replies import event
 from tp_engine.server.streaming import ChunkTemplate
 
 TEXTS = ("a", ' "quoted" \\ and /', "\n\r\t\x00\x1f\x7f", "é 漢字 😀", "\u2028\u2029", "</script>", "data: [DONE]\n\n")
