@@ -16,6 +16,7 @@ from tp_engine.outputs import (
 )
 from tp_engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from tp_engine.structured_outputs import StructuredOutputsParams
+from tp_engine.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tp_engine.api.async_llm import AsyncLLM
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from tp_engine.api.llm import LLM
     from tp_engine.api.pooling import PoolingParams
     from tp_engine.api.recommend import recommend
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",

@@ -7,11 +7,11 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import tp_engine
 from tp_engine.cli.findings import Finding, Status, as_text, check_packages
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.options import parse_options
 from tp_engine.options.fields import check_fields, option
+from tp_engine.version import __version__
 
 SOMETHING_MISSING = 1
 
@@ -38,10 +38,10 @@ def main(argv: Sequence[str]) -> int:
     findings = list(examine(config))
     missing = [one for one in findings if one.status is Status.MISSING]
     if config.json:
-        content = {"version": tp_engine.__version__, "findings": [dataclasses.asdict(one) for one in findings]}
+        content = {"version": __version__, "findings": [dataclasses.asdict(one) for one in findings]}
         print(json.dumps(content | {"ok": not missing}, indent=2))
     else:
-        print(f"tp-engine {tp_engine.__version__}")
+        print(f"tp-engine {__version__}")
         print(as_text(findings))
         print("something needed is missing" if missing else "nothing needed is missing")
     return SOMETHING_MISSING if missing else 0

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import tp_engine
 from tp_engine.errors import ConfigError, EngineDeadError, RequestError, did_you_mean
+from tp_engine.version import __version__
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if arguments else EXIT_USAGE
     name, *rest = arguments
     if name in ("--version", "-V"):
-        print(f"tp-engine {tp_engine.__version__}")
+        print(f"tp-engine {__version__}")
         return 0
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"

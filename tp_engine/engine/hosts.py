@@ -25,7 +25,6 @@ from collections.abc import Mapping
 
 import torch
 
-import tp_engine
 from tp_engine import env
 from tp_engine.config import EngineConfig
 from tp_engine.engine.job import Job
@@ -37,6 +36,7 @@ from tp_engine.ipc.ring_buffer import RingWriter
 from tp_engine.log import get_logger
 from tp_engine.ranks.store import Store, WatchedStore
 from tp_engine.topology import Topology
+from tp_engine.version import __version__
 from tp_engine.weights.fingerprint import checkpoint_fingerprint
 from tp_engine.worker.device import kind_of_device
 from tp_engine.worker.effective_config import EffectiveConfig
@@ -189,7 +189,7 @@ def identity_of(effective: EffectiveConfig) -> dict[str, str]:
     """What must be equal on all hosts, as text by name."""
     shared = [field.name for field in dataclasses.fields(EngineConfig) if not field.metadata.get("is_of_host")]
     return {name: str(getattr(effective.config, name)) for name in shared} | {
-        "tp_engine": tp_engine.__version__,
+        "tp_engine": __version__,
         "torch": str(torch.__version__),
         "weights": _weights(effective),
         "kind of device": kind_of_device(torch.device(effective.config.device)),

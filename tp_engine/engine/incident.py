@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-import tp_engine
 from tp_engine.config import EngineConfig
 from tp_engine.errors import RankError
 from tp_engine.flight_recorder.record import FORMAT, FlightRecord, RankRecord, StepRecord, save_record
@@ -30,6 +29,7 @@ from tp_engine.ipc.rank_slot import (
 )
 from tp_engine.log import get_logger
 from tp_engine.progress import RankPhase
+from tp_engine.version import __version__
 
 ExitCode: TypeAlias = Callable[[int], int | None]
 """How a rank's process ended (negative: by a signal) if this process is its parent, else None."""
@@ -159,7 +159,7 @@ def read_board(board: JobBoard, config: EngineConfig, *, cause: str, culprit: in
         culprit=culprit,
         world_size=board.world_size,
         versions={
-            "tp_engine": tp_engine.__version__,
+            "tp_engine": __version__,
             "torch": importlib.metadata.version("torch"),
             "numpy": importlib.metadata.version("numpy"),
             "python": platform.python_version(),

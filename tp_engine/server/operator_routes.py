@@ -11,15 +11,16 @@ from fastapi import APIRouter, FastAPI, Request
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
-from tp_engine import __version__
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.openai.protocol import RequestBody
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.server.access import current_caller
-from tp_engine.server.bodies import json_reply, read_body
+from tp_engine.server.bodies import read_body
 from tp_engine.server.openapi import ANSWERS, takes
+from tp_engine.server.replies import json_reply
 from tp_engine.server.state import ServerState
 from tp_engine.server.web_page import tiers
+from tp_engine.version import __version__
 
 _QUICK_S = 10.0
 _PARTS = ("torch", "transformers", "tokenizers", "safetensors", "triton", "fastapi", "uvicorn", "pydantic")
