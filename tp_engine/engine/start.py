@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
@@ -29,7 +29,8 @@ from tp_engine.engine.engine import Engine
 from tp_engine.engine.hosts import link_hosts, topology_of
 from tp_engine.engine.job import Job
 from tp_engine.engine.processes import ChildRanks, die_with_launcher
-from tp_engine.engine.rank_process import RankSpec, run_worker
+from tp_engine.engine.rank_process import RankSpec
+from tp_engine.engine.rank_worker import join_ranks, run_worker
 from tp_engine.engine.tokenizer import tokenizer_eos_ids
 from tp_engine.errors import ConfigError
 from tp_engine.faults import configured_faults, fault_injector
@@ -38,9 +39,8 @@ from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import get_logger
 from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.ranks import groups as process_groups
-from tp_engine.ranks.groups import RankGroups
 from tp_engine.ranks.rank import RankInfo
-from tp_engine.ranks.store import Store, host_store, job_store, join_store, launched_store
+from tp_engine.ranks.store import Store, host_store, job_store, launched_store
 from tp_engine.structured_outputs import StructuredOutputsDefaults
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
 
@@ -83,7 +83,7 @@ def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pul
             progress.reach(RankPhase.IMPORT)
             hosts = link_hosts(effective, launched, store, job)
             undo.callback(hosts.close)  # at the end of the start too: all hosts are connected then
-            groups = _join(effective, _info(launched), store, job, hosts.check)
+            groups = join_ranks(effective, _info(launched), store, job, hosts.check)
             return build_engine(effective, groups, job, links=hosts.plan_links, leave=lambda _failed: None)
         progress.reach(RankPhase.IMPORT)
         if effective.config.tensor_parallel_size == 1:
@@ -133,7 +133,7 @@ def serve_rank(config: EngineConfig) -> None:
     with _closed_on_error(job):
         progress.reach(RankPhase.IMPORT)
         hosts = link_hosts(effective, launched, store, job)
-        run_worker(effective, _join(effective, _info(launched), store, job, hosts.check), job, hosts)
+        run_worker(effective, join_ranks(effective, _info(launched), store, job, hosts.check), job, hosts)
 
 
 def _follow(launched: env.LaunchedRank, progress: RankProgress, config: EngineConfig, store: Store) -> Job:
@@ -145,15 +145,6 @@ def _follow(launched: env.LaunchedRank, progress: RankProgress, config: EngineCo
     job = Job.lead(progress, config, launched.rank, topology)
     store.set(key, job.board.address)
     return job
-
-
-def serve_own_rank(spec: RankSpec, config: EngineConfig, job: Job) -> None:
-    """A rank that rank 0 started: run rank 0's plans until the stop plan."""
-    effective = resolve(config)
-    world_size = config.tensor_parallel_size
-    info = RankInfo(rank=spec.rank, world_size=world_size, local_rank=spec.rank, local_world_size=world_size)
-    store = join_store(spec.store_host, spec.store_port, timeout_s=config.startup_timeout_s)
-    run_worker(effective, _join(effective, info, store, job, job.check), job)
 
 
 def check_config(config: EngineConfig) -> EffectiveConfig:
@@ -226,22 +217,6 @@ def _info(launched: env.LaunchedRank) -> RankInfo:
     )
 
 
-def _join(effective: EffectiveConfig, info: RankInfo, store: Store, job: Job, check: Callable[[], None]) -> RankGroups:
-    """Join the process groups with the configuration's time limits; ``check`` is called in waits."""
-    groups = process_groups.join(
-        info,
-        store,
-        job.progress,
-        check,
-        device_type=effective.config.device,
-        shares_devices=effective.device_map.is_shared,
-        start_s=effective.config.startup_timeout_s,
-        collective_s=effective.config.collective_timeout_s,
-    )
-    job.watchdog.abort, groups.report = groups.abort, job.report
-    return groups
-
-
 def _spawn(effective: EffectiveConfig, job: Job, undo: contextlib.ExitStack) -> Engine:
     """Start ranks 1 to N-1 as children of this process and build the engine; on an error ``undo`` kills them."""
     config, world_size = effective.config, effective.config.tensor_parallel_size
@@ -260,7 +235,7 @@ def _spawn(effective: EffectiveConfig, job: Job, undo: contextlib.ExitStack) -> 
     children = ChildRanks("tp_engine.engine.rank_process", [msgspec.json.encode(spec) for spec in specs])
     undo.callback(children.kill)
     job.adopt(children)
-    groups = _join(effective, RankInfo(world_size=world_size, local_world_size=world_size), store, job, job.check)
+    groups = join_ranks(effective, RankInfo(world_size=world_size, local_world_size=world_size), store, job, job.check)
     engine = build_engine(
         effective, groups, job,
         leave=lambda failed: children.wait(timeout_s=_FAILED_STOP_S if failed else _STOP_TIMEOUT_S),
