@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,9 +16,6 @@ from tp_engine.ranks.rank import RankInfo
 from tp_engine.ranks.reduce_plan import Machine, why_not
 from tp_engine.ranks.symmetric_memory import probe_machine
 from tp_engine.worker.device import Device
-
-if TYPE_CHECKING:
-    from tp_engine.worker.effective_config import EffectiveConfig
 
 logger = get_logger(__name__)
 
@@ -75,21 +71,23 @@ def uses_symmetric_memory(config: EngineConfig, machine: Machine | None) -> bool
 
 
 def share_memory(
-    effective: EffectiveConfig,
+    config: EngineConfig,
     groups: RankGroups,
     run_phase: Callable[[str, Callable[[], None]], None],
     device: Device,
+    *,
+    num_hosts: int,
+    largest_bytes: int,
 ) -> None:
-    """Let ``groups`` all-reduce through shared memory if enabled and possible; a collective.
+    """Let ``groups`` all-reduce up to ``largest_bytes`` through shared memory if enabled and possible; a collective.
 
-    GPUs map each other's memory, ranks on CPUs map memory of their host.  Call it between the first snapshot and the
-    last, so that the ledger counts the buffers.
+    GPUs map each other's memory, ranks on CPUs map memory of their host.  ``config`` has no ``auto`` as device and
+    dtype.  Call it between the first snapshot and the last, so that the ledger counts the buffers.
     """
-    config = effective.config
     if shares_host_memory(config, groups.info):
         is_required = config.all_reduce == "shm"
         run_phase("sharing memory", lambda: groups.use_shared_memory(is_required=is_required))
-    machine = probe_devices(config, effective.num_hosts)
+    machine = probe_devices(config, num_hosts)
     if machine is None:
         return
     machine = agreed_machine(machine, groups.host)
@@ -103,8 +101,8 @@ def share_memory(
         lambda: groups.use_symmetric_memory(
             machine,
             device.torch_device,
-            largest_bytes=config.max_num_batched_tokens * effective.model.hidden_size * effective.dtype.itemsize,
-            shares_devices=effective.device_map.is_shared,
+            largest_bytes=largest_bytes,
+            shares_devices=shares_devices(config.devices),
             is_required=config.all_reduce == "symm_mem",
             wait=device.synchronize,
         ),

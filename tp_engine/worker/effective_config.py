@@ -118,6 +118,11 @@ class EffectiveConfig:
         return _TORCH_DTYPES[self.config.dtype]
 
     @property
+    def largest_sum_bytes(self) -> int:
+        """Bytes of the largest all-reduce between layers: the hidden states of a full step."""
+        return self.config.max_num_batched_tokens * self.model.hidden_size * self.dtype.itemsize
+
+    @property
     def kv_cache_dtype(self) -> torch.dtype:
         """Type of the KV cache; a quantised one has scales beside it."""
         return _KV_CACHE_DTYPES[self.config.kv_cache_dtype]

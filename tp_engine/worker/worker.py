@@ -108,7 +108,14 @@ class Worker:
             "first snapshot", lambda: MemoryMeter(device, utilization=effective.gpu_memory_utilization)
         )
         gc.freeze()  # garbage collections skip the libraries' objects from now on
-        share_memory(effective, self.groups, start_up.run, device)
+        share_memory(
+            effective.config,
+            self.groups,
+            start_up.run,
+            device,
+            num_hosts=effective.num_hosts,
+            largest_bytes=effective.largest_sum_bytes,
+        )
         model, head = start_up.run_together("loading weights", lambda: self._load(device))
         start_up.run_together("packing weights", model.finish_loading)
         if head is not None:

@@ -66,7 +66,7 @@ def run_rank(world_size: int, folder: Path) -> None:
     ended: list[int] = []
     replay, library = CapturedSteps.run, ProcessGroupCommunicator
 
-    def share_memory(effective: object, groups: RankGroups, *_: object) -> None:
+    def share_memory(config: object, groups: RankGroups, *_: object, **__: object) -> None:
         buffer = FileBuffer(folder, groups.info.rank, world_size)
         groups.communicator = SymmetricCommunicator(groups.communicator, buffer, PLAN, groups.progress)
 
