@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from tp_engine.adapters import AdapterLimits
 from tp_engine.kernels.ops import is_recordable, op
+from tp_engine.layers.formats.base import LinearFormat
 from tp_engine.model_config.tp_invariant import NUM_SHARDS
 from tp_engine.ranks.collectives import Communicator, SingleRank
 from tp_engine.weights.source import Source, set_sources
-
-if TYPE_CHECKING:
-    from tp_engine.layers.formats.base import LinearFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from torch import nn
 
 from tp_engine.kernels.quantised.row_codes import Rows
 from tp_engine.layers.context import Layer, LayerContext
-from tp_engine.layers.formats.base import LinearFormat, Product
+from tp_engine.layers.formats.base import LinearFormat, ParameterFactory, Product
 from tp_engine.layers.formats.dense import Dense, PanelLinear
 from tp_engine.layers.formats.stored import LinearShape, Part
 from tp_engine.layers.linear import LocalLinear
@@ -149,7 +149,7 @@ class _Tied(Dense):
     def __init__(self, format: LinearFormat, embedding: VocabParallelEmbedding) -> None:
         self._format, self._embedding = format, embedding
 
-    def create(self, context: LayerContext, shape: LinearShape) -> Mapping[str, nn.Parameter]:
+    def create(self, context: ParameterFactory, shape: LinearShape) -> Mapping[str, nn.Parameter]:
         return {}
 
     def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:

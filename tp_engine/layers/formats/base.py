@@ -9,16 +9,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from tp_engine.kernels.experts.pairs import Run
-from tp_engine.layers.context import LayerContext
 from tp_engine.layers.formats.experts import ExpertsShape
 from tp_engine.layers.formats.stored import LinearShape
+from tp_engine.weights.source import Source
 
 
 class Product(Protocol):
@@ -61,6 +61,18 @@ class SeparateExperts(ExpertsProduct, Protocol):
         """(P, inner) -> (P, hidden)."""
 
 
+class ParameterFactory(Protocol):
+    """The part of a ``LayerContext`` that formats use."""
+
+    def parameter(
+        self, shape: Sequence[int], *sources: Sequence[Source], dtype: torch.dtype | None = None
+    ) -> nn.Parameter:
+        """Return an uninitialised weight on the layer's device, in the layer's type unless ``dtype`` is given.
+
+        The loader fills it from one of the alternative ``sources``.
+        """
+
+
 class LinearFormat(Protocol):
     """One way to keep linear weights.
 
@@ -71,7 +83,7 @@ class LinearFormat(Protocol):
     def experts_block(self) -> int:
         """At least 1."""
 
-    def create(self, context: LayerContext, shape: LinearShape) -> Mapping[str, nn.Parameter]:
+    def create(self, context: ParameterFactory, shape: LinearShape) -> Mapping[str, nn.Parameter]:
         """The parameters of a layer of ``shape``, by name."""
 
     def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:
@@ -80,7 +92,7 @@ class LinearFormat(Protocol):
         If ``shape`` has an activation, it is a ``GatedProduct``.  Raises ``ConfigError`` if it can not be made.
         """
 
-    def create_experts(self, context: LayerContext, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
+    def create_experts(self, context: ParameterFactory, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
         """The parameters of a layer's experts, by name."""
 
     def finish_experts(

@@ -40,8 +40,7 @@ from tp_engine.kernels.native.experts import NativeExperts, takes_experts
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight, fits_panels
 from tp_engine.kernels.ops import has_triton, is_recordable, op
-from tp_engine.layers.context import LayerContext
-from tp_engine.layers.formats.base import ExpertsProduct, Product
+from tp_engine.layers.formats.base import ExpertsProduct, ParameterFactory, Product
 from tp_engine.layers.formats.experts import ExpertsShape
 from tp_engine.layers.formats.stored import LinearShape
 from tp_engine.model_config.mlp import Activation, StoredExperts
@@ -63,7 +62,7 @@ class Dense:
     def __init__(self, *, is_invariant: bool = False) -> None:
         self._is_invariant = is_invariant
 
-    def create(self, context: LayerContext, shape: LinearShape) -> Mapping[str, nn.Parameter]:
+    def create(self, context: ParameterFactory, shape: LinearShape) -> Mapping[str, nn.Parameter]:
         """See ``LinearFormat``."""
         return {"weight": context.parameter((shape.num_rows, shape.columns.size), shape.sources())}
 
@@ -72,7 +71,7 @@ class Dense:
         weight = parameters["weight"]
         return invariant_product(weight, shape) if self._is_invariant else choose_product(weight, shape.activation)
 
-    def create_experts(self, context: LayerContext, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
+    def create_experts(self, context: ParameterFactory, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
         """See ``LinearFormat``."""
         num_experts, hidden, room = shape.experts.size, shape.hidden_size, shape.room
 
@@ -101,7 +100,7 @@ class Dense:
         return invariant_experts(weights, top_k, shape) if self._is_invariant else choose_experts(weights, top_k)
 
 
-def expert_biases(context: LayerContext, shape: ExpertsShape) -> dict[str, nn.Parameter]:
+def expert_biases(context: ParameterFactory, shape: ExpertsShape) -> dict[str, nn.Parameter]:
     """The parameters of experts' biases, in the model's type: (experts, 2 * room) and (experts, hidden)."""
     if not shape.spec.bias:
         return {}

@@ -21,8 +21,7 @@ from torch import nn
 
 from tp_engine.kernels.experts.experts import QuantisedExpertWeights
 from tp_engine.kernels.quantised.weights import QuantisedWeight
-from tp_engine.layers.context import LayerContext
-from tp_engine.layers.formats.base import ExpertsProduct, Product
+from tp_engine.layers.formats.base import ExpertsProduct, ParameterFactory, Product
 from tp_engine.layers.formats.dense import ThenGate, expert_biases
 from tp_engine.layers.formats.experts import ExpertsShape
 from tp_engine.layers.formats.int8 import make_int8_linear, takes_int8_products
@@ -61,7 +60,7 @@ class Quantised:
         self.scheme = scheme
         self.experts_block = scheme.experts_block
 
-    def create(self, context: LayerContext, shape: LinearShape) -> Mapping[str, nn.Parameter]:
+    def create(self, context: ParameterFactory, shape: LinearShape) -> Mapping[str, nn.Parameter]:
         """See ``LinearFormat``."""
         found = self._create(context, [Way(shape)])
         if self.scheme.activations == "tensor":
@@ -91,7 +90,7 @@ class Quantised:
         is_whole = weight.kind == "int8" and weight.scales is None and self.scheme.activations is not None
         return is_whole and takes_int8_products(weight.codes.device.type)
 
-    def create_experts(self, context: LayerContext, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
+    def create_experts(self, context: ParameterFactory, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
         """See ``LinearFormat``."""
         found: dict[str, nn.Parameter] = dict(expert_biases(context, shape))
         for side, ways in _sides(shape).items():
@@ -132,7 +131,7 @@ class Quantised:
         )
 
     def _create(
-        self, context: LayerContext, ways: Sequence[Way], stack: tuple[int, ...] = ()
+        self, context: ParameterFactory, ways: Sequence[Way], stack: tuple[int, ...] = ()
     ) -> dict[str, nn.Parameter]:
         tensors, unit = self._tensors(ways), self._unit(ways)
         rows, columns = ways[0].shape.num_rows, ways[0].shape.num_columns
