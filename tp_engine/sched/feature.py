@@ -16,15 +16,13 @@ costs nothing for what is switched off.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.request import EngineRequest, StepOutput
-
-if TYPE_CHECKING:
-    from tp_engine.sched.blocks.block_manager import Hits
-    from tp_engine.sched.sequence import RequestGroup, Sequence
-    from tp_engine.sched.step_builder import StepDraft
+from tp_engine.sched.blocks.block_manager import Hits
+from tp_engine.sched.sequence import RequestGroup, Sequence
+from tp_engine.sched.step_builder import StepDraft
 
 
 class SchedulerFeature:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -124,6 +126,31 @@ def part_of_name(name: str) -> str:
     return pieces[1] if is_part else "foundation"
 
 
+def module_of_path(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def module_of_name(name: str, modules: Collection[str]) -> str:
+    """The longest beginning of the dotted ``name`` that is one of ``modules``; empty if there is none."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def find_circle(modules: Collection[str], uses: Iterable[Use]) -> list[str]:
+    """Those of ``modules`` of which each imports the next one, the last being the first again; empty if none do."""
+    imports: dict[str, set[str]] = {module: set() for module in modules}
+    for use in uses:
+        here, there = module_of_path(use.path), module_of_name(use.name, modules)
+        if there and there != here:
+            imports[here].add(there)
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
 def reachable(part: str) -> set[str]:
     parts = {part, "foundation"}
     for below in DIRECTIONS[part]:
@@ -153,6 +180,24 @@ def test_imports_point_one_way() -> None:
     report(broken)
 
 
+def test_no_circle_of_imports() -> None:
+    """Oracle: a topological order of all modules exists, imports inside functions and under TYPE_CHECKING included."""
+    modules = {module_of_path(file.relative_to(ROOT).as_posix()) for file in PACKAGE.rglob("*.py")}
+    circle = find_circle(modules, (use for use in all_uses() if use.path.startswith("tp_engine/")))
+    assert not circle, "modules import each other: " + " -> ".join(circle)
+
+
+def test_a_circle_is_found() -> None:
+    """Oracle: three modules written here, the last of which closes the circle in a function."""
+    modules = {"p", "p.a", "p.b", "p.c"}
+    chain = [*uses_in("import p.b", "p/a.py"), *uses_in("from p import c", "p/b.py")]
+    end = uses_in("def f():\n    from p.a import Thing", "p/c.py")
+    assert find_circle(modules, chain) == []
+    circle = find_circle(modules, [*chain, *end])
+    assert set(circle) == {"p.a", "p.b", "p.c"}
+    assert all("abc".index(there[-1]) == ("abc".index(here[-1]) + 1) % 3 for here, there in pairwise(circle))
+
+
 def test_one_door_per_outside_thing() -> None:
     """Oracle: the table of doors above."""
     report(
@@ -178,11 +223,8 @@ def test_control_plane_names_no_torch() -> None:
 
 def test_control_plane_loads_no_torch() -> None:
     """Oracle: sys.modules of a fresh interpreter that imported all of the foundation, sched and ipc."""
-    modules = [
-        file.relative_to(ROOT).as_posix().removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        for file in sorted(PACKAGE.rglob("*.py"))
-        if part_of_path(file.relative_to(ROOT).as_posix()) in TORCH_FREE
-    ]
+    paths = [file.relative_to(ROOT).as_posix() for file in sorted(PACKAGE.rglob("*.py"))]
+    modules = [module_of_path(path) for path in paths if part_of_path(path) in TORCH_FREE]
     code = f"import sys, {', '.join(modules)}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
