@@ -17,7 +17,7 @@ from tp_engine.units import ceil_div
 from tp_engine.worker.codecs import make_codec
 from tp_engine.worker.codecs.pca import TOKENS_PER_DIM
 from tp_engine.worker.memory.kv_cache import KvCacheShape
-from tp_engine.worker.tiers.host_tier import HostTier
+from tp_engine.worker.tiers.host_tier import HostTierWorker
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), needs_triton]
 
@@ -45,7 +45,7 @@ def moved(name: str, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, Out
     pool = states.to(dtype).view(torch.uint8).to(device)
     words = memoryview(bytearray(8 * CHANNEL_WORDS)).cast("q")
     stores = TierProgress(words) if name.startswith("pca") else None
-    tier = HostTier(pool, num_blocks, make_codec(name, shape, 0), stores)
+    tier = HostTierWorker(pool, num_blocks, make_codec(name, shape, 0), stores)
     numbers = np.arange(num_blocks, dtype=np.int32)
     first, rest = (np.stack((part, part), 1) for part in np.split(numbers[:-NUM_MOVED], [NUM_CALIBRATION]))
     back: IntArray = np.stack((rest[:, 0], numbers[-NUM_MOVED:][::-1]), 1)

@@ -26,11 +26,11 @@ from tp_engine.worker.results.output_watch import OutputWatch
 from tp_engine.worker.results.pooled_rows import PooledRows
 from tp_engine.worker.results.prompt_scores import ScoredPrompts
 from tp_engine.worker.tiers.block_moves import staging_bytes
-from tp_engine.worker.tiers.host_tier import HostTier
+from tp_engine.worker.tiers.host_tier import HostTierWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FeatureParts:
+class RunnerFeatureParts:
     """What the features of a rank are made of: its loaded ``model``, a draft ``head`` if there is one, and the
     configuration.
 
@@ -78,19 +78,19 @@ class FeatureBytes:
 class FeatureKind:
     """A row of the table; ``make`` returns None where the feature is switched off."""
 
-    make: Callable[[FeatureParts, RunnerParts], RunnerFeature | None]
-    num_bytes: Callable[[FeatureParts], FeatureBytes] = lambda _parts: FeatureBytes()
+    make: Callable[[RunnerFeatureParts, RunnerParts], RunnerFeature | None]
+    num_bytes: Callable[[RunnerFeatureParts], FeatureBytes] = lambda _parts: FeatureBytes()
 
 
-def _digests(parts: FeatureParts, runner: RunnerParts) -> RunnerFeature | None:
+def _digests(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | None:
     return None if parts.note_inputs is None or runner.is_trial else InputDigests(parts.note_inputs)
 
 
-def _watch(parts: FeatureParts, runner: RunnerParts) -> RunnerFeature | None:
+def _watch(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | None:
     return None if runner.is_trial else OutputWatch(parts.device, is_first=parts.groups.info.is_first)
 
 
-def _adapters(parts: FeatureParts, runner: RunnerParts) -> RunnerFeature | None:
+def _adapters(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | None:
     limits, effective = parts.effective.adapters, parts.effective
     if limits is None:
         return None
@@ -103,7 +103,7 @@ def _adapters(parts: FeatureParts, runner: RunnerParts) -> RunnerFeature | None:
     )
 
 
-def _adapter_bytes(parts: FeatureParts) -> FeatureBytes:
+def _adapter_bytes(parts: RunnerFeatureParts) -> FeatureBytes:
     """The slots for adapters, which the model has beside its weights."""
     return FeatureBytes(adapter_bytes=sum(layer.num_bytes for layer in parts.model.adapted_layers))
 
@@ -113,7 +113,7 @@ def _num_states(effective: EffectiveConfig) -> int:
     return effective.config.max_num_seqs + effective.num_snapshots
 
 
-def _states(parts: FeatureParts, runner: RunnerParts) -> RunnerFeature | None:
+def _states(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | None:
     if parts.layout.states is None:
         return None
     states = RowStates(parts.layout.states, _num_states(parts.effective), parts.device)
@@ -121,42 +121,42 @@ def _states(parts: FeatureParts, runner: RunnerParts) -> RunnerFeature | None:
     return states
 
 
-def _state_bytes(parts: FeatureParts) -> FeatureBytes:
+def _state_bytes(parts: RunnerFeatureParts) -> FeatureBytes:
     states = parts.layout.states
     if states is None:
         return FeatureBytes()
     return FeatureBytes(state_bytes=(_num_states(parts.effective) + 1) * states.slot_bytes)
 
 
-def _scored_prompts(parts: FeatureParts, runner: RunnerParts) -> RunnerFeature:
+def _scored_prompts(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature:
     return ScoredPrompts(parts.model, runner.batch)
 
 
-def _pooled_rows(parts: FeatureParts, runner: RunnerParts) -> RunnerFeature:
+def _pooled_rows(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature:
     return PooledRows(len(runner.batch.num_prompt), parts.model.lm_head.slice, parts.groups.communicator)
 
 
-def _host_tier(parts: FeatureParts, runner: RunnerParts) -> RunnerFeature | None:
+def _host_tier(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | None:
     if parts.codec is None or not runner.num_slots:
         return None
-    return HostTier(runner.pool, runner.num_slots, parts.codec, parts.stores, runner.progress)
+    return HostTierWorker(runner.pool, runner.num_slots, parts.codec, parts.stores, runner.progress)
 
 
-def _tier_bytes(parts: FeatureParts) -> FeatureBytes:
+def _tier_bytes(parts: RunnerFeatureParts) -> FeatureBytes:
     if parts.codec is None:
         return FeatureBytes()
     staging = staging_bytes(parts.codec) if parts.device.type == "cuda" else 0
     return FeatureBytes(table_bytes=parts.codec.work_bytes + staging)
 
 
-def _head_drafter(parts: FeatureParts, runner: RunnerParts) -> RunnerFeature | None:
+def _head_drafter(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | None:
     if parts.head is None:
         return None
     group = parts.effective.draft_group
     return HeadDrafter(parts.head, parts.backends, group, runner.batch, parts.groups.communicator)
 
 
-def _head_bytes(parts: FeatureParts) -> FeatureBytes:
+def _head_bytes(parts: RunnerFeatureParts) -> FeatureBytes:
     """The states that a draft head reads."""
     if parts.head is None:
         return FeatureBytes()
@@ -176,12 +176,12 @@ FEATURES: tuple[FeatureKind, ...] = (
 )
 
 
-def make_features(parts: FeatureParts, runner: RunnerParts) -> list[RunnerFeature]:
+def make_features(parts: RunnerFeatureParts, runner: RunnerParts) -> list[RunnerFeature]:
     """Return the features that the configuration asks for."""
     return [feature for kind in FEATURES if (feature := kind.make(parts, runner)) is not None]
 
 
-def count_bytes(parts: FeatureParts) -> FeatureBytes:
+def count_bytes(parts: RunnerFeatureParts) -> FeatureBytes:
     """Return the memory to set aside for all features."""
     counts = [kind.num_bytes(parts) for kind in FEATURES]
     return FeatureBytes(**{line.name: sum(getattr(one, line.name) for one in counts) for line in fields(FeatureBytes)})

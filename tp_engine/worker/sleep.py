@@ -20,7 +20,7 @@ import torch
 
 from tp_engine.errors import RequestError
 from tp_engine.worker.model_runner import ModelRunner
-from tp_engine.worker.tiers.host_tier import HostTier
+from tp_engine.worker.tiers.host_tier import HostTierWorker
 
 
 def drop_memory(raw: torch.Tensor) -> None:
@@ -46,7 +46,7 @@ class Sleep:
 
     def __init__(self, runner: ModelRunner, empty_cache: Callable[[], None]) -> None:
         """``empty_cache`` gives memory that is free in this process back to the device."""
-        if runner.feature(HostTier) is not None:
+        if runner.feature(HostTierWorker) is not None:
             raise RequestError("an engine with a host tier can not sleep: the tier would keep blocks; leave it out")
         self._runner, self._empty_cache = runner, empty_cache
 

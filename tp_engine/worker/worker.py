@@ -33,7 +33,7 @@ from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.codecs import make_codec
 from tp_engine.worker.device import Device, check_devices, make_device
 from tp_engine.worker.effective_config import EffectiveConfig
-from tp_engine.worker.features import FeatureParts, RunnerParts, count_bytes, make_features
+from tp_engine.worker.features import RunnerFeatureParts, RunnerParts, count_bytes, make_features
 from tp_engine.worker.graphs.graph_plan import graph_plan, measure_graph_bytes
 from tp_engine.worker.graphs.step_runner import GraphPlan
 from tp_engine.worker.input_digests import NoteInputs
@@ -47,7 +47,7 @@ from tp_engine.worker.profiling import make_step_profiler, names_for
 from tp_engine.worker.results.readback import PendingStep
 from tp_engine.worker.sleep import Sleep, WakeUp
 from tp_engine.worker.tiers.disk_start import DiskStart, open_disk_tier
-from tp_engine.worker.tiers.host_tier import HostTier, settle_host_slots
+from tp_engine.worker.tiers.host_tier import HostTierWorker, settle_host_slots
 from tp_engine.worker.together import StartUp
 from tp_engine.worker.trial_steps import run_largest_decodes, run_largest_step, time_decodes, warm_up, warms_up
 from tp_engine.worker.weight_update import WeightUpdate
@@ -88,7 +88,7 @@ class Worker:
         )
         self._kv_shape = KvCacheShape(layout=self._layout, block_size=config.block_size, dtype=effective.kv_cache_dtype)
         self._device: Device
-        self._parts: FeatureParts
+        self._parts: RunnerFeatureParts
         self._monitor: MemoryMonitor
         self._runner: ModelRunner | None = None
         self._closing = ExitStack()
@@ -220,7 +220,7 @@ class Worker:
 
     def moves(self) -> MoveCounters | None:
         """What this rank has moved to and from its host tier; None without one."""
-        tier = None if self._runner is None else self._runner.feature(HostTier)
+        tier = None if self._runner is None else self._runner.feature(HostTierWorker)
         return None if tier is None else tier.counters
 
     def disk_moves(self) -> DiskCounters | None:
@@ -281,11 +281,11 @@ class Worker:
         log_weights(self.effective, self.groups.info)
         return model, load_head(self.effective, self.groups, self._backends, device, model)
 
-    def _make_parts(self, device: Device, model: CausalLM, head: DraftHead | None) -> FeatureParts:
+    def _make_parts(self, device: Device, model: CausalLM, head: DraftHead | None) -> RunnerFeatureParts:
         config = self.effective.config
         lanes = key_lanes(self._backends[0], config.block_size)
         codec = make_codec(config.kv_offloading_codec, self._kv_shape, lanes) if config.kv_offloading_size else None
-        return FeatureParts(
+        return RunnerFeatureParts(
             effective=self.effective,
             groups=self.groups,
             model=model,
@@ -412,7 +412,7 @@ class Worker:
         return settle_host_slots(self.effective.config, codec, self.groups, self._capacity, block_bytes, promised_bytes)
 
     def _open_disk_tier(self, runner: ModelRunner) -> None:
-        tier = runner.feature(HostTier)
+        tier = runner.feature(HostTierWorker)
         if tier is None or self.effective.config.kv_disk_path is None:
             return
         together = self._start_up.run_together

@@ -31,7 +31,7 @@ from tp_engine.worker.codecs.base import BlockCopy
 from tp_engine.worker.input_digests import digest_inputs
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 from tp_engine.worker.model_runner import ModelRunner
-from tp_engine.worker.tiers.host_tier import HostTier
+from tp_engine.worker.tiers.host_tier import HostTierWorker
 from tp_engine.worker.trial_steps import warm_up
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ class Engine:
                 device=CPU,
             ),
             blocks=blocks,
-            features=[HostTier(blocks.raw, NUM_BLOCKS, BlockCopy(blocks.raw.shape[1], "any"))],
+            features=[HostTierWorker(blocks.raw, NUM_BLOCKS, BlockCopy(blocks.raw.shape[1], "any"))],
             communicator=alone,
             sampling=SamplingState(max_num_seqs=NUM_ROWS, vocab_size=spec.vocab_size, device=CPU, info=RankInfo()),
             progress=RankProgress(),

@@ -26,7 +26,7 @@ from tp_engine.worker.codecs.base import BlockCopy
 from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.memory.kv_cache import KvCacheShape
 from tp_engine.worker.tiers.disk_files import Identity, SlotFiles, choose_disk_slots, lock_directory, make_directory
-from tp_engine.worker.tiers.disk_tier import DiskTier
+from tp_engine.worker.tiers.disk_tier import DiskTierWorker
 from tp_engine.worker.tiers.fingerprint import make_identity
 
 CPU = torch.device("cpu")
@@ -196,7 +196,7 @@ def test_threads_read_and_write_in_the_order_of_plans(tmp_path: Path) -> None:
     board = JobBoard.create(1).slots[0]
     slots = np.zeros((4, SLOT_BYTES), dtype=np.uint8)
     slots[2] = np.frombuffer(content(2), np.uint8)
-    tier = DiskTier(slots, files(tmp_path), board.tier_progress(), first_serial=40, device=CPU)
+    tier = DiskTierWorker(slots, files(tmp_path), board.tier_progress(), first_serial=40, device=CPU)
     readers = {name: TierProgressReader([words]) for name, words in board.channels.items()}
     moved = threading.Event()
     none = np.empty((0, 2), dtype=np.int32)
@@ -242,7 +242,9 @@ def test_a_disk_that_hangs_holds_up_nothing() -> None:
             closed.set()
 
     board = JobBoard.create(1).slots[0]
-    tier = DiskTier(np.zeros((4, 8), dtype=np.uint8), Hanging(), board.tier_progress(), first_serial=1, device=CPU)
+    tier = DiskTierWorker(
+        np.zeros((4, 8), dtype=np.uint8), Hanging(), board.tier_progress(), first_serial=1, device=CPU
+    )
     pairs = np.array([[0, 3], [1, 7]], dtype=np.int32)
     tier.begin(pairs[:1], pairs, lambda: None)
     reader = TierProgressReader([board.channels["disk_writes"]])

@@ -21,7 +21,7 @@ from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.memory.host_memory import HostMemory
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 from tp_engine.worker.tiers.block_moves import CpuMover, staging_bytes
-from tp_engine.worker.tiers.host_tier import HostTier, choose_slots
+from tp_engine.worker.tiers.host_tier import HostTierWorker, choose_slots
 
 CPU = torch.device("cpu")
 
@@ -100,7 +100,7 @@ def test_a_tier_has_slots_of_the_codec_s_size() -> None:
     """Oracle: bytes of a blob; the shape of what MemoryMonitor watches."""
     shape = shape_of(torch.bfloat16)
     codec, blocks = codec_of("int8", shape), KvBlocks.allocate(shape, 2, CPU)
-    tier = HostTier(blocks.raw, 5, codec)
+    tier = HostTierWorker(blocks.raw, 5, codec)
     assert tier.slots.shape == (5, 3 * 2 * 8 * 2 * (16 + 2))
     tier.close()
 

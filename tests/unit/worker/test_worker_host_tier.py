@@ -20,7 +20,7 @@ from tp_engine.worker.codecs.base import BlockCopy
 from tp_engine.worker.memory.host_memory import HostMemory
 from tp_engine.worker.memory.kv_cache import resident_bytes
 from tp_engine.worker.memory.meter import settle_slots
-from tp_engine.worker.tiers.host_tier import HostTier, choose_slots
+from tp_engine.worker.tiers.host_tier import HostTierWorker, choose_slots
 
 COPY = BlockCopy(MIB, "any")
 ROOMY = HostMemory(total=64 * GIB, free=48 * GIB)
@@ -103,7 +103,7 @@ def test_ranks_agree_on_the_smallest_number() -> None:
 
 def test_pages_come_into_use_with_their_slots() -> None:
     """Oracle: 1 GiB of slots occupies nothing at first, then the page of the slot that is stored."""
-    tier = HostTier(torch.ones(2, MIB, dtype=torch.uint8), 1024, COPY)
+    tier = HostTierWorker(torch.ones(2, MIB, dtype=torch.uint8), 1024, COPY)
     assert resident_bytes(tier.slots) == 0
     tier.apply(StepPlan(step_id=1, stores=torch.tensor([[1, 512]], dtype=torch.int32).numpy()))
     assert bool((tier.slots[512] == 1).all()) and MIB <= resident_bytes(tier.slots) <= 2 * HUGE_PAGE
@@ -113,12 +113,12 @@ def test_pages_come_into_use_with_their_slots() -> None:
 def test_too_large_a_tier_is_a_budget_error() -> None:
     """Oracle: our error with the remedy, not the allocator's own."""
     with pytest.raises(MemoryBudgetError, match=r"GiB of host memory for KV blocks \(.*lower kv_offloading_size"):
-        HostTier(torch.ones(1, MIB, dtype=torch.uint8), 10**12, COPY)
+        HostTierWorker(torch.ones(1, MIB, dtype=torch.uint8), 10**12, COPY)
 
 
 def test_memory_is_given_back() -> None:
     """Oracle: the slots are gone with the tier."""
-    tier = HostTier(torch.ones(1, MIB, dtype=torch.uint8), 8, COPY)
+    tier = HostTierWorker(torch.ones(1, MIB, dtype=torch.uint8), 8, COPY)
     memory = weakref.ref(tier.slots.untyped_storage())
     tier.close()
     del tier
@@ -157,7 +157,7 @@ def test_pinned_memory_has_the_exact_size(monkeypatch: pytest.MonkeyPatch) -> No
     """Oracle: bytes that are registered, which PyTorch's own allocator would round up to a power of two; after close
     nothing is registered, and the device has been waited for before; a second close does nothing."""
     pool, runtime, waited = on_cuda(monkeypatch, 0)
-    tier = HostTier(pool, 5, BlockCopy(3 * MIB, "any"))
+    tier = HostTierWorker(pool, 5, BlockCopy(3 * MIB, "any"))
     assert runtime.pinned == {tier.slots.data_ptr(): 15 * MIB}
     tier.close()
     tier.close()
@@ -168,4 +168,4 @@ def test_memory_that_can_not_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: our error with CUDA's number and the remedies."""
     pool, _, _ = on_cuda(monkeypatch, 2)
     with pytest.raises(MemoryBudgetError, match=r"it can not be pinned: CUDA error 2\); lower kv_offl.*ulimit -l"):
-        HostTier(pool, 5, BlockCopy(3 * MIB, "any"))
+        HostTierWorker(pool, 5, BlockCopy(3 * MIB, "any"))

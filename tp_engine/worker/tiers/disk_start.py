@@ -28,13 +28,13 @@ import numpy.typing as npt
 from tp_engine.log import get_logger
 from tp_engine.tier_progress import TierProgress
 from tp_engine.units import format_gib
-from tp_engine.worker.features import FeatureParts
+from tp_engine.worker.features import RunnerFeatureParts
 from tp_engine.worker.memory.kv_cache import KvCacheShape
 from tp_engine.worker.memory.meter import settle_slots
 from tp_engine.worker.tiers.disk_files import SlotFiles, choose_disk_slots, lock_directory, make_directory
-from tp_engine.worker.tiers.disk_tier import DiskTier
+from tp_engine.worker.tiers.disk_tier import DiskTierWorker
 from tp_engine.worker.tiers.fingerprint import make_identity
-from tp_engine.worker.tiers.host_tier import HostTier
+from tp_engine.worker.tiers.host_tier import HostTierWorker
 
 logger = get_logger(__name__)
 
@@ -60,7 +60,7 @@ class Together(Protocol):
 class DiskStart:
     """A rank's tier, and what the scheduler must know of it: ``serials`` are those of each rank, by slot."""
 
-    tier: DiskTier
+    tier: DiskTierWorker
     path: Path
     num_slots: int
     store: bytes
@@ -76,10 +76,10 @@ class DiskStart:
 
 
 def open_disk_tier(
-    parts: FeatureParts,
+    parts: RunnerFeatureParts,
     kv_shape: KvCacheShape,
     together: Together,
-    tier: HostTier,
+    tier: HostTierWorker,
     channels: Mapping[str, TierProgress],
 ) -> DiskStart:
     """Open this rank's files, agree on what is kept, and put a disk tier below ``tier``.  A collective.
@@ -124,7 +124,9 @@ def open_disk_tier(
         serials = tuple(np.frombuffer(report.serials, np.int64) for report in reports)
         first_serial = 1 + max(int(one.max()) for one in serials)
         undo.pop_all()
-        disk = tier.disk = DiskTier(tier.slots.numpy(), files, channels, first_serial=first_serial, device=parts.device)
+        disk = tier.disk = DiskTierWorker(
+            tier.slots.numpy(), files, channels, first_serial=first_serial, device=parts.device
+        )
         return DiskStart(
             tier=disk,
             path=path,
@@ -136,7 +138,7 @@ def open_disk_tier(
         )
 
 
-def _open(path: Path, num_slots: int, slot_bytes: int, parts: FeatureParts, kv_shape: KvCacheShape) -> SlotFiles:
+def _open(path: Path, num_slots: int, slot_bytes: int, parts: RunnerFeatureParts, kv_shape: KvCacheShape) -> SlotFiles:
     assert parts.codec is not None, "there is a host tier above"
     names, info = [backend.name for backend in parts.backends], parts.groups.info
     identity = make_identity(parts.effective, info, kv_shape, names, codec=parts.codec)

@@ -54,7 +54,7 @@ class _Work:
     ready: Ready
 
 
-class DiskTier:
+class DiskTierWorker:
     """Reads and writes between ``slots`` (slots, slot_bytes) uint8, memory of the host, and ``files``."""
 
     def __init__(

@@ -37,7 +37,7 @@ from tp_engine.worker.feature import RunnerFeature
 from tp_engine.worker.memory.host_memory import HostMemory, host_memory
 from tp_engine.worker.memory.meter import settle_slots
 from tp_engine.worker.tiers.block_moves import BlockGroups, BlockMover, CpuMover, CudaMover, StoreReports
-from tp_engine.worker.tiers.disk_tier import DiskTier
+from tp_engine.worker.tiers.disk_tier import DiskTierWorker
 
 logger = get_logger(__name__)
 
@@ -118,7 +118,7 @@ def _short(size_gib: float, rounded: Callable[[float], int]) -> str:
     return f"{rounded(size_gib * scale) / scale:g}"
 
 
-class HostTier(RunnerFeature):
+class HostTierWorker(RunnerFeature):
     """A rank's slots, and what moves blocks between them and ``pool`` (blocks, block_bytes) uint8."""
 
     def __init__(
@@ -140,7 +140,7 @@ class HostTier(RunnerFeature):
         except (OSError, OverflowError) as error:
             raise _no_memory(num_slots * codec.blob_bytes, str(error)) from error
         self.slots = slots
-        self.disk: DiskTier | None = None  # given when all ranks have theirs
+        self.disk: DiskTierWorker | None = None  # given when all ranks have theirs
         if pool.device.type == "cuda":
             self._pin()
         self._groups = BlockGroups(len(pool), num_slots, codec.num_groups) if codec.num_groups > 1 else None
