@@ -100,7 +100,7 @@ class LocalPair:
         return self.a.nbytes + self.b.nbytes
 
 
-class AdapterSlots(Protocol):
+class LoRALayerSlots(Protocol):
     """The slots of what one pair of matrices, or one for each part, is added to."""
 
     @property

@@ -11,7 +11,7 @@ from torch import nn
 
 from tp_engine.adapters import AdapterLimits
 from tp_engine.attention.base import Backends
-from tp_engine.layers.adapters import AdapterSlots
+from tp_engine.layers.adapters import LoRALayerSlots
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.delta import GatedDeltaNet
@@ -89,7 +89,7 @@ class CausalLM(nn.Module):
         return [module for module in self.modules() if isinstance(module, GatedDeltaNet)]
 
     @property
-    def adapted_layers(self) -> list[AdapterSlots]:
+    def adapted_layers(self) -> list[LoRALayerSlots]:
         """One per linear layer that adapters may change, in order, then two per layer of experts."""
         linears = [adapters for layer in self._linears if (adapters := layer.adapters) is not None]
         return [*linears, *(stack for layer in self._experts if layer.adapters for stack in layer.adapters.stacks)]

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from tp_engine.layers.adapters import AdapterSlots, LocalPair, StepAdapters, adapting, group_step
+from tp_engine.layers.adapters import LocalPair, LoRALayerSlots, StepAdapters, adapting, group_step
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.plan import StepPlan
 from tp_engine.units import MIB
@@ -59,7 +59,7 @@ class RankAdapters(RunnerFeature):
 
     def __init__(
         self,
-        layers: Sequence[AdapterSlots],
+        layers: Sequence[LoRALayerSlots],
         names: CheckpointNames,
         *,
         max_rank: int,
