@@ -18,7 +18,7 @@ from tp_engine.sched.sequence import RequestGroup, Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class FinishDetails:
     """Why a sequence ended; ``stop_reason`` is the id among ``stop_token_ids`` that ended it.
 
     ``by_grammar``: its grammar allows no more, so that its last token is no stop token; ``error``: why the grammar can
@@ -47,7 +47,7 @@ class StepOutcome(msgspec.Struct, gc=False):
 
     rows: RowSet
     token_ids: IntArray
-    endings: dict[int, Ending] = {}
+    endings: dict[int, FinishDetails] = {}
     logprobs: dict[int, TokenLogprobs] = {}
     first: set[int] = set()
     dropped: list[int] = []
@@ -147,7 +147,7 @@ class StopChecker:
         self._watched[ids] = True
 
 
-def ending(sequence: Sequence, token_id: int, num_tokens: int, max_tokens: int) -> Ending | None:
+def ending(sequence: Sequence, token_id: int, num_tokens: int, max_tokens: int) -> FinishDetails | None:
     """How the sequence ends with ``token_id``, its ``num_tokens``-th token; None if it goes on.
 
     A stop token counts once ``min_tokens`` generated tokens precede it, and before the limit of length.
@@ -156,13 +156,13 @@ def ending(sequence: Sequence, token_id: int, num_tokens: int, max_tokens: int) 
     num_before = num_tokens - sequence.num_prompt_tokens - 1
     if num_before >= sequence.sampling.min_tokens:
         if token_id in group.eos_token_ids:
-            return Ending(FinishReason.STOP)
+            return FinishDetails(FinishReason.STOP)
         if token_id in group.stop_token_ids:
-            return Ending(FinishReason.STOP, token_id)
-    return Ending(FinishReason.LENGTH) if num_tokens >= max_tokens else None
+            return FinishDetails(FinishReason.STOP, token_id)
+    return FinishDetails(FinishReason.LENGTH) if num_tokens >= max_tokens else None
 
 
-def accept(constraint: TokenConstraint, token_id: int, end: Ending | None) -> tuple[bool, Ending | None]:
+def accept(constraint: TokenConstraint, token_id: int, end: FinishDetails | None) -> tuple[bool, FinishDetails | None]:
     """Give a grammar its next token: whether it accepts it, and how the sequence ends; ``end``: how without a grammar.
 
     A token that is refused, which happens only where min_tokens or allowed_token_ids ban all that the grammar allows,
@@ -172,7 +172,7 @@ def accept(constraint: TokenConstraint, token_id: int, end: Ending | None) -> tu
     if is_accepted and (not constraint.is_over or (end is not None and end.reason is FinishReason.STOP)):
         return True, end
     reason = FinishReason.STOP if constraint.error is None else FinishReason.ERROR
-    return is_accepted, Ending(reason, error=constraint.error, by_grammar=True)
+    return is_accepted, FinishDetails(reason, error=constraint.error, by_grammar=True)
 
 
 def aborted(sequence: Sequence, error: str | None = None, error_code: str | None = None) -> SequenceDelta:

@@ -18,7 +18,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.plan import IntArray, StepResult
 from tp_engine.request import FinishReason
-from tp_engine.sched.guesses.guess_sources import Acceptance, GuessSources, Part, make_sources
+from tp_engine.sched.guesses.guess_sources import Acceptance, DraftPart, GuessSources, make_sources
 from tp_engine.sched.guesses.guesses import NO_GUESS, Guess, GuessSource, NgramSource
 from tp_engine.sched.guesses.speculation import SpeculationCounters
 from tp_engine.sched.sequence import Sequence
@@ -214,10 +214,10 @@ def test_the_likelier_source_is_verified() -> None:
     assert sources.names == ["grammar", "long", "short"]
     tokens = np.array([5], dtype=np.int32)
     found = sources.guess(FREE, tokens, 4)
-    assert found.parts == [Part("long", 2, 4)] and len(found.tokens) == len(found.likelihoods) == 4
+    assert found.parts == [DraftPart("long", 2, 4)] and len(found.tokens) == len(found.likelihoods) == 4
     for _ in range(9):
-        sources.note([Part("long", 2, 4)], 4, 0)
-        sources.note([Part("short", 2, 2)], 2, 1)
+        sources.note([DraftPart("long", 2, 4)], 4, 0)
+        sources.note([DraftPart("short", 2, 2)], 2, 1)
     assert sources.guess(FREE, tokens, 4).parts[0].source == "short"
 
 
@@ -227,7 +227,10 @@ def test_what_a_grammar_forces_comes_first() -> None:
     constrained: Any = SimpleNamespace(constraint=SimpleNamespace(forced=lambda: [1, 2]))
     tokens = np.array([5], dtype=np.int32)
     found = sources.guess(constrained, tokens, 4)
-    assert found.tokens.tolist() == [1, 2, 7, 8] and found.parts == [Part("grammar", 0, 2), Part("fixed", 2, 2)]
+    assert found.tokens.tolist() == [1, 2, 7, 8] and found.parts == [
+        DraftPart("grammar", 0, 2),
+        DraftPart("fixed", 2, 2),
+    ]
     assert found.likelihoods == pytest.approx([0.8, 0.8**2, 0.8**3, 0.8**4])
     for _ in range(20):
         sources.note(found.parts, 4, 2)

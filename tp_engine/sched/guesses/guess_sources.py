@@ -86,7 +86,7 @@ class Acceptance:
         self._tried[matched, : min(num_right + 1, count)] += 1.0
 
 
-class Part(NamedTuple):
+class DraftPart(NamedTuple):
     """``num_tokens`` guesses of ``source`` in a run, found by a match of ``matched`` tokens."""
 
     source: str
@@ -99,7 +99,7 @@ class Candidate(NamedTuple):
     the ``likelihoods`` (n) that a token and all before it are right fall from token to token."""
 
     tokens: IntArray
-    parts: list[Part]
+    parts: list[DraftPart]
     likelihoods: list[float]
 
 
@@ -169,9 +169,9 @@ class GuessSources:
         paying: list[float] = found[found >= _LEAST_LIKELIHOOD].tolist()
         if not paying:
             return NO_CANDIDATE
-        return Candidate(guess.tokens[: len(paying)], [Part(source.name, guess.matched, len(paying))], paying)
+        return Candidate(guess.tokens[: len(paying)], [DraftPart(source.name, guess.matched, len(paying))], paying)
 
-    def note(self, parts: list[Part], num_tokens: int, num_right: int) -> None:
+    def note(self, parts: list[DraftPart], num_tokens: int, num_right: int) -> None:
         """Of a run of ``parts``, cut to ``num_tokens``, the first ``num_right`` guesses were right."""
         first = 0
         for part in parts:

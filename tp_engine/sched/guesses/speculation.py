@@ -35,10 +35,10 @@ from tp_engine.request import SequenceDelta, StepOutput
 from tp_engine.sched.constraint import FillMasks, TokenConstraint
 from tp_engine.sched.feature import SchedulerFeature
 from tp_engine.sched.guesses.grammar_guesses import follow, masks_of
-from tp_engine.sched.guesses.guess_sources import GuessSources, Part, make_sources
+from tp_engine.sched.guesses.guess_sources import DraftPart, GuessSources, make_sources
 from tp_engine.sched.guesses.guesses import GuessSource
 from tp_engine.sched.guesses.step_costs import StepCosts
-from tp_engine.sched.outcome import Ending, StopChecker, accept, ending, slice_logprobs
+from tp_engine.sched.outcome import FinishDetails, StopChecker, accept, ending, slice_logprobs
 from tp_engine.sched.row_state import RowState
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import Sequence
@@ -58,14 +58,14 @@ class SpeculationCounters:
     by_source: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-class Run(msgspec.Struct, gc=False):
+class DraftRun(msgspec.Struct, gc=False):
     """The lanes of a row in a step, from the ``first`` on: ``tokens`` (n,) are their guesses, by the sources of
     ``parts``, and ``masks`` (n, words) what a grammar allows there; once the result is there, ``kept`` (a,) are the
     tokens behind the row's own that were sampled right."""
 
     row: int
     tokens: IntArray
-    parts: list[Part]
+    parts: list[DraftPart]
     masks: IntArray | None = None
     first: int = 0
     kept: IntArray = NO_IDS
@@ -77,7 +77,7 @@ class Verified(msgspec.Struct, gc=False):
 
     plan: StepPlan
     result: StepResult
-    runs: list[Run]
+    runs: list[DraftRun]
     logprobs: TokenLogprobs | None
     first_lane: int
 
@@ -106,9 +106,9 @@ class Speculation(SchedulerFeature):
         self._fill_masks = fill_masks
         self.sources = GuessSources(make_sources(config) if sources is None else sources, self._most_tokens)
         self._num_drafts = self._most_tokens if self.sources.are_drafted else 0
-        self._found: list[Run] = []
-        self._verifying: list[Run] = []
-        self._kept: list[Run] = []
+        self._found: list[DraftRun] = []
+        self._verifying: list[DraftRun] = []
+        self._kept: list[DraftRun] = []
         self._verified: Verified | None = None
         self.counters = SpeculationCounters(accepted_at=[0] * self._most_tokens)
 
@@ -130,7 +130,7 @@ class Speculation(SchedulerFeature):
         chosen = self._rows.ready_decodes()
         if not 0 < len(chosen.rows) <= self._most_decodes:
             return False
-        runs: list[Run] = []
+        runs: list[DraftRun] = []
         likelihoods: list[float] = []
         for row, sequence in zip(chosen.rows.tolist(), chosen.sequences, strict=True):
             known = int(self._rows.num_tokens[row])
@@ -139,7 +139,7 @@ class Speculation(SchedulerFeature):
                 continue
             found = self.sources.guess(sequence, self._rows.tokens[row, :known], most)
             if len(found.tokens):
-                runs.append(Run(row, found.tokens, found.parts))
+                runs.append(DraftRun(row, found.tokens, found.parts))
                 likelihoods += found.likelihoods
         runs = self._likeliest(runs, likelihoods, len(chosen.rows))
         if self._rows.readiness.num_constrained:
@@ -147,7 +147,7 @@ class Speculation(SchedulerFeature):
         self._found += runs
         return bool(self._found)
 
-    def _likeliest(self, runs: list[Run], likelihoods: list[float], num_decodes: int) -> list[Run]:
+    def _likeliest(self, runs: list[DraftRun], likelihoods: list[float], num_decodes: int) -> list[DraftRun]:
         """The likeliest tokens of all runs, as many as the budget allows and as pay: a part of each run from its begin
         on, as likelihoods fall."""
         found = np.array(likelihoods)
@@ -161,9 +161,9 @@ class Speculation(SchedulerFeature):
                 run.tokens = run.tokens[:count]
         return [run for run in runs if len(run.tokens)]
 
-    def _allowed(self, runs: list[Run]) -> list[Run]:
+    def _allowed(self, runs: list[DraftRun]) -> list[DraftRun]:
         """``runs`` up to the first guess that the row's grammar refuses, with their masks."""
-        free, constrained, places = list[Run](), list[Run](), list[list[TokenConstraint]]()
+        free, constrained, places = list[DraftRun](), list[DraftRun](), list[list[TokenConstraint]]()
         for run in runs:
             sequence = self._rows.sequences[run.row]
             assert sequence is not None, "a vacant row has guesses"
@@ -203,7 +203,7 @@ class Speculation(SchedulerFeature):
             draft.lane_rows = owners.astype(np.int32)
             draft.lane_tokens = np.concatenate([run.tokens for run in self._verifying])
 
-    def _room(self, draft: StepDraft, run: Run) -> int:
+    def _room(self, draft: StepDraft, run: DraftRun) -> int:
         """Guesses for which the row has slots behind that of its own token; it gets free blocks for them, and for what
         the ranks draft behind them."""
         blocks, row = self._state.blocks, run.row
@@ -250,7 +250,7 @@ class Speculation(SchedulerFeature):
             first_lane=first,
         )
 
-    def _count(self, plan: StepPlan, run: Run, num_right: int) -> None:
+    def _count(self, plan: StepPlan, run: DraftRun, num_right: int) -> None:
         self.sources.note(run.parts, len(run.tokens), num_right)
         counters = self.counters
         counters.num_drafts += 1
@@ -293,7 +293,7 @@ class Speculation(SchedulerFeature):
         self._rows.end_run()
         return ended
 
-    def _cut(self, run: Run, sequence: Sequence) -> Ending | None:
+    def _cut(self, run: DraftRun, sequence: Sequence) -> FinishDetails | None:
         """How the sequence ends within ``run.kept``, if it does; what is behind the end is cut off."""
         known, count = int(self._rows.num_tokens[run.row]), len(run.kept)
         may_end = self._stops.may_stop(run.kept)
@@ -305,7 +305,7 @@ class Speculation(SchedulerFeature):
                 return end
         return None
 
-    def _follow(self, run: Run, sequence: Sequence) -> Ending | None:
+    def _follow(self, run: DraftRun, sequence: Sequence) -> FinishDetails | None:
         """As ``_cut``, for a sequence with a grammar, which accepts what is kept."""
         assert sequence.constraint is not None, "a sequence without a grammar"
         known = int(self._rows.num_tokens[run.row])
@@ -317,7 +317,7 @@ class Speculation(SchedulerFeature):
                 return end
         return None
 
-    def _logprobs(self, verified: Verified, run: Run) -> TokenLogprobs | None:
+    def _logprobs(self, verified: Verified, run: DraftRun) -> TokenLogprobs | None:
         asked = int(self._rows.num_logprobs[run.row])
         if asked < 0 or verified.logprobs is None:
             return None
