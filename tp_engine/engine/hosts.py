@@ -30,7 +30,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.engine.job import Job
 from tp_engine.errors import ConfigError, RankError
 from tp_engine.interfaces import address_towards, interface_of, is_loopback
-from tp_engine.ipc.handshake import KEY_BYTES, Hello, Listener, connect, new_hello, watch_peer
+from tp_engine.ipc.handshake import KEY_BYTES, HostHello, Listener, connect, new_hello, watch_peer
 from tp_engine.ipc.relay import PlanLink, RelayReader
 from tp_engine.ipc.ring_buffer import RingWriter
 from tp_engine.log import get_logger
@@ -145,7 +145,7 @@ class Hosts:
         if self._listener is not None:
             self._listener.close()
 
-    def _accepted(self, hello: Hello, connection: socket.socket) -> None:
+    def _accepted(self, hello: HostHello, connection: socket.socket) -> None:
         watch_peer(connection, self._timeout_s)
         if hello.purpose == "watch":
             self._job.connect().add(hello.host, connection)

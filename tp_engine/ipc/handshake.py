@@ -4,7 +4,7 @@
 
     rank 0's end                                              the other host's end
       | magic 8 | nonce 32 |                          --->
-                                                      <---      | length u32 | Hello as JSON | proof 32 |
+                                                      <---      | length u32 | HostHello as JSON | proof 32 |
       | length u32 | Welcome as JSON | proof 32 |     --->
 
     proof = HMAC-SHA-256(key, side, the other side's nonce, the JSON)
@@ -45,7 +45,7 @@ _MAX_HANDSHAKES: Final = 32
 _RETRY_S: Final = 0.2
 
 
-class Hello(msgspec.Struct, kw_only=True):
+class HostHello(msgspec.Struct, kw_only=True):
     """What a host says first: which it is, what the connection is for, and what must be equal on all hosts."""
 
     protocol: int
@@ -83,7 +83,7 @@ class Listener:
         key: bytes,
         identity: Mapping[str, str],
         hosts: range,
-        accepted: Callable[[Hello, socket.socket], None],
+        accepted: Callable[[HostHello, socket.socket], None],
         refused: Callable[[int, str], None],
     ) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -142,11 +142,11 @@ class Listener:
         finally:
             self._places.release()
 
-    def _handshake(self, connection: socket.socket) -> Hello:
+    def _handshake(self, connection: socket.socket) -> HostHello:
         nonce = secrets.token_bytes(_NONCE_BYTES)
         connection.sendall(_MAGIC + nonce)
         payload = _receive_proven(connection, self._key, b"host", nonce)
-        hello = msgspec.json.decode(payload, type=Hello)
+        hello = msgspec.json.decode(payload, type=HostHello)
         refusal = self._why_not(hello)
         answer = msgspec.json.encode(Welcome(refusal=refusal))
         _send_proven(connection, self._key, b"rank 0", bytes.fromhex(hello.nonce), answer)
@@ -154,7 +154,7 @@ class Listener:
             raise ValueError(refusal)
         return hello
 
-    def _why_not(self, hello: Hello) -> str:
+    def _why_not(self, hello: HostHello) -> str:
         with self._lock:
             if (hello.host, hello.purpose) not in self._missing:
                 return f"host {hello.host} is not expected, or is connected already"
@@ -172,7 +172,7 @@ def connect(
     address: str,
     port: int,
     key: bytes,
-    hello: Hello,
+    hello: HostHello,
     *,
     rank: int,
     timeout_s: float,
@@ -207,9 +207,9 @@ def connect(
     return connection
 
 
-def new_hello(host: int, purpose: Literal["plan", "watch"], identity: Mapping[str, str]) -> Hello:
+def new_hello(host: int, purpose: Literal["plan", "watch"], identity: Mapping[str, str]) -> HostHello:
     """The hello of this process."""
-    return Hello(
+    return HostHello(
         protocol=PROTOCOL,
         host=host,
         name=socket.gethostname(),

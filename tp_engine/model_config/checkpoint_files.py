@@ -25,7 +25,7 @@ _MAX_NAMED = 5
 _FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
-class StoredTensor(NamedTuple):
+class TensorInfo(NamedTuple):
     """A tensor in a file: bytes ``begin`` to ``end`` of ``path``, of the library's type ``dtype``."""
 
     path: Path
@@ -85,7 +85,7 @@ class CheckpointHeaders:
     """
 
     def __init__(self, source: Path | Sequence[Path]) -> None:
-        self._headers: dict[Path, dict[str, StoredTensor]] = {}
+        self._headers: dict[Path, dict[str, TensorInfo]] = {}
         self._file_of: dict[str, Path] = {}
         self._first: Path | None = None
         with contextlib.suppress(OSError, ValueError, ConfigError, WeightError):
@@ -101,7 +101,7 @@ class CheckpointHeaders:
         """All tensors."""
         return self._file_of.keys()
 
-    def find(self, name: str) -> StoredTensor | None:
+    def find(self, name: str) -> TensorInfo | None:
         """The tensor of that name; None if there is none, or if its file can not be read."""
         with contextlib.suppress(OSError, ValueError):
             return self._header(self._file_of[name]).get(name) if name in self._file_of else None
@@ -110,19 +110,19 @@ class CheckpointHeaders:
     @property
     def dtype(self) -> str | None:
         """The type of the first file's first tensor, by name, of a type that a model may have; None without one."""
-        found: dict[str, StoredTensor] = {}
+        found: dict[str, TensorInfo] = {}
         with contextlib.suppress(OSError, ValueError):
             found = {} if self._first is None else self._header(self._first)
         types = (_FLOATS.get(found[name].dtype) for name in sorted(found))
         return next(filter(None, types), None)
 
-    def _header(self, path: Path) -> dict[str, StoredTensor]:
+    def _header(self, path: Path) -> dict[str, TensorInfo]:
         if path not in self._headers:
             self._headers[path] = _read_header(path)
         return self._headers[path]
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def _read_header(path: Path) -> dict[str, TensorInfo]:
     """A file's tensors.  Raises ``OSError`` or ``ValueError``."""
     found, first_byte = read_header(path)
     try:
@@ -131,12 +131,12 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{path} is no safetensors file: {error!r}") from error
 
 
-def _tensor(path: Path, entry: Any, first_byte: int) -> StoredTensor:
+def _tensor(path: Path, entry: Any, first_byte: int) -> TensorInfo:
     begin, end = (first_byte + int(offset) for offset in entry["data_offsets"])
-    return StoredTensor(path, str(entry["dtype"]), tuple(map(int, entry["shape"])), begin, end)
+    return TensorInfo(path, str(entry["dtype"]), tuple(map(int, entry["shape"])), begin, end)
 
 
-def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+def are_equal(one: TensorInfo, other: TensorInfo) -> bool:
     """Whether two tensors have the same type, shape and bytes.  Ends at the first difference."""
     if (one.dtype, one.shape, one.end - one.begin) != (other.dtype, other.shape, other.end - other.begin):
         return False
@@ -144,7 +144,7 @@ def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
         return all(first == second for first, second in zip(ones, others, strict=False))
 
 
-def _chunks(tensor: StoredTensor) -> Generator[bytes]:
+def _chunks(tensor: TensorInfo) -> Generator[bytes]:
     with open_regular(tensor.path) as file:
         file.seek(tensor.begin)
         for begin in range(tensor.begin, tensor.end, _CHUNK_BYTES):

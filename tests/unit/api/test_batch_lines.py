@@ -16,7 +16,7 @@ import pytest
 from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.api.batch_job.endpoints import ENDPOINTS, GrammarTrials, check_request
 from tp_engine.api.batch_job.lines import LineError, bad_line, line_id, line_number, read_line
-from tp_engine.api.batch_job.source import Source
+from tp_engine.api.batch_job.source import BatchInput
 from tp_engine.errors import ConfigError, RequestError
 
 GRAMMARS = GrammarTrials(5.0)  # starts no process, as no line has a grammar
@@ -121,7 +121,7 @@ def test_ids_of_results_are_line_numbers() -> None:
 
 
 def lines_of(path: Path | str, max_line_bytes: int = 100) -> list[tuple[int, bytes | None]]:
-    with Source(str(path), max_line_bytes=max_line_bytes) as source:
+    with BatchInput(str(path), max_line_bytes=max_line_bytes) as source:
         first = list(source.lines())
         assert list(source.lines()) == first, "the second pass sees the same"
         return first
@@ -167,7 +167,7 @@ def test_standard_input_is_read_twice_too(monkeypatch: pytest.MonkeyPatch, tmp_p
     path.write_bytes(gzip.compress(b"{1}\n{2}"))
     with path.open() as stream:
         monkeypatch.setattr(sys, "stdin", stream)
-        with Source("-", max_line_bytes=100, spool_folder=tmp_path) as source:
+        with BatchInput("-", max_line_bytes=100, spool_folder=tmp_path) as source:
             assert source.is_whole and list(source.lines()) == list(source.lines()) == [(1, b"{1}"), (2, b"{2}")]
             assert [entry.name for entry in tmp_path.iterdir()] == ["in"]
 
@@ -178,7 +178,7 @@ def test_waiting_for_standard_input_can_be_stopped(monkeypatch: pytest.MonkeyPat
     with os.fdopen(reader) as stream, os.fdopen(writer, "wb"):
         monkeypatch.setattr(sys, "stdin", stream)
         answers = iter([False, False, True])
-        with Source("-", max_line_bytes=100, stop_requested=lambda: next(answers)) as source:
+        with BatchInput("-", max_line_bytes=100, stop_requested=lambda: next(answers)) as source:
             assert not source.is_whole
 
 

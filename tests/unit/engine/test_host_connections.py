@@ -18,7 +18,7 @@ from tp_engine.engine.host_link import ClockOffset, HostLinks
 from tp_engine.errors import PlanError, RankError
 from tp_engine.ipc import handshake
 from tp_engine.ipc.board_mirror import SlotPacker, unpack_slots
-from tp_engine.ipc.handshake import KEY_BYTES, Hello, Listener, connect, new_hello
+from tp_engine.ipc.handshake import KEY_BYTES, HostHello, Listener, connect, new_hello
 from tp_engine.ipc.host_view import Ended
 from tp_engine.ipc.job_board import EchoCheck, JobBoard
 from tp_engine.ipc.plan_channel import PlanPublisher, PlanSubscriber
@@ -42,7 +42,7 @@ class Meeting:
             "127.0.0.1", self.key, IDENTITY, range(1, 2), self._accept, lambda host, text: self.refused.append(text)
         )
 
-    def _accept(self, hello: Hello, connection: socket.socket) -> None:
+    def _accept(self, hello: HostHello, connection: socket.socket) -> None:
         self.accepted[hello.purpose] = connection
 
     def connect(self, purpose: str, *, key: bytes | None = None, **identity: str) -> socket.socket:

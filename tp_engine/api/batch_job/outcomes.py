@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LineOutcome:
     """The result of one line and the outputs that it was made of; an error has no ``outputs``."""
 
     line: ResultLine
@@ -40,13 +40,13 @@ class Outcomes:
         self.tally = Tally()
         self._progress = progress
         self._results = results
-        self._order: ResultOrder[Outcome] = ResultOrder(self._write, keeps_order=keeps_order, window=window)
+        self._order: ResultOrder[LineOutcome] = ResultOrder(self._write, keeps_order=keeps_order, window=window)
 
     def has_room(self, ordinal: int) -> bool:
         """Whether the line with this number may start."""
         return self._order.has_room(ordinal)
 
-    def put(self, ordinal: int, outcome: Outcome) -> None:
+    def put(self, ordinal: int, outcome: LineOutcome) -> None:
         """Take the outcome of the ``ordinal``-th line."""
         self._order.put(ordinal, outcome)
 
@@ -55,7 +55,7 @@ class Outcomes:
         self._progress.tokens(num_tokens)
         self._results.sync_if_due()
 
-    def _write(self, outcome: Outcome) -> None:
+    def _write(self, outcome: LineOutcome) -> None:
         self._results.write(outcome.line)
         if outcome.line.error is None:
             self.tally.succeeded(outcome.outputs)

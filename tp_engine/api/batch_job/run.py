@@ -27,10 +27,10 @@ from tp_engine.api.batch_job.endpoints import (
     prepare_request,
 )
 from tp_engine.api.batch_job.lines import BatchRequest
-from tp_engine.api.batch_job.outcomes import Outcome, Outcomes, Progress
+from tp_engine.api.batch_job.outcomes import LineOutcome, Outcomes, Progress
 from tp_engine.api.batch_job.results import EarlierResults, Results
 from tp_engine.api.batch_job.second_pass import LineRunner, ReadAhead, open_lines
-from tp_engine.api.batch_job.source import Source
+from tp_engine.api.batch_job.source import BatchInput
 from tp_engine.api.batch_job.summary import BatchStatus, BatchSummary, Tally
 from tp_engine.api.batch_job.survey import CheckRequest, LineState, Survey, survey_lines
 from tp_engine.api.engine_options import BatchOptions
@@ -141,7 +141,7 @@ class BatchRun:
     def _run(self) -> BatchStatus:
         effective = check_config(self._config)
         output, errors = self._batch.result_paths
-        with Source(
+        with BatchInput(
             self._batch.input_file,
             max_line_bytes=self._batch.max_body_bytes,
             spool_folder=None if output is None else output.parent,
@@ -172,7 +172,7 @@ class BatchRun:
             summary.write(Path(self._batch.summary_file))
         return summary
 
-    def _validate(self, source: Source, effective: EffectiveConfig) -> BatchStatus:
+    def _validate(self, source: BatchInput, effective: EffectiveConfig) -> BatchStatus:
         """Check all lines with the model's tokenizer and limits, without an engine."""
         config = effective.config
         info = model_info(effective, num_blocks=effective.max_model_len)
@@ -189,7 +189,7 @@ class BatchRun:
     def _check_request(self, request: BatchRequest) -> None:
         check_request(request, self._model_names, self._grammars)
 
-    def _check(self, source: Source, earlier: EarlierResults, check: CheckRequest) -> bool:
+    def _check(self, source: BatchInput, earlier: EarlierResults, check: CheckRequest) -> bool:
         """Survey all lines; False if a stop was requested meanwhile."""
         shard = self._batch.input_shard
         survey = survey_lines(source, earlier, shard, check, stop_requested=self._stop_requested)
@@ -206,19 +206,19 @@ class BatchRun:
         if survey.num_foreign:
             logger.warning("%d results belong to no line of the input; was it changed?", survey.num_foreign)
 
-    def _write_errors(self, source: Source, results: Results) -> BatchStatus:
+    def _write_errors(self, source: BatchInput, results: Results) -> BatchStatus:
         """Write the results of the lines that are left, none of which can run."""
         with self._outcomes(results) as outcomes:
             for work in open_lines(source, self._survey, self._refuse):
                 assert work.result is not None
-                outcomes.put(work.ordinal, Outcome(work.result))
+                outcomes.put(work.ordinal, LineOutcome(work.result))
         return BatchStatus.COMPLETED
 
     def _refuse(self, request: BatchRequest) -> PreparedLine:
         self._check_request(request)
         raise RuntimeError("the input was changed while it was read")
 
-    def _run_lines(self, source: Source, results: Results) -> BatchStatus:
+    def _run_lines(self, source: BatchInput, results: Results) -> BatchStatus:
         self._grammars.close()
         options = dataclasses.asdict(self._config) | {"generation_config": "vllm"}  # the lines have their defaults
         with LLM(**options) as llm, self._outcomes(results) as outcomes:

@@ -16,8 +16,8 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from tp_engine.api.batch_job.endpoints import ENDPOINTS, BatchPrompt, PreparedLine
 from tp_engine.api.batch_job.lines import BatchRequest, LineError, ResultLine, bad_line, read_line, repeated_line
-from tp_engine.api.batch_job.outcomes import Outcome, Outcomes
-from tp_engine.api.batch_job.source import Source
+from tp_engine.api.batch_job.outcomes import LineOutcome, Outcomes
+from tp_engine.api.batch_job.source import BatchInput
 from tp_engine.api.batch_job.survey import LineState, Survey
 from tp_engine.api.llm import LLM
 from tp_engine.api.openai.errors import sequence_error
@@ -80,7 +80,7 @@ class LineRunner:
 
     def _start(self, work: Work) -> None:
         if work.result is not None:
-            self._outcomes.put(work.ordinal, Outcome(work.result))
+            self._outcomes.put(work.ordinal, LineOutcome(work.result))
             return
         assert work.request is not None and work.prepared is not None
         running = _Running(work.ordinal, work.request, work.prepared)
@@ -91,7 +91,7 @@ class LineRunner:
             self._llm.outputs.process(self._llm.engine.abort(started))
             for request_id in started:
                 del self._requests[request_id]
-            self._outcomes.put(work.ordinal, Outcome(work.request.failure(running.failure)))
+            self._outcomes.put(work.ordinal, LineOutcome(work.request.failure(running.failure)))
 
     def _submit(self, running: _Running, prompt: BatchPrompt) -> None:
         """Add the next requests of ``prompt`` to the engine, unless a request of this line has failed."""
@@ -127,16 +127,16 @@ class LineRunner:
         if running.num_requests == 0:
             self._outcomes.put(running.ordinal, self._result(running))
 
-    def _result(self, running: _Running) -> Outcome:
+    def _result(self, running: _Running) -> LineOutcome:
         if running.failure is not None:
-            return Outcome(running.request.failure(running.failure))
+            return LineOutcome(running.request.failure(running.failure))
         outputs = [prompt.output for prompt in running.prepared.prompts if prompt.output is not None]
         try:
             body = running.prepared.answer(outputs)
         except Exception as error:
             logger.exception("the answer to %s can not be written: %s", running.request.line_id, error)
-            return Outcome(running.request.failure(error))
-        return Outcome(running.request.result(200, body), outputs)
+            return LineOutcome(running.request.failure(error))
+        return LineOutcome(running.request.result(200, body), outputs)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class Work:
     result: ResultLine | None = None
 
 
-def open_lines(source: Source, survey: Survey, prepare: PrepareRequest) -> Iterator[Work]:
+def open_lines(source: BatchInput, survey: Survey, prepare: PrepareRequest) -> Iterator[Work]:
     """Open lines in the order of the input; an error of ``prepare`` becomes the line's result."""
     ordinal = 0
     for number, text in source.lines():

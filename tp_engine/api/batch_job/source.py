@@ -23,7 +23,7 @@ _POLL_S = 0.2
 _PIECE_BYTES = 1 << 20
 
 
-class Source(Closing):
+class BatchInput(Closing):
     """The input of one job; it stays open, so that both passes read the same file.
 
     Standard input, or another pipe, is first copied to a nameless file in ``spool_folder`` (default: the system's

@@ -29,7 +29,7 @@ from tp_engine.api.batch_job.config import InputShard
 from tp_engine.api.batch_job.endpoints import ENDPOINTS
 from tp_engine.api.batch_job.lines import BatchRequest, LineError, problem_code, read_line, repeated_line
 from tp_engine.api.batch_job.results import CustomIds, EarlierResults
-from tp_engine.api.batch_job.source import Source
+from tp_engine.api.batch_job.source import BatchInput
 from tp_engine.log import get_logger
 
 logger = get_logger(__name__)
@@ -91,7 +91,7 @@ class Survey:
 
 
 def survey_lines(
-    source: Source,
+    source: BatchInput,
     earlier: EarlierResults,
     shard: InputShard,
     check: CheckRequest,
