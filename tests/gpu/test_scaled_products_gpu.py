@@ -10,8 +10,8 @@ from tp_engine.kernels.ops import op
 from tp_engine.kernels.quantised.row_codes import multiply_rounded
 from tp_engine.kernels.quantised.scaled_products import (
     BlockProduct,
-    GroupedProduct,
     RowwiseProduct,
+    ScaledGroupedProduct,
     grouped_scaled_product,
     random_codes,
     scaled_product,
@@ -62,7 +62,7 @@ def test_grouped_product(num_rows: int) -> None:
     if CAPABILITY != (9, 0):
         assert product is None
         return
-    assert isinstance(product, GroupedProduct), "the library's product is missing"
+    assert isinstance(product, ScaledGroupedProduct), "the library's product is missing"
     x, rows = torch.randn(50, 512, device="cuda").bfloat16(), torch.randint(50, (num_rows,), device="cuda")
     ends = [num_rows // 4, num_rows // 4, num_rows * 7 // 8]
     found = product(x, rows, torch.tensor(ends, dtype=torch.int32, device="cuda")).float()

@@ -28,7 +28,7 @@ _LENGTH_RATIO = 2.0**0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestGroup:
+class QueryGroup:
     """Requests ``rows`` (B,) of the step's batch, ascending; request i's queries are the ``query_len`` tokens from
     ``starts[i]`` (B,) on, the last of ``seq_lens[i]`` (B,) tokens."""
 
@@ -44,21 +44,21 @@ class RequestGroup:
         return span == (len(self.rows) - 1) * self.query_len
 
 
-def group_requests(query_lens: IntArray, seq_lens: IntArray, max_call_tokens: int) -> list[RequestGroup]:
+def group_requests(query_lens: IntArray, seq_lens: IntArray, max_call_tokens: int) -> list[QueryGroup]:
     """Groups that cover every request with a query and a context; padding requests are left out.
 
     ``query_lens`` and ``seq_lens`` (B,) int32; ``max_call_tokens`` as in ``MAX_CALL_TOKENS``.
     """
     if _is_one_call_of_decodes(query_lens, seq_lens, max_call_tokens):
         rows = np.arange(len(query_lens), dtype=np.int32)
-        return [RequestGroup(rows=rows, starts=rows, seq_lens=seq_lens, query_len=1)]
+        return [QueryGroup(rows=rows, starts=rows, seq_lens=seq_lens, query_len=1)]
     starts = np.cumsum(query_lens, dtype=np.int32) - query_lens
     active = np.flatnonzero((seq_lens > 0) & (query_lens > 0)).astype(np.int32)
-    groups: list[RequestGroup] = []
+    groups: list[QueryGroup] = []
     for query_len in np.unique(query_lens[active]).tolist():
         rows = active[query_lens[active] == query_len]
         groups.extend(
-            RequestGroup(rows=members, starts=starts[members], seq_lens=seq_lens[members], query_len=query_len)
+            QueryGroup(rows=members, starts=starts[members], seq_lens=seq_lens[members], query_len=query_len)
             for members in _split(rows, seq_lens[rows], query_len, max_call_tokens)
         )
     return groups
@@ -122,7 +122,7 @@ class VisibleKeys:
 
 
 def visible_keys(
-    group: RequestGroup, window: int | None, metadata: AttentionMetadata, block_size: int, rows_per_block: int
+    group: QueryGroup, window: int | None, metadata: AttentionMetadata, block_size: int, rows_per_block: int
 ) -> VisibleKeys:
     """The keys that ``group`` reads in every layer of this ``window``; ``rows_per_block`` as ``row_ids`` takes it."""
     first = np.zeros_like(group.seq_lens)
@@ -137,7 +137,7 @@ def visible_keys(
 
 
 def row_ids(
-    group: RequestGroup,
+    group: QueryGroup,
     first: IntArray,
     counts: IntArray,
     block_table: torch.Tensor,

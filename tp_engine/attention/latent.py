@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from tp_engine.attention.calls import TILE, StaircaseMasks, attend_last
-from tp_engine.attention.gathering import RequestGroup, RowReader, visible_keys
+from tp_engine.attention.gathering import QueryGroup, RowReader, visible_keys
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.ops import op
 
@@ -118,7 +118,7 @@ class LatentBackend:
         kind = block_size, kv.rows_per_block if kv.scales is None else block_size
         found = self._places.get((index, *kind))
         if found is None:
-            group = RequestGroup(
+            group = QueryGroup(
                 rows=np.array([index], dtype=np.int32),
                 starts=np.zeros(1, dtype=np.int32),
                 seq_lens=chunks.host_seq_lens[index : index + 1],

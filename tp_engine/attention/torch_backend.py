@@ -18,7 +18,7 @@ from tp_engine.attention.calls import (
     TokenSelection,
     batched_mask,
 )
-from tp_engine.attention.gathering import MAX_CALL_TOKENS, RequestGroup, RowReader, group_requests, visible_keys
+from tp_engine.attention.gathering import MAX_CALL_TOKENS, QueryGroup, RowReader, group_requests, visible_keys
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, scatter_kv, tokens_to_store
 from tp_engine.plan import IntArray
 
@@ -51,7 +51,7 @@ class TorchBackend:
     def __init__(self) -> None:
         self._masks = StaircaseMasks(TILE)
         self._reader = RowReader()
-        self._groups: list[RequestGroup] = []
+        self._groups: list[QueryGroup] = []
         self._calls: dict[_LayerKind, list[AttentionCall]] = {}
         self._kept: torch.Tensor | None = None
 
@@ -100,7 +100,7 @@ class TorchBackend:
         else:
             scatter_kv(KeyValue(new.key[kept], new.value[kept]), kv, slots[kept])
 
-    def _plan_call(self, group: RequestGroup, kind: _LayerKind, metadata: AttentionMetadata) -> AttentionCall:
+    def _plan_call(self, group: QueryGroup, kind: _LayerKind, metadata: AttentionMetadata) -> AttentionCall:
         """Rows and masks of one group for one kind of layer."""
         device = metadata.block_table.device
         tokens, batch, query_len = _tokens_of(group, device), len(group.rows), group.query_len
@@ -135,7 +135,7 @@ def _kind_of(layer: LayerInput) -> _LayerKind:
     )
 
 
-def _tokens_of(group: RequestGroup, device: torch.device) -> TokenSelection:
+def _tokens_of(group: QueryGroup, device: torch.device) -> TokenSelection:
     """The step's tokens that are this group's queries, request by request."""
     if group.is_consecutive:
         start = int(group.starts[0])

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from tp_engine.kernels.experts.experts import add_up
-from tp_engine.kernels.experts.pairs import Run, pair_up
+from tp_engine.kernels.experts.pairs import ExpertRun, pair_up
 from tp_engine.kernels.linear.adapters import AdapterRows, AdapterWeights, group_rows
 from tp_engine.layers.adapters import LocalPair, rows_of_step
 from tp_engine.layers.context import LayerContext
@@ -145,7 +145,7 @@ class ExpertAdapters:
         return add_up(outputs.view(len(x), top_k, -1), weights).to(x.dtype)
 
     def _multiply(
-        self, product: SeparateExperts, x: torch.Tensor, runs: list[Run], adapters: AdapterRows
+        self, product: SeparateExperts, x: torch.Tensor, runs: list[ExpertRun], adapters: AdapterRows
     ) -> torch.Tensor:
         """The outputs of pairs, whose rows are ``x`` (P, hidden), at least one: (P, hidden)."""
         both = product.gate_up(x, runs)

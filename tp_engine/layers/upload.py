@@ -63,7 +63,7 @@ def torch_type(array: Array) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A point in a stream."""
 
     def synchronize(self) -> None:
@@ -73,7 +73,7 @@ class Event(Protocol):
 class Stream(Protocol):
     """Where copies are enqueued."""
 
-    def record_event(self) -> Event:
+    def record_event(self) -> StreamEvent:
         """The point behind all that has been enqueued so far."""
 
 
@@ -91,7 +91,7 @@ class Arena:
         make_part: Callable[[int], torch.Tensor],
     ) -> None:
         self._parts, self._current_stream, self._make_part = parts, current_stream, make_part
-        self._ends: list[list[Event]] = [[] for _ in parts]
+        self._ends: list[list[StreamEvent]] = [[] for _ in parts]
         self._part, self._used = 0, 0
         self._streams: set[Stream] = set()
 

@@ -8,12 +8,12 @@ import torch
 
 from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough, random
 from tp_engine.kernels.experts.experts import ExpertWeights
-from tp_engine.kernels.experts.pairs import Run, multiply_runs, pair_up
+from tp_engine.kernels.experts.pairs import ExpertRun, multiply_runs, pair_up
 from tp_engine.kernels.native.experts import NativeExperts
 from tp_engine.kernels.native.library import native_library
 from tp_engine.model_config.mlp import SILU
 
-HIDDEN, RUNS = 48, [Run(0, 0, 1), Run(2, 1, 37), Run(3, 38, 5)]
+HIDDEN, RUNS = 48, [ExpertRun(0, 0, 1), ExpertRun(2, 1, 37), ExpertRun(3, 38, 5)]
 
 
 def test_pairs_by_expert() -> None:
@@ -21,7 +21,7 @@ def test_pairs_by_expert() -> None:
     found = pair_up(np.array([[2, -1], [0, 2], [3, 2]], dtype=np.int32), 3)
     assert found.order.tolist() == [2, 0, 3, 5]
     assert found.experts.tolist() == [0, 2, 2, 2]
-    assert found.runs == [Run(0, 0, 1), Run(2, 1, 3)]
+    assert found.runs == [ExpertRun(0, 0, 1), ExpertRun(2, 1, 3)]
     assert pair_up(np.full((2, 2), -1, dtype=np.int32), 3).runs == []
 
 
@@ -41,4 +41,4 @@ def test_products_in_c(dtype: torch.dtype, inner: int) -> None:
         assert_close_enough(found, expected, multiply_runs(x.double(), stack.double(), RUNS))
         for expert, first, num_pairs in RUNS:
             for row in (first, first + num_pairs - 1):
-                assert torch.equal(apply(x[row : row + 1], [Run(expert, 0, 1)])[0], found[row])
+                assert torch.equal(apply(x[row : row + 1], [ExpertRun(expert, 0, 1)])[0], found[row])

@@ -15,8 +15,8 @@ from tp_engine.kernels.layer_ops import gate
 from tp_engine.kernels.quantised import scaled_products
 from tp_engine.kernels.quantised.row_codes import CODE_DTYPE, multiply_rounded, quantise_rows, rounded_rows
 from tp_engine.kernels.quantised.scaled_products import (
-    GroupedProduct,
     RowwiseProduct,
+    ScaledGroupedProduct,
     agrees_with_twin,
     grouped_scaled_product,
     random_codes,
@@ -175,7 +175,7 @@ def test_which_stacks_have_a_product() -> None:
 def test_grouped_experts(first: int) -> None:
     """Oracle: each pair by the twin of products of codes; some experts are on another rank, and one has no pair."""
     gate_up, down = random_stack(3, 64, 48, 1), random_stack(3, 48, 32, 2)
-    product = GroupedExperts(GroupedProduct(gate_up), GroupedProduct(down), SILU, first)
+    product = GroupedExperts(ScaledGroupedProduct(gate_up), ScaledGroupedProduct(down), SILU, first)
     x, ids = torch.randn(10, 48).bfloat16() / 8, torch.tensor([[0, 1], [4, 2], [2, 0], [5, 4], [1, 2]] * 2).int()
     with patch.object(torch, "_scaled_grouped_mm", grouped_on_cpu):
         found = product(x, ids, 3)

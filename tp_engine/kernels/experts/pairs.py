@@ -18,7 +18,7 @@ import torch
 from tp_engine.plan import IntArray
 
 
-class Run(NamedTuple):
+class ExpertRun(NamedTuple):
     """``num_pairs`` pairs from ``first`` on, of the rank's expert ``expert``."""
 
     expert: int
@@ -32,7 +32,7 @@ class ExpertPairs:
 
     order: npt.NDArray[np.int64]
     experts: IntArray
-    runs: list[Run]
+    runs: list[ExpertRun]
 
 
 def pair_up(local_ids: IntArray, num_experts: int) -> ExpertPairs:
@@ -43,11 +43,11 @@ def pair_up(local_ids: IntArray, num_experts: int) -> ExpertPairs:
     experts = flat[order]
     firsts = np.flatnonzero(np.diff(experts, prepend=-1))
     counts = np.diff(firsts, append=len(experts))
-    runs = [Run(*one) for one in zip(experts[firsts].tolist(), firsts.tolist(), counts.tolist(), strict=True)]
+    runs = [ExpertRun(*one) for one in zip(experts[firsts].tolist(), firsts.tolist(), counts.tolist(), strict=True)]
     return ExpertPairs(order=order, experts=experts, runs=runs)
 
 
-def multiply_runs(x: torch.Tensor, weights: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+def multiply_runs(x: torch.Tensor, weights: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
     """``x`` (P, in), by expert, each run times its expert's weight of ``weights`` (experts, out, in) -> (P, out)."""
     out = x.new_empty((len(x), weights.shape[1]))
     for expert, first, count in runs:

@@ -13,8 +13,8 @@ from tp_engine.kernels import huge_pages
 from tp_engine.kernels.experts import experts as expert_twins
 from tp_engine.kernels.experts import routing
 from tp_engine.kernels.experts.experts import ExpertWeights, QuantisedExpertWeights
-from tp_engine.kernels.experts.pairs import Run
-from tp_engine.kernels.native.layout import DTYPE_CODES, Experts, Routing
+from tp_engine.kernels.experts.pairs import ExpertRun
+from tp_engine.kernels.native.layout import DTYPE_CODES, ExpertPanels, Routing
 from tp_engine.kernels.native.linear import fits_panels, multiply_packed
 from tp_engine.kernels.native.ops import are_dense
 from tp_engine.kernels.native.quantised import pack_quantised
@@ -28,7 +28,7 @@ class _InPanels:
 
     is_recordable = True
 
-    def __init__(self, library: ctypes.CDLL, experts: Experts, dtype: torch.dtype, top_k: int) -> None:
+    def __init__(self, library: ctypes.CDLL, experts: ExpertPanels, dtype: torch.dtype, top_k: int) -> None:
         self._library, self._dtype, self._top_k = library, dtype, top_k
         self._out_dtype = torch.float32 if experts.keeps_sums else dtype
         self._pointer = ctypes.pointer(experts)
@@ -77,7 +77,7 @@ class NativeExperts(_InPanels):
         self._gate_up, self._down, self._sizes = gate_up, down, (weights.down.shape[2], weights.down.shape[1])
         super().__init__(library, experts, dtype, top_k)
 
-    def gate_up(self, x: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+    def gate_up(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
         """See ``SeparateExperts``; a row's result is the same, bit by bit, for any other rows."""
         _, panels, _, width = self._gate_up.shape
         both = self._multiply(x, self._gate_up, panels * width, runs)
@@ -85,11 +85,11 @@ class NativeExperts(_InPanels):
         apart = both.view(len(x), panels, 2, width // 2).transpose(1, 2).reshape(len(x), 2, -1)
         return apart[..., : self._sizes[0]].reshape(len(x), -1)
 
-    def down(self, x: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+    def down(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
         """See ``SeparateExperts``; a row's result is the same, bit by bit, for any other rows."""
         return self._multiply(x, self._down, self._sizes[1], runs)
 
-    def _multiply(self, x: torch.Tensor, panels: torch.Tensor, out_size: int, runs: list[Run]) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor, panels: torch.Tensor, out_size: int, runs: list[ExpertRun]) -> torch.Tensor:
         """``multiply_runs`` with the experts' ``panels``."""
         out = x.new_empty((len(x), out_size))
         for expert, first, count in runs:
@@ -115,12 +115,12 @@ class NativeQuantisedExperts(_InPanels):
         super().__init__(library, experts, dtype, top_k)
 
 
-def _experts(weights: ExpertWeights | QuantisedExpertWeights, dtype: torch.dtype, top_k: int) -> Experts:
+def _experts(weights: ExpertWeights | QuantisedExpertWeights, dtype: torch.dtype, top_k: int) -> ExpertPanels:
     """What C reads of ``weights``, without the panels."""
     num_experts, hidden, inner = weights.down.shape
     biases = [None if one is None else one.contiguous() for one in (weights.gate_up_bias, weights.down_bias)]
     assert all(one is None or one.dtype is dtype for one in biases)
-    experts = Experts(
+    experts = ExpertPanels(
         gate_up_bias=None if biases[0] is None else biases[0].data_ptr(),
         down_bias=None if biases[1] is None else biases[1].data_ptr(),
         first=weights.first,

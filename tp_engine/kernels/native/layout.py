@@ -27,7 +27,7 @@ class Step(ctypes.Structure):
     )
 
 
-class Layer(ctypes.Structure):
+class AttentionLayer(ctypes.Structure):
     """What is constant for a layer: its cache and its shape.  ``window`` 0: none, ``softcap`` 0: none; dtypes as in
     ``DTYPE_CODES``; ``sinks_tensor`` keeps the memory at ``sinks`` alive."""
 
@@ -69,7 +69,7 @@ class Routing(ctypes.Structure):
     )
 
 
-class Experts(ctypes.Structure):
+class ExpertPanels(ctypes.Structure):
     """``experts.c``: the experts from ``first`` on, in panels; ``kept`` has the memory at its addresses."""
 
     kept: tuple[object, ...]
@@ -97,7 +97,7 @@ class Experts(ctypes.Structure):
     )
 
 
-class Quantised(ctypes.Structure):
+class QuantisedLayout(ctypes.Structure):
     """``quantised.h``: what all panels of a quantised weight share."""
 
     _fields_ = (

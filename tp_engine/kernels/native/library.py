@@ -10,7 +10,15 @@ import torch
 
 from tp_engine import env
 from tp_engine.kernels.native.build import BuildError, built_library
-from tp_engine.kernels.native.layout import Adapters, BlockCodes, Experts, Layer, Quantised, Routing, Step
+from tp_engine.kernels.native.layout import (
+    Adapters,
+    AttentionLayer,
+    BlockCodes,
+    ExpertPanels,
+    QuantisedLayout,
+    Routing,
+    Step,
+)
 from tp_engine.kernels.native.self_check import disagreement
 from tp_engine.kernels.native.tape import Recordable
 from tp_engine.log import get_logger
@@ -19,7 +27,7 @@ _logger = get_logger(__name__)
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[object, ...]] = {
-    "paged_attention": (ctypes.POINTER(Step), ctypes.POINTER(Layer), *[_POINTER] * 4, *[_INT] * 3),
+    "paged_attention": (ctypes.POINTER(Step), ctypes.POINTER(AttentionLayer), *[_POINTER] * 4, *[_INT] * 3),
     "norm_rows": (*[_POINTER] * 4, *[_INT] * 3, *[_FLOAT] * 4, *[_INT] * 3),
     "add_scaled": (_POINTER, _POINTER, _INT, _FLOAT, _FLOAT, _INT, _INT),
     "copy_rows": (_POINTER, _POINTER, *[_INT] * 4),
@@ -40,7 +48,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "best_tokens": (_POINTER, _INT, _POINTER, *[_INT] * 3),
     "packed_linear": (_POINTER, _INT, *[_POINTER] * 4, *[_INT] * 4, _FLOAT, _FLOAT, *[_INT] * 4),
     "quantised_linear": (
-        ctypes.POINTER(Quantised),
+        ctypes.POINTER(QuantisedLayout),
         _POINTER,
         _INT,
         *[_POINTER] * 5,
@@ -52,9 +60,9 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     ),
     "route_tokens": (ctypes.POINTER(Routing), _POINTER, _INT, *[_POINTER] * 6, _INT, _INT),
     "widen_rows_to_float32": (_POINTER, _POINTER, *[_INT] * 3),
-    "mix_experts": (ctypes.POINTER(Experts), *[_POINTER] * 5, _INT, _INT),
+    "mix_experts": (ctypes.POINTER(ExpertPanels), *[_POINTER] * 5, _INT, _INT),
     "add_gated": (*[_POINTER] * 3, *[_INT] * 5),
-    "experts_work_bytes": (ctypes.POINTER(Experts), _INT),
+    "experts_work_bytes": (ctypes.POINTER(ExpertPanels), _INT),
     "delta_step": (
         *[_POINTER] * 4,
         *(_FLOAT, _POINTER, _POINTER),
@@ -70,9 +78,9 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "sigmoid_gate": (_POINTER, _POINTER, *[_INT] * 5),
     "embed_panels": (*[_POINTER] * 3, *[_INT] * 4, _FLOAT, _INT, _INT),
     "pack_weight": (_POINTER, _POINTER, *[_INT] * 5),
-    "pack_quantised": (ctypes.POINTER(Quantised), _POINTER, _POINTER, _INT, _POINTER, _POINTER, *[_INT] * 4),
-    "quantised_panel_bytes": (ctypes.POINTER(Quantised),),
-    "quantised_row_bytes": (ctypes.POINTER(Quantised), _INT),
+    "pack_quantised": (ctypes.POINTER(QuantisedLayout), _POINTER, _POINTER, _INT, _POINTER, _POINTER, *[_INT] * 4),
+    "quantised_panel_bytes": (ctypes.POINTER(QuantisedLayout),),
+    "quantised_row_bytes": (ctypes.POINTER(QuantisedLayout), _INT),
     "panel_width": (),
     "vector_numbers": (),
     "pairs_columns": (_INT,),

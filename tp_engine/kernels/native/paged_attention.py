@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue
-from tp_engine.kernels.native.layout import DTYPE_CODES, Layer, Step
+from tp_engine.kernels.native.layout import DTYPE_CODES, AttentionLayer, Step
 from tp_engine.plan import IntArray
 
-_LayerPointer: TypeAlias = "ctypes._Pointer[Layer]"
+_LayerPointer: TypeAlias = "ctypes._Pointer[AttentionLayer]"
 
 
 def in_kernel_order(library: ctypes.CDLL, kv_cache: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ class PagedAttention:
             return known[1]
         assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous() and len(sinks) == num_heads)
         scale, window, softcap = rule
-        description = Layer(
+        description = AttentionLayer(
             key_cache=address,
             value_cache=kv_cache[-1].data_ptr(),
             block_bytes=kv_cache.stride(1) * kv_cache.itemsize,

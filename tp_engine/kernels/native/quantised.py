@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.kernels import huge_pages
-from tp_engine.kernels.native.layout import DTYPE_CODES, Quantised
+from tp_engine.kernels.native.layout import DTYPE_CODES, QuantisedLayout
 from tp_engine.kernels.native.linear import BOTH_PARTS, NO_ACTIVATION
 from tp_engine.kernels.quantised.weights import Codes, QuantisedWeight, code_values, values_per_byte
 from tp_engine.model_config.mlp import Activation
@@ -28,7 +28,7 @@ class PackedCodes:
     """A stack of weights as ``quantised.h`` has them: ``panels`` (weights, panels, bytes) uint8, and ``factors``
     (weights, panels, outputs of a panel) float32 or None."""
 
-    form: ctypes._Pointer[Quantised]
+    form: ctypes._Pointer[QuantisedLayout]
     panels: torch.Tensor
     factors: torch.Tensor | None
 
@@ -116,7 +116,7 @@ def pack_quantised(library: ctypes.CDLL, weights: QuantisedWeight, dtype: torch.
     codes, scales, zeros = _in_whole_words(weights), weights.scales, weights.zeros
     if scales is not None and scales.dtype is torch.float8_e8m0fnu and scales.view(torch.uint8).add(1).le(1).any():
         scales = scales.bfloat16()  # C reads neither 2^-127 nor NaN
-    form = Quantised(
+    form = QuantisedLayout(
         codes=_CODES[weights.kind],
         scales=_NO_SCALES if scales is None else _SCALES[scales.dtype],
         has_zeros=zeros is not None,

@@ -58,7 +58,7 @@ class Tape:
         self._names: list[str] = []
         self._entry_type = entry_type(library.max_words())
         self._entries: list[ctypes.Structure] = []
-        self._parts: list[Part] = []
+        self._parts: list[TapePart] = []
         self._kept: list[tuple[Any, ...]] = []
 
     def add(self, name: str, player: int, arguments: tuple[Any, ...]) -> None:
@@ -159,7 +159,7 @@ def word_of(argument: Any) -> int:
     return ctypes.addressof(argument.contents)
 
 
-class Part(Protocol):
+class TapePart(Protocol):
     """A piece of a tape: calls that follow one another."""
 
     def run(self) -> object:

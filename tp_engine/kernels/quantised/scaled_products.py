@@ -112,7 +112,7 @@ class BlockProduct:
         return out if bias is None else out + bias
 
 
-class GroupedProduct:
+class ScaledGroupedProduct:
     """A stack of weights (E, out, in), each with a scale per row or with none."""
 
     def __init__(self, stack: QuantisedWeight) -> None:
@@ -126,7 +126,7 @@ class GroupedProduct:
         ends: torch.Tensor,
         activation: Activation | None = None,
     ) -> torch.Tensor:
-        """See ``GroupedProduct``; ``x`` is bfloat16, and a row that is taken often is rounded once."""
+        """See ``ScaledGroupedProduct``; ``x`` is bfloat16, and a row that is taken often is rounded once."""
         codes, scales = self._quantise(x, 0, None, activation)
         scales = scales.squeeze(1)
         if rows is not None:
@@ -164,11 +164,11 @@ def scaled_product(weight: QuantisedWeight, input_scale: torch.Tensor | None = N
     return BlockProduct(weight)
 
 
-def grouped_scaled_product(stack: QuantisedWeight) -> GroupedProduct | None:
+def grouped_scaled_product(stack: QuantisedWeight) -> ScaledGroupedProduct | None:
     """The product of codes for ``stack`` (E, out, in) on its device, or None if there is none, or if it is wrong."""
     if not (_has_aligned_codes(stack) and _has_row_scales(stack) and _is_right("stack", stack.codes.device)):
         return None
-    return GroupedProduct(stack)
+    return ScaledGroupedProduct(stack)
 
 
 def _has_aligned_codes(weight: QuantisedWeight) -> bool:
@@ -199,7 +199,9 @@ def agrees_with_twin(kind: Kind, device: torch.device) -> bool:
             # Three weights, of which the second has no rows, and six rows that belong to none.
             stack = weight.map(lambda one: one.reshape(3, BLOCK, *one.shape[1:]))
             rows = torch.arange(70, device=device).flip(0)
-            found = GroupedProduct(stack)(x, rows, torch.tensor([30, 30, 64], dtype=torch.int32, device=device))[:64]
+            found = ScaledGroupedProduct(stack)(x, rows, torch.tensor([30, 30, 64], dtype=torch.int32, device=device))[
+                :64
+            ]
             expected = torch.cat((expected[rows[:30], :BLOCK], expected[rows[30:64], -BLOCK:]))
         else:
             found = BlockProduct(weight)(x, None) if kind == "blocks" else RowwiseProduct(weight)(x, None)

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from tp_engine.kernels.experts.pairs import Run
+from tp_engine.kernels.experts.pairs import ExpertRun
 from tp_engine.layers.formats.experts import ExpertsShape
 from tp_engine.layers.formats.stored import LinearShape
 from tp_engine.weights.source import Source
@@ -54,10 +54,10 @@ class SeparateExperts(ExpertsProduct, Protocol):
 
     Rows ``x`` (P, in) are pairs of a row and an expert, by expert: ``runs`` (``kernels/experts/pairs.py``)."""
 
-    def gate_up(self, x: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+    def gate_up(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
         """(P, hidden) -> (P, 2 * inner), gate first, without the activation."""
 
-    def down(self, x: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+    def down(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
         """(P, inner) -> (P, hidden)."""
 
 

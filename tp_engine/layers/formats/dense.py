@@ -35,7 +35,7 @@ from torch import nn
 
 from tp_engine.kernels.experts.experts import ExpertWeights, mix_experts
 from tp_engine.kernels.experts.grouped import grouped_experts
-from tp_engine.kernels.experts.pairs import Run, multiply_runs
+from tp_engine.kernels.experts.pairs import ExpertRun, multiply_runs
 from tp_engine.kernels.native.experts import NativeExperts, takes_experts
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight, fits_panels
@@ -126,11 +126,11 @@ class PlainExperts:
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return mix_experts(x, expert_ids, weights, self._weights)
 
-    def gate_up(self, x: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+    def gate_up(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
         """See ``SeparateExperts``."""
         return multiply_runs(x, self._weights.gate_up, runs)
 
-    def down(self, x: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+    def down(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
         """See ``SeparateExperts``."""
         return multiply_runs(x, self._weights.down, runs)
 

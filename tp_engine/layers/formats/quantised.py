@@ -36,7 +36,7 @@ from tp_engine.weights.source import Decode, Source, as_stored, keep_stored_type
 _INPUT_SCALE = Scalar(suffix=".input_scale")
 
 
-class Way(NamedTuple):
+class WeightLayout(NamedTuple):
     """One way to store a weight: its shape, what its sources become in a stack, and its tensors' suffixes."""
 
     shape: LinearShape
@@ -62,9 +62,9 @@ class Quantised:
 
     def create(self, context: ParameterFactory, shape: LinearShape) -> Mapping[str, nn.Parameter]:
         """See ``LinearFormat``."""
-        found = self._create(context, [Way(shape)])
+        found = self._create(context, [WeightLayout(shape)])
         if self.scheme.activations == "tensor":
-            alternatives = Way(shape).scalar_sources(_INPUT_SCALE)
+            alternatives = WeightLayout(shape).scalar_sources(_INPUT_SCALE)
             found["input_scale"] = context.parameter((shape.num_rows, 1), *alternatives, dtype=torch.float32)
         return found
 
@@ -111,7 +111,7 @@ class Quantised:
 
     def weight(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape) -> QuantisedWeight:
         """The loaded ``parameters`` as one weight."""
-        return self._weight(parameters, [Way(shape)])
+        return self._weight(parameters, [WeightLayout(shape)])
 
     def experts(self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape) -> QuantisedExpertWeights:
         """The loaded ``parameters`` as the weights of experts."""
@@ -131,7 +131,7 @@ class Quantised:
         )
 
     def _create(
-        self, context: ParameterFactory, ways: Sequence[Way], stack: tuple[int, ...] = ()
+        self, context: ParameterFactory, ways: Sequence[WeightLayout], stack: tuple[int, ...] = ()
     ) -> dict[str, nn.Parameter]:
         tensors, unit = self._tensors(ways), self._unit(ways)
         rows, columns = ways[0].shape.num_rows, ways[0].shape.num_columns
@@ -162,7 +162,7 @@ class Quantised:
             found["factors"] = parameter(of_rows, torch.float32, alternatives)
         return found
 
-    def _weight(self, parameters: Mapping[str, torch.Tensor], ways: Sequence[Way]) -> QuantisedWeight:
+    def _weight(self, parameters: Mapping[str, torch.Tensor], ways: Sequence[WeightLayout]) -> QuantisedWeight:
         unit, scale_type, scales = self._unit(ways), self._tensors(ways).scale_type, parameters.get("scales")
         factors = parameters.get("factors")
         return QuantisedWeight(
@@ -175,24 +175,24 @@ class Quantised:
             factors=None if factors is None else factors.squeeze(-1),
         )
 
-    def _tensors(self, ways: Sequence[Way]) -> Tensors:
+    def _tensors(self, ways: Sequence[WeightLayout]) -> Tensors:
         return tensors_of(self.scheme, ways[0].shape.stored_columns)
 
-    def _unit(self, ways: Sequence[Way]) -> Unit:
+    def _unit(self, ways: Sequence[WeightLayout]) -> Unit:
         """Rows and columns of a scale here: the checkpoint's, or a divisor where a shard cuts a block."""
         scales = self._tensors(ways).scales
         units = [Unit(1, 1) if scales is None else way.shape.refine(scales.unit) for way in ways]
         return Unit(gcd(*(one.rows for one in units)), gcd(*(one.columns for one in units)))
 
 
-def _sides(shape: ExpertsShape) -> dict[str, list[Way]]:
+def _sides(shape: ExpertsShape) -> dict[str, list[WeightLayout]]:
     """The ways to store gate and up, and down."""
 
-    def way(stored: StoredExperts, of_one: LinearShape) -> Way:
+    def way(stored: StoredExperts, of_one: LinearShape) -> WeightLayout:
         def of_all(sources: Sequence[Source]) -> tuple[Source, ...]:
             return shape.of_all(stored, sources)
 
-        return Way(of_one, of_all, str if stored.kind == "each" else _stack_suffix)
+        return WeightLayout(of_one, of_all, str if stored.kind == "each" else _stack_suffix)
 
     return {
         "gate_up": [way(stored, shape.gate_up(stored)) for stored in shape.spec.stored],
