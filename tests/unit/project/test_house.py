@@ -1,4 +1,4 @@
-"""The house rules on the size of files: columns of documents, and modules that are too short."""
+"""The house rules on files and names: columns of documents, modules that are too short, names of classes."""
 
 from __future__ import annotations
 
@@ -72,3 +72,14 @@ def importers_of_modules() -> dict[Path, set[Path]]:
                 if name in paths and paths[name] != importer:
                     importers[paths[name]].add(importer)
     return importers
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """Oracle: every class statement of the package.  A name with an underscore is its module's own, and may repeat."""
+    places = defaultdict(list)
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(f"{name_of(path)}:{node.lineno}")
+    repeated = {name: found for name, found in places.items() if len(found) > 1}
+    assert not repeated, f"classes of one name; rename the less public one of each: {repeated}"
