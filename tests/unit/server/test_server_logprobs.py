@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ MESSAGES = [{"role": "user", "content": "a"}]
 
 def serve(name: str, scenario: Any, said: str = TEXT) -> None:
     """Serve a model that says ``said``, and then ends."""
-    tokenizer = TOKENIZERS[name]()
+    tokenizer = copy.deepcopy(TOKENIZERS[name]())  # others use the same one
     if tokenizer.chat_template is None:
         tokenizer.chat_template = byte_level_tokenizer().chat_template
 
