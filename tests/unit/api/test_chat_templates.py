@@ -10,8 +10,9 @@ import pytest
 from tests.chat_templates import LLAMA_LIKE, QWEN_LIKE
 from tests.text_tokenizers import CHAT_TEMPLATE, byte_level_tokenizer
 from tp_engine.api.openai.chat import template as template_module
-from tp_engine.api.openai.chat.options import ChatOptions
+from tp_engine.api.openai.chat.options import TOOL_ALIASES, TOOL_FORMATS, ChatOptions
 from tp_engine.api.openai.chat.prompt import ChatFormat
+from tp_engine.api.openai.reasoning import REASONING_ALIASES, REASONING_FORMATS
 from tp_engine.errors import ConfigError, RequestError
 
 ADD = {"name": "add", "description": "a & b <c>", "parameters": {"type": "object"}}
@@ -200,6 +201,22 @@ def test_options_are_checked(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             ChatOptions(**fields).check_chat_options()
+
+
+@pytest.mark.parametrize("name", TOOL_ALIASES)
+def test_tool_formats_have_the_names_of_peers(name: str) -> None:
+    """Oracle: vLLM's and SGLang's tables of parsers, by hand."""
+    options = ChatOptions(tool_call_parser=name, enable_auto_tool_choice=True)
+    options.check_chat_options()
+    assert options.tool_format is TOOL_FORMATS[TOOL_ALIASES[name]]
+
+
+@pytest.mark.parametrize("name", REASONING_ALIASES)
+def test_reasoning_formats_have_the_names_of_peers(name: str) -> None:
+    """Oracle: the same."""
+    options = ChatOptions(reasoning_parser=name)
+    options.check_chat_options()
+    assert options.reasoning_format is REASONING_FORMATS[REASONING_ALIASES[name]]
 
 
 def test_several_templates_by_name() -> None:

@@ -114,6 +114,9 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     ),
 }
 
+# Other names that vLLM and SGLang have for these formats.
+REASONING_ALIASES: Mapping[str, str] = {"deepseek-r1": "deepseek_r1", "glm47": "glm45", "gpt-oss": "openai_gptoss"}
+
 
 class CallWatch(Protocol):
     """Looks for a call in reasoning, from one of ``marks`` on."""

@@ -6,11 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from tp_engine.api.input_processor import InputProcessor
-from tp_engine.api.openai.chat.options import TOOL_FORMATS
 from tp_engine.api.openai.chat.parser import ChatParsing
 from tp_engine.api.openai.chat.prompt import ChatPrompt
 from tp_engine.api.openai.protocol import ChatBody
-from tp_engine.api.openai.reasoning import REASONING_FORMATS, Beginning, ReasoningFormat
+from tp_engine.api.openai.reasoning import Beginning, ReasoningFormat
 from tp_engine.api.openai.structured import TokenWriting
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.errors import RequestError
@@ -76,8 +75,7 @@ def chat_parsing(
             "name a function in tool_choice, or leave tools out",
             param="tools",
         )
-    reasoning = None if options.reasoning_parser is None else REASONING_FORMATS[options.reasoning_parser]
-    tool_format = None if options.tool_call_parser is None else TOOL_FORMATS[options.tool_call_parser]
+    reasoning, tool_format = options.reasoning_format, options.tool_format
     message = next((one.message for one in (reasoning, tool_format) if one is not None and one.message), None)
     if tools is None and reasoning is None and message is None:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tp_engine.api.openai.reasoning import REASONING_FORMATS
+from tp_engine.api.openai.reasoning import REASONING_ALIASES, REASONING_FORMATS, ReasoningFormat
 from tp_engine.api.openai.tools import (
     ernie45,
     glm45,
@@ -34,6 +34,19 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "ernie45": ernie45.FORMAT,
     "mistral": mistral.FORMAT,
     "granite": granite.FORMAT,
+}
+# Other names that vLLM and SGLang have for these formats.
+TOOL_ALIASES: Mapping[str, str] = {
+    "glm47": "glm45",
+    "gpt-oss": "openai",
+    "granite4": "granite",
+    "llama3": "llama3_json",
+    "llama4_json": "llama3_json",
+    "minimax-m2": "minimax_m2",
+    "qwen": "hermes",
+    "qwen25": "hermes",
+    "qwen3_json": "hermes",
+    "qwen3_xml": "qwen3_coder",
 }
 CONTENT_FORMATS = ("auto", "string", "openai")
 
@@ -82,14 +95,26 @@ class ChatOptions(TemplateOptions):
         None,
         "format of the model's tool calls: "
         + " or ".join(f"{name} ({calls.models})" for name, calls in TOOL_FORMATS.items()),
-        choices=tuple(TOOL_FORMATS),
+        choices=(*TOOL_FORMATS, *TOOL_ALIASES),
     )
     reasoning_parser: str | None = option(
         None,
         "format of the reasoning that precedes the model's answers: "
         + " or ".join(f"{name} ({reasoning.help})" for name, reasoning in REASONING_FORMATS.items()),
-        choices=tuple(REASONING_FORMATS),
+        choices=(*REASONING_FORMATS, *REASONING_ALIASES),
     )
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """The format of ``tool_call_parser``."""
+        name = self.tool_call_parser
+        return None if name is None else TOOL_FORMATS[TOOL_ALIASES.get(name, name)]
+
+    @property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """The format of ``reasoning_parser``."""
+        name = self.reasoning_parser
+        return None if name is None else REASONING_FORMATS[REASONING_ALIASES.get(name, name)]
 
     def check_chat_options(self) -> None:
         """Raise ``ConfigError`` for values that can not be served; checks all fields of the configuration."""
