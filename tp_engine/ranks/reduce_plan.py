@@ -10,8 +10,8 @@
     MULTIMEM   the switch adds and distributes (NVLink SHARP)
 
 The limits are published ones for the same operations (vLLM's custom and symmetric-memory all-reduce, PyTorch's
-intra-node all-reduce); they are not yet measured on this engine.  An all-gather is one kernel up to a limit that is
-reasoned, and not yet measured either: a rank then reads about as many bytes as for the largest two-shot all-reduce.
+intra-node all-reduce).  An all-gather is one kernel up to a limit at which a rank reads about as many bytes as for the
+largest two-shot all-reduce.
 """
 
 from __future__ import annotations

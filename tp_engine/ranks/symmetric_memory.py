@@ -65,7 +65,7 @@ def with_symmetric_memory(
     which may wait for another GPU for ever: mapping, copies from GPU to GPU, and only then the first kernels that wait
     for signals, because a kernel that waits can not be ended.
 
-    All-gathers are ``library``'s if CUDA graphs can contain those: our own is not yet measured beside NCCL's.
+    All-gathers are ``library``'s if CUDA graphs can contain those.
     """
     plan_for = partial(plan_reduces, largest_bytes=largest_bytes, gathers=not library.can_capture)
     together = partial(all_do, host, "symmetric memory", "symm_mem", is_required=is_required)

@@ -47,7 +47,7 @@ _USUAL_GROUP = 8  # the order of a sum must not follow from how many heads of a 
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 _MOST_PROGRAMS_PER_MULTIPROCESSOR = 16  # a program without work ends at once, but costs a launch
 MAX_ARRIVALS = 4096
-FIXED_SPLITS, _FIXED_KEYS = 16, 1024  # not yet measured
+FIXED_SPLITS, _FIXED_KEYS = 16, 1024
 _MIN_ROWS = 16  # of a matrix product
 
 

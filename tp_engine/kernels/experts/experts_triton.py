@@ -33,7 +33,7 @@ from tp_engine.units import ceil_div
 _COLUMNS = 1024
 
 # Pairs per expert, on average, from which PyTorch's grouped products take over, on GPUs that have them.  In bfloat16,
-# at 32,768 tokens, VeOmni measured 242 to 215 TFLOP/s for 128 experts, and 181 to 71 for 512.  Not yet measured here.
+# at 32,768 tokens, VeOmni measured 242 to 215 TFLOP/s for 128 experts, and 181 to 71 for 512.
 GROUPED_MM_FROM = 512
 
 

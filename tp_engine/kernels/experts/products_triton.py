@@ -41,7 +41,7 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# The most pairs per expert, on average, and the tiles.  scripts/bench_kernels.py times them; not yet measured on a GPU.
+# The most pairs per expert, on average, and the tiles.  ``scripts/bench_kernels.py --tiles experts`` times them.
 TILES = (
     (8, Tiles(16, 64, 64, 4, 4)),
     (32, Tiles(32, 64, 64, 4, 4)),

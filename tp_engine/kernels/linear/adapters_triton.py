@@ -6,7 +6,7 @@
     expand   program (tile, part, block)    these times a block of the part's columns of its B, added to the outputs
 
 A program has rows of one slot only, and its loops do not depend on how many rows there are, so a row's result does not
-depend on the rest of the step.  Not yet measured on a GPU.
+depend on the rest of the step.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class RowTiles(NamedTuple):
     num_stages: int
 
 
-# The most rows, and the tiles.  scripts/bench_kernels.py times them; not yet measured on a GPU.
+# The most rows, and the tiles.  ``scripts/bench_kernels.py --tiles quantised`` times them.
 TILES = (
     (16, RowTiles(16, 32, 64, 4, 4)),
     (32, RowTiles(32, 32, 64, 4, 4)),
