@@ -15,7 +15,7 @@ from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.sampler import RecordedSampler
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.padded_batch import StepSize, StepSizes
-from tp_engine.worker.graphs.captured_steps import CapturedSteps, DecodeShape, PromptShape
+from tp_engine.worker.graphs.captured_steps import CapturedSteps, DecodeShape, PromptShape, Size, StepShape
 from tp_engine.worker.graphs.recorder import CudaRecorder, Recorder
 
 
@@ -51,14 +51,8 @@ class StepRunner:
         state_room: Callable[[int], torch.Tensor | None],
         keep_rows: Callable[[torch.Tensor], Callable[[], None]],
     ) -> None:
-        self._batch = batch
-        self._parts: dict[str, Any] = {
-            "model": model,
-            "backends": backends,
-            "sampler": sampler,
-            "state_room": state_room,
-            "keep_rows": keep_rows,
-        }
+        self._model, self._backends, self._batch, self._sampler = model, backends, batch, sampler
+        self._state_room, self._keep_rows = state_room, keep_rows
         self._decodes: CapturedSteps[int] | None = None
         self._prompts: CapturedSteps[StepSize] | None = None
         self._captured: list[CapturedSteps[Any]] = []
@@ -66,7 +60,7 @@ class StepRunner:
     def take_model(self, model: CausalLM) -> None:
         """Capture steps of ``model`` from now on; there are no recordings any more."""
         self.forget()
-        self._parts["model"] = model
+        self._model = model
 
     def capture(self, plan: GraphPlan, most_rows: int | None = None) -> None:
         """Capture all of ``plan``, or only the decodes that serve up to ``most_rows`` rows."""
@@ -80,16 +74,26 @@ class StepRunner:
     def capture_decodes(self, sizes: Sequence[int], recorder: Recorder, part: Sequence[int]) -> None:
         """Capture those decode steps of ``sizes`` (rising) rows that are in ``part``."""
         if self._decodes is None:
-            self._decodes = CapturedSteps(DecodeShape(self._batch.decodes, sizes), **self._parts)
+            self._decodes = self._captured_steps(DecodeShape(self._batch.decodes, sizes))
             self._captured.insert(0, self._decodes)
         self._decodes.capture(part, recorder)
 
     def capture_prompts(self, sizes: StepSizes, recorder: Recorder, part: Sequence[StepSize]) -> None:
         """Capture those steps with prompts of ``sizes`` that are in ``part``."""
         if self._prompts is None:
-            self._prompts = CapturedSteps(PromptShape(self._batch.row_tables(), sizes), **self._parts)
+            self._prompts = self._captured_steps(PromptShape(self._batch.row_tables(), sizes))
             self._captured.append(self._prompts)
         self._prompts.capture(part, recorder)
+
+    def _captured_steps(self, shape: StepShape[Size]) -> CapturedSteps[Size]:
+        return CapturedSteps(
+            shape,
+            model=self._model,
+            backends=self._backends,
+            sampler=self._sampler,
+            state_room=self._state_room,
+            keep_rows=self._keep_rows,
+        )
 
     def forget(self) -> None:
         """Destroy the recordings, if there are any; from now on every step is launched."""
