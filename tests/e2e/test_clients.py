@@ -234,8 +234,10 @@ def test_refusals_are_the_clients_exceptions(
         assert error.value.param == param
 
 
-def test_the_other_exceptions(server: RunningServer, client: openai.OpenAI) -> None:
-    """Oracle: the client's exception classes for 401, 404 and 429."""
+def test_the_other_exceptions(
+    server: RunningServer, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the client's exception classes for 401, 404, 400 and 429 (more prompts than fit at all, or than fit now)."""
     stranger = client.with_options(api_key="wrong")
     with pytest.raises(openai.AuthenticationError):
         stranger.models.list()
@@ -243,6 +245,11 @@ def test_the_other_exceptions(server: RunningServer, client: openai.OpenAI) -> N
         stranger.responses.create(model="demo", input="x")
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve("resp_1")
-    with pytest.raises(openai.RateLimitError):
-        client.completions.create(model="demo", prompt=["x"] * 100)
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="demo", prompt=["x"] * 65)
+    monkeypatch.setattr(server.engine, "step_delay_s", 0.02)
+    with client.completions.create(model="demo", prompt="SAY:" + "x" * 450, max_tokens=450, stream=True) as held:
+        next(iter(held))
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(model="demo", prompt=["x"] * 64)
     assert [model.id for model in client.models.list()] == ["demo", "alias"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tp_engine.api.openai.errors import HttpError, describe_error
+from tp_engine.errors import EngineDeadError
 from tp_engine.log import get_logger
 from tp_engine.server.disconnect import ClientGoneError, until_disconnect
 
@@ -86,7 +88,9 @@ class EventStream(Response):
             if not parts.begun:
                 await error_reply(error)(scope, receive, send)
                 return
-            logger.error("a stream failed: %s", error)
+            # Whoever ended the engine has logged why, once: its streams are no errors of their own.
+            level = logging.INFO if isinstance(error, EngineDeadError) else logging.ERROR
+            logger.log(level, "a stream was cut off: %s", error)
             await parts.send(self._failure(error))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
