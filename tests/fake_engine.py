@@ -34,8 +34,8 @@ from tp_engine.errors import RequestError
 from tp_engine.kv_layout import DiskCounters, MoveCounters
 from tp_engine.plan import FloatArray, TokenLogprobs
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
-from tp_engine.sched.adapters import AdapterSlots, AdapterStats
-from tp_engine.sched.guesses.speculation import SpeculationCounters
+from tp_engine.sched.lora import AdapterStats, LoRASlots
+from tp_engine.sched.spec_decode.speculation import SpeculationCounters
 from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats, SchedulerView, ViewLimits
 
 THREAD_DEADLINE_S = 20.0
@@ -224,7 +224,7 @@ class FakeEngine:
     is_paused: bool = False
     is_asleep: bool = False
     weight_version: str = ""
-    adapters: AdapterSlots | None = None
+    adapters: LoRASlots | None = None
     _sequences: list[_Sequence] = field(default_factory=list)
     _ended: StepOutput = field(default_factory=StepOutput)
 
@@ -348,7 +348,7 @@ class FakeEngine:
     def check_health(self) -> None:
         """The engine is always healthy."""
 
-    def work_when_idle(self) -> bool:
+    def run_background_io(self) -> bool:
         """There is no other work."""
         return False
 

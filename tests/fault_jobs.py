@@ -261,8 +261,8 @@ def _engine_options(folder: Path) -> dict[str, object]:
         "max_num_batched_tokens": 64,
         "startup_timeout_s": STARTUP_LIMIT_S,
         "collective_timeout_s": 30.0,
-        "hang_soft_limit_s": SOFT_LIMIT_S,
-        "hang_hard_limit_s": HARD_LIMIT_S,
+        "watchdog_warn_s": SOFT_LIMIT_S,
+        "watchdog_timeout_s": HARD_LIMIT_S,
         "flight_recorder_dir": str(folder / "flight"),
     }
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.kernels.paged_attention import in_kernel_order
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, layer_view
-from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.native.paged_attention import in_kernel_order
 from tp_engine.plan import PAD_SLOT
 from tp_engine.worker.batch.step_inputs import slot_mapping
 

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import torch
 
+from tp_engine.distributed.collectives import Communicator
+from tp_engine.distributed.rank import RankInfo
 from tp_engine.kernels.linear.tree_sum import tree_sum
-from tp_engine.ranks.collectives import Communicator
-from tp_engine.ranks.rank import RankInfo
 
 T = TypeVar("T")
 DEADLINE_S = 60.0
@@ -38,7 +38,7 @@ class _Meeting:
 
 
 class SimulatedCommunicator:
-    """One rank's end of a world of threads; the interface of ``tp_engine.ranks.collectives.Communicator``."""
+    """One rank's end of a world of threads; the interface of ``tp_engine.distributed.collectives.Communicator``."""
 
     can_capture = False
 

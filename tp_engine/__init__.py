@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tp_engine.adapters import LoRARequest
 from tp_engine.errors import ConfigError, EngineDeadError, RequestError
+from tp_engine.lora import LoRARequest
 from tp_engine.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,

@@ -10,12 +10,12 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from tp_engine.adapters import parse_modules
 from tp_engine.device_map import check_devices
 from tp_engine.errors import ConfigError
 from tp_engine.hf_overrides import parse_overrides
 from tp_engine.kv_codec import check_codec
 from tp_engine.log import LOG_FORMATS
+from tp_engine.lora import parse_modules
 from tp_engine.options.fields import check_fields, option
 from tp_engine.speculative import CONFIG_NAME, SpeculativeConfig
 from tp_engine.structured_outputs import StructuredOutputsDefaults
@@ -111,12 +111,12 @@ class EngineConfig:
     enforce_eager: bool = option(
         False, "launch every kernel of every step: no CUDA graphs, no tapes on CPUs", flags=("--disable-cuda-graph",)
     )
-    cuda_graph_sizes: str | None = option(
+    cudagraph_capture_sizes: str | None = option(
         None,
         "batch sizes whose decode steps are CUDA graphs, such as 1,2,4,8 (default: up to max_num_seqs or 512)",
         numbers=True,
     )
-    cuda_graph_prefill_sizes: str = option(
+    cudagraph_prefill_capture_sizes: str = option(
         "none",
         "numbers of prompt tokens whose steps are CUDA graphs too, such as 32,64,128; auto: 32 to 1024; none: prompts "
         "are launched kernel by kernel",
@@ -180,7 +180,7 @@ class EngineConfig:
     )
     speculative_config: str | None = option(
         None,
-        "JSON object: guess tokens and verify several in one step, which changes none of them: method (ngram, "
+        "JSON object: draft tokens and verify several in one step, which changes none of them: method (ngram, "
         "suffix, eagle3), num_speculative_tokens, and the keys of docs/serving.md (default: none)",
         json=True,
         flags=("-sc",),
@@ -213,8 +213,8 @@ class EngineConfig:
         600.0, "longest time that ranks wait for each other while starting", section="Time limits"
     )
     collective_timeout_s: float = option(120.0, "longest time that one collective may take")
-    hang_soft_limit_s: float = option(30.0, "after so long without progress the stacks of all ranks are logged")
-    hang_hard_limit_s: float = option(120.0, "after so long without progress the job ends and names the cause")
+    watchdog_warn_s: float = option(30.0, "after so long without progress the stacks of all ranks are logged")
+    watchdog_timeout_s: float = option(120.0, "after so long without progress the job ends and names the cause")
     host_timeout_s: float = option(
         4.0, "with several hosts: a host that acknowledges nothing for so long is lost, and the job ends"
     )
@@ -225,7 +225,9 @@ class EngineConfig:
         section="Diagnosis",
     )
     profile_steps: str = option("10:20", "steps that profile records, FIRST:END, END not included; or none")
-    check_inputs: bool = option(False, "compare a digest of every step's inputs among the ranks, to find a divergence")
+    debug_compare_rank_inputs: bool = option(
+        False, "compare a digest of every step's inputs among the ranks, to find a divergence"
+    )
     log_format: str = option(
         "text", "lines for people, or one JSON object per line", choices=LOG_FORMATS, is_of_host=True
     )
@@ -251,12 +253,12 @@ class EngineConfig:
         self._check_adapters()
 
     def _check_speculation(self) -> None:
-        """A step with guesses has no more decodes than any other."""
+        """A step with draft tokens has no more decodes than any other."""
         speculation = SpeculativeConfig.of(self.speculative_config)
         if speculation is not None and self.max_num_seqs <= speculation.num_speculative_tokens:
             raise ConfigError(
                 f"max_num_seqs is {self.max_num_seqs}, and {CONFIG_NAME} has num_speculative_tokens "
-                f"{speculation.num_speculative_tokens}; a step has at most max_num_seqs decodes, guesses included: "
+                f"{speculation.num_speculative_tokens}; a step has at most max_num_seqs decodes, draft tokens included: "
                 "raise max_num_seqs, or lower num_speculative_tokens"
             )
 
@@ -278,8 +280,8 @@ class EngineConfig:
             "max_lora_rank",
             "startup_timeout_s",
             "collective_timeout_s",
-            "hang_soft_limit_s",
-            "hang_hard_limit_s",
+            "watchdog_warn_s",
+            "watchdog_timeout_s",
             "host_timeout_s",
         )
         optional = ("num_gpu_blocks_override", "kv_cache_memory_bytes", "max_model_len")
@@ -301,9 +303,9 @@ class EngineConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; a step must hold one token of each of the "
                 f"{self.max_num_seqs} sequences: raise it, or lower max_num_seqs"
             )
-        if self.hang_soft_limit_s > self.hang_hard_limit_s:
+        if self.watchdog_warn_s > self.watchdog_timeout_s:
             raise ConfigError(
-                f"hang_soft_limit_s is {self.hang_soft_limit_s} and hang_hard_limit_s is {self.hang_hard_limit_s}; the "
+                f"watchdog_warn_s is {self.watchdog_warn_s} and watchdog_timeout_s is {self.watchdog_timeout_s}; the "
                 "soft limit must not be above the hard one"
             )
         if not 0.0 <= self.kv_offloading_size < math.inf:

@@ -38,7 +38,7 @@ class RequestMetrics:
 class CompletionOutput:
     """One generated sequence of a request.
 
-    Of ``num_guessed_tokens`` that speculation verified for it, ``num_accepted_tokens`` were right.
+    Of ``num_draft_tokens`` that speculation verified for it, ``num_accepted_tokens`` were right.
     """
 
     index: int
@@ -48,7 +48,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
-    num_guessed_tokens: int = 0
+    num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
 

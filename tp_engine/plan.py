@@ -4,7 +4,7 @@ A plan carries changes, not state.  Every rank keeps, for each *row* of the pers
 computed tokens, sampling parameters and token ids; applying the plans in order keeps all ranks equal.  A rank applies a
 plan in this order::
 
-    kept -> released -> adapters -> admitted -> new blocks -> lanes -> stores -> loads -> disk reads and writes begin
+    kept -> released -> adapters -> admitted -> new blocks -> draft rows -> stores -> loads -> disk reads and writes begin
          -> wait -> copies -> state copies -> forward pass over decodes, then prefills -> sample
 
 Batch order of a step: all ``decode_rows`` (one token each, all sampled), then all ``prefill_rows`` (``prefill_tokens``
@@ -13,14 +13,14 @@ each; those with ``prefill_samples`` reach the end of their known tokens in this
 ``rows_epoch`` numbers the sets of decode rows: plans of an equal epoch above 0 have equal ``decode_rows``, so that a
 reader may keep what it made of them.  Epoch 0 says nothing about the rows.
 
-Speculation verifies guesses in *lanes*, rows behind those of the batch that stand for a row at later positions in one
-step.  The last ``len(lane_rows)`` of ``decode_rows`` are lanes; ``lane_rows`` (n,), grouped, are the rows that they
-stand for, and ``lane_tokens`` (n,) the guesses.  If a row goes on behind its computed position p, its first lane has
-guess 0 at p + 1, the next one guess 1 at p + 2.  All are sampled with the row's parameters::
+Speculation verifies draft tokens in *draft rows*, rows behind those of the batch that stand for a row at later positions in one
+step.  The last ``len(draft_base_rows)`` of ``decode_rows`` are draft rows; ``draft_base_rows`` (n,), grouped, are the rows that they
+stand for, and ``draft_tokens`` (n,) the draft tokens.  If a row goes on behind its computed position p, its first draft row has
+draft token 0 at p + 1, the next one draft token 1 at p + 2.  All are sampled with the row's parameters::
 
-    decode_rows | 4 7 64 65 66 |    lane_rows | 4 4 7 |    lane_tokens | 31 8 5 |
+    decode_rows | 4 7 64 65 66 |    draft_base_rows | 4 4 7 |    draft_tokens | 31 8 5 |
 
-Of these tokens only that of the row itself counts at once.  Where guesses were right, a later plan says what follows:
+Of these tokens only that of the row itself counts at once.  Where draft tokens were right, a later plan says what follows:
 ``kept_rows`` (n,), grouped, have one more computed token for each entry, behind which ``kept_tokens`` (n,) come.
 
 ``num_drafts`` asks the ranks' drafter for so many tokens behind each row that is sampled, or 0 for none; they come
@@ -174,8 +174,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prefill_rows: IntArray = NO_IDS
     prefill_tokens: IntArray = NO_IDS
     prefill_samples: BoolArray = NO_FLAGS
-    lane_rows: IntArray = NO_IDS
-    lane_tokens: IntArray = NO_IDS
+    draft_base_rows: IntArray = NO_IDS
+    draft_tokens: IntArray = NO_IDS
     kept_rows: IntArray = NO_IDS
     kept_tokens: IntArray = NO_IDS
     mask_rows: IntArray = NO_IDS
@@ -196,9 +196,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return len(self.decode_rows) + (int(self.prefill_tokens.sum()) if len(self.prefill_tokens) else 0)
 
     @property
-    def lanes(self) -> IntArray:
-        """The rows of ``decode_rows`` that are lanes."""
-        return self.decode_rows[len(self.decode_rows) - len(self.lane_rows) :]
+    def draft_rows(self) -> IntArray:
+        """The rows of ``decode_rows`` that are draft rows."""
+        return self.decode_rows[len(self.decode_rows) - len(self.draft_base_rows) :]
 
     @property
     def has_moves(self) -> bool:
@@ -240,7 +240,7 @@ class StepResult:
     asked.  ``prompt_logprobs`` maps a row to the log-probabilities of the prompt positions that this step computed:
     entry i scores the token that follows computed position ``first + i`` of the chunk.  ``pooled`` maps the rows that
     pool to their hidden states (hidden,), or to logits, one for each of their ``pooled_token_ids``.  ``drafts`` maps
-    rows to what the ranks guess behind the row's last token that counts, up to ``StepPlan.num_drafts`` tokens.
+    rows to what the ranks draft behind the row's last token that counts, up to ``StepPlan.num_drafts`` tokens.
     """
 
     step_id: int

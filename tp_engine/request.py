@@ -71,7 +71,7 @@ class SequenceDelta(msgspec.Struct, kw_only=True):
     ``ends_with_text``: a grammar ended it, so that its last token is text, not a stop token.
     ``num_cached_tokens`` (prompt tokens found in the prefix cache), ``prompt_logprobs`` and ``pooled`` (float32, what a
     pooling request asks for) come with the first delta.
-    ``num_guessed_tokens`` have been verified, of which ``num_accepted_tokens`` were right; the last delta has all.
+    ``num_draft_tokens`` have been verified, of which ``num_accepted_tokens`` were right; the last delta has all.
     ``first_scheduled_s`` is the time.monotonic() at which its prefill began (0.0 if it never ran).
     ``error_code`` is that of an ``error`` which the request caused; None for one of the engine.
     """
@@ -89,7 +89,7 @@ class SequenceDelta(msgspec.Struct, kw_only=True):
     error: str | None = None
     error_code: str | None = None
     ends_with_text: bool = False
-    num_guessed_tokens: int = 0
+    num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
 

@@ -21,20 +21,20 @@ _LARGEST = {"num_speculative_tokens": 16, "suffix_decoding_max_tree_depth": 64, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How the next tokens are guessed.
+    """How the next tokens are drafted.
 
     ``ngram``: the last ``prompt_lookup_max`` tokens, or fewer down to ``prompt_lookup_min``, are looked up in the
-    request's own prompt and answer; what followed them there is the guess, of up to ``num_speculative_tokens``.
+    request's own prompt and answer; what followed them there is the draft token, of up to ``num_speculative_tokens``.
 
     ``suffix``: they are looked up as by ``ngram``, and the last ``suffix_decoding_max_tree_depth`` tokens or fewer in
-    the last ``suffix_decoding_max_cached_requests`` answers.  A guess has at most ``suffix_decoding_max_spec_factor``
+    the last ``suffix_decoding_max_cached_requests`` answers.  A draft token has at most ``suffix_decoding_max_spec_factor``
     times as many tokens as the match, each of which followed in a share of ``suffix_decoding_min_token_prob`` of the
     matches.
 
-    ``eagle3``: the draft head ``model``, a folder or a hub name, guesses ``num_speculative_tokens`` on the ranks.
+    ``eagle3``: the draft head ``model``, a folder or a hub name, draft tokens ``num_speculative_tokens`` on the ranks.
 
-    A step has at most ``max_step_rows`` decodes, guesses included; where more requests decode, none are guessed.  None
-    is at most ``MOST_STEP_ROWS``, and the times of decode steps, measured at the start, say how many guesses pay.
+    A step has at most ``max_step_rows`` decodes, draft tokens included; where more requests decode, none are drafted.  None
+    is at most ``MOST_STEP_ROWS``, and the times of decode steps, measured at the start, say how many draft tokens pay.
 
     Raises ``ConfigError`` for what can not be.
     """
@@ -68,7 +68,9 @@ class SpeculativeConfig:
                 f"{self.prompt_lookup_max}; lower the first or raise the second"
             )
         if self.max_step_rows == 1:
-            raise ConfigError(f"{CONFIG_NAME} has max_step_rows 1, which leaves no room for a guess; set at least 2")
+            raise ConfigError(
+                f"{CONFIG_NAME} has max_step_rows 1, which leaves no room for a draft token; set at least 2"
+            )
 
     @property
     def most_rows(self) -> int:

@@ -15,13 +15,13 @@ _WARM_UP = 4
 
 
 def compare_prompts(folder: Path, options: Mapping[str, Any], sizes: list[str], *shape: int) -> list[dict[str, Any]]:
-    """The figures of an engine for each of ``sizes`` (values of ``cuda_graph_prefill_sizes``), one after the other.
+    """The figures of an engine for each of ``sizes`` (values of ``cudagraph_prefill_capture_sizes``), one after the other.
 
     ``shape`` is the number of requests that decode, of tokens of a prompt, and of steps.  ``equal_tokens`` is the share
     of the greedy tokens that equals the first engine's: padding may make a library choose a product that rounds
     differently.
     """
-    found = [_measure(folder, {**options, "cuda_graph_prefill_sizes": one}, *shape) for one in sizes]
+    found = [_measure(folder, {**options, "cudagraph_prefill_capture_sizes": one}, *shape) for one in sizes]
     tokens = [one.pop("tokens") for one in found]
     for one, own in zip(found, tokens, strict=True):
         one["equal_tokens"] = sum(a == b for a, b in zip(own, tokens[0], strict=True)) / len(own)
@@ -46,7 +46,7 @@ def _measure(
         decodes, mixed = requests.steps(repeats, has_prompts=False), requests.steps(repeats, has_prompts=True)
         graph_bytes = llm.engine.report().ranks[0].memory["cuda_graphs"]
     return {
-        "sizes": options["cuda_graph_prefill_sizes"],
+        "sizes": options["cudagraph_prefill_capture_sizes"],
         "ms_to_first_token": round(statistics.median(alone[_WARM_UP:]) * 1e3, 4),
         "decode_step_ms": round(decodes * 1e3, 4),
         "mixed_step_ms": round(mixed * 1e3, 4),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from tp_engine.kernels.native.tape import naming_calls
+from tp_engine.cpu.kernels.tape import naming_calls
 
 
 def kernel_times(step: Callable[[], object], num_steps: int, period_us: float) -> dict[str, float]:

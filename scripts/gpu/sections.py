@@ -214,7 +214,7 @@ _BENCHMARKS = (
     _serve(
         "serve_prompts",
         "the same with CUDA graphs of steps with prompts",
-        " --cuda-graph-prefill-sizes auto --served-model-name prompts-recorded",
+        " --cudagraph-prefill-capture-sizes auto --served-model-name prompts-recorded",
     ),
     _offline("peers_0.6b", 420, "--rounds 1"),
     _offline("offline_14b", 300, "--rounds 1 --no-peer"),

@@ -56,7 +56,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 def llm(files: Files) -> Iterator[LLM]:
     with LLM(str(files.checkpoint), **OPTIONS) as made:
         for name, folder in files.adapters.items():
-            made.load_adapter(name, str(folder))
+            made.load_lora_adapter(name, str(folder))
         yield made
 
 
@@ -117,16 +117,16 @@ def test_reload_in_place_while_requests_run(files: Files, llm: LLM) -> None:
     changing, prompt = files.folder / "changing", files.prompts[1]
     expected = [greedy_by_peft(files.checkpoint, files.adapters[name], prompt, 10) for name in ("linears", "patterns")]
     shutil.copytree(files.adapters["linears"], changing)
-    llm.load_adapter("changing", str(changing))
+    llm.load_lora_adapter("changing", str(changing))
     with pytest.raises(RequestError, match="has already been loaded"):
-        llm.load_adapter("changing", str(changing))
+        llm.load_lora_adapter("changing", str(changing))
     assert answer(run(llm, [prompt], ["changing"])[0])[0] == expected[0][0]
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     running = llm.input_processor.process(prompt, params, request_id="running", adapter="changing")
     llm.engine.add_request(running)
     tokens = [token for _ in range(3) for delta in llm.engine.step() for token in delta.new_token_ids]
     shutil.copytree(files.adapters["patterns"], changing, dirs_exist_ok=True)
-    llm.load_adapter("changing", str(changing), load_inplace=True)
+    llm.load_lora_adapter("changing", str(changing), load_inplace=True)
     while llm.engine.has_unfinished:
         tokens += [token for delta in llm.engine.step() for token in delta.new_token_ids]
     assert tokens == expected[0][0]
@@ -134,8 +134,8 @@ def test_reload_in_place_while_requests_run(files: Files, llm: LLM) -> None:
     for output in after:
         assert output.outputs[0].token_ids == expected[1][0]
     assert [output.num_cached_tokens for output in after] == [0, 36]
-    llm.unload_adapter("changing")
-    for act in (lambda: llm.unload_adapter("changing"), lambda: run(llm, [prompt], ["changing"])):
+    llm.unload_lora_adapter("changing")
+    for act in (lambda: llm.unload_lora_adapter("changing"), lambda: run(llm, [prompt], ["changing"])):
         with pytest.raises(RequestError, match="no adapter is loaded under the name 'changing'"):
             act()
 
@@ -153,7 +153,7 @@ def test_what_can_not_be_served_changes_nothing(files: Files, llm: LLM) -> None:
     ):
         folder = make_adapter(files.folder / f"bad-{name}", checkpoint, **config)
         with pytest.raises(RequestError, match=message):
-            llm.load_adapter("linears", str(folder), load_inplace=True)
+            llm.load_lora_adapter("linears", str(folder), load_inplace=True)
     assert answer(run(llm, files.prompts[:1], ["linears"])[0]) == before
 
 
@@ -182,10 +182,10 @@ def test_adapters_stay_when_the_weights_are_others(
     wanted: list[str | None] = ["linears", None]
     prompts = files.prompts[:2]
     with LLM(str(other), **options) as fresh:
-        fresh.load_adapter("linears", str(files.adapters["linears"]))
+        fresh.load_lora_adapter("linears", str(files.adapters["linears"]))
         expected = [answer(one) for one in run(fresh, prompts, wanted)]
     with LLM(str(files.checkpoint), **options) as llm:
-        llm.load_adapter("linears", str(files.adapters["linears"]))
+        llm.load_lora_adapter("linears", str(files.adapters["linears"]))
         before = [answer(one) for one in run(llm, prompts, wanted)]
         llm.update_weights_from_disk(other)
         assert [answer(one) for one in run(llm, prompts, wanted)] == expected != before
@@ -196,7 +196,7 @@ def test_adapters_stay_when_the_weights_are_others(
 
 
 def test_speculation_changes_no_token(files: Files, llm: LLM) -> None:
-    """Oracle: the same requests without speculation, bit by bit; some guesses were right."""
+    """Oracle: the same requests without speculation, bit by bit; some draft tokens were right."""
     prompts = [files.prompts[0] * 4, files.prompts[3] * 3]
     long = SamplingParams(temperature=0, max_tokens=40, logprobs=0, ignore_eos=True)
     wanted = [LoRARequest("linears"), LoRARequest("attention")]
@@ -204,7 +204,7 @@ def test_speculation_changes_no_token(files: Files, llm: LLM) -> None:
     config = '{"method": "suffix", "num_speculative_tokens": 3, "max_step_rows": 8}'
     with LLM(str(files.checkpoint), speculative_config=config, **OPTIONS) as guessing:
         for name in ("linears", "attention"):
-            guessing.load_adapter(name, str(files.adapters[name]))
+            guessing.load_lora_adapter(name, str(files.adapters[name]))
         for _ in range(2):
             outputs = guessing.generate(prompts, long, use_tqdm=False, lora_request=wanted)
             assert [answer(one) for one in outputs] == expected
@@ -229,7 +229,7 @@ def test_quantised_bases(files: Files, quantization: str) -> None:
     there, to within the base's own error."""
     prompt = files.prompts[1]
     with LLM(str(files.checkpoint), quantization=quantization, **OPTIONS) as quantised:
-        quantised.load_adapter("linears", str(files.adapters["linears"]))
+        quantised.load_lora_adapter("linears", str(files.adapters["linears"]))
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         found = [
             quantised.generate(prompt, params, use_tqdm=False, lora_request=lora)[0]
@@ -298,14 +298,14 @@ def test_bits_of_adapted_experts(tmp_path: Path) -> None:
     }
     with LLM(str(checkpoint), **options, lora_experts=True) as made:
         for name, folder in folders.items():
-            made.load_adapter(name, str(folder))
+            made.load_lora_adapter(name, str(folder))
         together = [answer(one) for one in run(made, prompts, wanted)]
         alone = [answer(run(made, [prompt], [name])[0]) for prompt, name in zip(prompts, wanted, strict=True)]
     assert together == alone
     with LLM(str(checkpoint), **options) as plain:
         assert answer(run(plain, prompts[1:2], [None])[0]) == together[1]
         with pytest.raises(RequestError, match="routed experts can with lora_experts"):
-            plain.load_adapter("both", str(folders["both"]))
+            plain.load_lora_adapter("both", str(folders["both"]))
 
 
 def test_batch_lines(files: Files, tmp_path: Path) -> None:
@@ -346,4 +346,4 @@ def test_starts_that_are_refused(files: Files) -> None:
     with pytest.raises(ConfigError, match="a draft head, which does not know of adapters"):
         LLM(str(files.checkpoint), **OPTIONS, speculative_config=head)
     with LLM(str(files.checkpoint), **SIZES) as plain, pytest.raises(RequestError, match="--enable-lora"):
-        plain.load_adapter("a", str(files.adapters["linears"]))
+        plain.load_lora_adapter("a", str(files.adapters["linears"]))

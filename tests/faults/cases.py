@@ -5,8 +5,8 @@
     action         how the others notice                         limit that passes before the 10 s
     raise, oom     the rank leaves its traceback and ends        none
     exit, kill     its process ends                              none
-    stop           no sign of life                               hang_hard_limit_s (before it registers: start-up's)
-    sleep          signs of life, but no progress                hang_hard_limit_s (while starting: start-up's)
+    stop           no sign of life                               watchdog_timeout_s (before it registers: start-up's)
+    sleep          signs of life, but no progress                watchdog_timeout_s (while starting: start-up's)
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
     what            where                       promise
     kill            a rank                      noticed on both hosts within 1 s; both end, not with 0
-    stop            a rank                      both end after hang_hard_limit_s
+    stop            a rank                      both end after watchdog_timeout_s
     kill            an agent                    its ranks end after their last words, the other host's then
     stop            an agent                    the job goes on
     down            one end of the cable        noticed on both hosts within 5 s; both end, not with 0
@@ -110,7 +110,7 @@ def run_host_case(case: HostCase, folder: Path, gate: Gate | None = None) -> Hos
     delay_s, loss = _SLOW if case.what == "slow" else (0.0, 0.0)
     rounds = {"serve": 1, "batch": 400, "script": 100_000}[case.kind]
     # A lost host is told from a stopped rank if its limit passes first, as it does with the defaults.
-    limits = {"hang_soft_limit_s": 10.0, "hang_hard_limit_s": 20.0}
+    limits = {"watchdog_warn_s": 10.0, "watchdog_timeout_s": 20.0}
     options = limits if case.what in ("down", "slow") else {}
     with (
         gate or Gate(),

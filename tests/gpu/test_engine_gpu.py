@@ -159,7 +159,11 @@ def test_prompt_graphs_give_the_tokens_of_launched_steps(
         folder = checkpoint("qwen2", vocab_size=1000, max_position=1024, **SIZES | window)
     sizes, found = recorded_sizes(monkeypatch), []
     for asked in ("auto", "none"):
-        options = OPTIONS | {"dtype": "float32", "max_num_batched_tokens": 128, "cuda_graph_prefill_sizes": asked}
+        options = OPTIONS | {
+            "dtype": "float32",
+            "max_num_batched_tokens": 128,
+            "cudagraph_prefill_capture_sizes": asked,
+        }
         with LLM(str(folder), **options) as llm:
             outputs = [llm.generate(prompts(), params, use_tqdm=False) for _ in range(2)]
             llm.engine.check_integrity()
@@ -174,7 +178,7 @@ def test_prompt_graphs_compile_nothing_while_serving(folder: Path, monkeypatch: 
     """Oracle: Triton's own hook, which Triton calls for every newly compiled kernel."""
     knobs = pytest.importorskip("triton").knobs
     compiled: list[str] = []
-    with LLM(str(folder), **OPTIONS, dtype="bfloat16", cuda_graph_prefill_sizes="auto") as llm:
+    with LLM(str(folder), **OPTIONS, dtype="bfloat16", cudagraph_prefill_capture_sizes="auto") as llm:
         monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **call: compiled.append(call["repr"]))
         for params in (GREEDY, SEEDED, TOP_K, PENALISED):
             llm.generate(prompts(), params, use_tqdm=False)

@@ -125,7 +125,7 @@ def test_padded_steps_in_a_graph() -> None:
 def test_layer_ops_in_a_graph(dtype: torch.dtype) -> None:
     """Oracle, bit by bit: the same kernels launched one by one, on other inputs than the captured ones."""
     make = cases_of("kernel_cases_layer_ops")
-    gate, add_norm, prepare_heads = (op(name, "cuda") for name in ("gate", "add_norm", "prepare_heads"))
+    gate, add_norm, qk_norm_rope_store = (op(name, "cuda") for name in ("gate", "add_norm", "qk_norm_rope_store"))
     assert add_norm is implementation("add_norm", "triton")
     weight, gate_up, merged = (make.random(shape, dtype, "cuda") for shape in ((96,), (3, 192), (3, 8, 32)))
     positions, slots = torch.tensor([4, 5, 6], device="cuda"), torch.tensor([1, -1, 7], device="cuda")
@@ -137,7 +137,7 @@ def test_layer_ops_in_a_graph(dtype: torch.dtype) -> None:
     def step() -> None:
         x = gate(gate_up, SILU)
         results["norm"] = add_norm(x, residual, NormRule(weight, 1e-6))
-        results["query"] = prepare_heads(merged, 2, None, rotation, LayerKv(cache), slots)[0]
+        results["query"] = qk_norm_rope_store(merged, 2, None, rotation, LayerKv(cache), slots)[0]
 
     graph = captured(step)
     replayed = results["norm"], results["query"]

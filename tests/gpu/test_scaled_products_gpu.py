@@ -7,8 +7,8 @@ import torch
 
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import op
-from tp_engine.kernels.quantised.row_codes import multiply_rounded
-from tp_engine.kernels.quantised.scaled_products import (
+from tp_engine.kernels.quantization.row_codes import multiply_rounded
+from tp_engine.kernels.quantization.scaled_products import (
     BlockProduct,
     RowwiseProduct,
     ScaledGroupedProduct,

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tp_engine import env
+from tp_engine.distributed import groups as process_groups
+from tp_engine.distributed.collectives import Communicator
+from tp_engine.distributed.rank import RankInfo
+from tp_engine.distributed.reduce_plan import why_not
+from tp_engine.distributed.store import launched_store
+from tp_engine.distributed.symmetric_memory import SymmetricCommunicator, probe_machine
 from tp_engine.progress import RankProgress
-from tp_engine.ranks import groups as process_groups
-from tp_engine.ranks.collectives import Communicator
-from tp_engine.ranks.rank import RankInfo
-from tp_engine.ranks.reduce_plan import why_not
-from tp_engine.ranks.store import launched_store
-from tp_engine.ranks.symmetric_memory import SymmetricCommunicator, probe_machine
 
 LAUNCHED = env.launched_rank() or pytest.fail("run this through scripts/test_multi_gpu")
 WORLD_SIZE = LAUNCHED.world_size

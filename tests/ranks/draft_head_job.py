@@ -7,24 +7,24 @@ from typing import Any
 from tests.ranks.speculation_job import run_once
 from tp_engine import LLM
 from tp_engine.plan import IntArray
-from tp_engine.sched.guesses.guesses import DraftedSource, Guess
-from tp_engine.sched.guesses.speculation import Speculation
 from tp_engine.sched.sequence import Sequence
+from tp_engine.sched.spec_decode.proposer import DraftHeadProposer, Proposal
+from tp_engine.sched.spec_decode.speculation import Speculation
 
 
-class Watched(DraftedSource):
+class Watched(DraftHeadProposer):
     """Keeps all drafts that are looked for: the tokens before them, and the drafts."""
 
     def __init__(self, name: str, most_matched: int) -> None:
         super().__init__(name, most_matched)
         self.seen: list[tuple[list[int], list[int]]] = []
 
-    def guess(self, sequence: Sequence, tokens: IntArray, count: int) -> Guess:
-        """See ``GuessSource``."""
+    def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> Proposal:
+        """See ``Proposer``."""
         drafts = None if sequence.constraint is not None else self._drafts.get(sequence.row)
         if drafts is not None:
             self.seen.append((tokens.tolist(), drafts.tokens.tolist()))
-        return super().guess(sequence, tokens, count)
+        return super().propose(sequence, tokens, count)
 
 
 def run(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def run(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
     if speculation is None:
         return run_once(llm, case)
     (source,) = speculation.sources._sources
-    assert isinstance(source, DraftedSource)
+    assert isinstance(source, DraftHeadProposer)
     watched = Watched(source.name, source.most_matched)
     speculation.sources._sources = [watched]
     return {**run_once(llm, case), "drafts": watched.seen}

@@ -15,17 +15,17 @@ from unittest import mock
 
 import torch
 
+from tp_engine.cpu.kernels.exchange import NativeExchange
+from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.shared_memory import DTYPES, SharedMemoryCommunicator, TorchExchange
+from tp_engine.distributed import groups, shared_memory
+from tp_engine.distributed.collectives import Communicator
+from tp_engine.distributed.groups import RankGroups
+from tp_engine.distributed.rank import RankInfo
+from tp_engine.distributed.store import join_store
+from tp_engine.distributed.two_level import ordered_sum
 from tp_engine.errors import RankError
-from tp_engine.kernels.native.exchange import NativeExchange
-from tp_engine.kernels.native.library import native_library
 from tp_engine.progress import RankProgress
-from tp_engine.ranks import groups, shared_memory
-from tp_engine.ranks.collectives import Communicator
-from tp_engine.ranks.groups import RankGroups
-from tp_engine.ranks.rank import RankInfo
-from tp_engine.ranks.shared_memory import DTYPES, SharedMemoryCommunicator, TorchExchange
-from tp_engine.ranks.store import join_store
-from tp_engine.ranks.two_level import ordered_sum
 
 SLOT_BYTES = 96 * 1024
 # Odd sizes, one item more than a slot, several pieces, one and two shots.

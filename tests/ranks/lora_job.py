@@ -33,16 +33,16 @@ def run(options: dict[str, Any], prompts: list[list[int]], folders: list[str], o
         report: dict[str, Any] = {"answers": [answer_of(output) for output in outputs]}
         changing = Path(out).with_suffix(".adapter")
         shutil.copytree(folders[0], changing)
-        llm.load_adapter("changing", str(changing))
+        llm.load_lora_adapter("changing", str(changing))
         named = LoRARequest("changing")
         before = llm.generate(prompts[1], GREEDY, use_tqdm=False, lora_request=named)
         shutil.copytree(folders[1], changing, dirs_exist_ok=True)
-        llm.load_adapter("changing", str(changing), load_inplace=True)
+        llm.load_lora_adapter("changing", str(changing), load_inplace=True)
         after = llm.generate(prompts[1], GREEDY, use_tqdm=False, lora_request=named)
         report["reloaded"] = [answer_of(before[0]), answer_of(after[0])]
         (changing / "adapter_model.safetensors").write_bytes(b"torn")
         try:
-            llm.load_adapter("changing", str(changing), load_inplace=True)
+            llm.load_lora_adapter("changing", str(changing), load_inplace=True)
         except RequestError as error:
             report["refusal"] = str(error)
         again = llm.generate(prompts[1], GREEDY, use_tqdm=False, lora_request=named)

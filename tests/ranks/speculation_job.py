@@ -1,4 +1,4 @@
-"""Run one batch of requests with every kind of source of guesses on the ranks of a job; for ``parity_job.main``.
+"""Run one batch of requests with every kind of source of draft tokens on the ranks of a job; for ``parity_job.main``.
 
 An engine without speculation runs the batch once: that is the oracle.
 """
@@ -12,17 +12,17 @@ import numpy as np
 
 from tp_engine import LLM, SamplingParams, StructuredOutputsParams
 from tp_engine.plan import IntArray
-from tp_engine.sched.guesses.guess_sources import GuessSources
-from tp_engine.sched.guesses.guesses import Guess, GuessSource
-from tp_engine.sched.guesses.speculation import Speculation
 from tp_engine.sched.sequence import Sequence
+from tp_engine.sched.spec_decode.proposer import Proposal, Proposer
+from tp_engine.sched.spec_decode.proposers import Proposers
+from tp_engine.sched.spec_decode.speculation import Speculation
 
 OWN = ("own", "own again")  # those of the engine's method; at the second time it knows the answers
 KINDS = (*OWN, "right", "wrong", "random", "longest", "partly right")
 
 
-class Replay(GuessSource):
-    """Guesses from ``known``, all tokens of sequences that the engine has generated before."""
+class Replay(Proposer):
+    """Draft tokens from ``known``, all tokens of sequences that the engine has generated before."""
 
     name = "replay"
     most_matched = 3
@@ -31,8 +31,8 @@ class Replay(GuessSource):
         self._kind, self._known, self._vocab_size = kind, known, vocab_size
         self._random = random.Random(len(kind))
 
-    def guess(self, sequence: Sequence, tokens: IntArray, count: int) -> Guess:
-        """See ``GuessSource``."""
+    def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> Proposal:
+        """See ``Proposer``."""
         own, rng = tokens.tolist(), self._random
         found: list[int] = next((one[len(own) :][:count] for one in self._known if one[: len(own)] == own), [])
         wrong = [(token + 1) % self._vocab_size for token in found]
@@ -45,7 +45,7 @@ class Replay(GuessSource):
             "longest": [*found, *noise[len(found) :]],
             "partly right": [*found[:place], *wrong[place:]],
         }[self._kind]
-        return Guess(np.array(made, dtype=np.int32), rng.randint(0, self.most_matched))
+        return Proposal(np.array(made, dtype=np.int32), rng.randint(0, self.most_matched))
 
 
 def _params(case: dict[str, Any]) -> SamplingParams:
@@ -59,19 +59,19 @@ def _params(case: dict[str, Any]) -> SamplingParams:
 
 
 def run_kinds(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
-    """For each kind, or for ``none``: tokens and log-probabilities, and what was guessed."""
+    """For each kind, or for ``none``: tokens and log-probabilities, and what was drafted."""
     speculation = llm.engine._scheduler.feature(Speculation)
     found: dict[str, Any] = {}
     for kind in KINDS if speculation is not None else ("none",):
         if speculation is not None and kind not in OWN:
             source = Replay(kind, found["own"]["sequences"], case["vocab_size"])
-            speculation.sources = GuessSources([source], speculation._most_tokens)
+            speculation.sources = Proposers([source], speculation._most_tokens)
         found[kind] = run_once(llm, case)
     return found
 
 
 def run_once(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
-    """Tokens and log-probabilities, and what was guessed."""
+    """Tokens and log-probabilities, and what was drafted."""
     before = llm.engine.stats().speculation
     params = [_params(one) for one in case["params"]]
     outputs = llm.generate(case["prompts"], params, use_tqdm=False)
@@ -91,7 +91,7 @@ def run_once(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
     }
     if before is not None and stats.speculation is not None:
         found["num_runs"] = stats.speculation.num_drafts - before.num_drafts
-        found["num_guessed"] = stats.speculation.num_draft_tokens - before.num_draft_tokens
+        found["num_drafted"] = stats.speculation.num_draft_tokens - before.num_draft_tokens
         found["accepted_by"] = {name: right for name, (_, right) in stats.speculation.by_source.items()}
         found["num_accepted"] = stats.speculation.num_accepted_tokens - before.num_accepted_tokens
     return found

@@ -17,7 +17,7 @@ from tests.ranks.warm_ranks import warm_ranks
 
 # Those that need a tokenizer are left out.
 WITHOUT_TEXT = [one for one in SAMPLERS if not one.keys() & {"regex", "bad_words"}][:10]
-# Guesses are made while at most 12 rows decode.
+# Draft tokens are made while at most 12 rows decode.
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {**PLAIN, "max_num_seqs": 24},
     "chunks and preemption": {**TIGHT, "max_num_seqs": 24},
@@ -65,7 +65,7 @@ def test_drafts_change_no_bit(world_size: int, checkpoint: Callable[..., Path], 
     for name, plain, drafted in zip(SETTINGS, results[::2], results[1::2], strict=True):
         assert drafted["answers"] == plain["answers"], name
         assert drafted["logprobs"] == plain["logprobs"], name
-        assert drafted["num_guessed"] > 0, name
+        assert drafted["num_drafted"] > 0, name
         head, model = pairs[name]
         if name != "always right":
             reference = ReferenceHead(head, model)
@@ -73,4 +73,4 @@ def test_drafts_change_no_bit(world_size: int, checkpoint: Callable[..., Path], 
             assert num_equal >= 0.98 * len(drafted["drafts"]) > 20, name
     assert results[3]["num_preemptions"] > 0 and results[5]["num_cached_tokens"] > 0
     right = results[2 * list(SETTINGS).index("always right") + 1]
-    assert right["num_accepted"] >= 0.9 * right["num_guessed"] and right["num_accepted"] > right["num_runs"]
+    assert right["num_accepted"] >= 0.9 * right["num_drafted"] and right["num_accepted"] > right["num_runs"]

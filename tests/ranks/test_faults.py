@@ -56,7 +56,7 @@ def test_equal_inputs_are_found_equal(folder: Path) -> None:
     prompts = [list(range(5, 25)), [9, 9, 9], [7]]
     with LLM(str(folder), **{**TWO_RANKS, "tensor_parallel_size": 1}) as llm:
         expected = [output.outputs[0].token_ids for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
-    checked = {**TWO_RANKS, "check_inputs": True, "max_num_batched_tokens": 8, "max_num_seqs": 4}
+    checked = {**TWO_RANKS, "debug_compare_rank_inputs": True, "max_num_batched_tokens": 8, "max_num_seqs": 4}
     with LLM(str(folder), **checked) as llm:
         found = [output.outputs[0].token_ids for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
     assert found == expected
@@ -64,7 +64,7 @@ def test_equal_inputs_are_found_equal(folder: Path) -> None:
 
 def test_a_rank_whose_state_has_diverged_is_named(folder: Path) -> None:
     """Oracle: the test changes rank 0's own table, as a wrong plan would; the comparison ends the job at that step."""
-    with LLM(str(folder), **TWO_RANKS, check_inputs=True) as llm:
+    with LLM(str(folder), **TWO_RANKS, debug_compare_rank_inputs=True) as llm:
         llm.generate([[5, 9, 13]], PARAMS, use_tqdm=False)
         llm.engine._worker.runner._batch._token_ids.fill_(3)
         llm.engine._worker.runner._batch.apply = lambda plan: None  # type: ignore[method-assign]

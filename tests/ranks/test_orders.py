@@ -10,7 +10,7 @@ import pytest
 from tests.ranks.launch import TWO_RANKS
 from tests.unit.worker.test_profiling import names_in
 from tp_engine import LLM, RequestError, SamplingParams
-from tp_engine.engine.acts import act
+from tp_engine.engine.admin_commands import act
 from tp_engine.errors import EngineDeadError, RankError
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

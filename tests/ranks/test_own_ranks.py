@@ -204,7 +204,7 @@ def test_a_stopped_rank_0_of_an_async_llm_is_ended(folder: Path) -> None:
     """Oracle: after SIGSTOP of the engine's process the stream fails at the hard limit, and no process stays."""
     import asyncio
 
-    limits: dict[str, Any] = {"hang_soft_limit_s": 1.0, "hang_hard_limit_s": 2.0}
+    limits: dict[str, Any] = {"watchdog_warn_s": 1.0, "watchdog_timeout_s": 2.0}
 
     async def run() -> None:
         async with AsyncLLM(str(folder), **TWO_RANKS, **limits) as llm:

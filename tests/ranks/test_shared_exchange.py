@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tp_engine.ranks.store import host_store
+from tp_engine.distributed.store import host_store
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 150.0

@@ -1,4 +1,4 @@
-"""Guessed tokens change no bit, whatever the source of the guesses.  Oracle: the same job without speculation."""
+"""Draft tokens change no bit, whatever the source of the draft tokens.  Oracle: the same job without speculation."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def test_no_guess_changes_a_bit(world_size: int, checkpoint: Callable[..., Path]
     arguments = tmp_path / "cases.json", tmp_path / "out.json", speculation_job.run_kinds
     warm_ranks(world_size, parity_job.main, *arguments, timeout_s=280)
     results = json.loads((tmp_path / "out.json").read_text())
-    for plain, guessed in zip(results[::2], results[1::2], strict=True):
+    for plain, drafted in zip(results[::2], results[1::2], strict=True):
         for kind in KINDS:
-            assert guessed[kind]["answers"] == plain["none"]["answers"], kind
-            assert guessed[kind]["logprobs"] == plain["none"]["logprobs"], kind
-            assert guessed[kind]["num_guessed"] > 0, kind
-        assert guessed["wrong"]["accepted_by"]["grammar"] > 10
-        assert guessed["own again"]["num_accepted"] > guessed["own"]["num_accepted"]
-        assert guessed["right"]["num_accepted"] > guessed["wrong"]["num_accepted"]
+            assert drafted[kind]["answers"] == plain["none"]["answers"], kind
+            assert drafted[kind]["logprobs"] == plain["none"]["logprobs"], kind
+            assert drafted[kind]["num_drafted"] > 0, kind
+        assert drafted["wrong"]["accepted_by"]["grammar"] > 10
+        assert drafted["own again"]["num_accepted"] > drafted["own"]["num_accepted"]
+        assert drafted["right"]["num_accepted"] > drafted["wrong"]["num_accepted"]
     assert results[3]["right"]["num_preemptions"] > 0 and results[5]["right"]["num_cached_tokens"] > 0

@@ -18,7 +18,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TypeAlias
 
-from tp_engine.ranks.store import host_store
+from tp_engine.distributed.store import host_store
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tests.ranks.chats_job", "tests.ranks.forced_job", "tests.ranks.sampling_job"])

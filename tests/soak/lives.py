@@ -151,7 +151,7 @@ def fatal_life(soak: Soak, kind: str) -> None:
     rank = soak.rng.randrange(1, soak.num_ranks)
     phase, nth = soak.rng.choice((("step_begin", soak.rng.randint(5, 60)), ("move", soak.rng.randint(1, 10))))
     fault = f"{rank}:{phase}@{nth}:{kind}" if kind in ("raise", "exit", "oom") else ""
-    limits = {"hang_soft_limit_s": SOFT_LIMIT_S, "hang_hard_limit_s": HARD_LIMIT_S}
+    limits = {"watchdog_warn_s": SOFT_LIMIT_S, "watchdog_timeout_s": HARD_LIMIT_S}
     with engine_life(soak, fault, kv_offloading_size=TIER_GIB, **limits) as engine:
         load = Workload(engine, soak.pool, soak.rng, soak.reference)
         for _ in range(soak.rng.randint(5, 60)):

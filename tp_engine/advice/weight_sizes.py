@@ -12,7 +12,7 @@ from typing import TypeAlias
 from tp_engine.advice.sizes import ITEMSIZES, local_heads, local_vocab_size
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec, block_bounds, local_inner_size
 from tp_engine.model_config.quantization import Packing, WeightScheme
-from tp_engine.model_config.spec import AttentionSpec, DeltaSpec, LayerSpec, ModelSpec
+from tp_engine.model_config.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, ModelSpec
 from tp_engine.units import ceil_div
 
 _FLOAT32 = 4
@@ -36,7 +36,7 @@ _PER_ROW = WeightScheme(packing="plain", kind="int8")
 
 @dataclass(frozen=True, slots=True)
 class _Online:
-    """What ``--quantization`` makes of linear layers, of experts and of the output head (``layers/formats/``)."""
+    """What ``--quantization`` makes of linear layers, of experts and of the output head (``layers/quantization/``)."""
 
     linear: WeightScheme
     experts: WeightScheme | None
@@ -130,7 +130,7 @@ def _bytes_of_all(product: _Product, scheme: WeightScheme | None, itemsize: int)
 
 
 def _weight_bytes(product: _Product, scheme: WeightScheme | None, itemsize: int) -> int:
-    """Codes, scales, zeros and factors of one weight (``kernels/quantised/weights.py``)."""
+    """Codes, scales, zeros and factors of one weight (``kernels/quantization/weights.py``)."""
     rows, columns = product.rows, product.columns
     if scheme is None:
         return rows * columns * itemsize
@@ -152,7 +152,7 @@ def _products(
     attention = layer.attention
     found = (
         _products_of_delta(hidden, attention, world_size)
-        if isinstance(attention, DeltaSpec)
+        if isinstance(attention, GatedDeltaNetSpec)
         else _products_of_attention(hidden, attention, world_size)
     )
     for mlp in layer.mlps:
@@ -180,7 +180,7 @@ def _products_of_attention(hidden: int, attention: AttentionSpec, world_size: in
     return [*found, _row_parallel("self_attn.o_proj", hidden, width, world_size)]
 
 
-def _products_of_delta(hidden: int, delta: DeltaSpec, world_size: int) -> list[_Product]:
+def _products_of_delta(hidden: int, delta: GatedDeltaNetSpec, world_size: int) -> list[_Product]:
     own, path = delta.kv_kind.on(world_size), delta.name
     keys, values = own.num_key_heads * own.key_dim, own.num_value_heads * own.value_dim
     inputs, gates = (
@@ -259,7 +259,7 @@ def _others(hidden: int, layer: LayerSpec, world_size: int, *, active_only: bool
     attention = layer.attention
     found = hidden * len(list(layer.norms)) + (layer.stream_scale is not None)
     found += sum(_others_of_mlp(hidden, mlp, world_size, active_only=active_only) for mlp in layer.mlps)
-    if isinstance(attention, DeltaSpec):
+    if isinstance(attention, GatedDeltaNetSpec):
         own = attention.kv_kind.on(world_size)
         return found + own.taps * own.num_channels + 2 * own.num_value_heads + own.value_dim
     num_heads = local_heads(attention, world_size)[0]

@@ -10,7 +10,6 @@ from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from tp_engine.adapters import LoRARequest, load_for
 from tp_engine.api.async_operations import AsyncOperations
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_search
 from tp_engine.api.engine_options import ChatTemplateOptions, EngineOptions, read_options
@@ -25,6 +24,7 @@ from tp_engine.engine.client import EngineClient
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.tokenizer import TokenDecoder
 from tp_engine.errors import RankError
+from tp_engine.lora import LoRARequest, load_for
 from tp_engine.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -371,7 +371,7 @@ class AsyncLLM(AsyncOperations):
         params = SamplingParams.of(sampling_params, default)
         load = None if lora is None else load_for(lora, self.input_processor.adapters)
         if load is not None:
-            await self.load_adapter(load["name"], load["path"], load_inplace=True)
+            await self.load_lora_adapter(load["name"], load["path"], load_inplace=True)
         fields: dict[str, Any] = {
             "request_id": request_id or new_request_id(),
             "priority": priority,

@@ -42,14 +42,14 @@ class AsyncOperations(ABC):
     @abstractmethod
     def _ready_outputs(self) -> Outputs: ...
 
-    async def load_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
-        """As ``LLM.load_adapter``."""
-        await self._act("load_adapter", name=name, path=path, replaces=load_inplace)
+    async def load_lora_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
+        """As ``LLM.load_lora_adapter``."""
+        await self._act("load_lora_adapter", name=name, path=path, replaces=load_inplace)
         self.input_processor.adapters[name] = path
 
-    async def unload_adapter(self, name: str) -> None:
-        """As ``LLM.unload_adapter``."""
-        await self._act("unload_adapter", name=name)
+    async def unload_lora_adapter(self, name: str) -> None:
+        """As ``LLM.unload_lora_adapter``."""
+        await self._act("unload_lora_adapter", name=name)
         self.input_processor.adapters.pop(name, None)
 
     async def reset_prefix_cache(self) -> bool:

@@ -36,8 +36,8 @@ class EngineOptions(TypedDict, total=False):
     tp_invariant: bool
     attention_backend: str
     enforce_eager: bool
-    cuda_graph_sizes: Sequence[int] | str | None
-    cuda_graph_prefill_sizes: Sequence[int] | str
+    cudagraph_capture_sizes: Sequence[int] | str | None
+    cudagraph_prefill_capture_sizes: Sequence[int] | str
     kv_cache_dtype: str
     block_size: int
     gpu_memory_utilization: float | None
@@ -65,12 +65,12 @@ class EngineOptions(TypedDict, total=False):
     seed: int
     startup_timeout_s: float
     collective_timeout_s: float
-    hang_soft_limit_s: float
-    hang_hard_limit_s: float
+    watchdog_warn_s: float
+    watchdog_timeout_s: float
     host_timeout_s: float
     profile: str | None
     profile_steps: str
-    check_inputs: bool
+    debug_compare_rank_inputs: bool
     log_format: str
     flight_recorder_dir: str | None
     generation_config: str

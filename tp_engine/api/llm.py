@@ -12,7 +12,6 @@ from typing import Any, TypeAlias, Unpack
 from tqdm import tqdm
 
 from tp_engine import env
-from tp_engine.adapters import LoRARequest, load_for
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_searches
 from tp_engine.api.engine_options import ChatTemplateOptions, EngineOptions, read_options
 from tp_engine.api.input_processor import InputProcessor, Prompt, prompt_text
@@ -21,7 +20,7 @@ from tp_engine.api.output_streams import Outputs, Processed
 from tp_engine.api.pooling import PoolingParams, ScorePairs, embedding_output, embedding_request, paired
 from tp_engine.closing import Closing
 from tp_engine.config import DEMO_MODEL
-from tp_engine.engine.acts import act
+from tp_engine.engine.admin_commands import act
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.staged_tensors import NamedTensors, StagedTensors
 from tp_engine.engine.start import (
@@ -34,6 +33,7 @@ from tp_engine.engine.start import (
 )
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import RequestError
+from tp_engine.lora import LoRARequest, load_for
 from tp_engine.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
@@ -216,18 +216,18 @@ class LLM(Closing):
         self.engine.abort(processed.aborts)
         return processed
 
-    def load_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
+    def load_lora_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
         """Load the PEFT adapter in the folder ``path`` under ``name``.
 
         ``RequestError``, and nothing has changed, if it can not be served, or if the name is taken and not
         ``load_inplace``.
         """
-        act(self.engine, "load_adapter", {"name": name, "path": path, "replaces": load_inplace})
+        act(self.engine, "load_lora_adapter", {"name": name, "path": path, "replaces": load_inplace})
         self.input_processor.adapters[name] = path
 
-    def unload_adapter(self, name: str) -> None:
+    def unload_lora_adapter(self, name: str) -> None:
         """Forget an adapter; ``RequestError`` for an unknown name."""
-        act(self.engine, "unload_adapter", {"name": name})
+        act(self.engine, "unload_lora_adapter", {"name": name})
         self.input_processor.adapters.pop(name, None)
 
     def reset_prefix_cache(self) -> bool:
@@ -299,7 +299,7 @@ class LLM(Closing):
         for one in dict.fromkeys(wanted):
             load = None if one is None else load_for(one, self.input_processor.adapters)
             if load is not None:
-                self.load_adapter(load["name"], load["path"], load_inplace=True)
+                self.load_lora_adapter(load["name"], load["path"], load_inplace=True)
         loaded = self.input_processor.adapters
         if other := next((one for one in wanted if one and one.lora_path not in ("", loaded[one.lora_name])), None):
             raise RequestError(

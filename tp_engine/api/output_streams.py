@@ -200,7 +200,7 @@ class Outputs:
         else:
             self._hand_out_later(output)
 
-    async def keep_up(self) -> None:
+    async def wait_delivered(self) -> None:
         """Return when all has been handed out and other tasks have had a turn; raises what went wrong."""
         if self._handing_out is None:
             await asyncio.sleep(0)

@@ -19,7 +19,7 @@ class SequenceUpdate:
 
     ``finish_reason`` is None while it runs; ``stop_reason`` is the stop token id or stop string that ended it.
     ``num_output_tokens`` counts all tokens of the sequence up to here.  ``error`` says what went wrong if
-    ``finish_reason`` is ``error``, and ``error_code`` is set if the request caused it.  ``num_guessed_tokens`` and
+    ``finish_reason`` is ``error``, and ``error_code`` is set if the request caused it.  ``num_draft_tokens`` and
     ``num_accepted_tokens`` are those of the sequence, as far as they are known.  ``prompt_logprobs`` come once for a
     request, when its prompt is computed; ``request_output`` comes with the update that ends the whole request.
     """
@@ -38,7 +38,7 @@ class SequenceUpdate:
     error: str | None = None
     error_code: str | None = None
     request_output: RequestOutput | None = None
-    num_guessed_tokens: int = 0
+    num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
     def append(self, later: SequenceUpdate) -> None:
@@ -54,7 +54,7 @@ class SequenceUpdate:
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
         self.error, self.error_code = later.error, later.error_code
         self.request_output = later.request_output
-        self.num_guessed_tokens, self.num_accepted_tokens = later.num_guessed_tokens, later.num_accepted_tokens
+        self.num_draft_tokens, self.num_accepted_tokens = later.num_draft_tokens, later.num_accepted_tokens
 
     def as_output(self, request: EngineRequest, prompt: str | None) -> RequestOutput:
         """What is new, as an output of ``request`` that holds nothing else."""
@@ -96,7 +96,7 @@ class _SequenceState:
         text, num_tokens = self._show(delta)
         self._pieces.append(text)
         self.output.token_ids += delta.new_token_ids[:num_tokens]
-        self.output.num_guessed_tokens = max(self.output.num_guessed_tokens, delta.num_guessed_tokens)
+        self.output.num_draft_tokens = max(self.output.num_draft_tokens, delta.num_draft_tokens)
         self.output.num_accepted_tokens = max(self.output.num_accepted_tokens, delta.num_accepted_tokens)
         stop_string = None if self._text is None else self._text.stop_string
         if stop_string is not None:
@@ -221,7 +221,7 @@ class RequestState:
             prompt_logprobs=prompt_logprobs,
             finish_reason=sequence.output.finish_reason,
             stop_reason=sequence.output.stop_reason,
-            num_guessed_tokens=sequence.output.num_guessed_tokens,
+            num_draft_tokens=sequence.output.num_draft_tokens,
             num_accepted_tokens=sequence.output.num_accepted_tokens,
             error=delta.error,
             error_code=delta.error_code,

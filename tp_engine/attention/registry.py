@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tp_engine.attention import flash_attn, native_backend, triton_backend, triton_latent
+from tp_engine.attention import flash_attn, native_backend, triton_backend, triton_mla
 from tp_engine.attention.base import AttentionBackend, AttentionNeeds
-from tp_engine.attention.latent import LatentBackend
-from tp_engine.attention.native_backend import NativeBackend
+from tp_engine.attention.mla import MLABackend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.attention.triton_backend import TritonBackend
-from tp_engine.attention.triton_latent import TritonLatentBackend
+from tp_engine.attention.triton_mla import TritonMLABackend
+from tp_engine.cpu.attention import NativeBackend
+from tp_engine.cpu.kernels.block_codes import lanes_of
+from tp_engine.cpu.kernels.library import native_library
 from tp_engine.errors import ConfigError
-from tp_engine.kernels.native.block_codes import lanes_of
-from tp_engine.kernels.native.library import native_library
 from tp_engine.log import get_logger
 
 _logger = get_logger(__name__)
@@ -41,12 +41,12 @@ class _Kind:
 
 
 def _why_no_triton(needs: AttentionNeeds) -> str | None:
-    return (triton_latent.why_not_latents if needs.has_latents else triton_backend.why_not)(needs)
+    return (triton_mla.why_not_latents if needs.has_latents else triton_backend.why_not)(needs)
 
 
 def _make_triton(needs: AttentionNeeds) -> AttentionBackend:
     if needs.has_latents:
-        return TritonLatentBackend()
+        return TritonMLABackend()
     return TritonBackend(is_invariant=needs.is_invariant)
 
 
@@ -96,10 +96,10 @@ def _choose(needs: AttentionNeeds) -> str:
 def select_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:
     """A new backend of the kind that ``check_backend`` returns for the same arguments."""
     backend = _KINDS[check_backend(name, needs)].make(needs)
-    return LatentBackend(backend) if needs.has_latents else backend
+    return MLABackend(backend) if needs.has_latents else backend
 
 
-def key_lanes(backend: AttentionBackend, block_size: int) -> int:
+def simd_width(backend: AttentionBackend, block_size: int) -> int:
     """Tokens whose keys lie side by side as columns in a block that ``backend`` keeps; 0 if keys are rows."""
     library = native_library() if isinstance(backend, NativeBackend) else None  # ranks on GPUs compile no C
     return 0 if library is None else lanes_of(library, block_size)

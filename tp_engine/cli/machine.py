@@ -17,13 +17,13 @@ from tp_engine import env
 from tp_engine.attention.registry import obstacles
 from tp_engine.cli.findings import Finding, Status
 from tp_engine.config import EngineConfig
+from tp_engine.cpu.kernels.library import native_library
+from tp_engine.distributed.symmetric_memory import has_native_atomics
 from tp_engine.errors import ConfigError
 from tp_engine.ipc.segment import SHM_FOLDER, needed_bytes, shm_option
-from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.quantised.weights import Codes, QuantisedWeight, values_per_byte
-from tp_engine.layers.formats.int8 import takes_int8_products
-from tp_engine.layers.formats.quantised_products import choose_quantised_product
-from tp_engine.ranks.symmetric_memory import has_native_atomics
+from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight, values_per_byte
+from tp_engine.layers.quantization.int8 import takes_int8_products
+from tp_engine.layers.quantization.quantised_products import choose_quantised_product
 from tp_engine.units import GIB, MIB, format_gib
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
 from tp_engine.worker.gpu_host import driver_version, why_no_gpus, why_unseen

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from tp_engine.adapters import parse_modules
-from tp_engine.engine.acts import act
-from tp_engine.engine.disk_upkeep import DiskUpkeep, JournalFile, read_contents
+from tp_engine.distributed.groups import RankGroups
+from tp_engine.engine.admin_commands import act
+from tp_engine.engine.disk_writer import DiskWriter, JournalFile, read_contents
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.grammar_queue import GrammarQueue, make_compiler
 from tp_engine.engine.job import Job
@@ -18,9 +18,9 @@ from tp_engine.ipc.plan_channel import PlanPublisher
 from tp_engine.ipc.relay import PlanLink
 from tp_engine.kv_codec import may_refuse
 from tp_engine.log import get_logger
+from tp_engine.lora import parse_modules
 from tp_engine.plan import NO_IDS
 from tp_engine.progress import RankPhase
-from tp_engine.ranks.groups import RankGroups
 from tp_engine.sched.limits import TierReports
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.sched.tiers.disk_journal import DiskContents
@@ -51,7 +51,7 @@ def build_engine(
         undo.callback(groups.close)
         undo.enter_context(job.reporting())  # reports before the groups close: a closed group looks like a death
         compiler = make_compiler(effective)  # holds the GIL for a while, so not between steps
-        note_inputs = job.slot.note_inputs if effective.config.check_inputs else None
+        note_inputs = job.slot.note_inputs if effective.config.debug_compare_rank_inputs else None
         worker = Worker(effective, groups, job.slot.tier_progress(), note_inputs=note_inputs)
         undo.callback(worker.close)
         num_blocks = worker.start()
@@ -67,7 +67,7 @@ def build_engine(
         job.ready()
         undo.pop_all()
     grammars = GrammarQueue(compiler, effective.model.vocab_size)
-    echoes = EchoCheck(job.board, checks_inputs=effective.config.check_inputs)
+    echoes = EchoCheck(job.board, checks_inputs=effective.config.debug_compare_rank_inputs)
     if job.links is not None:
         job.links.mirrored = echoes.compare_far
     limits = _limits(effective, num_blocks, worker)
@@ -91,7 +91,7 @@ def build_engine(
         job=job,
         echoes=echoes,
         leave=lambda: _leave(groups, job, leave),
-        upkeep=None if journal is None else DiskUpkeep(scheduler, journal),
+        upkeep=None if journal is None else DiskWriter(scheduler, journal),
     )
     _load_adapters(engine, effective)
     return engine
@@ -101,7 +101,7 @@ def _load_adapters(engine: Engine, effective: EffectiveConfig) -> None:
     """Load those of ``lora_modules``; ``ConfigError``, and the engine is closed, if one can not be served."""
     for source in parse_modules(effective.config.lora_modules):
         try:
-            act(engine, "load_adapter", {"name": source.name, "path": source.path})
+            act(engine, "load_lora_adapter", {"name": source.name, "path": source.path})
         except RequestError as error:
             engine.close()
             raise ConfigError(f"lora_modules has {source.name}={source.path}: {error}") from error

@@ -32,7 +32,7 @@ class EngineEvents(Protocol):
     def on_rejected(self, request_id: str, error: RequestError) -> None:
         """The engine refused a request."""
 
-    async def keep_up(self) -> None:
+    async def wait_delivered(self) -> None:
         """Return when the owner can take the next message; until then messages wait in the socket."""
 
     def on_ended(self, error: EngineDeadError) -> None:
@@ -106,10 +106,10 @@ class EngineClient:
 
     async def act(self, action: str, *, timeout_s: float = 150.0, **arguments: Any) -> dict[str, Any]:
         """Let the engine do ``action``, a name in ``acts.py``; ``RequestError`` if it refuses."""
-        acted: messages.Acted = await self._ask(messages.Act(action=action, arguments=arguments), timeout_s)
-        if acted.refusal is not None:
-            raise RequestError(acted.refusal)
-        return acted.result
+        done: messages.CommandDone = await self._ask(messages.Act(action=action, arguments=arguments), timeout_s)
+        if done.refusal is not None:
+            raise RequestError(done.refusal)
+        return done.result
 
     def stop(self) -> None:
         """Ask the engine to abort everything and stop."""
@@ -154,7 +154,7 @@ class EngineClient:
         # Poll before receiving, because a cancelled poll loses no message.
         while True:
             await self._socket.poll()
-            await self._receive_all(self._events.keep_up)
+            await self._receive_all(self._events.wait_delivered)
 
     async def _receive_all(self, pause: Callable[[], Awaitable[None]] | None = None) -> None:
         try:
@@ -184,8 +184,8 @@ class EngineClient:
                 self._events.on_rejected(request_id, RequestError(text, param=param, code=code))
             case messages.Stats(stats=answer) | messages.Report(report=answer):
                 self._answer(answer)
-            case messages.Acted() as acted:
-                self._answer(acted)
+            case messages.CommandDone() as done:
+                self._answer(done)
             case messages.Ready(model_info=model_info):
                 if not self._ready.done():
                     self._ready.set_result(model_info)

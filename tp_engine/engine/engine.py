@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from tp_engine.closing import Ending
-from tp_engine.engine.disk_upkeep import DiskUpkeep
+from tp_engine.engine.admin import EngineAdmin
+from tp_engine.engine.disk_writer import DiskWriter
 from tp_engine.engine.grammar_queue import GrammarQueue
 from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
-from tp_engine.engine.operator import Operator
 from tp_engine.engine.report import EngineReport, StepStatistics, expert_balance
 from tp_engine.ipc.job_board import EchoCheck
 from tp_engine.ipc.plan_channel import PlanPublisher
@@ -61,7 +61,7 @@ class Engine:
         job: Job,
         echoes: EchoCheck,
         leave: Callable[[], None],
-        upkeep: DiskUpkeep | None = None,
+        upkeep: DiskWriter | None = None,
     ) -> None:
         self.model_info = model_info
         self._worker = worker
@@ -78,15 +78,15 @@ class Engine:
         self._statistics = StepStatistics(job.board)
         self._echoes = echoes
         self._leave = leave
-        self._upkeep = upkeep
+        self._disk_writer = upkeep
         self._ending = Ending()
-        self.operator = Operator(
+        self.operator = EngineAdmin(
             scheduler=scheduler,
             grammars=grammars,
             worker=worker,
             job=job,
             standstill=self._standing_still,
-            obey=self._obey,
+            execute_command=self._execute_command,
         )
 
     @property
@@ -133,8 +133,8 @@ class Engine:
             self._send_plans()
             if self._num_in_flight == 0:
                 self._grammars.wait(_COMPILING_SLICE_S)
-                if self._upkeep is not None:
-                    self._upkeep.wait()
+                if self._disk_writer is not None:
+                    self._disk_writer.wait()
                 return StepOutput()
             plan, result = self._finish_oldest()
             if self._num_ahead == 0:
@@ -172,13 +172,13 @@ class Engine:
         """Raise ``RankError`` if a rank has died; cheap enough for each round of an idle loop."""
         self._job.check()
 
-    def work_when_idle(self) -> bool:
+    def run_background_io(self) -> bool:
         """For idle loops: go on with what no request waits for, the writes of a disk tier; whether there is more."""
-        if self._upkeep is None or self.has_unfinished:
+        if self._disk_writer is None or self.has_unfinished:
             return False
         self._enter()
         with self._failing():
-            return self._upkeep.turn(self._run_alone)
+            return self._disk_writer.turn(self._run_alone)
 
     def check_integrity(self) -> None:
         """Assert that all blocks are accounted for."""
@@ -194,8 +194,8 @@ class Engine:
                 self._stop_ranks()
         finally:
             self._grammars.close()
-            if self._upkeep is not None:
-                self._upkeep.close()
+            if self._disk_writer is not None:
+                self._disk_writer.close()
             self._worker.close()
             if self._publisher is not None:
                 self._publisher.close()
@@ -220,10 +220,10 @@ class Engine:
                 self.operator.drained.append(self._update(*self._finish_oldest()))
             yield
 
-    def _obey(self, plan: StepPlan) -> Outcome:
+    def _execute_command(self, plan: StepPlan) -> Outcome:
         self._publish(plan)
         self._recorder.begin(plan.step_id)
-        outcome = self._worker.obey(plan.order)
+        outcome = self._worker.execute_command(plan.order)
         self._recorder.done(plan.step_id)
         return outcome
 
@@ -238,8 +238,8 @@ class Engine:
         with self._failing():
             while self._num_in_flight:
                 self._scheduler.update(*self._finish_oldest())
-            if self._upkeep is not None:
-                self._upkeep.flush(self._run_alone)
+            if self._disk_writer is not None:
+                self._disk_writer.flush(self._run_alone)
             self._job.stopping()
             self._job.progress.reach(RankPhase.SHUTDOWN)
             self._publish(StepPlan(step_id=self._scheduler.next_step_id, control=Control.STOP))

@@ -27,6 +27,7 @@ import torch
 
 from tp_engine import env
 from tp_engine.config import EngineConfig
+from tp_engine.distributed.store import Store, WatchedStore
 from tp_engine.engine.job import Job
 from tp_engine.errors import ConfigError, RankError
 from tp_engine.interfaces import address_towards, interface_of, is_loopback
@@ -34,7 +35,6 @@ from tp_engine.ipc.handshake import KEY_BYTES, HostHello, Listener, connect, new
 from tp_engine.ipc.relay import PlanLink, RelayReader
 from tp_engine.ipc.ring_buffer import RingWriter
 from tp_engine.log import get_logger
-from tp_engine.ranks.store import Store, WatchedStore
 from tp_engine.topology import Topology
 from tp_engine.version import __version__
 from tp_engine.weights.fingerprint import checkpoint_fingerprint

@@ -66,13 +66,13 @@ def find_incident(board: JobBoard, own_rank: int, gone: Collection[int], exit_co
     if silent:
         return _told(board, board.slots[silent[0]], silent[0] in gone, exit_code)
     failed = sorted((slot for slot in board.slots if slot.state == State.FAILED), key=lambda slot: slot.failed_ns)
-    cause = next((slot for slot in failed if slot.blamed_rank is None), None)
+    cause = next((slot for slot in failed if slot.failed_rank is None), None)
     if cause is not None:
         return None if cause.rank == own_rank else _told(board, cause, cause.rank in gone, exit_code)
     if not failed or all(slot.rank == own_rank for slot in failed):
         return None
     first = next(slot for slot in failed if slot.rank != own_rank)
-    blamed = first.blamed_rank
+    blamed = first.failed_rank
     assert blamed is not None
     place = on_host(board, board.slots[blamed])
     return Incident(blamed, f"{place}{where(board.slots[blamed])}; rank {first.rank} reports:", first.failure_text)
@@ -189,7 +189,7 @@ def _rank(board: JobBoard, slot: RankSlot, input_echoes: list[int]) -> RankRecor
         heartbeat_ns=slot.heartbeat_ns,
         cpu_ns=slot.cpu_ns,
         failed_ns=slot.failed_ns,
-        blamed_rank=slot.blamed_rank,
+        failed_rank=slot.failed_rank,
         failure=slot.failure_text,
         steps=_steps(slot, dict(split_echo(echo) for echo in input_echoes)),
     )

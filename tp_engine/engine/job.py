@@ -63,8 +63,8 @@ class Job:
         progress.show_on(self.slot.words, PHASE_WORD, COLLECTIVE_WORD)
         self.slot.register()
         limits = HangLimits(
-            soft_s=config.hang_soft_limit_s,
-            hard_s=config.hang_hard_limit_s,
+            soft_s=config.watchdog_warn_s,
+            hard_s=config.watchdog_timeout_s,
             startup_s=config.startup_timeout_s,
             cpu_proves_life=config.device == "cpu",
         )
@@ -171,7 +171,7 @@ class Job:
         is_asked_for = not isinstance(error, Exception)  # a signal, or an exit
         text = f"it was told to stop ({type(error).__name__})" if is_asked_for else traceback.format_exception(error)
         self.watchdog.note_ends()  # torchrun stops a rank because of one that has ended: that one is the cause
-        self.slot.fail("".join(text), blamed_rank=blamed)
+        self.slot.fail("".join(text), failed_rank=blamed)
         self._tell_hosts()
 
     def blame(self, error: BaseException) -> None:
@@ -245,7 +245,7 @@ class Job:
         first = self.board.local_slots[0].rank
         if incident.rank != 0:
             is_writing = self.rank == 0
-        elif self.board.slots[0].state == State.FAILED and self.board.slots[0].blamed_rank is None:
+        elif self.board.slots[0].state == State.FAILED and self.board.slots[0].failed_rank is None:
             is_writing = False
         else:
             is_writing = self.rank == (1 if first == 0 else first)

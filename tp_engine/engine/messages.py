@@ -3,7 +3,7 @@
 ::
 
     frontend -> rank 0    Hello, AddRequest, AbortRequests, ExpectSession, GetStats, GetReport, Act, Stop
-    rank 0 -> frontend    Ready, Added, Rejected, Stats, Report, Acted, Stopped, EngineDead
+    rank 0 -> frontend    Ready, Added, Rejected, Stats, Report, CommandDone, Stopped, EngineDead
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class GetReport(_Message, frozen=True, kw_only=True):
 
 
 class Act(_Message, frozen=True, kw_only=True):
-    """Asks for ``Acted``; ``action`` is a name in ``acts.py``."""
+    """Asks for ``CommandDone``; ``action`` is a name in ``acts.py``."""
 
     action: str
     arguments: dict[str, Any] = {}
@@ -130,7 +130,7 @@ class Report(_Message, frozen=True, kw_only=True):
     report: EngineReport
 
 
-class Acted(_Message, frozen=True, kw_only=True):
+class CommandDone(_Message, frozen=True, kw_only=True):
     """The answer to ``Act``; ``refusal`` says why it was refused, if it was."""
 
     result: dict[str, Any]
@@ -148,7 +148,7 @@ class EngineDead(_Message, frozen=True, kw_only=True):
 
 
 ToEngine: TypeAlias = Hello | AddRequest | AbortRequests | ExpectSession | GetStats | GetReport | Act | Stop
-ToFrontend: TypeAlias = Ready | Added | Rejected | Stats | Report | Acted | Stopped | EngineDead
+ToFrontend: TypeAlias = Ready | Added | Rejected | Stats | Report | CommandDone | Stopped | EngineDead
 
 # Both ends are on one host, so arrays keep its byte order.
 _ARRAY_KINDS = {np.dtype(np.int32): "i4", np.dtype(np.float32): "f4"}

@@ -6,6 +6,10 @@ import contextlib
 from collections.abc import Callable
 
 from tp_engine.config import EngineConfig
+from tp_engine.distributed import groups as process_groups
+from tp_engine.distributed.groups import RankGroups
+from tp_engine.distributed.rank import RankInfo
+from tp_engine.distributed.store import Store, join_store
 from tp_engine.engine.hosts import Hosts
 from tp_engine.engine.job import Job
 from tp_engine.ipc.plan_channel import MessageSource, PlanSubscriber
@@ -13,10 +17,6 @@ from tp_engine.ipc.rank_slot import StepRecorder
 from tp_engine.ipc.ring_buffer import RingReader, RingWriter
 from tp_engine.plan import FIRST_STEP_ID, Control
 from tp_engine.progress import RankPhase
-from tp_engine.ranks import groups as process_groups
-from tp_engine.ranks.groups import RankGroups
-from tp_engine.ranks.rank import RankInfo
-from tp_engine.ranks.store import Store, join_store
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
 from tp_engine.worker.worker import Worker
 
@@ -59,7 +59,7 @@ def run_worker(effective: EffectiveConfig, groups: RankGroups, job: Job, hosts: 
     with contextlib.ExitStack() as stack:
         stack.callback(groups.close)
         stack.enter_context(job.reporting())  # reports before the groups close: a closed group looks like a death
-        note_inputs = job.slot.note_inputs if effective.config.check_inputs else None
+        note_inputs = job.slot.note_inputs if effective.config.debug_compare_rank_inputs else None
         worker = Worker(effective, groups, job.slot.tier_progress(), note_inputs=note_inputs)
         stack.callback(worker.close)
         worker.start()
@@ -101,7 +101,7 @@ def _run_plans(worker: Worker, subscriber: PlanSubscriber, job: Job) -> None:
             return
         recorder.begin(plan.step_id)
         if plan.order:
-            worker.obey(plan.order)
+            worker.execute_command(plan.order)
         else:
             worker.execute(plan)
         recorder.launched(plan.step_id)

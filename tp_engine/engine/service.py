@@ -2,7 +2,7 @@
 
 ::
 
-    serving --serve_out--> serving out --the frontend has gone, or the deadline--> stopped
+    serving --drain--> serving out --the frontend has gone, or the deadline--> stopped
        |                        |
        +---Stop, request_stop---+---> stopped (running requests are aborted)
        |                        |
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tp_engine.engine import messages
-from tp_engine.engine.acts import Actor, act
+from tp_engine.engine.admin_commands import EngineAdminLike, act
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import EngineReport
 from tp_engine.engine.service_socket import ServiceSocket
@@ -34,8 +34,8 @@ _IDLE_SLICE_S = 1.0
 _IDLE_WORK_SLICE_S = 0.001
 
 
-class OperatorLike(Actor, Protocol):
-    """``Operator``, or a stand-in."""
+class ServedAdmin(EngineAdminLike, Protocol):
+    """``EngineAdmin``, or a stand-in."""
 
     def take_drained(self) -> list[StepOutput]: ...
 
@@ -44,7 +44,7 @@ class EngineLike(Protocol):
     """What the service drives: ``Engine``, or a stand-in."""
 
     @property
-    def operator(self) -> OperatorLike: ...
+    def operator(self) -> ServedAdmin: ...
 
     @property
     def model_info(self) -> ModelInfo: ...
@@ -57,13 +57,13 @@ class EngineLike(Protocol):
     def stats(self) -> SchedulerStats: ...
     def report(self, view: ViewLimits | None = None) -> EngineReport: ...
     def check_health(self) -> None: ...
-    def work_when_idle(self) -> bool: ...
+    def run_background_io(self) -> bool: ...
 
 
 class EngineService:
     """Serves one frontend at ``address`` (from ``new_address``) until it is told to stop.
 
-    ``serve_out`` and ``request_stop`` may be called from any thread and from a signal handler.  The frontend must
+    ``drain`` and ``request_stop`` may be called from any thread and from a signal handler.  The frontend must
     connect within ``connect_timeout_s``.  The caller closes the engine.
     """
 
@@ -72,19 +72,19 @@ class EngineService:
         self._socket = ServiceSocket(address)
         self._connect_timeout_s = connect_timeout_s
         self._connected = False
-        self._serve_out_s: float | None = None
+        self._drain_s: float | None = None
         self._stop_requested = False
         self._deadline_s: float | None = None
         self._has_idle_work = True  # until the engine says otherwise
         self._unfinished: dict[str, int] = {}  # request id -> number of its sequences that still run
 
-    def serve_out(self, timeout_s: float) -> None:
+    def drain(self, timeout_s: float) -> None:
         """Stop when the frontend has gone, or after ``timeout_s``.
 
         The frontend has been told to accept no new requests.  The engine still accepts them, because only the frontend
         knows which belong to work that it has accepted: a beam search goes on with requests that are new here.
         """
-        self._serve_out_s = timeout_s
+        self._drain_s = timeout_s
         self._socket.wake()
 
     def request_stop(self) -> None:
@@ -117,7 +117,7 @@ class EngineService:
 
     @property
     def _leaving(self) -> bool:
-        return self._stop_requested or self._serve_out_s is not None
+        return self._stop_requested or self._drain_s is not None
 
     def _is_over(self) -> bool:
         if self._stop_requested:
@@ -135,7 +135,7 @@ class EngineService:
                 self._has_idle_work = True
             else:
                 self._engine.check_health()
-                self._has_idle_work = self._engine.work_when_idle()
+                self._has_idle_work = self._engine.run_background_io()
         except Exception as error:
             self._socket.send(messages.EngineDead(reason=f"{type(error).__name__}: {error}"))
             raise
@@ -146,10 +146,10 @@ class EngineService:
         return _IDLE_WORK_SLICE_S if self._has_idle_work else _IDLE_SLICE_S
 
     def _begin_serving_out(self) -> None:
-        if self._serve_out_s is not None and self._deadline_s is None:
-            self._deadline_s = time.monotonic() + self._serve_out_s
+        if self._drain_s is not None and self._deadline_s is None:
+            self._deadline_s = time.monotonic() + self._drain_s
             if num_running := len(self._unfinished):
-                logger.info("draining: %d requests may finish within %g s", num_running, self._serve_out_s)
+                logger.info("draining: %d requests may finish within %g s", num_running, self._drain_s)
 
     def _handle(self, data: bytes) -> None:
         try:
@@ -197,7 +197,7 @@ class EngineService:
             refusal = str(error)
         for output in self._engine.operator.take_drained():
             self._publish(output)
-        self._socket.send(messages.Acted(result=result, refusal=refusal))
+        self._socket.send(messages.CommandDone(result=result, refusal=refusal))
 
     def _reject(self, request_id: str, error: RequestError) -> None:
         self._socket.send(

@@ -86,7 +86,7 @@ def spawn_service(config: EngineConfig) -> ServiceHandle:
     address, pulse = new_address(), Pulse.create()
     spec = ServiceSpec(config=dataclasses.asdict(config), address=address, parent_pid=os.getpid(), pulse=pulse.address)
     process = ChildRanks("tp_engine.engine.service_process", [msgspec.json.encode(spec)], first_rank=0)
-    service = ServiceHandle(process, address, pulse, config.hang_hard_limit_s)
+    service = ServiceHandle(process, address, pulse, config.watchdog_timeout_s)
     socket_path = Path(address.removeprefix("ipc://"))
 
     def is_ready() -> bool:

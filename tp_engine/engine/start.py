@@ -24,6 +24,9 @@ import msgspec
 
 from tp_engine import env
 from tp_engine.config import EngineConfig
+from tp_engine.distributed import groups as process_groups
+from tp_engine.distributed.rank import RankInfo
+from tp_engine.distributed.store import Store, host_store, job_store, launched_store
 from tp_engine.engine.build import build_engine
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.hosts import link_hosts, topology_of
@@ -38,9 +41,6 @@ from tp_engine.grammar.compiler import check_defaults
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import get_logger
 from tp_engine.progress import RankPhase, RankProgress
-from tp_engine.ranks import groups as process_groups
-from tp_engine.ranks.rank import RankInfo
-from tp_engine.ranks.store import Store, host_store, job_store, launched_store
 from tp_engine.structured_outputs import StructuredOutputsDefaults
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
 

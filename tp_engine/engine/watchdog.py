@@ -244,7 +244,7 @@ class Watchdog:
             return
         incident = self.incident
         if incident is not None:
-            self._slot.fail(f"ended because of rank {incident.rank}: {incident.message}", blamed_rank=incident.rank)
+            self._slot.fail(f"ended because of rank {incident.rank}: {incident.message}", failed_rank=incident.rank)
             self.tell_hosts()
             if self._may_kill and self._board.topology.is_leader(self._slot.rank):
                 self.peers.kill_all()

@@ -186,7 +186,7 @@ def _phase(rank: RankRecord) -> str:
 
 
 def _trouble(rank: RankRecord, silent_s: float | None) -> str:
-    if rank.blamed_rank is not None:
+    if rank.failed_rank is not None:
         return ""
     if rank.state == "failed":
         last_line = rank.failure.strip().rpartition("\n")[2]

@@ -35,7 +35,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     The rank waits for the plan until ``received_ns`` (on rank 0: until it is published), begins with it at
     ``started_ns``, has launched the model and the sampler at ``launched_ns`` and is done at ``done_ns``.
-    ``plan_checksum`` (64 bits) is that of the plan as received, ``input_digest`` (32 bits, only with ``check_inputs``)
+    ``plan_checksum`` (64 bits) is that of the plan as received, ``input_digest`` (32 bits, only with ``debug_compare_rank_inputs``)
     that of the inputs made from it; 0 if not known.
     """
 
@@ -58,7 +58,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     collectives that the rank has entered, or 1 once it has done its part of a start-up phase.  ``process`` is what the
     kernel says: ``alive``, ``stopped`` (SIGSTOP), ``gone``, or ``none`` for a rank that never came; ``lost`` for the
     first rank of a host that does not answer.  ``exit`` is how it ended, if its parent knows, such as ``signal 9``.
-    ``failure`` is the traceback that a failing rank left, ``blamed_rank`` another rank that caused its failure.
+    ``failure`` is the traceback that a failing rank left, ``failed_rank`` another rank that caused its failure.
     ``host`` counts from 0; on hosts other than 0, only rank 0's record has all steps.
     """
 
@@ -78,7 +78,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_ns: int = 0
     cpu_ns: int = 0
     failed_ns: int = 0
-    blamed_rank: int | None = None
+    failed_rank: int | None = None
     failure: str = ""
     steps: list[StepRecord] = []
 

@@ -10,7 +10,7 @@ from tp_engine.flight_recorder.record import FlightRecord, RankRecord, StepRecor
 _TRACEBACK_LINES = 25
 _TELLING = (
     "model", "tensor_parallel_size", "device", "dtype", "attention_backend", "block_size", "max_model_len",
-    "max_num_seqs", "max_num_batched_tokens", "hang_soft_limit_s", "hang_hard_limit_s",
+    "max_num_seqs", "max_num_batched_tokens", "watchdog_warn_s", "watchdog_timeout_s",
 )  # fmt: skip
 
 

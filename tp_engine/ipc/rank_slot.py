@@ -11,7 +11,7 @@
      15 time in collectives, ns (host tensors; 0 if a device does them)                     the rank itself
      14 exit code + 1000                                                                    its parent, rank 0
      16..31 echo of step s at s mod 16: step id << 32 | low half of the plan's checksum     the rank itself
-     32..47 the same with the digest of the step's inputs (only with ``check_inputs``)      the rank itself
+     32..47 the same with the digest of the step's inputs (only with ``debug_compare_rank_inputs``)      the rank itself
      48..   the memory ledger, bytes: ``MEMORY_LINES``, then the sum of all other lines      the rank itself
       then  the phases of the start, us: ``STARTUP_PHASES``, then the sum of all others      the rank itself
       then  the channels of ``tier_progress``, one after the other                           the rank itself
@@ -184,17 +184,17 @@ class RankSlot:
         if self.words[10] == step_id:
             self.words[13] = 0
 
-    def fail(self, text: str, *, blamed_rank: int | None = None) -> None:
+    def fail(self, text: str, *, failed_rank: int | None = None) -> None:
         """Record this rank's failure and the end of ``text``; later calls do nothing.
 
-        ``blamed_rank``: another rank whose failure caused this one.
+        ``failed_rank``: another rank whose failure caused this one.
         """
         if self.state == State.FAILED:
             return
         raw = np.frombuffer(text.encode(errors="replace")[-_TEXT_BYTES:], np.uint8)
         self.text[: len(raw)] = raw
         self.words[6] = len(raw)
-        self.words[5] = 0 if blamed_rank is None else blamed_rank + 1
+        self.words[5] = 0 if failed_rank is None else failed_rank + 1
         self.words[4] = time.monotonic_ns()
         self.state = State.FAILED
 
@@ -288,7 +288,7 @@ class RankSlot:
         return self.words[4]
 
     @property
-    def blamed_rank(self) -> int | None:
+    def failed_rank(self) -> int | None:
         """Another rank that caused its failure, if any."""
         return self.words[5] - 1 if self.words[5] > 0 else None
 

@@ -1,8 +1,8 @@
 """The table of operations: what implements each, and which implementation runs for a type of device.
 
 A new operation is a file with its twin in plain PyTorch, which runs everywhere and is the oracle, and a line of
-``OPS``.  A Triton kernel is a file beside it; a C function is a file in ``native/``, with a line in the table of
-signatures there (``native/library.py``).
+``OPS``.  A Triton kernel is a file beside it; a C function is a file in ``cpu/kernels/``, with a line in the table of
+signatures there (``cpu/kernels/library.py``).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
 
-from tp_engine.kernels import delta_rule, layer_ops
+from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.kernels.linear import NativeInt8Rows
+from tp_engine.kernels import gated_delta_net, layer_ops
 from tp_engine.kernels.attention import heads, latents
 from tp_engine.kernels.experts import experts, routing
 from tp_engine.kernels.kv_cache import block_codes, layer_kv
 from tp_engine.kernels.linear import adapters
-from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.native.linear import NativeInt8Rows
-from tp_engine.kernels.quantised import row_codes
-from tp_engine.kernels.quantised.int8_rows import Int8Rows, TorchInt8Rows
+from tp_engine.kernels.quantization import row_codes
+from tp_engine.kernels.quantization.int8_rows import Int8Rows, TorchInt8Rows
 from tp_engine.kernels.steps import decode_inputs, padded_steps
 
 Kind: TypeAlias = Literal["twin", "triton", "native"]
@@ -33,7 +33,7 @@ class Op:
     """One operation: its ``twin``, and faster implementations as ``module:function``, imported at their first use.
 
     ``triton`` is below ``tp_engine.kernels``; it takes and returns what the twin does.  ``native`` is below
-    ``tp_engine.kernels.native``; its first argument is the compiled library.
+    ``tp_engine.cpu.kernels``; its first argument is the compiled library.
     """
 
     twin: Callable[..., Any]
@@ -49,17 +49,23 @@ OPS: dict[str, Op] = {
     "copy_rows": Op(layer_ops.copy_rows, None, "ops:copy_rows"),
     "gate": Op(layer_ops.gate, "elementwise_triton:gate_triton", "ops:gate"),
     "sigmoid_gate": Op(layer_ops.sigmoid_gate, "elementwise_triton:sigmoid_gate_triton", "delta:sigmoid_gate"),
-    "delta_step": Op(delta_rule.delta_step, "delta_rule_triton:delta_step_triton", "delta:delta_step"),
-    "delta_chunks": Op(delta_rule.delta_chunks, None, "delta:delta_chunks"),
+    "gated_delta_net_decode": Op(
+        gated_delta_net.gated_delta_net_decode,
+        "delta_rule_triton:gated_delta_net_decode_triton",
+        "delta:gated_delta_net_decode",
+    ),
+    "gated_delta_net_prefill": Op(gated_delta_net.gated_delta_net_prefill, None, "delta:gated_delta_net_prefill"),
     "cap_logits": Op(layer_ops.cap_logits, "elementwise_triton:cap_logits_triton", "ops:cap_logits"),
-    "prepare_heads": Op(heads.prepare_heads, "attention.heads_triton:prepare_heads_triton", "ops:prepare_heads"),
+    "qk_norm_rope_store": Op(
+        heads.qk_norm_rope_store, "attention.heads_triton:qk_norm_rope_store_triton", "ops:qk_norm_rope_store"
+    ),
     "head_squares": Op(heads.head_squares, "attention.head_width_triton:head_squares_triton", "ops:head_squares"),
     "norm_width": Op(heads.norm_width, "attention.head_width_triton:norm_width_triton", "ops:norm_width"),
     "prepare_latents": Op(
         latents.prepare_latents, "attention.latents_triton:prepare_latents_triton", "latents:prepare_latents"
     ),
-    "absorb_queries": Op(latents.absorb_queries, None, "latents:absorb_queries"),
-    "release_values": Op(latents.release_values, None, "latents:release_values"),
+    "absorb_w_uk": Op(latents.absorb_w_uk, None, "latents:absorb_w_uk"),
+    "project_w_uv": Op(latents.project_w_uv, None, "latents:project_w_uv"),
     "route": Op(routing.route, "experts.routing_triton:route_triton", "experts:route"),
     "to_float32": Op(routing.to_float32, None, "experts:to_float32"),
     "add_gated": Op(experts.add_gated, "experts.experts_triton:add_gated_triton", "experts:add_gated"),
@@ -120,7 +126,7 @@ def implementation(name: str, kind: Kind) -> Callable[..., Any]:
         return found
     library = native_library()
     assert library is not None, "the compiled kernels can not be had here"
-    return partial(getattr(import_module(f"tp_engine.kernels.native.{module}"), function), library)
+    return partial(getattr(import_module(f"tp_engine.cpu.kernels.{module}"), function), library)
 
 
 def has_triton() -> bool:

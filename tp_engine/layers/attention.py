@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from tp_engine.attention.calls import TILE, StaircaseMasks, attend_last
-from tp_engine.attention.latent import attend_expanded
+from tp_engine.attention.mla import attend_expanded
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.layers.context import Layer
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tp_engine.adapters import AdapterLimits
+from tp_engine.distributed.collectives import Communicator, SingleRank
 from tp_engine.kernels.ops import is_recordable, op
-from tp_engine.layers.formats.base import LinearFormat
+from tp_engine.layers.quantization.base import LinearFormat
+from tp_engine.lora import AdapterLimits
 from tp_engine.model_config.tp_invariant import NUM_SHARDS
-from tp_engine.ranks.collectives import Communicator, SingleRank
 from tp_engine.weights.source import Source, set_sources
 
 

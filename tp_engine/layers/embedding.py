@@ -17,14 +17,14 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from tp_engine.kernels.quantised.row_codes import Rows
+from tp_engine.distributed.rank import RankInfo
+from tp_engine.kernels.quantization.row_codes import Rows
 from tp_engine.layers.context import Layer, LayerContext
-from tp_engine.layers.formats.base import LinearFormat, ParameterFactory, Product
-from tp_engine.layers.formats.dense import Dense, PanelLinear
-from tp_engine.layers.formats.stored import LinearShape, Part
 from tp_engine.layers.linear import LocalLinear
+from tp_engine.layers.quantization.base import LinearFormat, ParameterFactory, Product
+from tp_engine.layers.quantization.dense import Dense, PanelLinear
+from tp_engine.layers.quantization.stored import LinearShape, Part
 from tp_engine.model_config import padded_vocab_size
-from tp_engine.ranks.rank import RankInfo
 from tp_engine.weights.source import Span, vocab_share
 
 Lookup: TypeAlias = Callable[[torch.Tensor, int | None, float], torch.Tensor]

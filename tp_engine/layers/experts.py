@@ -21,13 +21,13 @@ from torch import nn
 from tp_engine.kernels.experts.routing import ExpertLoad
 from tp_engine.layers.attention import current_metadata
 from tp_engine.layers.context import Layer, LayerContext
-from tp_engine.layers.expert_adapters import ExpertAdapters
-from tp_engine.layers.formats.base import ExpertsProduct, SeparateExperts
-from tp_engine.layers.formats.dense import Dense
-from tp_engine.layers.formats.experts import share_experts
-from tp_engine.layers.formats.stored import LinearShape, Part
 from tp_engine.layers.linear import LocalLinear
+from tp_engine.layers.lora_experts import ExpertAdapters
 from tp_engine.layers.norm import Norm
+from tp_engine.layers.quantization.base import ExpertsProduct, SeparateExperts
+from tp_engine.layers.quantization.dense import Dense
+from tp_engine.layers.quantization.experts import share_experts
+from tp_engine.layers.quantization.stored import LinearShape, Part
 from tp_engine.model_config.mlp import ExpertsSpec
 from tp_engine.model_config.spec import NormSpec
 from tp_engine.weights.source import Source, Span, whole

@@ -10,7 +10,7 @@
     and gets its columns of y  gives every rank all of y
 
 A column-parallel layer followed by a row-parallel one needs a single all-reduce.  Each layer says which rows and
-columns of which stored modules it holds; its format (``formats/``) decides how they lie in memory.
+columns of which stored modules it holds; its format (``quantization/``) decides how they lie in memory.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import cast
 
 import torch
 
-from tp_engine.kernels.quantised.row_codes import Rows
-from tp_engine.layers.adapters import LinearAdapters, rows_of_step
+from tp_engine.kernels.quantization.row_codes import Rows
 from tp_engine.layers.context import Layer, LayerContext
-from tp_engine.layers.formats.base import GatedProduct, LinearFormat, Product
-from tp_engine.layers.formats.stored import LinearShape, Part
+from tp_engine.layers.lora import LinearAdapters, rows_of_step
+from tp_engine.layers.quantization.base import GatedProduct, LinearFormat, Product
+from tp_engine.layers.quantization.stored import LinearShape, Part
 from tp_engine.model_config.mlp import Activation
 from tp_engine.model_config.spec import AttentionSpec
 from tp_engine.weights.source import Decode, Span, as_stored, equal_share, kv_head_share, times

@@ -10,12 +10,12 @@ from functools import cached_property
 
 import torch
 
-from tp_engine.kernels.quantised.row_codes import RowCodes, Rows
-from tp_engine.layers.adapters import has_adapters
+from tp_engine.kernels.quantization.row_codes import RowCodes, Rows
 from tp_engine.layers.context import Layer, LayerContext
-from tp_engine.layers.formats.quantised_products import WantedCodes, wanted_codes
 from tp_engine.layers.linear import LocalLinear
+from tp_engine.layers.lora import has_adapters
 from tp_engine.layers.norm import Norm
+from tp_engine.layers.quantization.quantised_products import WantedCodes, wanted_codes
 from tp_engine.weights.source import Source, whole
 
 

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Literal
 
 from tp_engine.kv_layout import KvKind, KvLayout, StateKind, lay_out
-from tp_engine.model_config.latent import LatentSpec
+from tp_engine.model_config.mla import MLASpec
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 from tp_engine.model_config.names import USUAL_NAMES, CheckpointNames
 from tp_engine.model_config.quantization import QuantizationSpec, WeightScheme
@@ -79,7 +79,7 @@ class AttentionSpec:
     out_bias: bool = False
     fused_name: str | None = None
     values_from_keys: bool = False
-    latent: LatentSpec | None = None
+    latent: MLASpec | None = None
     has_gate: bool = False
 
     @property
@@ -106,7 +106,7 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaSpec:
+class GatedDeltaNetSpec:
     """A layer with the gated delta rule (``kernels/delta_rule.py``) in the place of attention; sizes are the model's.
 
     Every key head serves ``num_value_heads / num_key_heads`` value heads.  The convolution has ``taps``; each head's
@@ -164,7 +164,7 @@ class LayerSpec:
     ``stream_scale`` is the name of a stored number, by which the stream is multiplied at the layer's end.
     """
 
-    attention: AttentionSpec | DeltaSpec
+    attention: AttentionSpec | GatedDeltaNetSpec
     mlp: MlpSpec | ExpertsSpec
     beside: BesideSpec | None = None
     input_norm: NormSpec | None = None

@@ -18,7 +18,7 @@ def fitted(spec: ModelSpec, headers: CheckpointHeaders, *, says_dtype: bool = Tr
     """``spec`` with what the tensors say: whether there is an output head of its own, which modules are not quantised,
     and, unless config.json ``says_dtype``, the type of the model.
 
-    The first holds whatever config.json says, as in transformers.  Without ``headers``, ``spec`` is the best guess.
+    The first holds whatever config.json says, as in transformers.  Without ``headers``, ``spec`` is the best estimate.
     """
     spec, changes = with_head(spec, headers), dict[str, Any]()
     notes = [_OWN_HEAD] if headers.names and spec.has_own_head else []

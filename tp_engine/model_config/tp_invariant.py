@@ -11,7 +11,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.model_config import split_problem
 from tp_engine.model_config.mlp import INNER_UNIT, ExpertsSpec
-from tp_engine.model_config.spec import AttentionSpec, DeltaSpec, LayerSpec, ModelSpec
+from tp_engine.model_config.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, ModelSpec
 
 NUM_SHARDS = 8
 WORLD_SIZES = (1, 2, 4, 8)  # whose ranks have whole subtrees of the shards
@@ -53,7 +53,7 @@ def _problem_on_gpus(model: ModelSpec) -> str | None:
     for layer in model.distinct_layers:
         if layer.experts is not None:
             return f"this {model.architecture} has experts, whose kernels for GPUs choose tiles by the batch"
-        if isinstance(layer.attention, DeltaSpec) or layer.attention.latent is not None:
+        if isinstance(layer.attention, GatedDeltaNetSpec) or layer.attention.latent is not None:
             return f"this {model.architecture} has attention whose kernels for GPUs split work by the batch"
     return None
 

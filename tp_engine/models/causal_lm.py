@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from tp_engine.adapters import AdapterLimits
 from tp_engine.attention.base import Backends
-from tp_engine.layers.adapters import LoRALayerSlots
+from tp_engine.distributed.collectives import Communicator
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.context import Layer, LayerContext
-from tp_engine.layers.delta import GatedDeltaNet
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_engine.layers.experts import Experts
-from tp_engine.layers.formats import choose_formats
+from tp_engine.layers.gated_delta_net import GatedDeltaNet
 from tp_engine.layers.linear import LocalLinear
+from tp_engine.layers.lora import LoRALayerSlots
 from tp_engine.layers.norm import Norm
+from tp_engine.layers.quantization import choose_formats
 from tp_engine.layers.residual import Join
 from tp_engine.layers.rotary import RotaryEmbedding
+from tp_engine.lora import AdapterLimits
 from tp_engine.model_config.spec import LayerSpec, ModelSpec
 from tp_engine.models.decoder import DecoderLayer
-from tp_engine.ranks.collectives import Communicator
 
 
 class CausalLM(nn.Module):

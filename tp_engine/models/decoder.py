@@ -11,17 +11,17 @@ import torch
 
 from tp_engine.attention.base import AttentionBackend, AttentionShape
 from tp_engine.kernels.attention.heads import Rotation
-from tp_engine.kernels.quantised.row_codes import Rows
+from tp_engine.kernels.quantization.row_codes import Rows
 from tp_engine.layers.attention import Attention, current_metadata, only
 from tp_engine.layers.context import Layer, LayerContext
-from tp_engine.layers.delta import GatedDeltaNet
+from tp_engine.layers.gated_delta_net import GatedDeltaNet
 from tp_engine.layers.linear import LocalLinear, QKVParallelLinear, RowParallelLinear
 from tp_engine.layers.norm import Norm, QKNorm
 from tp_engine.layers.residual import Join, StreamScale
 from tp_engine.layers.rotary import order_of
 from tp_engine.model_config.rope import RopeSpec
-from tp_engine.model_config.spec import AttentionSpec, DeltaSpec, LayerSpec, NormSpec
-from tp_engine.models.latent_attention import LatentAttention
+from tp_engine.model_config.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, NormSpec
+from tp_engine.models.mla_attention import MLAAttention
 from tp_engine.models.mlp import make_mlp
 from tp_engine.weights.source import Source, Span, equal_share
 
@@ -62,8 +62,8 @@ class SelfAttention(Layer):
         self.attention = Attention(shape, backend, group)
         self._num_all = shape.num_heads + 2 * shape.num_kv_heads
         self._has_gate, self._gate = spec.has_gate, context.op("sigmoid_gate")
-        self._prepare_heads = context.op("prepare_heads")
-        self.is_recordable = context.can_record("prepare_heads", *(("sigmoid_gate",) if spec.has_gate else ()))
+        self._qk_norm_rope_store = context.op("qk_norm_rope_store")
+        self.is_recordable = context.can_record("qk_norm_rope_store", *(("sigmoid_gate",) if spec.has_gate else ()))
 
     @property
     def readers(self) -> list[LocalLinear]:
@@ -82,7 +82,9 @@ class SelfAttention(Layer):
             if head_norm is None:
                 self.qk_norm.normalise(heads)
         slots = current_metadata(attention.group).slot_mapping
-        attended = attention(*self._prepare_heads(heads, shape.num_kv_heads, head_norm, rotation, attention.kv, slots))
+        attended = attention(
+            *self._qk_norm_rope_store(heads, shape.num_kv_heads, head_norm, rotation, attention.kv, slots)
+        )
         out = only(wanted, attended.reshape(len(x), -1))
         if self._has_gate:
             self._gate(out, only(wanted, projected[:, width:]))
@@ -104,13 +106,13 @@ class DecoderLayer(Layer):
     ) -> None:
         super().__init__()
         attention, rope = spec.attention, None
-        if isinstance(attention, DeltaSpec):
+        if isinstance(attention, GatedDeltaNetSpec):
             self.linear_attn = GatedDeltaNet(attention, hidden_size, context=context.at(attention.name))
             readers = self.linear_attn.readers
         else:
             rope = attention.rope
             assert backend is not None and group is not None, "a layer that attends is in a KV group"
-            make = SelfAttention if attention.latent is None else LatentAttention
+            make = SelfAttention if attention.latent is None else MLAAttention
             self.self_attn = make(
                 attention,
                 hidden_size,
@@ -120,7 +122,7 @@ class DecoderLayer(Layer):
                 context=context.at("self_attn"),
             )
             readers = self.self_attn.readers
-        self._attends = not isinstance(attention, DeltaSpec)
+        self._attends = not isinstance(attention, GatedDeltaNetSpec)
         self.mlp = mlp = make_mlp(spec, hidden_size, context=context)
 
         def norm(one: NormSpec | None) -> Norm | None:

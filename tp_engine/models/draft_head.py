@@ -1,4 +1,4 @@
-"""A draft head on one rank: a model's states and the tokens behind them in, guesses of the tokens after those out.
+"""A draft head on one rank: a model's states and the tokens behind them in, draft tokens of the tokens after those out.
 
 It is split over the ranks as the model is (``model_config/draft_head.py`` draws it)::
 
@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 from tp_engine.attention.base import Backends
+from tp_engine.distributed.collectives import Communicator
 from tp_engine.errors import WeightError
 from tp_engine.layers.attention import Attention, only
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from tp_engine.layers.formats import choose_formats
 from tp_engine.layers.linear import RowParallelLinear
 from tp_engine.layers.norm import Norm
+from tp_engine.layers.quantization import choose_formats
 from tp_engine.layers.residual import Join
 from tp_engine.layers.rotary import RotaryEmbedding
 from tp_engine.model_config.draft_head import DraftHeadSpec
@@ -32,7 +33,6 @@ from tp_engine.model_config.spec import AttentionSpec
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.decoder import SelfAttention
 from tp_engine.models.mlp import make_mlp
-from tp_engine.ranks.collectives import Communicator
 from tp_engine.weights.source import Source, equal_share, whole
 
 
@@ -137,7 +137,7 @@ class DraftHead(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``hidden`` (N, hidden) of ``positions`` (N,), which may change, and the tokens behind, ``input_ids`` (N,).
 
-        Returns of the tokens ``wanted`` (n,) int64, or of all, what ``lm_head`` reads and what the next guess takes as
+        Returns of the tokens ``wanted`` (n,) int64, or of all, what ``lm_head`` reads and what the next draft token takes as
         ``hidden``, both (n, hidden).  Call it inside of ``forward_context``.
         """
         normalised = self.hidden_norm(hidden)

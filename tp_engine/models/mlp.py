@@ -6,13 +6,13 @@ from functools import cached_property
 
 import torch
 
-from tp_engine.kernels.quantised.row_codes import Rows
-from tp_engine.layers.adapters import has_adapters
+from tp_engine.kernels.quantization.row_codes import Rows
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.experts import Experts, Router
-from tp_engine.layers.formats.quantised_products import GatedPair, gated_pair
 from tp_engine.layers.linear import GatedColumnParallelLinear, LocalLinear, RowParallelLinear
+from tp_engine.layers.lora import has_adapters
 from tp_engine.layers.norm import Norm
+from tp_engine.layers.quantization.quantised_products import GatedPair, gated_pair
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 from tp_engine.model_config.spec import BesideSpec, LayerSpec
 

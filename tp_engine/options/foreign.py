@@ -80,15 +80,19 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
             "triton_attention_num_kv_splits= triton_attention_reduce_in_fp32",
         ),
         translated(to_attention, "attention_config= -ac", "how attention is computed is --attention-backend"),
-        translated(to_graphs, "compilation_config= -cc", "torch compiles nothing; graphs are --cuda-graph-sizes"),
+        translated(
+            to_graphs, "compilation_config= -cc", "torch compiles nothing; graphs are --cudagraph-capture-sizes"
+        ),
         translated(
             to_option("enforce_eager", lambda level: True if level == 0 else None),
             "optimization_level= -O",
-            "torch compiles nothing; graphs are --cuda-graph-sizes",
+            "torch compiles nothing; graphs are --cudagraph-capture-sizes",
         ),
-        translated(to_option("cuda_graph_sizes"), "cuda_graph_bs=* cuda_graph_bs_decode=* cudagraph_capture_sizes=*"),
+        translated(
+            to_option("cudagraph_capture_sizes"), "cuda_graph_bs=* cuda_graph_bs_decode=* cudagraph_capture_sizes=*"
+        ),
         accepted(
-            "decode steps of at most 512 sequences are CUDA graphs; see --cuda-graph-sizes",
+            "decode steps of at most 512 sequences are CUDA graphs; see --cudagraph-capture-sizes",
             "cuda_graph_max_bs= cuda_graph_max_bs_decode= enable_profile_cuda_graph enable_torch_compile "
             "max_cudagraph_capture_size= max_seq_len_to_capture= torch_compile_max_bs=",
         ),
@@ -204,9 +208,11 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
         translated(to_key("speculative_config", "prompt_lookup_min"), "ngram_prompt_lookup_min="),
         translated(to_key("hf_overrides", "rope_scaling"), "rope_scaling="),
         translated(to_key("hf_overrides", "rope_theta"), "rope_theta="),
-        refused("a guess is one line of tokens, not a tree; set 1", "speculative_eagle_topk=", harmless=(None, 1)),
         refused(
-            "guesses change no token, so that there is no threshold; leave it out",
+            "a draft token is one line of tokens, not a tree; set 1", "speculative_eagle_topk=", harmless=(None, 1)
+        ),
+        refused(
+            "draft tokens change no token, so that there is no threshold; leave it out",
             "spec_decoding_acceptance_method= speculative_accept_threshold_acc= "
             "speculative_accept_threshold_single= speculative_config.rejection_sample_method speculative_token_map=",
             harmless=(None, 1.0, "rejection_sampler", "standard"),
@@ -252,7 +258,7 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
         refused("see --max-num-queued-reqs", "max_num_queued_tokens="),
         refused("the size of the cache is given in blocks, with --num-gpu-blocks-override", "max_total_tokens="),
         refused("see --max-num-batched-tokens", "max_num_scheduled_tokens= max_prefill_tokens="),
-        refused("see --hang-soft-limit-s and --hang-hard-limit-s", "watchdog_config= watchdog_timeout="),
+        refused("see --watchdog-warn-s and --watchdog-timeout-s", "watchdog_config= watchdog_timeout="),
         refused(
             "see --collective-timeout-s and --startup-timeout-s",
             "cpu_distributed_timeout_seconds= dist_timeout= distributed_timeout_seconds=",

@@ -135,7 +135,7 @@ def to_graphs(value: Any) -> Mapping[str, Any]:
     if str(given.get("cudagraph_mode", "")).upper() in ("NONE", "0") or given.get("use_cudagraph") is False:
         return {"enforce_eager": True}
     sizes = given.get("cudagraph_capture_sizes")
-    return {"cuda_graph_sizes": sizes} if sizes else {}
+    return {"cudagraph_capture_sizes": sizes} if sizes else {}
 
 
 def to_attention(value: Any) -> Mapping[str, Any]:

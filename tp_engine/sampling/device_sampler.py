@@ -25,16 +25,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from tp_engine.distributed.collectives import Communicator
 from tp_engine.kernels.sampling.tables import SamplingTables
 from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.plan import IntArray
-from tp_engine.ranks.collectives import Communicator
-from tp_engine.sampling import shares
+from tp_engine.sampling import vocab_parallel
 from tp_engine.sampling.groups import RowGroup, Way
 from tp_engine.sampling.noise import device_noise_keys
 from tp_engine.sampling.ranking import LOWEST_KEY
-from tp_engine.sampling.shares import exchange
 from tp_engine.sampling.state import SamplingState
+from tp_engine.sampling.vocab_parallel import exchange
 
 MAX_RANKED = 64
 SHARE_BYTES = tuple(num_keys * torch.int64.itemsize for num_keys in (1, 1 + MAX_RANKED))
@@ -42,7 +42,7 @@ SHARE_BYTES = tuple(num_keys * torch.int64.itemsize for num_keys in (1, 1 + MAX_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepKind:
+class SamplerVariant:
     """The launches that a step needs beside the first; see the module's table.  Without any it is *plain*."""
 
     penalised: bool = False
@@ -68,17 +68,17 @@ class DeviceSampler:
         self._draw_nucleus, self._draw_ranked = draw_nucleus_triton, draw_ranked_triton
 
     @property
-    def kinds(self) -> tuple[StepKind, ...]:
+    def kinds(self) -> tuple[SamplerVariant, ...]:
         """The kinds of which steps are recorded."""
-        plain, nucleus, ranked = StepKind(), StepKind(nucleus=True), StepKind(ranked=True)
+        plain, nucleus, ranked = SamplerVariant(), SamplerVariant(nucleus=True), SamplerVariant(ranked=True)
         return (plain, nucleus, ranked) if self._communicator.info.world_size == 1 else (plain, ranked)
 
     @property
-    def advancing(self) -> tuple[StepKind, ...]:
+    def advancing(self) -> tuple[SamplerVariant, ...]:
         """The kinds of ``kinds`` whose only launch can end the decode step of its rows, too."""
-        return (StepKind(),) if self._communicator.info.world_size == 1 else ()
+        return (SamplerVariant(),) if self._communicator.info.world_size == 1 else ()
 
-    def kind_of(self, rows: IntArray, positions: IntArray) -> StepKind | None:
+    def kind_of(self, rows: IntArray, positions: IntArray) -> SamplerVariant | None:
         """The kind of a step that samples ``rows`` (n,) at ``positions`` (n,).
 
         None if this sampler does not sample it.
@@ -96,7 +96,7 @@ class DeviceSampler:
         is_alone = self._communicator.info.world_size == 1
         if not is_alone and (nucleus | (ranked & (state.top_k[rows] > MAX_RANKED))).any():
             return None
-        return StepKind(
+        return SamplerVariant(
             penalised=bool(penalised.any()),
             min_p=bool(min_p.any()),
             nucleus=bool(nucleus.any() and not ranked.any()),
@@ -105,7 +105,7 @@ class DeviceSampler:
 
     def sample(
         self,
-        kind: StepKind,
+        kind: SamplerVariant,
         logits: torch.Tensor,
         rows: torch.Tensor,
         positions: torch.Tensor,
@@ -135,7 +135,7 @@ class DeviceSampler:
             best, ranked = exchange(self._communicator, [keys, self._ranked_share(held, rows)])
             tokens = self._choose(best, ranked, rows.clamp(min=0), positions)
         else:
-            tokens = shares.decide_best(
+            tokens = vocab_parallel.merge_best(
                 *exchange(self._communicator, [self._best_share(held, rows, positions, options)])
             )
         if kind.penalised:
@@ -144,7 +144,7 @@ class DeviceSampler:
 
     def _sample_alone(
         self,
-        kind: StepKind,
+        kind: SamplerVariant,
         held: torch.Tensor,
         rows: torch.Tensor,
         positions: torch.Tensor,
@@ -160,8 +160,8 @@ class DeviceSampler:
         return tokens
 
     def _maxima(self, held: torch.Tensor) -> torch.Tensor:
-        (stack,) = exchange(self._communicator, [shares.maximum_share(held)])
-        return shares.decide_maximum(stack)[:, 0]
+        (stack,) = exchange(self._communicator, [vocab_parallel.maximum_share(held)])
+        return vocab_parallel.decide_maximum(stack)[:, 0]
 
     def _best_share(
         self,
@@ -205,9 +205,9 @@ class DeviceSampler:
             uses_min_p=True,
         )
         keys = device_noise_keys(self._tables.seeds.index_select(0, rows), positions + 1)
-        drawn = shares.decide_ranked(ranked, group, keys)
+        drawn = vocab_parallel.decide_ranked(ranked, group, keys)
         is_ranked = (floats[:, 0] > 0.0) & (top_k[:, 0] < self._state.vocab_size)
-        return torch.where(is_ranked, drawn, shares.decide_best(best))
+        return torch.where(is_ranked, drawn, vocab_parallel.merge_best(best))
 
     def _record(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         known = rows.clamp(min=0)

@@ -18,8 +18,8 @@ from tp_engine.sampling.groups import RowGroup, Way
 from tp_engine.sampling.noise import gumbel_noise
 from tp_engine.sampling.ranking import rank_candidates, row_argmax, row_chunks
 
-NUCLEUS_GUESS = 256
-_NUCLEUS_GUESSES = (NUCLEUS_GUESS, 4096)
+NUCLEUS_START = 256
+_NUCLEUS_STARTS = (NUCLEUS_START, 4096)
 _WEIGHT_ONE = float(1 << 36)  # fixed-point 1.0: a sum over 2**17 tokens still fits float64's 53 bits
 
 
@@ -94,7 +94,7 @@ def draw_nucleus(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor) -> t
         return draw_ranked(logits, group, keys, vocab)
     maximum = logits.amax(-1, keepdim=True) / group.temperature
     total = fixed_weights(logits / group.temperature, maximum).sum(-1, keepdim=True)
-    for count in _NUCLEUS_GUESSES:
+    for count in _NUCLEUS_STARTS:
         if count < vocab:
             values, token_ids = rank_candidates(logits, count)
             scaled = values.div_(group.temperature)

@@ -22,16 +22,16 @@ from dataclasses import dataclass
 
 import torch
 
+from tp_engine.distributed.collectives import Communicator
 from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray
-from tp_engine.ranks.collectives import Communicator
-from tp_engine.sampling import shares
+from tp_engine.sampling import vocab_parallel
 from tp_engine.sampling.groups import RowGroup, StepGrouper, StepGroups, Way
 from tp_engine.sampling.logprobs import LogprobTensors, score_rows
 from tp_engine.sampling.noise import noise_keys
 from tp_engine.sampling.ranking import best_keys
-from tp_engine.sampling.shares import exchange
 from tp_engine.sampling.state import SamplingState
+from tp_engine.sampling.vocab_parallel import exchange
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class ParallelSampler:
         logits = state.masked(logits, rows)
         if state.is_plain[rows].all() and vocab.num_ids:
             (stack,) = exchange(self._communicator, [best_keys(logits[:, : vocab.num_ids], vocab.first)[:, None]])
-            return shares.decide_best(stack), None
+            return vocab_parallel.merge_best(stack), None
         groups = self._grouper.groups(rows, positions)
         edited = groups.edited_logits(logits, state.penalties)
         steps = self._steps(logits, edited, groups, rows, positions)
@@ -82,7 +82,7 @@ class ParallelSampler:
         groups.record(tokens, state.penalties)
         if groups.scored is None or not self._communicator.info.is_first:
             return tokens, None
-        return tokens, score_rows(shares.whole_logits(stacks[-1], state.vocab_size), tokens, groups)
+        return tokens, score_rows(vocab_parallel.whole_logits(stacks[-1], state.vocab_size), tokens, groups)
 
     def _steps(
         self,
@@ -104,11 +104,13 @@ class ParallelSampler:
 
     def _exchange_maxima(self, steps: list[_GroupStep]) -> None:
         wanting = [
-            step for step in steps if shares.needs_maximum(step.group, self._state.vocab_size, step.logits.device)
+            step
+            for step in steps
+            if vocab_parallel.needs_maximum(step.group, self._state.vocab_size, step.logits.device)
         ]
-        offered = [shares.maximum_share(self._held(step)) for step in wanting]
+        offered = [vocab_parallel.maximum_share(self._held(step)) for step in wanting]
         for step, stack in zip(wanting, exchange(self._communicator, offered), strict=True):
-            step.maximum = shares.decide_maximum(stack)
+            step.maximum = vocab_parallel.decide_maximum(stack)
 
     def _held(self, step: _GroupStep) -> torch.Tensor:
         return step.logits[:, : self._state.vocab.num_ids]
@@ -116,26 +118,26 @@ class ParallelSampler:
     def _share(self, step: _GroupStep) -> torch.Tensor:
         vocab, group, held = self._state.vocab, step.group, self._held(step)
         if group.way in (Way.GREEDY, Way.ANY):
-            return shares.best_share(held, group, step.keys, vocab, step.maximum)
+            return vocab_parallel.best_share(held, group, step.keys, vocab, step.maximum)
         if group.way is Way.RANKED:
-            return shares.ranked_share(held, group.largest_top_k, vocab)
+            return vocab_parallel.ranked_share(held, group.largest_top_k, vocab)
         if step.maximum is not None:
-            return shares.nucleus_share(held, group, vocab, step.maximum)
+            return vocab_parallel.nucleus_share(held, group, vocab, step.maximum)
         return step.logits
 
     def _decide(self, step: _GroupStep, stack: torch.Tensor) -> torch.Tensor:
         if step.group.way in (Way.GREEDY, Way.ANY):
-            return shares.decide_best(stack)
+            return vocab_parallel.merge_best(stack)
         assert step.keys is not None
         if step.group.way is Way.RANKED:
-            return shares.decide_ranked(stack, step.group, step.keys)
+            return vocab_parallel.decide_ranked(stack, step.group, step.keys)
         if step.maximum is not None:
             return self._decide_nucleus(step, stack, step.keys)
         return self._decide_from_logits(stack, step.group, step.keys)
 
     def _decide_nucleus(self, step: _GroupStep, stack: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Decide from the candidates; for rows whose candidates are too few, exchange the logits."""
-        tokens, missing = shares.decide_nucleus(stack, step.group, keys, self._state.vocab_size)
+        tokens, missing = vocab_parallel.decide_nucleus(stack, step.group, keys, self._state.vocab_size)
         if len(missing):
             (logits,) = exchange(self._communicator, [step.logits.index_select(0, missing)])
             drawn = self._decide_from_logits(logits, step.group.select(missing), keys.index_select(0, missing))
@@ -143,5 +145,5 @@ class ParallelSampler:
         return tokens
 
     def _decide_from_logits(self, stack: torch.Tensor, group: RowGroup, keys: torch.Tensor) -> torch.Tensor:
-        logits = shares.whole_logits(stack, self._state.vocab_size)
-        return shares.decide_from_logits(logits, group, keys, self._vocab_ids)
+        logits = vocab_parallel.whole_logits(stack, self._state.vocab_size)
+        return vocab_parallel.decide_from_logits(logits, group, keys, self._vocab_ids)

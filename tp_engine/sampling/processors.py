@@ -33,7 +33,7 @@ from tp_engine.sampling.ranking import row_chunks
 _BITS = 8
 
 
-class StepMasks:
+class GrammarBitmasks:
     """The masks of the next step that is sampled."""
 
     def __init__(self, max_num_seqs: int, vocab: VocabSlice, device: torch.device) -> None:
@@ -207,15 +207,15 @@ class PenaltyCounts:
         flat = rows * self._shape[1] + columns.mul_(is_mine)
         output_counts.view(-1).index_add_(0, flat, is_mine.to(torch.int32))
 
-    def mirror(self, lanes: IntArray, rows: IntArray, tokens: IntArray) -> None:
-        """Each of ``lanes`` (n,) has the tokens of its row of ``rows`` (n,), grouped, and those of ``tokens`` (n,) that
+    def mirror(self, draft_rows: IntArray, rows: IntArray, tokens: IntArray) -> None:
+        """Each of ``draft_rows`` (n,) has the tokens of its row of ``rows`` (n,), grouped, and those of ``tokens`` (n,) that
         stand at its own place and at those of the same row before it."""
-        targets, sources = upload_all([lanes.astype(np.int64), rows.astype(np.int64)], self._device)
+        targets, sources = upload_all([draft_rows.astype(np.int64), rows.astype(np.int64)], self._device)
         for counts in self._tensors():
             counts.index_copy_(0, targets, counts.index_select(0, sources))
         seen = np.tril(rows[:, None] == rows)
-        places, guesses = np.nonzero(seen)
-        pairs = [lanes[places].astype(np.int64), tokens[guesses].astype(np.int64)]
+        places, draft_tokens = np.nonzero(seen)
+        pairs = [draft_rows[places].astype(np.int64), tokens[draft_tokens].astype(np.int64)]
         self.record(*upload_all(pairs, self._device))
 
     def apply(self, logits: torch.Tensor, penalised: PenalisedRows) -> None:

@@ -21,13 +21,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.native.ops import best_tokens
+from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.kernels.ops import best_tokens
+from tp_engine.distributed.collectives import Communicator
 from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.layers.upload import upload, upload_all
 from tp_engine.plan import IntArray
-from tp_engine.ranks.collectives import Communicator
-from tp_engine.sampling.device_sampler import DeviceSampler, StepKind
+from tp_engine.sampling.device_sampler import DeviceSampler, SamplerVariant
 from tp_engine.sampling.filters import draw
 from tp_engine.sampling.groups import StepGrouper, StepGroups, Way
 from tp_engine.sampling.logprobs import LogprobTensors, score_rows
@@ -36,7 +36,7 @@ from tp_engine.sampling.parallel import ParallelSampler
 from tp_engine.sampling.ranking import row_argmax, row_chunks
 from tp_engine.sampling.state import SamplingState
 
-_GREEDY = StepKind()
+_GREEDY = SamplerVariant()
 
 
 class TokenSampler(Protocol):
@@ -119,15 +119,15 @@ class Sampler:
 class RecordedSampler(TokenSampler, Protocol):
     """A sampler whose steps of the ``kinds`` can be recorded, and those of ``advancing`` with the end of the step."""
 
-    kinds: tuple[StepKind, ...]
-    advancing: tuple[StepKind, ...]
+    kinds: tuple[SamplerVariant, ...]
+    advancing: tuple[SamplerVariant, ...]
 
-    def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> StepKind | None:
+    def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> SamplerVariant | None:
         """The kind of this step if a recording may sample it, else None.  ``epoch`` is ``StepPlan.rows_epoch``."""
 
     def sample_recorded(
         self,
-        kind: StepKind,
+        kind: SamplerVariant,
         logits: torch.Tensor,
         rows: torch.Tensor,
         positions: torch.Tensor,
@@ -154,11 +154,11 @@ class GreedySampler:
 
     def __init__(self, general: TokenSampler, state: SamplingState, library: ctypes.CDLL | None) -> None:
         self._general, self._state, self._library = general, state, library
-        self.kinds: tuple[StepKind, ...] = () if library is None else (_GREEDY,)
-        self.advancing: tuple[StepKind, ...] = ()
+        self.kinds: tuple[SamplerVariant, ...] = () if library is None else (_GREEDY,)
+        self.advancing: tuple[SamplerVariant, ...] = ()
         self._known = (0, -1, True)  # epoch, version of the state, the answer
 
-    def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> StepKind | None:
+    def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> SamplerVariant | None:
         """See ``RecordedSampler``: greedy, if every row needs nothing else."""
         return _GREEDY if self._are_plain(rows, epoch) and not self._state.masks.any_of(rows) else None
 
@@ -172,7 +172,7 @@ class GreedySampler:
 
     def sample_recorded(
         self,
-        kind: StepKind,
+        kind: SamplerVariant,
         logits: torch.Tensor,
         rows: torch.Tensor,
         positions: torch.Tensor,
@@ -199,7 +199,7 @@ class KernelSampler:
         self.kinds, self.advancing, self.sample_recorded = device.kinds, device.advancing, device.sample
         self._general = general
 
-    def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> StepKind | None:
+    def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> SamplerVariant | None:
         """See ``RecordedSampler``: masks come with the step, so a recording cannot hold them."""
         return None if self._state.masks.any_of(rows) else self.device.kind_of(rows, positions)
 

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tp_engine.distributed.rank import RankInfo
 from tp_engine.kernels.ops import has_triton
 from tp_engine.kernels.sampling.tables import SamplingTables
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.layers.upload import upload_all
 from tp_engine.plan import IntArray, RowSampling, StepPlan
-from tp_engine.ranks.rank import RankInfo
-from tp_engine.sampling.processors import PenaltyCounts, StepMasks
+from tp_engine.sampling.processors import GrammarBitmasks, PenaltyCounts
 
 ALONE = RankInfo()
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them only overflows
@@ -63,10 +63,10 @@ class SamplingState:
         self.has_lists = np.zeros(max_num_seqs, dtype=np.bool_)  # logit_bias or allowed_token_ids
         self.is_edited = np.zeros(max_num_seqs, dtype=np.bool_)  # these or penalties
         self.is_plain = np.ones(max_num_seqs, dtype=np.bool_)  # greedy, no edits, no log-probabilities
-        self._mirrored = (-1, b"", b"")  # the version, the lanes and their rows
+        self._mirrored = (-1, b"", b"")  # the version, the draft rows and their rows
         self.token_lists: dict[int, RowSampling] = {}  # rows with bias, allowed or stop ids
         self.penalties = PenaltyCounts(max_num_seqs, self.vocab, device)
-        self.masks = StepMasks(max_num_seqs, self.vocab, device)
+        self.masks = GrammarBitmasks(max_num_seqs, self.vocab, device)
         if has_tables is None:
             has_tables = device.type == "cuda" and has_triton()
         self.tables = SamplingTables.empty(max_num_seqs, device) if has_tables else None
@@ -77,7 +77,7 @@ class SamplingState:
         return self.penalties.num_bytes + (0 if self.tables is None else self.tables.num_bytes)
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in a plan's changes, in its order: masks, what was kept, released rows, admissions, then lanes."""
+        """Take in a plan's changes, in its order: masks, what was kept, released rows, admissions, then draft rows."""
         self.masks.set(plan.mask_rows, plan.masks)
         if len(plan.kept_rows):
             self.keep(plan.kept_rows, plan.kept_tokens)
@@ -85,8 +85,8 @@ class SamplingState:
             self.release(plan.released)
         for one in plan.admitted:
             self.admit(one.row, one.sampling, one.token_ids, one.num_prompt_tokens)
-        if len(plan.lane_rows):
-            self.mirror(plan.lanes, plan.lane_rows, plan.lane_tokens)
+        if len(plan.draft_base_rows):
+            self.mirror(plan.draft_rows, plan.draft_base_rows, plan.draft_tokens)
 
     def admit(self, row: int, sampling: RowSampling, token_ids: IntArray, num_prompt_tokens: int) -> None:
         """Set a row.  ``token_ids`` (int32) are its prompt and, for a resumed request, the tokens generated so far."""
@@ -110,20 +110,20 @@ class SamplingState:
         self._push(row)
 
     def keep(self, rows: IntArray, tokens: IntArray) -> None:
-        """``rows`` (n,), grouped, have generated ``tokens`` (n,) too, which were guessed right."""
+        """``rows`` (n,), grouped, have generated ``tokens`` (n,) too, which were drafted right."""
         if (counted := self.is_penalised[rows]).any():
             on_device = upload_all([rows[counted].astype(np.int64), tokens[counted].astype(np.int64)], self.device)
             self.penalties.record(*on_device)
 
-    def mirror(self, lanes: IntArray, rows: IntArray, tokens: IntArray) -> None:
-        """``lanes`` (n,), rows that nothing is admitted to, sample as ``rows`` (n,) do behind guesses ``tokens`` (n,):
-        a lane's own and those of the row's lanes before it."""
-        self._mirror_parameters(lanes, rows)
+    def mirror(self, draft_rows: IntArray, rows: IntArray, tokens: IntArray) -> None:
+        """``draft_rows`` (n,), rows that nothing is admitted to, sample as ``rows`` (n,) do behind draft tokens ``tokens`` (n,):
+        a draft row's own and those of the row's draft rows before it."""
+        self._mirror_parameters(draft_rows, rows)
         if (counted := self.is_penalised[rows]).any():
-            self.penalties.mirror(lanes[counted], rows[counted], tokens[counted])
+            self.penalties.mirror(draft_rows[counted], rows[counted], tokens[counted])
 
-    def _mirror_parameters(self, lanes: IntArray, rows: IntArray) -> None:
-        asked = (self.version, lanes.tobytes(), rows.tobytes())
+    def _mirror_parameters(self, draft_rows: IntArray, rows: IntArray) -> None:
+        asked = (self.version, draft_rows.tobytes(), rows.tobytes())
         if asked == self._mirrored:
             return
         self.version += 1
@@ -145,12 +145,12 @@ class SamplingState:
             self.is_edited,
             self.is_plain,
         ):
-            column[lanes] = column[rows]
-        for lane, row in zip(lanes.tolist(), rows.tolist(), strict=True):
-            self.token_lists.pop(lane, None)
+            column[draft_rows] = column[rows]
+        for draft_row, row in zip(draft_rows.tolist(), rows.tolist(), strict=True):
+            self.token_lists.pop(draft_row, None)
             if row in self.token_lists:
-                self.token_lists[lane] = self.token_lists[row]
-            self._push(lane)
+                self.token_lists[draft_row] = self.token_lists[row]
+            self._push(draft_row)
 
     def _push(self, row: int) -> None:
         """Bring a row's parameters into the tables."""

@@ -15,7 +15,7 @@ from tp_engine.sched.feature import SchedulerFeature
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import NO_ROW, Entry, Sequence, SequencePhase
-from tp_engine.sched.step_builder import StepDraft
+from tp_engine.sched.step_scheduler import StepPlanBuilder
 
 #: Candidates that may be passed over in one step.  It bounds the work of a step, however many wait for one prompt.
 _MAX_DEFERRED = 32
@@ -50,43 +50,43 @@ class Admitter:
         self._num_owed = 0  # blocks that they will take
         self._loading: dict[BlockName, Sequence] = {}  # what rows will publish that wait for their loads
 
-    def admit(self, draft: StepDraft) -> None:
+    def admit(self, builder: StepPlanBuilder) -> None:
         """Admit while budget, rows and blocks last."""
-        if draft.budget == 0 or not self._rows.num_vacant:
+        if builder.budget == 0 or not self._rows.num_vacant:
             return
         if not self._rows.readiness.num_blocked:
             self._loading.clear()
         self._blocks.expire_all()
         for begin in self._begin_admission:
-            begin(draft.step_id)
+            begin(builder.step_id)
         deferred: list[Sequence] = []
-        while draft.budget > 0 and self._rows.num_vacant > len(self._entries) and len(deferred) < _MAX_DEFERRED:
+        while builder.budget > 0 and self._rows.num_vacant > len(self._entries) and len(deferred) < _MAX_DEFERRED:
             sequence = self._state.waiting.pop()
             if sequence is None:
                 break
-            verdict = self._consider(draft, sequence)
+            verdict = self._consider(builder, sequence)
             if verdict in (Verdict.ENTERED, Verdict.PARKED):
                 continue
             deferred.append(sequence)
             if verdict is Verdict.NO_ROOM:
                 break
-        self._seat(draft)
+        self._seat(builder)
         for sequence in deferred:
             self._state.waiting.push(sequence)
 
-    def _consider(self, draft: StepDraft, sequence: Sequence) -> Verdict:
+    def _consider(self, builder: StepPlanBuilder, sequence: Sequence) -> Verdict:
         if not all(may_enter(sequence) for may_enter in self._may_enter):
             return Verdict.DEFERRED
         siblings = sequence.group.running
         if siblings and sequence.can_fork:
-            donation = self._donation(sequence, siblings, draft.step_id)
+            donation = self._donation(sequence, siblings, builder.step_id)
             if donation is not None:
-                return self._fork(draft, sequence, donation)
+                return self._fork(builder, sequence, donation)
             if any(other.phase is SequencePhase.PREFILL for other in siblings):
                 return Verdict.DEFERRED  # it will finish the prompt, or leave its row
         hits = self._blocks.find_hits(sequence)
         if hits.next_name in self._names:
-            self._seat(draft)
+            self._seat(builder)
             hits = self._blocks.find_hits(sequence)
         for review in self._review_hits:
             if (hits := review(sequence, hits)) is None:
@@ -96,11 +96,11 @@ class Admitter:
         snapshots = self._blocks.snapshots
         if hits.parted is not None and snapshots is not None and snapshots.is_expected(hits.parted[0]):
             return Verdict.DEFERRED  # it can begin behind more tokens soon
-        return self._begin(draft, sequence, hits)
+        return self._begin(builder, sequence, hits)
 
-    def _begin(self, draft: StepDraft, sequence: Sequence, hits: Hits) -> Verdict:
+    def _begin(self, builder: StepPlanBuilder, sequence: Sequence, hits: Hits) -> Verdict:
         blocks, held, num_shared = self._blocks, hits.shared.held, len(hits.shared.table)
-        chunk = min(draft.budget, blocks.chunk_limit(len(held), num_shared, hits.num_tokens))
+        chunk = min(builder.budget, blocks.chunk_limit(len(held), num_shared, hits.num_tokens))
         end = min(len(sequence.token_ids), hits.num_tokens + chunk)
         if blocks.snapshots is not None:
             self._plan_snapshots(blocks.snapshots, sequence, hits)
@@ -117,7 +117,7 @@ class Admitter:
             name = identity(hits.place)
             assert isinstance(name, int), "shared blocks end with one"
             entry.state_source = blocks.snapshots.use(name)
-        self._enter(draft, entry)
+        self._enter(builder, entry)
         if hits.parted is not None and blocks.snapshots is not None:
             blocks.snapshots.expect(hits.parted[0], sequence, hits.parted[1])
         if hits.next_name is not None and end // blocks.block_size > num_shared:
@@ -126,7 +126,7 @@ class Admitter:
             else:
                 self._names.add(hits.next_name)
         if hits.tail is not None or entry.must_load:  # before its blocks are given to others; others look for its bit
-            self._seat(draft)
+            self._seat(builder)
         return Verdict.ENTERED
 
     def _plan_snapshots(self, snapshots: Snapshots, sequence: Sequence, hits: Hits) -> None:
@@ -136,7 +136,7 @@ class Admitter:
         parted = () if hits.parted is None else (hits.parted[1],)
         sequence.snapshots_at = tuple(position for position in {last, *parted} if position > hits.num_tokens)
 
-    def _fork(self, draft: StepDraft, sequence: Sequence, donation: Donation) -> Verdict:
+    def _fork(self, builder: StepPlanBuilder, sequence: Sequence, donation: Donation) -> Verdict:
         """Share the donor's full blocks before the last prompt token; copy those that token falls into."""
         if not self._has_room(self._blocks.num_groups):
             return Verdict.NO_ROOM
@@ -144,13 +144,13 @@ class Admitter:
         sequence.num_cached_tokens = sequence.group.sequences[0].num_cached_tokens
         shared, source = donation.shared, donation.source
         sequence.snapshots_at = ()
-        entry = Entry(sequence, shared, end - 1, end, source, 0, sequence.group.root)
+        entry = Entry(sequence, shared, end - 1, end, source, 0, sequence.group.cache_key)
         if self._state.limits.has_states:
             entry.state_source = donation.row
-        self._enter(draft, entry)
+        self._enter(builder, entry)
         return Verdict.ENTERED
 
-    def _enter(self, draft: StepDraft, entry: Entry) -> None:
+    def _enter(self, builder: StepPlanBuilder, entry: Entry) -> None:
         """The decision is made; siblings must see at once that one of them runs."""
         for on_enter in self._on_enter:
             on_enter(entry.sequence)
@@ -159,25 +159,25 @@ class Admitter:
         self._num_owed += (self._blocks.blocks_for(entry.end) - len(entry.shared.table)) * self._blocks.num_groups
         self._entries.append(entry)
         if not entry.must_load:
-            draft.add_prefill(entry.sequence, entry.end - entry.num_computed)
+            builder.add_prefill(entry.sequence, entry.end - entry.num_computed)
         if len(entry.sequence.group.sequences) > 1:
-            self._seat(draft)
+            self._seat(builder)
 
-    def _seat(self, draft: StepDraft) -> None:
+    def _seat(self, builder: StepPlanBuilder) -> None:
         """The sequences that have entered get their rows and blocks, and publish what they compute."""
         entries, self._entries, self._num_owed = self._entries, [], 0
         self._names.clear()
         if not entries:
             return
-        tables = self._state.enter(entries, draft.step_id)
+        tables = self._state.enter(entries, builder.step_id)
         now_s = time.monotonic()
         for entry, table in zip(entries, tables, strict=True):
             entry.sequence.first_scheduled_s = entry.sequence.first_scheduled_s or now_s
             if entry.source is not None:
-                draft.add_copies(entry.source, table[len(entry.shared.table)])
+                builder.add_copies(entry.source, table[len(entry.shared.table)])
             if entry.state_source is not None:
-                draft.state_copies.append((entry.state_source, entry.sequence.row))
-            draft.admitted.append(_admission(entry, table))
+                builder.state_copies.append((entry.state_source, entry.sequence.row))
+            builder.admitted.append(_admission(entry, table))
             if entry.must_load:
                 self._rows.readiness.block(entry.sequence.row, Blocked.LOADING)
         self._blocks.publish((entry.sequence, entry.end) for entry in entries if not entry.must_load)

@@ -7,7 +7,7 @@ the next token would complete them::
 
 A sequence waits outside of the queue (``Blocked.GRAMMAR``) while its grammar is compiled.  It then keeps a constraint
 of its own for life, also through preemption, because known tokens stay known.  The mask of the next token depends on
-the token before it, so such a row is planned only when that token is known (``StepBuilder``); its mask travels with
+the token before it, so such a row is planned only when that token is known (``StepScheduler``); its mask travels with
 that plan.
 """
 

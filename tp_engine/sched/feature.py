@@ -3,7 +3,7 @@
 ::
 
     Scheduler.add         resolve -> the request's sequences are made and queued -> on_add
-    Scheduler.schedule    poll -> must_wait -> wants_step -> begin_draft -> extend_draft -> must_send -> finish_plan
+    Scheduler.schedule    poll -> must_wait -> wants_step -> begin_plan -> extend_plan -> must_send -> finish_plan
                           -> after_plan
     Admitter              begin_admission -> may_enter -> review_hits -> on_enter
     Scheduler.update      on_result -> the tokens are entered -> extend_output
@@ -22,7 +22,7 @@ from tp_engine.plan import StepPlan, StepResult
 from tp_engine.request import EngineRequest, StepOutput
 from tp_engine.sched.blocks.block_manager import Hits
 from tp_engine.sched.sequence import RequestGroup, Sequence
-from tp_engine.sched.step_builder import StepDraft
+from tp_engine.sched.step_scheduler import StepPlanBuilder
 
 
 class SchedulerFeature:
@@ -35,9 +35,9 @@ class SchedulerFeature:
     def on_add(self, group: RequestGroup) -> None:
         """See a request whose sequences have just been queued, or wait for their grammar."""
 
-    def announce(self, session: str, root: str, step_id: int) -> None:
+    def announce(self, session: str, cache_key: str, step_id: int) -> None:
         """See that a client's session (``SamplingParams.prompt_cache_key``) will go on soon; its prefixes begin with
-        ``root``."""
+        ``cache_key``."""
 
     def cache_salt(self, salt: str) -> str:
         """Return what stands for a request's salt in the prefix cache."""
@@ -55,10 +55,10 @@ class SchedulerFeature:
         """Return whether the next step has something for this feature; asked while no step is in flight."""
         return False
 
-    def begin_draft(self, draft: StepDraft) -> None:
+    def begin_plan(self, builder: StepPlanBuilder) -> None:
         """Change the running rows before a step that is not steady is put together."""
 
-    def extend_draft(self, draft: StepDraft) -> None:
+    def extend_plan(self, builder: StepPlanBuilder) -> None:
         """Add to a step that is not steady, behind decodes, prefills and admissions."""
 
     def must_send(self) -> bool:

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from tp_engine.hooks import find_feature
-from tp_engine.sched.adapters import AdapterSlots
 from tp_engine.sched.constraint import FillMasks
 from tp_engine.sched.feature import SchedulerFeature
-from tp_engine.sched.guesses.guesses import GuessSource
-from tp_engine.sched.guesses.speculation import Speculation
+from tp_engine.sched.lora import LoRASlots
 from tp_engine.sched.outcome import StopChecker
 from tp_engine.sched.scheduler_state import SchedulerState
-from tp_engine.sched.step_builder import StepBuilder
+from tp_engine.sched.spec_decode.proposer import Proposer
+from tp_engine.sched.spec_decode.speculation import Speculation
+from tp_engine.sched.step_scheduler import StepScheduler
 from tp_engine.sched.tiers.disk_waits import DiskWaits
 from tp_engine.sched.tiers.prefetch import Prefetcher
 from tp_engine.sched.tiers.tier_loads import TierLoads
@@ -21,20 +21,20 @@ from tp_engine.sched.tiers.tier_loads import TierLoads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureParts:
-    """What features are made of.  ``guess_sources`` replace those of the configuration, for tests; ``made`` are the
+    """What features are made of.  ``proposers`` replace those of the configuration, for tests; ``made`` are the
     features before this one in the table."""
 
     state: SchedulerState
-    builder: StepBuilder
+    builder: StepScheduler
     stops: StopChecker
     fill_masks: FillMasks | None
-    guess_sources: Iterable[GuessSource] | None
+    proposers: Iterable[Proposer] | None
     made: list[SchedulerFeature] = field(default_factory=list)
 
 
 def _adapters(parts: FeatureParts) -> SchedulerFeature | None:
     max_loras = parts.state.limits.max_loras
-    return AdapterSlots(max_loras) if max_loras else None
+    return LoRASlots(max_loras) if max_loras else None
 
 
 def _disk_waits(parts: FeatureParts) -> SchedulerFeature | None:
@@ -56,7 +56,7 @@ def _speculation(parts: FeatureParts) -> SchedulerFeature | None:
     config = parts.state.limits.speculation
     if config is None:
         return None
-    return Speculation(config, parts.state, parts.stops, parts.fill_masks, parts.guess_sources)
+    return Speculation(config, parts.state, parts.stops, parts.fill_masks, parts.proposers)
 
 
 # In the order in which their hooks are called: loads that are brought forward come before draft tokens.

@@ -41,8 +41,8 @@ class SchedulerLimits:
     at most ``max_host_moves`` blocks each way, unless nothing else can run.  With ``checks_stores`` a block on the host
     is used only after all ranks have reported that they have it; there is no disk then.
 
-    ``speculation``: how tokens are guessed, for models without states.  ``decode_seconds``: numbers of decodes in
-    a step, and the time that it takes, if that decides how many guesses pay.
+    ``speculation``: how tokens are drafted, for models without states.  ``decode_seconds``: numbers of decodes in
+    a step, and the time that it takes, if that decides how many draft tokens pay.
 
     ``max_loras``: slots for adapters.
     """

@@ -35,7 +35,7 @@ class FinishDetails:
         delta.finish_reason, delta.stop_reason = self.reason, self.stop_reason
         delta.ends_with_text, delta.error = self.by_grammar, self.error
         delta.error_code = None if self.error is None else INVALID_GRAMMAR
-        delta.num_guessed_tokens, delta.num_accepted_tokens = sequence.num_guessed_tokens, sequence.num_accepted_tokens
+        delta.num_draft_tokens, delta.num_accepted_tokens = sequence.num_draft_tokens, sequence.num_accepted_tokens
 
 
 class StepOutcome(msgspec.Struct, gc=False):

@@ -34,12 +34,10 @@ from tp_engine.hooks import Feature, find_feature, hooks
 from tp_engine.plan import IntArray, StepPlan, StepResult
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.admission import Admitter
-from tp_engine.sched.blocks.roots import Roots
+from tp_engine.sched.blocks.cache_keys import CacheKeys
 from tp_engine.sched.constraint import FillMasks, Grammar
 from tp_engine.sched.decode_run import RowSet
 from tp_engine.sched.features import FeatureParts, make_features
-from tp_engine.sched.guesses.guesses import GuessSource
-from tp_engine.sched.intake import build_group
 from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports
 from tp_engine.sched.outcome import (
     StepOutcome,
@@ -50,10 +48,12 @@ from tp_engine.sched.outcome import (
     slice_logprobs,
 )
 from tp_engine.sched.readiness import Blocked
+from tp_engine.sched.request_validation import build_group
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import RequestGroup, Sequence, SequencePhase
+from tp_engine.sched.spec_decode.proposer import Proposer
 from tp_engine.sched.steady_steps import SteadySteps
-from tp_engine.sched.step_builder import StepBuilder, StepDraft
+from tp_engine.sched.step_scheduler import StepPlanBuilder, StepScheduler
 from tp_engine.sched.tiers.disk_journal import DiskContents
 from tp_engine.sched.tiers.disk_tier import TierLinks
 from tp_engine.sched.view import SchedulerStats, SchedulerView, ViewLimits, stats_of, view_scheduler
@@ -70,14 +70,14 @@ class Scheduler:
         fill_masks: FillMasks | None = None,
         reports: TierReports = NO_REPORTS,
         contents: DiskContents | None = None,
-        guess_sources: Iterable[GuessSource] | None = None,
+        proposers: Iterable[Proposer] | None = None,
     ) -> None:
         """``fill_masks`` is for requests with grammars, ``reports`` for tiers that wait for some, ``contents`` for a
-        disk tier: what it has; ``guess_sources`` are for speculation, instead of its own."""
+        disk tier: what it has; ``proposers`` are for speculation, instead of its own."""
         self._limits = limits
         self._fill_masks = fill_masks
         self._state = SchedulerState(limits, TierLinks(reports, contents))
-        self._builder = StepBuilder(self._state)
+        self._builder = StepScheduler(self._state)
         self._stops = StopChecker()
         self._steady = SteadySteps(self._state, self._stops)
         self._features = make_features(
@@ -86,11 +86,11 @@ class Scheduler:
                 builder=self._builder,
                 stops=self._stops,
                 fill_masks=fill_masks,
-                guess_sources=guess_sources,
+                proposers=proposers,
             )
         )
         self._state.on_leave = hooks(self._features, "on_leave")
-        self._roots = Roots(hooks(self._features, "cache_salt"))
+        self._cache_keys = CacheKeys(hooks(self._features, "cache_salt"))
         self._admitter = Admitter(self._state, self._features)
         self._bind_hooks()
         self._groups: dict[str, RequestGroup] = {}
@@ -104,7 +104,7 @@ class Scheduler:
         self._resolve, self._on_add = hooks(features, "resolve"), hooks(features, "on_add")
         self._announce, self._poll = hooks(features, "announce"), hooks(features, "poll")
         self._must_wait, self._wants_step = hooks(features, "must_wait"), hooks(features, "wants_step")
-        self._begin_draft, self._extend_draft = hooks(features, "begin_draft"), hooks(features, "extend_draft")
+        self._begin_plan, self._extend_plan = hooks(features, "begin_plan"), hooks(features, "extend_plan")
         self._must_send, self._finish_plan = hooks(features, "must_send"), hooks(features, "finish_plan")
         self._after_plan, self._on_result = hooks(features, "after_plan"), hooks(features, "on_result")
         self._extend_output, self._stats = hooks(features, "extend_output"), hooks(features, "stats")
@@ -141,7 +141,7 @@ class Scheduler:
             )
         for resolve in self._resolve:
             request = resolve(request)
-        group = build_group(request, self._limits, self._num_requests, self._roots)
+        group = build_group(request, self._limits, self._num_requests, self._cache_keys)
         self._num_requests += 1
         self._groups[request.request_id] = group
         self._stops.watch(group)
@@ -158,7 +158,7 @@ class Scheduler:
         """A client's session (``SamplingParams.prompt_cache_key``) will go on soon: what it ended with is brought back
         from the host or the disk, as far as there is room."""
         for announce in self._announce:
-            announce(session, self._roots.of(salt, adapter_generation), self.next_step_id)
+            announce(session, self._cache_keys.of(salt, adapter_generation), self.next_step_id)
 
     def constrain(self, request_id: str, grammar: Grammar) -> None:
         """A request's grammar is compiled: its sequences may run.  A request that was aborted is ignored."""
@@ -189,10 +189,10 @@ class Scheduler:
         assert not self._departures, "a step is in flight"
         self._state.preempt_all()
 
-    def renew_roots(self) -> None:
+    def renew_cache_keys(self) -> None:
         """The weights are others from now on: what is cached is not found any more.  No sequence may be running."""
         assert not self._state.rows.num_running, "a row has K/V of the old weights"
-        self._roots.renew(self._groups.values())
+        self._cache_keys.renew(self._groups.values())
 
     def schedule(self) -> StepPlan | None:
         """The next step; None if there is nothing to run, or nothing until a result of the steps in flight is there.
@@ -210,20 +210,22 @@ class Scheduler:
         return None if plan is None else self._send(plan)
 
     def _schedule_any(self) -> StepPlan | None:
-        draft = StepDraft(self.next_step_id, self._limits.max_num_batched_tokens, may_preempt=not self._departures)
-        for begin in self._begin_draft:
-            begin(draft)
-        self._builder.schedule_decodes(draft)
-        if draft.stalled:
+        builder = StepPlanBuilder(
+            self.next_step_id, self._limits.max_num_batched_tokens, may_preempt=not self._departures
+        )
+        for begin in self._begin_plan:
+            begin(builder)
+        self._builder.schedule_decodes(builder)
+        if builder.stalled:
             return None
-        self._builder.schedule_prefills(draft)
-        if self._state.waiting and not draft.short:
-            self._admitter.admit(draft)
-        for extend in self._extend_draft:
-            extend(draft)
-        plan = draft.advance(self._state, self._fill_masks)
+        self._builder.schedule_prefills(builder)
+        if self._state.waiting and not builder.short:
+            self._admitter.admit(builder)
+        for extend in self._extend_plan:
+            extend(builder)
+        plan = builder.advance(self._state, self._fill_masks)
         if plan is None and not self._departures and any(must_send() for must_send in self._must_send):
-            plan = StepPlan(step_id=draft.step_id)
+            plan = StepPlan(step_id=builder.step_id)
         return plan
 
     def _send(self, plan: StepPlan) -> StepPlan:

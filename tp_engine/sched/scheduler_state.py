@@ -10,7 +10,7 @@ from tp_engine.plan import IntArray
 from tp_engine.sched.blocks.block_manager import BlockManager
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.readiness import Blocked
-from tp_engine.sched.row_state import RowState
+from tp_engine.sched.running_batch import RunningBatch
 from tp_engine.sched.sequence import NO_ROW, Entry, Sequence, SequencePhase
 from tp_engine.sched.tiers.disk_tier import NO_LINKS, TierLinks
 from tp_engine.sched.waiting_queue import WaitingQueue
@@ -41,7 +41,7 @@ class SchedulerState:
 
     def __init__(self, limits: SchedulerLimits, links: TierLinks = NO_LINKS) -> None:
         self.limits = limits
-        self.rows = RowState(limits)
+        self.rows = RunningBatch(limits)
         self.blocks = BlockManager(limits, self.rows, links)
         self.waiting = WaitingQueue()
         self.counters = SchedulerCounters()

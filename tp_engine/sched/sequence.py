@@ -42,7 +42,7 @@ OrderKey: TypeAlias = tuple[int, int, int]
 
 
 class SequencePhase(enum.IntEnum):
-    """Where a sequence is; a vacant row has WAITING in ``RowState.phase``."""
+    """Where a sequence is; a vacant row has WAITING in ``RunningBatch.phase``."""
 
     WAITING = 0
     PREFILL = 1
@@ -55,12 +55,12 @@ class SequencePhase(enum.IntEnum):
 class RequestGroup:
     """A request and its sequences; ``running`` are those with a row, in order of admission.
 
-    ``root`` is what precedes the first block of its sequences in the prefix cache (``Roots``).
+    ``cache_key`` is what precedes the first block of its sequences in the prefix cache (``CacheKeys``).
     """
 
     request: EngineRequest
     number: int
-    root: str
+    cache_key: str
     eos_token_ids: frozenset[int]
     stop_token_ids: frozenset[int]
     sequences: list[Sequence] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Sequence:
     ``num_lost_tokens`` were computed before a preemption and have not been computed again.
     Where it has computed so many tokens as ``snapshots_at`` says, a snapshot of its recurrent state is taken.
     While it waits, the host tier was searched for it at ``looked_at_step``, and ``num_prefetched_tokens`` were loaded.
-    ``num_guessed_tokens`` were verified for it, of which ``num_accepted_tokens`` were right.
+    ``num_draft_tokens`` were verified for it, of which ``num_accepted_tokens`` were right.
     While it has a row, its adapter is in the slot ``adapter_slot``, 0 for none.
     It has waited ``num_disk_waits`` times in vain for the disk tier, which had ``num_unread_blocks`` of its prefix when
     it last looked; ``num_read_blocks`` were read for it, and it takes hits there if it ``reads_disk``.
@@ -122,7 +122,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     pooled: FloatArray | None = None
     constraint: TokenConstraint | None = None
-    num_guessed_tokens: int = 0
+    num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     adapter_slot: int = 0
     request_id: str = field(init=False)

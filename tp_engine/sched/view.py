@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.sched.adapters import AdapterStats
-from tp_engine.sched.guesses.speculation import SpeculationCounters
-from tp_engine.sched.row_state import RowState
+from tp_engine.sched.lora import AdapterStats
+from tp_engine.sched.running_batch import RunningBatch
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import Sequence
+from tp_engine.sched.spec_decode.speculation import SpeculationCounters
 from tp_engine.units import ceil_div
 
 _MAX_ID = 24
@@ -160,7 +160,7 @@ def view_scheduler(state: SchedulerState, limits: ViewLimits) -> SchedulerView:
     )
 
 
-def _holders(rows: RowState, num_blocks: int) -> npt.NDArray[np.int64]:
+def _holders(rows: RunningBatch, num_blocks: int) -> npt.NDArray[np.int64]:
     """How many rows hold each block, as the pool counts too; found without a loop over the pool."""
     width = int(rows.num_blocks.max(initial=0))
     numbers = np.arange(width)[:, None]
@@ -179,7 +179,9 @@ def _grid(states: npt.NDArray[np.uint8], max_cells: int) -> PoolGrid:
     return PoolGrid(num_blocks=num_blocks, blocks_per_cell=blocks_per_cell, num_cells=num_cells, cells=packed.tobytes())
 
 
-def _running(sequence: Sequence, rows: RowState, holders: npt.NDArray[np.int64], max_blocks: int) -> RunningSequence:
+def _running(
+    sequence: Sequence, rows: RunningBatch, holders: npt.NDArray[np.int64], max_blocks: int
+) -> RunningSequence:
     row, request = sequence.row, sequence.group.request
     table = rows.tables(row)[rows.first_block[row, 0] :, 0]
     return RunningSequence(

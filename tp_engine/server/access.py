@@ -9,7 +9,7 @@
     a key of admin_api_key                    yes              all              yes                    yes
     no key where only admin_api_key is set    yes              by id            no                     no
 
-*To act on the engine* is to pause, reload, profile or empty it: what ``operators_only`` guards.
+*To act on the engine* is to pause, reload, profile or empty it: what ``admins_only`` guards.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Caller:
         """Whether the caller may end a request of ``owner``."""
         return self.acts or self.owner == owner
 
-    def check_operator(self, what: str) -> None:
+    def check_admin(self, what: str) -> None:
         """``HttpError`` 403 unless the caller may act on the engine."""
         if not self.acts:
-            raise HttpError(403, f"{what} is for operators: {self.remedy}", code="operators_only")
+            raise HttpError(403, f"{what} is for operators: {self.remedy}", code="admins_only")
 
 
 _CALLER: ContextVar[Caller] = ContextVar("caller", default=Caller())  # noqa: B039 (frozen)
@@ -67,9 +67,9 @@ def current_caller() -> Caller:
     return _CALLER.get()
 
 
-async def operators_only(request: Request) -> None:
+async def admins_only(request: Request) -> None:
     """A dependency of routes that act on the engine."""
-    current_caller().check_operator(f"{request.method} {request.url.path}")
+    current_caller().check_admin(f"{request.method} {request.url.path}")
 
 
 class KeyGuard:

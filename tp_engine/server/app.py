@@ -13,13 +13,13 @@ from starlette.responses import Response
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.server import middleware
-from tp_engine.server.access import KeyGuard, operators_only
+from tp_engine.server.access import KeyGuard, admins_only
+from tp_engine.server.admin_routes import add_admin_routes
 from tp_engine.server.connections import ConnectionLimit
 from tp_engine.server.disconnect import ClientGoneError
 from tp_engine.server.invocations import add_invocations
 from tp_engine.server.openai_routes import add_openai_routes
 from tp_engine.server.openapi import install_openapi
-from tp_engine.server.operator_routes import add_operator_routes
 from tp_engine.server.pooling_routes import add_pooling_routes
 from tp_engine.server.replies import error_reply
 from tp_engine.server.request_guard import RequestGuard
@@ -47,8 +47,8 @@ def create_app(state: ServerState) -> FastAPI:
     add_openai_routes(app, state)
     add_pooling_routes(app, state)
     add_invocations(app, state)
-    admin = APIRouter(dependencies=[Depends(operators_only)])
-    add_operator_routes(app, admin, state)
+    admin = APIRouter(dependencies=[Depends(admins_only)])
+    add_admin_routes(app, admin, state)
     add_weight_routes(admin, state)
     app.include_router(admin)
     add_web_page(app, state)

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from tp_engine import env
-from tp_engine.adapters import adapter_names
 from tp_engine.api.openai.requests import default_model_name
 from tp_engine.api.sampling_defaults import load_generation_defaults
 from tp_engine.child_process import kill_children
@@ -33,6 +32,7 @@ from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import new_address, remove_address
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import get_logger
+from tp_engine.lora import adapter_names
 from tp_engine.progress import hearing_progress
 from tp_engine.server.access import warn_of_exposure
 from tp_engine.server.config import ServerConfig
@@ -174,7 +174,7 @@ def _start(
             model_names=model_names,
             address=address,
             startup_timeout_s=config.startup_timeout_s,
-            pulse=EnginePulse(address=pulse.address, hard_limit_s=config.hang_hard_limit_s),
+            pulse=EnginePulse(address=pulse.address, hard_limit_s=config.watchdog_timeout_s),
             log_format=config.log_format,
             tokenizer=config.tokenizer_source,
         )
@@ -201,7 +201,7 @@ def _run(
         if engine.has_unfinished:
             logger.info("stopping; running requests get %g s, a second signal ends them now", timeout_s)
         frontend.drain()
-        service.serve_out(timeout_s)
+        service.drain(timeout_s)
         end_process_after(timeout_s + _LEAVE_S, 1, lambda: leftovers.leave("stopped by force: the engine did not end"))
 
     def stop() -> None:
@@ -231,7 +231,7 @@ def _recorded() -> Iterator[None]:
         yield
     except Exception as error:
         if env.has_torchrun_agent():
-            from tp_engine.ranks.store import record_error  # torch.distributed, which takes more than a second
+            from tp_engine.distributed.store import record_error  # torch.distributed, which takes more than a second
 
             record_error(error)
         raise
@@ -286,7 +286,7 @@ def _announce_rank0() -> socket.socket:
 
 def _presence_name() -> str:
     """The same on all ranks of a host, and no other job's: containers that share a network have their own process ids,
-    and a name that others could guess could be taken before."""
+    and a name that others could foresee could be taken before."""
     launched = env.launched_rank()
     assert launched is not None
     namespace = os.stat("/proc/self/ns/pid").st_ino

@@ -172,7 +172,7 @@ class ChunkWriter:
             self.usage.cached_tokens = sum(self._cached_tokens)
         self.usage.completion_tokens += num_tokens
         if update.finish_reason is not None:
-            self.usage.guessed_tokens += update.num_guessed_tokens
+            self.usage.draft_tokens += update.num_draft_tokens
             self.usage.accepted_tokens += update.num_accepted_tokens
 
 

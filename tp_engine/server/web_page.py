@@ -15,7 +15,7 @@ from tp_engine.api.openai.errors import HttpError
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import Distribution, EngineReport, RankReport
 from tp_engine.errors import RequestError
-from tp_engine.sched.guesses.speculation import SpeculationCounters
+from tp_engine.sched.spec_decode.speculation import SpeculationCounters
 from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats
 from tp_engine.server.access import current_caller
 from tp_engine.server.engine_watch import INTERVAL_S, MAX_SAMPLES, EngineWatch
@@ -133,7 +133,7 @@ def _engine_json(info: ModelInfo, name: str, report: EngineReport, watch: Engine
             "disk_hit_tokens": stats.num_disk_hit_tokens,
             "preemptions": stats.num_preemptions,
             "recomputed_tokens": stats.num_recomputed_tokens,
-            "steps_not_observed": report.num_missed_steps,
+            "step_samples_dropped": report.num_missed_steps,
         },
         "ranks": [_rank(rank) for rank in report.ranks],
         "history": _history(watch, num_samples),
@@ -148,12 +148,12 @@ def tiers(stats: SchedulerStats) -> JsonObject:
 
 
 def speculation(found: SpeculationCounters) -> JsonObject:
-    """Guesses since the start; a run is the guesses of one request in one step."""
+    """Draft tokens since the start; a run is the draft tokens of one request in one step."""
     return {
         "runs": found.num_drafts,
-        "guessed": found.num_draft_tokens,
+        "drafted": found.num_draft_tokens,
         "right": found.num_accepted_tokens,
-        "sources": {name: {"guessed": n, "right": right} for name, (n, right) in found.by_source.items() if n},
+        "sources": {name: {"drafted": n, "right": right} for name, (n, right) in found.by_source.items() if n},
     }
 
 

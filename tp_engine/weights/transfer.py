@@ -21,7 +21,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from tp_engine.ranks.device_threads import device_pool
+from tp_engine.distributed.device_threads import device_pool
 
 _ROOM_BYTES = 16 << 20
 _MAX_THREADS = 8

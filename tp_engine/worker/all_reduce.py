@@ -9,12 +9,12 @@ import torch
 
 from tp_engine.config import EngineConfig
 from tp_engine.device_map import parse_devices, shares_devices
+from tp_engine.distributed.groups import HostGroup, RankGroups
+from tp_engine.distributed.rank import RankInfo
+from tp_engine.distributed.reduce_plan import Machine, why_not
+from tp_engine.distributed.symmetric_memory import probe_machine
 from tp_engine.errors import ConfigError
 from tp_engine.log import get_logger
-from tp_engine.ranks.groups import HostGroup, RankGroups
-from tp_engine.ranks.rank import RankInfo
-from tp_engine.ranks.reduce_plan import Machine, why_not
-from tp_engine.ranks.symmetric_memory import probe_machine
 from tp_engine.worker.device import Device
 
 logger = get_logger(__name__)

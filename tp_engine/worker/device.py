@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 
 from tp_engine.device_map import DeviceMap
+from tp_engine.distributed.device_threads import use_device
+from tp_engine.distributed.rank import Agreeing
 from tp_engine.errors import ConfigError
-from tp_engine.ranks.device_threads import use_device
-from tp_engine.ranks.rank import Agreeing
 from tp_engine.worker.memory.host_memory import host_memory, process_memory, reset_peak
 from tp_engine.worker.results.readback import Check, never_fails, record_event, wait_for
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from tp_engine.adapters import AdapterLimits, parse_modules
 from tp_engine.attention.base import AttentionNeeds
 from tp_engine.attention.registry import check_backend
 from tp_engine.config import EngineConfig
@@ -16,7 +15,8 @@ from tp_engine.device_map import DeviceMap, map_devices, parse_devices
 from tp_engine.errors import ConfigError
 from tp_engine.kv_codec import is_lossy, may_refuse, pca_settings
 from tp_engine.kv_layout import default_snapshots
-from tp_engine.layers.formats import check_quantization
+from tp_engine.layers.quantization import check_quantization
+from tp_engine.lora import AdapterLimits, parse_modules
 from tp_engine.model_config import (
     check_quantization_options,
     check_tensor_parallel,
@@ -24,8 +24,8 @@ from tp_engine.model_config import (
     resolve_dtype,
     resolve_max_model_len,
 )
-from tp_engine.model_config.adapter import check_expert_adapters, read_adapter_config
 from tp_engine.model_config.draft_head import DraftHeadSpec, load_draft_head
+from tp_engine.model_config.lora import check_expert_adapters, read_adapter_config
 from tp_engine.model_config.pooling import TEXT, PoolingSpec, read_pooling, without_head
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.tp_invariant import check_tp_invariant
@@ -80,12 +80,12 @@ class EffectiveConfig:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """How tokens are guessed, if they are."""
+        """How tokens are drafted, if they are."""
         return SpeculativeConfig.of(self.config.speculative_config)
 
     @property
-    def most_guessing_rows(self) -> int:
-        """Most decodes of a step with guesses; 0 without speculation."""
+    def most_drafting_rows(self) -> int:
+        """Most decodes of a step with draft tokens; 0 without speculation."""
         return 0 if self.speculation is None else min(self.speculation.most_rows, self.config.max_num_seqs)
 
     @property
@@ -102,9 +102,9 @@ class EffectiveConfig:
         return self.model.kv_layout_on(self.config.tensor_parallel_size).place_of(self.model.num_layers)[0]
 
     @property
-    def num_lanes(self) -> int:
-        """Rows behind those of the batch, for guesses."""
-        return max(0, self.most_guessing_rows - 1)
+    def num_draft_rows(self) -> int:
+        """Rows behind those of the batch, for draft tokens."""
+        return max(0, self.most_drafting_rows - 1)
 
     @property
     def gpu_memory_utilization(self) -> float:
@@ -165,8 +165,8 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     head = _resolve_head(config, model)
     if head is not None:
         model = dataclasses.replace(model, beside=head.spec.kv_kind)
-    capture_sizes(config.cuda_graph_sizes, config.max_num_seqs)  # raises for wrong sizes
-    prefill_sizes(config.cuda_graph_prefill_sizes, config.max_num_batched_tokens)
+    capture_sizes(config.cudagraph_capture_sizes, config.max_num_seqs)  # raises for wrong sizes
+    prefill_sizes(config.cudagraph_prefill_capture_sizes, config.max_num_batched_tokens)
     parse_steps(config.profile_steps)  # raises for wrong steps
     needs = _attention_needs(effective, model, parse_devices(config.devices, local_world_size))
     _check_dtypes(dtype, config.kv_cache_dtype, needs.capability)
@@ -183,14 +183,14 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
 
 
 def _resolve_head(config: EngineConfig, model: ModelSpec) -> LocalHead | None:
-    """The draft head, if there is to be one.  Raises ``ConfigError`` if guesses, or the head, do not suit the model."""
+    """The draft head, if there is to be one.  Raises ``ConfigError`` if draft tokens, or the head, do not suit the model."""
     speculation = SpeculativeConfig.of(config.speculative_config)
     if speculation is None:
         return None
     if model.kv_layout.states is not None:
         raise ConfigError(
             f"{CONFIG_NAME} is {config.speculative_config!r}, but layers of this {model.architecture} have recurrent "
-            "states, from which a wrong guess can not be taken back: leave it out"
+            "states, from which a wrong draft token can not be taken back: leave it out"
         )
     if speculation.model is None:
         return None

@@ -8,20 +8,20 @@ from dataclasses import dataclass, fields
 import torch
 
 from tp_engine.attention.base import Backends
+from tp_engine.distributed.groups import RankGroups
 from tp_engine.kv_layout import KvLayout
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.progress import RankProgress
-from tp_engine.ranks.groups import RankGroups
 from tp_engine.tier_progress import TierProgress
-from tp_engine.worker.adapters import RankAdapters
 from tp_engine.worker.batch.input_batch import InputBatch
-from tp_engine.worker.batch.row_states import RowStates
+from tp_engine.worker.batch.recurrent_states import RecurrentStatePool
 from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.drafters.head_drafter import HeadDrafter
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.feature import RunnerFeature
 from tp_engine.worker.input_digests import InputDigests, NoteInputs
+from tp_engine.worker.lora import RankAdapters
 from tp_engine.worker.results.output_watch import OutputWatch
 from tp_engine.worker.results.pooled_rows import PooledRows
 from tp_engine.worker.results.prompt_scores import ScoredPrompts
@@ -98,7 +98,7 @@ def _adapters(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature |
         parts.model.adapted_layers,
         effective.model.names,
         max_rank=limits.max_rank,
-        num_rows=effective.config.max_num_seqs + effective.num_lanes,
+        num_rows=effective.config.max_num_seqs + effective.num_draft_rows,
         device=parts.device,
     )
 
@@ -116,7 +116,7 @@ def _num_states(effective: EffectiveConfig) -> int:
 def _states(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | None:
     if parts.layout.states is None:
         return None
-    states = RowStates(parts.layout.states, _num_states(parts.effective), parts.device)
+    states = RecurrentStatePool(parts.layout.states, _num_states(parts.effective), parts.device)
     states.bind(parts.model.state_layers)
     return states
 

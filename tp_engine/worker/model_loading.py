@@ -8,11 +8,11 @@ from typing import Any
 
 from tp_engine.advice.weight_sizes import local_weight_bytes
 from tp_engine.attention.base import Backends
+from tp_engine.distributed.groups import RankGroups
+from tp_engine.distributed.rank import RankInfo
 from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.models.draft_head import DraftHead, build_draft_head
-from tp_engine.ranks.groups import RankGroups
-from tp_engine.ranks.rank import RankInfo
 from tp_engine.units import format_gib
 from tp_engine.weights.loader import LoadReport, load_weights
 from tp_engine.worker.device import Device

@@ -9,12 +9,12 @@ from typing import TypeAlias
 import torch
 
 from tp_engine.attention.base import Backends, prepare_groups
+from tp_engine.distributed.collectives import Communicator
 from tp_engine.hooks import Feature, find_feature, hooks
 from tp_engine.layers.attention import forward_context
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import StepPlan
 from tp_engine.progress import RankPhase, RankProgress
-from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.sampler import make_sampler, recorded_sampler
 from tp_engine.sampling.state import SamplingState
@@ -138,7 +138,7 @@ class ModelRunner:
         return step.pending
 
     def _apply(self, plan: StepPlan) -> None:
-        """The plan's changes, in its order: rows and their lanes, new blocks, what features do, then copies."""
+        """The plan's changes, in its order: rows and their draft rows, new blocks, what features do, then copies."""
         self._batch.apply(plan)
         self._sampling.apply(plan)
         for apply in self._apply_features:

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
+from tp_engine.distributed.groups import RankGroups
 from tp_engine.log import get_logger
 from tp_engine.plan import Order
 from tp_engine.progress import RankPhase
-from tp_engine.ranks.groups import RankGroups
-from tp_engine.worker.together import failures
+from tp_engine.worker.startup_phases import failures
 
 logger = get_logger(__name__)
 
@@ -56,7 +56,7 @@ class Outcome(NamedTuple):
     result: dict[str, Any]
 
 
-def obey(data: bytes, orders: Mapping[str, Prepare], groups: RankGroups) -> Outcome:
+def execute_command(data: bytes, orders: Mapping[str, Prepare], groups: RankGroups) -> Outcome:
     """Follow a plan's order, one of ``orders``; every rank calls this with the same bytes."""
     order, progress = msgspec.json.decode(data, type=Order), groups.progress
     prepared: Prepared | None = None

@@ -25,12 +25,12 @@ import torch
 
 from tp_engine.attention.base import AttentionMetadata, Backends, prepare_groups
 from tp_engine.config import MEASURED_LOGPROBS, EngineConfig
-from tp_engine.layers.adapters import adapting, group_step
+from tp_engine.distributed.collectives import Communicator
 from tp_engine.layers.attention import forward_context
+from tp_engine.layers.lora import adapting, group_step
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.plan import FIRST_STEP_ID, MASK_TOKENS, Admission, IntArray, RowSampling, StepPlan
-from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling.sampler import make_sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.speculative import SpeculativeConfig

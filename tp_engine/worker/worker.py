@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tp_engine.attention.registry import key_lanes, select_backend
+from tp_engine.attention.registry import select_backend, simd_width
+from tp_engine.distributed.groups import RankGroups
+from tp_engine.distributed.rank import RankInfo
 from tp_engine.kernels.ops import has_triton
 from tp_engine.kv_codec import may_refuse
 from tp_engine.kv_layout import DiskCounters, KvCapacity, KvLayout, MoveCounters
@@ -23,11 +25,8 @@ from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.plan import StepPlan
 from tp_engine.progress import RankPhase, RankProgress
-from tp_engine.ranks.groups import RankGroups
-from tp_engine.ranks.rank import RankInfo
 from tp_engine.sampling.state import SamplingState
 from tp_engine.tier_progress import TierProgress
-from tp_engine.worker.adapters import LoadedAdapter, RankAdapters
 from tp_engine.worker.all_reduce import share_memory
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.codecs import make_codec
@@ -37,18 +36,19 @@ from tp_engine.worker.features import RunnerFeatureParts, RunnerParts, count_byt
 from tp_engine.worker.graphs.graph_plan import graph_plan, measure_graph_bytes
 from tp_engine.worker.graphs.step_runner import GraphPlan
 from tp_engine.worker.input_digests import NoteInputs
+from tp_engine.worker.lora import LoadedAdapter, RankAdapters
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 from tp_engine.worker.memory.ledger import MemoryLedger, memory_lines
 from tp_engine.worker.memory.meter import MemoryMeter, MemoryMonitor, choose_blocks, log_memory, settle_blocks
 from tp_engine.worker.model_loading import load_head, load_model, log_weights
 from tp_engine.worker.model_runner import ModelRunner
-from tp_engine.worker.orders import Outcome, Prepare, obey
+from tp_engine.worker.orders import Outcome, Prepare, execute_command
 from tp_engine.worker.profiling import make_step_profiler, names_for
 from tp_engine.worker.results.readback import PendingStep
 from tp_engine.worker.sleep import Sleep, WakeUp
+from tp_engine.worker.startup_phases import StartUp
 from tp_engine.worker.tiers.disk_start import DiskStart, open_disk_tier
 from tp_engine.worker.tiers.host_tier import HostTierWorker, settle_host_slots
-from tp_engine.worker.together import StartUp
 from tp_engine.worker.trial_steps import run_largest_decodes, run_largest_step, time_decodes, warm_up, warms_up
 from tp_engine.worker.weight_update import WeightUpdate
 
@@ -102,9 +102,9 @@ class Worker:
     def start(self) -> int:
         """Load, measure, agree, allocate.  Returns the number of KV blocks, the same on every rank."""
         effective, info, start_up = self.effective, self.groups.info, self._start_up
-        device = self._device = start_up.run_together("opening the device", self._open_device)
+        device = self._device = start_up.run_collective_phase("opening the device", self._open_device)
         check_devices(self.groups.host, device.torch_device, may_share=effective.device_map.is_shared)
-        meter = start_up.run_together(
+        meter = start_up.run_collective_phase(
             "first snapshot", lambda: MemoryMeter(device, utilization=effective.gpu_memory_utilization)
         )
         gc.freeze()  # garbage collections skip the libraries' objects from now on
@@ -116,10 +116,10 @@ class Worker:
             num_hosts=effective.num_hosts,
             largest_bytes=effective.largest_sum_bytes,
         )
-        model, head = start_up.run_together("loading weights", lambda: self._load(device))
-        start_up.run_together("packing weights", model.finish_loading)
+        model, head = start_up.run_collective_phase("loading weights", lambda: self._load(device))
+        start_up.run_collective_phase("packing weights", model.finish_loading)
         if head is not None:
-            start_up.run_together("packing the draft head", head.finish_loading)
+            start_up.run_collective_phase("packing the draft head", head.finish_loading)
         self._parts = self._make_parts(device, model, head)
         graphs = graph_plan(effective.config, self._backends[0], self.groups.communicator, model, self.groups.check)
         graph_bytes = self._try_steps(graphs) if warms_up(device.type) else 0
@@ -129,7 +129,7 @@ class Worker:
         self.num_host_slots = self._settle_host_tier(num_blocks, device)
         if effective.speculation is not None and effective.speculation.max_step_rows is None:
             self.decode_seconds = start_up.run("timing decodes", lambda: self._time_decodes(graphs))
-        runner = self._runner = start_up.run_together(
+        runner = self._runner = start_up.run_collective_phase(
             "allocating the KV cache",
             lambda: self._make_runner(num_blocks, self.groups.progress, num_slots=self.num_host_slots),
         )
@@ -154,9 +154,9 @@ class Worker:
         with self._profiler.step(plan.step_id):
             return self.runner.run(plan)
 
-    def obey(self, order: bytes) -> Outcome:
+    def execute_command(self, order: bytes) -> Outcome:
         """Follow a plan's order, together with all other ranks."""
-        return obey(order, self._orders, self.groups)
+        return execute_command(order, self._orders, self.groups)
 
     def prepare_model(self, effective: EffectiveConfig, source: Path | Sequence[Path]) -> CausalLM:
         """A model of the same kind (``effective``) with the weights of ``source``, ready; nothing else changes."""
@@ -245,7 +245,7 @@ class Worker:
         """What each order needs of this rank."""
         return {
             **self._profiler.orders(),
-            "load_adapter": lambda arguments: LoadedAdapter(self._adapters, **arguments),
+            "load_lora_adapter": lambda arguments: LoadedAdapter(self._adapters, **arguments),
             "sleep": lambda _arguments: Sleep(self.runner, self._device.empty_cache),
             "update_weights": lambda arguments: WeightUpdate(self, arguments),
             "wake_up": lambda _arguments: WakeUp(self.runner),
@@ -283,8 +283,10 @@ class Worker:
 
     def _make_parts(self, device: Device, model: CausalLM, head: DraftHead | None) -> RunnerFeatureParts:
         config = self.effective.config
-        lanes = key_lanes(self._backends[0], config.block_size)
-        codec = make_codec(config.kv_offloading_codec, self._kv_shape, lanes) if config.kv_offloading_size else None
+        draft_rows = simd_width(self._backends[0], config.block_size)
+        codec = (
+            make_codec(config.kv_offloading_codec, self._kv_shape, draft_rows) if config.kv_offloading_size else None
+        )
         return RunnerFeatureParts(
             effective=self.effective,
             groups=self.groups,
@@ -347,8 +349,8 @@ class Worker:
             )
 
     def _time_decodes(self, graphs: GraphPlan | None) -> dict[int, float]:
-        """How much longer steps with guesses take; a collective."""
-        most_rows = self.effective.most_guessing_rows
+        """How much longer steps with draft tokens take; a collective."""
+        most_rows = self.effective.most_drafting_rows
         with self._trial_runner() as runner:
             if graphs is not None:
                 runner.graphs.capture(graphs, most_rows)
@@ -415,7 +417,7 @@ class Worker:
         tier = runner.feature(HostTierWorker)
         if tier is None or self.effective.config.kv_disk_path is None:
             return
-        together = self._start_up.run_together
+        together = self._start_up.run_collective_phase
         self.disk = open_disk_tier(self._parts, self._kv_shape, together, tier, self._channels)
         self._closing.callback(self.disk.close)
 
@@ -429,14 +431,14 @@ def make_batch(effective: EffectiveConfig, layout: KvLayout, device: torch.devic
         block_size=config.block_size,
         num_groups=len(layout.groups),
         device=device,
-        num_lanes=effective.num_lanes,
+        num_draft_rows=effective.num_draft_rows,
     )
 
 
 def make_sampling(effective: EffectiveConfig, info: RankInfo, device: torch.device, **options: bool) -> SamplingState:
     """Return the sampling parameters of a rank's rows; ``options`` are further ones of ``SamplingState``."""
     return SamplingState(
-        max_num_seqs=effective.config.max_num_seqs + effective.num_lanes,
+        max_num_seqs=effective.config.max_num_seqs + effective.num_draft_rows,
         vocab_size=effective.model.vocab_size,
         device=device,
         info=info,

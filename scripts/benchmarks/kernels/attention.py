@@ -11,7 +11,7 @@ import torch
 from benchmarks.kernels.cases import KernelCase, Launch, Shape, can_use, random_cache, short_name
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.attention.triton_backend import TritonBackend
-from tp_engine.attention.triton_latent import TritonLatentBackend
+from tp_engine.attention.triton_mla import TritonMLABackend
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 
 
@@ -82,7 +82,7 @@ def _launch_latents(shape: Shape, num_heads: int, num_requests: int, length: int
     attention = AttentionShape(
         num_heads=num_heads, num_kv_heads=1, head_dim=LATENT_ROW, scale=LATENT_ROW**-0.5, value_dim=LATENT_RANK
     )
-    backend = TritonLatentBackend()
+    backend = TritonMLABackend()
     backend.prepare(metadata)
     return lambda: backend.forward(query, None, LayerKv(cache), metadata, attention)
 

@@ -129,7 +129,7 @@ def _heads_launch(shape: Shape, num_tokens: int, cache_dtype: torch.dtype) -> La
     num_blocks = -(-num_tokens // shape.block_size)
     cache, scales = random_cache(shape, num_blocks, cache_dtype)
     slots = torch.randperm(num_blocks * shape.block_size, device=shape.device)[:num_tokens]
-    prepare, kv = op("prepare_heads", "cuda"), LayerKv(cache, scales)
+    prepare, kv = op("qk_norm_rope_store", "cuda"), LayerKv(cache, scales)
     return lambda: prepare(heads, num_kv_heads, norm, rotation, kv, slots)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels.cases import KernelCase, Launch, Shape, can_use
-from tp_engine.kernels.quantised.weights import Codes, QuantisedWeight, values_per_byte
+from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight, values_per_byte
 
 _FEW_ROWS = 64  # up to here the weight's bytes limit a product, beyond it arithmetic
 
@@ -83,8 +83,8 @@ def make_weight(name: str, sizes: Sequence[int], device: str) -> QuantisedWeight
 
 
 def _launch(shape: Shape, num_rows: int, name: str) -> Launch:
-    from tp_engine.kernels.quantised.scaled_products import has_fp8_units, scaled_product
-    from tp_engine.layers.formats.quantised_products import TritonQuantised
+    from tp_engine.kernels.quantization.scaled_products import has_fp8_units, scaled_product
+    from tp_engine.layers.quantization.quantised_products import TritonQuantised
 
     weight = make_weight(name, (2 * shape.inner, shape.hidden), shape.device)
     product = TritonQuantised(weight, None, scaled_product(weight) if has_fp8_units(weight.codes.device) else None)
@@ -101,7 +101,7 @@ def _plain_launch(shape: Shape, num_rows: int) -> Launch:
 def _norm_launch(shape: Shape, num_rows: int, group: int, is_fused: bool) -> Launch:
     from tp_engine.kernels.layer_ops import NormRule
     from tp_engine.kernels.ops import op
-    from tp_engine.kernels.quantised.row_codes import CodeRule
+    from tp_engine.kernels.quantization.row_codes import CodeRule
 
     norm_codes, add_norm, quantise = (op(name, shape.device) for name in ("norm_codes", "add_norm", "quantise_rows"))
     x, residual = (torch.randn(num_rows, shape.hidden, device=shape.device).to(shape.dtype) for _ in range(2))

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from benchmarks.kernels.cases import KernelCase, Launch, Shape
+from tp_engine.distributed.collectives import SingleRank
 from tp_engine.plan import RowSampling
-from tp_engine.ranks.collectives import SingleRank
 from tp_engine.sampling.device_sampler import DeviceSampler
 from tp_engine.sampling.state import SamplingState
 

@@ -40,8 +40,8 @@ class TileCase:
 
 def quantised_tiles(shape: Shape, weights: str, num_rows: int) -> Iterator[TileCase]:
     """Products of few rows with down and with gate and up.  Where "dequantise" is faster, FEW_ROWS is too high."""
-    from tp_engine.kernels.quantised.dequantise_triton import multiply_dequantised
-    from tp_engine.kernels.quantised.linear_triton import TILES, RowTiles, quantised_linear_triton
+    from tp_engine.kernels.quantization.dequantise_triton import multiply_dequantised
+    from tp_engine.kernels.quantization.linear_triton import TILES, RowTiles, quantised_linear_triton
 
     current = next(tiles for most, tiles in TILES if num_rows <= most)
     candidates = list(itertools.product((16, 32, 64, 128), (2, 4, 8), (3, 4, 5)))

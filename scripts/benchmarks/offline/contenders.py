@@ -26,9 +26,9 @@ from benchmarks.offline.peers import GPU_PEERS, PACKAGES, Found, PeerProcess, fi
 from benchmarks.workloads import WORKLOADS
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.config import QUANTIZATIONS
+from tp_engine.distributed.collectives import SingleRank
 from tp_engine.model_config import read_model
 from tp_engine.models.causal_lm import build_model
-from tp_engine.ranks.collectives import SingleRank
 from tp_engine.weights.source import sources_of
 
 Makers = dict[str, Callable[[Mapping[str, Any]], Engine]]

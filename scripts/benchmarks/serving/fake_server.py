@@ -107,7 +107,7 @@ class InstantEngine:
             view=None,
         )
 
-    def work_when_idle(self) -> bool:
+    def run_background_io(self) -> bool:
         """There is none."""
         return False
 

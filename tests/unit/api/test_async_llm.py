@@ -217,7 +217,7 @@ def test_serving_out() -> None:
     async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
         running = asyncio.create_task(text_of(llm, "the", SamplingParams(max_tokens=40)))
         await until(lambda: engine.num_steps > 2)
-        service.service.serve_out(DEADLINE_S)
+        service.service.drain(DEADLINE_S)
         assert llm.is_ready
         assert await text_of(llm, "late") != ""
         assert await running != ""

@@ -104,7 +104,7 @@ def test_steps_are_handed_out_in_order_whatever_their_size() -> None:
             journal.on_output(step(range(first, first + size)))
             first += size
         journal.on_ended(EngineDeadError("over"))
-        await asyncio.wait_for(journal.keep_up(), DEADLINE_S)
+        await asyncio.wait_for(journal.wait_delivered(), DEADLINE_S)
         assert journal.ended == [first] and journal.numbers == list(range(first))
         journal.on_output(step([first]))
         assert journal.numbers[-1] == first, "with nothing before it, a small step is handed out at once"
@@ -131,7 +131,7 @@ def test_other_tasks_have_turns_while_a_large_step_is_handed_out() -> None:
 
         counting = asyncio.get_running_loop().create_task(count())
         journal.on_output(step(range(10 * SLICE)))
-        await asyncio.wait_for(journal.keep_up(), DEADLINE_S)
+        await asyncio.wait_for(journal.wait_delivered(), DEADLINE_S)
         counting.cancel()
         await journal.close()
         assert len(set(seen)) >= 10
@@ -145,13 +145,13 @@ class Broken(Outputs):
 
 
 def test_what_goes_wrong_in_the_other_thread_is_raised() -> None:
-    """Oracle: the error of ``process`` reaches the task that waits in ``keep_up``."""
+    """Oracle: the error of ``process`` reaches the task that waits in ``wait_delivered``."""
 
     async def scenario() -> None:
         journal = Broken()
         journal.on_output(step(range(100)))
         with pytest.raises(ValueError, match="broken tokenizer"):
-            await asyncio.wait_for(journal.keep_up(), DEADLINE_S)
+            await asyncio.wait_for(journal.wait_delivered(), DEADLINE_S)
         await journal.close()
 
     asyncio.run(scenario())

@@ -14,10 +14,10 @@ from tests.paged_batches import make_batch
 from tp_engine.attention.base import AttentionBackend, AttentionShape
 from tp_engine.attention.calls import TILE
 from tp_engine.attention.gathering import MAX_BATCHED_QUERY, group_requests
-from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.attention.torch_backend import TorchBackend
+from tp_engine.cpu.attention import NativeBackend
+from tp_engine.cpu.kernels.library import native_library
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv
-from tp_engine.kernels.native.library import native_library
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": TorchBackend, "native": NativeBackend}
 

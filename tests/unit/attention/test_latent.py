@@ -15,21 +15,21 @@ from tests.unit.models.test_quantization_config import BLOCK_FP8
 from tp_engine.advice.weight_sizes import local_parameters
 from tp_engine.attention import latent
 from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
-from tp_engine.attention.latent import LatentBackend
-from tp_engine.attention.native_backend import NativeBackend
+from tp_engine.attention.mla import MLABackend
 from tp_engine.attention.registry import check_backend, select_backend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.config import EngineConfig
+from tp_engine.cpu.attention import NativeBackend
+from tp_engine.cpu.kernels.library import native_library
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.attention.heads import Rotation
-from tp_engine.kernels.attention.latents import absorb_queries, prepare_latents, release_values
+from tp_engine.kernels.attention.latents import absorb_w_uk, prepare_latents, project_w_uv
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, layer_view, states_at, store_kv
 from tp_engine.kernels.layer_ops import NormRule
-from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.ops import has_triton, implementation
 from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.model_config import check_tensor_parallel, read_model, resolve_max_model_len
-from tp_engine.model_config.latent import LatentSpec
+from tp_engine.model_config.mla import MLASpec
 from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 
@@ -160,7 +160,7 @@ def test_what_deepseek_v3_becomes() -> None:
     """Oracle: the formulas of DeepSeek's own code: mscale 0.1 ln 40 + 1; blocks of 128 x 128; layer 61 is skipped."""
     spec = read_model({**V3, "quantization_config": FP8})
     first, last = spec.attentions[0], spec.layers[-1]
-    assert first.latent == LatentSpec(rank=512, nope_dim=128, rope_dim=64, value_dim=128, query_rank=1536)
+    assert first.latent == MLASpec(rank=512, nope_dim=128, rope_dim=64, value_dim=128, query_rank=1536)
     assert first.scale == pytest.approx(192**-0.5 * (0.1 * np.log(40) + 1) ** 2)
     assert spec.ropes[0].is_interleaved and spec.ropes[0].attention_factor == 1.0
     assert [layer.experts is None for layer in spec.layers[:4]] == [True, True, True, False]
@@ -230,11 +230,11 @@ def test_backends_without_latents_are_refused() -> None:
         check_backend("triton", replace(on_gpu, has_latents=False))
     if has_triton():
         chosen = select_backend("triton", on_gpu)
-        assert isinstance(chosen, LatentBackend) and chosen.can_capture_decodes and chosen.name == "triton"
+        assert isinstance(chosen, MLABackend) and chosen.can_capture_decodes and chosen.name == "triton"
     assert check_backend("auto", NEEDS) == ("torch" if native_library() is None else "native")
     assert check_backend("auto", replace(NEEDS, kv_cache_dtype=torch.int8)) == "torch"
     assert check_backend("auto", replace(NEEDS, head_dims=(578,))) == "torch"
-    assert isinstance(select_backend("auto", NEEDS), LatentBackend)
+    assert isinstance(select_backend("auto", NEEDS), MLABackend)
 
 
 def test_a_lossy_codec_is_refused(tmp_path: Any) -> None:
@@ -279,10 +279,10 @@ class Maps:
         self.query_dim, self.value_dim = nope_dim + rope_dim, up.shape[1] - nope_dim
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
-        return absorb_queries(query, self.up, self.nope_dim)
+        return absorb_w_uk(query, self.up, self.nope_dim)
 
     def values(self, attended: torch.Tensor) -> torch.Tensor:
-        return release_values(attended, self.up, self.nope_dim)
+        return project_w_uv(attended, self.up, self.nope_dim)
 
     def expand(self, rows: torch.Tensor, heads: slice) -> KeyValue:
         rank = self.up.shape[2]
@@ -386,9 +386,9 @@ def test_operations_in_c(dtype: torch.dtype, is_interleaved: bool, count: int) -
         if name == "prepare_latents":
             rule, rotation = NormRule(weight, 1e-6), Rotation(table, positions, scale)
             return tuple(operation(query, rows, rule, rotation, is_interleaved, None, positions))
-        return (operation(query if name == "absorb_queries" else means, up, nope),)
+        return (operation(query if name == "absorb_w_uk" else means, up, nope),)
 
-    for name in ("absorb_queries", "release_values", "prepare_latents"):
+    for name in ("absorb_w_uk", "project_w_uv", "prepare_latents"):
         exact = run(name, "twin", [one.double() for one in given])
         plain, found = (run(name, kind, [one.clone() for one in given]) for kind in ("twin", "native"))
         for one, other, wanted in zip(found, plain, exact, strict=True):

@@ -54,7 +54,10 @@ def test_sizes_of_prompts(asked: str, budget: int, sizes: tuple[int, ...]) -> No
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("all", "cuda_graph_prefill_sizes is 'all'; it must be none, auto, or numbers of prompt tokens .* 32,64,128"),
+        (
+            "all",
+            "cudagraph_prefill_capture_sizes is 'all'; it must be none, auto, or numbers of prompt tokens .* 32,64,128",
+        ),
         ("16,64", r"contains 16; sizes go from 17 to max_num_batched_tokens, which is 256"),
         ("64,300", r"contains 300; sizes go from 17 to max_num_batched_tokens, which is 256: leave it out"),
     ],
@@ -122,11 +125,16 @@ class Stub:
 @pytest.mark.parametrize(
     ("options", "can_capture", "states", "reason"),
     [
-        ({"cuda_graph_prefill_sizes": "auto"}, True, [], None),
+        ({"cudagraph_prefill_capture_sizes": "auto"}, True, [], None),
         ({}, True, [], ""),
-        ({"cuda_graph_prefill_sizes": "none"}, False, [], ""),
-        ({"cuda_graph_prefill_sizes": "auto"}, False, [], "the attention backend test plans prompts on the host"),
-        ({"cuda_graph_prefill_sizes": "auto"}, True, ["a layer"], "some layers have recurrent states"),
+        ({"cudagraph_prefill_capture_sizes": "none"}, False, [], ""),
+        (
+            {"cudagraph_prefill_capture_sizes": "auto"},
+            False,
+            [],
+            "the attention backend test plans prompts on the host",
+        ),
+        ({"cudagraph_prefill_capture_sizes": "auto"}, True, ["a layer"], "some layers have recurrent states"),
     ],
 )
 def test_rules(

@@ -189,7 +189,7 @@ def test_a_rank_that_is_a_collective_behind_is_named() -> None:
 
 def test_a_rank_that_failed_because_of_another_was_waiting() -> None:
     """Oracle: rank 0's collective raised when rank 1 died; rank 0 blames it."""
-    victim = rank(0, state="failed", failure="Connection closed by peer", blamed_rank=1)
+    victim = rank(0, state="failed", failure="Connection closed by peer", failed_rank=1)
     found = explain(record(victim, rank(1, "step_begin", process="gone", exit="signal 9")))
     assert found[0] == "Rank 0 is in collective 7 of step 812, begun 9.8 s ago."
     assert found[1].startswith("Rank 1 has not reached it") and "dead (signal 9)" in found[1]

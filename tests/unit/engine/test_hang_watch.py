@@ -243,7 +243,7 @@ def test_the_cause_is_told_from_its_consequences() -> None:
     for slot in board.slots:
         slot.state = State.READY
     assert find_incident(board, 0, [], no_code) is None
-    board.slots[2].fail("RankError: rank 3", blamed_rank=3)
+    board.slots[2].fail("RankError: rank 3", failed_rank=3)
     found = find_incident(board, 0, [], no_code)
     assert found is not None and found.rank == 3 and "rank 2 reports" in found.message
     board.slots[1].fail("Traceback: the cause")

@@ -217,7 +217,7 @@ def test_slots_travel_with_their_times_converted() -> None:
     slot = far.slots[3]
     slot.register()
     run_steps(slot, 1, 700)
-    slot.fail("Traceback: no memory", blamed_rank=None)
+    slot.fail("Traceback: no memory", failed_rank=None)
     near.slots[0].state = State.READY
     arrived: list[tuple[int, int]] = []
     data = memoryview(SlotPacker().pack(far.slots, with_records=True))

@@ -43,7 +43,7 @@ class Recorder:
         self.rejected[request_id] = error
         self._changed.set()
 
-    async def keep_up(self) -> None:
+    async def wait_delivered(self) -> None:
         """Always ready."""
 
     def on_ended(self, error: EngineDeadError) -> None:
@@ -116,7 +116,7 @@ def test_work_of_pauses_begins_right_after_the_last_step() -> None:
             self.num_left = 3
             return super().step()
 
-        def work_when_idle(self) -> bool:
+        def run_background_io(self) -> bool:
             self.num_left -= 1
             acts.append("work" if self.num_left >= 0 else "none")
             return self.num_left > 0
@@ -257,7 +257,7 @@ def test_serving_out_refuses_nothing_and_ends_with_the_frontend() -> None:
     async def scenario() -> None:
         client, recorder = await connected(service.address)
         client.add_request(request("first", max_tokens=3))
-        service.service.serve_out(DEADLINE_S)
+        service.service.drain(DEADLINE_S)
         await recorder.until(lambda: "first" in recorder.finish_reasons())
         client.add_request(request("second", max_tokens=3))
         await recorder.until(lambda: "second" in recorder.finish_reasons())
@@ -279,7 +279,7 @@ def test_the_deadline_of_serving_out_aborts_what_still_runs() -> None:
         client.add_request(request("slow", max_tokens=10_000))
         await recorder.until(lambda: recorder.tokens("slow"))
         started_s = time.monotonic()
-        service.service.serve_out(0.1)
+        service.service.drain(0.1)
         assert await client.wait_ended(timeout_s=DEADLINE_S)
         assert time.monotonic() - started_s >= 0.1
         assert len(recorder.tokens("slow")) < 2_000

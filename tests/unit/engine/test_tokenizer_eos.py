@@ -95,7 +95,7 @@ def ask(folder: Path, **params: Any) -> RequestOutput:
 
 def test_an_engine_stops_at_the_tokenizers_eos(model: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
     """Oracle: the tokens of a model without any EOS, up to the first that the tokenizer ends with; ``ignore_eos``,
-    ``min_tokens`` and guesses as with an EOS of config.json.  A model without any is warned of."""
+    ``min_tokens`` and draft tokens as with an EOS of config.json.  A model without any is warned of."""
     with caplog.at_level(logging.WARNING, "tp_engine"):
         free = list(ask(model(None, config_eos=None)).outputs[0].token_ids)
     assert len(free) == 12 and "no token ends an output" in caplog.text
@@ -103,8 +103,8 @@ def test_an_engine_stops_at_the_tokenizers_eos(model: Callable[..., Path], caplo
     eos = free[2]
     stopped = free[: free.index(eos) + 1]
     by_tokenizer, by_config = model(eos), model(None, config_eos=eos)
-    guesses: dict[str, Any] = {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}}
-    with LLM(str(by_tokenizer), **OPTIONS, **guesses) as guessing, LLM(str(by_config), **OPTIONS) as other:
+    draft_tokens: dict[str, Any] = {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}}
+    with LLM(str(by_tokenizer), **OPTIONS, **draft_tokens) as guessing, LLM(str(by_config), **OPTIONS) as other:
         for params in ({}, {"ignore_eos": True}, {"min_tokens": 6}):
             asked = SamplingParams(temperature=0, max_tokens=12, **params)
             found, expected = (llm.generate([PROMPT], asked, use_tqdm=False)[0].outputs[0] for llm in (guessing, other))

@@ -57,7 +57,7 @@ def test_what_a_process_writes_another_reads() -> None:
     assert split_echo(board.slots[1].echoes[7]) == (7, 0x34567890)
     assert slot.records[7].tolist() == list(range(9)) and not slot.records[:7].any() and not slot.records[8:].any()
     assert slot.failure_text.endswith("xthe end \u20ac") and len(slot.failure_text.encode()) == 8192
-    assert slot.exit_code is None and slot.blamed_rank is None
+    assert slot.exit_code is None and slot.failed_rank is None
     assert not any(board.slots[0].words)
 
 
@@ -111,9 +111,9 @@ def test_a_board_without_its_owner_can_not_be_opened() -> None:
 def test_the_first_failure_is_kept() -> None:
     """Oracle: the first text; the second one, which only reports the consequence, is absent."""
     slot = JobBoard.create(1).slots[0]
-    slot.fail("the cause", blamed_rank=3)
+    slot.fail("the cause", failed_rank=3)
     slot.fail("the consequence")
-    assert (slot.failure_text, slot.blamed_rank) == ("the cause", 3)
+    assert (slot.failure_text, slot.failed_rank) == ("the cause", 3)
 
 
 def test_exit_codes_and_steps() -> None:

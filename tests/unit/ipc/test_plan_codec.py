@@ -58,7 +58,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
     num_blocks, num_prefills, num_groups = draw(st.integers(0, 9)), draw(st.integers(0, 9)), draw(st.integers(1, 8))
     num_decodes, epoch = draw(st.integers(0, 20)), draw(st.integers(1, 2**63 - 1))
     num_masks, num_words = draw(st.integers(0, 3)), draw(st.integers(0, 5))
-    num_lanes, num_kept = draw(st.integers(0, 6)), draw(st.integers(0, 6))
+    num_draft_rows, num_kept = draw(st.integers(0, 6)), draw(st.integers(0, 6))
     admission = st.builds(
         Admission,
         row=COUNT,
@@ -94,8 +94,8 @@ def plans(draw: st.DrawFn) -> StepPlan:
         disk_reads=draw(arrays.arrays(np.int32, st.tuples(st.integers(0, 4), st.just(2)), elements=INT32)),
         disk_writes=draw(arrays.arrays(np.int32, st.tuples(st.integers(0, 4), st.just(2)), elements=INT32)),
         state_copies=draw(arrays.arrays(np.int32, st.tuples(st.integers(0, 4), st.just(2)), elements=INT32)),
-        lane_rows=draw(ids(num_lanes)),
-        lane_tokens=draw(ids(num_lanes)),
+        draft_base_rows=draw(ids(num_draft_rows)),
+        draft_tokens=draw(ids(num_draft_rows)),
         kept_rows=draw(ids(num_kept)),
         kept_tokens=draw(ids(num_kept)),
         adapter_loads=draw(arrays.arrays(np.int32, st.tuples(st.integers(0, 4), st.just(2)), elements=INT32)),
@@ -186,9 +186,14 @@ def moving(plan: StepPlan) -> StepPlan:
 
 
 def verifying(plan: StepPlan) -> StepPlan:
-    """With a lane, with two tokens that an earlier step verified, and with drafts."""
+    """With a draft row, with two tokens that an earlier step verified, and with drafts."""
     return msgspec.structs.replace(
-        plan, lane_rows=int32(5), lane_tokens=int32(31), kept_rows=int32(5, 5), kept_tokens=int32(8, 9), num_drafts=3
+        plan,
+        draft_base_rows=int32(5),
+        draft_tokens=int32(31),
+        kept_rows=int32(5, 5),
+        kept_tokens=int32(8, 9),
+        num_drafts=3,
     )
 
 

@@ -17,7 +17,7 @@ from tests.tiny_models import make_checkpoint
 from tests.unit.kernels.kernel_cases_engine import gpu_path
 from tests.unit.kernels.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tp_engine import LLM, SamplingParams
-from tp_engine.kernels.quantised import norm_codes_triton
+from tp_engine.kernels.quantization import norm_codes_triton
 
 PROMPTS = [list(range(20, 44)), [7] * 3, [5, 9, 13]]
 # From 5 rows on, products are of codes: chunks of prompts are above, decodes and what the last layer reads below.
@@ -46,7 +46,7 @@ def generate(folder: Path) -> list[tuple[list[int], list[float]]]:
 @contextmanager
 def codes_on_cpus() -> Iterator[None]:
     """Inside, more than ``FEW_ROWS`` rows are multiplied as codes, by PyTorch on a CPU."""
-    products = "tp_engine.layers.formats.quantised_products"
+    products = "tp_engine.layers.quantization.quantised_products"
     with (
         triton_ops_on_cpus(),
         gpu_path(),

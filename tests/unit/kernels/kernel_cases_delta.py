@@ -12,7 +12,7 @@ from itertools import product
 import torch
 
 from tests.unit.kernels.kernel_cases_layer_ops import DTYPES, Case, assert_close_enough, both, random, run_on_cpu
-from tp_engine.kernels.delta_rule import DeltaRule, LayerStates
+from tp_engine.kernels.gated_delta_net import DeltaRule, LayerStates
 from tp_engine.kernels.ops import implementation
 from tp_engine.kv_layout import StateKind
 
@@ -57,7 +57,7 @@ def in_float64(rule: DeltaRule, states: LayerStates) -> tuple[DeltaRule, LayerSt
 def check_step(device: str, numbers: tuple[int, ...], dtype: torch.dtype) -> None:
     """Rows that are slices of wider rows; gates far from zero; slots that no row has stay as they are."""
     kind = kind_of(numbers)
-    step, twin = both("delta_step")
+    step, twin = both("gated_delta_net_decode")
     rule, states = make_rule(kind, device), make_states(kind, device)
     exact_rule, exact_states = in_float64(rule, states)
     twin_states, before = (LayerStates(*(part.clone() for part in states)) for _ in range(2))
@@ -100,7 +100,7 @@ def launch_step(
     states = LayerStates(empty(9, kind.taps - 1, kind.num_channels), empty(9, heads, kind.key_dim, width))
     mixed = empty(num_rows + 5, kind.num_channels + heads * width, dtype=dtype)
     gates, slots = empty(num_rows + 5, 2 * heads, dtype=dtype), empty(num_rows + 5, dtype=torch.int32)
-    step = implementation("delta_step", "triton")
+    step = implementation("gated_delta_net_decode", "triton")
     step(mixed[:num_rows], gates[:num_rows], rule, states, slots[:num_rows])
 
 

@@ -20,11 +20,11 @@ from tests.tiny_models import make_checkpoint
 from tests.unit.kernels.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tp_engine import LLM, SamplingParams
 from tp_engine.attention.triton_backend import TritonBackend
-from tp_engine.layers.formats.dense import TreeLinear
+from tp_engine.distributed.groups import RankGroups
+from tp_engine.layers.quantization.dense import TreeLinear
 from tp_engine.model_config.tp_invariant import NUM_SHARDS
 from tp_engine.plan import IntArray, StepPlan
-from tp_engine.ranks.groups import RankGroups
-from tp_engine.sampling.device_sampler import StepKind
+from tp_engine.sampling.device_sampler import SamplerVariant
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.sampler import KernelSampler
 from tp_engine.sampling.state import SamplingState
@@ -43,9 +43,9 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 # Steps of decodes alone, whether their sampling is recorded, and whether it ends the step, too: the penalised row ends
 # first, then the ranked.
 STEPS = {
-    (StepKind(ranked=True, penalised=True), False, False),
-    (StepKind(ranked=True), True, False),
-    (StepKind(), True, True),
+    (SamplerVariant(ranked=True, penalised=True), False, False),
+    (SamplerVariant(ranked=True), True, False),
+    (SamplerVariant(), True, True),
 }
 
 
@@ -74,7 +74,7 @@ def generate(
 class CountedSteps(CapturedSteps[Any]):
     """Notes what ``STEPS`` has of each step, and in ``ends`` when it ends."""
 
-    steps: ClassVar[set[tuple[StepKind | None, bool, bool]]] = set()
+    steps: ClassVar[set[tuple[SamplerVariant | None, bool, bool]]] = set()
     ends: ClassVar[list[str]] = []
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class CountedSteps(CapturedSteps[Any]):
 @contextmanager
 def gpu_path() -> Iterator[None]:
     """Inside, products, attention and sampling are those of a GPU."""
-    formats = "tp_engine.layers.formats"
+    formats = "tp_engine.layers.quantization"
     with (
         patch(f"{formats}.dense.runs_triton", lambda device_type: True),
         patch(f"{formats}.quantised_products.runs_triton", lambda device_type: True),
@@ -165,7 +165,7 @@ def main(case: str | None = None) -> None:
                 patch.object(RankGroups, "close", lambda groups: CountedSteps.ends.append("process groups")),
             ):
                 recorded = generate(folder)
-    assert {"embed", "norm", "add_norm", "gate", "prepare_heads", "prepare_decodes", "advance_decodes"} <= used, (
+    assert {"embed", "norm", "add_norm", "gate", "qk_norm_rope_store", "prepare_decodes", "advance_decodes"} <= used, (
         f"the engine took {used} from the table"
     )
     assert found == expected, (found, expected)

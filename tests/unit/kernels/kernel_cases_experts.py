@@ -15,7 +15,7 @@ from tp_engine.kernels.experts.experts import ExpertWeights, QuantisedExpertWeig
 from tp_engine.kernels.experts.grouped import dense_grouped_experts
 from tp_engine.kernels.experts.routing import ExpertLoad
 from tp_engine.kernels.ops import implementation
-from tp_engine.kernels.quantised.weights import Codes, dequantise
+from tp_engine.kernels.quantization.weights import Codes, dequantise
 from tp_engine.model_config.mlp import SILU, Activation, RoutingRule
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -14,8 +14,8 @@ from unittest.mock import patch
 import torch
 
 from tests.unit.kernels.kernel_harness import AGREEMENT
-from tp_engine.kernels.ranks import gather_triton
-from tp_engine.kernels.ranks.gather_triton import MAX_PROGRAMS, all_gather_triton, meet
+from tp_engine.kernels.distributed import gather_triton
+from tp_engine.kernels.distributed.gather_triton import MAX_PROGRAMS, all_gather_triton, meet
 
 BLOCK = 512
 NUM_PLACES = 2 * MAX_PROGRAMS

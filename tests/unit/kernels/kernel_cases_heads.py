@@ -106,13 +106,13 @@ def check_heads(device: str, case: Heads) -> None:
     merged = random((6, num_heads + 2 * num_kv_heads, case.head_dim), case.dtype, device)
     norm, rotation, slots = case.norm(device), case.rotation(device), torch.tensor(SLOTS, device=device)
     exact = prepare_exactly(merged, num_kv_heads, norm, rotation)
-    prepare_heads, prepare_plainly = both("prepare_heads")
+    qk_norm_rope_store, prepare_plainly = both("qk_norm_rope_store")
     twin = prepare_plainly(merged.clone(), num_kv_heads, norm, rotation, None, slots)
     kv = None if case.cache_dtype is None else case.cache(case.cache_dtype, device)
     exact_value = merged[:, -num_kv_heads:].double()
     if case.includes_values:
         exact_value = exact_value * (exact_value.square().mean(-1, keepdim=True) + EPS).rsqrt()
-    query, key, value = prepare_heads(merged.clone(), num_kv_heads, norm, rotation, kv, slots)
+    query, key, value = qk_norm_rope_store(merged.clone(), num_kv_heads, norm, rotation, kv, slots)
     assert_close_enough(query, twin[0], exact[:, :num_heads])
     if kv is None:
         assert_close_enough(key, twin[1], exact[:, num_heads:])
@@ -258,13 +258,13 @@ def launch_model(
         includes_values=includes_values,
     )
     scales = empty(2, 64, num_kv_heads, 16, dtype=torch.float32)
-    prepare_heads = implementation("prepare_heads", "triton")
+    qk_norm_rope_store = implementation("qk_norm_rope_store", "triton")
     for cache_dtype in (dtype, *(quantised or ())):
         cache = empty(2, 64, 16, num_kv_heads, head_dim, dtype=cache_dtype)
         kv = LayerKv(cache, scales if is_quantised(cache_dtype) else None)
         for own_norm in (norm, None):
-            prepare_heads(merged, num_kv_heads, own_norm, rotation, kv, slots)
-    prepare_heads(merged, num_kv_heads, norm, rotation, None, slots)
+            qk_norm_rope_store(merged, num_kv_heads, own_norm, rotation, kv, slots)
+    qk_norm_rope_store(merged, num_kv_heads, norm, rotation, None, slots)
 
 
 def launch_width(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:

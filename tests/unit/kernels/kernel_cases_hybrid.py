@@ -34,7 +34,7 @@ def main() -> None:
             patch("tp_engine.worker.worker.warms_up", lambda device_type: True),
         ):
             found = generate(folder)
-    assert {"delta_step", "sigmoid_gate"} <= used, used
+    assert {"gated_delta_net_decode", "sigmoid_gate"} <= used, used
     assert found == expected, (found, expected)
     print(AGREEMENT)
 

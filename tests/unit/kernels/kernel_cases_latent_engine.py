@@ -14,8 +14,8 @@ from tests.tiny_models import make_checkpoint
 from tests.unit.kernels.kernel_cases_engine import RECORDED, CountedSteps, generate, gpu_path
 from tests.unit.kernels.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tp_engine.attention import latent
-from tp_engine.attention.latent import LatentBackend
-from tp_engine.attention.triton_latent import TritonLatentBackend
+from tp_engine.attention.mla import MLABackend
+from tp_engine.attention.triton_mla import TritonMLABackend
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
         with (
             triton_ops_on_cpus() as used,
             gpu_path(),
-            patch("tp_engine.worker.worker.select_backend", lambda *_: LatentBackend(TritonLatentBackend())),
+            patch("tp_engine.worker.worker.select_backend", lambda *_: MLABackend(TritonMLABackend())),
             patch("tp_engine.worker.worker.graph_plan", lambda *_: RECORDED),
             patch("tp_engine.worker.worker.warms_up", lambda device_type: True),
             patch("tp_engine.worker.graphs.step_runner.CapturedSteps", CountedSteps),

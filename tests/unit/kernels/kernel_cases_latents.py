@@ -9,13 +9,13 @@ from itertools import product
 from typing import Any
 
 import torch
+from tp_engine.kernels.attention.paged_mla_triton import latent_sizes, mla_chunks_triton, mla_decode_triton
 
 from tests.paged_batches import PagedBatch, among_layers, make_batch
 from tests.unit.kernels.kernel_cases_layer_ops import DTYPES, Case, assert_close_enough, both, random, run_on_cpu
 from tp_engine.attention.base import AttentionShape
 from tp_engine.kernels.attention.heads import Rotation
 from tp_engine.kernels.attention.paged_decode_triton import MAX_ARRIVALS
-from tp_engine.kernels.attention.paged_latent_triton import latent_chunks_triton, latent_decode_triton, latent_sizes
 from tp_engine.kernels.attention.plain_attention import paged_attention
 from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, SCALE_DTYPE, KeyValue, LayerKv, dequantise, store_kv
 from tp_engine.kernels.layer_ops import NormRule
@@ -102,10 +102,10 @@ def check_rows(device: str, case: Rows) -> None:
             "arrivals": (arrivals := torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)),
         }
         if requests is DECODES:
-            latent_decode_triton(batch.query, kv, *tables, out, **call)
+            mla_decode_triton(batch.query, kv, *tables, out, **call)
         else:
             call |= {"num_queries": num_queries, "first_request": first}
-            latent_chunks_triton(batch.query, kv, *tables, metadata.query_start, out, **call)
+            mla_chunks_triton(batch.query, kv, *tables, metadata.query_start, out, **call)
         assert bool((out[:first] == 7.0).all()) and not arrivals.any(), "a later launch would join too early"
         granted = 16 if case.dtype == torch.float32 else 1e-2
         assert_close_enough(out[first:], plain[first:], exact[first:], granted)
@@ -212,11 +212,11 @@ def launch_model(number: int, num_decodes: int, num_tokens: int, num_chunks: int
     call: dict[str, Any] = {"scale": 0.1, "arrivals": empty(MAX_ARRIVALS, dtype=torch.int32)}
     if num_decodes:
         part = absorbed[:num_decodes], kv, table[:num_decodes], seq_lens[:num_decodes], out[:num_decodes]
-        latent_decode_triton(*part, sizes=latent_sizes(num_decodes, *size), **call)
+        mla_decode_triton(*part, sizes=latent_sizes(num_decodes, *size), **call)
     if num_queries := num_tokens - num_decodes:
         starts, sizes = empty(num_requests + 1, dtype=torch.int32), latent_sizes(1, *size, num_queries=num_queries)
         call |= {"sizes": sizes, "num_queries": num_queries, "first_request": num_decodes}
-        latent_chunks_triton(absorbed, kv, table, seq_lens, starts, out, **call)
+        mla_chunks_triton(absorbed, kv, table, seq_lens, starts, out, **call)
 
 
 def launch_all(capability: int) -> None:

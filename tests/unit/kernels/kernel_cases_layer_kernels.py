@@ -22,8 +22,8 @@ from tests.unit.kernels.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tp_engine import LLM, SamplingParams
 from tp_engine.models.causal_lm import CausalLM
 
-ONE_ROW = {"one_row_linear_kernel": 4, "norm_kernel": 2, "prepare_heads_kernel": 1, "paged_decode_kernel": 1}
-MANY_ROWS = {"linear": 4, "norm_kernel": 2, "gate_kernel": 1, "prepare_heads_kernel": 1, "paged_decode_kernel": 1}
+ONE_ROW = {"one_row_linear_kernel": 4, "norm_kernel": 2, "qk_norm_rope_store_kernel": 1, "paged_decode_kernel": 1}
+MANY_ROWS = {"linear": 4, "norm_kernel": 2, "gate_kernel": 1, "qk_norm_rope_store_kernel": 1, "paged_decode_kernel": 1}
 
 
 @contextmanager

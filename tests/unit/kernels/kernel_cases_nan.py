@@ -47,7 +47,7 @@ def check_prepared_heads(cache_dtype: torch.dtype, head_dim: int, rotary_dim: in
     merged = random((6, 6, head_dim), torch.bfloat16, device)
     merged[0, 2, 1] = merged[2, 3, rotary_dim - 1] = merged[3, 4, head_dim - 1] = NAN
     read = []
-    for prepare in both("prepare_heads"):
+    for prepare in both("qk_norm_rope_store"):
         kv = case.cache(cache_dtype, device)
         query, key, value = prepare(
             merged.clone(), 2, None, case.rotation(device), kv, torch.tensor(SLOTS, device=device)
@@ -107,7 +107,9 @@ def make_cases() -> dict[str, Callable[[str], None]]:
     for dtype in (INT8, FP8):
         cases[f"store_kv, {dtype}"] = partial(check_stored, dtype)
         for head_dim, rotary_dim in ((32, 32), (80, 32)):
-            cases[f"prepare_heads of {head_dim}, {dtype}"] = partial(check_prepared_heads, dtype, head_dim, rotary_dim)
+            cases[f"qk_norm_rope_store of {head_dim}, {dtype}"] = partial(
+                check_prepared_heads, dtype, head_dim, rotary_dim
+            )
     cases |= {f"prepare_latents, {place}": partial(check_prepared_latents, place) for place in (0, 63, 64, 71)}
     bfloat16: dict[str, Any] = {"dtype": torch.bfloat16, "group": 2}
     for one in (Case(**bfloat16), Case(**bfloat16, splits=1), Case(**bfloat16, cache_dtype=FP8), Case(softcap=2.0)):

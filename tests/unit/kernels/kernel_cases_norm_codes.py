@@ -10,7 +10,7 @@ import torch
 
 from tests.unit.kernels.kernel_cases_layer_ops import EPS, both, random, run_on_cpu
 from tp_engine.kernels.layer_ops import NormRule
-from tp_engine.kernels.quantised.row_codes import CodeRule
+from tp_engine.kernels.quantization.row_codes import CodeRule
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 Rule = tuple[float, bool, float]

@@ -23,8 +23,8 @@ from tests.unit.kernels.kernel_cases_engine import gpu_path, make_model
 from tests.unit.kernels.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tp_engine import LLM, SamplingParams
 from tp_engine.plan import IntArray, StepPlan
-from tp_engine.sched.guesses.guesses import Guess, NgramSource
 from tp_engine.sched.sequence import Sequence
+from tp_engine.sched.spec_decode.proposer import NgramProposer, Proposal
 from tp_engine.worker.batch.padded_batch import StepSize, StepSizes
 from tp_engine.worker.graphs.recorder import Keep, Recording, Step, keep_nothing
 from tp_engine.worker.graphs.step_runner import Captured, GraphPlan, StepRunner
@@ -48,7 +48,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 )
 Launch = tuple[Any, ...]
 SeenStep = tuple[StepSize, bool, bool]
-"""A step's recording, and whether anything is sampled, and guesses are verified."""
+"""A step's recording, and whether anything is sampled, and draft tokens are verified."""
 
 
 class StrictRecording:
@@ -73,9 +73,9 @@ class StrictRecorder:
         return StrictRecording(step)
 
 
-def guess_the_last(self: NgramSource, sequence: Sequence, tokens: IntArray, count: int) -> Guess:
+def propose_the_last(self: NgramProposer, sequence: Sequence, tokens: IntArray, count: int) -> Proposal:
     """The last token, again and again."""
-    return Guess(np.full(count, tokens[-1]), self.most_matched)
+    return Proposal(np.full(count, tokens[-1]), self.most_matched)
 
 
 def launches_of(step: Step) -> tuple[list[Launch], torch.Tensor]:
@@ -106,7 +106,7 @@ def recorded_prompts(seen_of_steps: set[SeenStep], is_measured: bool) -> Iterato
 
     def replay_and_note(self: StepRunner, found: Captured, plan: StepPlan) -> Any:
         if isinstance(found.size, StepSize):
-            seen_of_steps.add((found.size, bool(len(plan.sampled_rows)), bool(len(plan.lane_rows))))
+            seen_of_steps.add((found.size, bool(len(plan.sampled_rows)), bool(len(plan.draft_base_rows))))
         return replay(self, found, plan)
 
     plan = GraphPlan(sizes=(1, 2, 4), prompts=SIZES, make_recorder=StrictRecorder)
@@ -115,7 +115,7 @@ def recorded_prompts(seen_of_steps: set[SeenStep], is_measured: bool) -> Iterato
         stack.enter_context(patch("tp_engine.worker.batch.padded_batch.MAX_CHUNKS", 4))  # less to interpret
         stack.enter_context(patch("tp_engine.worker.worker.warms_up", lambda device_type: is_measured))
         stack.enter_context(patch.object(StepRunner, "replay", replay_and_note))
-        stack.enter_context(patch.object(NgramSource, "guess", guess_the_last))
+        stack.enter_context(patch.object(NgramProposer, "propose", propose_the_last))
         yield
 
 
@@ -161,12 +161,12 @@ def main(model: str) -> None:
             shape: dict[str, Any] = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
             layers = {"num_layers": 2, "layer_types": WINDOWED["layer_types"][:2]}
             folder = make_checkpoint(Path(name) / "model", **shape, **WINDOWED | layers)
-            # Lanes, which verify guesses (plan.py), follow the rows that decode; most guesses are wrong.
+            # Lanes, which verify draft tokens (plan.py), follow the rows that decode; most draft tokens are wrong.
             options = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 1, "max_step_rows": 8}'}
         else:
             folder = make_model(name)
         used = check(folder, is_measured=model == "windows", **options)
     assert {size for size, _, _ in used} == set(SIZES.largest_first), used
     assert {is_sampled for _, is_sampled, _ in used} == {False, True}, used
-    assert {has_lanes for _, _, has_lanes in used} == {False, model == "windows"}, used
+    assert {has_draft_rows for _, _, has_draft_rows in used} == {False, model == "windows"}, used
     print(AGREEMENT)

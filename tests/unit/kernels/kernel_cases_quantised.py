@@ -22,7 +22,13 @@ from tests.unit.kernels.kernel_cases_layer_ops import (
     random,
     run_on_cpu,
 )
-from tp_engine.kernels.quantised.weights import Codes, QuantisedWeight, dequantise, multiply_quantised, values_per_byte
+from tp_engine.kernels.quantization.weights import (
+    Codes,
+    QuantisedWeight,
+    dequantise,
+    multiply_quantised,
+    values_per_byte,
+)
 from tp_engine.model_config.mlp import SILU, Activation
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
@@ -88,9 +94,9 @@ def check(
     has_bias: bool = False,
 ) -> None:
     """Rows are slices of wider rows; a single row also by the kernel for one row; the weight's values as well."""
-    from tp_engine.kernels.quantised.dequantise_triton import dequantise_triton
-    from tp_engine.kernels.quantised.linear_triton import quantised_linear_triton
-    from tp_engine.kernels.quantised.row_triton import quantised_row_triton, takes_row
+    from tp_engine.kernels.quantization.dequantise_triton import dequantise_triton
+    from tp_engine.kernels.quantization.linear_triton import quantised_linear_triton
+    from tp_engine.kernels.quantization.row_triton import quantised_row_triton, takes_row
 
     weight = make_weight(kind, shape, device, **options)
     x = random((num_rows, shape[1] + 16), dtype, device)[:, : shape[1]]
@@ -107,7 +113,7 @@ def check(
 
 def check_batches(device: str, kind: Codes, options: dict[str, Any]) -> None:
     """A row's result is the same in batches of other sizes, whose tiles differ."""
-    from tp_engine.kernels.quantised.linear_triton import quantised_linear_triton
+    from tp_engine.kernels.quantization.linear_triton import quantised_linear_triton
 
     weight, x = make_weight(kind, (40, 160), device, **options), random((90, 160), BFLOAT16, device)
     whole = quantised_linear_triton(x, weight, None)
@@ -117,7 +123,7 @@ def check_batches(device: str, kind: Codes, options: dict[str, Any]) -> None:
 
 def check_product(device: str, kind: Codes, options: dict[str, Any], activation: Activation | None) -> None:
     """The layers' product: one row, few, and so many that the weight is dequantised."""
-    from tp_engine.layers.formats.quantised_products import FEW_ROWS, TritonQuantised
+    from tp_engine.layers.quantization.quantised_products import FEW_ROWS, TritonQuantised
 
     weight, bias = make_weight(kind, (48, 96), device, **options), random((48,), BFLOAT16, device, 2)
     product = TritonQuantised(weight, activation)
@@ -135,7 +141,7 @@ def check_product(device: str, kind: Codes, options: dict[str, Any], activation:
 
 def check_parts(device: str) -> None:
     """Few values at a time; the last rows are fewer, and share a scale."""
-    from tp_engine.kernels.quantised.dequantise_triton import multiply_dequantised
+    from tp_engine.kernels.quantization.dequantise_triton import multiply_dequantised
 
     weight = make_weight("e4m3", (150, 64), device, group=32, row_block=32)
     x, bias = random((5, 64), FLOAT32, device), random((150,), FLOAT32, device, 1)
@@ -177,7 +183,7 @@ def check_gated_rows(
 
 def check_every_code(device: str, kind: Codes, dtype: torch.dtype) -> None:
     """Rows of an identity give each code's value, exactly; also where a GPU converts e4m3 itself."""
-    from tp_engine.kernels.quantised.linear_triton import quantised_linear_triton
+    from tp_engine.kernels.quantization.linear_triton import quantised_linear_triton
 
     codes = torch.arange(256, dtype=torch.uint8, device=device).reshape(4, 64)
     if kind == "e4m3":
@@ -264,9 +270,9 @@ def main() -> None:
 def launch_all(capability: int) -> None:
     """Products of Qwen3-8B in every format, with one row and with more; every tile, with an activation, of one; rows as
     8-bit floats where the GPU has them."""
-    from tp_engine.kernels.quantised.dequantise_triton import dequantise_triton
-    from tp_engine.kernels.quantised.linear_triton import quantised_linear_triton
-    from tp_engine.kernels.quantised.row_triton import quantised_row_triton, takes_row
+    from tp_engine.kernels.quantization.dequantise_triton import dequantise_triton
+    from tp_engine.kernels.quantization.linear_triton import quantised_linear_triton
+    from tp_engine.kernels.quantization.row_triton import quantised_row_triton, takes_row
 
     formats: tuple[tuple[Codes, dict[str, Any]], ...] = (
         ("int4", {"group": 128, "scales": BFLOAT16}),

@@ -18,12 +18,12 @@ from tests.ranks.launch import torchrun
 from tests.unit.kernels.kernel_cases_engine import RECORDED, generate, gpu_path, make_model
 from tests.unit.kernels.kernel_cases_gather import addresses
 from tests.unit.kernels.kernel_harness import AGREEMENT, triton_ops_on_cpus
-from tp_engine.kernels.ranks.gather_triton import MAX_PROGRAMS, all_gather_triton
+from tp_engine.distributed.collectives import ProcessGroupCommunicator
+from tp_engine.distributed.groups import RankGroups
+from tp_engine.distributed.reduce_plan import ReducePlan
+from tp_engine.distributed.symmetric_memory import SymmetricCommunicator
+from tp_engine.kernels.distributed.gather_triton import MAX_PROGRAMS, all_gather_triton
 from tp_engine.plan import StepPlan
-from tp_engine.ranks.collectives import ProcessGroupCommunicator
-from tp_engine.ranks.groups import RankGroups
-from tp_engine.ranks.reduce_plan import ReducePlan
-from tp_engine.ranks.symmetric_memory import SymmetricCommunicator
 from tp_engine.units import KIB
 from tp_engine.worker.graphs.captured_steps import CapturedSteps
 from tp_engine.worker.graphs.graph_plan import why_not_capture

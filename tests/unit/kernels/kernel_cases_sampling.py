@@ -18,6 +18,7 @@ import triton.language as tl
 from tests.simulated_ranks import NotingCommunicator, run_ranks
 from tests.unit.kernels.kernel_cases_decode_inputs import make_tables
 from tests.unit.kernels.kernel_harness import AGREEMENT
+from tp_engine.distributed.collectives import Communicator, SingleRank
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.sampling import best_triton, candidates_triton, filter_triton, nucleus_triton
 from tp_engine.kernels.sampling.scores_triton import gumbel_noise, hash_tokens, noise_key
@@ -26,9 +27,8 @@ from tp_engine.kernels.steps.decode_inputs import DecodeInputs, RowTables, advan
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.model_config import padded_vocab_size
 from tp_engine.plan import RowSampling
-from tp_engine.ranks.collectives import Communicator, SingleRank
 from tp_engine.sampling import noise
-from tp_engine.sampling.device_sampler import SHARE_BYTES, DeviceSampler, StepKind
+from tp_engine.sampling.device_sampler import SHARE_BYTES, DeviceSampler, SamplerVariant
 from tp_engine.sampling.filters import draw_filtered, draw_ranked
 from tp_engine.sampling.groups import group_rows
 from tp_engine.sampling.sampler import KernelSampler, Sampler, make_sampler
@@ -80,7 +80,7 @@ def one_at_a_time(sampler: DeviceSampler) -> DeviceSampler:
 
 
 def check_tokens(
-    device: str, samplings: Sequence[RowSampling], kind: StepKind, world_size: int, logits: torch.Tensor
+    device: str, samplings: Sequence[RowSampling], kind: SamplerVariant, world_size: int, logits: torch.Tensor
 ) -> None:
     """``logits`` (steps, n, vocab); the device's sampler gets its rows out of order, with padding among them."""
     _, count, vocab_size = logits.shape
@@ -165,7 +165,7 @@ def check_nuclei(device: str) -> None:
         if trial >= 3:
             logits = (logits * 2).round() / 2
             logits[:, ::3, 40:] = -torch.inf
-        check_tokens(device, samplings, StepKind(nucleus=True), 1, logits)
+        check_tokens(device, samplings, SamplerVariant(nucleus=True), 1, logits)
 
 
 def check_padding(device: str) -> None:
@@ -176,7 +176,7 @@ def check_padding(device: str) -> None:
         logits = random_logits(2, 700, torch.float32, 0.1)[0].to(device)
         rows = torch.tensor([-1, -1], dtype=torch.int32, device=device)
         positions = torch.tensor([3, 4], device=device)
-        found = DeviceSampler(state, SingleRank()).sample(StepKind(ranked=True), logits, rows, positions)
+        found = DeviceSampler(state, SingleRank()).sample(SamplerVariant(ranked=True), logits, rows, positions)
         assert found.tolist() == logits.argmax(-1).tolist()
 
 
@@ -189,7 +189,7 @@ def check_advance(device: str) -> None:
         inputs = DecodeInputs.allocate(4, expected)
         inputs.rows.copy_(torch.tensor(rows, dtype=torch.int32))
         prepare_decodes(expected, inputs)
-        step = (StepKind(), logits.to(device), inputs.rows, inputs.positions)
+        step = (SamplerVariant(), logits.to(device), inputs.rows, inputs.positions)
         tokens = sampler.sample(*step)
         advance_decodes(expected, inputs, tokens)
         assert torch.equal(sampler.sample(*step, advanced=tables), tokens)
@@ -245,34 +245,42 @@ def make_cases() -> dict[str, Callable[[str], None]]:
     """Name -> check on a device."""
     cases: dict[str, Callable[[str], None]] = {"noise": check_noise}
 
-    def add(name: str, samplings: Sequence[RowSampling], kind: StepKind, world_size: int, logits: torch.Tensor) -> None:
+    def add(
+        name: str, samplings: Sequence[RowSampling], kind: SamplerVariant, world_size: int, logits: torch.Tensor
+    ) -> None:
         cases[f"{name}-{world_size}"] = lambda device: check_tokens(device, samplings, kind, world_size, logits)
 
     for world_size in (1, 3):
         for dtype in DTYPES:
-            add(f"plain-{dtype}", PLAIN, StepKind(), world_size, random_logits(3, 1003, dtype))
+            add(f"plain-{dtype}", PLAIN, SamplerVariant(), world_size, random_logits(3, 1003, dtype))
         min_p, ranked = [*PLAIN, *MIN_P], [*PLAIN, *RANKED]
-        add("min_p", min_p, StepKind(min_p=True), world_size, random_logits(5, 700, torch.float32, 1.0))
+        add("min_p", min_p, SamplerVariant(min_p=True), world_size, random_logits(5, 700, torch.float32, 1.0))
         penalised = [*PLAIN, *PENALISED]
-        add("penalties", penalised, StepKind(penalised=True), world_size, random_logits(6, 700, torch.float32, 1.0))
-        add("ranked", ranked, StepKind(ranked=True), world_size, random_logits(7, 700, torch.bfloat16))
+        add(
+            "penalties",
+            penalised,
+            SamplerVariant(penalised=True),
+            world_size,
+            random_logits(6, 700, torch.float32, 1.0),
+        )
+        add("ranked", ranked, SamplerVariant(ranked=True), world_size, random_logits(7, 700, torch.bfloat16))
         everything = [*PENALISED, *MIN_P, *RANKED]
-        kind = StepKind(penalised=True, min_p=True, ranked=True)
+        kind = SamplerVariant(penalised=True, min_p=True, ranked=True)
         add("everything", everything, kind, world_size, random_logits(9, 500, torch.float32))
         # Of equal logits the lowest ids come first, also where a threshold falls among them.
         tied = (random_logits(7, 400, torch.float32) / 2).round()
-        add("ties", ranked, StepKind(ranked=True), world_size, tied)
+        add("ties", ranked, SamplerVariant(ranked=True), world_size, tied)
         add("masked", everything, kind, world_size, masked(random_logits(9, 301, torch.float32, 1.0)))
     cases["choice"], cases["groups"] = check_choice, check_groups
     cases["nuclei"], cases["padding"], cases["advance"] = check_nuclei, check_padding, check_advance
     nucleus = [*PLAIN, *FILTERED[:2]]
-    add("nucleus", nucleus, StepKind(nucleus=True), 1, random_logits(5, 700, torch.float32, 1.0))
-    add("filtered", FILTERED, StepKind(ranked=True), 1, random_logits(3, 700, torch.float32, 1.0))
+    add("nucleus", nucleus, SamplerVariant(nucleus=True), 1, random_logits(5, 700, torch.float32, 1.0))
+    add("filtered", FILTERED, SamplerVariant(ranked=True), 1, random_logits(3, 700, torch.float32, 1.0))
     # Several chunks of candidates, on a GPU too.
     peaked = random_logits(4, 4500, torch.bfloat16, 6.0)
-    add("peaked", [RANKED[0], RANKED[3], FILTERED[0], FILTERED[2]], StepKind(ranked=True), 1, peaked)
-    add("filtered ties", FILTERED, StepKind(ranked=True), 1, (random_logits(3, 700, torch.float32) / 2).round())
-    add("padding alone", [*PLAIN, RANKED[1]], StepKind(ranked=True), 2, random_logits(4, 16, torch.float32))
+    add("peaked", [RANKED[0], RANKED[3], FILTERED[0], FILTERED[2]], SamplerVariant(ranked=True), 1, peaked)
+    add("filtered ties", FILTERED, SamplerVariant(ranked=True), 1, (random_logits(3, 700, torch.float32) / 2).round())
+    add("padding alone", [*PLAIN, RANKED[1]], SamplerVariant(ranked=True), 2, random_logits(4, 16, torch.float32))
     return cases
 
 

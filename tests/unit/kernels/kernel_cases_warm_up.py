@@ -24,7 +24,7 @@ from tests.tiny_models import make_checkpoint
 from tests.unit.kernels.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tp_engine import LLM, LoRARequest, SamplingParams
 from tp_engine.attention.triton_backend import TritonBackend
-from tp_engine.layers.formats import quantised_products
+from tp_engine.layers.quantization import quantised_products
 from tp_engine.sampling.state import SamplingState
 
 Specialisation = tuple[Any, ...]

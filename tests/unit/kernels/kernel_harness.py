@@ -89,7 +89,7 @@ def compiled_for(capability: int) -> Iterator[list[Any]]:
     from triton.runtime.jit import JITFunction
 
     from tp_engine.kernels import dependent_launch_triton
-    from tp_engine.kernels.quantised import values_triton
+    from tp_engine.kernels.quantization import values_triton
 
     kernels: list[Any] = []
     launch, active = JITFunction.run, driver._active  # without a GPU, asking for the active driver fails

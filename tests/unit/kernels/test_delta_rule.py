@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from tp_engine.kernels.delta_rule import (
+from tp_engine.cpu.kernels.delta import gated_delta_net_decode as native_gated_delta_net_decode
+from tp_engine.cpu.kernels.delta import gated_delta_net_prefill as native_gated_delta_net_prefill
+from tp_engine.cpu.kernels.library import native_library
+from tp_engine.kernels.gated_delta_net import (
     LENGTH_EPS,
     Chunk,
     DeltaRule,
     LayerStates,
     attend_in_chunks,
-    delta_chunks,
-    delta_step,
+    gated_delta_net_decode,
+    gated_delta_net_prefill,
 )
-from tp_engine.kernels.native.delta import delta_chunks as native_delta_chunks
-from tp_engine.kernels.native.delta import delta_step as native_delta_step
-from tp_engine.kernels.native.library import native_library
 from tp_engine.kv_layout import StateGroup, StateKind
 from tp_engine.plan import StepPlan
-from tp_engine.worker.batch.row_states import RowStates
+from tp_engine.worker.batch.recurrent_states import RecurrentStatePool
 
 KINDS = [
     StateKind(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=8, taps=4),
@@ -118,14 +118,14 @@ def test_chunks_equal_steps(kind: StateKind, lengths: tuple[int, ...]) -> None:
         Chunk(start, count, 2 - index, index > 0)
         for index, (start, count) in enumerate(zip(starts, lengths, strict=True))
     ]
-    found, expected = delta_chunks(mixed, gates, rule, states, chunks), []
+    found, expected = gated_delta_net_prefill(mixed, gates, rule, states, chunks), []
     for start, count, slot, is_fresh in chunks:
         assert slot is not None
         if is_fresh:
             others.conv[slot], others.recurrent[slot] = 0.0, 0.0
         for token in range(start, start + count):
             own, where = slice(token, token + 1), torch.tensor([slot], dtype=torch.int32)
-            expected.append(delta_step(mixed[own], gates[own], rule, others, where))
+            expected.append(gated_delta_net_decode(mixed[own], gates[own], rule, others, where))
     torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-5)
     assert_close(states, others)
 
@@ -137,9 +137,9 @@ def test_a_chunk_goes_on_where_the_last_one_ended(cut: int) -> None:
     mixed, gates, rule = inputs_of(kind, 100)
     states = random_states(kind, 1)
     whole = copy_of(states)
-    expected = delta_chunks(mixed, gates, rule, whole, [Chunk(0, 100, 0, True)])
-    first = delta_chunks(mixed[:cut], gates[:cut], rule, states, [Chunk(0, cut, 0, True)])
-    second = delta_chunks(mixed[cut:], gates[cut:], rule, states, [Chunk(0, 100 - cut, 0, False)])
+    expected = gated_delta_net_prefill(mixed, gates, rule, whole, [Chunk(0, 100, 0, True)])
+    first = gated_delta_net_prefill(mixed[:cut], gates[:cut], rule, states, [Chunk(0, cut, 0, True)])
+    second = gated_delta_net_prefill(mixed[cut:], gates[cut:], rule, states, [Chunk(0, 100 - cut, 0, False)])
     torch.testing.assert_close(torch.cat((first, second)), expected, rtol=1e-4, atol=1e-5)
     assert_close(states, whole)
 
@@ -150,8 +150,8 @@ def test_padding_changes_nothing() -> None:
     mixed, gates, rule = inputs_of(kind, 3)
     states = random_states(kind, 4)
     before, alone = copy_of(states), copy_of(states)
-    found = delta_step(mixed, gates, rule, states, torch.tensor([-1, 2, -1], dtype=torch.int32))
-    expected = delta_step(mixed[1:2], gates[1:2], rule, alone, torch.tensor([2], dtype=torch.int32))
+    found = gated_delta_net_decode(mixed, gates, rule, states, torch.tensor([-1, 2, -1], dtype=torch.int32))
+    expected = gated_delta_net_decode(mixed[1:2], gates[1:2], rule, alone, torch.tensor([2], dtype=torch.int32))
     assert torch.equal(found[1:2], expected)
     for now, then, other in zip(states, before, alone, strict=True):
         assert torch.equal(now[:-1], other[:-1]) and torch.equal(now[[0, 1, 3]], then[[0, 1, 3]])
@@ -161,8 +161,8 @@ def test_tokens_whose_state_is_not_kept() -> None:
     """Oracle: a row that begins with the same tokens."""
     kind = KINDS[2]
     mixed, gates, rule = inputs_of(kind, 7)
-    expected = delta_chunks(mixed, gates, rule, random_states(kind, 1), [Chunk(0, 7, 0, True)])
-    assert torch.equal(delta_chunks(mixed, gates, rule, None, [Chunk(0, 7, None, False)]), expected)
+    expected = gated_delta_net_prefill(mixed, gates, rule, random_states(kind, 1), [Chunk(0, 7, 0, True)])
+    assert torch.equal(gated_delta_net_prefill(mixed, gates, rule, None, [Chunk(0, 7, None, False)]), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -179,8 +179,8 @@ def test_steps_in_c(dtype: torch.dtype, num_rows: int) -> None:
         expected_states, alone = copy_of(states), copy_of(states)
         slots = torch.randperm(num_rows + 2)[:num_rows].int()
         slots[-1] = -1 if num_rows > 1 else slots[-1]
-        found = native_delta_step(library, mixed, gates, rule, states, slots)
-        expected = delta_step(mixed, gates, rule, expected_states, slots)
+        found = native_gated_delta_net_decode(library, mixed, gates, rule, states, slots)
+        expected = gated_delta_net_decode(mixed, gates, rule, expected_states, slots)
         tolerance = max(1e-5, 2 * torch.finfo(dtype).eps)
         used = slots >= 0
         torch.testing.assert_close(found[used], expected[used], rtol=tolerance, atol=tolerance)
@@ -188,7 +188,7 @@ def test_steps_in_c(dtype: torch.dtype, num_rows: int) -> None:
         assert_close(states, expected_states)
         for row in range(num_rows):
             own = slice(row, row + 1)
-            one = native_delta_step(library, mixed[own], gates[own], rule, alone, slots[own])
+            one = native_gated_delta_net_decode(library, mixed[own], gates[own], rule, alone, slots[own])
             assert torch.equal(one, found[own])
         assert all(torch.equal(one, other) for one, other in zip(states, alone, strict=True))
 
@@ -216,8 +216,8 @@ def test_chunks_in_c(kind: StateKind, dtype: torch.dtype) -> None:
     mixed, gates = torch.cat((wide, wide[:, :8]), 1).to(dtype)[3:, :-8], gates.to(dtype)[3:]
     states = random_states(kind, NUM_SLOTS)
     before, of_twin, by_steps, in_parts = (copy_of(states) for _ in range(4))
-    found = native_delta_chunks(library, mixed, gates, rule, states, chunks)
-    expected = delta_chunks(mixed, gates, rule, of_twin, chunks)
+    found = native_gated_delta_net_prefill(library, mixed, gates, rule, states, chunks)
+    expected = gated_delta_net_prefill(mixed, gates, rule, of_twin, chunks)
     tolerance = max(1e-5, 2 * torch.finfo(dtype).eps)
     torch.testing.assert_close(found, expected, rtol=10 * tolerance, atol=10 * tolerance)
     for own, other, old in zip(states, of_twin, before, strict=True):
@@ -230,7 +230,9 @@ def test_chunks_in_c(kind: StateKind, dtype: torch.dtype) -> None:
             by_steps.conv[place], by_steps.recurrent[place] = 0.0, 0.0
         for token in range(start, start + count):
             row = slice(token, token + 1)
-            one = native_delta_step(library, mixed[row], gates[row], rule, by_steps, torch.tensor([place]).int())
+            one = native_gated_delta_net_decode(
+                library, mixed[row], gates[row], rule, by_steps, torch.tensor([place]).int()
+            )
             assert torch.equal(one, found[row])
 
     num_threads = torch.get_num_threads()
@@ -241,7 +243,7 @@ def test_chunks_in_c(kind: StateKind, dtype: torch.dtype) -> None:
             for first, end in pairwise(cuts):
                 rows = slice(start + first, start + end)
                 piece = [Chunk(0, end - first, slot, is_fresh and first == 0)]
-                part = native_delta_chunks(library, mixed[rows], gates[rows], rule, in_parts, piece)
+                part = native_gated_delta_net_prefill(library, mixed[rows], gates[rows], rule, in_parts, piece)
                 assert torch.equal(part, found[rows])
     finally:
         torch.set_num_threads(num_threads)
@@ -259,15 +261,15 @@ def test_chunks_in_c_without_states() -> None:
     kind = KINDS[0]
     mixed, gates, rule = inputs_of(kind, 9)
     rows = chunks_of([(4, 0, True), (5, 1, True)])
-    expected = native_delta_chunks(library, mixed, gates, rule, random_states(kind, 2), rows)
+    expected = native_gated_delta_net_prefill(library, mixed, gates, rule, random_states(kind, 2), rows)
     nowhere = chunks_of([(4, None, True), (5, 1, False)])
-    assert torch.equal(native_delta_chunks(library, mixed, gates, rule, None, nowhere), expected)
+    assert torch.equal(native_gated_delta_net_prefill(library, mixed, gates, rule, None, nowhere), expected)
 
 
 def test_slots_are_copied_at_once() -> None:
     """Oracle: the slots before; two change places, and one is read twice.  There is one more, for padding."""
     group = StateGroup(tuple(enumerate(KINDS)))
-    states = RowStates(group, 3, torch.device("cpu"))
+    states = RecurrentStatePool(group, 3, torch.device("cpu"))
     states.raw.copy_(torch.randn(states.raw.shape))
     before = states.raw.clone()
     states.apply(StepPlan(step_id=1, state_copies=np.array([[0, 1], [1, 0], [1, 3]], dtype=np.int32)))
@@ -277,7 +279,7 @@ def test_slots_are_copied_at_once() -> None:
 
 def test_states_are_kept_and_put_back() -> None:
     """Oracle: the slots before; rows that are not named, and padding, keep what was written meanwhile."""
-    states = RowStates(StateGroup(tuple(enumerate(KINDS))), 3, torch.device("cpu"))
+    states = RecurrentStatePool(StateGroup(tuple(enumerate(KINDS))), 3, torch.device("cpu"))
     states.raw.copy_(torch.randn(states.raw.shape))
     before = states.raw.clone()
     put_back = states.keep_rows(torch.tensor([3, -1, 1], dtype=torch.int32))

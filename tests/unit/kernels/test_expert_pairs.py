@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough, random
+from tp_engine.cpu.kernels.experts import NativeExperts
+from tp_engine.cpu.kernels.library import native_library
 from tp_engine.kernels.experts.experts import ExpertWeights
 from tp_engine.kernels.experts.pairs import ExpertRun, multiply_runs, pair_up
-from tp_engine.kernels.native.experts import NativeExperts
-from tp_engine.kernels.native.library import native_library
 from tp_engine.model_config.mlp import SILU
 
 HIDDEN, RUNS = 48, [ExpertRun(0, 0, 1), ExpertRun(2, 1, 37), ExpertRun(3, 38, 5)]

@@ -15,14 +15,15 @@ from safetensors.torch import save_file
 from tests.unit.kernels.kernel_cases_experts import RULES, make_ids, make_weights
 from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough, random
 from tests.unit.models.test_weights import empty_parameters
+from tp_engine.cpu.kernels.experts import NativeExperts
+from tp_engine.cpu.kernels.library import native_library
+from tp_engine.distributed.rank import RankInfo
 from tp_engine.errors import ConfigError, WeightError
 from tp_engine.kernels.experts import routing
 from tp_engine.kernels.experts.experts import ExpertWeights, mix_experts
-from tp_engine.kernels.native.experts import NativeExperts
-from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.ops import implementation
-from tp_engine.layers.formats.base import ExpertsProduct
-from tp_engine.layers.formats.experts import share_experts
+from tp_engine.layers.quantization.base import ExpertsProduct
+from tp_engine.layers.quantization.experts import share_experts
 from tp_engine.model_config import check_tensor_parallel, read_model
 from tp_engine.model_config.mlp import (
     EACH,
@@ -35,7 +36,6 @@ from tp_engine.model_config.mlp import (
     block_bounds,
     local_inner_size,
 )
-from tp_engine.ranks.rank import RankInfo
 from tp_engine.weights.loader import load_weights
 from tp_engine.weights.source import Source, set_sources
 

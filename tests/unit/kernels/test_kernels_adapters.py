@@ -7,8 +7,8 @@ import pytest
 
 from tests.unit.kernels.kernel_cases_adapters import SLOTS, cases_of
 from tests.unit.kernels.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
+from tp_engine.cpu.kernels.library import native_library
 from tp_engine.kernels.linear.adapters import TILE_ROWS, group_rows
-from tp_engine.kernels.native.library import native_library
 
 
 @pytest.mark.parametrize("name", cases_of("native"))

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.kernels.kernel_cases_decode_inputs import TWIN_CASES, make_cases
 from tests.unit.kernels.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
-from tp_engine.kernels.native.library import native_library
+from tp_engine.cpu.kernels.library import native_library
 
 CASES = "kernel_cases_decode_inputs"
 

@@ -20,7 +20,7 @@ MODULES = sorted(
 )
 # What is read before the wait, by kernel: weights and gains, which never change while steps run.
 READ_EARLY = {
-    "delta_step_kernel": {"weight"},
+    "gated_delta_net_decode_kernel": {"weight"},
     "dequantise_kernel": {"codes", "factors", "scales", "zeros"},
     "norm_codes_kernel": {"weight"},
     "norm_kernel": {"weight"},

@@ -54,7 +54,7 @@ def test_no_size_of_a_batch_compiles_a_kernel_anew() -> None:
 def test_numbers_of_splits() -> None:
     """Oracle: by hand: powers of two; one program per multiprocessor, four at most; 128 heads are four programs, and 8
     heads four queries to a program."""
-    from tp_engine.kernels.attention.paged_latent_triton import latent_sizes
+    from tp_engine.kernels.attention.paged_mla_triton import latent_sizes
 
     found = [latent_sizes(count, heads, 2, 132) for count, heads in ((1, 16), (1, 128), (8, 16), (132, 128))]
     assert [(one.usual_splits, one.num_splits) for one in found] == [(64, 64), (32, 64), (16, 64), (1, 1)]

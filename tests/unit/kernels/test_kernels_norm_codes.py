@@ -18,7 +18,7 @@ from tests.unit.kernels.kernel_harness import (
     quiet,
 )
 from tp_engine.kernels.layer_ops import NormRule
-from tp_engine.kernels.quantised.row_codes import CodeRule
+from tp_engine.kernels.quantization.row_codes import CodeRule
 
 pytestmark = needs_triton
 # GPUs from compute capability 8.9 on have e4m3; on others no product reads codes.

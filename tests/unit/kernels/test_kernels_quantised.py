@@ -36,7 +36,7 @@ def test_kernels_compile_for(capability: int) -> None:
 @quiet
 def test_no_number_of_rows_compiles_a_kernel_anew() -> None:
     """Oracle: Triton's own cache: after one step for each line of the table of tiles, no step adds to it."""
-    from tp_engine.kernels.quantised.linear_triton import TILES, quantised_linear_triton
+    from tp_engine.kernels.quantization.linear_triton import TILES, quantised_linear_triton
 
     weight = make_weight("int4", (256, 256), "meta", group=128, scales=BFLOAT16)
     x = torch.empty(200, 256, dtype=BFLOAT16, device="meta")
@@ -51,7 +51,7 @@ def test_no_number_of_rows_compiles_a_kernel_anew() -> None:
 
 def test_which_weights_the_kernel_for_one_row_takes() -> None:
     """Oracle: rows of whole words, of which each has one scale."""
-    from tp_engine.kernels.quantised.row_triton import block_of_words, takes_row
+    from tp_engine.kernels.quantization.row_triton import block_of_words, takes_row
 
     assert takes_row(make_weight("int4", (4, 64), group=8)) and not takes_row(make_weight("int4", (4, 64), group=4))
     assert not takes_row(make_weight("int4", (4, 60))) and takes_row(make_weight("int8", (4, 60), group=60))

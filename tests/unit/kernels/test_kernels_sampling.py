@@ -8,11 +8,11 @@ import torch
 
 from tests.unit.kernels.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
 from tests.unit.sampling.sampler_cases import ids
+from tp_engine.distributed.collectives import SingleRank
+from tp_engine.distributed.rank import RankInfo
 from tp_engine.plan import RowSampling
-from tp_engine.ranks.collectives import SingleRank
-from tp_engine.ranks.rank import RankInfo
 from tp_engine.sampling import noise
-from tp_engine.sampling.device_sampler import DeviceSampler, StepKind
+from tp_engine.sampling.device_sampler import DeviceSampler, SamplerVariant
 from tp_engine.sampling.state import SamplingState
 
 CASES = "kernel_cases_sampling"
@@ -51,21 +51,23 @@ PENALISED = RowSampling(presence_penalty=1.0)
 @pytest.mark.parametrize(
     ("samplings", "alone", "with_others"),
     [
-        ([RowSampling(), RowSampling(temperature=1.0)], StepKind(), StepKind()),
-        ([RowSampling(), PENALISED], StepKind(penalised=True), StepKind(penalised=True)),
-        ([RowSampling(temperature=1.0, min_p=0.1)], StepKind(min_p=True), StepKind(min_p=True)),
-        ([RowSampling(min_p=0.1, top_k=5, top_p=0.5)], StepKind(), StepKind()),
-        ([RowSampling(temperature=1.0, top_k=64, min_p=0.1)], StepKind(ranked=True), StepKind(ranked=True)),
-        ([RowSampling(temperature=1.0, top_k=65)], StepKind(ranked=True), None),
-        ([NUCLEUS, PENALISED], StepKind(nucleus=True, penalised=True), None),
-        ([NUCLEUS, RowSampling(temperature=1.0, top_k=9)], StepKind(ranked=True), None),
+        ([RowSampling(), RowSampling(temperature=1.0)], SamplerVariant(), SamplerVariant()),
+        ([RowSampling(), PENALISED], SamplerVariant(penalised=True), SamplerVariant(penalised=True)),
+        ([RowSampling(temperature=1.0, min_p=0.1)], SamplerVariant(min_p=True), SamplerVariant(min_p=True)),
+        ([RowSampling(min_p=0.1, top_k=5, top_p=0.5)], SamplerVariant(), SamplerVariant()),
+        ([RowSampling(temperature=1.0, top_k=64, min_p=0.1)], SamplerVariant(ranked=True), SamplerVariant(ranked=True)),
+        ([RowSampling(temperature=1.0, top_k=65)], SamplerVariant(ranked=True), None),
+        ([NUCLEUS, PENALISED], SamplerVariant(nucleus=True, penalised=True), None),
+        ([NUCLEUS, RowSampling(temperature=1.0, top_k=9)], SamplerVariant(ranked=True), None),
         ([RowSampling(temperature=1.0, top_k=9, presence_penalty=1.0)], None, None),
         ([RowSampling(logprobs=0)], None, None),
         ([RowSampling(allowed_token_ids=ids(4))], None, None),
         ([RowSampling(min_tokens=5, stop_token_ids=ids(4))], None, None),
     ],
 )
-def test_kinds_of_steps(samplings: list[RowSampling], alone: StepKind | None, with_others: StepKind | None) -> None:
+def test_kinds_of_steps(
+    samplings: list[RowSampling], alone: SamplerVariant | None, with_others: SamplerVariant | None
+) -> None:
     """Oracle: the table in ``device_sampler``, for one rank and for two."""
     for world_size, expected in ((1, alone), (2, with_others)):
         info = RankInfo(world_size=world_size, local_world_size=world_size)
@@ -78,4 +80,4 @@ def test_kinds_of_steps(samplings: list[RowSampling], alone: StepKind | None, wi
         sampler = DeviceSampler(state, communicator)
         assert sampler.kind_of(rows, np.full(len(samplings), 4, np.int32)) == expected
         state.release(rows)
-        assert sampler.kind_of(rows, np.full(len(samplings), 4, np.int32)) == StepKind()
+        assert sampler.kind_of(rows, np.full(len(samplings), 4, np.int32)) == SamplerVariant()

@@ -17,7 +17,7 @@ from tp_engine.kernels.experts.routing import ExpertLoad
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import OPS, implementation
-from tp_engine.kernels.quantised.row_codes import CodeRule
+from tp_engine.kernels.quantization.row_codes import CodeRule
 from tp_engine.kernels.sampling.tables import SamplingTables
 from tp_engine.kernels.steps.decode_inputs import DecodeInputs, RowTables, padded_room
 from tp_engine.model_config.mlp import SILU, Activation, RoutingRule
@@ -32,8 +32,8 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def launch_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """A layer's launches beside products and attention; returns its queries, a view of the merged heads."""
-    embed, norm, add_norm, gate, prepare_heads = (
-        implementation(name, "triton") for name in ("embed", "norm", "add_norm", "gate", "prepare_heads")
+    embed, norm, add_norm, gate, qk_norm_rope_store = (
+        implementation(name, "triton") for name in ("embed", "norm", "add_norm", "gate", "qk_norm_rope_store")
     )
     embed(empty(num_tokens, dtype=torch.int64), empty(VOCAB, HIDDEN), None)
     rule = NormRule(empty(HIDDEN), 1e-6)
@@ -44,13 +44,13 @@ def launch_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tensor) -> t
     head_norm = HeadNorm(q_weight=empty(HEAD_DIM), k_weight=empty(HEAD_DIM), weights=gains, eps=1e-6)
     rotation = Rotation(empty(4096, HEAD_DIM), empty(num_tokens, dtype=torch.int64))
     merged = empty(num_tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
-    query: torch.Tensor = prepare_heads(merged, KV_HEADS, head_norm, rotation, LayerKv(cache), slots)[0]
+    query: torch.Tensor = qk_norm_rope_store(merged, KV_HEADS, head_norm, rotation, LayerKv(cache), slots)[0]
     return query
 
 
 def launch_unusual_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """The same with every feature that most models lack, on one of eight ranks."""
-    from tp_engine.kernels.ranks.gather_triton import all_gather_triton
+    from tp_engine.kernels.distributed.gather_triton import all_gather_triton
 
     ops = {name: implementation(name, "triton") for name, one in OPS.items() if one.triton is not None}
     x, residual = empty(num_tokens, HIDDEN), empty(num_tokens, HIDDEN)
@@ -71,8 +71,8 @@ def launch_unusual_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tens
     norm = HeadNorm(q_weight=gains[0], k_weight=gains[-1], weights=gains, eps=1e-6, offset=1.0)
     scale = empty(4096, dtype=torch.float32)
     rotation = Rotation(empty(4096, HEAD_DIM // 4), empty(num_tokens, dtype=torch.int64), scale)
-    ops["prepare_heads"](merged, KV_HEADS, norm, None, LayerKv(cache), slots)
-    query: torch.Tensor = ops["prepare_heads"](merged, KV_HEADS, norm, rotation, LayerKv(cache), slots)[0]
+    ops["qk_norm_rope_store"](merged, KV_HEADS, norm, None, LayerKv(cache), slots)
+    query: torch.Tensor = ops["qk_norm_rope_store"](merged, KV_HEADS, norm, rotation, LayerKv(cache), slots)[0]
     return query
 
 

@@ -12,10 +12,10 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.kernels.linear import PackedWeight
 from tp_engine.kernels.attention.heads import HeadNorm, Rotation
 from tp_engine.kernels.layer_ops import NormRule
-from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.native.linear import PackedWeight
 from tp_engine.kernels.ops import OPS, Kind, implementation
 from tp_engine.model_config.mlp import Activation, ActivationKind
 
@@ -205,7 +205,7 @@ def test_heads(dtype: torch.dtype, head_dim: int, rotary_dim: int, offset: float
             assert torch.equal(value, heads[:, -KV_HEADS:])
             return torch.cat((query, key), 1)
 
-        compare("prepare_heads", prepared, turned(heads, norm, own_rotation))
+        compare("qk_norm_rope_store", prepared, turned(heads, norm, own_rotation))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -226,7 +226,7 @@ def test_norm_of_values(dtype: torch.dtype, head_dim: int, rotary_dim: int, offs
     def prepared(prepare: Change) -> torch.Tensor:
         return torch.cat(tuple(prepare(heads.clone(), KV_HEADS, norm, rotation, None, torch.arange(40))), 1)
 
-    compare("prepare_heads", prepared, torch.cat((turned(heads, norm, rotation), values), 1))
+    compare("qk_norm_rope_store", prepared, torch.cat((turned(heads, norm, rotation), values), 1))
 
 
 @pytest.mark.usefixtures("threads")
@@ -327,7 +327,7 @@ def test_every_operation_is_tested_here() -> None:
         "add_norm",
         "add",
         "gate",
-        "prepare_heads",
+        "qk_norm_rope_store",
         "head_squares",
         "norm_width",
         "cap_logits",
@@ -336,7 +336,14 @@ def test_every_operation_is_tested_here() -> None:
     # test_kernels_decode_inputs, test_kernels_store_kv; test_experts; test_scaled_products, test_kernels_norm_codes;
     # test_block_codes; test_latent; test_delta_rule; test_kernels_padded_steps, test_kernels_adapters
     elsewhere = {"prepare_decodes", "advance_decodes", "store_kv", "route", "to_float32", "add_gated"}
-    elsewhere |= {"quantise_rows", "norm_codes", "encode_blocks", "decode_blocks", "delta_step", "delta_chunks"}
-    elsewhere |= {"prepare_latents", "absorb_queries", "release_values", "prepare_steps", "advance_steps"}
+    elsewhere |= {
+        "quantise_rows",
+        "norm_codes",
+        "encode_blocks",
+        "decode_blocks",
+        "gated_delta_net_decode",
+        "gated_delta_net_prefill",
+    }
+    elsewhere |= {"prepare_latents", "absorb_w_uk", "project_w_uv", "prepare_steps", "advance_steps"}
     elsewhere |= {"add_adapters"}
     assert set(OPS) == names | elsewhere

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from tp_engine import env
-from tp_engine.kernels.native import build, build_turn, library
-from tp_engine.kernels.native.build import BuildError, built_library, is_intact
-from tp_engine.kernels.native.library import native_library
+from tp_engine.cpu.kernels import build, build_turn, library
+from tp_engine.cpu.kernels.build import BuildError, built_library, is_intact
+from tp_engine.cpu.kernels.library import native_library
 from tp_engine.kernels.ops import OPS, is_recordable, op
 from tp_engine.progress import hearing_progress, tell_progress
 
@@ -93,7 +93,7 @@ def test_processes_may_compile_at_the_same_time(compiler: Path) -> None:
     """Oracle: all get the one whole file, there is no other, and the compiler's log: one process has compiled."""
     compiler.write_text(COMPILER.replace("#!/bin/sh", "#!/bin/sh\nsleep 0.2"))
     script = (
-        "from pathlib import Path; from tp_engine.kernels.native.build import built_library; "
+        "from pathlib import Path; from tp_engine.cpu.kernels.build import built_library; "
         "print(built_library(Path('/some/libgomp.so.1')))"
     )
     command = [sys.executable, "-c", script]

@@ -10,15 +10,15 @@ import torch
 
 from tests.paged_batches import make_batch
 from tp_engine.attention.base import AttentionShape
-from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.attention.torch_backend import TorchBackend
+from tp_engine.cpu.attention import NativeBackend
+from tp_engine.cpu.kernels import ops as native_ops
+from tp_engine.cpu.kernels import self_check
+from tp_engine.cpu.kernels.library import native_library
 from tp_engine.kernels import layer_ops
-from tp_engine.kernels.attention.heads import HeadNorm, Heads, Rotation, prepare_heads
+from tp_engine.kernels.attention.heads import HeadNorm, Heads, Rotation, qk_norm_rope_store
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv, store_kv
 from tp_engine.kernels.layer_ops import NormRule
-from tp_engine.kernels.native import ops as native_ops
-from tp_engine.kernels.native import self_check
-from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.ops import OPS, implementation
 from tp_engine.model_config.mlp import SILU
 
@@ -98,9 +98,9 @@ def test_heads(ops: SimpleNamespace, dtype: torch.dtype, head_dim: int, has_norm
         parts = turn(heads.to(kind, copy=True), num_kv_heads, head_norm, rotation, None, torch.arange(40))
         return torch.cat([part for part in parts if part is not None], 1)
 
-    exact = turned(prepare_heads, torch.float64)
-    plain = error(turned(prepare_heads, dtype), exact)
-    assert error(turned(ops.prepare_heads, dtype), exact) <= 2 * plain + 1e-6
+    exact = turned(qk_norm_rope_store, torch.float64)
+    plain = error(turned(qk_norm_rope_store, dtype), exact)
+    assert error(turned(ops.qk_norm_rope_store, dtype), exact) <= 2 * plain + 1e-6
 
 
 def test_what_the_kernels_do_not_take_is_their_twins(ops: SimpleNamespace) -> None:

@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 import pytest
 
+from tp_engine.cpu.kernels.library import native_library
 from tp_engine.kernels import ops
-from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.ops import OPS, Op, has_triton, implementation, is_recordable, op
 
 WITHOUT_C = ["prepare_steps", "advance_steps", "quantise_rows", "norm_codes", "store_kv"]

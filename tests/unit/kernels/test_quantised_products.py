@@ -7,14 +7,14 @@ import torch
 
 from tests.unit.kernels.kernel_cases_layer_ops import random
 from tests.unit.kernels.kernel_harness import needs_triton
+from tp_engine.cpu.kernels.library import native_library
 from tp_engine.kernels import layer_ops
 from tp_engine.kernels.experts.experts import QuantisedExpertWeights, mix_quantised_experts
-from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.quantised.row_codes import RowCodes, quantise_rows
-from tp_engine.kernels.quantised.scaled_products import BlockProduct, RowwiseProduct, random_codes
-from tp_engine.kernels.quantised.weights import QuantisedWeight, multiply_quantised
-from tp_engine.layers.formats import quantised_products
-from tp_engine.layers.formats.quantised_products import (
+from tp_engine.kernels.quantization.row_codes import RowCodes, quantise_rows
+from tp_engine.kernels.quantization.scaled_products import BlockProduct, RowwiseProduct, random_codes
+from tp_engine.kernels.quantization.weights import QuantisedWeight, multiply_quantised
+from tp_engine.layers.quantization import quantised_products
+from tp_engine.layers.quantization.quantised_products import (
     TritonQuantised,
     choose_quantised_experts,
     choose_quantised_product,

@@ -12,9 +12,9 @@ from tests.unit.kernels.kernel_cases_quantised import make_weight
 from tp_engine.kernels.experts.experts import QuantisedExpertWeights
 from tp_engine.kernels.experts.grouped import GroupedExperts, grouped_experts
 from tp_engine.kernels.layer_ops import gate
-from tp_engine.kernels.quantised import scaled_products
-from tp_engine.kernels.quantised.row_codes import CODE_DTYPE, multiply_rounded, quantise_rows, rounded_rows
-from tp_engine.kernels.quantised.scaled_products import (
+from tp_engine.kernels.quantization import scaled_products
+from tp_engine.kernels.quantization.row_codes import CODE_DTYPE, multiply_rounded, quantise_rows, rounded_rows
+from tp_engine.kernels.quantization.scaled_products import (
     RowwiseProduct,
     ScaledGroupedProduct,
     agrees_with_twin,
@@ -23,7 +23,7 @@ from tp_engine.kernels.quantised.scaled_products import (
     row_scales,
     scaled_product,
 )
-from tp_engine.kernels.quantised.weights import QuantisedWeight, dequantise
+from tp_engine.kernels.quantization.weights import QuantisedWeight, dequantise
 from tp_engine.model_config.mlp import SILU
 
 CPU = torch.device("cpu")

@@ -18,32 +18,32 @@ from tests.families import FAMILIES
 from tests.paged_batches import make_batch
 from tp_engine import LLM, SamplingParams
 from tp_engine.attention.base import AttentionBackend, AttentionShape
-from tp_engine.attention.latent import LatentBackend
-from tp_engine.attention.native_backend import NativeBackend
+from tp_engine.attention.mla import MLABackend
+from tp_engine.cpu.attention import NativeBackend
+from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.kernels.linear import PackedWeight
+from tp_engine.cpu.kernels.ops import best_tokens
+from tp_engine.cpu.kernels.tape import Tape, call, naming_calls, recording
+from tp_engine.cpu.tape_recorder import TapeMemory, TapeRecorder, TapeRecording
+from tp_engine.distributed.collectives import SingleRank
+from tp_engine.distributed.rank import RankInfo
 from tp_engine.kernels.attention.heads import HeadNorm, Rotation
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.layer_ops import NormRule
-from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.native.linear import PackedWeight
-from tp_engine.kernels.native.ops import best_tokens
-from tp_engine.kernels.native.tape import Tape, call, naming_calls, recording
 from tp_engine.kernels.ops import op
-from tp_engine.layers.formats import dense
+from tp_engine.layers.quantization import dense
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.mlp import Activation, ActivationKind
 from tp_engine.models.causal_lm import build_model
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
-from tp_engine.ranks.collectives import SingleRank
-from tp_engine.ranks.rank import RankInfo
 from tp_engine.sampling.ranking import row_argmax
 from tp_engine.sampling.sampler import make_sampler, recorded_sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.batch.input_batch import InputBatch
-from tp_engine.worker.batch.row_states import RowStates
+from tp_engine.worker.batch.recurrent_states import RecurrentStatePool
 from tp_engine.worker.graphs.captured_steps import CapturedSteps, DecodeShape
 from tp_engine.worker.graphs.recorder import keep_nothing
-from tp_engine.worker.graphs.tape_recorder import TapeMemory, TapeRecorder, TapeRecording
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 
 LIBRARY = native_library()
@@ -74,7 +74,7 @@ class Rows:
         num_groups = len(layout.groups)
         has_latents = any(one.latent is not None for one in config.attentions)
         backends: list[AttentionBackend] = [
-            LatentBackend(NativeBackend()) if has_latents else NativeBackend() for _ in layout.groups
+            MLABackend(NativeBackend()) if has_latents else NativeBackend() for _ in layout.groups
         ]
         self.model = build_model(
             config, communicator=alone, dtype=dtype, device=CPU, backends=backends, max_model_len=MAX_LEN
@@ -88,7 +88,7 @@ class Rows:
         pool = KvBlocks.allocate(shape, num_blocks, CPU)
         self.cache = pool.raw.view(dtype).normal_()
         pool.bind(self.model.attention_layers)
-        self.states = None if layout.states is None else RowStates(layout.states, NUM_ROWS, CPU)
+        self.states = None if layout.states is None else RecurrentStatePool(layout.states, NUM_ROWS, CPU)
         if self.states is not None:
             self.states.raw.normal_()
             self.states.bind(self.model.state_layers)
@@ -227,7 +227,7 @@ class EveryOperation:
         squares = op("head_squares", "cpu")(heads, *self.counts)
         widths = tuple(count * self.shape.head_dim for count in self.counts)
         op("norm_width", "cpu")(heads, *self.counts, squares, self.weights, widths, 1e-5)
-        query, key, value = op("prepare_heads", "cpu")(
+        query, key, value = op("qk_norm_rope_store", "cpu")(
             heads, self.counts[1], self.head_norm, self.rotation, self.kv, self.metadata.slot_mapping
         )
         attended = self.backend.forward(query, KeyValue(key, value), self.kv, self.metadata, self.shape)

@@ -12,12 +12,12 @@ import torch
 from tests.unit.kernels.kernel_cases_experts import make_ids, make_weights
 from tests.unit.kernels.kernel_cases_layer_ops import random
 from tp_engine.config import EngineConfig
+from tp_engine.cpu.kernels.experts import NativeExperts
+from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.kernels.linear import PackedWeight
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.experts.experts import ExpertWeights
 from tp_engine.kernels.linear.tree_sum import mix_experts_tree, tree_linear, tree_sum
-from tp_engine.kernels.native.experts import NativeExperts
-from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.native.linear import PackedWeight
 from tp_engine.model_config import read_model
 from tp_engine.model_config.tp_invariant import NUM_SHARDS, WORLD_SIZES, check_tp_invariant
 

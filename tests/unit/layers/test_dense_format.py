@@ -8,16 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.kernels.linear import PackedWeight
+from tp_engine.distributed.collectives import SingleRank
 from tp_engine.kernels.layer_ops import embed, gate
-from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.native.linear import PackedWeight
 from tp_engine.kernels.ops import implementation
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from tp_engine.layers.formats import choose_formats, dense
-from tp_engine.layers.formats.dense import PackedLinear, PanelLinear, PlainLinear, ThenGate, choose_product
+from tp_engine.layers.quantization import choose_formats, dense
+from tp_engine.layers.quantization.dense import PackedLinear, PanelLinear, PlainLinear, ThenGate, choose_product
 from tp_engine.model_config.mlp import SILU
-from tp_engine.ranks.collectives import SingleRank
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(1, 1), (3, 6), (37, 83), (37, 84), (16, 32), (33, 31), (70, 1100), (70, 2500)]  # (out, in)

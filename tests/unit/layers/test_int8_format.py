@@ -12,16 +12,16 @@ import torch
 from tests.simulated_ranks import run_ranks
 from tests.unit.models.test_models import CPU, NO_BACKENDS, logits_of, prompts
 from tp_engine.config import EngineConfig
+from tp_engine.distributed.collectives import Communicator
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.ops import int8_rows
-from tp_engine.kernels.quantised.int8_rows import TorchInt8Rows
-from tp_engine.layers.formats import int8
-from tp_engine.layers.formats.base import Product
-from tp_engine.layers.formats.int8 import Int8Linear, check_int8, make_int8_linear, quantise_weight
+from tp_engine.kernels.quantization.int8_rows import TorchInt8Rows
+from tp_engine.layers.quantization import int8
+from tp_engine.layers.quantization.base import Product
+from tp_engine.layers.quantization.int8 import Int8Linear, check_int8, make_int8_linear, quantise_weight
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.models.causal_lm import CausalLM, build_model
-from tp_engine.ranks.collectives import Communicator
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.effective_config import resolve
 

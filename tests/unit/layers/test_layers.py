@@ -13,25 +13,25 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from tests.simulated_ranks import run_ranks
 from tests.unit.models.test_models import CPU, LLAMA3, prefill_metadata
 from tp_engine.attention.base import AttentionShape
+from tp_engine.distributed.collectives import Communicator, SingleRank
 from tp_engine.kernels import ops
 from tp_engine.kernels.attention.heads import apply_rotary, norm_heads
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue
 from tp_engine.kernels.layer_ops import gate
-from tp_engine.kernels.quantised.row_codes import CodeRule, RowCodes, quantise_rows
+from tp_engine.kernels.quantization.row_codes import CodeRule, RowCodes, quantise_rows
 from tp_engine.layers import residual
 from tp_engine.layers.attention import attend_fresh, current_metadata, forward_context
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from tp_engine.layers.formats import choose_formats
-from tp_engine.layers.formats.quantised_products import WantedCodes
 from tp_engine.layers.linear import RowParallelLinear
 from tp_engine.layers.norm import Norm, QKNorm
+from tp_engine.layers.quantization import choose_formats
+from tp_engine.layers.quantization.quantised_products import WantedCodes
 from tp_engine.layers.residual import Join
 from tp_engine.layers.rotary import RotaryEmbedding
 from tp_engine.model_config.mlp import SILU
 from tp_engine.model_config.rope import RopeSpec
 from tp_engine.model_config.spec import AttentionSpec, NormSpec, QkNormSpec
-from tp_engine.ranks.collectives import Communicator, SingleRank
 from tp_engine.weights.source import as_stored, sources_of
 
 ALONE = LayerContext(communicator=SingleRank(), dtype=torch.float32, device=CPU, format_of=choose_formats(None))

@@ -11,10 +11,10 @@ import torch
 from tests.simulated_ranks import run_ranks
 from tests.unit.layers.test_int8_format import build, relative_rms
 from tests.unit.models.test_models import logits_of, prompts
-from tp_engine.kernels.quantised.weights import QuantisedWeight, dequantise
-from tp_engine.layers.formats.online import INT4_GROUP, quantise_e4m3, quantise_int4, quantise_int8
+from tp_engine.distributed.collectives import Communicator
+from tp_engine.kernels.quantization.weights import QuantisedWeight, dequantise
+from tp_engine.layers.quantization.online import INT4_GROUP, quantise_e4m3, quantise_int4, quantise_int8
 from tp_engine.model_config import load_model_config
-from tp_engine.ranks.collectives import Communicator
 
 Quantise = Callable[[torch.Tensor], QuantisedWeight]
 # Half a step of each kind, as a share of the largest magnitude of its row or group.

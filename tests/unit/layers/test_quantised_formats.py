@@ -16,19 +16,19 @@ from tests.quantised.checkpoints import SAME_NUMBERS, compress, compress_alike, 
 from tests.quantised.formats import FORMATS, INPUT_SCALE
 from tests.unit.models.test_shard import Somewhere
 from tp_engine.attention.torch_backend import TorchBackend
-from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.native.quantised import QuantisedPanels
-from tp_engine.kernels.quantised.weights import QuantisedWeight, dequantise
+from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.kernels.quantised import QuantisedPanels
+from tp_engine.distributed.rank import RankInfo
+from tp_engine.kernels.quantization.weights import QuantisedWeight, dequantise
 from tp_engine.layers.experts import Experts
-from tp_engine.layers.formats import quantised
-from tp_engine.layers.formats.base import Product
-from tp_engine.layers.formats.quantised import Quantised
-from tp_engine.layers.formats.quantised_products import choose_quantised_product
 from tp_engine.layers.linear import LocalLinear
+from tp_engine.layers.quantization import quantised
+from tp_engine.layers.quantization.base import Product
+from tp_engine.layers.quantization.quantised import Quantised
+from tp_engine.layers.quantization.quantised_products import choose_quantised_product
 from tp_engine.model_config import load_model_config
-from tp_engine.model_config.spec import DeltaSpec
+from tp_engine.model_config.spec import GatedDeltaNetSpec
 from tp_engine.models.causal_lm import CausalLM, build_model
-from tp_engine.ranks.rank import RankInfo
 from tp_engine.weights.loader import load_weights
 
 # 192 inner elements: with blocks of 128, a shard of 96 or 48 cuts one.
@@ -141,7 +141,7 @@ def test_shards_of_mixed_precision(
     moe = {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96} if "moe" in architecture else {}
     folder = checkpoint(architecture, tie=False, vocab_size=208, **inner, **moe)
     one = load_model_config(str(folder))[0].layers[0].attention
-    if isinstance(one, DeltaSpec):
+    if isinstance(one, GatedDeltaNetSpec):
         joint_rows = [one.num_key_heads * one.key_dim] * 2 + [one.num_value_heads * one.value_dim]
     else:
         joint_rows = [heads * one.head_dim for heads in (one.num_heads, one.num_kv_heads, one.num_kv_heads)]

@@ -12,12 +12,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from tp_engine.adapters import AdapterSource, LoRARequest, adapter_names, load_for, parse_modules
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, RequestError, WeightError
+from tp_engine.lora import AdapterSource, LoRARequest, adapter_names, load_for, parse_modules
 from tp_engine.model_config import load_model_config
-from tp_engine.model_config.adapter import check_expert_adapters, read_adapter_config
-from tp_engine.weights.adapter import check_all_used, read_adapter
+from tp_engine.model_config.lora import check_expert_adapters, read_adapter_config
+from tp_engine.weights.lora import check_all_used, read_adapter
 
 PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
 Q = "base_model.model.model.layers.0.self_attn.q_proj"

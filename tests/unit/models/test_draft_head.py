@@ -13,6 +13,7 @@ import torch
 from tests.draft_heads import ReferenceHead, make_draft_head
 from tests.simulated_ranks import run_ranks
 from tests.unit.models.test_models import CPU, LENGTHS, NO_BACKENDS, prefill_metadata
+from tp_engine.distributed.collectives import Communicator, SingleRank
 from tp_engine.errors import ConfigError, WeightError
 from tp_engine.kv_layout import MAX_GROUPS, KvKind, lay_out
 from tp_engine.layers.attention import forward_context
@@ -20,7 +21,6 @@ from tp_engine.model_config import load_model_config
 from tp_engine.model_config.draft_head import load_draft_head
 from tp_engine.models.causal_lm import build_model
 from tp_engine.models.draft_head import DraftHead, build_draft_head
-from tp_engine.ranks.collectives import Communicator, SingleRank
 from tp_engine.weights.loader import load_weights
 
 VOCABULARY = 203

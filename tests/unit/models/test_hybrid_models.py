@@ -18,7 +18,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.model_config import check_tensor_parallel, read_model
 from tp_engine.model_config.mlp import ExpertsSpec
-from tp_engine.model_config.spec import AttentionSpec, DeltaSpec
+from tp_engine.model_config.spec import AttentionSpec, GatedDeltaNetSpec
 from tp_engine.units import MIB
 from tp_engine.weights.source import Span
 from tp_engine.worker.effective_config import resolve
@@ -135,7 +135,7 @@ def test_what_follows_from_a_description() -> None:
     """Oracle: the released model's configuration, and a state of 61 MiB, by hand (30 layers of 2 MiB and 96 KiB)."""
     spec = read_model(QWEN35_35B)
     delta, attention, experts = spec.layers[0].attention, spec.layers[3].attention, spec.layers[0].mlp
-    assert isinstance(delta, DeltaSpec) and (delta.num_key_heads, delta.num_value_heads) == (16, 32)
+    assert isinstance(delta, GatedDeltaNetSpec) and (delta.num_key_heads, delta.num_value_heads) == (16, 32)
     assert isinstance(attention, AttentionSpec) and attention.has_gate and attention.head_dim == 256
     assert isinstance(experts, ExpertsSpec) and experts.shared_gate and experts.rule.renormalises
     assert spec.ropes[0].rotary_dim == 64 and spec.final_norm.offset == 1.0
@@ -150,7 +150,7 @@ def test_what_follows_from_a_description() -> None:
 def test_later_releases_have_more_keys() -> None:
     """Oracle: the released model's configuration: 48 of 64 layers with 48 value heads; its size in its name."""
     spec = read_model(QWEN38_27B)
-    deltas = [layer.attention for layer in spec.layers if isinstance(layer.attention, DeltaSpec)]
+    deltas = [layer.attention for layer in spec.layers if isinstance(layer.attention, GatedDeltaNetSpec)]
     assert len(deltas) == 48 and deltas[0].num_value_heads == 48 and spec.ropes[0].rotary_dim == 64
     assert local_parameters(spec, 1) / 1e9 == pytest.approx(27, rel=0.02)
     assert read_model({**QWEN38_27B, "language_model_only": True}) == spec

@@ -14,13 +14,13 @@ import torch
 from tests.families import FAMILIES
 from tests.simulated_ranks import run_ranks
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from tp_engine.distributed.collectives import Communicator, SingleRank
 from tp_engine.kv_layout import MAX_GROUPS
 from tp_engine.layers.attention import forward_context
-from tp_engine.layers.formats import dense
+from tp_engine.layers.quantization import dense
 from tp_engine.model_config import check_tensor_parallel, load_model_config
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.models.causal_lm import CausalLM, build_model
-from tp_engine.ranks.collectives import Communicator, SingleRank
 from tp_engine.weights.loader import load_weights
 
 CPU = torch.device("cpu")

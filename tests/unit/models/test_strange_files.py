@@ -29,9 +29,9 @@ from tp_engine.model_config.checkpoint_files import CheckpointHeaders
 from tp_engine.model_config.patterns import compile_pattern
 from tp_engine.options import load_tables
 from tp_engine.server.config import ServerConfig
-from tp_engine.weights.adapter import read_adapter
 from tp_engine.weights.checkpoint import Checkpoint
 from tp_engine.weights.fingerprint import checkpoint_fingerprint
+from tp_engine.weights.lora import read_adapter
 
 MAX_CPU_S = 1.0
 

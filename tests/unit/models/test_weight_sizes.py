@@ -18,7 +18,7 @@ from tp_engine.advice.weight_sizes import local_parameters, local_weight_bytes
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
-from tp_engine.layers.formats.online import quantise_e4m3, quantise_int4, quantise_int8
+from tp_engine.layers.quantization.online import quantise_e4m3, quantise_int4, quantise_int8
 from tp_engine.model_config import check_quantization_options, check_tensor_parallel, read_model
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.models.causal_lm import build_model

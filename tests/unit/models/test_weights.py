@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from tests.unit.models.test_model_config import llama
 from tests.unit.models.test_shard import Somewhere, sources
 from tp_engine.attention.torch_backend import TorchBackend
+from tp_engine.distributed.rank import RankInfo
 from tp_engine.errors import ConfigError, WeightError
 from tp_engine.model_config import load_model_config, padded_vocab_size, read_model
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.models.causal_lm import build_model
-from tp_engine.ranks.rank import RankInfo
 from tp_engine.weights.dummy import HALF_WIDTH, POOL_SIZE, DummyWeights
 from tp_engine.weights.loader import load_weights
 from tp_engine.weights.source import Source, Span, set_sources, whole

@@ -50,7 +50,7 @@ FOUNDATION_FOLDERS = {"advice", "model_config", "options", "flight_recorder"}
 
 # Outside package -> the only place that may name it (a folder ends with a slash).
 DOORS = {
-    "torch.distributed": "tp_engine/ranks/",
+    "torch.distributed": "tp_engine/distributed/",
     "triton": "tp_engine/kernels/",
     "flash_attn": "tp_engine/attention/flash_attn.py",
     "flash_attn_interface": "tp_engine/attention/flash_attn.py",

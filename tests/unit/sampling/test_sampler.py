@@ -132,8 +132,8 @@ def test_a_readmitted_row_forgets_the_counts_of_the_one_before() -> None:
 
 
 def test_lanes_sample_as_rows_that_have_generated_their_guesses() -> None:
-    """Oracle: rows admitted with the guesses, for a row with a list of ids and two with penalties, step after step; so
-    is a row whose guesses were kept."""
+    """Oracle: rows admitted with the draft tokens, for a row with a list of ids and two with penalties, step after step; so
+    is a row whose draft tokens were kept."""
     samplings = [
         RowSampling(temperature=0.8, seed=1, allowed_token_ids=ids(2, 3, 4)),
         RowSampling(temperature=0.8, seed=2, repetition_penalty=1.8, presence_penalty=0.7),
@@ -144,13 +144,13 @@ def test_lanes_sample_as_rows_that_have_generated_their_guesses() -> None:
     state = SamplingState(max_num_seqs=8, vocab_size=9, device=CPU)
     for row, sampling in enumerate(samplings):
         state.admit(row, sampling, known[row], 2)
-    lanes, owners = ids(3, 4, 5, 6), ids(1, 1, 2, 0)
+    draft_rows, owners = ids(3, 4, 5, 6), ids(1, 1, 2, 0)
     for step in range(4):
-        guesses = ids(*generator.integers(0, 9, 4).tolist())
-        state.mirror(lanes, owners, guesses)
-        behind = [(1, guesses[:1]), (1, guesses[:2]), (2, guesses[2:3]), (0, guesses[3:])]
+        draft_tokens = ids(*generator.integers(0, 9, 4).tolist())
+        state.mirror(draft_rows, owners, draft_tokens)
+        behind = [(1, draft_tokens[:1]), (1, draft_tokens[:2]), (2, draft_tokens[2:3]), (0, draft_tokens[3:])]
         logits = torch.from_numpy(generator.normal(size=(4, 9)).astype(np.float32))
-        found, _ = sample(Sampler(state), logits, lanes.tolist(), 9)
+        found, _ = sample(Sampler(state), logits, draft_rows.tolist(), 9)
         oracle = sampler_for(
             [samplings[row] for row, _ in behind], 9, [np.concatenate((known[row], own)) for row, own in behind]
         )

@@ -10,11 +10,11 @@ import torch
 
 from tests.simulated_ranks import NotingCommunicator, run_ranks
 from tests.unit.sampling.sampler_cases import CPU, ids, mixed_samplings
+from tp_engine.distributed.collectives import Communicator
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.model_config import padded_vocab_size
 from tp_engine.plan import RowSampling, TokenLogprobs
-from tp_engine.ranks.collectives import Communicator
-from tp_engine.sampling import shares
+from tp_engine.sampling import vocab_parallel
 from tp_engine.sampling.parallel import ParallelSampler
 from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
@@ -89,7 +89,7 @@ WIDE_KINDS: list[RowSampling] = [
 ]
 
 
-@pytest.fixture(autouse=True, params=[0, shares.SHORT_WAY_FROM], ids=["short", "usual"])
+@pytest.fixture(autouse=True, params=[0, vocab_parallel.SHORT_WAY_FROM], ids=["short", "usual"])
 def short_way_from(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """The size of vocabulary from which the sampler looks for a nucleus among candidates: any, or the usual one."""
     monkeypatch.setattr(shares, "SHORT_WAY_FROM", request.param)

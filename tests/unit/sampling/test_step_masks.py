@@ -14,11 +14,11 @@ import torch
 
 from tests.simulated_ranks import run_ranks
 from tests.unit.sampling.sampler_cases import CPU, ids, mixed_samplings
+from tp_engine.distributed.collectives import Communicator, SingleRank
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.model_config import padded_vocab_size
 from tp_engine.plan import NO_IDS, NO_MASKS, IntArray, RowSampling
-from tp_engine.ranks.collectives import Communicator, SingleRank
-from tp_engine.sampling.device_sampler import StepKind
+from tp_engine.sampling.device_sampler import SamplerVariant
 from tp_engine.sampling.parallel import ParallelSampler
 from tp_engine.sampling.sampler import GreedySampler, KernelSampler, Sampler, make_sampler
 from tp_engine.sampling.state import SamplingState
@@ -119,9 +119,9 @@ def test_masked_steps_are_not_recorded() -> None:
     assert isinstance(sampler, KernelSampler)
     state.masks.set(ids(1), packed(np.arange(40)[None] < 5))
     assert sampler.recorded_kind(both, positions) is None
-    assert sampler.recorded_kind(ids(0), ids(4)) == StepKind()
+    assert sampler.recorded_kind(ids(0), ids(4)) == SamplerVariant()
     state.masks.set(NO_IDS, NO_MASKS)
-    assert sampler.recorded_kind(both, positions) == StepKind()
+    assert sampler.recorded_kind(both, positions) == SamplerVariant()
 
 
 def test_logits_stay_raw_where_somebody_wants_log_probabilities() -> None:
@@ -139,10 +139,12 @@ def test_rows_of_an_epoch_are_judged_once() -> None:
     state = SamplingState(max_num_seqs=2, vocab_size=40, device=CPU)
     filled(state, [RowSampling(temperature=0.0), RowSampling(temperature=1.0)])
     sampler, position = GreedySampler(Sampler(state), state, None), ids(4)
-    assert sampler.recorded_kind(ids(0), position, 5) == sampler.recorded_kind(ids(1), position, 5) == StepKind()
+    assert sampler.recorded_kind(ids(0), position, 5) == sampler.recorded_kind(ids(1), position, 5) == SamplerVariant()
     assert sampler.recorded_kind(ids(1), position, 6) is None and sampler.recorded_kind(ids(0), position, 6) is None
-    assert sampler.recorded_kind(ids(0), position) == StepKind() and sampler.recorded_kind(ids(1), position) is None
-    assert sampler.recorded_kind(ids(0), position, 7) == StepKind()
+    assert (
+        sampler.recorded_kind(ids(0), position) == SamplerVariant() and sampler.recorded_kind(ids(1), position) is None
+    )
+    assert sampler.recorded_kind(ids(0), position, 7) == SamplerVariant()
     state.release(ids(0))
     state.admit(0, RowSampling(temperature=1.0), ids(0, 1), 2)
     assert sampler.recorded_kind(ids(0), position, 7) is None

@@ -22,8 +22,8 @@ import numpy.typing as npt
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
 from tp_engine.sampling_params import SamplingParams
-from tp_engine.sched.guesses.guesses import GuessSource
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
+from tp_engine.sched.spec_decode.proposer import Proposer
 
 VOCABULARY = 50
 EOS = 7
@@ -108,8 +108,8 @@ class FakeWorker:
         self._keep(plan)
         self._apply_rows(plan)
         self._copy(plan)
-        num_rows = len(plan.decode_rows) - len(plan.lane_rows)
-        assert plan.lanes.tolist() == [self.limits.max_num_seqs + i for i in range(len(plan.lane_rows))]
+        num_rows = len(plan.decode_rows) - len(plan.draft_base_rows)
+        assert plan.draft_rows.tolist() == [self.limits.max_num_seqs + i for i in range(len(plan.draft_base_rows))]
         decode_rows = plan.decode_rows[:num_rows].tolist()
         scheduled = [(row, 1) for row in decode_rows]
         if plan.rows_epoch:
@@ -140,25 +140,27 @@ class FakeWorker:
             row.chain += chain_hashes(row.token_ids, row.chain)
 
     def _verify(self, plan: StepPlan) -> list[int]:
-        """Store each lane's guess behind its row, and sample what follows it."""
+        """Store each draft row's draft token behind its row, and sample what follows it."""
         found: list[int] = []
-        guesses: dict[int, list[int]] = {}
-        lanes = zip(plan.lanes.tolist(), plan.lane_rows.tolist(), plan.lane_tokens.tolist(), strict=True)
-        for place, number, token_id in lanes:
-            row, own = self.rows[number], guesses.setdefault(number, [])
+        draft_tokens: dict[int, list[int]] = {}
+        draft_rows = zip(
+            plan.draft_rows.tolist(), plan.draft_base_rows.tolist(), plan.draft_tokens.tolist(), strict=True
+        )
+        for place, number, token_id in draft_rows:
+            row, own = self.rows[number], draft_tokens.setdefault(number, [])
             own.append(token_id)
             token_ids = [*row.token_ids, *own]
             chain = chain_hashes(token_ids, row.chain)
-            lane = FakeRow(token_ids, [*row.chain, *chain], len(token_ids), row.table, row.seed)
-            assert lane.computed <= len(row.table) * self.limits.block_size, "a lane without a slot"
+            draft_row = FakeRow(token_ids, [*row.chain, *chain], len(token_ids), row.table, row.seed)
+            assert draft_row.computed <= len(row.table) * self.limits.block_size, "a draft row without a slot"
             for group in range(self.limits.num_groups):
-                slots = self._slots(lane, group, lane.computed - 1)
-                self.kv_token[slots], self.kv_chain[slots], self.kv_group[slots] = token_id, lane.chain[-1], group
-            found.append(self._sample_lane(plan, place, lane))
+                slots = self._slots(draft_row, group, draft_row.computed - 1)
+                self.kv_token[slots], self.kv_chain[slots], self.kv_group[slots] = token_id, draft_row.chain[-1], group
+            found.append(self._sample_lane(plan, place, draft_row))
         return found
 
-    def _sample_lane(self, plan: StepPlan, place: int, lane: FakeRow) -> int:
-        return next_token(self._seen(lane), lane.computed, lane.seed)
+    def _sample_lane(self, plan: StepPlan, place: int, draft_row: FakeRow) -> int:
+        return next_token(self._seen(draft_row), draft_row.computed, draft_row.seed)
 
     def _apply_rows(self, plan: StepPlan) -> None:
         for row in plan.released.tolist():
@@ -261,13 +263,13 @@ class Simulation:
     """
 
     def __init__(
-        self, limits: SchedulerLimits, *, ahead: int = 0, checks: bool = True, guess_source: GuessSource | None = None
+        self, limits: SchedulerLimits, *, ahead: int = 0, checks: bool = True, proposer: Proposer | None = None
     ) -> None:
         self.limits = limits
         self.ahead = ahead
         self.checks = checks
         self.in_flight: deque[StepPlan] = deque()
-        self.scheduler = Scheduler(limits, guess_sources=None if guess_source is None else [guess_source])
+        self.scheduler = Scheduler(limits, proposers=None if proposer is None else [proposer])
         self.worker = FakeWorker(limits)
         self.requests: dict[str, EngineRequest] = {}
         self.outputs: dict[tuple[str, int], Output] = {}

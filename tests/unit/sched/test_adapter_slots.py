@@ -12,7 +12,7 @@ from tp_engine.errors import RequestError
 from tp_engine.plan import StepPlan
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
-from tp_engine.sched.adapters import PATIENCE, AdapterSlots
+from tp_engine.sched.lora import PATIENCE, LoRASlots
 
 LIMITS = limits(max_loras=2, num_blocks=64)
 
@@ -43,8 +43,8 @@ class Ranks:
             assert (self.slots[admission.adapter] if admission.adapter else 0) == generation
 
 
-def loaded(simulation: Simulation, ranks: Ranks, *names: str) -> AdapterSlots:
-    slots = simulation.scheduler.feature(AdapterSlots)
+def loaded(simulation: Simulation, ranks: Ranks, *names: str) -> LoRASlots:
+    slots = simulation.scheduler.feature(LoRASlots)
     assert slots is not None
     for name in names:
         generation = slots.new_generation()

@@ -8,8 +8,8 @@ import pytest
 from tests.unit.sched.scheduler_harness import limits
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
-from tp_engine.sched.blocks.roots import Roots
-from tp_engine.sched.intake import build_group
+from tp_engine.sched.blocks.cache_keys import CacheKeys
+from tp_engine.sched.request_validation import build_group
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import Entry, Sequence, SequencePhase
 
@@ -26,7 +26,7 @@ def make(
     """The waiting sequences of a request."""
     params = SamplingParams(n=n, cache_salt=salt)
     request = EngineRequest(request_id=f"r{number}", prompt_token_ids=prompt, params=params)
-    return build_group(request, batch.limits, number, Roots()).sequences
+    return build_group(request, batch.limits, number, CacheKeys()).sequences
 
 
 def seat(batch: SchedulerState, sequence: Sequence) -> list[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tp_engine.engine.disk_upkeep import JournalFile
+from tp_engine.engine.disk_writer import JournalFile
 from tp_engine.sched.blocks.lru_queue import BlockIds
 from tp_engine.sched.blocks.prefix_cache import NO_BLOCK, PrefixCache
 from tp_engine.sched.tiers.disk_journal import JournalHeader, encode_blocks, read_header, read_nodes, restore

@@ -1,4 +1,4 @@
-"""Roots of the prefix cache: which requests may share, in one process and over a restart."""
+"""CacheKeys of the prefix cache: which requests may share, in one process and over a restart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.sched.scheduler_harness import RandomLoad, Simulation, limits
 from tests.unit.sched.test_scheduler_properties import SHAPES
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
-from tp_engine.sched.blocks.roots import Roots
+from tp_engine.sched.blocks.cache_keys import CacheKeys
 from tp_engine.sched.tiers.prefetch import Prefetcher
 
 GIVEN = limits(num_blocks=40, num_host_slots=32, num_disk_slots=64, max_model_len=64)
@@ -35,21 +35,21 @@ def ask(simulation: Simulation, generation: int = 0, salt: str | None = None, **
 
 def test_with_the_defaults_a_root_is_the_salt() -> None:
     """Oracle: the promise, so that blocks on disk are found again."""
-    assert [Roots().of(salt) for salt in ("", "tenant")] == ["", "tenant"]
-    assert Roots([lambda root: f"<{root}>"]).of("tenant") == "<tenant>"
+    assert [CacheKeys().of(salt) for salt in ("", "tenant")] == ["", "tenant"]
+    assert CacheKeys([lambda cache_key: f"<{cache_key}>"]).of("tenant") == "<tenant>"
 
 
 def test_no_two_roots_are_equal() -> None:
-    """Oracle: all combinations of salts, generations, versions and processes; among the salts are roots themselves."""
-    processes = [Roots(), Roots()]
+    """Oracle: all combinations of salts, generations, versions and processes; among the salts are cache keys themselves."""
+    processes = [CacheKeys(), CacheKeys()]
     salts = ["", "a", "\0", "0:", "1:1:a"]
     found = []
     for version in range(3):
-        for roots in processes:
-            made = [roots.of(salt, generation) for salt, generation in product(salts, range(3))]
-            found += made if version else [root for root in made if root.startswith("\0")]
-            salts += [root for root in made if root not in salts][:2]
-            roots.renew([])
+        for cache_keys in processes:
+            made = [cache_keys.of(salt, generation) for salt, generation in product(salts, range(3))]
+            found += made if version else [cache_key for cache_key in made if cache_key.startswith("\0")]
+            salts += [cache_key for cache_key in made if cache_key not in salts][:2]
+            cache_keys.renew([])
     assert len(set(found)) == len(found) > 100
 
 
@@ -85,7 +85,7 @@ def test_sessions_belong_to_a_root() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_standstill_at_any_time(shape: str, ahead: int) -> None:
-    """All rows are preempted and all roots renewed, again and again in a random load.  Oracle: the fake model on each
+    """All rows are preempted and all cache keys renewed, again and again in a random load.  Oracle: the fake model on each
     sequence alone, the content of every slot, and the scheduler's own invariants."""
     simulation = Simulation(SHAPES[shape], ahead=ahead)
     load = RandomLoad(simulation, seed=3)
@@ -95,7 +95,7 @@ def test_a_standstill_at_any_time(shape: str, ahead: int) -> None:
         simulation.drain()
         simulation.scheduler.preempt_all()
         if number % 2:
-            simulation.scheduler.renew_roots()
+            simulation.scheduler.renew_cache_keys()
         simulation.scheduler.check_integrity()
     simulation.run()
     assert simulation.scheduler.stats().num_preemptions > 10
@@ -103,7 +103,7 @@ def test_a_standstill_at_any_time(shape: str, ahead: int) -> None:
 
 def test_a_kept_request_finds_its_blocks_unless_the_weights_have_changed() -> None:
     """By hand: chunks of 32 and 1 and a decode have computed 34 tokens; after a pause all but the eight full blocks are
-    computed again, and behind new roots all."""
+    computed again, and behind new cache keys all."""
     for renews, num_again in ((False, 2), (True, 34)):
         simulation = Simulation(limits(num_blocks=80, max_model_len=64))
         simulation.add(PROMPT, max_tokens=9, ignore_eos=True)
@@ -111,6 +111,6 @@ def test_a_kept_request_finds_its_blocks_unless_the_weights_have_changed() -> No
             simulation.step()
         simulation.scheduler.preempt_all()
         if renews:
-            simulation.scheduler.renew_roots()
+            simulation.scheduler.renew_cache_keys()
         simulation.run()
         assert simulation.scheduler.stats().num_recomputed_tokens == num_again

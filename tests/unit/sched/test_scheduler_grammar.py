@@ -26,11 +26,11 @@ from tests.unit.sched.scheduler_harness import (
     next_token,
     visible,
 )
-from tests.unit.sched.test_speculation import GUESSERS, ScriptedSource
+from tests.unit.sched.test_speculation import PROPOSERS, ScriptedSource
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.request import EngineRequest, FinishReason
-from tp_engine.sched.guesses.guesses import GuessSource
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
+from tp_engine.sched.spec_decode.proposer import Proposer
 from tp_engine.speculative import SpeculativeConfig
 from tp_engine.structured_outputs import StructuredOutputsParams
 
@@ -107,12 +107,12 @@ class MaskedWorker(FakeWorker):
     def _sample(self, plan: StepPlan) -> np.ndarray[Any, np.dtype[np.int32]]:
         masks = dict(zip(plan.mask_rows.tolist(), plan.masks, strict=True))
         sampled = [row for row in plan.sampled_rows.tolist() if row < self.limits.max_num_seqs]
-        lanes = dict(zip(plan.lanes.tolist(), plan.lane_rows.tolist(), strict=True))
-        owners = {row: row for row in sampled} | lanes
+        draft_rows = dict(zip(plan.draft_rows.tolist(), plan.draft_base_rows.tolist(), strict=True))
+        owners = {row: row for row in sampled} | draft_rows
         is_constrained = {row: self.rows[owner].seed >= CONSTRAINED_SEEDS for row, owner in owners.items()}
         assert sorted(masks) == sorted(row for row in owners if is_constrained[row])
         super()._sample(plan)
-        for number in masks.keys() - lanes.keys():
+        for number in masks.keys() - draft_rows.keys():
             row = self.rows[number]
             row.token_ids.pop()
             row.chain.pop()
@@ -120,11 +120,11 @@ class MaskedWorker(FakeWorker):
             row.chain += chain_hashes(row.token_ids, row.chain)
         return np.array([self.rows[row].token_ids[-1] for row in sampled], dtype=np.int32)
 
-    def _sample_lane(self, plan: StepPlan, place: int, lane: FakeRow) -> int:
+    def _sample_lane(self, plan: StepPlan, place: int, draft_row: FakeRow) -> int:
         masks = dict(zip(plan.mask_rows.tolist(), plan.masks, strict=True))
         if place not in masks:
-            return super()._sample_lane(plan, place, lane)
-        return self._choose_masked(lane, masks[place])
+            return super()._sample_lane(plan, place, draft_row)
+        return self._choose_masked(draft_row, masks[place])
 
     def _choose_masked(self, row: FakeRow, mask: IntArray) -> int:
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
@@ -145,11 +145,11 @@ class GrammarSimulation(Simulation):
     """Requests with a large seed have a grammar, which is ready at once, or when ``compiled`` says so."""
 
     def __init__(
-        self, given: SchedulerLimits, *, ahead: int = 0, at_once: bool = True, guess_source: GuessSource | None = None
+        self, given: SchedulerLimits, *, ahead: int = 0, at_once: bool = True, proposer: Proposer | None = None
     ) -> None:
         super().__init__(given, ahead=ahead)
-        sources = None if guess_source is None else [guess_source]
-        self.scheduler = Scheduler(given, fill_masks, guess_sources=sources)
+        sources = None if proposer is None else [proposer]
+        self.scheduler = Scheduler(given, fill_masks, proposers=sources)
         self.worker = MaskedWorker(given)
         self.at_once = at_once
         self.grammar = FakeGrammar()
@@ -225,22 +225,22 @@ def test_random_mixtures(changes: dict[str, int], ahead: int) -> None:
     assert num_preemptions > 0 or "num_blocks" not in changes
 
 
-@pytest.mark.parametrize("kind", GUESSERS)
+@pytest.mark.parametrize("kind", PROPOSERS)
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_guesses_change_no_token_of_a_grammar(kind: str, ahead: int) -> None:
-    """Oracle: the grammar and the fake model; every lane's mask is the grammar's behind the lane's guesses."""
+    """Oracle: the grammar and the fake model; every draft row's mask is the grammar's behind the draft row's draft tokens."""
     num_masked, num_accepted = 0, dict[str, int]()
     for seed, changes in enumerate(({}, {"num_blocks": 8, "max_num_batched_tokens": 9, "max_model_len": 30})):
-        source = ScriptedSource(GUESSERS[kind])
+        source = ScriptedSource(PROPOSERS[kind])
         config = SpeculativeConfig(num_speculative_tokens=5, max_step_rows=16)
         given = limits(speculation=config, **changes)
-        source.simulation = simulation = GrammarSimulation(given, ahead=ahead, guess_source=source)
+        source.simulation = simulation = GrammarSimulation(given, ahead=ahead, proposer=source)
         load = MixedLoad(simulation, seed)
         for _ in range(200):
             load.act()
         simulation.run()
         for plan in simulation.plans:
-            num_masked += int(np.isin(plan.lanes, plan.mask_rows).sum())
+            num_masked += int(np.isin(plan.draft_rows, plan.mask_rows).sum())
         stats = simulation.scheduler.stats().speculation
         assert stats is not None
         assert stats.by_source["grammar"][0] == stats.by_source["grammar"][1], "forced tokens are right"

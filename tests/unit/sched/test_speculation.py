@@ -1,4 +1,4 @@
-"""Guessed tokens on rank 0: runs, lanes, blocks, counters.  Oracle: the fake model on each sequence alone."""
+"""Draft tokens on rank 0: runs, draft rows, blocks, counters.  Oracle: the fake model on each sequence alone."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.plan import IntArray, StepResult
 from tp_engine.request import FinishReason
-from tp_engine.sched.guesses.guess_sources import Acceptance, DraftPart, GuessSources, make_sources
-from tp_engine.sched.guesses.guesses import NO_GUESS, Guess, GuessSource, NgramSource
-from tp_engine.sched.guesses.speculation import SpeculationCounters
 from tp_engine.sched.sequence import Sequence
+from tp_engine.sched.spec_decode.proposer import NO_PROPOSAL, NgramProposer, Proposal, Proposer
+from tp_engine.sched.spec_decode.proposers import Acceptance, DraftPart, Proposers, make_sources
+from tp_engine.sched.spec_decode.speculation import SpeculationCounters
 from tp_engine.speculative import METHODS, SpeculativeConfig
 from tp_engine.worker.effective_config import resolve
 
@@ -29,8 +29,8 @@ MOST = 6
 PROMPT = [8, 36, 48, 4, 16, 7, 31, 48, 28]  # the fake model answers with different tokens, with seed 3
 
 
-class ScriptedSource(GuessSource):
-    """``make`` turns the tokens that are right, and how many are wanted, into the guess."""
+class ScriptedSource(Proposer):
+    """``make`` turns the tokens that are right, and how many are wanted, into the draft token."""
 
     name = "scripted"
     most_matched = 3
@@ -40,10 +40,10 @@ class ScriptedSource(GuessSource):
         self._make = make
         self._random = random.Random(5)
 
-    def guess(self, sequence: Sequence, tokens: IntArray, count: int) -> Guess:
-        """See ``GuessSource``."""
+    def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> Proposal:
+        """See ``Proposer``."""
         made = self._make(self._right(tokens.tolist(), count), count, self._random)
-        return Guess(np.array(made[:count], dtype=np.int32), self._random.randint(0, self.most_matched))
+        return Proposal(np.array(made[:count], dtype=np.int32), self._random.randint(0, self.most_matched))
 
     def _right(self, tokens: list[int], count: int) -> list[int]:
         for request in self.simulation.requests.values():
@@ -65,7 +65,7 @@ def changed(right: list[int], rng: random.Random) -> list[int]:
     return [*right[:place], *((token + 1) % VOCABULARY for token in right[place:])]
 
 
-GUESSERS: dict[str, Callable[[list[int], int, random.Random], list[int]]] = {
+PROPOSERS: dict[str, Callable[[list[int], int, random.Random], list[int]]] = {
     "right": lambda right, count, rng: right,
     "wrong": lambda right, count, rng: [(token + 1) % VOCABULARY for token in right],
     "random": lambda right, count, rng: noise(rng.randint(0, count), rng),
@@ -75,10 +75,10 @@ GUESSERS: dict[str, Callable[[list[int], int, random.Random], list[int]]] = {
 
 
 def simulate(kind: str, *, ahead: int = 0, most_rows: int = 24, **changes: object) -> Simulation:
-    """A simulation whose guesses are those of ``GUESSERS``."""
-    source = ScriptedSource(GUESSERS[kind])
+    """A simulation whose draft tokens are those of ``PROPOSERS``."""
+    source = ScriptedSource(PROPOSERS[kind])
     config = SpeculativeConfig(num_speculative_tokens=MOST, max_step_rows=most_rows)
-    simulation = Simulation(limits(speculation=config, **changes), ahead=ahead, guess_source=source)
+    simulation = Simulation(limits(speculation=config, **changes), ahead=ahead, proposer=source)
     source.simulation = simulation
     return simulation
 
@@ -89,7 +89,7 @@ def counters(simulation: Simulation) -> SpeculationCounters:
     return found
 
 
-@pytest.mark.parametrize("kind", GUESSERS)
+@pytest.mark.parametrize("kind", PROPOSERS)
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_random_loads_give_the_tokens_of_single_steps(kind: str, ahead: int) -> None:
     """Chunks, forks, stops, aborts, preemptions, shared prefixes.  Oracle: the fake model; no block is lost, and what
@@ -116,7 +116,7 @@ def test_right_guesses_take_one_step_for_their_run(ahead: int) -> None:
     simulation = simulate("right", ahead=ahead)
     simulation.add([1, 2, 3], max_tokens=1 + 3 * (MOST + 1), ignore_eos=True)
     simulation.run()
-    assert [len(plan.lane_rows) for plan in simulation.plans] == [0, MOST, MOST, MOST]
+    assert [len(plan.draft_base_rows) for plan in simulation.plans] == [0, MOST, MOST, MOST]
     found = counters(simulation)
     assert (found.num_drafts, found.num_draft_tokens, found.num_accepted_tokens) == (3, 3 * MOST, 3 * MOST)
     assert found.accepted_at == [3] * MOST
@@ -140,8 +140,8 @@ def test_a_sequence_tells_its_figures_at_its_end() -> None:
     simulation.add([1, 2, 3], max_tokens=60, ignore_eos=True)
     simulation.run()
     found, last = counters(simulation), simulation.outputs["r0", 0].deltas[-1]
-    assert (last.num_guessed_tokens, last.num_accepted_tokens) == (found.num_draft_tokens, found.num_accepted_tokens)
-    assert 0 < last.num_accepted_tokens < last.num_guessed_tokens
+    assert (last.num_draft_tokens, last.num_accepted_tokens) == (found.num_draft_tokens, found.num_accepted_tokens)
+    assert 0 < last.num_accepted_tokens < last.num_draft_tokens
 
 
 def test_many_rows_are_planned_ahead_without_guesses() -> None:
@@ -150,12 +150,12 @@ def test_many_rows_are_planned_ahead_without_guesses() -> None:
     for number in range(5):
         simulation.add([number, 3], max_tokens=9, ignore_eos=True)
     simulation.run()
-    assert not any(len(plan.lane_rows) for plan in simulation.plans)
+    assert not any(len(plan.draft_base_rows) for plan in simulation.plans)
     assert len(simulation.plans) == 9
 
 
 def test_rows_never_exceed_the_budget() -> None:
-    """By hand: 3 rows and 5 lanes are 8."""
+    """By hand: 3 rows and 5 draft rows are 8."""
     simulation = simulate("right", most_rows=8)
     for number in range(3):
         simulation.add([number, 3], max_tokens=30, ignore_eos=True)
@@ -166,23 +166,23 @@ def test_rows_never_exceed_the_budget() -> None:
 
 def test_ngrams() -> None:
     """By hand: the longest match, the last of equal ones, a period at the end, and none."""
-    source = NgramSource(2, 3)
+    source = NgramProposer(2, 3)
 
     def look(text: str, count: int = 4) -> tuple[str, int]:
-        found = source.guess(ANY, np.array([ord(c) for c in text], dtype=np.int32), count)
+        found = source.propose(ANY, np.array([ord(c) for c in text], dtype=np.int32), count)
         return "".join(map(chr, found.tokens)), found.matched
 
     assert look("abcdefgabc") == ("defg", 3)
     assert look("abcd-xbce-ybc") == ("e-yb", 2)
     assert look("xyxyx") == ("yxyx", 3)
     assert look("zzzz", 3) == ("zzz", 3)
-    assert source.guess(ANY, np.array([1, 2, 3], dtype=np.int32), 4) is NO_GUESS
-    assert source.guess(ANY, np.array([1, 2, 4, 2], dtype=np.int32), 4) is NO_GUESS
-    assert source.guess(ANY, np.array([1], dtype=np.int32), 4) is NO_GUESS
+    assert source.propose(ANY, np.array([1, 2, 3], dtype=np.int32), 4) is NO_PROPOSAL
+    assert source.propose(ANY, np.array([1, 2, 4, 2], dtype=np.int32), 4) is NO_PROPOSAL
+    assert source.propose(ANY, np.array([1], dtype=np.int32), 4) is NO_PROPOSAL
 
 
-class Fixed(GuessSource):
-    """Always guesses ``tokens``, and keeps what it is told."""
+class Fixed(Proposer):
+    """Always draft tokens ``tokens``, and keeps what it is told."""
 
     most_matched = 3
 
@@ -192,16 +192,16 @@ class Fixed(GuessSource):
         self.results: list[int] = []
         self.ended: list[list[int]] = []
 
-    def guess(self, sequence: Sequence, tokens: IntArray, count: int) -> Guess:
-        """See ``GuessSource``."""
-        return Guess(self.tokens[:count], 2)
+    def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> Proposal:
+        """See ``Proposer``."""
+        return Proposal(self.tokens[:count], 2)
 
     def take(self, result: StepResult) -> None:
-        """See ``GuessSource``."""
+        """See ``Proposer``."""
         self.results.append(result.step_id)
 
     def learn(self, sequence: Sequence) -> None:
-        """See ``GuessSource``."""
+        """See ``Proposer``."""
         self.ended.append(sequence.token_ids.tolist())
 
 
@@ -209,24 +209,24 @@ FREE: Any = SimpleNamespace(constraint=None)
 
 
 def test_the_likelier_source_is_verified() -> None:
-    """By hand: the longer guess at first, and the other source once the first one has been wrong."""
-    sources = GuessSources([Fixed("long", [1, 2, 3, 4]), Fixed("short", [8, 9])], most_tokens=4)
+    """By hand: the longer draft token at first, and the other source once the first one has been wrong."""
+    sources = Proposers([Fixed("long", [1, 2, 3, 4]), Fixed("short", [8, 9])], most_tokens=4)
     assert sources.names == ["grammar", "long", "short"]
     tokens = np.array([5], dtype=np.int32)
-    found = sources.guess(FREE, tokens, 4)
+    found = sources.propose(FREE, tokens, 4)
     assert found.parts == [DraftPart("long", 2, 4)] and len(found.tokens) == len(found.likelihoods) == 4
     for _ in range(9):
         sources.note([DraftPart("long", 2, 4)], 4, 0)
         sources.note([DraftPart("short", 2, 2)], 2, 1)
-    assert sources.guess(FREE, tokens, 4).parts[0].source == "short"
+    assert sources.propose(FREE, tokens, 4).parts[0].source == "short"
 
 
 def test_what_a_grammar_forces_comes_first() -> None:
     """By hand: two forced tokens, then another source's, as far as there is room; each is measured alone."""
-    sources = GuessSources([Fixed("fixed", [7, 8, 9])], most_tokens=4)
+    sources = Proposers([Fixed("fixed", [7, 8, 9])], most_tokens=4)
     constrained: Any = SimpleNamespace(constraint=SimpleNamespace(forced=lambda: [1, 2]))
     tokens = np.array([5], dtype=np.int32)
-    found = sources.guess(constrained, tokens, 4)
+    found = sources.propose(constrained, tokens, 4)
     assert found.tokens.tolist() == [1, 2, 7, 8] and found.parts == [
         DraftPart("grammar", 0, 2),
         DraftPart("fixed", 2, 2),
@@ -234,17 +234,17 @@ def test_what_a_grammar_forces_comes_first() -> None:
     assert found.likelihoods == pytest.approx([0.8, 0.8**2, 0.8**3, 0.8**4])
     for _ in range(20):
         sources.note(found.parts, 4, 2)
-    found = sources.guess(constrained, tokens, 4)
+    found = sources.propose(constrained, tokens, 4)
     assert found.tokens.tolist() == [1, 2] and found.likelihoods[1] > 0.8
     for _ in range(150):
         sources.note(found.parts, 1, 0)
-    assert not len(sources.guess(constrained, tokens, 1).tokens), "neither pays any more"
+    assert not len(sources.propose(constrained, tokens, 1).tokens), "neither pays any more"
 
 
 def test_sources_are_told_results_and_ends() -> None:
     """By hand: every step's result, and a sequence's tokens at its end."""
     source = Fixed("fixed", [1])
-    simulation = Simulation(limits(speculation=SpeculativeConfig()), guess_source=source)
+    simulation = Simulation(limits(speculation=SpeculativeConfig()), proposer=source)
     simulation.add([1, 2, 3], max_tokens=5, ignore_eos=True)
     simulation.run()
     assert source.results == [plan.step_id for plan in simulation.plans]
@@ -301,7 +301,7 @@ def test_acceptance_falls_with_failures_and_is_forgotten() -> None:
         ('{"prompt_lookup_min": 4, "prompt_lookup_max": 3}', "prompt_lookup_min 4 above prompt_lookup_max 3"),
         ('{"suffix_decoding_min_token_prob": 1.5}', "prob 1.5; it must be a number above 0, at most 1"),
         ('{"suffix_decoding_max_spec_factor": "x"}', "factor 'x'; it must be a number above 0"),
-        ('{"max_step_rows": 1}', "max_step_rows 1, which leaves no room for a guess"),
+        ('{"max_step_rows": 1}', "max_step_rows 1, which leaves no room for a draft token"),
     ],
 )
 def test_wrong_options_are_refused(text: str, message: str) -> None:
@@ -325,12 +325,12 @@ def test_options() -> None:
 
 def test_models_with_recurrent_states_are_refused(checkpoint: Callable[..., Path]) -> None:
     """By hand."""
-    with pytest.raises(ConfigError, match="recurrent states, from which a wrong guess can not be taken back"):
+    with pytest.raises(ConfigError, match="recurrent states, from which a wrong draft token can not be taken back"):
         resolve(EngineConfig(model=str(checkpoint("qwen3.5")), device="cpu", speculative_config="{}"))
 
 
 def test_usage_tells_what_was_guessed() -> None:
-    """By hand: OpenAI's fields for predicted outputs, and none where nothing was guessed."""
-    details = Usage(guessed_tokens=9, accepted_tokens=4).as_json()["completion_tokens_details"]
+    """By hand: OpenAI's fields for predicted outputs, and none where nothing was drafted."""
+    details = Usage(draft_tokens=9, accepted_tokens=4).as_json()["completion_tokens_details"]
     assert details == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 5}
     assert "completion_tokens_details" not in Usage().as_json()

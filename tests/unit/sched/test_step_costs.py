@@ -1,11 +1,11 @@
-"""How many guesses pay, from measured times of decode steps."""
+"""How many draft tokens pay, from measured times of decode steps."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from tp_engine.sched.guesses.step_costs import StepCosts
+from tp_engine.sched.spec_decode.step_costs import StepCosts
 
 
 def costs(seconds: dict[int, float]) -> StepCosts:
@@ -31,9 +31,9 @@ def test_a_small_model_verifies_less_than_a_large_one() -> None:
 
 
 def test_guesses_end_where_twice_the_rows_take_too_long() -> None:
-    """Oracle: by hand: a guess that is right every second time gives 1.5 times the tokens."""
+    """Oracle: by hand: a draft token that is right every second time gives 1.5 times the tokens."""
     assert costs({1: 10.0, 2: 11.0, 4: 12.0, 8: 14.0, 16: 24.0, 32: 48.0}).most_decodes == 6
-    assert costs({1: 10.0, 2: 20.0, 4: 40.0}).most_decodes == 1, "a row always gets a guess if that one pays"
+    assert costs({1: 10.0, 2: 20.0, 4: 40.0}).most_decodes == 1, "a row always gets a draft token if that one pays"
     assert costs({1: 10.0, 32: 12.0}).most_decodes == 16
 
 
@@ -43,7 +43,7 @@ def test_times_that_fall_are_noise() -> None:
 
 
 def test_likely_guesses_are_verified_where_unlikely_ones_do_not_pay() -> None:
-    """A model so small that a row more takes a third of a step, and guesses that a grammar forces.  Oracle: by hand:
+    """A model so small that a row more takes a third of a step, and draft tokens that a grammar forces.  Oracle: by hand:
     nine tokens for the time of 3.4 steps."""
     tiny = costs({1: 1.6e-4, 2: 1.8e-4, 4: 2.0e-4, 8: 3.5e-4, 16: 6.4e-4, 32: 1.2e-3})
     assert tiny.most_decodes == 3

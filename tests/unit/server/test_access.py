@@ -79,7 +79,7 @@ def test_who_may_act_on_the_engine(config: dict[str, Any], statuses: tuple[int, 
             assert reply.status == status, key
             if status == 403:
                 assert "--admin-api-key" in error_of(reply)["message"]
-                assert error_of(reply)["code"] == "operators_only"
+                assert error_of(reply)["code"] == "admins_only"
             served = await app.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, **key)
             assert served.status == (401 if status == 401 else 200)
 
@@ -117,13 +117,13 @@ def test_a_client_sees_figures_and_no_requests_of_others() -> None:
         body = {"prompt": ids("a"), "max_tokens": 1000, "ignore_eos": True, "request_id": "secret-name"}
         running = app.start("POST", "/v1/completions", body, **OTHER)
         await until(lambda: app.state.running.all() != [], "the request to run")
-        for key, is_operator in ((CLIENT, False), (OPERATOR, True)):
+        for key, is_admin in ((CLIENT, False), (OPERATOR, True)):
             page = await app.start("GET", "/engine", **key).reply()
-            assert (b"secret-name" in page.content) == is_operator
+            assert (b"secret-name" in page.content) == is_admin
             assert len(page.json()["requests"]["shown"]) + page.json()["requests"]["omitted"] == 1
             info = (await app.start("GET", "/server_info", **key).reply()).json()
             assert info["served_model_name"] == "demo" and info["tp_size"] == 1
-            assert ("server" in info) == is_operator and ("engine" in info) == is_operator
+            assert ("server" in info) == is_admin and ("engine" in info) == is_admin
         running.leave()
         await running.ended()
 

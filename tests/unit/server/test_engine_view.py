@@ -23,9 +23,9 @@ SHAPE = {
     "pool": "cached fragmentation free grid live_tokens used",
     "requests": "omitted running shown waiting",
     "tiers": "disk host",
-    "speculation": "guessed right runs sources",
+    "speculation": "drafted right runs sources",
     "totals": "disk_hit_tokens host_hit_tokens preemptions prefix_hit_tokens prefix_query_tokens recomputed_tokens "
-    "steps_not_observed",
+    "step_samples_dropped",
     "history": "age_s cached fragmentation free generation_tokens_per_s interval_s live_tokens prompt_tokens_per_s "
     "running used waiting",
 }
@@ -88,7 +88,7 @@ def test_the_shape_is_as_documented() -> None:
         ]
         assert 0 <= page["requests"]["shown"][0]["age_s"] < 60 and len(page["requests"]["shown"][0]["id"]) <= 24
         assert page["tiers"] == {"host": {"slots": 12, "used": 3}, "disk": None}
-        figures = {"guessed": 20, "right": 12}
+        figures = {"drafted": 20, "right": 12}
         assert page["speculation"] == {"runs": 5, **figures, "sources": {"ngram": figures}}
         assert page["ranks"][0]["mean_step_s"] == pytest.approx(0.0005)
         history = page["history"]

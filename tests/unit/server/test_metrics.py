@@ -81,9 +81,9 @@ rank_collective_seconds counter rank
 rank_collective_wait_seconds histogram rank {WAIT}
 rank_cpu_seconds counter rank
 rank_heartbeat_age_seconds gauge rank
-rank_last_to_begin counter rank
+straggler_rank counter rank
 rank_memory_bytes gauge rank,line
-rank_plan_wait_seconds histogram rank {WAIT}
+rank_idle_seconds histogram rank {WAIT}
 rank_resident_memory_bytes gauge rank
 rank_step_time_seconds histogram rank {STEP}
 rank_steps counter rank
@@ -106,7 +106,7 @@ spec_decode_source_accepted_tokens counter source
 spec_decode_source_draft_tokens counter source
 startup_phase_seconds gauge rank,phase
 step_skew_seconds histogram - {WAIT}
-steps_not_observed counter
+step_samples_dropped counter
 time_to_first_token_seconds histogram - {FIRST}
 """
 
@@ -281,8 +281,8 @@ def test_the_engine_and_its_ranks() -> None:
         assert value(families["kv_offload_wait_seconds"], "_total") == 0.125
         assert value(families["startup_phase_seconds"], rank="1", phase="loading weights") == 0.75
         assert value(families["rank_collective_seconds"], "_total", rank="1") == 0.125
-        assert value(families["rank_last_to_begin"], "_total", rank="1") == num_steps
-        for name in ("rank_step_time_seconds", "rank_plan_wait_seconds", "rank_collective_wait_seconds"):
+        assert value(families["straggler_rank"], "_total", rank="1") == num_steps
+        for name in ("rank_step_time_seconds", "rank_idle_seconds", "rank_collective_wait_seconds"):
             assert value(families[name], "_count", rank="1") == num_steps
             assert value(families[name], "_sum", rank="1") == pytest.approx(num_steps * FAMILIES[name].bounds(0)[0])
         assert value(families["iteration_tokens_total"], "_count") == num_steps
@@ -293,7 +293,7 @@ def test_the_engine_and_its_ranks() -> None:
 
 
 def test_speculation() -> None:
-    """By hand: the fake engine's counters, and none of an engine that does not guess."""
+    """By hand: the fake engine's counters, and none of an engine that does not draft."""
     report, metrics = FakeEngine().report(), ServerMetrics("tiny")
     lines = [line for line in metrics.exposition(report).decode().splitlines() if not line.startswith("#")]
     found = {line.rpartition(" ")[0].removeprefix(PREFIX): float(line.rpartition(" ")[2]) for line in lines}

@@ -11,7 +11,7 @@ from tests.asgi import App, run_served
 from tests.fake_engine import MODEL_INFO, FakeEngine
 from tests.tiny_server import chat_tokenizer
 from tp_engine.errors import RequestError
-from tp_engine.sched.adapters import AdapterSlots
+from tp_engine.sched.lora import LoRASlots
 from tp_engine.server.config import ServerConfig
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -28,7 +28,7 @@ class Refusing(FakeEngine):
 
 def serve(scenario: Callable[[App], Awaitable[None]], config: ServerConfig | None = None) -> FakeEngine:
     """Run ``scenario`` against a server that has loaded ``first`` from ``one`` at its start."""
-    slots = AdapterSlots(2)
+    slots = LoRASlots(2)
     slots.add("first", slots.new_generation())
     info = msgspec.structs.replace(MODEL_INFO, enable_lora=True, adapters={"first": "one"})
     engine = Refusing(model_info=info, adapters=slots)
@@ -65,7 +65,7 @@ def test_load_and_unload() -> None:
         assert (await app.post("/v1/completions", {"model": "second", "prompt": [5]})).status == 404
 
     engine = serve(scenario)
-    assert engine.orders == ["load_adapter"] * 2
+    assert engine.orders == ["load_lora_adapter"] * 2
 
 
 def test_what_is_refused_changes_nothing() -> None:

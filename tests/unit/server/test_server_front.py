@@ -18,10 +18,10 @@ from tp_engine.api.openai.sampling import chat_params, completion_params
 from tp_engine.api.sampling_defaults import load_generation_defaults
 from tp_engine.config import DEMO_MODEL
 from tp_engine.errors import ConfigError
+from tp_engine.server.admin_routes import public_fields
 from tp_engine.server.app import OPEN_PATHS
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.listener import close_listener, listener_url, open_listener
-from tp_engine.server.operator_routes import public_fields
 
 
 def serve(scenario: Any, **config: Any) -> None:

@@ -12,8 +12,8 @@ from tp_engine.attention.base import AttentionMetadata
 from tp_engine.kernels.ops import Kind, implementation, kind_of
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
 from tp_engine.worker.batch import decode_batch, input_batch
+from tp_engine.worker.batch.draft_rows import MirroredTable
 from tp_engine.worker.batch.input_batch import InputBatch
-from tp_engine.worker.batch.lanes import MirroredTable
 from tp_engine.worker.batch.step_inputs import StepInputs
 
 CPU = torch.device("cpu")

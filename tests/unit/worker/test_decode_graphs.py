@@ -39,7 +39,7 @@ def test_asked_sizes_are_sorted_and_distinct() -> None:
 @pytest.mark.parametrize("asked", ["", "a", "1,,2", "1.5"])
 def test_what_is_no_list_is_refused(asked: str) -> None:
     """Oracle: the error has the value and an example."""
-    with pytest.raises(ConfigError, match=r"cuda_graph_sizes is .* such as 1,2,4,8"):
+    with pytest.raises(ConfigError, match=r"cudagraph_capture_sizes is .* such as 1,2,4,8"):
         capture_sizes(asked, 16)
 
 

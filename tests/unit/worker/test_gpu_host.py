@@ -14,8 +14,8 @@ import torch
 
 from tp_engine.cli import machine
 from tp_engine.cli.findings import Status
+from tp_engine.distributed import device_threads
 from tp_engine.errors import ConfigError
-from tp_engine.ranks import device_threads
 from tp_engine.worker import gpu_host
 from tp_engine.worker.device import CudaDevice
 from tp_engine.worker.gpu_host import choose_device_type, why_no_gpus

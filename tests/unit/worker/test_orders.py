@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from tests.fake_engine import FakeEngine
-from tp_engine.engine.acts import ACTS, act
+from tp_engine.engine.admin_commands import ADMIN_COMMANDS, act
 from tp_engine.errors import RequestError
 from tp_engine.plan import Order
 from tp_engine.progress import RankPhase, RankProgress
-from tp_engine.worker.orders import Outcome, obey
+from tp_engine.worker.orders import Outcome, execute_command
 
 NUM_RANKS = 3
 
@@ -67,7 +67,7 @@ def run(failing: list[int]) -> tuple[list[Outcome], list[str], list[RankPhase]]:
     def rank(number: int) -> None:
         info = SimpleNamespace(is_first=number == 0)
         groups: Any = SimpleNamespace(host=Member(group, number), progress=progresses[number], info=info)
-        outcomes[number] = obey(data, {"note": lambda arguments: Note(number, arguments, diary)}, groups)
+        outcomes[number] = execute_command(data, {"note": lambda arguments: Note(number, arguments, diary)}, groups)
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(NUM_RANKS)]
     for thread in threads:
@@ -97,7 +97,7 @@ def test_an_unknown_order_is_refused() -> None:
     """Oracle: the promise; no rank ends."""
     host: Any = SimpleNamespace(all_gather_bytes=lambda payload: [payload])
     groups: Any = SimpleNamespace(host=host, progress=RankProgress(), info=SimpleNamespace(is_first=True))
-    assert "KeyError" in obey(msgspec.json.encode(Order("fly", {})), {}, groups).refusal
+    assert "KeyError" in execute_command(msgspec.json.encode(Order("fly", {})), {}, groups).refusal
 
 
 def test_an_unknown_act_is_refused_with_those_that_are_known() -> None:
@@ -112,4 +112,4 @@ def _undocumented(table: Mapping[str, Callable[..., Any]]) -> list[str]:
 
 def test_acts_say_what_they_do() -> None:
     """Oracle: the rule: each act has a docstring."""
-    assert not _undocumented(ACTS)
+    assert not _undocumented(ADMIN_COMMANDS)

@@ -13,10 +13,10 @@ from tests.simulated_ranks import run_ranks
 from tp_engine import LLM, RequestOutput, SamplingParams
 from tp_engine.attention.registry import select_backend
 from tp_engine.config import EngineConfig
+from tp_engine.distributed.collectives import Communicator
 from tp_engine.layers.embedding import ParallelLMHead
 from tp_engine.models.causal_lm import build_model
 from tp_engine.plan import TokenLogprobs
-from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling import logprobs
 from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.results import prompt_scores

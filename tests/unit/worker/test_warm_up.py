@@ -68,7 +68,7 @@ def test_gpus_warm_up() -> None:
 
 
 def test_drafts_warm_up(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Oracle: the tokens of an engine without guesses or a warm-up."""
+    """Oracle: the tokens of an engine without draft tokens or a warm-up."""
     folder = checkpoint("llama", vocab_size=263, num_layers=4, tie=False)
     head = make_draft_head(tmp_path / "head", vocab_size=263, state_layers=(0, 1, 2))
     config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2, "max_step_rows": 3}
@@ -90,7 +90,10 @@ def test_nothing_is_left_of_the_first_steps(
     for is_warm in (False, True):
         monkeypatch.setattr(worker, "warms_up", lambda device_type, is_warm=is_warm: is_warm)
         caplog.clear()
-        with caplog.at_level(logging.INFO, logger="tp_engine"), LLM(str(folder), check_inputs=True, **OPTIONS) as llm:
+        with (
+            caplog.at_level(logging.INFO, logger="tp_engine"),
+            LLM(str(folder), debug_compare_rank_inputs=True, **OPTIONS) as llm,
+        ):
             outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
             llm.engine.check_integrity()
         found.append([output.outputs[0].token_ids for output in outputs])

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Unpack
 
 from tp_engine import env
-from tp_engine.adapters import adapter_names
 from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.api.batch_job.endpoints import (
     GrammarTrials,
@@ -54,6 +53,7 @@ from tp_engine.engine.start import (
 from tp_engine.engine.tokenizer import TokenDecoder, load_tokenizer
 from tp_engine.errors import ConfigError
 from tp_engine.log import get_logger
+from tp_engine.lora import adapter_names
 from tp_engine.options import fields_of
 from tp_engine.options.intake import take_options
 from tp_engine.structured_outputs import StructuredOutputsDefaults

@@ -39,7 +39,7 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int | None = None  # None if texts are not searched for reasoning
-    guessed_tokens: int = 0
+    draft_tokens: int = 0
     accepted_tokens: int = 0
 
     def as_json(self) -> JsonObject:
@@ -53,9 +53,9 @@ class Usage:
         details: JsonObject = {}
         if self.reasoning_tokens is not None:
             details["reasoning_tokens"] = self.reasoning_tokens
-        if self.guessed_tokens:
+        if self.draft_tokens:
             details["accepted_prediction_tokens"] = self.accepted_tokens
-            details["rejected_prediction_tokens"] = self.guessed_tokens - self.accepted_tokens
+            details["rejected_prediction_tokens"] = self.draft_tokens - self.accepted_tokens
         if details:
             counts["completion_tokens_details"] = details
         return counts
@@ -137,7 +137,7 @@ class AnswerShape:
             usage.cached_tokens += output.num_cached_tokens
             sequences = [emptied(sequence) for sequence in output.outputs] if self.only_echo else output.outputs
             usage.completion_tokens += sum(len(sequence.token_ids) for sequence in sequences)
-            usage.guessed_tokens += sum(sequence.num_guessed_tokens for sequence in sequences)
+            usage.draft_tokens += sum(sequence.num_draft_tokens for sequence in sequences)
             usage.accepted_tokens += sum(sequence.num_accepted_tokens for sequence in sequences)
             echo = echoes[number] if echoes else ""
             choices += [self._whole_choice(number, output, sequence, echo, usage) for sequence in sequences]

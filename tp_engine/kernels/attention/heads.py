@@ -106,7 +106,7 @@ def rotate_heads(heads: torch.Tensor, num_heads: int, rotation: Rotation) -> tor
     return torch.cat((queries, turned[:, num_heads:]), 1)
 
 
-def prepare_heads(
+def qk_norm_rope_store(
     heads: torch.Tensor,
     num_kv_heads: int,
     norm: HeadNorm | None,

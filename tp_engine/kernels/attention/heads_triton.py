@@ -1,4 +1,4 @@
-"""Norm, rotation and the store of K/V in one pass: the Triton twin of ``heads.prepare_heads``.
+"""Norm, rotation and the store of K/V in one pass: the Triton twin of ``heads.qk_norm_rope_store``.
 
 ::
 
@@ -137,7 +137,7 @@ def prepared_parts(
 
 
 @jit
-def prepare_heads_kernel(
+def qk_norm_rope_store_kernel(
     heads,
     norm_weights,
     table,
@@ -216,7 +216,7 @@ def prepare_heads_kernel(
             # fmt: on
 
 
-def prepare_heads_triton(
+def qk_norm_rope_store_triton(
     heads: torch.Tensor,
     num_kv_heads: int,
     norm: HeadNorm | None,
@@ -224,7 +224,7 @@ def prepare_heads_triton(
     kv: LayerKv | None,
     slot_mapping: torch.Tensor,
 ) -> Heads:
-    """``heads.prepare_heads`` in one launch, which also stores K/V if there is a cache; a slot of -1 is not stored.
+    """``heads.qk_norm_rope_store`` in one launch, which also stores K/V if there is a cache; a slot of -1 is not stored.
 
     No synchronisation and fixed shapes, so a CUDA graph can hold it.  The query is a view of ``heads``.
     """
@@ -234,7 +234,7 @@ def prepare_heads_triton(
     if num_tokens:
         constants = {**_head_constants(heads, num_kv_heads, rotation), **_cache_constants(kv)}
         tile = constants["TILE"]
-        prepare_heads_kernel[(num_tokens, triton.cdiv(num_heads, tile) + triton.cdiv(num_kv_heads, tile))](
+        qk_norm_rope_store_kernel[(num_tokens, triton.cdiv(num_heads, tile) + triton.cdiv(num_kv_heads, tile))](
             heads,
             heads if norm is None else norm.weights,
             None if rotation is None else rotation.table,

@@ -55,7 +55,7 @@ def _turn(heads: torch.Tensor, rotation: Rotation, is_interleaved: bool) -> torc
     return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
 
 
-def absorb_queries(query: torch.Tensor, up: torch.Tensor, nope_dim: int) -> torch.Tensor:
+def absorb_w_uk(query: torch.Tensor, up: torch.Tensor, nope_dim: int) -> torch.Tensor:
     """``query`` (n, heads, nope_dim + rope_dim), ``up`` (heads, nope_dim + value_dim, rank) -> (n, heads, row_dim)."""
     size, rank = query.shape[2] - nope_dim, up.shape[2]
     out = query.new_empty(*query.shape[:2], rank + size)
@@ -64,6 +64,6 @@ def absorb_queries(query: torch.Tensor, up: torch.Tensor, nope_dim: int) -> torc
     return out
 
 
-def release_values(attended: torch.Tensor, up: torch.Tensor, nope_dim: int) -> torch.Tensor:
+def project_w_uv(attended: torch.Tensor, up: torch.Tensor, nope_dim: int) -> torch.Tensor:
     """``attended`` (n, heads, rank), ``up`` as above -> (n, heads, value_dim)."""
     return torch.bmm(attended.transpose(0, 1), up[:, nope_dim:].transpose(1, 2)).transpose(0, 1)

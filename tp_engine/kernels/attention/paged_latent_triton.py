@@ -156,7 +156,7 @@ def paged_latent_kernel(
         # fmt: on
 
 
-def latent_decode_triton(
+def mla_decode_triton(
     query: torch.Tensor,
     kv: LayerKv,
     block_table: torch.Tensor,
@@ -184,7 +184,7 @@ def latent_decode_triton(
         )  # fmt: skip
 
 
-def latent_chunks_triton(
+def mla_chunks_triton(
     query: torch.Tensor,
     kv: LayerKv,
     block_table: torch.Tensor,
@@ -200,7 +200,7 @@ def latent_chunks_triton(
 ) -> None:
     """The same for the requests from ``first_request`` on, ``num_queries`` tokens in all; others' rows are left alone.
 
-    ``query_start`` (B + 1,) int32, the rest as for ``latent_decode_triton``.
+    ``query_start`` (B + 1,) int32, the rest as for ``mla_decode_triton``.
     """
     if num_queries:
         rows = sizes.most_rows

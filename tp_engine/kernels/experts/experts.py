@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.kernels.layer_ops import gate
-from tp_engine.kernels.quantised.weights import QuantisedWeight, multiply_quantised
+from tp_engine.kernels.quantization.weights import QuantisedWeight, multiply_quantised
 from tp_engine.model_config.mlp import Activation
 
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from tp_engine.kernels.experts.experts import ExpertWeights, QuantisedExpertWeights
 from tp_engine.kernels.ops import op
-from tp_engine.kernels.quantised.scaled_products import grouped_scaled_product
+from tp_engine.kernels.quantization.scaled_products import grouped_scaled_product
 from tp_engine.model_config.mlp import Activation
 
 _CAPABILITY = (9, 0)

@@ -19,9 +19,9 @@ from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next
 from tp_engine.kernels.elementwise_triton import activation_constants, gated
 from tp_engine.kernels.experts.sort_triton import PairOrder
 from tp_engine.kernels.jit import jit
-from tp_engine.kernels.quantised.sums_triton import block_columns, quantised_sums, scales_fit_values
-from tp_engine.kernels.quantised.values_triton import DENSE, weight_constants, weight_tensors
-from tp_engine.kernels.quantised.weights import QuantisedWeight
+from tp_engine.kernels.quantization.sums_triton import block_columns, quantised_sums, scales_fit_values
+from tp_engine.kernels.quantization.values_triton import DENSE, weight_constants, weight_tensors
+from tp_engine.kernels.quantization.weights import QuantisedWeight
 from tp_engine.model_config.mlp import Activation
 from tp_engine.units import ceil_div
 

@@ -10,7 +10,7 @@ from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.families.glm4_moe import read_experts
-from tp_engine.model_config.latent import LatentSpec
+from tp_engine.model_config.mla import MLASpec
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec, RoutingRule
 from tp_engine.model_config.names import USUAL_NAMES, CheckpointNames
 from tp_engine.model_config.rope import RopeRules, read_rope
@@ -38,16 +38,14 @@ def read(config: ConfigJson) -> ModelSpec:
     return latent_model(reader, latent, experts, is_dense, has_indexer=has_indexer)
 
 
-def latent_reader(
-    config: ConfigJson, sizes: Mapping[str, int], *, eps: float = 1e-6
-) -> tuple[DecoderReader, LatentSpec]:
+def latent_reader(config: ConfigJson, sizes: Mapping[str, int], *, eps: float = 1e-6) -> tuple[DecoderReader, MLASpec]:
     """A reader of a model with latent attention, and its sizes; ``sizes`` are the family's values for absent ones."""
     config.skip("index_n_heads", "index_head_dim")
     config.expect("attention_bias", bool, False)
     config.expect("moe_layer_freq", int, 1)
     if (kinds := set(config.take_names("layer_types"))) - _KINDS:
         raise config.refusal("layer_types", sorted(kinds), f"it must be of {', '.join(_KINDS)}", "use another model")
-    latent = LatentSpec(
+    latent = MLASpec(
         rank=config.take_positive("kv_lora_rank", sizes["kv_lora_rank"]),
         nope_dim=config.take_positive("qk_nope_head_dim", sizes["qk_nope_head_dim"]),
         rope_dim=config.take_positive("qk_rope_head_dim", sizes["qk_rope_head_dim"]),
@@ -60,7 +58,7 @@ def latent_reader(
 
 def latent_model(
     reader: DecoderReader,
-    latent: LatentSpec,
+    latent: MLASpec,
     experts: ExpertsSpec,
     is_dense: list[bool],
     *,

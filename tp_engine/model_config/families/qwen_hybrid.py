@@ -10,7 +10,7 @@ from tp_engine.model_config.families.qwen_moe import take_sparse_layers
 from tp_engine.model_config.mlp import EACH, FUSED, ExpertsSpec, MlpSpec, RoutingRule
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.model_config.rope import RopeRules
-from tp_engine.model_config.spec import DeltaSpec, LayerSpec, ModelSpec, QkNormSpec
+from tp_engine.model_config.spec import GatedDeltaNetSpec, LayerSpec, ModelSpec, QkNormSpec
 
 _NEXT = "Qwen3NextForCausalLM"
 _DENSE = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
@@ -72,7 +72,7 @@ def _take_kinds(reader: DecoderReader) -> list[bool]:
     return [kind == "full_attention" for kind in kinds]
 
 
-def _read_delta(reader: DecoderReader, *, is_fused: bool) -> DeltaSpec:
+def _read_delta(reader: DecoderReader, *, is_fused: bool) -> GatedDeltaNetSpec:
     config = reader.config
     num_key_heads = config.take_positive("linear_num_key_heads", 16)
     num_value_heads = config.take_positive("linear_num_value_heads", 32)
@@ -84,7 +84,7 @@ def _read_delta(reader: DecoderReader, *, is_fused: bool) -> DeltaSpec:
     taps = config.take_positive("linear_conv_kernel_dim", 4)
     if taps < 2:
         raise ConfigError(f"config.json: linear_conv_kernel_dim is {taps}; it must be at least 2")
-    return DeltaSpec(
+    return GatedDeltaNetSpec(
         num_key_heads=num_key_heads,
         num_value_heads=num_value_heads,
         key_dim=config.take_positive("linear_key_head_dim", 128),

@@ -33,10 +33,10 @@ from tp_engine.sched.blocks.lru_queue import NO_BLOCKS, BlockIds
 from tp_engine.sched.blocks.prefix_cache import NO_BLOCK, BlockName, Place, PrefixCache, is_lost
 from tp_engine.sched.blocks.snapshots import Snapshots
 from tp_engine.sched.limits import SchedulerLimits
-from tp_engine.sched.row_state import RowState
+from tp_engine.sched.running_batch import RunningBatch
 from tp_engine.sched.sequence import Entry, Sequence, Shared
 from tp_engine.sched.tiers.disk_tier import NO_LINKS, TierLinks
-from tp_engine.sched.tiers.host_tier import HostTier
+from tp_engine.sched.tiers.host_tier import HostTierManager
 from tp_engine.units import ceil_div
 
 
@@ -68,7 +68,7 @@ class Donation(msgspec.Struct, frozen=True):
 class BlockManager:
     """Decides how block tables change; nothing else does."""
 
-    def __init__(self, limits: SchedulerLimits, rows: RowState, links: TierLinks = NO_LINKS) -> None:
+    def __init__(self, limits: SchedulerLimits, rows: RunningBatch, links: TierLinks = NO_LINKS) -> None:
         self.block_size = limits.block_size
         self.num_groups = limits.num_groups
         self.windows = limits.kv_windows
@@ -79,7 +79,7 @@ class BlockManager:
         self.cache = PrefixCache(num_ids, block_bytes, self.windows.is_full)
         self._caching = limits.enable_prefix_caching
         has_tier = limits.num_host_slots > 0 and self._caching
-        self.tier = HostTier(limits, self.pool, self.cache, links) if has_tier else None
+        self.tier = HostTierManager(limits, self.pool, self.cache, links) if has_tier else None
         self.snapshots = None
         if limits.has_states and self._caching:
             self.snapshots = Snapshots(limits.max_num_seqs, limits.num_snapshots, rows)
@@ -129,23 +129,25 @@ class BlockManager:
     def find_hits(self, sequence: Sequence) -> Hits:
         """The cached K/V of a waiting sequence's first tokens; at least one token is left to compute."""
         if not self._caching or sequence.wants_prompt_logprobs:
-            return Hits(self._nothing, sequence.group.root)
-        return self.find_prefix(sequence.group.root, sequence.token_ids, reads_disk=sequence.reads_disk)
+            return Hits(self._nothing, sequence.group.cache_key)
+        return self.find_prefix(sequence.group.cache_key, sequence.token_ids, reads_disk=sequence.reads_disk)
 
-    def find_prefix(self, root: str, token_ids: IntArray, *, reads_disk: bool = True) -> Hits:
-        """As ``find_hits``, for any tokens behind a root; unless it ``reads_disk``, of what is above the disk."""
+    def find_prefix(self, cache_key: str, token_ids: IntArray, *, reads_disk: bool = True) -> Hits:
+        """As ``find_hits``, for any tokens behind a cache key; unless it ``reads_disk``, of what is above the disk."""
         windows, token_bytes = self.windows, token_ids.tobytes()
         usable: int = (len(token_ids) - 1) // self.block_size
         parted: tuple[int, int] | None = None
         if self.snapshots is not None:
-            usable, parted = self.snapshots.longest(self.cache.stretches(root, token_bytes, usable), self.block_size)
-        blocks, place = self.cache.match(root, token_bytes, usable)
+            usable, parted = self.snapshots.longest(
+                self.cache.stretches(cache_key, token_bytes, usable), self.block_size
+            )
+        blocks, place = self.cache.match(cache_key, token_bytes, usable)
         may_use = None if self.tier is None else self.tier.may_use(blocks, reads_disk=reads_disk)
         if self._has_windows or may_use is not None:
             is_there = blocks != NO_BLOCK
             sufficient = windows.longest_hit(is_there if may_use is None else is_there & may_use)
             if sufficient < len(blocks):
-                blocks, place = self.cache.match(root, token_bytes, sufficient)
+                blocks, place = self.cache.match(cache_key, token_bytes, sufficient)
         num_tokens = len(blocks) * self.block_size
         name = self.cache.next_name(place, token_bytes, num_tokens)
         tail, found = None, self.cache.match_tail(place, token_bytes, num_tokens)
@@ -268,7 +270,10 @@ class BlockManager:
             row, first, end = sequence.row, sequence.num_published, num_tokens // size
             if first < end:
                 if is_lost(sequence.place) and not self.windows.has_full:
-                    first, sequence.place = 0, sequence.group.root  # the blocks before were left behind, and evicted
+                    first, sequence.place = (
+                        0,
+                        sequence.group.cache_key,
+                    )  # the blocks before were left behind, and evicted
                 blocks = self._rows.block_table[row, first:end].astype(np.intp)
                 if self._has_windows:
                     blocks = _without(blocks, self._rows.first_block[row] - first, NO_BLOCK)

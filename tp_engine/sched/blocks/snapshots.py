@@ -20,14 +20,14 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 
 from tp_engine.sched.blocks.prefix_cache import identity
-from tp_engine.sched.row_state import RowState
+from tp_engine.sched.running_batch import RunningBatch
 from tp_engine.sched.sequence import Sequence, SequencePhase
 
 
 class Snapshots:
     """``count`` slots from ``first_slot`` on, and the prompts that will fill some soon."""
 
-    def __init__(self, first_slot: int, count: int, rows: RowState) -> None:
+    def __init__(self, first_slot: int, count: int, rows: RunningBatch) -> None:
         self._rows = rows
         self._free = list(range(first_slot + count - 1, first_slot - 1, -1))
         self._slot_of: OrderedDict[int, int] = OrderedDict()  # the one used longest ago first

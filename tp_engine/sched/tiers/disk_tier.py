@@ -51,7 +51,7 @@ class TierLinks(NamedTuple):
 NO_LINKS = TierLinks()
 
 
-class DiskTier:
+class DiskTierManager:
     """What is on disk, and the reads and writes of the plan in the making."""
 
     def __init__(

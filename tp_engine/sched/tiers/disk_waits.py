@@ -25,8 +25,8 @@ from tp_engine.sched.feature import SchedulerFeature
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import Sequence
-from tp_engine.sched.tiers.disk_tier import DiskTier
-from tp_engine.sched.tiers.host_tier import HostTier
+from tp_engine.sched.tiers.disk_tier import DiskTierManager
+from tp_engine.sched.tiers.host_tier import HostTierManager
 
 _MAX_ROUNDS = 3  # without progress
 _PATIENCE_S = 30.0
@@ -50,7 +50,7 @@ class _Wait:
 class DiskWaits(SchedulerFeature):
     """The parked sequences."""
 
-    def __init__(self, state: SchedulerState, tier: HostTier, disk: DiskTier) -> None:
+    def __init__(self, state: SchedulerState, tier: HostTierManager, disk: DiskTierManager) -> None:
         self._state = state
         self.tier = tier
         self._disk = disk

@@ -35,7 +35,7 @@ from tp_engine.sched.blocks.lru_queue import NO_BLOCKS, BlockIds, LruQueue
 from tp_engine.sched.blocks.prefix_cache import PrefixCache
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.sequence import Shared
-from tp_engine.sched.tiers.disk_tier import NO_LINKS, DiskTier, TierLinks
+from tp_engine.sched.tiers.disk_tier import NO_LINKS, DiskTierManager, TierLinks
 from tp_engine.sched.tiers.host_slots import NO_SLOT, HostSlots
 from tp_engine.sched.tiers.store_checks import StoreChecks
 from tp_engine.units import ceil_div
@@ -44,7 +44,7 @@ _POOL_SHARE = 32  # what part of the pool is kept free or clean at most
 _SLOTS_SHARE = 16  # and how many blocks, compared with the slots
 
 
-class HostTier:
+class HostTierManager:
     """What is where, and the moves of the plan in the making."""
 
     def __init__(
@@ -60,7 +60,9 @@ class HostTier:
         self._cache = cache
         self._slots = HostSlots(limits.num_blocks, limits.num_host_slots)
         self.disk = (
-            None if links.contents is None else DiskTier(limits, cache, self._slots, links.reports, links.contents)
+            None
+            if links.contents is None
+            else DiskTierManager(limits, cache, self._slots, links.reports, links.contents)
         )
         self._checks: StoreChecks | None = None
         if limits.checks_stores:

@@ -33,7 +33,7 @@ from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import NEVER, RequestGroup, Sequence, SequencePhase, Shared
 from tp_engine.sched.tiers.disk_waits import DiskWaits
-from tp_engine.sched.tiers.host_tier import HostTier
+from tp_engine.sched.tiers.host_tier import HostTierManager
 
 _NUM_CANDIDATES = 3
 _MOST_EARLY = 8
@@ -42,7 +42,7 @@ _PATIENCE_STEPS = 1024  # how long a session that was announced may be late
 _IDLE_SHARE = _NUM_CANDIDATES + 1
 
 SessionKey: TypeAlias = tuple[str, str]
-"""The name that clients gave the session, and the root of its prefixes."""
+"""The name that clients gave the session, and the cache key of its prefixes."""
 
 
 class Sessions:
@@ -76,7 +76,7 @@ class Sessions:
 class Returning:
     """A session whose next request will come soon, and the tokens that it ended with; see ``Sequence`` for the rest."""
 
-    root: str
+    cache_key: str
     token_ids: IntArray
     until_step: int
     looked_at_step: int = NEVER
@@ -88,7 +88,7 @@ class Returning:
 class Prefetcher(SchedulerFeature):
     """Looks at the first sequences of the queue, and at those that will be in it, between two plans."""
 
-    def __init__(self, state: SchedulerState, tier: HostTier, waits: DiskWaits | None) -> None:
+    def __init__(self, state: SchedulerState, tier: HostTierManager, waits: DiskWaits | None) -> None:
         self._state = state
         self._tier = tier
         self._waits = waits
@@ -101,9 +101,9 @@ class Prefetcher(SchedulerFeature):
         """Whether there is anything to look at."""
         return bool(self._state.waiting or self._early)
 
-    def announce(self, session: str, root: str, step_id: int) -> None:
+    def announce(self, session: str, cache_key: str, step_id: int) -> None:
         """See ``SchedulerFeature``; nothing happens for a session that is not known."""
-        key = session, root
+        key = session, cache_key
         token_ids = self._sessions.last(key)
         if token_ids is not None:
             self._early.pop(key, None)
@@ -149,7 +149,7 @@ class Prefetcher(SchedulerFeature):
         candidates do not push each other out.  Nothing is dropped for them.
         """
         blocks, tier = self._state.blocks, self._tier
-        hits = blocks.find_hits(one) if isinstance(one, Sequence) else blocks.find_prefix(one.root, one.token_ids)
+        hits = blocks.find_hits(one) if isinstance(one, Sequence) else blocks.find_prefix(one.cache_key, one.token_ids)
         shared = hits.shared
         on_host = tier.on_host(shared.held)
         if not on_host.any():
@@ -175,7 +175,7 @@ class Prefetcher(SchedulerFeature):
 def session_of(sequence: Sequence) -> SessionKey | None:
     """The session that the request belongs to, if it names one."""
     name = sequence.group.request.params.prompt_cache_key
-    return None if name is None else (name, sequence.group.root)
+    return None if name is None else (name, sequence.group.cache_key)
 
 
 def _is_over(one: Sequence | Returning, step_id: int) -> bool:

@@ -20,7 +20,7 @@ from tp_engine.engine.report import (
     EngineReport,
     RankReport,
 )
-from tp_engine.sched.guesses.speculation import SpeculationCounters
+from tp_engine.sched.spec_decode.speculation import SpeculationCounters
 from tp_engine.sched.view import SchedulerStats
 from tp_engine.server.metrics import families as f
 from tp_engine.server.metrics.families import histograms, number, numbers, prefixed

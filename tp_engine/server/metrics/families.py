@@ -113,20 +113,20 @@ PROMPT_SOURCES = MetricFamily(
     ("source",),
 )
 PREEMPTIONS = MetricFamily("counter", "num_preemptions", "preemptions of running sequences")
-SPEC_DRAFTS = MetricFamily("counter", "spec_decode_num_drafts", "runs of guessed tokens that a step verified")
-SPEC_DRAFT_TOKENS = MetricFamily("counter", "spec_decode_num_draft_tokens", "guessed tokens that a step verified")
-SPEC_ACCEPTED = MetricFamily("counter", "spec_decode_num_accepted_tokens", "guessed tokens that were right")
+SPEC_DRAFTS = MetricFamily("counter", "spec_decode_num_drafts", "runs of draft tokens that a step verified")
+SPEC_DRAFT_TOKENS = MetricFamily("counter", "spec_decode_num_draft_tokens", "draft tokens that a step verified")
+SPEC_ACCEPTED = MetricFamily("counter", "spec_decode_num_accepted_tokens", "draft tokens that were right")
 SPEC_ACCEPTED_AT = MetricFamily(
     "counter",
     "spec_decode_num_accepted_tokens_per_pos",
-    "guessed tokens that were right, by their place in the run",
+    "draft tokens that were right, by their place in the run",
     ("position",),
 )
 SPEC_SOURCE_TOKENS = MetricFamily(
-    "counter", "spec_decode_source_draft_tokens", "guessed tokens that were verified, by their source", ("source",)
+    "counter", "spec_decode_source_draft_tokens", "draft tokens that were verified, by their source", ("source",)
 )
 SPEC_SOURCE_ACCEPTED = MetricFamily(
-    "counter", "spec_decode_source_accepted_tokens", "guessed tokens that were right, by their source", ("source",)
+    "counter", "spec_decode_source_accepted_tokens", "draft tokens that were right, by their source", ("source",)
 )
 ITERATION_TOKENS = MetricFamily("histogram", "iteration_tokens_total", "tokens per step", (), STEP_TOKENS)
 LORA_REQUESTS = MetricFamily(
@@ -183,11 +183,9 @@ STEP_SKEW = MetricFamily(
 )
 PLAN_SIZE = MetricFamily("histogram", "plan_size_bytes", "bytes of a step plan", (), PLAN_BYTES)
 MISSED = MetricFamily(
-    "counter", "steps_not_observed", "steps in none of the distributions: too many since the last look"
+    "counter", "step_samples_dropped", "steps in none of the distributions: too many since the last look"
 )
-PLAN_WAIT = MetricFamily(
-    "histogram", "rank_plan_wait_seconds", "a rank's wait for a plan with work to do", _RANK, WAIT_S
-)
+PLAN_WAIT = MetricFamily("histogram", "rank_idle_seconds", "a rank's wait for a plan with work to do", _RANK, WAIT_S)
 STEP_TIME = MetricFamily("histogram", "rank_step_time_seconds", "time of a step on a rank", _RANK, STEP_TIME_S)
 COLLECTIVE_WAIT = MetricFamily(
     "histogram",
@@ -198,7 +196,7 @@ COLLECTIVE_WAIT = MetricFamily(
 )
 COLLECTIVE_TIME = MetricFamily("counter", "rank_collective_seconds", "time in collectives, waits included (CPU)", _RANK)
 RANK_STEPS = MetricFamily("counter", "rank_steps", "steps that a rank has ended", _RANK)
-RANK_LAST = MetricFamily("counter", "rank_last_to_begin", "steps that this rank began last", _RANK)
+RANK_LAST = MetricFamily("counter", "straggler_rank", "steps that this rank began last", _RANK)
 RANK_CPU = MetricFamily("counter", "rank_cpu_seconds", "CPU time of a rank's process", _RANK)
 RANK_SILENCE = MetricFamily("gauge", "rank_heartbeat_age_seconds", "time since a rank's last sign of life", _RANK)
 RANK_RESIDENT = MetricFamily("gauge", "rank_resident_memory_bytes", "host memory of a rank's process", _RANK)

@@ -92,7 +92,7 @@ export class Chat {
         for await (const event of events(response)) {
             const first = event.choices.find((choice) => choice.index === 0);
             if (first) this.show(first, event.usage, answer, watch);
-            watch.seeGuesses(event.usage);
+            watch.seeDrafts(event.usage);
             answer.figures(watch.line());
         }
     }

@@ -26,9 +26,9 @@ export class Ranks {
     }
 }
 
-/** Of guessed runs, each of which brings one token more than were guessed right. */
-function accepted({ runs, guessed, right }) {
-    return `guessed runs bring ${(1 + right / runs).toFixed(1)} tokens a step, ${percent(right / guessed)} of guesses right`;
+/** Of drafted runs, each of which brings one token more than were drafted right. */
+function accepted({ runs, drafted, right }) {
+    return `drafted runs bring ${(1 + right / runs).toFixed(1)} tokens a step, ${percent(right / drafted)} of draft tokens right`;
 }
 
 class Row {

@@ -11,7 +11,7 @@ export class Stopwatch {
         this.firstAt = this.lastAt = null;
         this.firstTokens = this.tokens = 0;
         this.ending = "";
-        this.guesses = null;
+        this.drafts = null;
     }
 
     /** Text has come; `usage` is the server's count so far. */
@@ -24,21 +24,21 @@ export class Stopwatch {
         }
     }
 
-    /** The end of an answer tells how many of its tokens were guessed right, and wrong. */
-    seeGuesses(usage) {
+    /** The end of an answer tells how many of its tokens were drafted right, and wrong. */
+    seeDrafts(usage) {
         const details = usage?.completion_tokens_details;
         if (details?.accepted_prediction_tokens === undefined) return;
         const right = details.accepted_prediction_tokens;
-        this.guesses = `${count(right)} of ${count(right + details.rejected_prediction_tokens)} guesses right`;
+        this.drafts = `${count(right)} of ${count(right + details.rejected_prediction_tokens)} draft tokens right`;
     }
 
-    /** Time to the first token, tokens, tokens per second after the first (if measurable), guesses, the reason of the end. */
+    /** Time to the first token, tokens, tokens per second after the first (if measurable), draft tokens, the reason of the end. */
     line() {
         if (this.firstAt === null) return this.ending;
         const parts = [`first token ${seconds((this.firstAt - this.beganAt) / 1e3)}`];
         parts.push(this.tokens === 1 ? "1 token" : `${count(this.tokens)} tokens`);
         const [tokens, time] = [this.tokens - this.firstTokens, (this.lastAt - this.firstAt) / 1e3];
         if (time >= SHORTEST_S) parts.push(`${rate(tokens / time)} tokens/s`);
-        return [...parts, this.guesses, this.ending].filter(Boolean).join(" · ");
+        return [...parts, this.drafts, this.ending].filter(Boolean).join(" · ");
     }
 }

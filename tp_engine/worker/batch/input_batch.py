@@ -26,7 +26,7 @@ from tp_engine.layers.upload import upload_all
 from tp_engine.plan import Admission, IntArray, StepPlan
 from tp_engine.units import ceil_div
 from tp_engine.worker.batch.decode_batch import DecodeBatch, PrefillInputs
-from tp_engine.worker.batch.lanes import Lanes, MirroredTable, places_in_runs
+from tp_engine.worker.batch.draft_rows import DraftRows, MirroredTable, places_in_runs
 from tp_engine.worker.batch.step_inputs import BatchLayout, SlotArray, StepInputs, make_layout, slots_for
 
 
@@ -41,14 +41,14 @@ class InputBatch:
         block_size: int,
         num_groups: int,
         device: torch.device,
-        num_lanes: int = 0,
+        num_draft_rows: int = 0,
     ) -> None:
         self._block_size = block_size
         self._num_groups = num_groups
         self._device = device
         self._row_stride = max_model_len + 1  # room for a token sampled at the very end, which is never read
         self.max_num_seqs = max_num_seqs
-        num_rows = max_num_seqs + num_lanes
+        num_rows = max_num_seqs + num_draft_rows
         self._token_ids = torch.zeros((num_rows, self._row_stride), dtype=torch.int32, device=device)
         self._flat_token_ids = self._token_ids.view(-1)
         self._last_decodes: BatchLayout | None = None
@@ -57,7 +57,7 @@ class InputBatch:
         self._computed = MirroredTable((num_rows,), device)
         self.num_computed = self._computed.host
         self.num_prompt = np.zeros(num_rows, dtype=np.int32)
-        self._lanes = Lanes(self._token_ids, self._block_table, self._computed)
+        self._draft_rows = DraftRows(self._token_ids, self._block_table, self._computed)
         self.decodes = DecodeBatch(self.row_tables(), max_num_seqs)
 
     @property
@@ -76,18 +76,18 @@ class InputBatch:
         )
 
     def apply(self, plan: StepPlan) -> None:
-        """What was kept, then released rows, admissions, new blocks, and lanes (plan.py)."""
+        """What was kept, then released rows, admissions, new blocks, and draft rows (plan.py)."""
         if len(plan.kept_rows):
-            self._lanes.keep(plan.kept_rows, plan.kept_tokens)
+            self._draft_rows.keep(plan.kept_rows, plan.kept_tokens)
         if len(plan.released):
             self.num_blocks[plan.released] = 0
         if plan.admitted:
             self._admit(plan.admitted)
         if len(plan.block_rows):
             self._append_blocks(plan.block_rows, plan.block_ids)
-        if len(plan.lane_rows):
-            most = int(self.num_blocks[plan.lane_rows].max())
-            self._lanes.fill(plan.lanes, plan.lane_rows, plan.lane_tokens, most)
+        if len(plan.draft_base_rows):
+            most = int(self.num_blocks[plan.draft_base_rows].max())
+            self._draft_rows.fill(plan.draft_rows, plan.draft_base_rows, plan.draft_tokens, most)
 
     def _admit(self, admitted: Sequence[Admission]) -> None:
         rows = np.array([admission.row for admission in admitted], dtype=np.int32)

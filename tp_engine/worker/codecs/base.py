@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from tp_engine.kernels.native.library import native_library
+from tp_engine.cpu.kernels.library import native_library
 from tp_engine.plan import IntArray
 
 

@@ -6,11 +6,11 @@
     last right token     of each request                               -> draft 0
     next positions       the head's own output, the draft before       -> drafts 1, 2, ...
 
-All of a step's tokens go through the head, in the step's own batch, so its K/V are as far as the model's.  Lanes
-(plan.py) are among them.  Which guesses of a request were right follows from integers that are equal on all ranks, so
+All of a step's tokens go through the head, in the step's own batch, so its K/V are as far as the model's.  Draft rows
+(plan.py) are among them.  Which draft tokens of a request were right follows from integers that are equal on all ranks, so
 the host waits for nothing.
 
-Drafts go to rank 0 with the step's result, and rank 0 alone puts them into a plan, as guesses in lanes (plan.py).  K/V
+Drafts go to rank 0 with the step's result, and rank 0 alone puts them into a plan, as draft tokens in draft rows (plan.py).  K/V
 of drafts lie behind those of the request's tokens, in blocks that it has; where these end, so do its drafts.
 """
 
@@ -24,15 +24,15 @@ import numpy.typing as npt
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, Backends
+from tp_engine.distributed.collectives import Communicator
 from tp_engine.layers.attention import Attention, forward_context, only
 from tp_engine.layers.upload import upload_all
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.plan import PAD_SLOT, Drafts, IntArray, StepPlan
-from tp_engine.ranks.collectives import Communicator
-from tp_engine.sampling import shares
+from tp_engine.sampling import vocab_parallel
+from tp_engine.worker.batch.draft_rows import places_in_runs
 from tp_engine.worker.batch.input_batch import InputBatch
-from tp_engine.worker.batch.lanes import places_in_runs
 from tp_engine.worker.batch.step_inputs import StepInputs
 from tp_engine.worker.feature import RunnerFeature, RunningStep
 
@@ -122,7 +122,7 @@ class HeadDrafter(RunnerFeature):
         rows = drafted_rows(plan)
         limits = self._num_slots(rows)
         on_rows, on_limits = upload_all((rows.astype(np.int64), limits), sampled.device)
-        last = self._last_right(plan, sampled) if len(plan.lane_rows) else None
+        last = self._last_right(plan, sampled) if len(plan.draft_base_rows) else None
         position = only(last, only(step.wanted, step.positions))
         table = self._tables.block_table[self._group].index_select(0, on_rows)
         tokens = self._draft(plan.num_drafts, only(last, out), only(last, fed), position, table, on_limits)
@@ -148,7 +148,7 @@ class HeadDrafter(RunnerFeature):
 
     def _last_right(self, plan: StepPlan, sampled: torch.Tensor) -> torch.Tensor:
         """For each request (m,) int64 the place in ``sampled`` of its last token that counts."""
-        chains, num_right = right_lanes(plan, sampled)
+        chains, num_right = right_draft_rows(plan, sampled)
         last = chains.gather(1, num_right)[:, 0]
         return torch.cat((last, torch.arange(len(plan.decode_rows), len(sampled), device=last.device)))
 
@@ -201,34 +201,34 @@ class HeadDrafter(RunnerFeature):
     def _best(self, out: torch.Tensor) -> torch.Tensor:
         """The likeliest token (m,) int32 behind each of ``out`` (m, hidden); a collective."""
         lm_head = self._head.lm_head
-        share = shares.greedy_share(lm_head(out)[:, : lm_head.slice.num_ids], lm_head.slice)
-        (stack,) = shares.exchange(self._communicator, [share])
-        return self._head.tokens_of(shares.decide_best(stack))
+        share = vocab_parallel.greedy_share(lm_head(out)[:, : lm_head.slice.num_ids], lm_head.slice)
+        (stack,) = vocab_parallel.exchange(self._communicator, [share])
+        return self._head.tokens_of(vocab_parallel.merge_best(stack))
 
 
 def drafted_rows(plan: StepPlan) -> IntArray:
-    """The rows (m,) of the requests that the step samples, without lanes, in batch order."""
-    num_own = len(plan.decode_rows) - len(plan.lane_rows)
+    """The rows (m,) of the requests that the step samples, without draft rows, in batch order."""
+    num_own = len(plan.decode_rows) - len(plan.draft_base_rows)
     return np.concatenate((plan.decode_rows[:num_own], plan.prefill_rows[plan.prefill_samples]))
 
 
-def right_lanes(plan: StepPlan, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which guesses of a step with lanes were right, by ``sampled`` (n,); nothing waits for it.
+def right_draft_rows(plan: StepPlan, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which draft tokens of a step with draft rows were right, by ``sampled`` (n,); nothing waits for it.
 
-    Returns for each request that decodes the places in ``sampled`` of its own token, then of its lanes' (m, 1 + most)
-    int64, those behind the last lane arbitrary; and the number of its guesses that were right (m, 1) int64.
+    Returns for each request that decodes the places in ``sampled`` of its own token, then of its draft rows' (m, 1 + most)
+    int64, those behind the last draft row arbitrary; and the number of its draft tokens that were right (m, 1) int64.
     """
-    num_decodes, num_lanes = len(plan.decode_rows), len(plan.lane_rows)
-    num_own, places = num_decodes - num_lanes, places_in_runs(plan.lane_rows)
+    num_decodes, num_draft_rows = len(plan.decode_rows), len(plan.draft_base_rows)
+    num_own, places = num_decodes - num_draft_rows, places_in_runs(plan.draft_base_rows)
     index_of = np.zeros(int(plan.decode_rows.max()) + 1, dtype=np.int64)
     index_of[plan.decode_rows[:num_own]] = np.arange(num_own)
-    owners, most = index_of[plan.lane_rows], int(places.max()) + 1
+    owners, most = index_of[plan.draft_base_rows], int(places.max()) + 1
     chains = np.repeat(np.arange(num_own)[:, np.newaxis], most + 1, axis=1)
     chains[owners, places + 1] = np.arange(num_own, num_decodes)
-    guesses = np.full((num_own, most), NO_DRAFT, dtype=np.int32)
-    guesses[owners, places] = plan.lane_tokens
-    on_chains, on_guesses = upload_all((chains, guesses), sampled.device)
-    return on_chains, (sampled[on_chains[:, :-1]] == on_guesses).cumprod(1).sum(1, keepdim=True)
+    draft_tokens = np.full((num_own, most), NO_DRAFT, dtype=np.int32)
+    draft_tokens[owners, places] = plan.draft_tokens
+    on_chains, on_drafts = upload_all((chains, draft_tokens), sampled.device)
+    return on_chains, (sampled[on_chains[:, :-1]] == on_drafts).cumprod(1).sum(1, keepdim=True)
 
 
 def by_row(rows: IntArray, tokens: IntArray, matched: IntArray) -> dict[int, Drafts]:

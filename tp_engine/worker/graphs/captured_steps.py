@@ -29,7 +29,7 @@ from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.layers.attention import forward_context
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import FIRST_STEP_ID, IntArray, StepPlan
-from tp_engine.sampling.device_sampler import StepKind
+from tp_engine.sampling.device_sampler import SamplerVariant
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.sampler import RecordedSampler
 from tp_engine.worker.batch.decode_batch import DecodeBatch
@@ -189,7 +189,7 @@ class CapturedSteps(Generic[Size]):
         self._shape, self._model, self._backends, self._sampler = shape, model, backends, sampler
         self._state_room, self._keep = state_room, keep_rows
         self._forward: dict[Size, Recording] = {}
-        self._sampling: dict[tuple[StepKind | None, int], Recording] = {}
+        self._sampling: dict[tuple[SamplerVariant | None, int], Recording] = {}
         self._hidden = shape.hidden_room(model)
 
     def capture(self, sizes: Sequence[Size], recorder: Recorder) -> None:
@@ -249,7 +249,7 @@ class CapturedSteps(Generic[Size]):
             hidden: torch.Tensor = self._model(inputs.input_ids, inputs.positions, inputs.wanted, room)
         return hidden if self._hidden is None else self._hidden[: len(hidden)].copy_(hidden)
 
-    def _sample(self, kind: StepKind, size: Size) -> torch.Tensor:
+    def _sample(self, kind: SamplerVariant, size: Size) -> torch.Tensor:
         """Return token ids (B,), from the hidden states that ``_run_model`` left."""
         hidden = self._forward[size].output if self._hidden is None else self._hidden[: self._shape.num_sampled(size)]
         tables = self._shape.advanced if kind in self._sampler.advancing else None

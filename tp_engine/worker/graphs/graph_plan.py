@@ -1,7 +1,7 @@
 """Which steps are recorded, for which sizes, and how much memory the recordings take.
 
 Steps of decodes are recorded where the attention backend and the ranks' collectives can be, which in symmetric memory
-depends on their sizes.  Steps with prompts are recorded on GPUs, if ``cuda_graph_prefill_sizes`` asks for it, where
+depends on their sizes.  Steps with prompts are recorded on GPUs, if ``cudagraph_prefill_capture_sizes`` asks for it, where
 besides no layer makes a plan of its prompts on the host.  The runner launches kernel by kernel the steps that are in no
 recording (``padded_batch.StepSizes.size_for``) and those of which more is read than sampled tokens.
 """
@@ -16,22 +16,22 @@ import torch
 
 from tp_engine.attention.base import AttentionBackend
 from tp_engine.config import EngineConfig
+from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.tape_recorder import TapeRecorder
+from tp_engine.distributed.collectives import Communicator
+from tp_engine.distributed.reduce_plan import RecordedSizes
+from tp_engine.distributed.symmetric_memory import SymmetricCommunicator
 from tp_engine.errors import ConfigError
-from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.ops import has_triton
 from tp_engine.layers.norm import QKNorm
 from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM
-from tp_engine.ranks.collectives import Communicator
-from tp_engine.ranks.reduce_plan import RecordedSizes
-from tp_engine.ranks.symmetric_memory import SymmetricCommunicator
 from tp_engine.sampling.device_sampler import SHARE_BYTES
 from tp_engine.speculative import SpeculativeConfig
 from tp_engine.worker.batch.padded_batch import MAX_CHUNKS, StepSizes
 from tp_engine.worker.device import Device
 from tp_engine.worker.graphs.recorder import CudaRecorder
 from tp_engine.worker.graphs.step_runner import GraphPlan, StepRunner
-from tp_engine.worker.graphs.tape_recorder import TapeRecorder
 from tp_engine.worker.results.readback import Check, never_fails
 
 logger = get_logger(__name__)
@@ -62,7 +62,7 @@ def graph_plan(
         return None
     if config.device != "cuda":
         return _tape_plan(config, backend, communicator, model)
-    sizes = capture_sizes(config.cuda_graph_sizes, config.max_num_seqs)
+    sizes = capture_sizes(config.cudagraph_capture_sizes, config.max_num_seqs)
     obstacle = _obstacle(config, backend)
     if obstacle is None:
         obstacle = why_not_capture(communicator, model, sizes, tp_invariant=config.tp_invariant)
@@ -74,8 +74,8 @@ def graph_plan(
 
 
 def _obstacle(config: EngineConfig, backend: AttentionBackend) -> str | None:
-    if config.check_inputs:
-        return "check_inputs reads every step's inputs"
+    if config.debug_compare_rank_inputs:
+        return "debug_compare_rank_inputs reads every step's inputs"
     if not backend.can_capture_decodes:
         return f"the attention backend {backend.name} can not be captured"
     if not has_triton():
@@ -88,7 +88,7 @@ def _prompt_sizes(
 ) -> StepSizes | None:
     """The recorded sizes of steps with prompts; None if they are launched, with the reason in the log if some are
     asked."""
-    tokens = prefill_sizes(config.cuda_graph_prefill_sizes, config.max_num_batched_tokens)
+    tokens = prefill_sizes(config.cudagraph_prefill_capture_sizes, config.max_num_batched_tokens)
     if not tokens:
         return None
     most = next((size for size in _PROMPT_DECODES if size >= config.max_num_seqs), _PROMPT_DECODES[-1])
@@ -148,7 +148,7 @@ def _tape_plan(
 ) -> GraphPlan | None:
     """One tape for each number of rows, if a step consists of compiled code only."""
     library = native_library()
-    if library is None or config.check_inputs or not model.is_recordable:
+    if library is None or config.debug_compare_rank_inputs or not model.is_recordable:
         return None
     if not (backend.can_capture_decodes and communicator.can_capture):
         return None
@@ -199,7 +199,7 @@ def capture_sizes(asked: str | None, max_num_seqs: int) -> tuple[int, ...]:
     rows.  Raises ``ConfigError`` unless ``asked`` is a list of numbers from 1 to ``max_num_seqs``.
     """
     if asked is not None:
-        return _parse("cuda_graph_sizes", asked, 1, "max_num_seqs", max_num_seqs, "batch sizes", "1,2,4,8")
+        return _parse("cudagraph_capture_sizes", asked, 1, "max_num_seqs", max_num_seqs, "batch sizes", "1,2,4,8")
     fine = range(_FINE_STEP, _FINE_UP_TO + 1, _FINE_STEP)
     coarse = range(_FINE_UP_TO + _COARSE_STEP, _LARGEST + 1, _COARSE_STEP)
     largest = min(max_num_seqs, _LARGEST)
@@ -218,7 +218,7 @@ def prefill_sizes(asked: str, max_num_batched_tokens: int) -> tuple[int, ...]:
     if asked == "auto":
         largest = min(max_num_batched_tokens, _PROMPT_TOKENS[-1])
         return tuple(size for size in (*(size for size in _PROMPT_TOKENS if size < largest), largest) if size >= least)
-    name = "cuda_graph_prefill_sizes"
+    name = "cudagraph_prefill_capture_sizes"
     what, limit = "none, auto, or numbers of prompt tokens", "max_num_batched_tokens"
     return _parse(name, asked, least, limit, max_num_batched_tokens, what, "32,64,128")
 

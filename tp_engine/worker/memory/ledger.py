@@ -21,9 +21,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from tp_engine.distributed.rank import RankInfo
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kv_layout import KvCapacity
-from tp_engine.ranks.rank import RankInfo
 from tp_engine.units import format_gib
 from tp_engine.worker.device import MemorySnapshot
 

@@ -19,10 +19,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from tp_engine.distributed.collectives import Communicator
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.layers.upload import upload, upload_all
 from tp_engine.plan import FloatArray, IntArray, StepPlan
-from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling.logprobs import Fetch
 from tp_engine.worker.batch.step_inputs import StepInputs
 from tp_engine.worker.feature import RunnerFeature, RunningStep

@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tp_engine.distributed.device_threads import device_thread
 from tp_engine.kv_layout import DiskCounters
 from tp_engine.log import get_logger
 from tp_engine.plan import IntArray
-from tp_engine.ranks.device_threads import device_thread
 from tp_engine.tier_progress import TierProgress
 
 logger = get_logger(__name__)

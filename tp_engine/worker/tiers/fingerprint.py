@@ -21,7 +21,7 @@ from pathlib import Path
 
 import xxhash
 
-from tp_engine.ranks.rank import RankInfo
+from tp_engine.distributed.rank import RankInfo
 from tp_engine.version import __version__
 from tp_engine.weights.fingerprint import weights_fingerprint
 from tp_engine.worker.codecs.base import Codec

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from tp_engine.config import EngineConfig
+from tp_engine.distributed.groups import RankGroups
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kernels.huge_pages import map_zeros
 from tp_engine.kv_codec import is_lossy
@@ -29,7 +30,6 @@ from tp_engine.kv_layout import KvCapacity, MoveCounters
 from tp_engine.log import get_logger
 from tp_engine.plan import StepPlan
 from tp_engine.progress import RankPhase, RankProgress
-from tp_engine.ranks.groups import RankGroups
 from tp_engine.tier_progress import TierProgress
 from tp_engine.units import GIB, format_gib
 from tp_engine.worker.codecs.base import Codec

@@ -1,0 +1,175 @@
+"""Latent attention: a step's decodes and short chunks read the cached rows, long chunks keys and values made of them.
+
+``model_config/latent.py`` has the sizes.  The cache has one part: a row per token, the same for all heads::
+
+    absorbed    query (heads, query_dim) -> (heads, row_dim); attention over the rows, whose first `rank` elements are
+                the values; the means (heads, rank) -> (heads, value_dim).  Any backend with ``value_dim`` does it
+    expanded    rows -> keys (heads, query_dim) and values (heads, value_dim); attention over these
+
+Both are equal but for rounding.  A pair of query and key costs 2 rank + rope_dim multiplications in the first form and
+query_dim + value_dim in the second, three times fewer, for which each key is made once: that pays from about 130
+queries of a request on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from tp_engine.attention.calls import TILE, StaircaseMasks, attend_last
+from tp_engine.attention.gathering import QueryGroup, RowReader, visible_keys
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.ops import op
+
+MIN_EXPANDED_QUERIES = 128
+# Bounds the keys and values of one call, which has as many heads as fit.
+_MAX_EXPANDED_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
+
+
+class MLABackend:
+    """``inner`` attends over the cached rows; chunks with many queries are expanded here, on every device.
+
+    Queries are (N, heads, query_dim) and outputs (N, heads, value_dim) of ``AttentionShape.latent``.
+    """
+
+    def __init__(self, inner: AttentionBackend) -> None:
+        self.name = inner.name
+        self.can_capture_decodes = inner.can_capture_decodes
+        self.can_capture_prompts = False  # the host chooses the form of each chunk
+        self._inner = inner
+        self._masks, self._reader = StaircaseMasks(TILE), RowReader()
+        self._parts: tuple[AttentionMetadata, AttentionMetadata] | None = None
+        self._places: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        """Choose the form of this step's chunks; see ``AttentionBackend``."""
+        self._parts, self._places = None, {}
+        chunks = metadata.host_query_lens[metadata.num_decodes :]
+        if not len(chunks) or chunks.max() < MIN_EXPANDED_QUERIES:
+            self._inner.prepare(metadata)
+            return
+        self._parts = split_step(metadata)
+        if metadata.num_decodes:
+            self._inner.prepare(self._parts[0])
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        new: KeyValue | None,
+        kv: LayerKv,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+    ) -> torch.Tensor:
+        """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
+        if self._parts is None:
+            return self._attend_rows(query, new, kv, metadata, shape)
+        if new is not None:
+            op("store_kv", query.device.type)(new, kv, metadata.slot_mapping)
+        first = metadata.num_decodes
+        decodes, chunks = self._parts
+        out = self._expand(query[first:], None if new is None else new.key[first:], kv, chunks, shape)
+        if not first:
+            return out
+        return torch.cat((self._attend_rows(query[:first], None, kv, decodes, shape), out))
+
+    def _attend_rows(
+        self,
+        query: torch.Tensor,
+        new: KeyValue | None,
+        kv: LayerKv,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+    ) -> torch.Tensor:
+        """The absorbed form, for the step that ``inner`` has prepared."""
+        maps = shape.latent
+        assert maps is not None
+        return maps.values(self._inner.forward(maps.absorb(query), new, kv, metadata, shape))
+
+    def _expand(
+        self,
+        query: torch.Tensor,
+        new_rows: torch.Tensor | None,
+        kv: LayerKv,
+        chunks: AttentionMetadata,
+        shape: AttentionShape,
+    ) -> torch.Tensor:
+        """The expanded form, request by request.  ``new_rows`` are this step's, if they are at hand."""
+        maps = shape.latent
+        assert maps is not None
+        out, start = query.new_zeros(len(query), shape.num_heads, maps.value_dim), 0
+        lengths = zip(chunks.host_query_lens.tolist(), chunks.host_seq_lens.tolist(), strict=True)
+        for index, (length, seq_len) in enumerate(lengths):
+            own = slice(start, start + length)
+            start += length
+            if not seq_len:
+                continue  # padding
+            if new_rows is not None and seq_len == length and kv.cache.dtype == query.dtype:
+                rows = new_rows[own]
+            else:
+                rows = self._reader.read(kv, 0, self._place(index, chunks, kv)).to(query.dtype)
+            out[own] = attend_expanded(query[own], rows, shape, self._masks)
+        return out
+
+    def _place(self, index: int, chunks: AttentionMetadata, kv: LayerKv) -> torch.Tensor:
+        """Where the rows of request ``index`` lie in the cache; the same in all layers of a kind."""
+        block_size = kv.cache.shape[2]
+        kind = block_size, kv.rows_per_block if kv.scales is None else block_size
+        found = self._places.get((index, *kind))
+        if found is None:
+            group = QueryGroup(
+                rows=np.array([index], dtype=np.int32),
+                starts=np.zeros(1, dtype=np.int32),
+                seq_lens=chunks.host_seq_lens[index : index + 1],
+                query_len=int(chunks.host_query_lens[index]),
+            )
+            found = self._places[index, *kind] = visible_keys(group, None, chunks, *kind).rows
+        return found
+
+
+def attend_expanded(
+    query: torch.Tensor, rows: torch.Tensor, shape: AttentionShape, masks: StaircaseMasks
+) -> torch.Tensor:
+    """Queries (t, heads, query_dim), the last positions of ``rows`` (n, 1, row_dim) -> (t, heads, value_dim)."""
+    maps = shape.latent
+    assert maps is not None
+    out = query.new_empty(len(query), shape.num_heads, maps.value_dim)
+    room = _MAX_EXPANDED_ELEMENTS[query.device.type]
+    step = max(1, room // (len(rows) * (maps.query_dim + maps.value_dim)))
+    for first in range(0, shape.num_heads, step):
+        heads = slice(first, min(first + step, shape.num_heads))
+        count = heads.stop - first
+        own = AttentionShape(num_heads=count, num_kv_heads=count, head_dim=maps.query_dim, scale=shape.scale)
+        keys, values = maps.expand(rows, heads)
+        if values.shape[-1] < keys.shape[-1]:  # PyTorch's fast functions want both of one size
+            values = F.pad(values, (0, keys.shape[-1] - values.shape[-1]))
+        attended = attend_last(query[:, heads], KeyValue(keys, values), own, masks)
+        out[:, heads] = attended[..., : maps.value_dim]
+    return out
+
+
+def split_step(metadata: AttentionMetadata) -> tuple[AttentionMetadata, AttentionMetadata]:
+    """A mixed step's decodes, and its prefills with the padding tokens after them, each as a separate step."""
+    first = metadata.num_decodes
+    decodes = AttentionMetadata(
+        num_decodes=first,
+        slot_mapping=metadata.slot_mapping[:first],
+        block_table=metadata.block_table[:first],
+        seq_lens=metadata.seq_lens[:first],
+        query_start=metadata.query_start[: first + 1],
+        host_query_lens=metadata.host_query_lens[:first],
+        host_seq_lens=metadata.host_seq_lens[:first],
+        is_padded=metadata.is_padded,
+    )
+    prefills = AttentionMetadata(
+        num_decodes=0,
+        slot_mapping=metadata.slot_mapping[first:],
+        block_table=metadata.block_table[first:],
+        seq_lens=metadata.seq_lens[first:],
+        query_start=metadata.query_start[first:] - first,
+        host_query_lens=metadata.host_query_lens[first:],
+        host_seq_lens=metadata.host_seq_lens[first:],
+        is_padded=metadata.is_padded,
+    )
+    return decodes, prefills

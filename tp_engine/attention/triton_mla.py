@@ -1,0 +1,88 @@
+"""Attention over the cached rows of latent attention with a Triton kernel, for ``attention/latent.py``."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
+from tp_engine.attention.triton_backend import num_multiprocessors, why_no_triton
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
+
+MAX_ROW_DIM = 576
+
+
+class TritonMLABackend:
+    """Stores, decodes, and attends for chunks by one kernel launch each; nothing waits for the device.
+
+    Queries are (N, heads, row_dim), as ``LatentMaps.absorb`` makes them, and outputs (N, heads, rank).
+    """
+
+    name = "triton"
+    can_capture_decodes = True
+    can_capture_prompts = False
+
+    def __init__(self) -> None:
+        from tp_engine.kernels.attention import paged_mla_triton
+        from tp_engine.kernels.attention.paged_decode_triton import MAX_ARRIVALS
+        from tp_engine.kernels.kv_cache.store_kv_triton import store_kv_triton
+
+        self._store_kv = store_kv_triton
+        self._decode, self._attend_chunks = (
+            paged_mla_triton.mla_decode_triton,
+            paged_mla_triton.mla_chunks_triton,
+        )
+        self._sizes = cache(paged_mla_triton.latent_sizes)
+        self._max_arrivals = MAX_ARRIVALS
+        self._arrivals: torch.Tensor | None = None
+        self._num_chunk_tokens = 0
+
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        """Count the tokens of chunks; see ``AttentionBackend``."""
+        self._num_chunk_tokens = int(metadata.host_query_lens[metadata.num_decodes :].sum())
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        new: KeyValue | None,
+        kv: LayerKv,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+    ) -> torch.Tensor:
+        """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
+        assert shape.value_dim is not None
+        if new is not None:
+            self._store_kv(new, kv, metadata.slot_mapping)
+        if self._arrivals is None:
+            self._arrivals = torch.zeros(self._max_arrivals, dtype=torch.int32, device=query.device)
+        first, table, seq_lens = metadata.num_decodes, metadata.block_table, metadata.seq_lens
+        out = torch.empty((*query.shape[:2], shape.value_dim), dtype=query.dtype, device=query.device)
+        size = shape.num_heads, query.dtype.itemsize, num_multiprocessors(query.device)
+        if first:
+            part = query[:first], kv, table[:first], seq_lens[:first], out[:first]
+            self._decode(*part, scale=shape.scale, sizes=self._sizes(first, *size), arrivals=self._arrivals)
+        if self._num_chunk_tokens:
+            self._attend_chunks(
+                query,
+                kv,
+                table,
+                seq_lens,
+                metadata.query_start,
+                out,
+                scale=shape.scale,
+                sizes=self._sizes(len(seq_lens) - first, *size, num_queries=self._num_chunk_tokens),
+                arrivals=self._arrivals,
+                num_queries=self._num_chunk_tokens,
+                first_request=first,
+            )
+        if first + self._num_chunk_tokens < len(query):
+            out[first + self._num_chunk_tokens :] = 0.0
+        return out
+
+
+def why_not_latents(needs: AttentionNeeds) -> str | None:
+    """Why this backend can not be used, with the remedy; None if it can."""
+    if needs.device_type == "cuda" and (largest := max(needs.head_dims)) > MAX_ROW_DIM:
+        return f"a cached row has {largest} elements; it takes at most {MAX_ROW_DIM}: use attention_backend=torch"
+    return why_no_triton(needs)

@@ -1,0 +1,1 @@
+"""The CPU: C kernels, the tapes that record and replay them, and collectives in shared memory."""

@@ -1,0 +1,330 @@
+/* The gated delta rule for runs of tokens, of which a decode's is one token long (kernels/delta_rule.py has the formulas),
+   and gates of attention.
+
+   A task is a key head of a run, with the value heads that it serves.  It takes its tokens in order, a block at a time, and
+   within a block each tile of a state's columns goes through all tokens while it is in the first-level cache:
+
+       convolution, lengths   query, key, value (BLOCK, dim)      of a block
+       recurrence             tile by tile: value becomes output  state read and written once a token
+       norm, gate             to `out`
+
+   All in float32.  What is computed for a token does not depend on where runs and blocks begin or end, on other rows, or on
+   the number of threads, so a run gives the same bits as its tokens one by one. */
+
+#include "simd.h"
+#include "tape.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* The largest key_dim and value_dim, the vectors of a state's rows that are worked on together, the tokens of a block. */
+enum { MAX_DIM = 256, TILE = 4, BLOCK = 32, MIN_PARALLEL = 1 << 14 };
+
+typedef struct {
+    const float *conv, *decay, *dt_bias, *norm;
+    float *inputs, *matrices; /* of slot 0 */
+    int64_t inputs_stride, matrices_stride, key_heads, value_heads, key_dim, value_dim, taps;
+    float eps;
+} Delta;
+
+/* `count` tokens of one row from `start` on.  Its state is in `slot`, or nowhere if that is -1; `is_fresh`: what lies there is
+   not read, the state before is 0. */
+typedef struct {
+    int64_t start, count, slot, is_fresh;
+} Run;
+
+static float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+static float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+INLINE vf silu(vf x) { return x / (1.0f + exp2_vector(x * -LOG2_E)); }
+
+INLINE int64_t num_channels(const Delta *d) { return 2 * d->key_heads * d->key_dim + d->value_heads * d->value_dim; }
+
+/* VW channels of a token of a run, which may lie before it: then of the inputs that its slot keeps. */
+INLINE vf input_of(const Delta *d, const Run *run, const char *mixed, int64_t stride, int64_t token, int64_t first, int64_t i,
+                   int64_t count, const int dtype)
+{
+    if (token >= 0)
+        return load_some(mixed + (token * stride + first) * item_bytes(dtype), i, count, dtype);
+    if (run->is_fresh || run->slot < 0)
+        return splat(0);
+    const float *const kept = d->inputs + run->slot * d->inputs_stride + (d->taps - 1 + token) * num_channels(d);
+    return load_some(kept + first, i, count, FLOAT32);
+}
+
+/* `count` channels from `first` on, of `tokens` tokens from `begin` on: their convolution and SiLU, to `out`. */
+INLINE void convolve(const Delta *d, const Run *run, const char *mixed, int64_t stride, int64_t begin, int64_t tokens,
+                     int64_t first, int64_t count, float *out, const int dtype)
+{
+    for (int64_t i = 0; i < count; i += VW)
+        for (int64_t token = 0; token < tokens; token++) {
+            const float *weights = d->conv + first;
+            vf sum = splat(0);
+            for (int64_t tap = 1 - d->taps; tap <= 0; tap++, weights += num_channels(d)) {
+                const vf item = input_of(d, run, mixed, stride, begin + token + tap, first, i, count, dtype);
+                sum = multiply_add(sum, item, load_some(weights, i, count, FLOAT32));
+            }
+            store_some(out + token * count, i, count, silu(sum), FLOAT32);
+        }
+}
+
+/* The slot keeps the run's last inputs of `count` channels from `first` on. */
+INLINE void keep_inputs(const Delta *d, const Run *run, const char *mixed, int64_t stride, int64_t first, int64_t count,
+                        const int dtype)
+{
+    float *kept = d->inputs + run->slot * d->inputs_stride + first;
+    for (int64_t tap = 1 - d->taps; tap < 0; tap++, kept += num_channels(d))
+        for (int64_t i = 0; i < count; i += VW)
+            store_some(kept, i, count, input_of(d, run, mixed, stride, run->count + tap, first, i, count, dtype), FLOAT32);
+}
+
+/* Divides a query or a key by its length. */
+INLINE void to_length(float *x, int64_t count, float length)
+{
+    vf squares = splat(0);
+    for (int64_t i = 0; i < count; i += VW) {
+        const vf item = load_some(x, i, count, FLOAT32);
+        squares = multiply_add(squares, item, item);
+    }
+    multiply_row(x, count, length / sqrtf(sum_of(squares)[0] + 1e-6f), FLOAT32);
+}
+
+/* What a block's tokens have in common, for one value head. */
+typedef struct {
+    const float *queries, *keys; /* (tokens, rows) */
+    float *values;               /* (tokens, width): they become the outputs */
+    float decay[BLOCK], beta[BLOCK];
+    int64_t tokens, rows, width;
+} Block;
+
+/* One token goes into `n` vectors of a state's rows: `change` is what its key adds.  `seen` becomes what the next key, if there
+   is one, sees in them. */
+INLINE void update_tile(float *state, const Block *b, int64_t token, const vf *change, vf *out, vf *seen, const int n,
+                        const int has_next)
+{
+    const float *const query = b->queries + token * b->rows, *const key = b->keys + token * b->rows;
+    const float *const next = key + b->rows;
+    const vf decay = splat(b->decay[token]);
+    for (int64_t i = 0; i < b->rows; i++) {
+        const vf of_query = splat(query[i]), of_key = splat(key[i]), of_next = splat(has_next ? next[i] : 0);
+#pragma GCC unroll 4
+        for (int j = 0; j < n; j++) {
+            float *const place = state + i * b->width + j * VW;
+            const vf item = multiply_add(load_vector(place) * decay, change[j], of_key);
+            store_vector(place, item);
+            out[j] = multiply_add(out[j], item, of_query);
+            if (has_next)
+                seen[j] = multiply_add(seen[j], item, of_next);
+        }
+    }
+}
+
+/* A block's tokens go into `n` vectors of a state's rows, from column `first` on. */
+INLINE void run_tile(float *state, const Block *b, int64_t first, const int n)
+{
+    vf seen[TILE], change[TILE], out[TILE];
+    state += first;
+#pragma GCC unroll 4
+    for (int j = 0; j < n; j++)
+        seen[j] = splat(0);
+    for (int64_t i = 0; i < b->rows; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < n; j++)
+            seen[j] = multiply_add(seen[j], load_vector(state + i * b->width + j * VW), splat(b->keys[i]));
+    for (int64_t token = 0; token < b->tokens; token++) {
+        float *const value = b->values + token * b->width + first;
+#pragma GCC unroll 4
+        for (int j = 0; j < n; j++) {
+            change[j] = multiply_add(load_vector(value + j * VW), seen[j], splat(-b->decay[token])) * b->beta[token];
+            out[j] = seen[j] = splat(0);
+        }
+        if (token + 1 < b->tokens)
+            update_tile(state, b, token, change, out, seen, n, 1);
+        else
+            update_tile(state, b, token, change, out, seen, n, 0);
+#pragma GCC unroll 4
+        for (int j = 0; j < n; j++)
+            store_vector(value + j * VW, out[j]);
+    }
+}
+
+/* The same of a single column. */
+static void run_column(float *state, const Block *b, int64_t first)
+{
+    state += first;
+    for (int64_t token = 0; token < b->tokens; token++) {
+        const float *const query = b->queries + token * b->rows, *const key = b->keys + token * b->rows;
+        float *const value = b->values + token * b->width + first;
+        float seen = 0, out = 0;
+        for (int64_t i = 0; i < b->rows; i++)
+            seen += state[i * b->width] * key[i];
+        seen = (*value - seen * b->decay[token]) * b->beta[token];
+        for (int64_t i = 0; i < b->rows; i++) {
+            state[i * b->width] = state[i * b->width] * b->decay[token] + seen * key[i];
+            out += state[i * b->width] * query[i];
+        }
+        *value = out;
+    }
+}
+
+static void run_block(float *state, const Block *b)
+{
+    int64_t i = 0;
+    for (; i + TILE * VW <= b->width; i += TILE * VW)
+        run_tile(state, b, i, TILE);
+    for (; i + VW <= b->width; i += VW)
+        run_tile(state, b, i, 1);
+    for (; i < b->width; i++)
+        run_column(state, b, i);
+}
+
+/* out = x / rms(x) * norm * silu(z). */
+INLINE void gated_norm(const Delta *d, const float *x, const char *z, char *out, const int dtype)
+{
+    const int64_t width = d->value_dim;
+    vf squares = splat(0);
+    for (int64_t i = 0; i < width; i += VW) {
+        const vf item = load_some(x, i, width, FLOAT32);
+        squares = multiply_add(squares, item, item);
+    }
+    const float factor = 1.0f / sqrtf(sum_of(squares)[0] / (float)width + d->eps);
+    for (int64_t i = 0; i < width; i += VW) {
+        const vf item = load_some(x, i, width, FLOAT32) * factor * load_some(d->norm, i, width, FLOAT32);
+        store_some(out, i, width, item * silu(load_some(z, i, width, dtype)), dtype);
+    }
+}
+
+/* The decays and betas of a block's tokens, whose gates of value head `head` are in the rows of `gates`. */
+INLINE void read_gates(const Delta *d, Block *b, const char *gates, int64_t stride, int64_t head, const int dtype)
+{
+    float numbers[VW];
+    for (int64_t token = 0; token < b->tokens; token++, gates += stride * item_bytes(dtype)) {
+        store_vector(numbers, load_tail(gates, head, 1, dtype));
+        b->beta[token] = sigmoid(numbers[0]);
+        store_vector(numbers, load_tail(gates, d->value_heads + head, 1, dtype));
+        b->decay[token] = expf(d->decay[head] * softplus(numbers[0] + d->dt_bias[head]));
+    }
+}
+
+/* `mixed`, `gates` and `out` are of the run's first token; `states` are those of the key head's value heads. */
+INLINE void run_key_head(const Delta *d, const Run *run, int64_t head, const char *mixed, int64_t stride, const char *gates,
+                         int64_t gates_stride, char *out, float *states, const int dtype)
+{
+    const int64_t size = item_bytes(dtype), rows = d->key_dim, keys = d->key_heads * rows, width = d->value_dim;
+    const int64_t group = d->value_heads / d->key_heads, matrix = rows * width, out_stride = d->value_heads * width;
+    float queries[BLOCK * MAX_DIM], own_keys[BLOCK * MAX_DIM], values[BLOCK * MAX_DIM];
+    Block b = {.queries = queries, .keys = own_keys, .values = values, .rows = rows, .width = width};
+    for (int64_t begin = 0; begin < run->count; begin += BLOCK) {
+        b.tokens = smaller(BLOCK, run->count - begin);
+        convolve(d, run, mixed, stride, begin, b.tokens, head * rows, rows, queries, dtype);
+        convolve(d, run, mixed, stride, begin, b.tokens, keys + head * rows, rows, own_keys, dtype);
+        for (int64_t token = 0; token < b.tokens; token++) {
+            to_length(queries + token * rows, rows, 1.0f / sqrtf((float)rows));
+            to_length(own_keys + token * rows, rows, 1.0f);
+        }
+        for (int64_t i = 0; i < group; i++) {
+            const int64_t own = head * group + i;
+            convolve(d, run, mixed, stride, begin, b.tokens, 2 * keys + own * width, width, values, dtype);
+            read_gates(d, &b, gates + begin * gates_stride * size, gates_stride, own, dtype);
+            run_block(states + i * matrix, &b);
+            for (int64_t token = 0; token < b.tokens; token++) {
+                const char *const z = mixed + ((begin + token) * stride + num_channels(d) + own * width) * size;
+                gated_norm(d, values + token * width, z, out + ((begin + token) * out_stride + own * width) * size, dtype);
+            }
+        }
+    }
+    if (run->slot >= 0) {
+        keep_inputs(d, run, mixed, stride, head * rows, rows, dtype);
+        keep_inputs(d, run, mixed, stride, keys + head * rows, rows, dtype);
+        keep_inputs(d, run, mixed, stride, 2 * keys + head * group * width, group * width, dtype);
+    }
+}
+
+/* Returns 0, or 1 if there is no memory for the state of a run that has no slot. */
+static int run_task(const Delta *d, const Run *run, int64_t head, const char *mixed, int64_t stride, const char *gates,
+                    int64_t gates_stride, char *out, int dtype)
+{
+    const int64_t group = d->value_heads / d->key_heads * d->key_dim * d->value_dim, size = item_bytes(dtype);
+    float *const own = run->slot < 0 ? calloc(group, sizeof *own) : NULL;
+    float *const states = run->slot < 0 ? own : d->matrices + run->slot * d->matrices_stride + head * group;
+    if (!states)
+        return 1;
+    if (run->slot >= 0 && run->is_fresh)
+        memset(states, 0, group * sizeof *states);
+    mixed += run->start * stride * size;
+    gates += run->start * gates_stride * size;
+    out += run->start * d->value_heads * d->value_dim * size;
+    FOR_DTYPE(run_key_head(d, run, head, mixed, stride, gates, gates_stride, out, states, TYPE))
+    free(own);
+    return 0;
+}
+
+/* mixed (rows, ...), gates (rows, 2 value_heads), so many elements from row to row; slots (rows), -1 for padding, whose output
+   is 0; out (rows, value_heads * value_dim); the rest as in Delta. */
+int gated_delta_net_decode(const float *conv, const float *decay, const float *dt_bias, const float *norm, float eps, float *inputs,
+               float *matrices, int64_t inputs_stride, int64_t matrices_stride, int64_t key_heads, int64_t value_heads,
+               int64_t key_dim, int64_t value_dim, int64_t taps, const char *mixed, int64_t mixed_stride, const char *gates,
+               int64_t gates_stride, const int32_t *slots, char *out, int64_t rows, int64_t dtype, int64_t num_threads)
+{
+    const Delta d = {conv, decay, dt_bias, norm, inputs, matrices, inputs_stride, matrices_stride,
+                     key_heads, value_heads, key_dim, value_dim, taps, eps};
+    const int64_t width = value_heads * value_dim, size = item_bytes((int)dtype), tasks = rows * key_heads;
+#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && tasks > 1 && rows * width * key_dim >= MIN_PARALLEL)
+    for (int64_t task = 0; task < tasks; task++) {
+        const int64_t row = task / key_heads, head = task % key_heads, own = width / key_heads * size;
+        const Run run = {row, 1, slots[row], 0};
+        if (run.slot < 0)
+            memset(out + (row * key_heads + head) * own, 0, own);
+        else
+            run_task(&d, &run, head, mixed, mixed_stride, gates, gates_stride, out, (int)dtype);
+    }
+    return 0;
+}
+
+/* `runs` (num_runs) share the rows of mixed (tokens, ...), gates and out; their slots are distinct; the rest as in gated_delta_net_decode.
+   Returns 1 if memory ran out. */
+int gated_delta_net_prefill(const float *conv, const float *decay, const float *dt_bias, const float *norm, float eps, float *inputs,
+                 float *matrices, int64_t inputs_stride, int64_t matrices_stride, int64_t key_heads, int64_t value_heads,
+                 int64_t key_dim, int64_t value_dim, int64_t taps, const char *mixed, int64_t mixed_stride, const char *gates,
+                 int64_t gates_stride, const Run *runs, char *out, int64_t num_runs, int64_t dtype, int64_t num_threads)
+{
+    const Delta d = {conv, decay, dt_bias, norm, inputs, matrices, inputs_stride, matrices_stride,
+                     key_heads, value_heads, key_dim, value_dim, taps, eps};
+    const int64_t tasks = num_runs * key_heads;
+    int failed = 0;
+#pragma omp parallel for schedule(dynamic) reduction(| : failed) num_threads((int)num_threads) if (num_threads > 1 && tasks > 1)
+    for (int64_t task = 0; task < tasks; task++)
+        failed |= run_task(&d, runs + task / key_heads, task % key_heads, mixed, mixed_stride, gates, gates_stride, out,
+                           (int)dtype);
+    return failed;
+}
+
+/* x (rows, width) times the sigmoid of gate (rows, width), whose rows are `stride` elements apart, in place. */
+int sigmoid_gate(char *x, const char *gate, int64_t stride, int64_t rows, int64_t width, int64_t dtype, int64_t num_threads)
+{
+    const int64_t size = item_bytes((int)dtype);
+#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows > 1 && rows * width >= MIN_PARALLEL)
+    for (int64_t row = 0; row < rows; row++) {
+        char *const to = x + row * width * size;
+        const char *const from = gate + row * stride * size;
+        for (int64_t i = 0; i < width; i += VW)
+            FOR_DTYPE(store_some(to, i, width,
+                                 load_some(to, i, width, TYPE) / (1.0f + exp2_vector(load_some(from, i, width, TYPE) * -LOG2_E)),
+                                 TYPE))
+    }
+    return 0;
+}
+
+int play_gated_delta_net_decode(const Word *a)
+{
+    return gated_delta_net_decode(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].number, a[5].pointer, a[6].pointer,
+                      a[7].integer, a[8].integer, a[9].integer, a[10].integer, a[11].integer, a[12].integer, a[13].integer,
+                      a[14].pointer, a[15].integer, a[16].pointer, a[17].integer, a[18].pointer, a[19].pointer, a[20].integer,
+                      a[21].integer, a[22].integer);
+}
+
+int play_sigmoid_gate(const Word *a)
+{
+    return sigmoid_gate(a[0].pointer, a[1].pointer, a[2].integer, a[3].integer, a[4].integer, a[5].integer, a[6].integer);
+}

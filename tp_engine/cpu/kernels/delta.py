@@ -1,0 +1,104 @@
+"""The gated delta rule in C (``delta.c``), for decodes and for prompts, and the gate of attention's output."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from tp_engine.cpu.kernels.layout import DTYPE_CODES
+from tp_engine.kernels import gated_delta_net as delta_twins
+from tp_engine.kernels import layer_ops as twins
+from tp_engine.kernels.gated_delta_net import Chunk, DeltaRule, LayerStates
+
+MAX_DIM = 256  # of delta.c
+
+
+def gated_delta_net_decode(
+    library: ctypes.CDLL,
+    mixed: torch.Tensor,
+    gates: torch.Tensor,
+    rule: DeltaRule,
+    states: LayerStates,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """See ``gated_delta_net.gated_delta_net_decode``."""
+    if not _takes(mixed, gates, rule):
+        return delta_twins.gated_delta_net_decode(mixed, gates, rule, states, slots)
+    assert slots.dtype == torch.int32 and slots.is_contiguous()
+    return _run(library.gated_delta_net_decode, mixed, gates, rule, states, slots.data_ptr(), len(mixed))
+
+
+def gated_delta_net_prefill(
+    library: ctypes.CDLL,
+    mixed: torch.Tensor,
+    gates: torch.Tensor,
+    rule: DeltaRule,
+    states: LayerStates | None,
+    chunks: list[Chunk],
+) -> torch.Tensor:
+    """See ``gated_delta_net.gated_delta_net_prefill``; token by token, so the results are bit by bit those of ``gated_delta_net_decode``."""
+    if not _takes(mixed, gates, rule):
+        return delta_twins.gated_delta_net_prefill(mixed, gates, rule, states, chunks)
+    runs = np.array(
+        [
+            (start, count, -1 if slot is None or states is None else slot, is_fresh)
+            for start, count, slot, is_fresh in chunks
+        ],
+        np.int64,
+    )
+    return _run(library.gated_delta_net_prefill, mixed, gates, rule, states, runs.ctypes.data, len(chunks))
+
+
+def _takes(mixed: torch.Tensor, gates: torch.Tensor, rule: DeltaRule) -> bool:
+    is_small = max(rule.kind.key_dim, rule.kind.value_dim) <= MAX_DIM
+    has_rows = gates.dtype is mixed.dtype and mixed.stride(1) == gates.stride(1) == 1
+    return mixed.dtype in DTYPE_CODES and has_rows and is_small
+
+
+def _run(
+    function: Callable[..., int],
+    mixed: torch.Tensor,
+    gates: torch.Tensor,
+    rule: DeltaRule,
+    states: LayerStates | None,
+    rows: int,
+    num_rows: int,
+) -> torch.Tensor:
+    """``function`` of the library; ``rows`` is the address of its ``num_rows`` slots or runs."""
+    kind = rule.kind
+    out = torch.empty((len(mixed), kind.num_value_heads * kind.value_dim), dtype=mixed.dtype)
+    failed = function(
+        *(one.data_ptr() for one in (rule.conv, rule.decay, rule.dt_bias, rule.norm)),
+        float(rule.eps),
+        *((None, None) if states is None else (part.data_ptr() for part in states)),
+        *((0, 0) if states is None else (part.stride(0) for part in states)),
+        kind.num_key_heads,
+        kind.num_value_heads,
+        kind.key_dim,
+        kind.value_dim,
+        kind.taps,
+        mixed.data_ptr(),
+        mixed.stride(0),
+        gates.data_ptr(),
+        gates.stride(0),
+        rows,
+        out.data_ptr(),
+        num_rows,
+        DTYPE_CODES[mixed.dtype],
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError("the delta rule has no memory for states that are not kept")
+    return out
+
+
+def sigmoid_gate(library: ctypes.CDLL, x: torch.Tensor, gate: torch.Tensor) -> None:
+    """See ``layer_ops.sigmoid_gate``."""
+    dtype = DTYPE_CODES.get(x.dtype)
+    if dtype is None or gate.dtype is not x.dtype or not x.is_contiguous() or gate.stride(1) != 1:
+        twins.sigmoid_gate(x, gate)
+        return
+    library.sigmoid_gate(x.data_ptr(), gate.data_ptr(), gate.stride(0), *x.shape, dtype, torch.get_num_threads())

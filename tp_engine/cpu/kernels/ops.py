@@ -1,0 +1,340 @@
+"""Operations of ``kernels.ops.OPS`` in C: each equals its PyTorch twin, and calls it for inputs that C does not take.
+
+The first argument is the compiled library.  Numbers that C takes as ``float`` are made floats here, because a tape
+keeps an argument by its Python type.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from tp_engine.cpu.kernels.layout import DTYPE_CODES, MAX_ADAPTED_PARTS, Adapters
+from tp_engine.kernels import layer_ops as twins
+from tp_engine.kernels.attention import heads as head_twins
+from tp_engine.kernels.attention.heads import HeadNorm, Heads, Rotation
+from tp_engine.kernels.kv_cache.layer_kv import LayerKv
+from tp_engine.kernels.layer_ops import NormRule
+from tp_engine.kernels.linear import adapters as adapter_twins
+from tp_engine.kernels.linear.adapters import AdapterRows, AdapterWeights
+from tp_engine.kernels.steps.decode_inputs import DecodeInputs, RowTables
+from tp_engine.model_config.mlp import Activation
+
+MAX_HEAD_DIM = 512
+
+
+def embed(
+    library: ctypes.CDLL, token_ids: torch.Tensor, weight: torch.Tensor, first_id: int | None, scale: float = 1.0
+) -> torch.Tensor:
+    """See ``layer_ops.embed``."""
+    is_dense = token_ids.is_contiguous() and weight.is_contiguous()
+    if token_ids.dtype != torch.int32 or not is_dense or weight.dtype not in DTYPE_CODES:
+        return twins.embed(token_ids, weight, first_id, scale)
+    num_ids, width = weight.shape
+    out = torch.empty((len(token_ids), width), dtype=weight.dtype)
+    library.embed(
+        token_ids.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        len(token_ids),
+        width * weight.itemsize,
+        first_id or 0,
+        num_ids,
+        float(scale),
+        DTYPE_CODES[weight.dtype],
+    )
+    return out
+
+
+def norm(library: ctypes.CDLL, x: torch.Tensor, rule: NormRule) -> torch.Tensor:
+    """See ``layer_ops.norm``."""
+    if not (x.stride(-1) == 1 and x.dtype is rule.weight.dtype and x.dtype in DTYPE_CODES):
+        return twins.norm(x, rule)
+    return _normalise(library, x, None, rule, 1.0, 1.0)
+
+
+def add_norm(
+    library: ctypes.CDLL,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    rule: NormRule,
+    scale: float = 1.0,
+    stream_scale: float = 1.0,
+) -> torch.Tensor:
+    """See ``layer_ops.add_norm``."""
+    if not (are_dense(x, residual) and x.dtype is rule.weight.dtype):
+        return twins.add_norm(x, residual, rule, scale, stream_scale)
+    return _normalise(library, x, residual.data_ptr(), rule, scale, stream_scale)
+
+
+def _normalise(
+    library: ctypes.CDLL, x: torch.Tensor, residual: int | None, rule: NormRule, scale: float, stream_scale: float
+) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype)
+    rows, width = x.shape
+    library.norm_rows(
+        x.data_ptr(),
+        residual,
+        rule.weight.data_ptr(),
+        out.data_ptr(),
+        rows,
+        width,
+        x.stride(0),
+        float(rule.eps),
+        float(rule.offset),
+        float(scale),
+        float(stream_scale),
+        int(rule.is_centred),
+        DTYPE_CODES[x.dtype],
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def add(
+    library: ctypes.CDLL, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0, stream_scale: float = 1.0
+) -> None:
+    """See ``layer_ops.add``."""
+    if not are_dense(x, residual):
+        twins.add(x, residual, scale, stream_scale)
+        return
+    scales, threads = (float(scale), float(stream_scale)), torch.get_num_threads()
+    library.add_scaled(x.data_ptr(), residual.data_ptr(), x.numel(), *scales, DTYPE_CODES[x.dtype], threads)
+
+
+def copy_rows(library: ctypes.CDLL, rows: torch.Tensor, target: torch.Tensor) -> None:
+    """See ``layer_ops.copy_rows``."""
+    if not (rows.stride(1) == target.stride(1) == 1 and rows.dtype is target.dtype):
+        twins.copy_rows(rows, target)
+        return
+    size = rows.itemsize
+    strides = rows.stride(0) * size, target.stride(0) * size
+    library.copy_rows(rows.data_ptr(), target.data_ptr(), len(rows), rows.shape[1] * size, *strides)
+
+
+def gate(library: ctypes.CDLL, gate_up: torch.Tensor, rule: Activation) -> torch.Tensor:
+    """See ``layer_ops.gate``."""
+    dtype = DTYPE_CODES.get(gate_up.dtype)
+    if dtype is None or not gate_up.is_contiguous():
+        return twins.gate(gate_up, rule)
+    rows, width = gate_up.shape
+    out = torch.empty((rows, width // 2), dtype=gate_up.dtype)
+    library.gate_rows(
+        gate_up.data_ptr(),
+        out.data_ptr(),
+        rows,
+        width // 2,
+        rule.code,
+        float(rule.alpha),
+        float(rule.limit),
+        dtype,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def qk_norm_rope_store(
+    library: ctypes.CDLL,
+    heads: torch.Tensor,
+    num_kv_heads: int,
+    norm: HeadNorm | None,
+    rotation: Rotation | None,
+    kv: LayerKv | None,
+    slot_mapping: torch.Tensor,
+) -> Heads:
+    """See ``heads.qk_norm_rope_store``; the heads are overwritten, nothing is stored."""
+    dtype = DTYPE_CODES.get(heads.dtype)
+    num_tokens, num_all, head_dim = heads.shape
+    if dtype is None or heads.stride()[1:] != (head_dim, 1) or head_dim > MAX_HEAD_DIM:
+        return head_twins.qk_norm_rope_store(heads, num_kv_heads, norm, rotation, kv, slot_mapping)
+    num_heads = num_all - 2 * num_kv_heads
+    assert norm is None or norm.weights.dtype == heads.dtype
+    if norm is not None or rotation is not None:
+        library.qk_norm_rope_store(
+            heads.data_ptr(),
+            heads.stride(0),
+            *_rotation_arguments(rotation, heads.dtype),
+            *(None, 0.0, 0.0) if norm is None else (norm.weights.data_ptr(), float(norm.eps), float(norm.offset)),
+            num_tokens,
+            num_heads,
+            num_kv_heads,
+            num_kv_heads if norm is not None and norm.includes_values else 0,
+            head_dim,
+            dtype,
+            torch.get_num_threads(),
+        )
+    query, key, value = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 1)
+    return query, key, value
+
+
+def head_squares(library: ctypes.CDLL, heads: torch.Tensor, num_heads: int, num_kv_heads: int) -> torch.Tensor:
+    """See ``heads.head_squares``."""
+    dtype = DTYPE_CODES.get(heads.dtype)
+    if dtype is None or not heads.is_contiguous():
+        return head_twins.head_squares(heads, num_heads, num_kv_heads)
+    num_tokens, num_all, head_dim = heads.shape
+    squares = torch.empty((num_tokens, 2))
+    library.head_squares(
+        heads.data_ptr(),
+        num_all * head_dim,
+        squares.data_ptr(),
+        num_tokens,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        dtype,
+        torch.get_num_threads(),
+    )
+    return squares
+
+
+def norm_width(
+    library: ctypes.CDLL,
+    heads: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    squares: torch.Tensor,
+    weights: torch.Tensor,
+    widths: tuple[int, int],
+    eps: float,
+) -> None:
+    """See ``heads.norm_width``."""
+    is_dense = heads.is_contiguous() and squares.is_contiguous() and weights.is_contiguous()
+    if not is_dense or heads.dtype not in DTYPE_CODES or heads.dtype is not weights.dtype:
+        head_twins.norm_width(heads, num_heads, num_kv_heads, squares, weights, widths, eps)
+        return
+    assert squares.dtype == torch.float32
+    num_tokens, num_all, head_dim = heads.shape
+    library.norm_width(
+        heads.data_ptr(),
+        num_all * head_dim,
+        squares.data_ptr(),
+        weights.data_ptr(),
+        num_tokens,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        *widths,
+        float(eps),
+        DTYPE_CODES[heads.dtype],
+        torch.get_num_threads(),
+    )
+
+
+def cap_logits(library: ctypes.CDLL, scores: torch.Tensor, scale: float, cap: float | None) -> None:
+    """See ``layer_ops.cap_logits``."""
+    dtype = DTYPE_CODES.get(scores.dtype)
+    if dtype is None or scores.stride(1) != 1:
+        twins.cap_logits(scores, scale, cap)
+        return
+    stride, threads = scores.stride(0), torch.get_num_threads()
+    library.cap_logits(scores.data_ptr(), stride, *scores.shape, float(scale), float(cap or 0.0), dtype, threads)
+
+
+def prepare_decodes(library: ctypes.CDLL, tables: RowTables, inputs: DecodeInputs) -> None:
+    """See ``decode_inputs.prepare_decodes``."""
+    source, target = tables.block_table, inputs.block_table
+    num_columns = source.stride(1)
+    assert target.stride(1) == num_columns
+    library.prepare_decodes(
+        inputs.rows.data_ptr(),
+        len(inputs.rows),
+        tables.token_ids.data_ptr(),
+        tables.token_ids.stride(0),
+        tables.num_computed.data_ptr(),
+        source.data_ptr(),
+        len(source),
+        source.stride(0),
+        num_columns,
+        tables.block_size,
+        inputs.input_ids.data_ptr(),
+        inputs.positions.data_ptr(),
+        inputs.slot_mapping.data_ptr(),
+        inputs.slot_mapping.stride(0),
+        inputs.seq_lens.data_ptr(),
+        target.data_ptr(),
+        target.stride(0),
+    )
+
+
+def advance_decodes(library: ctypes.CDLL, tables: RowTables, inputs: DecodeInputs, sampled: torch.Tensor) -> None:
+    """See ``decode_inputs.advance_decodes``; the lengths are those of ``inputs``, so a second call changes nothing."""
+    assert sampled.dtype == torch.int32 and sampled.is_contiguous()
+    library.advance_decodes(
+        inputs.rows.data_ptr(),
+        inputs.seq_lens.data_ptr(),
+        sampled.data_ptr(),
+        len(inputs.rows),
+        tables.token_ids.data_ptr(),
+        tables.token_ids.stride(0),
+        tables.num_computed.data_ptr(),
+    )
+
+
+def best_tokens(library: ctypes.CDLL, logits: torch.Tensor) -> torch.Tensor:
+    """The first maximum of each row of ``logits`` (n, width), of a type of ``DTYPE_CODES``, as (n,) int32.
+
+    A NaN is above all numbers, as for its twin ``ranking.row_argmax`` of ``sampling``.
+    """
+    assert logits.stride(1) == 1
+    tokens = torch.empty(len(logits), dtype=torch.int32)
+    rows, width = logits.shape
+    library.best_tokens(logits.data_ptr(), logits.stride(0), tokens.data_ptr(), rows, width, DTYPE_CODES[logits.dtype])
+    return tokens
+
+
+def add_adapters(
+    library: ctypes.CDLL, out: torch.Tensor, x: torch.Tensor, weights: AdapterWeights, rows: AdapterRows
+) -> None:
+    """See ``adapters.add_adapters``."""
+    dtype = DTYPE_CODES.get(out.dtype)
+    is_taken = out.is_contiguous() and out.dtype is x.dtype is weights.a.dtype and x.stride(1) == 1
+    if dtype is None or not is_taken or len(weights.part_sizes) > MAX_ADAPTED_PARTS:
+        adapter_twins.add_adapters(out, x, weights, rows)
+        return
+    shrunk = torch.empty((rows.num_rows, weights.a.shape[1]))
+    library.add_adapters(
+        ctypes.byref(_adapters(weights, dtype)),
+        x.data_ptr(),
+        x.stride(0),
+        out.data_ptr(),
+        rows.rows.data_ptr(),
+        rows.tiles.data_ptr(),
+        shrunk.data_ptr(),
+        rows.num_rows,
+        len(rows.tiles),
+        torch.get_num_threads(),
+    )
+
+
+def are_dense(x: torch.Tensor, residual: torch.Tensor) -> bool:
+    """Whether C takes both: contiguous, of one type of ``DTYPE_CODES``."""
+    is_dense = x.is_contiguous() and residual.is_contiguous()
+    return is_dense and x.dtype is residual.dtype and x.dtype in DTYPE_CODES
+
+
+def _rotation_arguments(rotation: Rotation | None, dtype: torch.dtype) -> tuple[int | None, ...]:
+    """Addresses of positions and table, the rotary dimension, the address of the queries' scales."""
+    if rotation is None:
+        return None, None, 0, None
+    table, positions, scale = rotation.table, rotation.positions, rotation.query_scale
+    assert table.dtype == dtype and table.is_contiguous() and positions.dtype == torch.int64
+    assert scale is None or (scale.dtype == torch.float32 and scale.is_contiguous())
+    return positions.data_ptr(), table.data_ptr(), rotation.rotary_dim, None if scale is None else scale.data_ptr()
+
+
+def _adapters(weights: AdapterWeights, dtype: int) -> Adapters:
+    """What C reads of ``weights``, which hold the memory."""
+    assert weights.a.is_contiguous() and weights.b.is_contiguous() and weights.ranks.dtype == torch.int32
+    return Adapters(
+        a=weights.a.data_ptr(),
+        b=weights.b.data_ptr(),
+        ranks=weights.ranks.data_ptr(),
+        in_size=weights.a.shape[2],
+        out_size=weights.b.shape[2],
+        max_rank=weights.max_rank,
+        num_parts=len(weights.part_sizes),
+        dtype=dtype,
+        part_sizes=weights.part_sizes,
+    )

@@ -1,0 +1,272 @@
+"""All-reduces and small all-gathers of ranks on one host, through memory that they share (``ipc/tensor_slots.py``).
+
+Sums are trees over the ranks (``kernels/linear/tree_sum.py``) in float32, rounded once: equal on all ranks, and they
+repeat bit for bit.  With several hosts, the ranks of each share memory, and ``two_level.py`` joins the hosts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from time import monotonic_ns
+from typing import TypeAlias
+
+import torch
+
+from tp_engine.cpu.kernels import exchange as native
+from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.kernels.tape import call
+from tp_engine.distributed.collectives import Communicator
+from tp_engine.distributed.rank import Agreeing, all_do
+from tp_engine.distributed.reduce_plan import SHARED_SLOT_BYTES, shared_two_shot_bytes
+from tp_engine.distributed.two_level import Exchange, LocalRanks, TwoLevelExchange, ordered_sum
+from tp_engine.errors import RankError
+from tp_engine.ipc.tensor_slots import TensorSlots
+from tp_engine.kernels.linear.tree_sum import tree_sum
+from tp_engine.log import get_logger
+from tp_engine.progress import RankProgress
+
+logger = get_logger(__name__)
+
+Swap: TypeAlias = Callable[[torch.Tensor], list[torch.Tensor]]
+
+_SPIN_S = 100e-6
+_BLOCK_S = 0.05
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def with_shared_memory(
+    library: Communicator,
+    host: Agreeing,
+    progress: RankProgress,
+    check: Callable[[], None],
+    *,
+    timeout_s: float,
+    is_required: bool,
+    slot_bytes: int = SHARED_SLOT_BYTES,
+    swap: Swap | None = None,
+) -> Communicator:
+    """``library`` with all-reduces through shared memory, or ``library`` itself if a rank can not use it.
+
+    A collective.  ``swap``: with several hosts, on the first rank of each, see ``TwoLevelExchange``.  ``check``
+    is called during waits, and raises if the job has failed; a collective takes ``timeout_s`` at most.  If
+    ``is_required``, a rank that can not use it raises ``RankError`` on all ranks.
+    """
+    together = partial(all_do, host, "shared memory", "shm", is_required=is_required)
+    info = host.info
+    is_one_host = info.topology.num_hosts == 1
+    local = host if is_one_host else LocalRanks(host)
+    slots = _shared_slots(local, slot_bytes, together)
+    if slots is None:
+        return library
+    patience = Patience(check, timeout_s=timeout_s)
+    exchange = _make_exchange(slots, local, lambda rank: patience.late(info.rank - info.local_rank + rank))
+    exchange = exchange if is_one_host else TwoLevelExchange(exchange, info, swap)
+    made = SharedMemoryCommunicator(library, exchange, patience, progress)
+    if together(lambda: check_exchange(made, library, slot_bytes)) is None:
+        return library
+    if host.info.is_first:
+        logger.info("all-reduces go through shared memory (%s)", type(exchange).__name__)
+    return made
+
+
+def _shared_slots(
+    host: Agreeing, slot_bytes: int, together: Callable[[Callable[[], TensorSlots | str]], TensorSlots | str | None]
+) -> TensorSlots | None:
+    """The slots, which the first rank creates and every rank of the host maps."""
+    info = host.info
+    own = together(lambda: TensorSlots.create(info.world_size, slot_bytes) if info.is_first else "another rank's")
+    if own is None:
+        return None
+    try:
+        address = host.all_gather_bytes(own.address.encode() if isinstance(own, TensorSlots) else b"")[0].decode()
+        found = together(lambda: own if isinstance(own, TensorSlots) else TensorSlots.attach(address))
+    finally:
+        if isinstance(own, TensorSlots):
+            own.stop_sharing()
+    return found if isinstance(found, TensorSlots) else None
+
+
+def _make_exchange(slots: TensorSlots, host: Agreeing, late: Callable[[int], None]) -> Exchange:
+    """The compiled exchange if every rank has it, else the Python one."""
+    rank, spin_s = host.info.rank, _spin_s(host)
+    compiled = native_library()
+    words = host.all_gather_bytes(b"" if compiled is None else b"1")
+    if compiled is None or not all(words) or slots.num_ranks > native.MAX_RANKS:
+        return TorchExchange(slots, rank, late, block_s=_BLOCK_S)
+    layout = native.ExchangeLayout(
+        slots=slots.base + slots.slots_offset,
+        results=slots.base + slots.results_offset,
+        semaphores=slots.base + slots.semaphores_offset,
+        rank=rank,
+        num_ranks=slots.num_ranks,
+        slot_bytes=slots.slot_bytes,
+        two_shot_bytes=shared_two_shot_bytes(slots.num_ranks),
+        spin_ns=int(spin_s * 1e9),
+        block_ns=int(_BLOCK_S * 1e9),
+    )
+    return native.NativeExchange(compiled, layout, late, keeps=slots)
+
+
+def _spin_s(host: Agreeing) -> float:
+    """How long a wait spins before it blocks; 0 if there are fewer cores than ranks."""
+    mine = ",".join(map(str, os.sched_getaffinity(0)))
+    cores = {core for theirs in host.all_gather_bytes(mine.encode()) for core in theirs.decode().split(",")}
+    return _SPIN_S if len(cores) >= host.info.world_size else 0.0
+
+
+def check_exchange(made: Communicator, library: Communicator, slot_bytes: int) -> int:
+    """All-reduce and gather random tensors of each dtype; a collective.  Returns the number of correct results.
+
+    A rank that finds a difference continues with the others, and raises ``RuntimeError`` at the end.
+    """
+    generator = torch.Generator().manual_seed(made.info.rank)
+    wrong, num_results = [], 0
+    for dtype in DTYPES:
+        for count in (1, 100, slot_bytes // dtype.itemsize + 33):
+            mine = torch.randn(count, generator=generator).to(dtype)
+            whole = library.all_gather(mine)
+            expected = ordered_sum(torch.split(whole, count), made.info.local_world_size)
+            sums = [made.all_reduce(mine.clone()) for _ in range(2)]
+            if not all(torch.equal(one, expected) for one in sums):
+                wrong.append(f"{count} numbers of {dtype} gave another sum")
+            if not torch.equal(made.all_gather(mine), whole):
+                wrong.append(f"{count} numbers of {dtype} were gathered wrongly")
+            num_results += 3
+    if wrong:
+        raise RuntimeError(wrong[0])
+    return num_results
+
+
+class Patience:
+    """Ends the waits of a collective: ``check`` raises if the job has failed, and there is a timeout."""
+
+    def __init__(self, check: Callable[[], None], *, timeout_s: float) -> None:
+        self.started_ns = 0
+        self._check = check
+        self._timeout_s = timeout_s
+
+    def late(self, rank: int) -> None:
+        """Called while waiting for ``rank``; raises ``RankError`` if the job has failed or the time is up."""
+        self._check()
+        if monotonic_ns() - self.started_ns > self._timeout_s * 1e9:
+            raise RankError(rank, f"did not come to a collective within {self._timeout_s:g} s")
+
+
+class TorchExchange:
+    """The Python twin of ``NativeExchange``: the same sums, bit for bit.
+
+    ``late(rank)`` is called after each ``block_s`` of waiting for that rank, and may raise.
+    """
+
+    can_capture = False
+
+    def __init__(self, slots: TensorSlots, rank: int, late: Callable[[int], None], *, block_s: float) -> None:
+        others = [other for other in range(slots.num_ranks) if other != rank]
+        self.slot_bytes = slots.slot_bytes
+        self._bytes = torch.frombuffer(slots.memory, dtype=torch.uint8)
+        self._slots, self._rank, self._late = slots, rank, late
+        self._mine = [slots.semaphore(rank, other) for other in others]
+        self._theirs = [(other, slots.semaphore(other, rank)) for other in others]
+        self._block_s = block_s
+        self._num_pieces = 0
+
+    def all_reduce(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        """See ``Exchange``."""
+        count = self.slot_bytes // tensor.itemsize
+        for piece, own in zip(torch.split(tensor.view(-1), count), torch.split(out.view(-1), count), strict=True):
+            own.copy_(tree_sum([part.float() for part in self._swap(piece)]))
+
+    def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        """See ``Exchange``."""
+        torch.cat(self._swap(tensor), dim=-1, out=out)
+
+    def _swap(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """All ranks' parts in rank order; valid until the next call."""
+        piece, self._num_pieces = self._num_pieces, self._num_pieces + 1
+        starts = [self._slots.slot_offset(rank, piece) for rank in range(self._slots.num_ranks)]
+        parts = [self._bytes[start : start + mine.nbytes].view(mine.dtype).view_as(mine) for start in starts]
+        parts[self._rank].copy_(mine)
+        for semaphore in self._mine:
+            semaphore.post()
+        for rank, semaphore in self._theirs:
+            while not semaphore.wait(self._block_s):
+                self._late(rank)
+        return parts
+
+
+class SharedMemoryCommunicator:
+    """``library``'s collectives, but all-reduces of ``DTYPES``, and all-gathers that fit, go through ``exchange``.
+
+    A tape contains an all-reduce as a call of Python, which keeps its phase, its deadline and its time.
+    """
+
+    def __init__(self, library: Communicator, exchange: Exchange, patience: Patience, progress: RankProgress) -> None:
+        self.info = library.info
+        self.can_capture = exchange.can_capture
+        self._library = library
+        self._exchange = exchange
+        self._patience = patience
+        self._progress = progress
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype not in DTYPES or not tensor.is_contiguous():
+            return self._library.all_reduce(tensor)
+        call(self._all_reduce, tensor, tensor)
+        return tensor
+
+    def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        out = torch.empty(part.shape, dtype=dtype)
+        call(self._all_reduce, part, out)
+        return out
+
+    def _all_reduce(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        self._progress.collective()
+        self._patience.started_ns = started_ns = monotonic_ns()
+        try:
+            self._exchange.all_reduce(tensor, out)
+        except BaseException as failure:
+            self._exchange = _Broken(failure)
+            raise
+        self._progress.collected(started_ns)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not 0 < tensor.nbytes <= self._exchange.slot_bytes or tensor.dim() == 0:
+            return self._library.all_gather(tensor)
+        self._progress.collective()
+        self._patience.started_ns = started_ns = monotonic_ns()
+        *rows, width = tensor.shape
+        out = tensor.new_empty((*rows, self.info.world_size * width))
+        try:
+            self._exchange.all_gather(tensor.contiguous().view(-1, width), out.view(-1, out.shape[-1]))
+        except BaseException as failure:
+            self._exchange = _Broken(failure)
+            raise
+        self._progress.collected(started_ns)
+        return out
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return self._library.gather(tensor)
+
+
+class _Broken:
+    """Refuses all collectives after one that did not end, because the ranks are no longer in step."""
+
+    slot_bytes = 1 << 62
+    can_capture = False
+
+    def __init__(self, failure: BaseException) -> None:
+        self._failure = failure
+
+    def all_reduce(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        self._raise()
+
+    def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        self._raise()
+
+    def _raise(self) -> None:
+        if isinstance(self._failure, RankError):
+            raise self._failure
+        raise RuntimeError("an earlier collective did not end, so the ranks are no longer in step") from self._failure

@@ -1,0 +1,311 @@
+"""Process groups: one for device tensors (NCCL or gloo), one on the host (gloo) for numbers and short messages.
+
+NCCL refuses ranks that share a GPU; their tensors go through the host and gloo.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
+
+from tp_engine import env
+from tp_engine.cpu.shared_memory import Swap, with_shared_memory
+from tp_engine.distributed.collectives import Communicator, ProcessGroupCommunicator, SingleRank
+from tp_engine.distributed.rank import RankInfo
+from tp_engine.distributed.reduce_plan import Machine
+from tp_engine.distributed.store import Store, WatchedStore
+from tp_engine.distributed.symmetric_memory import TorchOwnMemory, with_symmetric_memory
+from tp_engine.distributed.two_level import swap_between
+from tp_engine.errors import RankError
+from tp_engine.log import get_logger
+from tp_engine.progress import RankPhase, RankProgress
+
+logger = get_logger(__name__)
+
+# The watchdog knows which rank the others wait for, and a library's timeout does not, so the watchdog reports first.
+_AFTER_WATCHDOG_S = 5.0
+_LOOPBACK = "lo"
+_SYMMETRIC_S = 20.0
+
+
+class HostGroup:
+    """Small collectives on the CPU; the identity for one rank."""
+
+    def __init__(self, info: RankInfo, group: dist.ProcessGroup | None) -> None:
+        self.info = info
+        self._group = group
+
+    def all_reduce_min(self, values: list[int]) -> list[int]:
+        """Element-wise minimum over ranks, int64."""
+        return self._all_reduce(values, dist.ReduceOp.MIN)
+
+    def all_reduce_max(self, values: list[int]) -> list[int]:
+        """Element-wise maximum over ranks, int64."""
+        return self._all_reduce(values, dist.ReduceOp.MAX)
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, in rank order."""
+        if self._group is None:
+            return [payload]
+        longest = self.all_reduce_max([len(payload)])[0]
+        framed = np.zeros(8 + longest, dtype=np.uint8)
+        framed[:8] = np.frombuffer(len(payload).to_bytes(8, "little"), dtype=np.uint8)
+        framed[8 : 8 + len(payload)] = np.frombuffer(payload, dtype=np.uint8)
+        mine = torch.from_numpy(framed)
+        parts = [torch.empty_like(mine) for _ in range(self.info.world_size)]
+        dist.all_gather(parts, mine, group=self._group)
+        raw = [part.numpy().tobytes() for part in parts]
+        return [part[8 : 8 + int.from_bytes(part[:8], "little")] for part in raw]
+
+    def _all_reduce(self, values: list[int], operation: dist.ReduceOp.RedOpType) -> list[int]:
+        if self._group is None:
+            return values
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(tensor, op=operation, group=self._group)
+        return [int(value) for value in tensor]
+
+
+class StagedCommunicator:
+    """Collectives of device tensors through the host: they wait for the device, so a CUDA graph can not contain them.
+
+    ``host`` runs them with tensors on the CPU.
+    """
+
+    can_capture = False
+
+    def __init__(self, host: Communicator) -> None:
+        self.info = host.info
+        self._host = host
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.copy_(self._host.all_reduce(tensor.cpu()))
+
+    def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self._host.tree_reduce(part.cpu(), dtype).to(part.device)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._host.all_gather(tensor.cpu()).to(tensor.device)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        gathered = self._host.gather(tensor.cpu())
+        return None if gathered is None else gathered.to(tensor.device)
+
+
+class RankGroups:
+    """This rank's membership: its place, its collectives, and the ``progress`` that other ranks see.
+
+    ``close`` leaves the groups.  ``report`` is told of an error that this rank's main thread may be unable to raise.
+    """
+
+    def __init__(
+        self,
+        info: RankInfo,
+        communicator: Communicator,
+        host: HostGroup,
+        progress: RankProgress,
+        *,
+        owns_default: bool,
+        device_group: dist.ProcessGroup | None = None,
+        check: Callable[[], None] = lambda: None,
+        collective_s: float = 0.0,
+        store: Store | None = None,
+    ) -> None:
+        """``store``: the groups met through it.  Torch uses it later too, so a reference to it must be kept."""
+        self.info = info
+        self.communicator = communicator
+        self.host = host
+        self.progress = progress
+        self._owns_default = owns_default
+        self._device_group = device_group
+        self.report: Callable[[BaseException], None] = lambda error: None
+        self._check = check
+        self._late: RankError | None = None
+        self._collective_s = collective_s
+        self._store = store
+
+    def use_shared_memory(self, *, is_required: bool) -> None:
+        """Let ``communicator`` all-reduce through shared memory, CPUs of one host, if all ranks can.
+
+        A collective.  ``RankError`` if ``is_required`` and a rank can not.
+        """
+        swap = self._join_first_ranks() if self.info.topology.num_hosts > 1 else None
+        self.communicator = with_shared_memory(
+            self.communicator,
+            self.host,
+            self.progress,
+            self.check,
+            timeout_s=self._collective_s + _AFTER_WATCHDOG_S,
+            is_required=is_required,
+            swap=swap,
+        )
+
+    def _join_first_ranks(self) -> Swap | None:
+        """A group of the first ranks of all hosts, and its exchange; None on the other ranks.  A collective."""
+        topology = self.info.topology
+        firsts = [topology.leader_of(host) for host in range(topology.num_hosts)]
+        patience = timedelta(seconds=self._collective_s + _AFTER_WATCHDOG_S)
+        group = dist.new_group(firsts, backend="gloo", timeout=patience)
+        return swap_between(group, len(firsts)) if self.info.local_rank == 0 else None
+
+    def use_symmetric_memory(
+        self,
+        machine: Machine,
+        device: torch.device,
+        *,
+        largest_bytes: int,
+        shares_devices: bool,
+        is_required: bool,
+        wait: Callable[[], None],
+    ) -> None:
+        """Let ``communicator`` all-reduce through symmetric memory if all ranks can.
+
+        A collective.  ``device`` is this rank's current device; ``largest_bytes`` is the size of a step's largest
+        tensor.  ``RankError`` if ``is_required`` and a rank can not.  ``wait`` as in ``with_symmetric_memory``.
+        """
+        group = self._device_group
+        assert group is not None, "a world of one has nothing to share"
+        if shares_devices:
+            env.let_ranks_share_devices()
+        self.communicator = with_symmetric_memory(
+            self.communicator,
+            machine,
+            lambda num_bytes: TorchOwnMemory(num_bytes, device, group),
+            self.host,
+            self.progress,
+            device=device,
+            largest_bytes=largest_bytes,
+            is_required=is_required,
+            wait=wait,
+            within=self._time_limit,
+        )
+
+    def check(self) -> None:
+        """For waits: ``RankError`` if the job has failed."""
+        if self._late is not None:
+            raise self._late
+        self._check()
+
+    @contextmanager
+    def _time_limit(self, what: str) -> Iterator[None]:
+        """A part of setting up symmetric memory, which may block in the driver: its time limit ends the job."""
+
+        def expire() -> None:
+            self._late = RankError(
+                self.info.rank,
+                f"symmetric memory: {what} has not ended within {_SYMMETRIC_S:g} s, so the links between the GPUs do "
+                "not work as the driver says; start with --all-reduce nccl",
+            )
+            self.report(self._late)
+
+        timer = threading.Timer(_SYMMETRIC_S, expire)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def abort(self) -> None:
+        """Abort the running collectives between devices, from any thread: they raise, and later ones do too.
+
+        Only for NCCL; gloo's collectives raise by themselves when a peer ends.
+        """
+        if self._owns_default and dist.is_initialized() and dist.get_backend() == "nccl":
+            _abort_process_group()
+
+    def close(self) -> None:
+        """Destroy the process groups that ``join`` made."""
+        if self._owns_default and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_default = False
+        self._store = None
+
+
+def alone(progress: RankProgress) -> RankGroups:
+    """The groups of a world of one: no sockets, no collectives."""
+    communicator = SingleRank()
+    progress.reach(RankPhase.GROUP_INIT)
+    return RankGroups(communicator.info, communicator, HostGroup(communicator.info, None), progress, owns_default=False)
+
+
+def join(
+    info: RankInfo,
+    store: Store,
+    progress: RankProgress,
+    check: Callable[[], None],
+    *,
+    device_type: str,
+    shares_devices: bool = False,
+    start_s: float,
+    collective_s: float,
+) -> RankGroups:
+    """Meet the other ranks and return the groups; every rank calls this.
+
+    ``start_s`` bounds the meeting and the host group (ranks load at different speeds), ``collective_s`` every
+    collective between devices.  ``shares_devices``: some GPU has several ranks.  ``check`` is called repeatedly while
+    this rank waits for the others, and raises if one has died.  ``RankError`` if the others do not join in time.
+    """
+    backend = "nccl" if device_type == "cuda" and not shares_devices else "gloo"
+    if dist.is_initialized():
+        raise RankError(
+            info.rank,
+            "this process already has a torch.distributed process group; before starting an engine, close the other "
+            "one or call torch.distributed.destroy_process_group()",
+        )
+    if info.is_first:  # if rank 0 dies before another rank is here, only this line says where it was
+        logger.info("%s: %d ranks meet", RankPhase.GROUP_INIT.label, info.world_size)
+        if info.topology.num_hosts > 1:
+            interface = env.collective_interface(backend)
+            logger.info("%d hosts; tensors go by %s over %s", info.topology.num_hosts, backend, interface)
+    env.leave_hangs_to_the_engine()
+    progress.reach(RankPhase.GROUP_INIT)
+    start, collective = (timedelta(seconds=seconds + _AFTER_WATCHDOG_S) for seconds in (start_s, collective_s))
+    watched = WatchedStore(store, check, timeout_s=start.total_seconds())
+    try:
+        _meet(watched, info, progress)
+        # NCCL's own threads use the store too, and must not depend on Python.
+        store = watched if backend == "gloo" else store
+        with env.gloo_on(_LOOPBACK if info.topology.num_hosts == 1 else None):
+            dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=start)
+            host = dist.new_group(backend="gloo", timeout=start)
+            device = dist.new_group(backend=backend, timeout=collective)
+    except RankError:
+        raise
+    except (RuntimeError, TimeoutError) as error:
+        raise RankError(info.rank, f"not all {info.world_size} ranks met within {start_s:g} s ({error})") from error
+    communicator: Communicator = ProcessGroupCommunicator(info, device, progress)
+    if device_type == "cuda" and backend == "gloo":
+        communicator = StagedCommunicator(communicator)
+    return RankGroups(
+        info,
+        communicator,
+        HostGroup(info, host),
+        progress,
+        owns_default=True,
+        device_group=device,
+        check=check,
+        collective_s=collective_s,
+        store=store,
+    )
+
+
+def _meet(store: WatchedStore, info: RankInfo, progress: RankProgress) -> None:
+    """Wait until all ranks are here; a rank that dies later is then missed in a collective, not in a rendezvous."""
+    keys = [f"rank {rank} joins" for rank in range(info.world_size)]
+    store.set(keys[info.rank], "1")
+    progress.done()
+    try:
+        store.wait(keys)
+    except TimeoutError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if missing:
+            names = ", ".join(map(str, missing))
+            raise RankError(missing[0], f"has not joined the job in time (missing: {names}; {error})") from error
+        raise

@@ -1,0 +1,115 @@
+"""Rank 0's engine between two steps, for what an operator asks (``acts.py``): orders, pauses, the prefix cache."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import msgspec
+
+from tp_engine.engine.grammar_queue import GrammarQueue
+from tp_engine.engine.job import Job
+from tp_engine.errors import RequestError
+from tp_engine.plan import Order, StepPlan
+from tp_engine.request import StepOutput
+from tp_engine.sched.lora import LoRASlots
+from tp_engine.sched.scheduler import Scheduler
+from tp_engine.worker.orders import Outcome
+from tp_engine.worker.worker import Worker
+
+
+class EngineAdmin:
+    """What acts may do to an engine.
+
+    ``standstill`` is a context in which no step is in flight; the output of those that were is appended to ``drained``,
+    which ``Engine.step`` gives out unless ``take_drained`` has.  ``execute_command`` lets all ranks follow the order of a plan.
+
+    ``is_paused``: no step runs.  ``is_asleep``: nor is there a KV cache.  ``weight_version`` names the weights; empty
+    for those of the start.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        grammars: GrammarQueue,
+        worker: Worker,
+        job: Job,
+        standstill: Callable[[], AbstractContextManager[None]],
+        execute_command: Callable[[StepPlan], Outcome],
+    ) -> None:
+        self.drained: deque[StepOutput] = deque()
+        self.is_paused = self.is_asleep = False
+        self.weight_version = ""
+        self._num_updates = 0
+        self._scheduler = scheduler
+        self._grammars = grammars
+        self._worker = worker
+        self._job = job
+        self._standstill = standstill
+        self._execute_command = execute_command
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request waits or runs, be the engine paused or not."""
+        return self._scheduler.has_unfinished
+
+    @property
+    def adapters(self) -> LoRASlots | None:
+        """The loaded adapters; None for an engine without slots for some."""
+        return self._scheduler.feature(LoRASlots)
+
+    def configuration(self) -> dict[str, Any]:
+        """The effective configuration, by field."""
+        return self._worker.configuration
+
+    def order(self, kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Let all ranks follow an order (``worker/orders.py``) when nothing is in flight; what rank 0 made of it.
+
+        ``RequestError`` if a rank can not: then nothing has changed on any.
+        """
+        with self._standstill():
+            order = msgspec.json.encode(Order(kind, dict(arguments)))
+            plan = StepPlan(step_id=self._scheduler.skip_step(), order=order)
+            outcome = self._execute_command(plan)
+            self._job.wait_step(plan.step_id, timeout_s=self.configuration()["startup_timeout_s"])
+        if outcome.refusal:
+            raise RequestError(outcome.refusal)
+        return outcome.result
+
+    def pause(self, *, aborts: bool) -> None:
+        """Run no step until ``resume``: requests end now if it ``aborts``, or wait and are computed again later.
+
+        ``drained`` has what they end with.  New requests wait.
+        """
+        with self._standstill():
+            if aborts:
+                self._grammars.forget(None)
+                self.drained.append(StepOutput(deltas=self._scheduler.abort(None)))
+            self._scheduler.preempt_all()
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Run steps again."""
+        self.is_paused = False
+
+    def weights_changed(self, version: str | None) -> None:
+        """The ranks have new weights, called ``version`` or by their number: nothing that was cached is found any more.
+
+        No request may be running.
+        """
+        self._scheduler.renew_cache_keys()
+        self._num_updates += 1
+        self.weight_version = version or str(self._num_updates)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False if requests hold blocks."""
+        return self._scheduler.reset_prefix_cache()
+
+    def take_drained(self) -> list[StepOutput]:
+        """The output of steps that an act waited for."""
+        outputs = [*self.drained]
+        self.drained.clear()
+        return outputs

@@ -1,0 +1,174 @@
+"""What rank 0 does for the disk tier beside its steps: the journal, writes while it is idle, and the last ones.
+
+The journal's thread writes it, so that no step waits for a disk.  A rewrite goes to a new file, which takes the
+journal's place when it is whole.  What the process's end cuts off is read as torn at the next start, and dropped
+(``sched/tiers/disk_journal.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+
+from tp_engine.log import get_logger
+from tp_engine.plan import StepPlan
+from tp_engine.sched.scheduler import Scheduler
+from tp_engine.sched.tiers.disk_journal import DiskContents, JournalHeader, read_header, read_nodes
+from tp_engine.sched.tiers.disk_waits import DiskWaits
+from tp_engine.worker.tiers.disk_start import DiskStart
+
+logger = get_logger(__name__)
+
+_NAME = "journal"
+_END_S = 1.0
+_FLUSH_S = 10.0
+_SLICE_S = 0.0005
+
+
+class JournalFile:
+    """Writes the journal in ``folder``; after a failure, with a line in the log, what is appended is left out."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / _NAME
+        self._descriptor = -1
+        self._has_failed = False
+        self._queue: SimpleQueue[tuple[bytes, bool] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="disk_journal", daemon=True)
+
+    def append(self, records: bytes) -> None:
+        """See ``JournalSink``."""
+        self._queue.put((records, False))
+
+    def rewrite(self, data: bytes) -> None:
+        """See ``JournalSink``.  The first call, at the start, returns when the journal is on disk.
+
+        Serials go on behind those that slots have, which may be less than those of the old journal, if slots have been
+        cleared since.  So the old one has to be gone before the first write.
+        """
+        if self._thread.ident is not None:
+            self._queue.put((data, True))
+            return
+        try:
+            self._replace(data)
+        except OSError as error:
+            self._path.unlink(missing_ok=True)
+            self._fail(error)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what was given, within a second."""
+        self._queue.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            data, is_new = item
+            try:
+                if is_new:
+                    self._replace(data)
+                    self._has_failed = False
+                elif not self._has_failed:  # what stands behind a torn record is not read
+                    _write(self._descriptor, data)
+            except OSError as error:
+                self._fail(error)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def _replace(self, data: bytes) -> None:
+        """Begin a new journal, which takes the old one's place when it is on disk."""
+        path = self._path.with_suffix(".new")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            _write(descriptor, data)
+            os.fsync(descriptor)
+            path.replace(self._path)
+            _sync_folder(path.parent)
+        except OSError:
+            os.close(descriptor)
+            raise
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = descriptor
+
+    def _fail(self, error: OSError) -> None:
+        self._has_failed = True
+        logger.warning("the journal of the disk tier can not be written (%s): a later start finds less", error)
+
+
+def read_contents(start: DiskStart, *, block_bytes: int, num_groups: int) -> tuple[DiskContents, JournalFile]:
+    """What the scheduler gets of the disk tier, and what writes its journal from now on.
+
+    ``block_bytes`` is the size of a block's token ids.
+    """
+    try:
+        data = (start.path / _NAME).read_bytes()
+    except FileNotFoundError:
+        data = b""
+    header = read_header(data)
+    wanted = (block_bytes, num_groups, start.store)
+    if header is None or (header.block_bytes, header.num_groups, header.store) != wanted:
+        if data and start.serials:
+            logger.warning("the disk tier begins empty, because its journal does not belong to its files")
+        header, nodes = JournalHeader(*wanted, salt_key=secrets.token_bytes(32)), {}
+    else:
+        nodes = read_nodes(data, header, start.serials)
+    sink = JournalFile(start.path)
+    return DiskContents(header, nodes, start.first_serial, sink), sink
+
+
+class DiskWriter:
+    """Plans without rows, which order what no request waits for; ``run`` runs one on all ranks."""
+
+    def __init__(self, scheduler: Scheduler, journal: JournalFile) -> None:
+        waits = scheduler.feature(DiskWaits)
+        assert waits is not None, "there is no disk tier"
+        self._scheduler, self._waits, self._journal = scheduler, waits, journal
+
+    def turn(self, run: Callable[[StepPlan], None]) -> bool:
+        """Order the next writes, if there are any; whether there is more to do."""
+        if not self._waits.has_background_work:
+            return False
+        plan = self._scheduler.schedule_bare(self._waits.finish_bare)
+        if plan is not None:
+            run(plan)
+        return self._waits.has_background_work
+
+    def flush(self, run: Callable[[StepPlan], None]) -> None:
+        """Write all that is cached, for some seconds at most, or until the disk does not answer."""
+        deadline_s = time.monotonic() + _FLUSH_S
+        while self.turn(run):
+            if time.monotonic() > deadline_s:
+                logger.warning("the disk tier did not get all that is cached within %g s", _FLUSH_S)
+                return
+            time.sleep(_SLICE_S)
+
+    def wait(self) -> None:
+        """Let a moment pass if all requests wait for reads."""
+        if self._waits.num_waiting:
+            time.sleep(_SLICE_S)
+
+    def close(self) -> None:
+        """Close the journal."""
+        self._journal.close()
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    """Let the names in ``folder`` be on disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

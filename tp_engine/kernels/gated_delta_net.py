@@ -1,0 +1,204 @@
+"""The gated delta rule (https://arxiv.org/abs/2412.06464) in plain PyTorch: the twin of the compiled kernels.
+
+A layer's projections make of each token, for the heads of this rank::
+
+    mixed (N, 2 KH DK + 2 VH DV) = [ q | k | v | z ]        gates (N, 2 VH) = [ b | a ]
+
+1.  Each channel of q, k and v goes through a causal convolution over the last ``taps`` tokens, then SiLU.
+2.  q and k are divided by their length (its square plus 1e-6); q is multiplied by DK^-0.5.  Key head i serves the value
+    heads i r to i r + r - 1, where r = VH / KH.
+3.  With beta = sigmoid(b) and g = -exp(A_log) softplus(a + dt_bias), each value head's state S (DK, DV) goes on::
+
+        S = exp(g) S;  S = S + k (beta (v - S' k))';  o = S' q
+
+4.  o is divided by its root mean square (with eps), then multiplied by a weight and by SiLU(z).
+
+``gated_delta_net_decode`` does that for one token of each row, and ``gated_delta_net_prefill`` for many tokens, in chunks: all that depends on
+the state before a chunk is a product with it, so a chunk's tokens are computed together.  Within a chunk, with
+c the sums of g, D[i, j] = exp(c_i - c_j) for j <= i, and A the part of beta (K K') * D below the diagonal::
+
+    (I + A) U = beta V      (I + A) W = beta exp(c) K      V' = U - W S
+    O = exp(c) Q S + (Q K' * D) V'                         S = exp(c_last) S + (exp(c_last - c) K)' V'
+
+All of it is computed in float32.  A row's state is its recurrent matrices and the last ``taps - 1`` inputs of the
+convolution.  An update is not idempotent: what runs a step twice must put the states back in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from tp_engine.kernels.layer_ops import widened
+from tp_engine.kv_layout import StateKind
+
+LENGTH_EPS = 1e-6
+CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaRule:
+    """One layer's constants on this rank, all float32; ``kind`` has its sizes.
+
+    ``conv`` (taps, channels), the last row for the token itself; ``decay`` (VH,) is -exp(A_log); ``dt_bias`` (VH,);
+    ``norm`` (DV,).
+    """
+
+    kind: StateKind
+    conv: torch.Tensor
+    decay: torch.Tensor
+    dt_bias: torch.Tensor
+    norm: torch.Tensor
+    eps: float
+
+
+class LayerStates(NamedTuple):
+    """One layer's states of all slots, float32: ``conv`` (slots, taps - 1, channels), ``recurrent`` (slots, VH, DK,
+    DV).
+
+    Both are strided views whose slots are contiguous.
+    """
+
+    conv: torch.Tensor
+    recurrent: torch.Tensor
+
+
+class Chunk(NamedTuple):
+    """``num_tokens`` of one row, from token ``start`` of the step on.
+
+    Its state is in ``slot``; if it ``is_fresh`` the state before the first token is zero, whatever the slot holds.
+    None: it begins with zero and is not kept.
+    """
+
+    start: int
+    num_tokens: int
+    slot: int | None
+    is_fresh: bool
+
+
+def gated_delta_net_decode(
+    mixed: torch.Tensor, gates: torch.Tensor, rule: DeltaRule, states: LayerStates, slots: torch.Tensor
+) -> torch.Tensor:
+    """One token of each of B rows: ``mixed`` (B, ...), ``gates`` (B, 2 VH) -> (B, VH DV), of the type of ``mixed``.
+
+    Row i changes the states in ``slots[i]`` (B,) int32, which are distinct, and not the last slot of all.  A slot of -1
+    is padding: its output is arbitrary, and it may change the last slot, which no row has.  Nothing waits for the
+    device, so a CUDA graph can hold this twin too.
+    """
+    kind = rule.kind
+    places = torch.where(slots < 0, len(states.conv) - 1, slots).long()
+    inputs, z = _split(widened(mixed), kind)
+    window = torch.cat((states.conv.index_select(0, places), inputs.unsqueeze(1)), 1)
+    states.conv.index_copy_(0, places, window[:, 1:])
+    query, key, value = _heads(F.silu((window * rule.conv).sum(1)), kind)
+    decay, beta = _decay_and_beta(gates, rule)
+    by_key = len(slots), kind.num_key_heads, -1
+    old = states.recurrent.index_select(0, places).view(*by_key, kind.key_dim, kind.value_dim)
+    old = old * decay.exp().view(*by_key, 1, 1)
+    column = key[:, :, None, :, None]
+    change = (value.reshape(*by_key, kind.value_dim) - (old * column).sum(-2)) * beta.reshape(*by_key, 1)
+    new = old + column * change.unsqueeze(-2)
+    states.recurrent.index_copy_(0, places, new.flatten(1, 2))
+    attended = (new * query[:, :, None, :, None]).sum(-2).flatten(1, 2)
+    return _gated_norm(attended, z, rule).to(mixed.dtype)
+
+
+def gated_delta_net_prefill(
+    mixed: torch.Tensor, gates: torch.Tensor, rule: DeltaRule, states: LayerStates | None, chunks: list[Chunk]
+) -> torch.Tensor:
+    """Chunks of prompts: ``mixed`` (N, ...), ``gates`` (N, 2 VH) -> (N, VH DV), in the type of ``mixed``.
+
+    The ``chunks`` hold all tokens, in order.
+    """
+    kind = rule.kind
+    parts = []
+    for start, count, slot, is_fresh in chunks:
+        own = slice(start, start + count)
+        inputs, z = _split(widened(mixed[own]), kind)
+        if slot is None or is_fresh or states is None:
+            kept = inputs.new_zeros(kind.taps - 1, kind.num_channels)
+            state = inputs.new_zeros(kind.num_value_heads, kind.key_dim, kind.value_dim)
+        else:
+            kept, state = states.conv[slot], states.recurrent[slot]
+        window = torch.cat((kept, inputs))
+        turned = F.conv1d(window.t().unsqueeze(0), rule.conv.t().unsqueeze(1), groups=kind.num_channels)
+        query, key, value = _heads(F.silu(turned).squeeze(0).t(), kind)
+        attended, state = attend_in_chunks(query, key, value, *_decay_and_beta(gates[own], rule), state)
+        if slot is not None and states is not None:
+            states.conv[slot].copy_(window[count:])
+            states.recurrent[slot].copy_(state)
+        parts.append(_gated_norm(attended, z, rule).to(mixed.dtype))
+    return torch.cat(parts)
+
+
+def attend_in_chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs (T, VH, DV) of T tokens that follow ``state`` (VH, DK, DV), and the state behind them; float32.
+
+    ``query``, ``key`` (T, KH, DK), of their length; ``value`` (T, VH, DV); ``decay`` (g), ``beta`` (T, VH).
+    """
+    num_tokens, num_key_heads = len(query), query.shape[1]
+    size = min(CHUNK, num_tokens)
+
+    def by_chunk(x: torch.Tensor) -> torch.Tensor:
+        """(T, heads, ...) -> (KH, heads / KH, chunks, size, ...)."""
+        padded = F.pad(x, (*(0,) * (2 * x.dim() - 1), -num_tokens % size))
+        chunks: torch.Tensor = padded.view(-1, size, *x.shape[1:]).movedim(2, 0)
+        return chunks.reshape(num_key_heads, -1, *chunks.shape[1:])
+
+    q, k, v = by_chunk(query), by_chunk(key), by_chunk(value)
+    sums, beta = by_chunk(decay).cumsum(-1), by_chunk(beta).unsqueeze(-1)
+    distance = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).tril_()
+    decays = distance.exp().tril()
+    system = beta * (k @ k.mT) * decays
+    both = torch.cat((beta * v, beta * sums.exp().unsqueeze(-1) * k), -1)
+    solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+    values, of_state = solved.split_with_sizes((value.shape[-1], key.shape[-1]), -1)
+    scores = (q @ k.mT) * decays
+    q = q * sums.exp().unsqueeze(-1)
+    k = k * (sums[..., -1:] - sums).exp().unsqueeze(-1)
+    whole = sums[..., -1, None, None].exp()
+    state = state.reshape(num_key_heads, -1, *state.shape[1:])
+    parts = []
+    for chunk in range(q.shape[2]):
+        new = values[:, :, chunk] - of_state[:, :, chunk] @ state
+        parts.append(q[:, :, chunk] @ state + scores[:, :, chunk] @ new)
+        state = whole[:, :, chunk] * state + k[:, :, chunk].mT @ new
+    out = torch.cat(parts, 2).flatten(0, 1)[:, :num_tokens]
+    return out.transpose(0, 1), state.flatten(0, 1)
+
+
+def _split(mixed: torch.Tensor, kind: StateKind) -> tuple[torch.Tensor, torch.Tensor]:
+    """The convolution's inputs (N, channels), and z (N, VH, DV)."""
+    inputs, z = mixed[:, : kind.num_channels], mixed[:, kind.num_channels :]
+    return inputs, z.view(-1, kind.num_value_heads, kind.value_dim)
+
+
+def _heads(turned: torch.Tensor, kind: StateKind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(N, channels) -> query and key (N, KH, DK), of their length, and value (N, VH, DV)."""
+    width = kind.num_key_heads * kind.key_dim
+    query, key, value = turned.split_with_sizes((width, width, kind.num_value_heads * kind.value_dim), 1)
+    query, key = (x.reshape(-1, kind.num_key_heads, kind.key_dim) for x in (query, key))
+    query, key = (x * (x.square().sum(-1, keepdim=True) + LENGTH_EPS).rsqrt() for x in (query, key))
+    return query * kind.key_dim**-0.5, key, value.reshape(-1, kind.num_value_heads, kind.value_dim)
+
+
+def _decay_and_beta(gates: torch.Tensor, rule: DeltaRule) -> tuple[torch.Tensor, torch.Tensor]:
+    """g and beta, each (N, VH)."""
+    b, a = widened(gates).chunk(2, 1)
+    return rule.decay * F.softplus(a + rule.dt_bias), b.sigmoid()
+
+
+def _gated_norm(attended: torch.Tensor, z: torch.Tensor, rule: DeltaRule) -> torch.Tensor:
+    """(N, VH, DV) -> (N, VH DV)."""
+    normed = F.rms_norm(attended, attended.shape[-1:], rule.norm, rule.eps)
+    return (normed * F.silu(z)).flatten(1)

@@ -1,0 +1,204 @@
+"""A decode step of the gated delta rule: the Triton twin of ``delta_rule.gated_delta_net_decode``, in two launches.
+
+::
+
+    causal_conv_kernel   row x channels    mixed, kept inputs -> q, k, v after SiLU (float32); the inputs move on by one
+    gated_delta_net_decode_kernel    row x value head  q, k, v, gates, z, state -> output; the state goes on by one token
+
+There are two because value heads share the convolved query and key of their key head, whose inputs one program moves
+on.  A state is read and written once: a program holds all of it, so that the output's root mean square needs no third
+launch.  Padding rows read and write no state.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.gated_delta_net import LENGTH_EPS, DeltaRule, LayerStates
+from tp_engine.kernels.jit import jit
+
+_LENGTH_EPS = tl.constexpr(LENGTH_EPS)
+_CONV_BLOCK = 256
+_CONV_WARPS = 2
+# Fewer elements of a state than threads would make threads share an element, which is changed in place.
+_MIN_BLOCK = 16
+_ELEMENTS_PER_THREAD = 32
+_MAX_WARPS = 16
+
+
+@jit
+def silu(x):
+    """Float32; nothing overflows."""
+    return x / (1.0 + tl.exp(-x))
+
+
+@jit
+def softplus(x):
+    """log(1 + exp(x)), float32, with a small relative error for any x: a slow decay is many steps' product.
+
+    log(1 + e) = 2 artanh(s) with s = e / (2 + e), at most 1/3 for e = exp(-|x|): seven terms of the series.
+    """
+    e = tl.exp(-tl.abs(x))
+    s = e / (2.0 + e)
+    square = s * s
+    series = 1.0 / 9 + square * (1.0 / 11 + square * (1.0 / 13))
+    series = 1.0 + square * (1.0 / 3 + square * (1.0 / 5 + square * (1.0 / 7 + square * series)))
+    return tl.where(x > 0, x, 0.0) + 2.0 * s * series
+
+
+@jit
+def causal_conv_kernel(
+    mixed,
+    weight,
+    kept,
+    slots,
+    out,
+    mixed_stride,
+    slot_stride,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: up to BLOCK channels of one row."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < CHANNELS
+    is_kept = inside & (slot >= 0)
+    item = tl.load(mixed + row * mixed_stride + column, mask=inside, other=0.0).to(tl.float32)
+    place = kept + slot * slot_stride + column
+    total = item * tl.load(weight + (TAPS - 1) * CHANNELS + column, mask=inside, other=0.0)
+    for tap in tl.static_range(TAPS - 1):
+        old = tl.load(place + tap * CHANNELS, mask=is_kept, other=0.0)
+        total += old * tl.load(weight + tap * CHANNELS + column, mask=inside, other=0.0)
+        if tap > 0:
+            tl.store(place + (tap - 1) * CHANNELS, old, mask=is_kept)
+        tl.debug_barrier()  # all threads have read this tap before the next store, which is to its place
+    if TAPS > 1:
+        tl.store(place + (TAPS - 2) * CHANNELS, item, mask=is_kept)
+    tl.store(out + row * CHANNELS + column, silu(total), mask=inside)
+
+
+@jit
+def gated_delta_net_decode_kernel(
+    convolved,
+    mixed,
+    gates,
+    log_decay,
+    dt_bias,
+    weight,
+    states,
+    slots,
+    out,
+    mixed_stride,
+    gates_stride,
+    slot_stride,
+    eps,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    QUERY_SCALE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: the state (KEY_DIM, VALUE_DIM) of one value head of one row."""
+    let_next_begin(PDL)
+    i, j = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
+    in_key, in_value = i < KEY_DIM, j < VALUE_DIM
+    gain = tl.load(weight + j, mask=in_value, other=0.0)
+    wait_for_previous(PDL)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row).to(tl.int64)
+    inside = in_key[:, None] & in_value[None, :] & (slot >= 0)
+    place = states + slot * slot_stride + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
+    state = tl.load(place, mask=inside, other=0.0)
+
+    keys: tl.constexpr = KEY_HEADS * KEY_DIM
+    values: tl.constexpr = VALUE_HEADS * VALUE_DIM
+    own = convolved + row * (2 * keys + values)
+    own_key = own + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + i
+    query = tl.load(own_key, mask=in_key, other=0.0)
+    key = tl.load(own_key + keys, mask=in_key, other=0.0)
+    value = tl.load(own + 2 * keys + head * VALUE_DIM + j, mask=in_value, other=0.0)
+    query *= tl.rsqrt(tl.sum(query * query, axis=0) + _LENGTH_EPS) * QUERY_SCALE
+    key *= tl.rsqrt(tl.sum(key * key, axis=0) + _LENGTH_EPS)
+    b = tl.load(gates + row * gates_stride + head).to(tl.float32)
+    a = tl.load(gates + row * gates_stride + VALUE_HEADS + head).to(tl.float32)
+    beta = 1.0 / (1.0 + tl.exp(-b))
+    decay = tl.exp(tl.load(log_decay + head) * softplus(a + tl.load(dt_bias + head)))
+
+    state *= decay
+    change = (value - tl.sum(state * key[:, None], axis=0)) * beta
+    state += key[:, None] * change[None, :]
+    tl.store(place, state, mask=inside)
+    attended = tl.sum(state * query[:, None], axis=0)
+    scale = tl.rsqrt(tl.sum(attended * attended, axis=0) / VALUE_DIM + eps)
+    z = mixed + row * mixed_stride + 2 * keys + values + head * VALUE_DIM + j
+    gate = silu(tl.load(z, mask=in_value, other=0.0).to(tl.float32))
+    result = attended * scale * gain * gate
+    tl.store(out + row * values + head * VALUE_DIM + j, result.to(out.dtype.element_ty), mask=in_value)
+
+
+def gated_delta_net_decode_triton(
+    mixed: torch.Tensor, gates: torch.Tensor, rule: DeltaRule, states: LayerStates, slots: torch.Tensor
+) -> torch.Tensor:
+    """``delta_rule.gated_delta_net_decode``; rows of ``mixed`` and ``gates`` may lie apart, and padding changes no slot at all."""
+    kind, num_rows = rule.kind, len(mixed)
+    channels, heads, width = kind.num_channels, kind.num_value_heads, kind.value_dim
+    assert mixed.shape[1] == channels + heads * width and gates.shape[1] == 2 * heads, (mixed.shape, gates.shape)
+    assert mixed.stride(1) == gates.stride(1) == slots.stride(0) == 1, (mixed.stride(), gates.stride(), slots.stride())
+    assert states.conv[0].is_contiguous() and states.recurrent[0].is_contiguous(), "a slot is contiguous"
+    out = torch.empty((num_rows, heads * width), dtype=mixed.dtype, device=mixed.device)
+    if num_rows == 0:
+        return out
+    launch = dependent_launch(mixed.device)
+    convolved = torch.empty((num_rows, channels), dtype=torch.float32, device=mixed.device)
+    causal_conv_kernel[(num_rows, triton.cdiv(channels, _CONV_BLOCK))](
+        mixed,
+        rule.conv,
+        states.conv,
+        slots,
+        convolved,
+        mixed.stride(0),
+        states.conv.stride(0),
+        CHANNELS=channels,
+        TAPS=kind.taps,
+        BLOCK=_CONV_BLOCK,
+        num_warps=_CONV_WARPS,
+        **launch,
+    )
+    key_block, value_block = (max(int(triton.next_power_of_2(dim)), _MIN_BLOCK) for dim in (kind.key_dim, width))
+    num_warps = key_block * value_block // (32 * _ELEMENTS_PER_THREAD)
+    gated_delta_net_decode_kernel[(num_rows, heads)](
+        convolved,
+        mixed,
+        gates,
+        rule.decay,
+        rule.dt_bias,
+        rule.norm,
+        states.recurrent,
+        slots,
+        out,
+        mixed.stride(0),
+        gates.stride(0),
+        states.recurrent.stride(0),
+        rule.eps,
+        KEY_HEADS=kind.num_key_heads,
+        VALUE_HEADS=heads,
+        KEY_DIM=kind.key_dim,
+        VALUE_DIM=width,
+        KEY_BLOCK=key_block,
+        VALUE_BLOCK=value_block,
+        QUERY_SCALE=kind.key_dim**-0.5,
+        num_warps=min(max(num_warps, 1), _MAX_WARPS),
+        **launch,
+    )
+    return out

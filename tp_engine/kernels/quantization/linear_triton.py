@@ -1,0 +1,141 @@
+"""A quantised weight applied to some rows: a decode step of several requests, or the end of a prompt.
+
+The grid is (blocks of outputs, blocks of rows).  ``sums_triton`` has the sums; here they get the bias and the
+activation.  With few rows the time is that of reading the weight once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+
+from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.elementwise_triton import activation_constants, gated
+from tp_engine.kernels.quantization.sums_triton import block_columns, quantised_sums, scales_fit_values
+from tp_engine.kernels.quantization.values_triton import weight_constants, weight_tensors
+from tp_engine.kernels.quantization.weights import QuantisedWeight
+from tp_engine.model_config.mlp import Activation
+from tp_engine.units import ceil_div
+
+
+class RowTiles(NamedTuple):
+    """Rows of a program's tile, its outputs in weights with few and with many outputs, its warps and stages."""
+
+    block_m: int
+    few_outputs: int
+    many_outputs: int
+    num_warps: int
+    num_stages: int
+
+
+# The most rows, and the tiles.  ``scripts/bench_kernels.py --tiles quantised`` times them.
+TILES = (
+    (16, RowTiles(16, 32, 64, 4, 4)),
+    (32, RowTiles(32, 32, 64, 4, 4)),
+    (64, RowTiles(64, 64, 64, 4, 3)),
+    (1 << 30, RowTiles(128, 64, 64, 8, 3)),
+)
+_MANY_OUTPUTS = 8192  # blocks of 64 outputs then occupy a GPU
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+@no_type_check
+def quantised_linear_kernel(
+    x,
+    codes,
+    scales,
+    zeros,
+    factors,
+    bias,
+    out,
+    num_rows,
+    x_stride,
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    FP8_UNITS: tl.constexpr,
+    IN_VALUES: tl.constexpr,
+    OUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: BLOCK_N outputs of BLOCK_M rows; with GATED, the weight has 2 * OUT rows, gate then up."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
+    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    inside, is_row = output < OUT, row < num_rows
+    sums = quantised_sums(
+        x + row * x_stride, is_row, output, inside, codes, scales, zeros, factors, CODES, SCALES, IN, GROUP, GROUPS,
+        ROW_BLOCK, HAS_ZEROS, HAS_FACTORS, FP8_UNITS, IN_VALUES, BLOCK_N, BLOCK_M, BLOCK_K,
+    )  # fmt: skip
+    if HAS_BIAS:
+        sums += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        up_sums = quantised_sums(
+            x + row * x_stride, is_row, output + OUT, inside, codes, scales, zeros, factors, CODES, SCALES, IN, GROUP,
+            GROUPS, ROW_BLOCK, HAS_ZEROS, HAS_FACTORS, FP8_UNITS, IN_VALUES, BLOCK_N, BLOCK_M, BLOCK_K,
+        )  # fmt: skip
+        if HAS_BIAS:
+            up_sums += tl.load(bias + OUT + output, mask=inside, other=0.0).to(tl.float32)[:, None]
+        sums = gated(sums, up_sums, KIND, ALPHA, LIMIT)
+    place = out + row[None, :] * OUT + output[:, None]
+    tl.store(place, sums.to(out.dtype.element_ty), mask=inside[:, None] & is_row[None, :])
+
+
+def quantised_linear_triton(
+    x: torch.Tensor,
+    weight: QuantisedWeight,
+    bias: torch.Tensor | None,
+    activation: Activation | None = None,
+    tiles: RowTiles | None = None,
+) -> torch.Tensor:
+    """``quantised.multiply_quantised``: ``x`` (N, in), whose rows may be slices of wider ones -> (N, out).
+
+    ``tiles`` replaces the choice from ``TILES``.
+    """
+    num_rows, (num_outputs, size) = len(x), weight.shape
+    assert x.shape[1] == size and x.stride(1) == 1, (x.shape, x.stride(), weight.shape)
+    is_gated = activation is not None
+    num_out = num_outputs // 2 if is_gated else num_outputs
+    out = torch.empty((num_rows, num_out), dtype=x.dtype, device=x.device)
+    if not num_rows:
+        return out
+    tiles = tiles or next(tiles for most, tiles in TILES if num_rows <= most)
+    block_n = tiles.many_outputs if num_outputs >= _MANY_OUTPUTS else tiles.few_outputs
+    quantised_linear_kernel[(ceil_div(num_out, block_n), ceil_div(num_rows, tiles.block_m))](
+        x,
+        *weight_tensors(weight),
+        bias,
+        out,
+        num_rows,
+        x.stride(0),
+        IN_VALUES=scales_fit_values(weight, x.dtype),
+        OUT=num_out,
+        BLOCK_N=block_n,
+        BLOCK_M=tiles.block_m,
+        BLOCK_K=block_columns(weight, x.dtype),
+        GATED=is_gated,
+        HAS_BIAS=bias is not None,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **weight_constants(weight),
+        **activation_constants(activation),
+        **dependent_launch(x.device),
+    )
+    return out

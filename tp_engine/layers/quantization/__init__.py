@@ -1,0 +1,58 @@
+"""How linear weights are kept: one file per format.
+
+A checkpoint's own quantisation (``ModelSpec.quantization``) decides, module by module; of any other checkpoint the
+option ``quantization`` does: ``QUANTIZATIONS`` are its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+
+from tp_engine.layers.quantization.base import LinearFormat
+from tp_engine.layers.quantization.dense import Dense
+from tp_engine.layers.quantization.int8 import Int8, check_int8
+from tp_engine.layers.quantization.online import Online, quantise_e4m3, quantise_int4, quantise_int8
+from tp_engine.layers.quantization.quantised import Quantised
+from tp_engine.model_config.spec import ModelSpec
+
+HEAD = "lm_head"
+
+
+# Each name: the format of linear layers, and that of the output head.
+QUANTIZATIONS: dict[str, tuple[Callable[[], LinearFormat], Callable[[], LinearFormat]]] = {
+    "int8": (Int8, Dense),
+    "fp8": (partial(Online, quantise_e4m3, quantises_activations=True), Dense),
+    "int4": (partial(Online, quantise_int4), partial(Online, quantise_int8)),
+}
+_CHECKS = {"int8": check_int8}  # of a device's type
+
+
+def check_quantization(name: str | None, device_type: str) -> None:
+    """Raise ``ConfigError`` unless ``device_type`` can hold linear weights in the format ``name``."""
+    if name in _CHECKS:
+        _CHECKS[name](device_type)
+
+
+def choose_formats(
+    quantization: str | None, spec: ModelSpec | None = None, *, tp_invariant: bool = False
+) -> Callable[[Sequence[str]], LinearFormat]:
+    """The format of each linear layer, by the names of the stored modules that it is made of."""
+    if spec is not None and spec.quantization is not None:
+        return _formats_of_checkpoint(spec)
+    if quantization is None:
+        dense = Dense(is_invariant=tp_invariant)
+        return lambda names: dense
+    make, make_head = QUANTIZATIONS[quantization]
+    body, head = make(), make_head()
+    return lambda names: head if list(names) == [HEAD] else body
+
+
+def _formats_of_checkpoint(spec: ModelSpec) -> Callable[[Sequence[str]], LinearFormat]:
+    dense, of_scheme = Dense(), cache(Quantised)
+
+    def format_of(names: Sequence[str]) -> LinearFormat:
+        scheme = None if spec.is_tied and list(names) == [HEAD] else spec.scheme_of(*names)
+        return dense if scheme is None else of_scheme(scheme)
+
+    return format_of

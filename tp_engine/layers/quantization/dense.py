@@ -1,0 +1,335 @@
+"""Weights of the model's own type, and how ``x @ weight.T + bias`` is computed.
+
+On a GPU, PyTorch's library computes it, but Triton the product of a single row, as in a decode step of one request
+(``OneRowLinear``).  On a CPU:
+
+==========  ========================================  ==============================
+type        processor                                 by
+==========  ========================================  ==============================
+float32,    any                                       C, the weight in panels
+float16
+bfloat16    with instructions for matrices of it      oneDNN, the weight packed
+            (AMX; ARM)
+bfloat16    any other                                 C, the weight in panels
+==========  ========================================  ==============================
+
+Gate and up are one weight, and the result is the activation of both: C with panels applies it to its sums, which are
+never stored; for the others it is a separate operation.
+
+The choice is fixed: it follows from times measured side by side (docs/benchmarks.md), not from times
+taken at each start, so that a model's tokens are the same in every run on a machine.  A weight in panels or packed is a
+copy in another order; the original is then freed.
+
+oneDNN's functions belong to torch's private interface, so they are tried, and their result is compared before it is
+used.  If C or oneDNN is missing, the other one is used, or ``F.linear``, which also takes odd sizes of 16 bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tp_engine.cpu.kernels.experts import NativeExperts, takes_experts
+from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.kernels.linear import PackedWeight, fits_panels
+from tp_engine.kernels.experts.experts import ExpertWeights, mix_experts
+from tp_engine.kernels.experts.grouped import grouped_experts
+from tp_engine.kernels.experts.pairs import ExpertRun, multiply_runs
+from tp_engine.kernels.ops import has_triton, is_recordable, op
+from tp_engine.layers.quantization.base import ExpertsProduct, ParameterFactory, Product
+from tp_engine.layers.quantization.experts import ExpertsShape
+from tp_engine.layers.quantization.stored import LinearShape
+from tp_engine.model_config.mlp import Activation, StoredExperts
+from tp_engine.weights.source import Source
+
+PACKED_DTYPES = (torch.float32, torch.bfloat16)
+# With more outputs, such as a vocabulary, the library reads the weight of one row as fast as memory allows.
+_MOST_OUTPUTS = 1 << 16
+
+
+class Dense:
+    """One parameter, ``weight`` (out, in); of experts two, and their biases.
+
+    If it ``is_invariant``, a row's result does not depend on the number of rows or on the number of ranks.
+    """
+
+    experts_block = 1
+
+    def __init__(self, *, is_invariant: bool = False) -> None:
+        self._is_invariant = is_invariant
+
+    def create(self, context: ParameterFactory, shape: LinearShape) -> Mapping[str, nn.Parameter]:
+        """See ``LinearFormat``."""
+        return {"weight": context.parameter((shape.num_rows, shape.columns.size), shape.sources())}
+
+    def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:
+        """See ``LinearFormat``."""
+        weight = parameters["weight"]
+        return invariant_product(weight, shape) if self._is_invariant else choose_product(weight, shape.activation)
+
+    def create_experts(self, context: ParameterFactory, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
+        """See ``LinearFormat``."""
+        num_experts, hidden, room = shape.experts.size, shape.hidden_size, shape.room
+
+        def sources(side: Callable[[StoredExperts], LinearShape]) -> list[tuple[Source, ...]]:
+            return [shape.weight_sources(one, side(one)) for one in shape.spec.stored]
+
+        found = {
+            "gate_up": context.parameter((num_experts, 2 * room, hidden), *sources(shape.gate_up)),
+            "down": context.parameter((num_experts, hidden, room), *sources(shape.down)),
+        }
+        return found | expert_biases(context, shape)
+
+    def finish_experts(
+        self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype
+    ) -> ExpertsProduct:
+        """See ``LinearFormat``."""
+        weights = ExpertWeights(
+            gate_up=parameters["gate_up"],
+            down=parameters["down"],
+            gate_up_bias=parameters.get("gate_up_bias"),
+            down_bias=parameters.get("down_bias") if shape.adds_down_bias else None,
+            first=shape.experts.start,
+            activation=shape.spec.activation,
+        )
+        top_k = shape.spec.rule.top_k
+        return invariant_experts(weights, top_k, shape) if self._is_invariant else choose_experts(weights, top_k)
+
+
+def expert_biases(context: ParameterFactory, shape: ExpertsShape) -> dict[str, nn.Parameter]:
+    """The parameters of experts' biases, in the model's type: (experts, 2 * room) and (experts, hidden)."""
+    if not shape.spec.bias:
+        return {}
+    count = shape.experts.size
+
+    def sources(side: Callable[[StoredExperts], LinearShape]) -> list[tuple[Source, ...]]:
+        return [shape.bias_sources(one, side(one)) for one in shape.spec.stored]
+
+    return {
+        "gate_up_bias": context.parameter((count, 2 * shape.room), *sources(shape.gate_up)),
+        "down_bias": context.parameter((count, shape.hidden_size), *sources(shape.down)),
+    }
+
+
+class PlainExperts:
+    """The experts in plain PyTorch, one after the other."""
+
+    is_recordable = False
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        self._weights = weights
+
+    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return mix_experts(x, expert_ids, weights, self._weights)
+
+    def gate_up(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
+        """See ``SeparateExperts``."""
+        return multiply_runs(x, self._weights.gate_up, runs)
+
+    def down(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
+        """See ``SeparateExperts``."""
+        return multiply_runs(x, self._weights.down, runs)
+
+
+class PlainLinear:
+    """``F.linear``."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+        self.is_recordable = weight.device.type == "cuda"
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, self.weight, bias)
+
+
+class PanelLinear:
+    """C with the weight in panels, for any number of rows; an ``activation`` is applied to gate and up.
+
+    For ``num_shards`` and ``keeps_sums`` see ``PackedWeight``.
+    """
+
+    is_recordable = True
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        weight: torch.Tensor,
+        activation: Activation | None = None,
+        *,
+        num_shards: int = 0,
+        keeps_sums: bool = False,
+    ) -> None:
+        self.weight = PackedWeight(library, weight, activation=activation, num_shards=num_shards, keeps_sums=keeps_sums)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.weight.product(x, bias)
+
+    def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See ``GatedProduct``."""
+        return self.weight.before_activation(x, bias)
+
+
+class PackedLinear:
+    """oneDNN with the weight in its own blocked order."""
+
+    is_recordable = False
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        return packed
+
+
+class TreeLinear:
+    """Triton's product with the same tile for any number of rows, and sums that are a tree over shards of columns."""
+
+    is_recordable = True
+
+    def __init__(self, weight: torch.Tensor, num_shards: int, *, keeps_sums: bool) -> None:
+        from tp_engine.kernels.linear.tree_linear_triton import tree_linear_triton
+
+        self._run, self._weight, self._num_shards, self._keeps_sums = tree_linear_triton, weight, num_shards, keeps_sums
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._run(x, self._weight, bias, self._num_shards, keeps_sums=self._keeps_sums)
+
+
+class OneRowLinear:
+    """On a GPU: Triton multiplies a single row, the library more rows; ``activation`` is applied to gate and up."""
+
+    is_recordable = True
+
+    def __init__(self, weight: torch.Tensor, activation: Activation | None) -> None:
+        from tp_engine.kernels.linear.one_row_linear_triton import one_row_linear_triton
+
+        self._one_row, self.weight, self._activation = one_row_linear_triton, weight, activation
+        self._gate = op("gate", weight.device.type)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if len(x) == 1:
+            return self._one_row(x, self.weight, bias, self._activation)
+        product = F.linear(x, self.weight, bias)
+        return product if self._activation is None else self._gate(product, self._activation)
+
+    def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See ``GatedProduct``."""
+        return self._one_row(x, self.weight, bias) if len(x) == 1 else F.linear(x, self.weight, bias)
+
+
+def takes_one_row(weight: torch.Tensor, activation: Activation | None) -> bool:
+    """Return whether ``OneRowLinear`` takes ``weight`` (out, in): whole blocks of rows, and no vocabulary."""
+    from tp_engine.kernels.linear.one_row_linear_triton import takes_weight
+
+    return len(weight) <= _MOST_OUTPUTS and takes_weight(weight, is_gated=activation is not None)
+
+
+class ThenGate:
+    """Another product, ``before_activation``, then the activation of its gate and up, on ``device_type``."""
+
+    def __init__(self, product: Product, activation: Activation, device_type: str) -> None:
+        self.is_recordable = product.is_recordable and is_recordable("gate", device_type)
+        self.before_activation = product
+        self._activation, self._gate = activation, op("gate", device_type)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        gated: torch.Tensor = self._gate(self.before_activation(x, bias), self._activation)
+        return gated
+
+
+_trusted: dict[tuple[torch.dtype, torch.Size], bool] = {}
+
+
+def choose_product(weight: torch.Tensor, activation: Activation | None = None) -> Product:
+    """The fastest product that works for this weight (out, in).  Call it once its values are final.
+
+    With an ``activation``, the weight is gate and up, one above the other, and the product applies it to both.
+    """
+    if runs_triton(weight.device.type) and has_triton() and takes_one_row(weight, activation):
+        return OneRowLinear(weight, activation)
+    library = _library_for(weight)
+    if library is not None and not _has_matrices(library, weight):
+        return PanelLinear(library, weight, activation)
+    if activation is not None:
+        return ThenGate(choose_product(weight), activation, weight.device.type)
+    packed = _packed(weight) if weight.device.type == "cpu" else None
+    if packed is not None:
+        return packed
+    return PlainLinear(weight) if library is None else PanelLinear(library, weight)
+
+
+def choose_experts(weights: ExpertWeights, top_k: int) -> ExpertsProduct:
+    """The fastest product of a layer's experts: C on CPUs, Triton on GPUs, plain PyTorch if there is neither."""
+    if runs_triton(weights.gate_up.device.type) and has_triton():
+        from tp_engine.kernels.experts.experts_triton import TritonExperts
+
+        return TritonExperts(weights, grouped=grouped_experts(weights))
+    library = native_library() if weights.gate_up.device.type == "cpu" and takes_experts(weights) else None
+    return PlainExperts(weights) if library is None else NativeExperts(library, weights, top_k)
+
+
+def invariant_product(weight: torch.Tensor, shape: LinearShape) -> Product:
+    """The product of ``weight`` for ``shape`` in which a row's bits depend on no other row, nor on the number of ranks.
+
+    The libraries' results may depend on the number of rows, so C computes all products, or Triton.
+    """
+    if runs_triton(weight.device.type):
+        product = TreeLinear(weight, shape.num_shards or 1, keeps_sums=shape.keeps_sums)
+        return product if shape.activation is None else ThenGate(product, shape.activation, weight.device.type)
+    library = _library_for(weight)
+    assert library is not None, "check_tp_invariant has looked for the library and the sizes"
+    return PanelLinear(library, weight, shape.activation, num_shards=shape.num_shards, keeps_sums=shape.keeps_sums)
+
+
+def invariant_experts(weights: ExpertWeights, top_k: int, shape: ExpertsShape) -> ExpertsProduct:
+    """As ``invariant_product``, of a layer's experts."""
+    library = native_library()
+    assert library is not None and takes_experts(weights), "check_tp_invariant has looked at the sizes"
+    return NativeExperts(library, weights, top_k, num_shards=shape.num_shards, keeps_sums=shape.keeps_sums)
+
+
+def runs_triton(device_type: str) -> bool:
+    """Whether Triton's kernels run on ``device_type``."""
+    return device_type == "cuda"
+
+
+def _library_for(weight: torch.Tensor) -> ctypes.CDLL | None:
+    """The compiled kernels, if they support this weight."""
+    is_taken = weight.device.type == "cpu" and weight.is_contiguous() and fits_panels(weight)
+    return native_library() if is_taken else None
+
+
+def _has_matrices(library: ctypes.CDLL, weight: torch.Tensor) -> bool:
+    """Whether the processor has matrix instructions for this type, which oneDNN uses."""
+    return weight.dtype == torch.bfloat16 and bool(library.has_bfloat16_matrices())
+
+
+def _packed(weight: torch.Tensor) -> PackedLinear | None:
+    """oneDNN's product, unless it is missing or wrong."""
+    if weight.dtype not in PACKED_DTYPES:
+        return None
+    try:
+        packed = PackedLinear(weight)
+        key = (weight.dtype, weight.shape)
+        if key not in _trusted:
+            _trusted[key] = _agrees(packed, weight)
+    except (AttributeError, RuntimeError):
+        return None
+    return packed if _trusted[key] else None
+
+
+def _agrees(packed: PackedLinear, weight: torch.Tensor) -> bool:
+    """Whether the packed product equals the plain one to within rounding, with a bias, for two rows."""
+    out_size, in_size = weight.shape
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, in_size, generator=generator).to(weight.dtype)
+    bias = torch.randn(out_size, generator=generator).to(weight.dtype)
+    expected = F.linear(x, weight, bias)
+    found = packed(x, bias)
+    scale = expected.abs().max().item() + 1.0
+    return (found - expected).abs().max().item() <= 8 * torch.finfo(weight.dtype).eps * scale

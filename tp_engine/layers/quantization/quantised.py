@@ -1,0 +1,206 @@
+"""A checkpoint's quantised weights: read from any packing, kept as ``kernels.quantised.QuantisedWeight``.
+
+::
+
+    codes      uint8 (out, in) or (out, in / 2)           of experts all have one more dimension, in front
+    scales     (out / row_block, in / group)              as stored; of 8 bits as bytes
+    zeros      int8 (out, in / group)
+    factors    float32 (out, 1)                           of rows, or of a whole stored module
+    input_scale float32 (out, 1)                          of each part's inputs, if the checkpoint has fixed ones
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import gcd
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from tp_engine.kernels.experts.experts import QuantisedExpertWeights
+from tp_engine.kernels.quantization.weights import QuantisedWeight
+from tp_engine.layers.quantization.base import ExpertsProduct, ParameterFactory, Product
+from tp_engine.layers.quantization.dense import ThenGate, expert_biases
+from tp_engine.layers.quantization.experts import ExpertsShape
+from tp_engine.layers.quantization.int8 import make_int8_linear, takes_int8_products
+from tp_engine.layers.quantization.packings import Scalar, Tensors, pack_codes, tensors_of
+from tp_engine.layers.quantization.quantised_products import choose_quantised_experts, choose_quantised_product
+from tp_engine.layers.quantization.stored import LinearShape, StoredTensor, Unit
+from tp_engine.model_config.mlp import StoredExperts
+from tp_engine.model_config.quantization import WeightScheme
+from tp_engine.units import ceil_div
+from tp_engine.weights.source import Decode, Source, as_stored, keep_stored_type
+
+_INPUT_SCALE = Scalar(suffix=".input_scale")
+
+
+class WeightLayout(NamedTuple):
+    """One way to store a weight: its shape, what its sources become in a stack, and its tensors' suffixes."""
+
+    shape: LinearShape
+    of_all: Callable[[Sequence[Source]], tuple[Source, ...]] = tuple
+    suffix: Callable[[str], str] = str
+
+    def sources(self, tensor: StoredTensor, unit: Unit, pack: Decode = as_stored) -> tuple[Source, ...]:
+        """The sources of a parameter in ``unit``."""
+        return self.of_all(self.shape.sources(replace(tensor, suffix=self.suffix(tensor.suffix)), unit, pack))
+
+    def scalar_sources(self, scalar: Scalar) -> list[tuple[Source, ...]]:
+        """The alternatives of a parameter (rows, 1)."""
+        found = self.shape.scalar_sources(self.suffix(scalar.suffix), scalar.decode, init=0.01)
+        return [self.of_all(sources) for sources in found]
+
+
+class Quantised:
+    """Weights of one scheme."""
+
+    def __init__(self, scheme: WeightScheme) -> None:
+        self.scheme = scheme
+        self.experts_block = scheme.experts_block
+
+    def create(self, context: ParameterFactory, shape: LinearShape) -> Mapping[str, nn.Parameter]:
+        """See ``LinearFormat``."""
+        found = self._create(context, [WeightLayout(shape)])
+        if self.scheme.activations == "tensor":
+            alternatives = WeightLayout(shape).scalar_sources(_INPUT_SCALE)
+            found["input_scale"] = context.parameter((shape.num_rows, 1), *alternatives, dtype=torch.float32)
+        return found
+
+    def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:
+        """See ``LinearFormat``."""
+        weight, activation = self.weight(parameters, shape), shape.activation
+        if self._is_of_integers(weight):
+            assert weight.factors is not None
+            product = make_int8_linear(weight.codes.view(torch.int8), weight.factors)
+            return product if activation is None else ThenGate(product, activation, "cpu")
+        input_scale = parameters.get("input_scale")
+        return choose_quantised_product(
+            weight,
+            dtype=dtype,
+            activation=activation,
+            # The parts are one product of one input, so the largest scale holds for all of them.
+            input_scale=None if input_scale is None else input_scale.max(),
+            quantises_activations=self.scheme.activations is not None,
+        )
+
+    def _is_of_integers(self, weight: QuantisedWeight) -> bool:
+        """Whether weight and activations are integers of 8 bits, whose products are exact here."""
+        is_whole = weight.kind == "int8" and weight.scales is None and self.scheme.activations is not None
+        return is_whole and takes_int8_products(weight.codes.device.type)
+
+    def create_experts(self, context: ParameterFactory, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
+        """See ``LinearFormat``."""
+        found: dict[str, nn.Parameter] = dict(expert_biases(context, shape))
+        for side, ways in _sides(shape).items():
+            made = self._create(context, ways, stack=(shape.experts.size,))
+            found |= {f"{side}_{name}": parameter for name, parameter in made.items()}
+        return found
+
+    def finish_experts(
+        self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype
+    ) -> ExpertsProduct:
+        """See ``LinearFormat``."""
+        return choose_quantised_experts(
+            self.experts(parameters, shape),
+            dtype=dtype,
+            top_k=shape.spec.rule.top_k,
+            quantises_activations=self.scheme.activations is not None,
+        )
+
+    def weight(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape) -> QuantisedWeight:
+        """The loaded ``parameters`` as one weight."""
+        return self._weight(parameters, [WeightLayout(shape)])
+
+    def experts(self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape) -> QuantisedExpertWeights:
+        """The loaded ``parameters`` as the weights of experts."""
+        sides = {}
+        for side, ways in _sides(shape).items():
+            own = {
+                name.removeprefix(f"{side}_"): one for name, one in parameters.items() if name.startswith(f"{side}_")
+            }
+            sides[side] = self._weight(own, ways)
+        return QuantisedExpertWeights(
+            gate_up=sides["gate_up"],
+            down=sides["down"],
+            gate_up_bias=parameters.get("gate_up_bias"),
+            down_bias=parameters.get("down_bias") if shape.adds_down_bias else None,
+            first=shape.experts.start,
+            activation=shape.spec.activation,
+        )
+
+    def _create(
+        self, context: ParameterFactory, ways: Sequence[WeightLayout], stack: tuple[int, ...] = ()
+    ) -> dict[str, nn.Parameter]:
+        tensors, unit = self._tensors(ways), self._unit(ways)
+        rows, columns = ways[0].shape.num_rows, ways[0].shape.num_columns
+        _, per_byte, pack = pack_codes(self.scheme.kind, columns)
+
+        def parameter(
+            unit: Unit, dtype: torch.dtype | None, alternatives: Iterable[tuple[Source, ...]]
+        ) -> nn.Parameter:
+            size = (*stack, ceil_div(rows, unit.rows), ceil_div(columns, unit.columns))
+            return context.parameter(size, *alternatives, dtype=dtype)
+
+        of_codes, of_rows, of_groups = Unit(1, per_byte), Unit(1, columns), Unit(1, unit.columns)
+        found = {
+            "codes": parameter(of_codes, torch.uint8, (way.sources(tensors.codes, of_codes, pack) for way in ways))
+        }
+        if tensors.scales is not None:
+            alternatives = [way.sources(tensors.scales, unit) for way in ways]
+            made = parameter(unit, torch.uint8 if tensors.scale_type else None, alternatives)
+            found["scales"] = made if tensors.scale_type else keep_stored_type(made)
+        if tensors.zeros is not None:
+            found["zeros"] = parameter(of_groups, torch.int8, (way.sources(tensors.zeros, of_groups) for way in ways))
+        factors, factor = tensors.factors, tensors.factor
+        if factors is not None:
+            alternatives = [way.sources(factors, Unit(1, factors.unit.columns)) for way in ways]
+            found["factors"] = parameter(of_rows, torch.float32, alternatives)
+        elif factor is not None:
+            alternatives = [sources for way in ways for sources in way.scalar_sources(factor)]
+            found["factors"] = parameter(of_rows, torch.float32, alternatives)
+        return found
+
+    def _weight(self, parameters: Mapping[str, torch.Tensor], ways: Sequence[WeightLayout]) -> QuantisedWeight:
+        unit, scale_type, scales = self._unit(ways), self._tensors(ways).scale_type, parameters.get("scales")
+        factors = parameters.get("factors")
+        return QuantisedWeight(
+            kind=pack_codes(self.scheme.kind, ways[0].shape.num_columns)[0],
+            codes=parameters["codes"].detach(),
+            scales=scales if scales is None or scale_type is None else scales.detach().view(scale_type),
+            group=unit.columns,
+            row_block=unit.rows,
+            zeros=parameters.get("zeros"),
+            factors=None if factors is None else factors.squeeze(-1),
+        )
+
+    def _tensors(self, ways: Sequence[WeightLayout]) -> Tensors:
+        return tensors_of(self.scheme, ways[0].shape.stored_columns)
+
+    def _unit(self, ways: Sequence[WeightLayout]) -> Unit:
+        """Rows and columns of a scale here: the checkpoint's, or a divisor where a shard cuts a block."""
+        scales = self._tensors(ways).scales
+        units = [Unit(1, 1) if scales is None else way.shape.refine(scales.unit) for way in ways]
+        return Unit(gcd(*(one.rows for one in units)), gcd(*(one.columns for one in units)))
+
+
+def _sides(shape: ExpertsShape) -> dict[str, list[WeightLayout]]:
+    """The ways to store gate and up, and down."""
+
+    def way(stored: StoredExperts, of_one: LinearShape) -> WeightLayout:
+        def of_all(sources: Sequence[Source]) -> tuple[Source, ...]:
+            return shape.of_all(stored, sources)
+
+        return WeightLayout(of_one, of_all, str if stored.kind == "each" else _stack_suffix)
+
+    return {
+        "gate_up": [way(stored, shape.gate_up(stored)) for stored in shape.spec.stored],
+        "down": [way(stored, shape.down(stored)) for stored in shape.spec.stored],
+    }
+
+
+def _stack_suffix(suffix: str) -> str:
+    """A stack of all experts is named by its module alone, its other tensors with an underscore: ``_scale_inv``."""
+    name = suffix.removeprefix(".weight")
+    return name if name[:1] in ("", "_") else f"_{name[1:]}"

@@ -1,0 +1,224 @@
+"""The choice of how products with quantised weights are computed.
+
+On a CPU it is C, with codes in panels, for any number of rows; without the compiled kernels, plain PyTorch.  On a GPU,
+by the number of rows:
+
+==========  ===================================  ===================================================================
+rows        weights                              by
+==========  ===================================  ===================================================================
+1           of whole words                       Triton: the row kernel, codes widened in registers
+up to 64    any                                  Triton: matrix units, codes widened in registers
+more        e4m3, activations are quantised,     PyTorch's scaled products of 8-bit floats
+            bfloat16, units for 8-bit floats
+up to 128   any other                            Triton: matrix units, codes widened in registers
+more        any other                            Triton makes the values, PyTorch's library the product
+==========  ===================================  ===================================================================
+
+Where ``down`` of a gated MLP is a scaled product, the activation and the rounding of its result to 8 bits are one pass
+over memory (``GatedPair``).  Where all products that read a norm are scaled, so are the norm and the rounding of its
+rows (``wanted_codes``).  Experts on a GPU are Triton's grouped products, and PyTorch's from many pairs on
+(``kernels/experts/grouped.py``).
+
+Weights stay packed: no copy of the values is kept.  Activations may be rounded to 8 bits only if the format says that
+they are quantised, and only where that makes the product faster; elsewhere they stay as they are, which is more exact.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tp_engine.cpu.kernels.experts import NativeQuantisedExperts
+from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.kernels.quantised import QuantisedPanels
+from tp_engine.kernels.experts.experts import QuantisedExpertWeights, mix_quantised_experts
+from tp_engine.kernels.experts.grouped import grouped_experts
+from tp_engine.kernels.ops import has_triton, op
+from tp_engine.kernels.quantization.row_codes import CodeRule, Rows
+from tp_engine.kernels.quantization.scaled_products import ScaledProduct, has_fp8_units, scaled_product
+from tp_engine.kernels.quantization.weights import QuantisedWeight, multiply_quantised
+from tp_engine.layers.quantization.base import ExpertsProduct, Product
+from tp_engine.layers.quantization.dense import runs_triton
+from tp_engine.model_config.mlp import Activation
+
+# The most rows of products whose codes are widened in registers: where there is a product of codes, and elsewhere.
+FEW_ROWS_BESIDE_CODES, FEW_ROWS = 64, 128
+
+
+class PlainQuantised:
+    """``multiply_quantised``.  ``made_by`` is for ``tp-engine doctor``, as in the other products."""
+
+    made_by = "PyTorch"
+
+    def __init__(self, weight: QuantisedWeight, activation: Activation | None) -> None:
+        self._weight, self._activation = weight, activation
+        self.is_recordable = weight.codes.device.type == "cuda"
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return multiply_quantised(x, self._weight, bias, self._activation)
+
+    def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See ``GatedProduct``."""
+        return multiply_quantised(x, self._weight, bias)
+
+
+class PanelQuantised:
+    """C with the codes in panels; an ``activation`` is applied to gate and up."""
+
+    is_recordable, made_by = True, "C"
+
+    def __init__(
+        self, library: ctypes.CDLL, weight: QuantisedWeight, dtype: torch.dtype, activation: Activation | None
+    ) -> None:
+        self._weight = QuantisedPanels(library, weight, dtype, activation)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._weight.product(x, bias)
+
+    def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See ``GatedProduct``."""
+        return self._weight.before_activation(x, bias)
+
+
+class TritonQuantised:
+    """The products of the table above; an ``activation`` is applied to gate and up.
+
+    ``scaled``: the product of codes for many rows, if there is one; it takes rows that are codes already, too.
+    """
+
+    is_recordable = True
+
+    def __init__(
+        self, weight: QuantisedWeight, activation: Activation | None, scaled: ScaledProduct | None = None
+    ) -> None:
+        from tp_engine.kernels.quantization.dequantise_triton import multiply_dequantised
+        from tp_engine.kernels.quantization.linear_triton import quantised_linear_triton
+        from tp_engine.kernels.quantization.row_triton import quantised_row_triton, takes_row
+
+        self._weight = weight.map(torch.Tensor.contiguous)
+        self.activation, self.scaled = activation, scaled
+        self.few_rows = FEW_ROWS if scaled is None else FEW_ROWS_BESIDE_CODES
+        self._of_few_rows, self._of_many_rows = quantised_linear_triton, multiply_dequantised
+        self._of_one_row = quantised_row_triton if takes_row(self._weight) else quantised_linear_triton
+        self._gate = op("gate", weight.codes.device.type)
+        many = f"above {FEW_ROWS_BESIDE_CODES} rows PyTorch's scaled products"
+        self.made_by = "Triton" if scaled is None else f"Triton, {many}"
+
+    def __call__(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._multiply(x, bias, self.activation)
+
+    def before_activation(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
+        """See ``GatedProduct``."""
+        return self._multiply(x, bias, None)
+
+    def _multiply(self, x: Rows, bias: torch.Tensor | None, activation: Activation | None) -> torch.Tensor:
+        if isinstance(x, torch.Tensor) and len(x) <= self.few_rows:
+            product = self._of_one_row if len(x) == 1 else self._of_few_rows
+            return product(x, self._weight, bias, activation)
+        if self.scaled is not None:
+            out = self.scaled(x, bias)
+        else:
+            assert isinstance(x, torch.Tensor), "without a product of codes, rows are values"
+            out = self._of_many_rows(x, self._weight, bias)
+        return out if activation is None else self._gate(out, activation)
+
+
+class GatedPair:
+    """The products of a gated MLP, gate and up first, then down, for more than ``more_than`` rows.
+
+    The activation's result is rounded and becomes down's codes in one pass over memory: it is never stored.
+    """
+
+    def __init__(self, gate_up: TritonQuantised, down: TritonQuantised, scaled: ScaledProduct) -> None:
+        self._gate_up, self._down, self._activation = gate_up.before_activation, scaled, gate_up.activation
+        self.more_than = max(gate_up.few_rows, down.few_rows)
+
+    def __call__(self, x: Rows, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None) -> torch.Tensor:
+        """``x`` (N, in) -> (N, out), bit by bit what the two products give."""
+        return self._down(self._gate_up(x, gate_up_bias), down_bias, self._activation)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WantedCodes:
+    """The codes that products want to read, instead of rows, if there are more than ``more_than`` rows."""
+
+    rule: CodeRule
+    more_than: int
+
+
+class PlainQuantisedExperts:
+    """``mix_quantised_experts``."""
+
+    is_recordable = False
+
+    def __init__(self, weights: QuantisedExpertWeights) -> None:
+        self._weights = weights
+
+    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return mix_quantised_experts(x, expert_ids, weights, self._weights)
+
+
+def choose_quantised_product(
+    weight: QuantisedWeight,
+    *,
+    dtype: torch.dtype,
+    activation: Activation | None,
+    input_scale: torch.Tensor | None = None,
+    quantises_activations: bool,
+) -> Product:
+    """The fastest product for ``x`` of type ``dtype``.  Call it once the weight's values are final.
+
+    With an ``activation``, the weight is gate rows, then up rows, and the product applies it to both.
+    ``quantises_activations``: rows of ``x`` may be rounded to 8 bits, each by its largest value, or all by
+    ``input_scale``, a float32 scalar, if the checkpoint has one.
+    """
+    device = weight.codes.device
+    library = native_library() if device.type == "cpu" else None
+    if library is not None:
+        return PanelQuantised(library, weight, dtype, activation)
+    if not (runs_triton(device.type) and has_triton()):
+        return PlainQuantised(weight, activation)
+    scaled = None
+    if quantises_activations and dtype == torch.bfloat16 and has_fp8_units(device):
+        scaled = scaled_product(weight, input_scale)
+    return TritonQuantised(weight, activation, scaled)
+
+
+def gated_pair(gate_up: Product, down: Product) -> GatedPair | None:
+    """Both products as one, if ``down`` multiplies codes."""
+    if not (isinstance(gate_up, TritonQuantised) and isinstance(down, TritonQuantised)) or down.scaled is None:
+        return None
+    return GatedPair(gate_up, down, down.scaled)
+
+
+def wanted_codes(products: Sequence[Product]) -> WantedCodes | None:
+    """The codes that all ``products`` want; None if one multiplies values, or if they round differently."""
+    scaled: list[ScaledProduct] = []
+    for product in products:
+        if not isinstance(product, TritonQuantised) or product.scaled is None:
+            return None
+        scaled.append(product.scaled)
+    if not scaled or not all(one.rule.is_same(scaled[0].rule) for one in scaled):
+        return None
+    return WantedCodes(scaled[0].rule, FEW_ROWS_BESIDE_CODES)
+
+
+def choose_quantised_experts(
+    weights: QuantisedExpertWeights, *, dtype: torch.dtype, top_k: int, quantises_activations: bool
+) -> ExpertsProduct:
+    """The fastest product of a layer's quantised experts for ``x`` of type ``dtype``.
+
+    ``quantises_activations``: rows of ``x`` may be rounded to 8 bits, each by its largest value.
+    """
+    if runs_triton(weights.down.codes.device.type) and has_triton():
+        from tp_engine.kernels.experts.experts_triton import TritonExperts
+
+        quantises = quantises_activations and dtype == torch.bfloat16
+        return TritonExperts(weights, grouped=grouped_experts(weights, quantises_activations=quantises))
+    library = native_library() if weights.down.codes.device.type == "cpu" else None
+    if library is not None:
+        return NativeQuantisedExperts(library, weights, dtype, top_k)
+    return PlainQuantisedExperts(weights)

@@ -1,0 +1,157 @@
+"""Latent attention, built from its spec (``model_config/latent.py`` has the sizes; ``attention/latent.py`` attends).
+
+::
+
+    x -> in_proj -> [ queries or their latent | cached row ]           the same on every rank, but for the queries
+    query latent -> q_a_layernorm -> q_b_proj -> queries of this rank's heads
+    attention over the cached rows, by the maps of this rank's heads -> o_proj, this rank's columns
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tp_engine.attention.base import AttentionBackend, AttentionShape
+from tp_engine.kernels.attention.heads import Rotation
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue
+from tp_engine.kernels.quantization.row_codes import Rows
+from tp_engine.layers.attention import Attention, current_metadata, only
+from tp_engine.layers.context import Layer, LayerContext
+from tp_engine.layers.linear import LocalLinear, RowParallelLinear
+from tp_engine.layers.norm import Norm
+from tp_engine.layers.quantization.stored import LinearShape, Part
+from tp_engine.model_config.mla import MLASpec
+from tp_engine.model_config.rope import RopeSpec
+from tp_engine.model_config.spec import AttentionSpec, NormSpec
+from tp_engine.weights.source import Span, equal_share, times
+
+
+class LatentUp(LocalLinear):
+    """The maps from a latent to the keys and values of this rank's heads: ``LatentMaps``.
+
+    After loading they are one tensor ``up`` (heads, nope_dim + value_dim, rank) in the model's type, in any format of
+    the checkpoint, because both forms of attention take parts of it.
+    """
+
+    def __init__(self, spec: MLASpec, num_heads: int, *, context: LayerContext) -> None:
+        own = equal_share(num_heads, context.rank, context.world_size)
+        shape = _shape(spec.rank, (context.path, num_heads * spec.up_dim, times(own, spec.up_dim)))
+        super().__init__(shape, bias=False, context=context.unadapted)
+        self.query_dim, self.value_dim = spec.query_dim, spec.value_dim
+        self._spec, self._num_heads = spec, own.size
+        self.up = torch.empty(0)
+        self._device = context.device
+        self._absorb, self._release = context.op("absorb_w_uk"), context.op("project_w_uv")
+        self._can_record = context.can_record("absorb_w_uk", "project_w_uv")
+
+    def finish_loading(self) -> None:
+        """Read the maps out of the format's product, by the latents that have a single 1."""
+        super().finish_loading()
+        units = torch.eye(self._spec.rank, dtype=self._dtype, device=self._device)
+        self.up = self.product(units, None).T.reshape(self._num_heads, self._spec.up_dim, -1).contiguous()
+        self._product = None
+        self.is_recordable = self._can_record
+
+    def absorb(self, query: torch.Tensor) -> torch.Tensor:
+        """See ``LatentMaps``."""
+        absorbed: torch.Tensor = self._absorb(query, self.up, self._spec.nope_dim)
+        return absorbed
+
+    def values(self, attended: torch.Tensor) -> torch.Tensor:
+        """See ``LatentMaps``."""
+        values: torch.Tensor = self._release(attended, self.up, self._spec.nope_dim)
+        return values
+
+    def expand(self, rows: torch.Tensor, heads: slice) -> KeyValue:
+        """See ``LatentMaps``."""
+        spec = self._spec
+        latents, turned = rows.split_with_sizes((spec.rank, spec.rope_dim), -1)
+        made = F.linear(latents.squeeze(1), self.up[heads].flatten(0, 1)).view(len(rows), -1, spec.up_dim)
+        keys, values = made.split_with_sizes((spec.nope_dim, spec.value_dim), -1)
+        return KeyValue(torch.cat((keys, turned.expand(-1, made.shape[1], -1)), -1), values)
+
+
+class MLAAttention(Layer):
+    """Projections, rotation, attention, this rank's part of the output projection; its blocks are in KV ``group``."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        hidden_size: int,
+        rope: RopeSpec | None,
+        *,
+        backend: AttentionBackend,
+        group: int,
+        context: LayerContext,
+    ) -> None:
+        super().__init__()
+        latent = spec.latent
+        assert latent is not None and rope is not None
+        self._latent, self._is_interleaved = latent, rope.is_interleaved
+        own = equal_share(spec.num_heads, context.rank, context.world_size)
+        num_rows = spec.num_heads * latent.query_dim
+        rows = ("kv_a_proj_with_mqa", latent.row_dim, Span(0, latent.row_dim))
+        if latent.query_rank is None:
+            first = ("q_proj", num_rows, times(own, latent.query_dim))
+        else:
+            first = ("q_a_proj", latent.query_rank, Span(0, latent.query_rank))
+            below = context.at("q_b_proj")
+            self.q_norm = _norm("q_a_layernorm", latent.query_rank, latent.eps, context)
+            shape = _shape(latent.query_rank, (below.path, num_rows, times(own, latent.query_dim)))
+            self.q_b_proj = LocalLinear(shape, bias=False, context=below)
+        parts = [(context.at(name).path, size, taken) for name, size, taken in (first, rows)]
+        self.in_proj = LocalLinear(_shape(hidden_size, *parts), bias=False, context=context.at(first[0]))
+        self.kv_norm = _norm("kv_a_layernorm", latent.rank, latent.eps, context)
+        self.kv_b_proj = LatentUp(latent, spec.num_heads, context=context.at("kv_b_proj"))
+        self.o_proj = RowParallelLinear(
+            spec.num_heads * latent.value_dim, hidden_size, bias=False, context=context.at("o_proj")
+        )
+        shape_of_rows = AttentionShape(
+            num_heads=own.size,
+            num_kv_heads=1,
+            head_dim=latent.row_dim,
+            scale=spec.scale,
+            value_dim=latent.rank,
+            latent=self.kv_b_proj,
+        )
+        self.attention = Attention(shape_of_rows, backend, group)
+        self._num_heads, self._num_first = own.size, first[2].size
+        self._prepare = context.op("prepare_latents")
+        self.is_recordable = context.can_record("prepare_latents")
+
+    @property
+    def readers(self) -> list[LocalLinear]:
+        """The layers that read its input."""
+        return [self.in_proj]
+
+    def forward(self, x: Rows, rotation: Rotation | None, wanted: torch.Tensor | None) -> torch.Tensor:
+        """``x`` (N, hidden), normalised -> this rank's part of the block's output, of the tokens ``wanted`` (n,)."""
+        attention, rank = self.attention, self._latent.rank
+        query, rows = self.in_proj(x).split_with_sizes((self._num_first, self._latent.row_dim), 1)
+        if self._latent.query_rank is not None:
+            query = self.q_b_proj(self.q_norm(query))
+        query, rows = self._prepare(
+            query.view(len(x), self._num_heads, -1),
+            rows,
+            self.kv_norm.rule,
+            rotation,
+            self._is_interleaved,
+            attention.kv,
+            current_metadata(attention.group).slot_mapping,
+        )
+        attended = attention(query, rows, None if rows is None else rows[..., :rank]).reshape(len(x), -1)
+        return self.o_proj.part(only(wanted, attended))
+
+
+def _shape(columns: int, *parts: tuple[str, int, Span]) -> LinearShape:
+    """A product of whole columns, of parts (module, stored rows, this rank's rows) one above the other."""
+    return LinearShape(
+        stored_columns=columns,
+        columns=Span(0, columns),
+        parts=tuple(Part(name=name, stored_rows=size, rows=own, room=own.size) for name, size, own in parts),
+    )
+
+
+def _norm(name: str, size: int, eps: float, context: LayerContext) -> Norm:
+    return Norm(NormSpec(name=name, eps=eps), size, context=context.at(name))

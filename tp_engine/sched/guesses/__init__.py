@@ -1,1 +1,0 @@
-"""Speculation: where guesses of next tokens come from, and how many a step verifies."""

@@ -1,0 +1,125 @@
+"""Which requests the scheduler accepts, and the sequences that it makes of them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection
+
+import numpy as np
+import xxhash
+
+from tp_engine.errors import RequestError
+from tp_engine.plan import NO_FLOATS, NO_IDS, IntArray, RowSampling
+from tp_engine.request import EngineRequest
+from tp_engine.sampling_params import SamplingParams
+from tp_engine.sched.blocks.cache_keys import CacheKeys
+from tp_engine.sched.limits import SchedulerLimits
+from tp_engine.sched.sequence import RequestGroup, Sequence
+
+_INT64_RANGE = 1 << 64
+_INT64_HALF = 1 << 63
+
+
+def build_group(request: EngineRequest, limits: SchedulerLimits, number: int, cache_keys: CacheKeys) -> RequestGroup:
+    """The sequences of a request, the ``number``-th of this engine.  ``RequestError`` if it can never fit."""
+    prompt = _prompt_array(request)
+    _check_length(request, limits)
+    params = request.params
+    eos = frozenset(() if params.ignore_eos else request.eos_token_ids)
+    group = RequestGroup(
+        request=request,
+        number=number,
+        cache_key=cache_keys.of_request(request),
+        eos_token_ids=eos,
+        stop_token_ids=frozenset(params.stop_token_ids),
+        num_unfinished=params.n,
+    )
+    seed = _base_seed(params, limits.seed, number)
+    longest = limits.max_sequence_tokens
+    max_tokens = longest if params.max_tokens is None else min(longest, len(prompt) + params.max_tokens)
+    if request.pooling is not None:  # its one token is never read, and may lie behind the context
+        max_tokens = len(prompt) + 1
+    for index in range(params.n):
+        key = (request.priority, number, index)
+        sampling = _row_sampling(request, index, seed, eos | group.stop_token_ids)
+        group.sequences.append(Sequence(group, index, key, sampling, prompt, len(prompt), max_tokens))
+    return group
+
+
+def _prompt_array(request: EngineRequest) -> IntArray:
+    if not request.prompt_token_ids:
+        raise RequestError("the prompt is empty; give at least one token", param=request.prompt_field)
+    try:
+        count = len(request.prompt_token_ids)
+        packed = bytearray(struct.pack(f"<{count}i", *request.prompt_token_ids))  # takes half of numpy's time
+    except struct.error as error:
+        raise RequestError(f"the prompt is not a list of token ids: {error}", param=request.prompt_field) from error
+    prompt: IntArray = np.frombuffer(packed, dtype="<i4")
+    if prompt.min() < 0:
+        raise RequestError(
+            f"the prompt contains {prompt.min()}; token ids are not negative", param=request.prompt_field
+        )
+    return prompt
+
+
+def _check_length(request: EngineRequest, limits: SchedulerLimits) -> None:
+    length = len(request.prompt_token_ids)
+    num_generated = int(request.pooling is None)
+    if length > limits.max_model_len - num_generated:
+        reason = " and one token is generated" if num_generated else ""
+        raise RequestError(
+            f"the prompt has {length} tokens; at most {limits.max_model_len - num_generated} fit, because "
+            f"max_model_len is {limits.max_model_len}{reason}. Shorten the prompt",
+            param=request.prompt_field,
+            code="context_length_exceeded",
+        )
+    if length > limits.capacity_tokens:
+        groups = f", one for each of {limits.num_groups} groups of layers" if limits.num_groups > 1 else ""
+        raise RequestError(
+            f"the prompt has {length} tokens; the KV cache holds {limits.capacity_tokens} in all "
+            f"({limits.num_blocks} blocks of {limits.block_size}{groups}). Shorten the prompt, or give the cache more "
+            "memory",
+            param=request.prompt_field,
+            code="context_length_exceeded",
+        )
+
+
+def _base_seed(params: SamplingParams, engine_seed: int, request_number: int) -> int:
+    """The user's seed, or one drawn from the engine's seed and the number of the request: equal in every run."""
+    if params.seed is not None:
+        return params.seed
+    return xxhash.xxh3_64_intdigest(f"{engine_seed}:{request_number}".encode()) % _INT64_HALF
+
+
+def _row_sampling(request: EngineRequest, index: int, seed: int, stop_ids: Collection[int]) -> RowSampling:
+    """What the sampler needs to know of sequence ``index``: its seed is ``seed + index``; only the first reports prompt
+    logprobs.
+
+    ``stop_ids`` (EOS ids included) travel only where ``min_tokens`` makes the sampler suppress them.
+    """
+    params, pooling = request.params, request.pooling
+    bias = params.logit_bias or {}
+    prompt_logprobs = -1 if params.prompt_logprobs is None or index > 0 else params.prompt_logprobs
+    return RowSampling(
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        seed=(seed + index + _INT64_HALF) % _INT64_RANGE - _INT64_HALF,
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+        prompt_logprobs=prompt_logprobs,
+        min_tokens=params.min_tokens,
+        pools=int(pooling is not None),
+        stop_token_ids=_ids(sorted(stop_ids)) if params.min_tokens > 0 else NO_IDS,
+        bias_token_ids=_ids(list(bias)),
+        bias_values=np.array(list(bias.values()), dtype=np.float32) if bias else NO_FLOATS,
+        allowed_token_ids=_ids(list(params.allowed_token_ids or ())),
+        pooled_token_ids=_ids(list(() if pooling is None else pooling.token_ids)),
+    )
+
+
+def _ids(values: list[int]) -> IntArray:
+    return np.array(values, dtype=np.int32) if values else NO_IDS

@@ -1,0 +1,361 @@
+"""Speculation that changes no token: draft tokens of a row's next tokens, of which one step verifies several.
+
+A sampled token is a function of the tokens before it, its position and the row's parameters; noise too (``noise``).  So
+the step computes the row as always, and beside it a *draft row* (plan.py) for each draft token, which samples the token behind::
+
+                 position   reads                     samples
+    row          p          the last known token      s0        right in any case
+    draft row 0       p + 1      draft token 0                   s1        right if draft token 0 is s0
+    draft row 1       p + 2      draft token 1                   s2        right if so, and draft token 1 is s1
+
+What is kept is the run up to the first token that a draft token does not equal: what steps of one token would have given.
+
+::
+
+    Scheduler.schedule   must_wait -> wants_step -> StepScheduler -> extend_plan -> StepPlan with draft rows
+    Scheduler.update     on_result: judge -> (the rows' own tokens are entered as always) -> extend_output
+    the next plan        finish_plan: what the ranks must know of the tokens kept
+
+Draft tokens need the last token, so a plan that may have some is not sent ahead of a result.  A step has at most
+``max_step_rows`` decodes with its draft tokens, as many as pay by the times that were measured (``step_costs.py``); where
+the rows alone are more than half of that, or than those times say, there are none, and plans go ahead as without
+speculation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+
+from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
+from tp_engine.request import SequenceDelta, StepOutput
+from tp_engine.sched.constraint import FillMasks, TokenConstraint
+from tp_engine.sched.feature import SchedulerFeature
+from tp_engine.sched.outcome import FinishDetails, StopChecker, accept, ending, slice_logprobs
+from tp_engine.sched.running_batch import RunningBatch
+from tp_engine.sched.scheduler_state import SchedulerState
+from tp_engine.sched.sequence import Sequence
+from tp_engine.sched.spec_decode.grammar_proposer import follow, masks_of
+from tp_engine.sched.spec_decode.proposer import Proposer
+from tp_engine.sched.spec_decode.proposers import DraftPart, Proposers, make_sources
+from tp_engine.sched.spec_decode.step_costs import StepCosts
+from tp_engine.sched.step_scheduler import StepPlanBuilder
+from tp_engine.speculative import SpeculativeConfig
+
+
+@dataclass(slots=True)
+class SpeculationCounters:
+    """Totals since the start: verified runs, their tokens, those that were right, and these by their place in the run;
+    and tokens and right ones of each source."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    by_source: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+class DraftRun(msgspec.Struct, gc=False):
+    """The draft rows of a row in a step, from the ``first`` on: ``tokens`` (n,) are their draft tokens, by the sources of
+    ``parts``, and ``masks`` (n, words) what a grammar allows there; once the result is there, ``kept`` (a,) are the
+    tokens behind the row's own that were sampled right."""
+
+    row: int
+    tokens: IntArray
+    parts: list[DraftPart]
+    masks: IntArray | None = None
+    first: int = 0
+    kept: IntArray = NO_IDS
+
+
+class Verified(msgspec.Struct, gc=False):
+    """A step with draft rows, without them: ``plan`` and ``result`` as if it had had none, the ``runs``, and the
+    log-probabilities of the draft rows, the first of which is ``logprobs[first_draft_row]``."""
+
+    plan: StepPlan
+    result: StepResult
+    runs: list[DraftRun]
+    logprobs: TokenLogprobs | None
+    first_draft_row: int
+
+
+class Speculation(SchedulerFeature):
+    """The scheduler's draft tokens.  ``sources`` replace those of the configuration, for tests."""
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        state: SchedulerState,
+        stops: StopChecker,
+        fill_masks: FillMasks | None = None,
+        sources: Iterable[Proposer] | None = None,
+    ) -> None:
+        self._most_tokens = config.num_speculative_tokens
+        measured = state.limits.decode_seconds
+        self._costs = StepCosts(measured) if measured else None
+        self._most_rows = min(config.most_rows, state.limits.max_num_seqs)
+        self._most_decodes = self._most_rows // 2
+        if self._costs is not None:
+            self._most_decodes = min(self._most_decodes, self._costs.most_decodes)
+        self._state = state
+        self._rows: RunningBatch = state.rows
+        self._stops = stops
+        self._fill_masks = fill_masks
+        self.sources = Proposers(make_sources(config) if sources is None else sources, self._most_tokens)
+        self._num_drafts = self._most_tokens if self.sources.are_drafted else 0
+        self._found: list[DraftRun] = []
+        self._verifying: list[DraftRun] = []
+        self._kept: list[DraftRun] = []
+        self._verified: Verified | None = None
+        self.counters = SpeculationCounters(accepted_at=[0] * self._most_tokens)
+
+    def stats(self) -> dict[str, SpeculationCounters]:
+        """See ``SchedulerFeature``: a copy of the counters."""
+        own = self.counters
+        copy = replace(own, accepted_at=own.accepted_at.copy(), by_source=self.sources.counts.copy())
+        return {"speculation": copy}
+
+    def must_wait(self) -> bool:
+        """See ``SchedulerFeature``: the next plan may have draft tokens, or a step in flight has some."""
+        if self._verifying:
+            return True
+        return 0 < len(self._rows.decoding().rows) <= self._most_decodes
+
+    def wants_step(self) -> bool:
+        """Draft for the step to be scheduled; whether there is anything to verify."""
+        self._found.clear()
+        chosen = self._rows.ready_decodes()
+        if not 0 < len(chosen.rows) <= self._most_decodes:
+            return False
+        runs: list[DraftRun] = []
+        likelihoods: list[float] = []
+        for row, sequence in zip(chosen.rows.tolist(), chosen.sequences, strict=True):
+            known = int(self._rows.num_tokens[row])
+            most = min(self._most_tokens, sequence.max_tokens - known - 1)
+            if most < 1:
+                continue
+            found = self.sources.propose(sequence, self._rows.tokens[row, :known], most)
+            if len(found.tokens):
+                runs.append(DraftRun(row, found.tokens, found.parts))
+                likelihoods += found.likelihoods
+        runs = self._likeliest(runs, likelihoods, len(chosen.rows))
+        if self._rows.readiness.num_constrained:
+            runs = self._allowed(runs)
+        self._found += runs
+        return bool(self._found)
+
+    def _likeliest(self, runs: list[DraftRun], likelihoods: list[float], num_decodes: int) -> list[DraftRun]:
+        """The likeliest tokens of all runs, as many as the budget allows and as pay: a part of each run from its begin
+        on, as likelihoods fall."""
+        found = np.array(likelihoods)
+        best = np.argsort(-found, kind="stable")[: self._most_rows - num_decodes]
+        if self._costs is not None:
+            best = best[: self._costs.num_paying(num_decodes, found[best])]
+        if len(best) < len(found):
+            owners = np.repeat(np.arange(len(runs)), [len(run.tokens) for run in runs])
+            counts = np.bincount(owners[best], minlength=len(runs)).tolist()
+            for run, count in zip(runs, counts, strict=True):
+                run.tokens = run.tokens[:count]
+        return [run for run in runs if len(run.tokens)]
+
+    def _allowed(self, runs: list[DraftRun]) -> list[DraftRun]:
+        """``runs`` up to the first draft token that the row's grammar refuses, with their masks."""
+        free, constrained, places = list[DraftRun](), list[DraftRun](), list[list[TokenConstraint]]()
+        for run in runs:
+            sequence = self._rows.sequences[run.row]
+            assert sequence is not None, "a vacant row has draft tokens"
+            if sequence.constraint is None:
+                free.append(run)
+            elif copies := follow(sequence.constraint, run.tokens.tolist()):
+                constrained.append(run)
+                places.append(copies)
+        if not constrained:
+            return free
+        assert self._fill_masks is not None, "a request has a grammar, and the scheduler got no fill_masks"
+        for run, masks in zip(constrained, masks_of(places, self._fill_masks), strict=True):
+            run.tokens, run.masks = run.tokens[: len(masks)], masks
+        return free + [run for run in constrained if len(run.tokens)]
+
+    def extend_plan(self, builder: StepPlanBuilder) -> None:
+        """Give the rows that run in this step draft rows for what was found, as far as tokens and blocks are left.
+
+        With its draft rows a step has at most ``max_num_seqs`` rows: a rank's inputs have room for no more.
+        """
+        if not self._found or not builder.may_preempt:
+            return
+        decoding = set(builder.decodes.rows.tolist())
+        num_left = self._state.limits.max_num_seqs - len(decoding) - len(builder.prefills)
+        self._verifying, first = [], 0
+        for run in self._found:
+            room = min(self._room(builder, run), builder.budget, num_left - first) if run.row in decoding else 0
+            if room > 0:
+                run.tokens, run.first = run.tokens[:room], first
+                first += len(run.tokens)
+                builder.budget -= len(run.tokens)
+                self._verifying.append(run)
+        self._found.clear()
+        self._rows.end_run()
+        if self._verifying:
+            owners = np.repeat([run.row for run in self._verifying], [len(run.tokens) for run in self._verifying])
+            builder.draft_base_rows = owners.astype(np.int32)
+            builder.draft_tokens = np.concatenate([run.tokens for run in self._verifying])
+
+    def _room(self, builder: StepPlanBuilder, run: DraftRun) -> int:
+        """Draft tokens for which the row has slots behind that of its own token; it gets free blocks for them, and for what
+        the ranks draft behind them."""
+        blocks, row = self._state.blocks, run.row
+        end = int(self._rows.num_scheduled[row]) + 1
+        room = min(end + len(run.tokens) + self._num_drafts, int(self._rows.max_tokens[row]))
+        count = blocks.blocks_for(room) - int(self._rows.num_blocks[row])
+        if count > 0 and row not in builder.block_rows and blocks.has_room(count * blocks.num_groups):
+            builder.add_blocks(np.full(count, row, dtype=np.int32), blocks.grow(row, count))
+        return int(self._rows.capacity[row]) - end
+
+    def on_result(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
+        """See ``SchedulerFeature``."""
+        self.sources.take(result)
+        if not len(plan.draft_base_rows):
+            return plan, result
+        self._verified = self._judge(plan, result)
+        return self._verified.plan, self._verified.result
+
+    def _judge(self, plan: StepPlan, result: StepResult) -> Verified:
+        """What the result of a plan with draft rows says of their draft tokens."""
+        runs, self._verifying = self._verifying, []
+        num_draft_rows, first = len(plan.draft_base_rows), len(plan.decode_rows) - len(plan.draft_base_rows)
+        draft_rows = slice(first, first + num_draft_rows)
+        sampled = result.token_ids
+        own = dict(zip(plan.decode_rows[:first].tolist(), sampled[:first].tolist(), strict=True))
+        for run in runs:
+            behind = sampled[draft_rows][run.first : run.first + len(run.tokens)]
+            before = np.concatenate(([own[run.row]], behind[:-1]))
+            num_right = int((run.tokens == before).cumprod().sum())
+            run.kept = behind[:num_right].copy()
+            self._count(plan, run, num_right)
+        logprobs = result.logprobs
+        return Verified(
+            plan=msgspec.structs.replace(
+                plan, decode_rows=plan.decode_rows[:first], draft_base_rows=NO_IDS, draft_tokens=NO_IDS
+            ),
+            result=replace(
+                result,
+                token_ids=np.delete(sampled, draft_rows),
+                logprobs=None if logprobs is None else _without(logprobs, draft_rows),
+            ),
+            runs=runs,
+            logprobs=logprobs,
+            first_draft_row=first,
+        )
+
+    def _count(self, plan: StepPlan, run: DraftRun, num_right: int) -> None:
+        self.sources.note(run.parts, len(run.tokens), num_right)
+        counters = self.counters
+        counters.num_drafts += 1
+        counters.num_draft_tokens += len(run.tokens)
+        counters.num_accepted_tokens += num_right
+        for place in range(num_right):
+            counters.accepted_at[place] += 1
+        sequence = self._rows.sequences[run.row]
+        if sequence is not None and self._rows.since_step[run.row] <= plan.step_id:
+            sequence.num_draft_tokens += len(run.tokens)
+            sequence.num_accepted_tokens += num_right
+
+    def extend_output(self, output: StepOutput) -> list[Sequence]:
+        """See ``SchedulerFeature``: the tokens behind the rows' own are entered, with a record for each row."""
+        verified, self._verified = self._verified, None
+        if verified is None:
+            return []
+        ended: list[Sequence] = []
+        for run in verified.runs:
+            sequence = self._rows.sequences[run.row]
+            if not len(run.kept) or sequence is None or self._rows.since_step[run.row] > verified.plan.step_id:
+                continue
+            end = self._cut(run, sequence) if sequence.constraint is None else self._follow(run, sequence)
+            self._rows.extend(run.row, run.kept)
+            delta = SequenceDelta(
+                request_id=sequence.request_id,
+                index=sequence.index,
+                new_token_ids=run.kept.tolist(),
+                logprobs=self._logprobs(verified, run),
+                first_scheduled_s=sequence.first_scheduled_s,
+                num_draft_tokens=sequence.num_draft_tokens,
+                num_accepted_tokens=sequence.num_accepted_tokens,
+            )
+            if end is None:
+                self._kept.append(run)
+            else:
+                end.enter(delta, sequence)
+                ended.append(sequence)
+            output.deltas.append(delta)
+        self._rows.end_run()
+        return ended
+
+    def _cut(self, run: DraftRun, sequence: Sequence) -> FinishDetails | None:
+        """How the sequence ends within ``run.kept``, if it does; what is behind the end is cut off."""
+        known, count = int(self._rows.num_tokens[run.row]), len(run.kept)
+        may_end = self._stops.may_stop(run.kept)
+        may_end[-1] = True
+        for place in np.flatnonzero(may_end).tolist():
+            end = ending(sequence, int(run.kept[place]), known + place + 1, sequence.max_tokens)
+            if end is not None and place < count:
+                run.kept = run.kept[: place + 1]
+                return end
+        return None
+
+    def _follow(self, run: DraftRun, sequence: Sequence) -> FinishDetails | None:
+        """As ``_cut``, for a sequence with a grammar, which accepts what is kept."""
+        assert sequence.constraint is not None, "a sequence without a grammar"
+        known = int(self._rows.num_tokens[run.row])
+        for place, token_id in enumerate(run.kept.tolist()):
+            end = ending(sequence, token_id, known + place + 1, sequence.max_tokens)
+            is_accepted, end = accept(sequence.constraint, token_id, end)
+            if end is not None:
+                run.kept = run.kept[: place + is_accepted]
+                return end
+        return None
+
+    def _logprobs(self, verified: Verified, run: DraftRun) -> TokenLogprobs | None:
+        asked = int(self._rows.num_logprobs[run.row])
+        if asked < 0 or verified.logprobs is None:
+            return None
+        first = verified.first_draft_row + run.first
+        return slice_logprobs(verified.logprobs, first, first + len(run.kept), asked)
+
+    def on_end(self, sequence: Sequence) -> None:
+        """See ``SchedulerFeature``: later requests may go on as this one did."""
+        self.sources.learn(sequence)
+
+    def finish_plan(self, plan: StepPlan) -> StepPlan:
+        """Return the next plan: it begins with the tokens that were kept since the last one, its draft rows have masks, and
+        it asks for drafts if the rows of the step after it may have draft tokens."""
+        if self._num_drafts:
+            num_sampled = len(plan.decode_rows) - len(plan.draft_base_rows) + int(plan.prefill_samples.sum())
+            if 0 < num_sampled <= self._most_decodes:
+                plan = msgspec.structs.replace(plan, num_drafts=self.sources.num_drafts())
+        masked = [run for run in self._verifying if run.masks is not None]
+        if masked:
+            draft_rows = [np.arange(run.first, run.first + len(run.tokens), dtype=np.int32) for run in masked]
+            rows = np.concatenate(draft_rows) + np.int32(self._state.limits.max_num_seqs)
+            masks = [run.masks[: len(run.tokens)] for run in masked if run.masks is not None]
+            plan = msgspec.structs.replace(
+                plan, mask_rows=np.concatenate((plan.mask_rows, rows)), masks=np.concatenate((plan.masks, *masks))
+            )
+        if not self._kept:
+            return plan
+        kept, self._kept = self._kept, []
+        return msgspec.structs.replace(
+            plan,
+            kept_rows=np.repeat([run.row for run in kept], [len(run.kept) for run in kept]).astype(np.int32),
+            kept_tokens=np.concatenate([run.kept for run in kept]),
+        )
+
+
+def _without(logprobs: TokenLogprobs, draft_rows: slice) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_ids=np.delete(logprobs.token_ids, draft_rows, axis=0),
+        logprobs=np.delete(logprobs.logprobs, draft_rows, axis=0),
+        ranks=np.delete(logprobs.ranks, draft_rows),
+    )

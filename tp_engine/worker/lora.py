@@ -1,0 +1,125 @@
+"""Adapters on one rank: its share of each loaded one on the host, the slots on the device, and which rows use them.
+
+::
+
+    order     read: file -> this rank's share of each layer's pair, on the host       may fail, and changes nothing
+              remember: it has a number, its generation
+    plan      adapter_loads: from the host into a slot                                can not fail
+              admitted: a row uses a slot until the next sequence is admitted there
+              adapter_drops: the share on the host is freed
+    step      tokens of rows with an adapter are grouped by slot, once for all layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from tp_engine.layers.lora import LocalPair, LoRALayerSlots, StepAdapters, adapting, group_step
+from tp_engine.model_config.names import CheckpointNames
+from tp_engine.plan import StepPlan
+from tp_engine.units import MIB
+from tp_engine.weights.lora import check_all_used, read_adapter
+from tp_engine.worker.batch.step_inputs import BatchLayout, StepInputs
+from tp_engine.worker.feature import RunnerFeature, RunningStep
+
+# The largest file of an adapter, over the bytes of all slots of a rank: 8 ranks, each with its part in 16 bits of what
+# the file has in 32, and a slot for one adapter alone.
+_MAX_TIMES = 16
+
+HostAdapter: TypeAlias = tuple[LocalPair | None, ...]
+"""A rank's share of an adapter, layer by layer; None for a layer that it leaves alone."""
+
+
+class LoadedAdapter:
+    """The order to load the adapter in the folder ``path``: this rank can follow if it can make this object.
+
+    ``ConfigError`` or ``WeightError`` if the adapter can not be served.
+    """
+
+    def __init__(self, adapters: RankAdapters, *, path: str, generation: int) -> None:
+        self._adapters, self._generation = adapters, generation
+        self._shares = adapters.read(Path(path).expanduser())
+
+    def commit(self) -> dict[str, Any]:
+        """See ``worker.orders.Prepared``."""
+        return {"num_bytes": self._adapters.remember(self._generation, self._shares)}
+
+    def discard(self) -> None:
+        """See ``worker.orders.Prepared``."""
+
+
+class RankAdapters(RunnerFeature):
+    """The adapters of a batch of ``num_rows`` rows, draft rows included; ``layers`` are the model's, in order."""
+
+    def __init__(
+        self,
+        layers: Sequence[LoRALayerSlots],
+        names: CheckpointNames,
+        *,
+        max_rank: int,
+        num_rows: int,
+        device: torch.device,
+    ) -> None:
+        self._layers, self._names, self._max_rank, self._device = layers, names, max_rank, device
+        self._kept: dict[int, HostAdapter] = {}
+        self._slots = np.full(num_rows, -1, dtype=np.int32)  # of each row, from 0 on; -1: none
+        self._last: tuple[int, StepAdapters | None] = (0, None)  # of decodes: epoch and grouping
+
+    def read(self, folder: Path) -> HostAdapter:
+        """This rank's share of the adapter in ``folder``.  ``ConfigError`` or ``WeightError`` if there can be none."""
+        pairs = read_adapter(folder, self._max_rank, _MAX_TIMES * sum(layer.num_bytes for layer in self._layers) + MIB)
+        usual = {spelled: name for name in self._modules() for spelled in self._names.spell(name)}
+        names = {usual[stored]: stored for stored in pairs if stored in usual}
+        used: set[str] = set()
+        shares = tuple(layer.take(pairs, used, names) for layer in self._layers)
+        check_all_used(folder, pairs, used)
+        return shares
+
+    def remember(self, generation: int, adapter: HostAdapter) -> int:
+        """Remember what ``read`` returned; its bytes on the host."""
+        self._kept[generation] = adapter
+        return sum(pair.num_bytes for pair in adapter if pair is not None)
+
+    def apply(self, plan: StepPlan) -> None:
+        """The plan's loads, admissions, draft rows and drops."""
+        for generation, slot in plan.adapter_loads.tolist():
+            for layer, pair in zip(self._layers, self._kept[generation], strict=True):
+                layer.put(slot - 1, pair)
+        for generation in plan.adapter_drops.tolist():
+            del self._kept[generation]
+        for admission in plan.admitted:
+            self._slots[admission.row] = admission.adapter - 1
+        if len(plan.draft_base_rows):
+            self._slots[plan.draft_rows] = self._slots[plan.draft_base_rows]
+
+    def must_launch(self, plan: StepPlan) -> bool:
+        """Return whether a row of this step has an adapter."""
+        slots = self._slots
+        return bool((slots[plan.decode_rows] >= 0).any() or (slots[plan.prefill_rows] >= 0).any())
+
+    def around_model(self, step: RunningStep, inputs: StepInputs) -> AbstractContextManager[object]:
+        """See ``RunnerFeature``."""
+        if not self.must_launch(step.plan):
+            return nullcontext()
+        return adapting(self.group(inputs.layout, step.plan.rows_epoch))
+
+    def group(self, layout: BatchLayout, epoch: int) -> StepAdapters:
+        """The rows of a step with adapters; ``epoch`` is ``StepPlan.rows_epoch``."""
+        if layout.is_decode_only and epoch and epoch == self._last[0] and self._last[1] is not None:
+            return self._last[1]
+        of_request = self._slots[layout.rows]
+        if layout.is_decode_only:
+            step = group_step(of_request, None, self._device)
+            self._last = epoch, step
+            return step
+        of_wanted = of_request[layout.samples] if layout.samples.any() else of_request[:1]  # as ``layout.wanted``
+        return group_step(of_request.repeat(layout.query_lens), of_wanted, self._device)
+
+    def _modules(self) -> list[str]:
+        return [name for layer in self._layers for name in layer.modules]
