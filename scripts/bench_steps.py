@@ -8,8 +8,8 @@ All requests decode together.  First the period of a step is timed without a pro
 runs under torch's profiler.  The GPU is idle while no kernel or copy runs.  The gap between two steps is the longest
 idle time in each step's period.  It also prints the time of each kernel (on CPUs: rank 0's).  Ends with one JSON line.
 
---prompts measures an engine for each value of --cudagraph-prefill-capture-sizes instead: the time to the first token of a
-prompt that is alone, decode steps, steps that compute a prompt too, and what the graphs cost in time and memory.
+--prompts measures an engine for each value of --cudagraph-prefill-capture-sizes instead: the time to the first token of
+a prompt that is alone, decode steps, steps that compute a prompt too, and what the graphs cost in time and memory.
 """
 
 from __future__ import annotations

@@ -258,8 +258,8 @@ class EngineConfig:
         if speculation is not None and self.max_num_seqs <= speculation.num_speculative_tokens:
             raise ConfigError(
                 f"max_num_seqs is {self.max_num_seqs}, and {CONFIG_NAME} has num_speculative_tokens "
-                f"{speculation.num_speculative_tokens}; a step has at most max_num_seqs decodes, draft tokens included: "
-                "raise max_num_seqs, or lower num_speculative_tokens"
+                f"{speculation.num_speculative_tokens}; a step has at most max_num_seqs decodes, draft tokens "
+                "included: raise max_num_seqs, or lower num_speculative_tokens"
             )
 
     def _check_adapters(self) -> None:

@@ -94,7 +94,7 @@ class KvGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateKind:
-    """The state of one layer with the gated delta rule (``kernels/delta_rule.py``); heads are the whole model's.
+    """The state of one layer with the gated delta rule (``kernels/gated_delta_net.py``); heads are the whole model's.
 
     ``taps`` are those of its convolution, which keeps the ``taps - 1`` last inputs of each channel.
     """

@@ -4,7 +4,8 @@ A plan carries changes, not state.  Every rank keeps, for each *row* of the pers
 computed tokens, sampling parameters and token ids; applying the plans in order keeps all ranks equal.  A rank applies a
 plan in this order::
 
-    kept -> released -> adapters -> admitted -> new blocks -> draft rows -> stores -> loads -> disk reads and writes begin
+    kept -> released -> adapters -> admitted -> new blocks -> draft rows -> stores -> loads -> disk reads and writes
+    begin
          -> wait -> copies -> state copies -> forward pass over decodes, then prefills -> sample
 
 Batch order of a step: all ``decode_rows`` (one token each, all sampled), then all ``prefill_rows`` (``prefill_tokens``
@@ -13,15 +14,17 @@ each; those with ``prefill_samples`` reach the end of their known tokens in this
 ``rows_epoch`` numbers the sets of decode rows: plans of an equal epoch above 0 have equal ``decode_rows``, so that a
 reader may keep what it made of them.  Epoch 0 says nothing about the rows.
 
-Speculation verifies draft tokens in *draft rows*, rows behind those of the batch that stand for a row at later positions in one
-step.  The last ``len(draft_base_rows)`` of ``decode_rows`` are draft rows; ``draft_base_rows`` (n,), grouped, are the rows that they
-stand for, and ``draft_tokens`` (n,) the draft tokens.  If a row goes on behind its computed position p, its first draft row has
-draft token 0 at p + 1, the next one draft token 1 at p + 2.  All are sampled with the row's parameters::
+Speculation verifies draft tokens in *draft rows*, rows behind those of the batch that stand for a row at later
+positions in one step.  The last ``len(draft_base_rows)`` of ``decode_rows`` are draft rows; ``draft_base_rows`` (n,),
+grouped, are the rows that they stand for, and ``draft_tokens`` (n,) the draft tokens.  If a row goes on behind its
+computed position p, its first draft row has draft token 0 at p + 1, the next one draft token 1 at p + 2.  All are
+sampled with the row's parameters::
 
     decode_rows | 4 7 64 65 66 |    draft_base_rows | 4 4 7 |    draft_tokens | 31 8 5 |
 
-Of these tokens only that of the row itself counts at once.  Where draft tokens were right, a later plan says what follows:
-``kept_rows`` (n,), grouped, have one more computed token for each entry, behind which ``kept_tokens`` (n,) come.
+Of these tokens only that of the row itself counts at once.  Where draft tokens were right, a later plan says what
+follows: ``kept_rows`` (n,), grouped, have one more computed token for each entry, behind which ``kept_tokens`` (n,)
+come.
 
 ``num_drafts`` asks the ranks' drafter for so many tokens behind each row that is sampled, or 0 for none; they come
 back with the step's result (``StepResult.drafts``).

@@ -27,14 +27,15 @@ class SpeculativeConfig:
     request's own prompt and answer; what followed them there is the draft token, of up to ``num_speculative_tokens``.
 
     ``suffix``: they are looked up as by ``ngram``, and the last ``suffix_decoding_max_tree_depth`` tokens or fewer in
-    the last ``suffix_decoding_max_cached_requests`` answers.  A draft token has at most ``suffix_decoding_max_spec_factor``
-    times as many tokens as the match, each of which followed in a share of ``suffix_decoding_min_token_prob`` of the
-    matches.
+    the last ``suffix_decoding_max_cached_requests`` answers.  A draft token has at most
+    ``suffix_decoding_max_spec_factor`` times as many tokens as the match, each of which followed in a share of
+    ``suffix_decoding_min_token_prob`` of the matches.
 
     ``eagle3``: the draft head ``model``, a folder or a hub name, draft tokens ``num_speculative_tokens`` on the ranks.
 
-    A step has at most ``max_step_rows`` decodes, draft tokens included; where more requests decode, none are drafted.  None
-    is at most ``MOST_STEP_ROWS``, and the times of decode steps, measured at the start, say how many draft tokens pay.
+    A step has at most ``max_step_rows`` decodes, draft tokens included; where more requests decode, none are drafted.
+    None is at most ``MOST_STEP_ROWS``, and the times of decode steps, measured at the start, say how many draft tokens
+    pay.
 
     Raises ``ConfigError`` for what can not be.
     """

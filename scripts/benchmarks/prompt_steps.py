@@ -15,7 +15,8 @@ _WARM_UP = 4
 
 
 def compare_prompts(folder: Path, options: Mapping[str, Any], sizes: list[str], *shape: int) -> list[dict[str, Any]]:
-    """The figures of an engine for each of ``sizes`` (values of ``cudagraph_prefill_capture_sizes``), one after the other.
+    """The figures of an engine for each of ``sizes`` (values of ``cudagraph_prefill_capture_sizes``), one after the
+    other.
 
     ``shape`` is the number of requests that decode, of tokens of a prompt, and of steps.  ``equal_tokens`` is the share
     of the greedy tokens that equals the first engine's: padding may make a library choose a product that rounds

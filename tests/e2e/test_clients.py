@@ -235,7 +235,8 @@ def test_refusals_are_the_clients_exceptions(
 
 
 def test_the_other_exceptions(server: RunningServer, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the client's exception classes for 401, 404, 400 and 429 (more prompts than fit at all, or than fit now)."""
+    """Oracle: the client's exception classes for 401, 404, 400 and 429 (more prompts than fit at all, or than fit
+    now)."""
     stranger = client.with_options(api_key="wrong")
     with pytest.raises(openai.AuthenticationError):
         stranger.models.list()

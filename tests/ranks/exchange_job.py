@@ -15,10 +15,11 @@ from unittest import mock
 
 import torch
 
+from tp_engine.cpu import shared_memory
 from tp_engine.cpu.kernels.exchange import NativeExchange
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.cpu.shared_memory import DTYPES, SharedMemoryCommunicator, TorchExchange
-from tp_engine.distributed import groups, shared_memory
+from tp_engine.distributed import groups
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.distributed.rank import RankInfo

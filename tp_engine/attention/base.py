@@ -46,7 +46,7 @@ class AttentionMetadata:
 
 
 class LatentMaps(Protocol):
-    """How the heads of a layer with latent attention read the cached rows (``model_config/latent.py``)."""
+    """How the heads of a layer with latent attention read the cached rows (``model_config/mla.py``)."""
 
     query_dim: int
     value_dim: int
@@ -67,7 +67,7 @@ class AttentionShape:
 
     ``softcap`` bounds the scores; ``sinks`` (heads,) float32 are extra scores, one per head, without values
     (kernels/attention/plain_attention.py has the formulas).  With ``value_dim`` the cache has one part: values are the
-    first elements of its keys.  ``latent`` is for ``attention/latent.py``, which stands before another backend.
+    first elements of its keys.  ``latent`` is for ``attention/mla.py``, which stands before another backend.
     """
 
     num_heads: int

@@ -1,6 +1,6 @@
 """Latent attention: a step's decodes and short chunks read the cached rows, long chunks keys and values made of them.
 
-``model_config/latent.py`` has the sizes.  The cache has one part: a row per token, the same for all heads::
+``model_config/mla.py`` has the sizes.  The cache has one part: a row per token, the same for all heads::
 
     absorbed    query (heads, query_dim) -> (heads, row_dim); attention over the rows, whose first `rank` elements are
                 the values; the means (heads, rank) -> (heads, value_dim).  Any backend with ``value_dim`` does it

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tp_engine.attention import flash_attn, native_backend, triton_backend, triton_mla
+from tp_engine.attention import flash_attn, triton_backend, triton_mla
 from tp_engine.attention.base import AttentionBackend, AttentionNeeds
 from tp_engine.attention.mla import MLABackend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.attention.triton_mla import TritonMLABackend
-from tp_engine.cpu.attention import NativeBackend
+from tp_engine.cpu import attention as cpu_attention
 from tp_engine.cpu.kernels.block_codes import lanes_of
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.errors import ConfigError
@@ -55,7 +55,7 @@ def _make_triton(needs: AttentionNeeds) -> AttentionBackend:
 _KINDS: dict[str, _Kind] = {
     "triton": _Kind(_why_no_triton, _make_triton, takes_latents=True),
     "flash_attn": _Kind(flash_attn.why_not, flash_attn.make_backend),
-    "native": _Kind(native_backend.why_not, lambda needs: NativeBackend(), takes_latents=True),
+    "native": _Kind(cpu_attention.why_not, lambda needs: cpu_attention.NativeBackend(), takes_latents=True),
     "torch": _Kind(lambda needs: None, lambda needs: TorchBackend(), takes_latents=True),
 }
 
@@ -101,5 +101,6 @@ def select_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:
 
 def simd_width(backend: AttentionBackend, block_size: int) -> int:
     """Tokens whose keys lie side by side as columns in a block that ``backend`` keeps; 0 if keys are rows."""
-    library = native_library() if isinstance(backend, NativeBackend) else None  # ranks on GPUs compile no C
+    is_native = isinstance(backend, cpu_attention.NativeBackend)
+    library = native_library() if is_native else None  # ranks on GPUs compile no C
     return 0 if library is None else lanes_of(library, block_size)

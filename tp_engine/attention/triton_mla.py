@@ -1,4 +1,4 @@
-"""Attention over the cached rows of latent attention with a Triton kernel, for ``attention/latent.py``."""
+"""Attention over the cached rows of latent attention with a Triton kernel, for ``attention/mla.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank 0's engine between two steps, for what an operator asks (``acts.py``): orders, pauses, the prefix cache."""
+"""Rank 0's engine between two steps, for what an admin asks (``admin_commands.py``): orders, pauses, weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class EngineAdmin:
     """What acts may do to an engine.
 
     ``standstill`` is a context in which no step is in flight; the output of those that were is appended to ``drained``,
-    which ``Engine.step`` gives out unless ``take_drained`` has.  ``execute_command`` lets all ranks follow the order of a plan.
+    which ``Engine.step`` gives out unless ``take_drained`` has.  ``execute_command`` lets all ranks follow the order of
+    a plan.
 
     ``is_paused``: no step runs.  ``is_asleep``: nor is there a KV cache.  ``weight_version`` names the weights; empty
     for those of the start.

@@ -105,7 +105,7 @@ class EngineClient:
         return report
 
     async def act(self, action: str, *, timeout_s: float = 150.0, **arguments: Any) -> dict[str, Any]:
-        """Let the engine do ``action``, a name in ``acts.py``; ``RequestError`` if it refuses."""
+        """Let the engine do ``action``, a name in ``admin_commands.py``; ``RequestError`` if it refuses."""
         done: messages.CommandDone = await self._ask(messages.Act(action=action, arguments=arguments), timeout_s)
         if done.refusal is not None:
             raise RequestError(done.refusal)

@@ -87,7 +87,7 @@ class GetReport(_Message, frozen=True, kw_only=True):
 
 
 class Act(_Message, frozen=True, kw_only=True):
-    """Asks for ``CommandDone``; ``action`` is a name in ``acts.py``."""
+    """Asks for ``CommandDone``; ``action`` is a name in ``admin_commands.py``."""
 
     action: str
     arguments: dict[str, Any] = {}

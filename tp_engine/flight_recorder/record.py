@@ -35,8 +35,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     The rank waits for the plan until ``received_ns`` (on rank 0: until it is published), begins with it at
     ``started_ns``, has launched the model and the sampler at ``launched_ns`` and is done at ``done_ns``.
-    ``plan_checksum`` (64 bits) is that of the plan as received, ``input_digest`` (32 bits, only with ``debug_compare_rank_inputs``)
-    that of the inputs made from it; 0 if not known.
+    ``plan_checksum`` (64 bits) is that of the plan as received, ``input_digest`` (32 bits, only with
+    ``debug_compare_rank_inputs``) that of the inputs made from it; 0 if not known.
     """
 
     step_id: int

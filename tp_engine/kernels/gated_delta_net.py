@@ -13,9 +13,10 @@ A layer's projections make of each token, for the heads of this rank::
 
 4.  o is divided by its root mean square (with eps), then multiplied by a weight and by SiLU(z).
 
-``gated_delta_net_decode`` does that for one token of each row, and ``gated_delta_net_prefill`` for many tokens, in chunks: all that depends on
-the state before a chunk is a product with it, so a chunk's tokens are computed together.  Within a chunk, with
-c the sums of g, D[i, j] = exp(c_i - c_j) for j <= i, and A the part of beta (K K') * D below the diagonal::
+``gated_delta_net_decode`` does that for one token of each row, and ``gated_delta_net_prefill`` for many tokens, in
+chunks: all that depends on the state before a chunk is a product with it, so a chunk's tokens are computed together.
+Within a chunk, with c the sums of g, D[i, j] = exp(c_i - c_j) for j <= i, and A the part of beta (K K') * D below the
+diagonal::
 
     (I + A) U = beta V      (I + A) W = beta exp(c) K      V' = U - W S
     O = exp(c) Q S + (Q K' * D) V'                         S = exp(c_last) S + (exp(c_last - c) K)' V'

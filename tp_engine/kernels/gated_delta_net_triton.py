@@ -1,9 +1,10 @@
-"""A decode step of the gated delta rule: the Triton twin of ``delta_rule.gated_delta_net_decode``, in two launches.
+"""A decode step of the gated delta rule: the Triton twin of ``gated_delta_net.gated_delta_net_decode``, in two
+launches.
 
 ::
 
     causal_conv_kernel   row x channels    mixed, kept inputs -> q, k, v after SiLU (float32); the inputs move on by one
-    gated_delta_net_decode_kernel    row x value head  q, k, v, gates, z, state -> output; the state goes on by one token
+    gated_delta_net_decode_kernel    row x value head  q, k, v, gates, z, state -> output; the state moves one token on
 
 There are two because value heads share the convolved query and key of their key head, whose inputs one program moves
 on.  A state is read and written once: a program holds all of it, so that the output's root mean square needs no third
@@ -150,7 +151,8 @@ def gated_delta_net_decode_kernel(
 def gated_delta_net_decode_triton(
     mixed: torch.Tensor, gates: torch.Tensor, rule: DeltaRule, states: LayerStates, slots: torch.Tensor
 ) -> torch.Tensor:
-    """``delta_rule.gated_delta_net_decode``; rows of ``mixed`` and ``gates`` may lie apart, and padding changes no slot at all."""
+    """``gated_delta_net.gated_delta_net_decode``; rows of ``mixed`` and ``gates`` may lie apart, and padding changes no
+    slot at all."""
     kind, num_rows = rule.kind, len(mixed)
     channels, heads, width = kind.num_channels, kind.num_value_heads, kind.value_dim
     assert mixed.shape[1] == channels + heads * width and gates.shape[1] == 2 * heads, (mixed.shape, gates.shape)

@@ -1,4 +1,4 @@
-"""A layer with the gated delta rule in the place of attention (``kernels/delta_rule.py``).
+"""A layer with the gated delta rule in the place of attention (``kernels/gated_delta_net.py``).
 
 Value heads are split over the ranks, each with the key head that it reads; key heads are repeated like KV heads where
 there are fewer of them than ranks.  Each rank keeps the states of its own heads.

@@ -88,7 +88,7 @@ def rows_of_step(num_rows: int) -> AdapterRows | None:
 class LocalPair:
     """This rank's share of an adapter in one layer, on the host: ``a`` (parts, r, in), ``b`` (r, out), scaled.
 
-    r is the largest rank of the parts' modules.  Of stacks of experts, see ``layers/expert_adapters.py``.
+    r is the largest rank of the parts' modules.  Of stacks of experts, see ``layers/lora_experts.py``.
     """
 
     a: torch.Tensor

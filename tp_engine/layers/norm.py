@@ -44,8 +44,8 @@ def _times(values: torch.Tensor, factor: float) -> torch.Tensor:
 class QKNorm(Layer):
     """Normalises the query and key heads of a layer before they turn, and the value heads if its spec includes them.
 
-    ``qk_norm_rope_store`` normalises each head alone; with ``spans_heads``, ``normalise`` normalises all heads of all ranks
-    together.  ``order`` is the order of a head's elements, as in the projections.
+    ``qk_norm_rope_store`` normalises each head alone; with ``spans_heads``, ``normalise`` normalises all heads of all
+    ranks together.  ``order`` is the order of a head's elements, as in the projections.
     """
 
     def __init__(self, spec: QkNormSpec, attention: AttentionSpec, order: Decode, *, context: LayerContext) -> None:

@@ -6,7 +6,8 @@
     token p + 1                                              -> embedding -> input_layernorm ---+-> attention, MLP, norm
                                                                                                      -> token p + 2
 
-The first of several draft tokens is made of the model's states; each further one has the head's own output in their place.
+The first of several draft tokens is made of the model's states; each further one has the head's own output in their
+place.
 
 Two spellings of its config.json are in use: that of the authors (``LlamaForCausalLMEagle3``), and that of the project
 speculators (``Eagle3Speculator``), with the layer's keys in ``transformer_layer_config``.  The names of keys and

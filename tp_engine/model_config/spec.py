@@ -107,7 +107,8 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaNetSpec:
-    """A layer with the gated delta rule (``kernels/delta_rule.py``) in the place of attention; sizes are the model's.
+    """A layer with the gated delta rule (``kernels/gated_delta_net.py``) in the place of attention; sizes are the
+    model's.
 
     Every key head serves ``num_value_heads / num_key_heads`` value heads.  The convolution has ``taps``; each head's
     output is normalised with ``eps``.  ``name`` is the module's in the checkpoint.  Its projections are::

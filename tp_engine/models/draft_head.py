@@ -137,8 +137,8 @@ class DraftHead(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``hidden`` (N, hidden) of ``positions`` (N,), which may change, and the tokens behind, ``input_ids`` (N,).
 
-        Returns of the tokens ``wanted`` (n,) int64, or of all, what ``lm_head`` reads and what the next draft token takes as
-        ``hidden``, both (n, hidden).  Call it inside of ``forward_context``.
+        Returns of the tokens ``wanted`` (n,) int64, or of all, what ``lm_head`` reads and what the next draft token
+        takes as ``hidden``, both (n, hidden).  Call it inside of ``forward_context``.
         """
         normalised = self.hidden_norm(hidden)
         residual = normalised if self._spec.norm_before_residual else hidden

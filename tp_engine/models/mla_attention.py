@@ -1,4 +1,4 @@
-"""Latent attention, built from its spec (``model_config/latent.py`` has the sizes; ``attention/latent.py`` attends).
+"""Latent attention, built from its spec (``model_config/mla.py`` has the sizes; ``attention/mla.py`` attends).
 
 ::
 

@@ -8,7 +8,8 @@
 
 One collective per step for whatever mixture of rows (the alternative, rank 0 deciding on gathered logits, takes two).
 Only min_p without top_k needs another one before it, of one word per row.  On CPU, top_p without top_k over a large
-vocabulary needs it too, and rows whose nucleus is larger than its candidates one after it.  ``shares`` has the table.
+vocabulary needs it too, and rows whose nucleus is larger than its candidates one after it.  ``vocab_parallel`` has the
+table.
 
 All ranks decide for themselves.  They decide alike because they start from the same bits: parameters, rows and
 positions come from the same plan, and shares from the same all-gather.  Greedy rows and rows without top_k and top_p

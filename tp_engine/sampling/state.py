@@ -116,8 +116,8 @@ class SamplingState:
             self.penalties.record(*on_device)
 
     def mirror(self, draft_rows: IntArray, rows: IntArray, tokens: IntArray) -> None:
-        """``draft_rows`` (n,), rows that nothing is admitted to, sample as ``rows`` (n,) do behind draft tokens ``tokens`` (n,):
-        a draft row's own and those of the row's draft rows before it."""
+        """``draft_rows`` (n,), rows that nothing is admitted to, sample as ``rows`` (n,) do behind draft tokens
+        ``tokens`` (n,): a draft row's own and those of the row's draft rows before it."""
         self._mirror_parameters(draft_rows, rows)
         if (counted := self.is_penalised[rows]).any():
             self.penalties.mirror(draft_rows[counted], rows[counted], tokens[counted])

@@ -43,10 +43,10 @@ class DecodeRun:
     in every ``block_size``-th step after that; ``num_steps`` steps on, the first row reaches its end.
     A run with more ``room`` than a block has ends before that is used up.
 
-    What a step changes may be *noted* here instead of being entered into the arrays of ``RunningBatch`` at once, which then
-    enters it for many steps together: ``num_planned`` more tokens of each row are scheduled, for which ``grown_rows``
-    took ``grown_blocks``, G for each row and no row twice, and the rows got the first ``num_results`` of ``results``,
-    (steps, rows) int32.
+    What a step changes may be *noted* here instead of being entered into the arrays of ``RunningBatch`` at once, which
+    then enters it for many steps together: ``num_planned`` more tokens of each row are scheduled, for which
+    ``grown_rows`` took ``grown_blocks``, G for each row and no row twice, and the rows got the first ``num_results`` of
+    ``results``, (steps, rows) int32.
     """
 
     def __init__(self, rows: RowSet, room: npt.NDArray[np.int64], num_steps: int, block_size: int) -> None:

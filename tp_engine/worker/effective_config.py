@@ -183,7 +183,8 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
 
 
 def _resolve_head(config: EngineConfig, model: ModelSpec) -> LocalHead | None:
-    """The draft head, if there is to be one.  Raises ``ConfigError`` if draft tokens, or the head, do not suit the model."""
+    """The draft head, if there is to be one.  Raises ``ConfigError`` if draft tokens, or the head, do not suit the
+    model."""
     speculation = SpeculativeConfig.of(config.speculative_config)
     if speculation is None:
         return None

@@ -1,4 +1,5 @@
-"""Digests of each step's inputs, which the ranks compare (``--debug-compare-rank-inputs``): equal plans lead to equal inputs."""
+"""Digests of each step's inputs, which the ranks compare (``--debug-compare-rank-inputs``): equal plans lead to equal
+inputs."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 from tests.tiny_models import make_checkpoint
 from tests.unit.kernels.kernel_cases_engine import RECORDED, CountedSteps, generate, gpu_path
 from tests.unit.kernels.kernel_harness import AGREEMENT, triton_ops_on_cpus
-from tp_engine.attention import latent
+from tp_engine.attention import mla
 from tp_engine.attention.mla import MLABackend
 from tp_engine.attention.triton_mla import TritonMLABackend
 
@@ -29,7 +29,7 @@ def main() -> None:
             patch("tp_engine.worker.worker.graph_plan", lambda *_: RECORDED),
             patch("tp_engine.worker.worker.warms_up", lambda device_type: True),
             patch("tp_engine.worker.graphs.step_runner.CapturedSteps", CountedSteps),
-            patch.object(latent, "MIN_EXPANDED_QUERIES", 12),
+            patch.object(mla, "MIN_EXPANDED_QUERIES", 12),
         ):
             found = generate(folder)
     assert {"prepare_latents", "route"} <= used, used

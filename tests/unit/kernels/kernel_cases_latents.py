@@ -9,13 +9,13 @@ from itertools import product
 from typing import Any
 
 import torch
-from tp_engine.kernels.attention.paged_mla_triton import latent_sizes, mla_chunks_triton, mla_decode_triton
 
 from tests.paged_batches import PagedBatch, among_layers, make_batch
 from tests.unit.kernels.kernel_cases_layer_ops import DTYPES, Case, assert_close_enough, both, random, run_on_cpu
 from tp_engine.attention.base import AttentionShape
 from tp_engine.kernels.attention.heads import Rotation
 from tp_engine.kernels.attention.paged_decode_triton import MAX_ARRIVALS
+from tp_engine.kernels.attention.paged_mla_triton import latent_sizes, mla_chunks_triton, mla_decode_triton
 from tp_engine.kernels.attention.plain_attention import paged_attention
 from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, SCALE_DTYPE, KeyValue, LayerKv, dequantise, store_kv
 from tp_engine.kernels.layer_ops import NormRule

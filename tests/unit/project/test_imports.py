@@ -28,14 +28,14 @@ DIRECTIONS = {
     "server": {"api"},
     "api": {"engine"},
     "engine": {"sched", "ipc", "worker", "grammar"},
-    "worker": {"models", "sampling", "weights", "ranks"},
+    "worker": {"models", "sampling", "weights", "distributed"},
     "models": {"layers"},
     "sampling": {"layers"},
-    "layers": {"attention", "ranks", "weights"},
-    "weights": {"ranks"},
+    "layers": {"attention", "distributed", "weights"},
+    "weights": {"distributed"},
     "attention": {"kernels"},
     "kernels": set(),
-    "ranks": {"ipc", "kernels"},
+    "distributed": {"ipc", "kernels"},
     "sched": set(),
     "ipc": set(),
     "grammar": set(),
@@ -47,6 +47,9 @@ LAUNCHERS = {"serve", "batch"}
 
 # Folders that belong to the foundation: modules of it that now have several files.
 FOUNDATION_FOLDERS = {"advice", "model_config", "options", "flight_recorder"}
+
+# What the modules of cpu/ belong to; they stand in one folder so that who works on GPUs may pass it by.
+CPU_PARTS = {"attention": "attention", "shared_memory": "distributed", "tape_recorder": "worker"}
 
 # Outside package -> the only place that may name it (a folder ends with a slash).
 DOORS = {
@@ -111,9 +114,11 @@ def all_uses() -> tuple[Use, ...]:
 
 def part_of_path(path: str) -> str:
     """The part of the house that a file belongs to."""
-    pieces = path.split("/")
-    if pieces[0] == "launch" or (len(pieces) == 2 and pieces[1].removesuffix(".py") in LAUNCHERS):
+    pieces = path.removesuffix(".py").split("/")
+    if pieces[0] == "launch" or (len(pieces) == 2 and pieces[1] in LAUNCHERS):
         return "launch"
+    if pieces[1] == "cpu":
+        return CPU_PARTS.get(pieces[2], "kernels")
     return pieces[1] if len(pieces) > 2 and pieces[1] not in FOUNDATION_FOLDERS else "foundation"
 
 
@@ -122,6 +127,8 @@ def part_of_name(name: str) -> str:
     pieces = name.split(".")
     if len(pieces) > 1 and pieces[1] in LAUNCHERS:
         return "launch"
+    if pieces[1:2] == ["cpu"]:
+        return CPU_PARTS.get("".join(pieces[2:3]), "kernels")
     is_part = len(pieces) > 1 and (PACKAGE / pieces[1]).is_dir() and pieces[1] not in FOUNDATION_FOLDERS
     return pieces[1] if is_part else "foundation"
 
@@ -165,7 +172,7 @@ def report(broken: list[str]) -> None:
 def test_every_folder_has_its_place() -> None:
     """Oracle: the list of directions above; a new folder needs a line there."""
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert folders - FOUNDATION_FOLDERS == set(DIRECTIONS) - {"foundation", "launch"}
+    assert folders - FOUNDATION_FOLDERS - {"cpu"} == set(DIRECTIONS) - {"foundation", "launch"}
 
 
 def test_imports_point_one_way() -> None:

@@ -132,8 +132,8 @@ def test_a_readmitted_row_forgets_the_counts_of_the_one_before() -> None:
 
 
 def test_lanes_sample_as_rows_that_have_generated_their_guesses() -> None:
-    """Oracle: rows admitted with the draft tokens, for a row with a list of ids and two with penalties, step after step; so
-    is a row whose draft tokens were kept."""
+    """Oracle: rows admitted with the draft tokens, for a row with a list of ids and two with penalties, step after
+    step; so is a row whose draft tokens were kept."""
     samplings = [
         RowSampling(temperature=0.8, seed=1, allowed_token_ids=ids(2, 3, 4)),
         RowSampling(temperature=0.8, seed=2, repetition_penalty=1.8, presence_penalty=0.7),

@@ -92,7 +92,7 @@ WIDE_KINDS: list[RowSampling] = [
 @pytest.fixture(autouse=True, params=[0, vocab_parallel.SHORT_WAY_FROM], ids=["short", "usual"])
 def short_way_from(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """The size of vocabulary from which the sampler looks for a nucleus among candidates: any, or the usual one."""
-    monkeypatch.setattr(shares, "SHORT_WAY_FROM", request.param)
+    monkeypatch.setattr(vocab_parallel, "SHORT_WAY_FROM", request.param)
     return int(request.param)
 
 
@@ -159,7 +159,7 @@ def test_broken_logits(value: float) -> None:
     ],
 )
 def test_what_a_step_costs(sampling: RowSampling, collectives: int, bytes_per_row: int) -> None:
-    """Oracle: the table in ``shares``, counted over the steps."""
+    """Oracle: the table in ``vocab_parallel``, counted over the steps."""
     count, vocab = 4, 2016
     for counting in compare([sampling] * count, random_logits(count, vocab, scale=5.0), 2):
         assert len(counting.gathered) == collectives * STEPS
@@ -170,7 +170,8 @@ def test_what_a_step_costs(sampling: RowSampling, collectives: int, bytes_per_ro
     ("scale", "collectives", "bytes_per_row"), [(5.0, 2, 8 + 8 * 257), (0.01, 3, 8 + 8 * 257 + 4 * 1008)]
 )
 def test_what_a_nucleus_costs(scale: float, collectives: int, bytes_per_row: int, short_way_from: int) -> None:
-    """Oracle: the table in ``shares``: a nucleus of sharp logits is among the candidates, one of flat logits is not."""
+    """Oracle: the table in ``vocab_parallel``: a nucleus of sharp logits is among the candidates, one of flat logits is
+    not."""
     count, vocab = 4, 2016
     if short_way_from > vocab:
         collectives, bytes_per_row = 1, 4 * 1008

@@ -228,7 +228,8 @@ def test_random_mixtures(changes: dict[str, int], ahead: int) -> None:
 @pytest.mark.parametrize("kind", PROPOSERS)
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_guesses_change_no_token_of_a_grammar(kind: str, ahead: int) -> None:
-    """Oracle: the grammar and the fake model; every draft row's mask is the grammar's behind the draft row's draft tokens."""
+    """Oracle: the grammar and the fake model; every draft row's mask is the grammar's behind the draft row's draft
+    tokens."""
     num_masked, num_accepted = 0, dict[str, int]()
     for seed, changes in enumerate(({}, {"num_blocks": 8, "max_num_batched_tokens": 9, "max_model_len": 30})):
         source = ScriptedSource(PROPOSERS[kind])

@@ -43,8 +43,8 @@ def test_times_that_fall_are_noise() -> None:
 
 
 def test_likely_guesses_are_verified_where_unlikely_ones_do_not_pay() -> None:
-    """A model so small that a row more takes a third of a step, and draft tokens that a grammar forces.  Oracle: by hand:
-    nine tokens for the time of 3.4 steps."""
+    """A model so small that a row more takes a third of a step, and draft tokens that a grammar forces.  Oracle: by
+    hand: nine tokens for the time of 3.4 steps."""
     tiny = costs({1: 1.6e-4, 2: 1.8e-4, 4: 2.0e-4, 8: 3.5e-4, 16: 6.4e-4, 32: 1.2e-3})
     assert tiny.most_decodes == 3
     assert tiny.num_paying(1, np.full(8, 1.0)) == 8

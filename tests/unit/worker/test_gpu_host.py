@@ -171,7 +171,7 @@ def test_threads_of_a_rank_have_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_ranks_start_threads_in_one_place() -> None:
     """Oracle: the rule, read from the source; the thread that closes files, and the compiler's, touch no device."""
-    allowed = {"ranks/device_threads.py", "worker/tiers/disk_tier.py", "kernels/native/build.py", "ranks/groups.py"}
+    allowed = {"ranks/device_threads.py", "worker/tiers/disk_tier.py", "cpu/kernels/build.py", "ranks/groups.py"}
     parts = ("attention", "kernels", "layers", "models", "ranks", "sampling", "weights", "worker")
     for path in sorted(path for part in parts for path in (PACKAGE / part).rglob("*.py")):
         names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}

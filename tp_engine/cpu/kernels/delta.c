@@ -1,4 +1,4 @@
-/* The gated delta rule for runs of tokens, of which a decode's is one token long (kernels/delta_rule.py has the formulas),
+/* The gated delta rule for runs of tokens, of which a decode's is one token long (kernels/gated_delta_net.py has the formulas),
    and gates of attention.
 
    A task is a key head of a run, with the value heads that it serves.  It takes its tokens in order, a block at a time, and

@@ -39,7 +39,8 @@ def gated_delta_net_prefill(
     states: LayerStates | None,
     chunks: list[Chunk],
 ) -> torch.Tensor:
-    """See ``gated_delta_net.gated_delta_net_prefill``; token by token, so the results are bit by bit those of ``gated_delta_net_decode``."""
+    """See ``gated_delta_net.gated_delta_net_prefill``; token by token, so the results are bit by bit those of
+    ``gated_delta_net_decode``."""
     if not _takes(mixed, gates, rule):
         return delta_twins.gated_delta_net_prefill(mixed, gates, rule, states, chunks)
     runs = np.array(

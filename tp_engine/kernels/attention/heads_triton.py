@@ -224,7 +224,8 @@ def qk_norm_rope_store_triton(
     kv: LayerKv | None,
     slot_mapping: torch.Tensor,
 ) -> Heads:
-    """``heads.qk_norm_rope_store`` in one launch, which also stores K/V if there is a cache; a slot of -1 is not stored.
+    """``heads.qk_norm_rope_store`` in one launch, which also stores K/V if there is a cache; a slot of -1 is not
+    stored.
 
     No synchronisation and fixed shapes, so a CUDA graph can hold it.  The query is a view of ``heads``.
     """

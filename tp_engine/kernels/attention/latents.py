@@ -1,4 +1,4 @@
-"""Latent attention's small operations in plain PyTorch (``model_config/latent.py`` has the sizes and the names).
+"""Latent attention's small operations in plain PyTorch (``model_config/mla.py`` has the sizes and the names).
 
 ::
 

@@ -11,7 +11,8 @@ A vector is one head of one token, so K/V that come back depend on that token al
 blob is little more than half of a block of two-byte elements; because they are rounded up, no element saturates.  A
 vector whose scale is below the smallest normal number becomes zeros; one with an element that is not finite, NaN.
 
-Vectors have the order in which they lie in the block.  Keys in the order of ``cpu/kernels/attention_types.h`` are columns::
+Vectors have the order in which they lie in the block.  Keys in the order of ``cpu/kernels/attention_types.h`` are
+columns::
 
     rows      (block_size, KV heads, head_dim)
     columns   (KV heads, block_size / lanes, items of 4 bytes, lanes)          values: (KV heads, block_size, head_dim)

@@ -7,7 +7,7 @@
 
     element = cache[part, block, offset, head, d] * scales[part, block, head, offset]
 
-Latent attention keeps one part: its values are the first elements of its keys (``attention/latent.py``).
+Latent attention keeps one part: its values are the first elements of its keys (``attention/mla.py``).
 
 Both are views of a pool whose blocks hold all layers of a group (worker/memory/kv_cache.py): a block's keys are
 contiguous, its values too, and ``block_stride`` elements lie between one block and the next.

@@ -1,4 +1,5 @@
-"""CacheKeys: what precedes a sequence's first block in the prefix cache, so that equal tokens with other K/V never match.
+"""CacheKeys: what precedes a sequence's first block in the prefix cache, so that equal tokens with other K/V never
+match.
 
 ::
 
@@ -7,8 +8,8 @@
     version of the weights --------+
 
 With neither adapter nor new weights the cache key is the salt itself, and blocks on disk are found again by the next
-process.  Any other cache key has something in it that only this process knows, so that blocks of one process are never taken
-for those of another that counts its generations and versions alike.
+process.  Any other cache key has something in it that only this process knows, so that blocks of one process are never
+taken for those of another that counts its generations and versions alike.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class CacheKeys:
         self._version = 0
 
     def renew(self, groups: Iterable[RequestGroup]) -> None:
-        """The weights are others from now on: these requests get new cache keys, and no cache key made before is made again."""
+        """The weights are others from now on: these requests get new cache keys, and no cache key made before is made
+        again."""
         self._version += 1
         for group in groups:
             group.cache_key = self.of_request(group.request)

@@ -1,13 +1,15 @@
 """Draft tokens and grammars: tokens that a grammar forces, and draft tokens that it allows.
 
-A draft row of a row with a grammar is sampled under the mask that its position has if the draft tokens before it are right::
+A draft row of a row with a grammar is sampled under the mask that its position has if the draft tokens before it are
+right::
 
     constraint          the row's own, behind its last known token      mask of the row's next token, as always
     copies[0]           a copy that has accepted draft token 0                mask of draft row 0
     copies[1]           a copy of that, and draft token 1                     mask of draft row 1
 
-The row's own constraint never sees a draft token: it accepts what is kept, token by token (``Speculation.extend``).  So a
-draft token that is wrong has nothing to take back, and an error of a copy ends the draft tokens before it, not the request.
+The row's own constraint never sees a draft token: it accepts what is kept, token by token (``Speculation.extend``).  So
+a draft token that is wrong has nothing to take back, and an error of a copy ends the draft tokens before it, not the
+request.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ class GrammarProposer(Proposer):
 
 
 def follow(constraint: TokenConstraint, draft_tokens: Iterable[int]) -> list[TokenConstraint]:
-    """``constraint`` behind each of ``draft_tokens``, up to the first that it refuses or that ends the output: a draft row would
-    have nothing to sample behind it."""
+    """``constraint`` behind each of ``draft_tokens``, up to the first that it refuses or that ends the output: a draft
+    row would have nothing to sample behind it."""
     copies: list[TokenConstraint] = []
     for token_id in draft_tokens:
         constraint = constraint.copy()

@@ -1,5 +1,5 @@
-"""What a draft token is, what makes draft tokens, and the simplest sources: the request's own text (prompt lookup), and drafts of
-the ranks."""
+"""What a draft token is, what makes draft tokens, and the simplest sources: the request's own text (prompt lookup), and
+drafts of the ranks."""
 
 from __future__ import annotations
 

@@ -4,20 +4,20 @@
 
     source       its draft tokens come from                                          files
     ngram        the request's own text (prompt lookup)                         draft tokens.py
-    suffix       other requests' answers                                        suffix_source.py
+    suffix       other requests' answers                                        suffix_proposer.py
     eagle3       the ranks' draft head                                          draft tokens.py
     grammar      what a request's grammar forces; with every method             grammar_proposer.py
 
 A source is a ``Proposer`` with a name.  ``_SOURCES`` makes it from the configuration, ``_OF_METHOD`` says which
-sources a method has; of all draft tokens for a row the one is verified of which most is likely to be kept.  What a grammar
-forces comes first, and the others draft what follows it.
+sources a method has; of all draft tokens for a row the one is verified of which most is likely to be kept.  What a
+grammar forces comes first, and the others draft what follows it.
 
 *A new source* is a class in a file of its own, a line in ``_SOURCES``, and its method in ``_OF_METHOD`` and in
-``tp_engine.speculative.METHODS``.  One whose draft tokens are made by the ranks, and come with a step's result, overrides
-``take``: it reads there what the ranks drafted behind each row's newest token, keeps it by row in place of all that it
-kept before, and ``guess`` hands it out.  That is in time: a plan that may have draft tokens is made when no step is in
-flight (``Speculation.must_wait``), and a row's occupant only changes to one that must compute its prompt first, in a
-step whose result replaces the old drafts.
+``tp_engine.speculative.METHODS``.  One whose draft tokens are made by the ranks, and come with a step's result,
+overrides ``take``: it reads there what the ranks drafted behind each row's newest token, keeps it by row in place of
+all that it kept before, and ``propose`` hands it out.  That is in time: a plan that may have draft tokens is made when
+no step is in flight (``Speculation.must_wait``), and a row's occupant only changes to one that must compute its prompt
+first, in a step whose result replaces the old drafts.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ NO_CANDIDATE = Candidate(NO_IDS, [], [])
 
 
 class Proposers:
-    """The sources of an engine, and the acceptance of each, measured for up to ``most_tokens`` draft tokens of a row."""
+    """The sources of an engine, and the acceptance of each, measured for up to ``most_tokens`` draft tokens of a
+    row."""
 
     def __init__(self, sources: Iterable[Proposer], most_tokens: int) -> None:
         self._sources, self._most_tokens = list(sources), most_tokens

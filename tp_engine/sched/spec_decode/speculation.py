@@ -1,14 +1,16 @@
 """Speculation that changes no token: draft tokens of a row's next tokens, of which one step verifies several.
 
 A sampled token is a function of the tokens before it, its position and the row's parameters; noise too (``noise``).  So
-the step computes the row as always, and beside it a *draft row* (plan.py) for each draft token, which samples the token behind::
+the step computes the row as always, and beside it a *draft row* (plan.py) for each draft token, which samples the token
+behind::
 
                  position   reads                     samples
     row          p          the last known token      s0        right in any case
     draft row 0       p + 1      draft token 0                   s1        right if draft token 0 is s0
     draft row 1       p + 2      draft token 1                   s2        right if so, and draft token 1 is s1
 
-What is kept is the run up to the first token that a draft token does not equal: what steps of one token would have given.
+What is kept is the run up to the first token that a draft token does not equal: what steps of one token would have
+given.
 
 ::
 
@@ -17,8 +19,8 @@ What is kept is the run up to the first token that a draft token does not equal:
     the next plan        finish_plan: what the ranks must know of the tokens kept
 
 Draft tokens need the last token, so a plan that may have some is not sent ahead of a result.  A step has at most
-``max_step_rows`` decodes with its draft tokens, as many as pay by the times that were measured (``step_costs.py``); where
-the rows alone are more than half of that, or than those times say, there are none, and plans go ahead as without
+``max_step_rows`` decodes with its draft tokens, as many as pay by the times that were measured (``step_costs.py``);
+where the rows alone are more than half of that, or than those times say, there are none, and plans go ahead as without
 speculation.
 """
 
@@ -59,8 +61,8 @@ class SpeculationCounters:
 
 
 class DraftRun(msgspec.Struct, gc=False):
-    """The draft rows of a row in a step, from the ``first`` on: ``tokens`` (n,) are their draft tokens, by the sources of
-    ``parts``, and ``masks`` (n, words) what a grammar allows there; once the result is there, ``kept`` (a,) are the
+    """The draft rows of a row in a step, from the ``first`` on: ``tokens`` (n,) are their draft tokens, by the sources
+    of ``parts``, and ``masks`` (n, words) what a grammar allows there; once the result is there, ``kept`` (a,) are the
     tokens behind the row's own that were sampled right."""
 
     row: int
@@ -204,8 +206,8 @@ class Speculation(SchedulerFeature):
             builder.draft_tokens = np.concatenate([run.tokens for run in self._verifying])
 
     def _room(self, builder: StepPlanBuilder, run: DraftRun) -> int:
-        """Draft tokens for which the row has slots behind that of its own token; it gets free blocks for them, and for what
-        the ranks draft behind them."""
+        """Draft tokens for which the row has slots behind that of its own token; it gets free blocks for them, and for
+        what the ranks draft behind them."""
         blocks, row = self._state.blocks, run.row
         end = int(self._rows.num_scheduled[row]) + 1
         room = min(end + len(run.tokens) + self._num_drafts, int(self._rows.max_tokens[row]))
@@ -329,8 +331,8 @@ class Speculation(SchedulerFeature):
         self.sources.learn(sequence)
 
     def finish_plan(self, plan: StepPlan) -> StepPlan:
-        """Return the next plan: it begins with the tokens that were kept since the last one, its draft rows have masks, and
-        it asks for drafts if the rows of the step after it may have draft tokens."""
+        """Return the next plan: it begins with the tokens that were kept since the last one, its draft rows have masks,
+        and it asks for drafts if the rows of the step after it may have draft tokens."""
         if self._num_drafts:
             num_sampled = len(plan.decode_rows) - len(plan.draft_base_rows) + int(plan.prefill_samples.sum())
             if 0 < num_sampled <= self._most_decodes:

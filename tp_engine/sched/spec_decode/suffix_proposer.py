@@ -9,8 +9,8 @@ same hash, so that a look-up goes through a few places and learning an answer is
     heads      hash of (a a a) ------------> 12 -- links --> 5 -- links --> 0
 
 Of the places with the longest match all answers count: a drafted token is as likely as its share of them (suffix
-decoding: Oliaro et al. 2024, https://arxiv.org/abs/2411.04975).  Only answers with the cache key of the request are found:
-``RequestGroup.cache_key``, under which the prefix cache keeps its blocks too.
+decoding: Oliaro et al. 2024, https://arxiv.org/abs/2411.04975).  Only answers with the cache key of the request are
+found: ``RequestGroup.cache_key``, under which the prefix cache keeps its blocks too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Draft rows: rows behind those of the batch, each of which stands for a row at a later position during one step (plan.py).
+"""Draft rows: rows behind those of the batch, each of which stands for a row at a later position during one step
+(plan.py).
 
-A draft row has the block table of its row, so it reads the row's keys and values and stores its own behind them.  Those of a
-wrong draft token stay in slots behind the row's last computed token, where the row's next tokens overwrite them.
+A draft row has the block table of its row, so it reads the row's keys and values and stores its own behind them.  Those
+of a wrong draft token stay in slots behind the row's last computed token, where the row's next tokens overwrite them.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def places_in_runs(rows: IntArray) -> npt.NDArray[np.int64]:
 
 
 class DraftRows:
-    """Enters draft tokens, and tokens that were drafted right, into a batch's tables: ``token_ids`` (rows, stride) on the
-    device, ``block_table`` (G, rows, M) and ``computed`` (rows,).
+    """Enters draft tokens, and tokens that were drafted right, into a batch's tables: ``token_ids`` (rows, stride) on
+    the device, ``block_table`` (G, rows, M) and ``computed`` (rows,).
     """
 
     def __init__(self, token_ids: torch.Tensor, block_table: MirroredTable, computed: MirroredTable) -> None:
@@ -64,7 +65,8 @@ class DraftRows:
         self._computed.push(rows)
 
     def fill(self, draft_rows: IntArray, rows: IntArray, tokens: IntArray, num_blocks: int) -> None:
-        """``draft_rows`` (n,) stand for ``rows`` (n,), which have up to ``num_blocks`` blocks, and have read ``tokens``."""
+        """``draft_rows`` (n,) stand for ``rows`` (n,), which have up to ``num_blocks`` blocks, and have read
+        ``tokens``."""
         positions = self._computed.host[rows] + 1 + places_in_runs(rows)
         self._write(draft_rows, positions, tokens)
         self._computed.host[draft_rows] = positions

@@ -5,7 +5,7 @@ then slots for snapshots (``sched/blocks/snapshots.py``), and one that padding r
 
     raw    (slots, slot_elements) float32     | row 0                                       | row 1 ...
                                               | layer 0: conv, recurrent | layer 1: ...     |
-    a layer's views (kernels/delta_rule.py):    conv (slots, taps - 1, channels), recurrent (slots, VH, DK, DV)
+    a layer's views (kernels/gated_delta_net.py):    conv (slots, taps - 1, channels), recurrent (slots, VH, DK, DV)
 
 A row's slot has its number, so nothing has to be allocated.  The first chunk of a prompt begins with zeros whatever the
 slot holds, unless the plan has copied another slot there.  The token computed too many of a sequence that has ended

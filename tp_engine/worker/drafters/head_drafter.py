@@ -7,11 +7,12 @@
     next positions       the head's own output, the draft before       -> drafts 1, 2, ...
 
 All of a step's tokens go through the head, in the step's own batch, so its K/V are as far as the model's.  Draft rows
-(plan.py) are among them.  Which draft tokens of a request were right follows from integers that are equal on all ranks, so
-the host waits for nothing.
+(plan.py) are among them.  Which draft tokens of a request were right follows from integers that are equal on all ranks,
+so the host waits for nothing.
 
-Drafts go to rank 0 with the step's result, and rank 0 alone puts them into a plan, as draft tokens in draft rows (plan.py).  K/V
-of drafts lie behind those of the request's tokens, in blocks that it has; where these end, so do its drafts.
+Drafts go to rank 0 with the step's result, and rank 0 alone puts them into a plan, as draft tokens in draft rows
+(plan.py). K/V of drafts lie behind those of the request's tokens, in blocks that it has; where these end, so do its
+drafts.
 """
 
 from __future__ import annotations
@@ -215,8 +216,9 @@ def drafted_rows(plan: StepPlan) -> IntArray:
 def right_draft_rows(plan: StepPlan, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Which draft tokens of a step with draft rows were right, by ``sampled`` (n,); nothing waits for it.
 
-    Returns for each request that decodes the places in ``sampled`` of its own token, then of its draft rows' (m, 1 + most)
-    int64, those behind the last draft row arbitrary; and the number of its draft tokens that were right (m, 1) int64.
+    Returns for each request that decodes the places in ``sampled`` of its own token, then of its draft rows' (m, 1 +
+    most) int64, those behind the last draft row arbitrary; and the number of its draft tokens that were right (m, 1)
+    int64.
     """
     num_decodes, num_draft_rows = len(plan.decode_rows), len(plan.draft_base_rows)
     num_own, places = num_decodes - num_draft_rows, places_in_runs(plan.draft_base_rows)

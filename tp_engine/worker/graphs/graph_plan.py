@@ -1,9 +1,9 @@
 """Which steps are recorded, for which sizes, and how much memory the recordings take.
 
 Steps of decodes are recorded where the attention backend and the ranks' collectives can be, which in symmetric memory
-depends on their sizes.  Steps with prompts are recorded on GPUs, if ``cudagraph_prefill_capture_sizes`` asks for it, where
-besides no layer makes a plan of its prompts on the host.  The runner launches kernel by kernel the steps that are in no
-recording (``padded_batch.StepSizes.size_for``) and those of which more is read than sampled tokens.
+depends on their sizes.  Steps with prompts are recorded on GPUs, if ``cudagraph_prefill_capture_sizes`` asks for it,
+where besides no layer makes a plan of its prompts on the host.  The runner launches kernel by kernel the steps that are
+in no recording (``padded_batch.StepSizes.size_for``) and those of which more is read than sampled tokens.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ def test_with_the_defaults_a_root_is_the_salt() -> None:
 
 
 def test_no_two_roots_are_equal() -> None:
-    """Oracle: all combinations of salts, generations, versions and processes; among the salts are cache keys themselves."""
+    """Oracle: all combinations of salts, generations, versions and processes; among the salts are cache keys
+    themselves."""
     processes = [CacheKeys(), CacheKeys()]
     salts = ["", "a", "\0", "0:", "1:1:a"]
     found = []
@@ -85,8 +86,8 @@ def test_sessions_belong_to_a_root() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_standstill_at_any_time(shape: str, ahead: int) -> None:
-    """All rows are preempted and all cache keys renewed, again and again in a random load.  Oracle: the fake model on each
-    sequence alone, the content of every slot, and the scheduler's own invariants."""
+    """All rows are preempted and all cache keys renewed, again and again in a random load.  Oracle: the fake model on
+    each sequence alone, the content of every slot, and the scheduler's own invariants."""
     simulation = Simulation(SHAPES[shape], ahead=ahead)
     load = RandomLoad(simulation, seed=3)
     for number in range(30):

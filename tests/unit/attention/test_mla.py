@@ -13,7 +13,7 @@ import torch
 from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough
 from tests.unit.models.test_quantization_config import BLOCK_FP8
 from tp_engine.advice.weight_sizes import local_parameters
-from tp_engine.attention import latent
+from tp_engine.attention import mla
 from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
 from tp_engine.attention.mla import MLABackend
 from tp_engine.attention.registry import check_backend, select_backend
@@ -350,8 +350,8 @@ def test_absorbed_equals_expanded(
     )
     found = {}
     for form, least in (("absorbed", 1000), ("expanded", 1)):
-        monkeypatch.setattr(latent, "MIN_EXPANDED_QUERIES", least)
-        monkeypatch.setitem(latent._MAX_EXPANDED_ELEMENTS, "cpu", 21 * 2 * (nope + rope + value_dim))
+        monkeypatch.setattr(mla, "MIN_EXPANDED_QUERIES", least)
+        monkeypatch.setitem(mla._MAX_EXPANDED_ELEMENTS, "cpu", 21 * 2 * (nope + rope + value_dim))
         backend = select_backend(name, NEEDS)
         backend.prepare(metadata)
         found[form] = backend.forward(query, KeyValue(fresh, fresh[..., :rank]), kv, metadata, shape)
