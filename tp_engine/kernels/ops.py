@@ -51,7 +51,7 @@ OPS: dict[str, Op] = {
     "sigmoid_gate": Op(layer_ops.sigmoid_gate, "elementwise_triton:sigmoid_gate_triton", "delta:sigmoid_gate"),
     "gated_delta_net_decode": Op(
         gated_delta_net.gated_delta_net_decode,
-        "delta_rule_triton:gated_delta_net_decode_triton",
+        "gated_delta_net_triton:gated_delta_net_decode_triton",
         "delta:gated_delta_net_decode",
     ),
     "gated_delta_net_prefill": Op(gated_delta_net.gated_delta_net_prefill, None, "delta:gated_delta_net_prefill"),
@@ -77,14 +77,14 @@ OPS: dict[str, Op] = {
     ),
     "prepare_steps": Op(padded_steps.prepare_steps, "steps.padded_steps_triton:prepare_steps_triton"),
     "advance_steps": Op(padded_steps.advance_steps, "steps.padded_steps_triton:advance_steps_triton"),
-    "quantise_rows": Op(row_codes.quantise_rows, "quantised.row_codes_triton:quantise_rows_triton"),
+    "quantise_rows": Op(row_codes.quantise_rows, "quantization.row_codes_triton:quantise_rows_triton"),
     "encode_blocks": Op(
         block_codes.encode_blocks, "kv_cache.block_codes_triton:encode_blocks_triton", "block_codes:encode_blocks"
     ),
     "decode_blocks": Op(
         block_codes.decode_blocks, "kv_cache.block_codes_triton:decode_blocks_triton", "block_codes:decode_blocks"
     ),
-    "norm_codes": Op(row_codes.norm_codes, "quantised.norm_codes_triton:norm_codes_triton"),
+    "norm_codes": Op(row_codes.norm_codes, "quantization.norm_codes_triton:norm_codes_triton"),
     "add_adapters": Op(adapters.add_adapters, "linear.adapters_triton:add_adapters_triton", "ops:add_adapters"),
     # On CPUs the native attention stores what it is given, so there is no C function that only stores.
     "store_kv": Op(layer_kv.store_kv, "kv_cache.store_kv_triton:store_kv_triton"),
