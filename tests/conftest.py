@@ -33,7 +33,7 @@ hypothesis.settings.load_profile("same each time")
 RANKS = Path(__file__).parent / "ranks"
 
 # scripts/test_multi_gpu runs these on every rank of a torchrun job.
-collect_ignore = [] if "RANK" in os.environ else ["multi_gpu"]
+collect_ignore = ["interpreted", *([] if "RANK" in os.environ else ["multi_gpu"])]
 
 
 @pytest.fixture(scope="session", autouse=True)

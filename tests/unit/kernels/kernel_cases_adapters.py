@@ -1,15 +1,16 @@
-"""Products with adapters by Triton, and in C, against their PyTorch twin: interpreted (``main``), on CUDA (``CASES``),
+"""Products with adapters by Triton, and in C, against their PyTorch twin: interpreted and on CUDA (``CASES``),
 and the launches of real models (``launch_all``)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough, random, run_on_cpu
+from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough, random
 from tp_engine.kernels.linear.adapters import AdapterRows, AdapterWeights, add_adapters, group_rows
 from tp_engine.kernels.ops import Kind, implementation
 
@@ -89,11 +90,6 @@ def cases_of(kind: Kind) -> dict[str, Callable[[str], None]]:
 CASES = cases_of("triton")
 
 
-def main() -> None:
-    """The cases, interpreted."""
-    run_on_cpu(CASES)
-
-
 def launch_all() -> None:
     """Queries, keys and values, gate and up, and the output projection of Llama 3.1 8B on 1 and 8 ranks."""
     run = implementation("add_adapters", "triton")
@@ -114,3 +110,8 @@ def launch_all() -> None:
             )
             x, out = (torch.empty(32, size, dtype=dtype, device="meta") for size in (in_size, width))
             run(out, x, weights, rows)
+
+
+def check_compiled(kernel: Any, capability: int) -> None:
+    """The kernels of both halves."""
+    assert kernel.metadata.name in ("shrink_kernel", "expand_kernel")

@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from tests.unit.kernels.kernel_harness import AGREEMENT
 from tp_engine.kernels.kv_cache.block_codes import BlockForm, decode_blocks, encode_blocks
 from tp_engine.kernels.kv_cache.block_codes_triton import decode_blocks_triton, encode_blocks_triton
 
@@ -77,12 +76,6 @@ CASES: dict[str, Callable[[str], None]] = {
 }
 
 
-def main() -> None:
-    for case in CASES.values():
-        case("cpu")
-    print(AGREEMENT)
-
-
 def launch_all(capability: int) -> None:
     """Shapes of released models."""
     shapes = ((72, 16, 8, 128), (160, 16, 1, 64), (48, 32, 2, 256))
@@ -96,7 +89,3 @@ def launch_all(capability: int) -> None:
         pairs = torch.empty(3, 2, dtype=torch.int32, device="meta")
         encode_blocks_triton(pool, blobs, pairs, form, codes)
         decode_blocks_triton(blobs, pool, pairs, form, codes)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Inputs of decode steps by Triton: interpreted (``main``), on CUDA (``CASES``), and the engine's launches."""
+"""Inputs of decode steps by Triton: interpreted and on CUDA (``CASES``), and the engine's launches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from tests.unit.kernels.kernel_harness import AGREEMENT
 from tp_engine.kernels.ops import Kind, has_triton, implementation
 from tp_engine.kernels.steps.decode_inputs import DecodeInputs, RowTables
 from tp_engine.worker.batch.step_inputs import slots_for
@@ -111,13 +110,3 @@ def launch_all() -> None:
         prepare, advance = operations("triton")
         prepare(tables, inputs)
         advance(tables, inputs, empty(256))
-
-
-def main() -> None:
-    for check_case in CASES.values():
-        check_case("cpu")
-    print(AGREEMENT)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The gated delta rule's step by Triton against its PyTorch twin: interpreted (``main``), on CUDA (``CASES``), and the
+"""The gated delta rule's step by Triton against its PyTorch twin: interpreted and on CUDA (``CASES``), and the
 launches of real models (``launch_all``).
 
 The rule is that of ``kernel_cases_layer_ops``; what is exact is the twin's in float64.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 
-from tests.unit.kernels.kernel_cases_layer_ops import DTYPES, Case, assert_close_enough, both, random, run_on_cpu
+from tests.unit.kernels.kernel_cases_layer_ops import DTYPES, Case, assert_close_enough, both, random
 from tp_engine.kernels.gated_delta_net import DeltaRule, LayerStates
 from tp_engine.kernels.ops import implementation
 from tp_engine.kv_layout import StateKind
@@ -113,9 +114,6 @@ def launch_all() -> None:
     launch_step(7, (1, 1, 256, 256, 4))
 
 
-def main() -> None:
-    run_on_cpu(CASES)
-
-
-if __name__ == "__main__":
-    main()
+def check_compiled(kernel: Any, capability: int) -> None:
+    """Dependent launch where the GPU has it."""
+    assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (capability >= 90)

@@ -1,4 +1,4 @@
-"""Routing and experts by Triton against their PyTorch twins: interpreted (``main``), on CUDA (``CASES``), and the
+"""Routing and experts by Triton against their PyTorch twins: interpreted and on CUDA (``CASES``), and the
 launches of real models (``launch_all``)."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough, both, random, run_on_cpu
+from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough, both, random
 from tests.unit.kernels.kernel_cases_quantised import E4M3, E8M0, assert_same, make_stack, make_weight
 from tp_engine.kernels.experts.experts import ExpertWeights, QuantisedExpertWeights, mix_experts, mix_quantised_experts
 from tp_engine.kernels.experts.grouped import dense_grouped_experts
@@ -301,6 +301,6 @@ def launch_all() -> None:
             TritonExperts(experts)(x, ids, empty(num_tokens, 4, dtype=torch.float32))
 
 
-def main() -> None:
-    """The cases, interpreted."""
-    run_on_cpu(CASES)
+def check_compiled(kernel: Any, capability: int) -> None:
+    """Dependent launch where the GPU has it."""
+    assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (capability >= 90)

@@ -1,5 +1,5 @@
 """The all-gather: as one of several ranks, of which the test plays the others, interpreted and on CUDA (``CASES``); as
-all ranks at once, each a process (``main``); and the launches of real models (``launch_all``)."""
+all ranks at once, each a process (``check_ranks``); and the launches of real models (``launch_all``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from tests.unit.kernels.kernel_harness import AGREEMENT
+from tests.unit.kernels.ptx import in_order, instructions
 from tp_engine.kernels.distributed import gather_triton
 from tp_engine.kernels.distributed.gather_triton import MAX_PROGRAMS, all_gather_triton, meet
 
@@ -22,6 +22,8 @@ NUM_PLACES = 2 * MAX_PROGRAMS
 # One word, a decode's shares, a block and one more, more blocks than programs.
 SIZES = (1, 3 * 65, BLOCK, BLOCK + 1, (MAX_PROGRAMS + 2) * BLOCK + 7)
 DEADLINE_S = 120.0
+MEETING = ("bar.sync", "release.sys.cas", "acquire.sys.cas", "bar.sync")
+ORDER = ("ld.global", "st.global", *MEETING, "ld.global", "st.global", *MEETING)
 
 
 def addresses(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -101,15 +103,6 @@ def make_cases() -> dict[str, Callable[[str], None]]:
 CASES = make_cases()
 
 
-def main() -> None:
-    torch.set_num_threads(1)  # threads do not survive a fork
-    for one in CASES.values():
-        one("cpu")
-    for world_size in (2, 4):
-        check_ranks(world_size, num_calls=len(SIZES))
-    print(AGREEMENT)
-
-
 def launch_all() -> None:
     """The keys of a decode batch, on 2 to 8 ranks."""
     for world_size in (2, 4, 8):
@@ -118,5 +111,12 @@ def launch_all() -> None:
         all_gather_triton(part, buffers=pointers, signals=pointers, rank=1)
 
 
-if __name__ == "__main__":
-    main()
+def check_compiled(kernel: Any, capability: int) -> None:
+    """All threads copy, meet, one for each peer signals and then waits, all meet, read, and the same again; words of 8
+    bytes are read and written whole."""
+    lines = instructions(kernel.asm["ptx"])
+    assert in_order(lines, ORDER), f"{kernel.name} meets in another order"
+    for kind in ("release", "acquire"):
+        assert sum(f"{kind}.sys.cas" in line for line in lines) == 2
+    narrow = [line for line in lines if ".global.b16" in line or ".global.b8" in line]
+    assert not narrow, narrow

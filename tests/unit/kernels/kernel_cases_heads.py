@@ -1,4 +1,4 @@
-"""Preparing queries and keys by Triton against the PyTorch twins: interpreted (``main``), on CUDA (``CASES``), and the
+"""Preparing queries and keys by Triton against the PyTorch twins: interpreted and on CUDA (``CASES``), and the
 launches of real models (``launch_all``).
 
 The rule is that of ``kernel_cases_layer_ops``.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tests.paged_batches import among_layers
-from tests.unit.kernels.kernel_cases_layer_ops import DTYPES, EPS, Case, assert_close_enough, both, random, run_on_cpu
+from tests.unit.kernels.kernel_cases_layer_ops import DTYPES, EPS, Case, assert_close_enough, both, random
 from tp_engine.kernels.attention.heads import HeadNorm, Rotation
 from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, KeyValue, LayerKv, dequantise, is_quantised, store_kv
 from tp_engine.kernels.ops import implementation
@@ -276,9 +276,6 @@ def launch_width(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
     implementation("norm_width", "triton")(merged, num_heads, num_kv_heads, squares, weights, widths, EPS)
 
 
-def main() -> None:
-    run_on_cpu(CASES)
-
-
-if __name__ == "__main__":
-    main()
+def check_compiled(kernel: Any, capability: int) -> None:
+    """Dependent launch where the GPU has it."""
+    assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (capability >= 90)

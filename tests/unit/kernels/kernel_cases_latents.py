@@ -1,4 +1,4 @@
-"""Latent attention by Triton: interpreted against the PyTorch twins (``main``), on CUDA (``CASES``), and launches of
+"""Latent attention by Triton: interpreted against the PyTorch twins and on CUDA (``CASES``), and launches of
 real models (``launch_all``)."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.paged_batches import PagedBatch, among_layers, make_batch
-from tests.unit.kernels.kernel_cases_layer_ops import DTYPES, Case, assert_close_enough, both, random, run_on_cpu
+from tests.unit.kernels.kernel_cases_layer_ops import DTYPES, Case, assert_close_enough, both, random
 from tp_engine.attention.base import AttentionShape
 from tp_engine.kernels.attention.heads import Rotation
 from tp_engine.kernels.attention.paged_decode_triton import MAX_ARRIVALS
@@ -235,9 +235,6 @@ def launch_all(capability: int) -> None:
         store_kv_triton(KeyValue(rows, rows[..., :rank]), LayerKv(cache, scales), slots)
 
 
-def main() -> None:
-    run_on_cpu(CASES)
-
-
-if __name__ == "__main__":
-    main()
+def check_compiled(kernel: Any, capability: int) -> None:
+    """An sm_80 has enough shared memory."""
+    assert kernel.metadata.shared <= SHARED_MEMORY

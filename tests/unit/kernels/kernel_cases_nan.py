@@ -1,4 +1,4 @@
-"""What is not a number stays so in every kernel that could lose it: interpreted (``main``), on CUDA (``CASES``).
+"""What is not a number stays so in every kernel that could lose it: interpreted and on CUDA (``CASES``).
 
 Maxima and minima of a GPU leave NaN out, so a scale or a clamp may turn it into a plausible number, and a broken model
 would look healthy on GPUs alone.
@@ -16,7 +16,6 @@ from tests.paged_batches import among_layers
 from tests.unit.kernels.kernel_cases_heads import SLOTS, Heads, read_part
 from tests.unit.kernels.kernel_cases_layer_ops import both, random
 from tests.unit.kernels.kernel_cases_paged_attention import FP8, INT8, Case, rule_of, run_on, stored_batch
-from tests.unit.kernels.kernel_harness import AGREEMENT
 from tp_engine.kernels.attention.heads import Rotation
 from tp_engine.kernels.attention.plain_attention import paged_attention
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, dequantise
@@ -118,9 +117,3 @@ def make_cases() -> dict[str, Callable[[str], None]]:
 
 
 CASES = make_cases()
-
-
-def main() -> None:
-    for one in CASES.values():
-        one("cpu")
-    print(AGREEMENT)

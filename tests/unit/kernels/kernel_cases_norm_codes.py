@@ -1,14 +1,16 @@
 """Norms as 8-bit floats by Triton against the norm's and the codes' own kernels, one after the other: interpreted
-(``main``), on CUDA (``CASES``), and the launches of real models (``launch_all``)."""
+and on CUDA (``CASES``), and the launches of real models (``launch_all``)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
-from tests.unit.kernels.kernel_cases_layer_ops import EPS, both, random, run_on_cpu
+from tests.unit.kernels.kernel_cases_layer_ops import EPS, both, random
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.quantization.row_codes import CodeRule
 
@@ -73,11 +75,6 @@ def make_cases() -> dict[str, Callable[[str], None]]:
 CASES = make_cases()
 
 
-def main() -> None:
-    """The cases, interpreted."""
-    run_on_cpu(CASES)
-
-
 def launch_all() -> None:
     """First norms and norms with the residual's sum, and one with a scale for all rows."""
     norm_codes, _ = both("norm_codes")
@@ -87,3 +84,10 @@ def launch_all() -> None:
         norm_codes(x, None, rule, CodeRule(group))
         norm_codes(x, torch.empty_like(x), rule, CodeRule(group), scale)
     norm_codes(x, torch.empty_like(x), rule, CodeRule(scale=torch.empty((), device="meta")))
+
+
+def check_compiled(kernel: Any, capability: int) -> None:
+    """Dependent launch, and rows and codes that are read and written in vectors."""
+    ptx = kernel.asm["ptx"]
+    assert "griddepcontrol.wait" in ptx
+    assert not re.search(r"(ld|st)\.global\.b(8|16) ", ptx)

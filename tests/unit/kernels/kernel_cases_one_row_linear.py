@@ -1,4 +1,4 @@
-"""Linear layers of one row by Triton: interpreted (``main``), on CUDA (``CASES``), and those of real models
+"""Linear layers of one row by Triton: interpreted and on CUDA (``CASES``), and those of real models
 (``launch_all``).
 
 The rule: against float64, the error is at most twice that of PyTorch's product in the same precision; in float32, where
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,6 @@ from tests.unit.kernels.kernel_cases_layer_ops import (
     gate_exactly,
     random,
 )
-from tests.unit.kernels.kernel_harness import AGREEMENT
 from tp_engine.kernels.layer_ops import gate
 from tp_engine.kernels.linear.one_row_linear_triton import one_row_linear_triton, takes_weight
 from tp_engine.model_config.mlp import SILU, Activation
@@ -72,12 +72,6 @@ def make_cases() -> dict[str, Callable[[str], None]]:
 CASES = make_cases()
 
 
-def main() -> None:
-    for case in CASES.values():
-        case("cpu")
-    print(AGREEMENT)
-
-
 def launch_all() -> None:
     """One launch of each layer; the first also with a bias, and the third with every activation, which are the same
     code for all layers."""
@@ -92,5 +86,6 @@ def launch_all() -> None:
             one_row_linear_triton(x, weight, None, other)
 
 
-if __name__ == "__main__":
-    main()
+def check_compiled(kernel: Any, capability: int) -> None:
+    """Dependent launch where the GPU has it."""
+    assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (capability >= 90)

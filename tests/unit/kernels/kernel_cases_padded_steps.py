@@ -1,4 +1,4 @@
-"""Inputs of padded steps with prompts by Triton: interpreted (``main``), on CUDA (``CASES``), and the engine's
+"""Inputs of padded steps with prompts by Triton: interpreted and on CUDA (``CASES``), and the engine's
 launches."""
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 
 from tests.unit.kernels.kernel_cases_decode_inputs import make_tables
-from tests.unit.kernels.kernel_harness import AGREEMENT
 from tp_engine.kernels.ops import Kind, has_triton, implementation
 from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.kernels.steps.padded_steps import PaddedInputs, PaddedRequests
@@ -171,13 +170,3 @@ def launch_all() -> None:
             requests = batch.requests(size.decodes)
             implementation("prepare_steps", "triton")(tables, requests, batch.inputs(size))
             implementation("advance_steps", "triton")(tables, requests, empty(size.num_requests))
-
-
-def main() -> None:
-    for check_case in CASES.values():
-        check_case("cpu")
-    print(AGREEMENT)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,5 @@
-"""Paged attention kernels: interpreted against their PyTorch twin (``main``), and the launches of real models."""
+"""Paged attention kernels: against their PyTorch twin, interpreted and on CUDA (``CASES``), and the launches of real
+models."""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ from typing import Any
 import torch
 
 from tests.paged_batches import PagedBatch, among_layers, make_batch
-from tests.unit.kernels.kernel_harness import AGREEMENT
 from tp_engine.attention.base import AttentionShape
 from tp_engine.kernels.attention.paged_decode_triton import (
     MAX_ARRIVALS,
@@ -252,7 +252,6 @@ def _name(kind: str, case: Case) -> str:
 
 FIXED_CASES = (Case(long_keys=128),)
 
-# For tests/gpu.
 CASES: dict[str, Callable[[str], None]] = {
     _name(kind, case): partial(run, case)
     for kind, run, cases in (
@@ -262,16 +261,6 @@ CASES: dict[str, Callable[[str], None]] = {
     )
     for case in cases
 }
-
-
-def main() -> None:
-    for case in DECODE_CASES + BFLOAT16_CASES:
-        run_decode(case)
-    for case in PREFILL_CASES + BFLOAT16_CASES:
-        run_prefill(case)
-    for case in FIXED_CASES:
-        run_fixed(case)
-    print(AGREEMENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,5 +345,6 @@ def launch_all(capability: int) -> None:
         )
 
 
-if __name__ == "__main__":
-    main()
+def check_compiled(kernel: Any, capability: int) -> None:
+    """The GPU has enough shared memory, sm_89 the least."""
+    assert kernel.metadata.shared <= SHARED_MEMORY[capability]

@@ -1,4 +1,4 @@
-"""Linear layers as trees over shards by Triton: interpreted (``main``), on CUDA (``CASES``), and those of real models
+"""Linear layers as trees over shards by Triton: interpreted and on CUDA (``CASES``), and those of real models
 (``launch_all``).
 
 The rule: against float64, the error is at most twice that of the twin; a row has the same bits in any batch; and the
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from tests.unit.kernels.kernel_cases_layer_ops import DTYPES, assert_close_enough, random
-from tests.unit.kernels.kernel_harness import AGREEMENT
 from tp_engine.kernels.linear.tree_linear_triton import tree_linear_triton
 from tp_engine.kernels.linear.tree_sum import tree_linear, tree_sum
 from tp_engine.model_config.tp_invariant import NUM_SHARDS, WORLD_SIZES
@@ -57,12 +57,6 @@ CASES: dict[str, Callable[[str], None]] = {
 }
 
 
-def main() -> None:
-    for case in CASES.values():
-        case("cpu")
-    print(AGREEMENT)
-
-
 def launch_all() -> None:
     """One launch of each layer; the first also with a bias, and a rank's part in float32."""
     for number, (num_in, num_out, num_shards) in enumerate(MODELS):
@@ -74,5 +68,6 @@ def launch_all() -> None:
             tree_linear_triton(weight[:1], weight, None, num_shards, keeps_sums=True)
 
 
-if __name__ == "__main__":
-    main()
+def check_compiled(kernel: Any, capability: int) -> None:
+    """Dependent launch where the GPU has it."""
+    assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (capability >= 90)

@@ -1,24 +1,18 @@
 """How Triton kernels are tested where there is no GPU.
 
-* ``interpreted(module)`` runs a module of cases with TRITON_INTERPRET=1: the kernels' numbers on a CPU.
+* ``tests/interpreted`` runs the ``CASES`` of the modules ``kernel_cases_*`` in Triton's interpreter: the kernels'
+  numbers on a CPU.  ``tests/gpu`` runs the same cases on CUDA.
 * ``compiled_for(capability)`` turns every launch into a compilation for that GPU: call the host wrapper with tensors
   that resemble the engine's (on the meta device, of any size), and exactly the specialisation that the engine would
   launch is made into machine code.
-
-``tests/gpu`` runs the same cases on CUDA.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from inspect import signature
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -27,33 +21,9 @@ import pytest
 from tp_engine.kernels import ops
 from tp_engine.kernels.ops import has_triton
 
-ROOT = Path(__file__).parents[3]
-CAPABILITIES = (80, 90, 100)
-AGREEMENT = "all cases agree"
-
 needs_triton = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 # Triton warns of its own environment variable while it compiles for some targets.
 quiet = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-
-
-def interpreted(module: str, *arguments: str, timeout_s: float = 170.0) -> None:
-    """Run ``main(*arguments)`` of ``tests.unit.kernels.<module>``, interpreted; it must print ``AGREEMENT``.
-
-    It runs in a process of its own, because Triton reads TRITON_INTERPRET when it is imported.
-    """
-    if _version("triton") < (3, 7) and _version("numpy") >= (2, 4):
-        pytest.skip("the interpreter of Triton before 3.7 can not loop with numpy from 2.4 on: update one of them")
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.unit.kernels.kernel_interpreter", module, *arguments],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert AGREEMENT in result.stdout
 
 
 @contextmanager
@@ -73,12 +43,6 @@ def triton_ops_on_cpus() -> Iterator[set[str]]:
         yield taken
     for function in chosen:
         function.cache_clear()
-
-
-def _version(package: str) -> tuple[int, int]:
-    """Major and minor version of an installed package."""
-    major, minor, *_ = metadata.version(package).split(".")
-    return int(major), int(minor)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.unit.kernels.kernel_cases_block_codes import CODES, DTYPES, SHAPES, form_of, random_pool, same_but_for_ties
-from tests.unit.kernels.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
 from tp_engine.cpu.kernels import block_codes as native
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.cpu.kernels.paged_attention import in_kernel_order
@@ -108,17 +107,3 @@ def test_c_equals_the_twin(shape: tuple[int, int, int, int], dtype: torch.dtype,
         decode_blocks(expected, pools[1], BACK, form, codes)
         own, twin = (one.view(dtype).float() for one in pools)
         torch.testing.assert_close(own, twin, rtol=0, atol=0, equal_nan=True)
-
-
-@needs_triton
-def test_interpreted_kernels() -> None:
-    """Oracle: the PyTorch twin."""
-    interpreted("kernel_cases_block_codes")
-
-
-@needs_triton
-@quiet
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_kernels_compile_for(capability: int) -> None:
-    """Oracle: Triton's own compiler, which needs no GPU."""
-    compile_cases("kernel_cases_block_codes", capability)

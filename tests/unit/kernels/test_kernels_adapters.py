@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from tests.unit.kernels.kernel_cases_adapters import SLOTS, cases_of
-from tests.unit.kernels.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.kernels.linear.adapters import TILE_ROWS, group_rows
 
@@ -27,18 +26,3 @@ def test_rows_are_grouped_by_slot_in_order() -> None:
     assert tiles.tolist() == [[0, 16, 0], [16, 4, 0], [20, 1, 2]]
     none, no_tiles = group_rows(np.array([-1, -1]))
     assert len(none) == 0 and no_tiles.shape == (0, 3)
-
-
-@needs_triton
-def test_interpreted() -> None:
-    """Oracle: see ``check_adapters``."""
-    interpreted("kernel_cases_adapters")
-
-
-@needs_triton
-@quiet
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_compiles(capability: int) -> None:
-    """Oracle: Triton's compiler; the kernels of both halves."""
-    names = {kernel.metadata.name for kernel in compile_cases("kernel_cases_adapters", capability)}
-    assert names == {"shrink_kernel", "expand_kernel"}

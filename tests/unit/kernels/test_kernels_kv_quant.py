@@ -1,4 +1,4 @@
-"""The quantised KV cache: the error of an element, scales by slot, the storing kernel and its compilation."""
+"""The quantised KV cache: the error of an element, and scales by slot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.paged_batches import among_layers
-from tests.unit.kernels.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
 from tp_engine.kernels.kv_cache.layer_kv import (
     LARGEST_VALUE,
     SCALE_DTYPE,
@@ -66,23 +65,3 @@ def test_which_types_are_quantised() -> None:
     """Oracle: the types of one byte."""
     assert [is_quantised(dtype) for dtype in (torch.int8, torch.float8_e4m3fn)] == [True, True]
     assert not any(is_quantised(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16))
-
-
-@needs_triton
-def test_interpreted_kernel() -> None:
-    """Oracle: the PyTorch twin; a value may be one step off where the scaled one lies between two."""
-    interpreted("kernel_cases_kv_quant")
-
-
-@needs_triton
-def test_nan_stays_nan() -> None:
-    """Oracle: the PyTorch twins, and by hand what a NaN must reach; kernels that store, turn, and attend."""
-    interpreted("kernel_cases_nan")
-
-
-@needs_triton
-@quiet
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_kernel_compiles_for(capability: int) -> None:
-    """Oracle: Triton's own compiler, which needs no GPU."""
-    compile_cases("kernel_cases_kv_quant", capability)

@@ -1,36 +1,10 @@
-"""Latent attention's Triton kernels: interpreted, compiled, and the backend that launches them."""
+"""The sizes and specialisations of latent attention's Triton kernels."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.unit.kernels.kernel_harness import (
-    CAPABILITIES,
-    compile_cases,
-    compiled_for,
-    interpreted,
-    needs_triton,
-    quiet,
-)
-
-
-@needs_triton
-@pytest.mark.timeout(300)
-def test_interpreted_kernels() -> None:
-    """Oracle: the twins; the error is at most twice theirs in the same precision."""
-    interpreted("kernel_cases_latents", timeout_s=270)
-
-
-@needs_triton
-@quiet
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_kernels_compile_for(capability: int) -> None:
-    """Oracle: Triton's own compiler, which needs no GPU; sm_80 has enough shared memory."""
-    from tests.unit.kernels.kernel_cases_latents import SHARED_MEMORY
-
-    for kernel in compile_cases("kernel_cases_latents", capability):
-        assert kernel.metadata.shared <= SHARED_MEMORY
+from tests.unit.kernels.kernel_harness import compiled_for, needs_triton, quiet
 
 
 @needs_triton

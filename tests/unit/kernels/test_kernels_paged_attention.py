@@ -1,4 +1,4 @@
-"""Paged attention: the PyTorch twin, the interpreted kernels, their sizes and their compilation."""
+"""Paged attention: the PyTorch twin, and the sizes of kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.paged_batches import make_batch
-from tests.unit.kernels.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
+from tests.unit.kernels.kernel_harness import needs_triton
 from tp_engine.attention.base import AttentionShape
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.attention.plain_attention import paged_attention
@@ -31,23 +31,6 @@ def test_twin(window: int | None) -> None:
         window=window,
     )
     torch.testing.assert_close(out, batch.expected(), rtol=1e-5, atol=1e-5)
-
-
-@needs_triton
-def test_interpreted_kernels() -> None:
-    """Oracle: the twin in float32; the error is at most twice the twin's in the same precision."""
-    interpreted("kernel_cases_paged_attention", timeout_s=300)
-
-
-@needs_triton
-@quiet
-@pytest.mark.parametrize("capability", [89, *CAPABILITIES])
-def test_kernels_compile_for(capability: int) -> None:
-    """Oracle: Triton's own compiler, which needs no GPU; that GPU has enough shared memory, sm_89 the least."""
-    from tests.unit.kernels.kernel_cases_paged_attention import SHARED_MEMORY
-
-    for kernel in compile_cases("kernel_cases_paged_attention", capability):
-        assert kernel.metadata.shared <= SHARED_MEMORY[capability]
 
 
 @needs_triton

@@ -1,4 +1,4 @@
-"""Sampling kernels: interpreted, compiled for the supported GPUs, and the rows that they sample."""
+"""The noise of sampling kernels, and the rows that they sample."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.kernels.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
+from tests.unit.kernels.kernel_harness import needs_triton
 from tests.unit.sampling.sampler_cases import ids
 from tp_engine.distributed.collectives import SingleRank
 from tp_engine.distributed.rank import RankInfo
@@ -14,24 +14,6 @@ from tp_engine.plan import RowSampling
 from tp_engine.sampling import noise
 from tp_engine.sampling.device_sampler import DeviceSampler, SamplerVariant
 from tp_engine.sampling.state import SamplingState
-
-CASES = "kernel_cases_sampling"
-
-
-@needs_triton
-@pytest.mark.parametrize("ranks", ["one", "several"])
-def test_interpreted_kernels(ranks: str) -> None:
-    """Oracle: ``Sampler``; hashes bit by bit.  With padding rows, ties and padded vocabularies."""
-    interpreted(CASES, ranks, timeout_s=300)
-
-
-@needs_triton
-@quiet
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_kernels_compile_for(capability: int) -> None:
-    """Oracle: Triton's own compiler; no multiplication is fused with an addition except inside libdevice."""
-    kernels = compile_cases(CASES, capability)
-    assert all(not kernel.metadata.enable_fp_fusion for kernel in kernels)
 
 
 def test_noise_keys_on_the_device() -> None:

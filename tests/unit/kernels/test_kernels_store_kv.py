@@ -1,4 +1,4 @@
-"""Storing keys and values by slot (row B9): the PyTorch twin, the interpreted kernel, and its compilation."""
+"""Storing keys and values by slot (row B9): the PyTorch twin."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.paged_batches import among_layers
-from tests.unit.kernels.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, store_kv
 
 
@@ -30,20 +29,3 @@ def test_twin_with_padding_only() -> None:
     cache = torch.zeros(2, 3, 4, 1, 8)
     store_kv(KeyValue(*torch.randn(2, 2, 1, 8)), LayerKv(cache), torch.tensor([-1, -1]))
     assert cache.count_nonzero() == 0
-
-
-@needs_triton
-@pytest.mark.parametrize("cases", ["kernel_cases_store_kv", "kernel_cases_triton_backend"])
-def test_interpreted_kernel(cases: str) -> None:
-    """Oracle: the PyTorch twin, bit by bit; for the whole backend, loops over tokens."""
-    interpreted(cases)
-
-
-@needs_triton
-@quiet
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_kernel_compiles_for(capability: int) -> None:
-    """Oracle: Triton's own compiler, which needs no GPU; slots are addressed with 64 bits."""
-    for kernel in compile_cases("kernel_cases_store_kv", capability):
-        width = kernel.src.constants[(kernel.src.fn.arg_names.index("WIDTH"),)]
-        assert f"arith.constant {width} : i64" in kernel.asm["ttir"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.paged_batches import make_batch
+from tests.tiers import slow_but
 from tp_engine.attention.base import AttentionShape
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.cpu.attention import NativeBackend
@@ -216,7 +217,7 @@ SHARING = {
 
 
 @pytest.mark.parametrize("case", SHARING)
-@pytest.mark.parametrize("group", [1, 3, 20])
+@pytest.mark.parametrize("group", slow_but([3], [1, 3, 20]))
 @pytest.mark.parametrize("window", [None, 150])
 @pytest.mark.parametrize(
     ("dtype", "has_rule"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]

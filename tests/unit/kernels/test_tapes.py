@@ -16,6 +16,7 @@ import torch
 
 from tests.families import FAMILIES
 from tests.paged_batches import make_batch
+from tests.tiers import fast_first
 from tp_engine import LLM, SamplingParams
 from tp_engine.attention.base import AttentionBackend, AttentionShape
 from tp_engine.attention.mla import MLABackend
@@ -157,7 +158,7 @@ def admission(row: int, length: int, blocks: IntArray) -> Admission:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", fast_first(1, [torch.float32, torch.bfloat16]), ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_equal_those_without_a_tape(name: str, dtype: torch.dtype, checkpoint: Callable[..., Path]) -> None:
     """Oracle: the same step without a tape, bit by bit: beyond the ends of blocks and ranges, rows mixed."""

@@ -1,23 +1,26 @@
 """Ranks on the GPU's data path, interpreted, whose collectives go through memory that they share, as on one GPU.
 
-Run in a process of its own with TRITON_INTERPRET=1.  Oracle: one rank on plain PyTorch, its tokens; and in a recorded
-step no collective is the library's, which could not be captured.
+torchrun --nproc-per-node N -m tests.interpreted.test_ranks MODEL FOLDER
 """
 
 from __future__ import annotations
 
 import json
-import tempfile
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 
+from tests.interpreted.engines import MODEL, RECORDED, generate, gpu_path
+from tests.interpreted.interpreter import mend_interpreter
 from tests.ranks.launch import torchrun
-from tests.unit.kernels.kernel_cases_engine import RECORDED, generate, gpu_path, make_model
 from tests.unit.kernels.kernel_cases_gather import addresses
-from tests.unit.kernels.kernel_harness import AGREEMENT, triton_ops_on_cpus
+from tests.unit.kernels.kernel_harness import triton_ops_on_cpus
 from tp_engine.distributed.collectives import ProcessGroupCommunicator
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.distributed.reduce_plan import ReducePlan
@@ -60,8 +63,9 @@ class FileBuffer:
         return self._buffers[rank].view(torch.uint8)
 
 
-def run_rank(world_size: int, folder: Path) -> None:
+def run_rank(model: Path, folder: Path) -> None:
     """What each rank of the job runs; rank 0 writes the tokens, and the rows of its recorded steps."""
+    world_size = int(os.environ["WORLD_SIZE"])
     begun: list[int] = []
     ended: list[int] = []
     replay, library = CapturedSteps.run, ProcessGroupCommunicator
@@ -98,23 +102,25 @@ def run_rank(world_size: int, folder: Path) -> None:
         patch.object(library, "all_gather", outside(library.all_gather)),
         patch.object(library, "gather", outside(library.gather)),
     ):
-        tokens = generate(folder / "model", tensor_parallel_size=world_size)
+        tokens = generate(model, tensor_parallel_size=world_size)
     (folder / "tokens").write_text(json.dumps([tokens, ended]))
 
 
-def main(num_ranks: str, folder: str | None = None) -> None:
-    world_size = int(num_ranks)
-    if folder is not None:
-        run_rank(world_size, Path(folder))
-        return
-    with tempfile.TemporaryDirectory() as name:
-        expected = generate(make_model(name))
-        (Path(name) / "buffers").write_bytes(bytes(world_size * BUFFER_BYTES))
-        (Path(name) / "signals").write_bytes(bytes(world_size * 2 * MAX_PROGRAMS * world_size * torch.int32.itemsize))
-        module = ("-m", "tests.unit.kernels.kernel_interpreter", "kernel_cases_ranks_engine")
-        job = torchrun(world_size, [*module, num_ranks, name], timeout_s=240)
-        assert job.returncode == 0, job.stdout[-6000:]
-        tokens, recorded = json.loads((Path(name) / "tokens").read_text())
-    assert tokens == expected, (tokens, expected)
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_in_shared_memory(num_ranks: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: one rank's tokens on plain PyTorch, greedy and sampled; recorded steps have no other collectives."""
+    folder = checkpoint("qwen3", **MODEL)
+    (tmp_path / "buffers").write_bytes(bytes(num_ranks * BUFFER_BYTES))
+    (tmp_path / "signals").write_bytes(bytes(num_ranks * 2 * MAX_PROGRAMS * num_ranks * torch.int32.itemsize))
+    job = torchrun(num_ranks, ["-m", "tests.interpreted.test_ranks", str(folder), str(tmp_path)], timeout_s=240)
+    assert job.returncode == 0, job.stdout[-6000:]
+    tokens, recorded = json.loads((tmp_path / "tokens").read_text())
+    assert tokens == generate(folder)
     assert {1, 2} <= set(recorded) and len(recorded) > 5, recorded
-    print(AGREEMENT)
+
+
+if __name__ == "__main__":
+    mend_interpreter()
+    run_rank(*map(Path, sys.argv[1:]))

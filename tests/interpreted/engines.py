@@ -1,11 +1,7 @@
-"""A whole engine on the GPU's data path, interpreted: every Triton kernel of a step, inputs made on the device.
-
-Run in a process of its own with TRITON_INTERPRET=1.  Oracle: the same engine on plain PyTorch, its tokens.
-"""
+"""A whole engine on the GPU's data path, interpreted: every Triton kernel of a step, inputs made on the device."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,13 +12,8 @@ from unittest.mock import patch
 import torch
 
 from tests.repeating_recorder import RepeatingRecorder
-from tests.tiny_models import make_checkpoint
-from tests.unit.kernels.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tp_engine import LLM, SamplingParams
 from tp_engine.attention.triton_backend import TritonBackend
-from tp_engine.distributed.groups import RankGroups
-from tp_engine.layers.quantization.dense import TreeLinear
-from tp_engine.model_config.tp_invariant import NUM_SHARDS
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.sampling.device_sampler import SamplerVariant
 from tp_engine.sampling.logprobs import LogprobTensors
@@ -33,6 +24,8 @@ from tp_engine.worker.graphs.step_runner import GraphPlan
 
 PROMPTS = [[5, 9, 13, 7], list(range(20, 50)), [7] * 17, [3]]
 NUM_TOKENS = (12, 3, 5, 4)
+# A checkpoint whose products Triton takes.
+MODEL: dict[str, Any] = {"vocab_size": 101, "hidden_size": 128, "intermediate_size": 128}
 RECORDED = GraphPlan(sizes=(1, 2, 4), make_recorder=RepeatingRecorder)
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
@@ -107,74 +100,3 @@ def gpu_path() -> Iterator[None]:
         patch("tp_engine.worker.worker.select_backend", lambda *_: TritonBackend()),
     ):
         yield
-
-
-def make_model(parent: str) -> Path:
-    """A checkpoint whose products Triton takes."""
-    return make_checkpoint(Path(parent) / "model", "qwen3", vocab_size=101, hidden_size=128, intermediate_size=128)
-
-
-def check_quantised(quantization: str) -> None:
-    """Quantised weights; oracle: the same by C."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = make_model(name)
-        expected = generate(folder, quantization)
-        with triton_ops_on_cpus(), gpu_path():
-            found = generate(folder, quantization)
-    assert found == expected, (found, expected)
-    print(AGREEMENT)
-
-
-def check_invariant() -> None:
-    """Sums as trees, and decodes split by their lengths; oracle: the same engine on plain PyTorch."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = make_model(name)
-        expected = generate(folder)
-        with (
-            triton_ops_on_cpus(),
-            gpu_path(),
-            patch("tp_engine.worker.effective_config.check_tp_invariant"),
-            patch("tp_engine.worker.worker.select_backend", lambda *_: TritonBackend(is_invariant=True)),
-            patch.object(TreeLinear, "__call__", autospec=True, side_effect=TreeLinear.__call__) as multiplied,
-        ):
-            found = generate(folder, tp_invariant=True)
-    assert found == expected, (found, expected)
-    assert {call.args[0]._num_shards for call in multiplied.call_args_list} == {1, NUM_SHARDS}
-    print(AGREEMENT)
-
-
-def main(case: str | None = None) -> None:
-    if case is not None:
-        if case == "tp_invariant":
-            check_invariant()
-        else:
-            check_quantised(case)
-        return
-    with tempfile.TemporaryDirectory() as name:
-        folder = make_model(name)
-        expected = generate(folder)
-        with (
-            triton_ops_on_cpus() as used,
-            gpu_path(),
-        ):
-            found = generate(folder)
-            with (
-                patch("tp_engine.worker.worker.graph_plan", lambda *_: RECORDED),
-                patch("tp_engine.worker.worker.warms_up", lambda device_type: True),
-                patch("tp_engine.worker.graphs.step_runner.CapturedSteps", CountedSteps),
-                patch.object(RankGroups, "close", lambda groups: CountedSteps.ends.append("process groups")),
-            ):
-                recorded = generate(folder)
-    assert {"embed", "norm", "add_norm", "gate", "qk_norm_rope_store", "prepare_decodes", "advance_decodes"} <= used, (
-        f"the engine took {used} from the table"
-    )
-    assert found == expected, (found, expected)
-    assert recorded == expected, (recorded, expected)
-    assert CountedSteps.ends == ["recordings", "recordings", "process groups"], "those of the trial come first"
-    assert CountedSteps.steps == STEPS, CountedSteps.steps
-    assert [len(tokens) for tokens in found] == list(NUM_TOKENS)
-    print(AGREEMENT)
-
-
-if __name__ == "__main__":
-    main()

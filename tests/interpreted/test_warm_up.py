@@ -1,5 +1,4 @@
-"""The warm-up launches everything that Triton must compile for later steps: an engine on the GPU's data path,
-interpreted.
+"""The warm-up launches everything that Triton must compile for later steps: an engine on the GPU's data path.
 
 Triton compiles a launch for its *specialisation*: the kernel, its constants, the types of its arguments, whether
 pointers are aligned to 16 bytes, and of integers whether they are 1 or multiples of 16.
@@ -8,7 +7,6 @@ pointers are aligned to 16 bytes, and of integers whether they are 1 or multiple
 from __future__ import annotations
 
 import inspect
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,11 +15,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from tests.tiny_models import make_checkpoint
-from tests.unit.kernels.kernel_harness import AGREEMENT, triton_ops_on_cpus
+from tests.unit.kernels.kernel_harness import triton_ops_on_cpus
 from tp_engine import LLM, LoRARequest, SamplingParams
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.layers.quantization import quantised_products
@@ -114,30 +112,29 @@ def check(make_llm: Callable[[], LLM], *adapters: LoRARequest) -> None:
         raise AssertionError(f"{one[0]} was not warmed up: {[pair for pair in one if pair not in like]}")
 
 
-def check_adapters(folder: Path, **options: Any) -> None:
-    """Products with quantised weights, which are others in steps with adapters; the largest step has other tiles."""
+SIZES: dict[str, Any] = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "hidden_size": 32, "head_dim": 16}
+ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "attention_backend": "torch", **OPTIONS}
+
+
+@pytest.mark.slow
+def test_warm_up(checkpoint: Callable[..., Path]) -> None:
+    """Oracle: the specialisations of the warm-up; serving adds none, so it compiles nothing."""
+    folder = checkpoint("qwen3", vocab_size=101, **SIZES)
+    check(lambda: LLM(str(folder), **ENGINE))
+
+
+@pytest.mark.slow
+def test_warm_up_with_adapters(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: as above, for products with quantised weights, which are others in steps with adapters; the largest step
+    has other tiles."""
+    pytest.importorskip("peft")
     from tests.lora_adapters import ADAPTERS, make_adapter
 
-    options["max_num_batched_tokens"] = 40
-    adapter = LoRARequest("own", 1, str(make_adapter(folder / "adapter", folder, **ADAPTERS["linears"])))
+    folder = checkpoint("qwen3", vocab_size=101, **SIZES)
+    adapter = LoRARequest("own", 1, str(make_adapter(tmp_path / "adapter", folder, **ADAPTERS["linears"])))
+    options = ENGINE | {"max_num_batched_tokens": 40}
     with (
         patch.object(quantised_products, "runs_triton", lambda device_type: True),
         patch.object(quantised_products, "native_library", lambda: None),
     ):
         check(lambda: LLM(str(folder), quantization="int4", enable_lora=True, **options), adapter)
-
-
-def main(path: str = "") -> None:
-    with tempfile.TemporaryDirectory() as name:
-        shape: dict[str, Any] = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "hidden_size": 32, "head_dim": 16}
-        folder = make_checkpoint(Path(name) / "model", "qwen3", vocab_size=101, **shape)
-        options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "attention_backend": "torch", **OPTIONS}
-        if path == "adapters":
-            check_adapters(folder, **options)
-        else:
-            check(lambda: LLM(str(folder), **options))
-    print(AGREEMENT)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,21 +1,17 @@
-"""Whole engines whose norms write 8-bit floats, interpreted.
-
-Run in a process of its own with TRITON_INTERPRET=1.  Oracle: the same engines, in which the norms write rows and the
-products make the codes: tokens and log-probabilities are equal bit by bit.
-"""
+"""Whole engines whose norms write 8-bit floats."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tests.tiny_models import make_checkpoint
-from tests.unit.kernels.kernel_cases_engine import gpu_path
-from tests.unit.kernels.kernel_harness import AGREEMENT, triton_ops_on_cpus
+import pytest
+
+from tests.interpreted.engines import gpu_path
+from tests.unit.kernels.kernel_harness import triton_ops_on_cpus
 from tp_engine import LLM, SamplingParams
 from tp_engine.kernels.quantization import norm_codes_triton
 
@@ -56,18 +52,21 @@ def codes_on_cpus() -> Iterator[None]:
         yield
 
 
-def check(architecture: str, config: dict[str, Any], folder: Path) -> None:
-    """Norms with codes and without."""
-    make_checkpoint(folder, architecture, vocab_size=101, hidden_size=64, intermediate_size=64, **config)
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", MODELS)
+def test_norms_with_codes(architecture: str, checkpoint: Callable[..., Path]) -> None:
+    """Oracle: the same engine, in which the norms write rows and the products make the codes: tokens and
+    log-probabilities are equal bit by bit."""
+    folder = checkpoint(architecture, vocab_size=101, hidden_size=64, intermediate_size=64, **MODELS[architecture])
     kernel = norm_codes_triton.norm_codes_kernel
     with codes_on_cpus(), patch.object(norm_codes_triton, "norm_codes_kernel", CountedLaunches(kernel)) as launches:
         found = generate(folder)
-        assert launches.count > 0, architecture
+        assert launches.count > 0
         launches.count = 0
         with patch("tp_engine.layers.residual.wanted_codes", lambda products: None):
             expected = generate(folder)
         assert launches.count == 0
-    assert found == expected, (architecture, found, expected)
+    assert found == expected
 
 
 class CountedLaunches:
@@ -79,14 +78,3 @@ class CountedLaunches:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         self.count += 1
         return self._kernel[grid]
-
-
-def main() -> None:
-    with tempfile.TemporaryDirectory() as name:
-        for architecture, config in MODELS.items():
-            check(architecture, config, Path(name) / architecture)
-    print(AGREEMENT)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,24 +1,20 @@
-"""How many kernels a layer of a decode step takes on the data path of GPUs, interpreted.
-
-Run in a process of its own with TRITON_INTERPRET=1.  Oracle: the kernels by hand.
-"""
+"""How many kernels a layer of a decode step takes on the data path of GPUs, interpreted."""
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from tests.tiny_models import make_checkpoint
-from tests.unit.kernels.kernel_cases_engine import gpu_path
-from tests.unit.kernels.kernel_harness import AGREEMENT, triton_ops_on_cpus
+from tests.interpreted.engines import gpu_path
+from tests.unit.kernels.kernel_harness import triton_ops_on_cpus
 from tp_engine import LLM, SamplingParams
 from tp_engine.models.causal_lm import CausalLM
 
@@ -63,30 +59,33 @@ def counted(num_rows: int) -> Iterator[Counter[str]]:
         yield launches
 
 
-def kernels_of_a_layer(num_rows: int, **options: Any) -> dict[str, int]:
+def kernels_of_a_layer(checkpoint: Callable[..., Path], num_rows: int, **options: Any) -> dict[str, int]:
     """What a decode step of ``num_rows`` rows launches for three layers and not for two, with the ``options`` of
     ``LLM``."""
     steps: list[Counter[str]] = []
     options |= {"max_num_seqs": num_rows, "max_num_batched_tokens": 2 * num_rows + 1, "max_model_len": 64}
     params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
     for num_layers in (2, 3):
-        with tempfile.TemporaryDirectory() as name:
-            sizes: dict[str, Any] = {"num_layers": num_layers, "hidden_size": 128, "intermediate_size": 128}
-            folder = make_checkpoint(Path(name) / "model", "qwen3", **sizes)
-            with (
-                triton_ops_on_cpus(),
-                gpu_path(),
-                counted(num_rows) as launches,
-                LLM(str(folder), device="cpu", dtype="float32", num_gpu_blocks_override=80, **options) as llm,
-            ):
-                llm.generate([[5, 6]] * num_rows, params, use_tqdm=False)
+        folder = checkpoint("qwen3", num_layers=num_layers, hidden_size=128, intermediate_size=128)
+        with (
+            triton_ops_on_cpus(),
+            gpu_path(),
+            counted(num_rows) as launches,
+            LLM(str(folder), device="cpu", dtype="float32", num_gpu_blocks_override=80, **options) as llm,
+        ):
+            llm.generate([[5, 6]] * num_rows, params, use_tqdm=False)
         steps.append(launches)
     return dict(steps[1] - steps[0])
 
 
-def main() -> None:
-    found = kernels_of_a_layer(1), kernels_of_a_layer(64)
-    assert found == (ONE_ROW, MANY_ROWS), found
-    with_slots = kernels_of_a_layer(1, enable_lora=True)  # no row has an adapter
-    assert with_slots == ONE_ROW, with_slots
-    print(AGREEMENT)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_rows", "options", "expected"),
+    [(1, {}, ONE_ROW), (64, {}, MANY_ROWS), (1, {"enable_lora": True}, ONE_ROW)],
+    ids=["one row", "many rows", "no row has an adapter"],
+)
+def test_kernels_of_a_layer(
+    num_rows: int, options: dict[str, Any], expected: dict[str, int], checkpoint: Callable[..., Path]
+) -> None:
+    """Oracle: by hand: 8 kernels for one row, 9 for many."""
+    assert kernels_of_a_layer(checkpoint, num_rows, **options) == expected

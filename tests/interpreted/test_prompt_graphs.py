@@ -1,26 +1,24 @@
-"""A whole engine on the GPU's data path, interpreted, whose steps with prompts run padded, as in recordings.
+"""A whole engine on the GPU's data path, whose steps with prompts run padded, as in recordings.
 
-Run in a process of its own with TRITON_INTERPRET=1.  Oracle: the tokens of the same engine on plain PyTorch; and for
-each recording its first launches: later ones must be equal, whatever is in the step.
+The launches of a recording are those of its first run, whatever is in the step.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from tests.tiny_models import make_checkpoint
+from tests.interpreted.engines import MODEL, gpu_path
 from tests.unit.attention.test_kv_groups import WINDOWED
-from tests.unit.kernels.kernel_cases_engine import gpu_path, make_model
-from tests.unit.kernels.kernel_harness import AGREEMENT, triton_ops_on_cpus
+from tests.unit.kernels.kernel_harness import triton_ops_on_cpus
 from tp_engine import LLM, SamplingParams
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.sched.sequence import Sequence
@@ -154,19 +152,20 @@ def check(folder: Path, is_measured: bool, **options: Any) -> set[SeenStep]:
     return used
 
 
-def main(model: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["one_table", "windows"])
+def test_prompts_in_recordings(model: str, checkpoint: Callable[..., Path]) -> None:
+    """Oracle: the tokens of the same engine on plain PyTorch; of each recording, its first launches."""
     options: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as name:
-        if model == "windows":
-            shape: dict[str, Any] = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
-            layers = {"num_layers": 2, "layer_types": WINDOWED["layer_types"][:2]}
-            folder = make_checkpoint(Path(name) / "model", **shape, **WINDOWED | layers)
-            # Lanes, which verify draft tokens (plan.py), follow the rows that decode; most draft tokens are wrong.
-            options = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 1, "max_step_rows": 8}'}
-        else:
-            folder = make_model(name)
-        used = check(folder, is_measured=model == "windows", **options)
+    if model == "windows":
+        shape: dict[str, Any] = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
+        layers = {"num_layers": 2, "layer_types": WINDOWED["layer_types"][:2]}
+        folder = checkpoint("qwen3", **shape, **WINDOWED | layers)
+        # Lanes, which verify draft tokens (plan.py), follow the rows that decode; most draft tokens are wrong.
+        options = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 1, "max_step_rows": 8}'}
+    else:
+        folder = checkpoint("qwen3", **MODEL)
+    used = check(folder, is_measured=model == "windows", **options)
     assert {size for size, _, _ in used} == set(SIZES.largest_first), used
     assert {is_sampled for _, is_sampled, _ in used} == {False, True}, used
     assert {has_draft_rows for _, _, has_draft_rows in used} == {False, model == "windows"}, used
-    print(AGREEMENT)

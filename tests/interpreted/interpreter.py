@@ -1,6 +1,4 @@
-"""Run a module of kernel cases in Triton's interpreter, with the rounding of a device.
-
-    TRITON_INTERPRET=1 python -m tests.unit.kernels.kernel_interpreter kernel_cases_layer_ops
+"""Triton's interpreter with the rounding of a device, and with less work.
 
 By itself the interpreter (of Triton 3.7) truncates to bfloat16 instead of rounding, loses a carry when it rounds to
 8-bit floats, and takes the bits of bfloat16 for integers in matrix products and in conversions from integers.  It also
@@ -9,8 +7,6 @@ patches the whole language at each call of each function, and does other work in
 
 from __future__ import annotations
 
-import importlib
-import sys
 from functools import cache
 from inspect import getmembers, ismodule
 from typing import Any
@@ -126,9 +122,9 @@ def skip_what_is_not_used() -> None:
     interpreter._get_np_dtype = type_in_numpy
 
 
-if __name__ == "__main__":
+def mend_interpreter() -> None:
+    """Do all of the above, once in a process."""
     patch_the_language_once()
     search_for_builtins_once()
     skip_what_is_not_used()
     round_as_a_device_does()
-    importlib.import_module(f"tests.unit.kernels.{sys.argv[1]}").main(*sys.argv[2:])

@@ -1,0 +1,60 @@
+"""The cases of the modules ``kernel_cases_*``, interpreted."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import pytest
+
+from tests.unit.kernels import kernel_cases_gather
+from tp_engine.kernels.sampling import best_triton, candidates_triton, filter_triton, nucleus_triton
+
+MODULES = (
+    "adapters",
+    "block_codes",
+    "decode_inputs",
+    "delta",
+    "experts",
+    "gather",
+    "heads",
+    "kv_quant",
+    "latents",
+    "layer_ops",
+    "nan",
+    "norm_codes",
+    "one_row_linear",
+    "padded_steps",
+    "paged_attention",
+    "quantised",
+    "sampling",
+    "store_kv",
+    "tree_linear",
+)
+CASES = [
+    pytest.param(check, id=f"{module}: {name}")
+    for module in MODULES
+    for name, check in importlib.import_module(f"tests.unit.kernels.kernel_cases_{module}").CASES.items()
+]
+
+
+@pytest.fixture(autouse=True)
+def several_blocks_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling has several blocks of few tokens, and too few candidates for some rows."""
+    for module in (best_triton, filter_triton, candidates_triton, nucleus_triton):
+        monkeypatch.setattr(module, "_BLOCK", 256)
+    for name, size in (("_CHUNK", 128), ("_GROUPS", 16), ("_KEPT", 16)):
+        monkeypatch.setattr(candidates_triton, name, size)
+
+
+@pytest.mark.parametrize("check", CASES)
+def test_kernel(check: Callable[[str], None]) -> None:
+    """Oracle: the module's own, mostly its PyTorch twin or float64."""
+    check("cpu")
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gather_of_processes(world_size: int) -> None:
+    """Oracle: the parts, one behind the other; ranks in processes come at other times to each of several all-gathers,
+    which share the buffers."""
+    kernel_cases_gather.check_ranks(world_size, num_calls=len(kernel_cases_gather.SIZES))
