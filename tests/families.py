@@ -73,6 +73,9 @@ _HYBRID_EXPERTS = {**_SHARED, "num_experts": 8, "shared_expert_intermediate_size
 _HYBRID_VISION = {**_QWEN_VISION, "num_position_embeddings": 16}
 _GEMMA_VISION = {**_VISION, "num_key_value_heads": 2, "head_dim": 16, "model_type": "gemma4_vision"}
 
+# A dense family and one with experts, which run on every number of ranks.
+EVERY_SIZE = ("llama", "qwen3-moe")
+
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaConfig", "LlamaForCausalLM"),
     "mistral": Family("MistralConfig", "MistralForCausalLM", {"sliding_window": 20}),
@@ -280,3 +283,12 @@ FAMILIES: dict[str, Family] = {
         seed=3,
     ),
 }
+
+
+def families_on(world_size: int) -> list[str]:
+    """The families that run on so many ranks: all on 1 and 2, and each on 3 or 4, in turns, but ``EVERY_SIZE`` on all.
+
+    What is particular to a number of ranks (uneven shares, replicated KV heads) is in the layers, which families share.
+    """
+    turn = {3: 0, 4: 1}.get(world_size)
+    return [name for index, name in enumerate(FAMILIES) if turn in (None, index % 2) or name in EVERY_SIZE]

@@ -52,6 +52,7 @@ def check_sums(path: Path, num_lines: int) -> None:
         assert text == str(number % 10 + number // 10 % 10), (number, text)
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     """Two ranks; lines with errors do not fail the job; a second run of a finished job loads no model.
 
@@ -75,6 +76,7 @@ def test_from_python(tmp_path: Path) -> None:
     check_sums(target, 20)
 
 
+@pytest.mark.slow
 def test_pipes_and_signals(tmp_path: Path) -> None:
     """Between pipes a script writes results only; SIGTERM ends a job with exit code 1, and the next run continues.
 
@@ -103,6 +105,7 @@ def test_pipes_and_signals(tmp_path: Path) -> None:
     assert [json.loads(line)["id"] for line in target.read_text().splitlines()] == ids[:num_results]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_resumed_after_kill(tmp_path: Path) -> None:
     """Oracle: arithmetic; kill -9 leaves some results, with and without a torn last line; the second run adds only the

@@ -141,6 +141,7 @@ def test_beams_that_end_equal_the_definition(checkpoint: Callable[..., Path], eo
     assert min(lengths) < 4 and max(lengths) == 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 16, 150])
 def test_any_width(llm: LLM, folder: Path, width: int) -> None:
     """Oracle: transformers.  Width 1 is greedy; 32 candidates exceed max_logprobs, 300 the vocabulary."""
@@ -185,6 +186,7 @@ def test_beams_share_their_blocks(llm: LLM) -> None:
     assert 16 < after.num_cached_blocks <= 16 + WIDTH * num_rounds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -206,6 +208,7 @@ def test_small_engines_find_the_same(llm: LLM, folder: Path, options: dict[str, 
         assert small.engine.stats().num_used_blocks == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"max_model_len": 40}, {"max_model_len": 64, "num_gpu_blocks_override": 9}])
 def test_the_context_ends_a_search(folder: Path, options: dict[str, Any]) -> None:
     """Oracle: arithmetic.  The context's 40 tokens, or the pool's 36 and a last one that needs no slot."""
@@ -235,6 +238,7 @@ def test_what_is_refused(llm: LLM, prompts: list[list[int]], params: dict[str, A
     assert llm.engine.stats() == before
 
 
+@pytest.mark.slow
 def test_text_of_the_demo_model() -> None:
     """Oracles: arithmetic and the tokenizer; the text is that of all tokens, with the EOS only if requested."""
     params: dict[str, Any] = {"beam_width": 3, "max_tokens": 8}

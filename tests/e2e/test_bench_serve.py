@@ -14,6 +14,8 @@ from tests.e2e.frontend import RunningServer, new_engine, running_server
 from tests.e2e.serving import ROOT
 from tp_engine.server.config import ServerConfig
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 120.0
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.e2e.serving import ROOT
+
+pytestmark = pytest.mark.slow
 
 DEADLINE_S = 120.0
 

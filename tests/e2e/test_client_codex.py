@@ -15,6 +15,8 @@ from tests.fake_engine import FakeEngine
 from tp_engine.request import EngineRequest
 from tp_engine.server.config import ServerConfig
 
+pytestmark = pytest.mark.slow
+
 CODEX = os.environ.get("TP_ENGINE_CODEX")
 CALL = {"name": "exec_command", "arguments": {"cmd": "echo said by the tool: $((6 * 7))"}}
 DEADLINE_S = 120.0

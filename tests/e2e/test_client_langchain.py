@@ -13,6 +13,8 @@ from tests.e2e.frontend import DEADLINE_S, RunningServer, running_server
 from tests.e2e.scripted import TEXT, City, scripted_engine
 from tp_engine.server.config import ServerConfig
 
+pytestmark = pytest.mark.slow
+
 langchain_openai = pytest.importorskip("langchain_openai")
 
 

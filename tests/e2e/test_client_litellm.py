@@ -15,6 +15,8 @@ from tests.e2e.frontend import running_server
 from tests.e2e.scripted import scripted_engine
 from tp_engine.server.config import ServerConfig
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).parent / "litellm_client.py"
 PYTHON = os.environ.get("TP_ENGINE_CLIENTS_PYTHON") or (
     sys.executable if importlib.util.find_spec("litellm") is not None else None

@@ -21,6 +21,8 @@ from tests.e2e.frontend import wait_until
 from tests.e2e.serving import ROOT, free_port
 from tp_engine.config import DEMO_MODEL
 
+pytestmark = pytest.mark.slow
+
 # What replaces the manifest's options, as later options do.
 SMALL = ["--host=127.0.0.1", f"--model={DEMO_MODEL}", "--device=cpu", "--num-gpu-blocks-override=128",
          "--max-num-seqs=4", "--served-model-name", "demo"]  # fmt: skip

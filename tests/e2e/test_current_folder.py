@@ -14,6 +14,8 @@ import pytest
 from tests.e2e.serving import ROOT, serving
 from tests.unit.engine.test_child_process import write_hostile_modules
 
+pytestmark = pytest.mark.slow
+
 _SCRIPT = """
 from tp_engine import LLM, SamplingParams
 for num_ranks in (1, 2):

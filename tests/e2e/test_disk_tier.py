@@ -21,6 +21,8 @@ from tests.e2e.serving import Server, serving
 from tp_engine import LLM, SamplingParams
 from tp_engine.errors import ConfigError, MemoryBudgetError
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [(7 * position) % 90 + 3 for position in range(100)]
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "max_model_len": 160, "num_gpu_blocks_override": 40, "max_num_seqs": 4,

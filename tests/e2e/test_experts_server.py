@@ -14,6 +14,8 @@ from tests.e2e.serving import serving
 from tests.tiny_models import make_checkpoint
 from tests.tiny_server import chat_tokenizer
 
+pytestmark = pytest.mark.slow
+
 PARAMETERS = {
     "type": "object",
     "properties": {"n": {"enum": [1, 2, 3]}},

@@ -17,6 +17,8 @@ from tests.wild_bodies import GOOD, wild_body
 from tp_engine.engine.engine import Engine
 from tp_engine.server.config import ServerConfig
 
+pytestmark = pytest.mark.slow
+
 NUM_BODIES = int(2000 * float(os.environ.get("TP_ENGINE_TEST_SCALE", "1")))
 NUM_AT_ONCE = 12
 SEED = int(os.environ.get("TP_ENGINE_TEST_SEED", "2026"))

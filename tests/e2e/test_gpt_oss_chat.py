@@ -19,6 +19,8 @@ from tp_engine.config import EngineConfig
 from tp_engine.engine.start import start_engine
 from tp_engine.server.config import ServerConfig
 
+pytestmark = pytest.mark.slow
+
 TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"

@@ -12,6 +12,8 @@ import torch
 
 from tp_engine import LLM, BeamSearchParams, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [np.random.default_rng(length).integers(3, 203, length).tolist() for length in (40, 17, 64, 5)]
 
 

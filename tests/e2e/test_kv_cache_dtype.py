@@ -12,6 +12,8 @@ import torch
 from tp_engine import LLM, ConfigError, SamplingParams
 from tp_engine.outputs import RequestOutput
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 203
 PROMPT = torch.randint(VOCAB, (90,), generator=torch.Generator().manual_seed(0)).tolist()
 # Largest error of a prompt token's log-probability: twice the measured errors (0.035, 0.353, 0.013; log-probabilities

@@ -12,6 +12,8 @@ import torch
 
 from tp_engine import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 203
 GENERATOR = torch.Generator().manual_seed(0)
 PROMPT = torch.randint(VOCAB, (90,), generator=GENERATOR).tolist()

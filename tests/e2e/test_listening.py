@@ -14,6 +14,8 @@ import pytest
 
 from tests.e2e.serving import Server, serving
 
+pytestmark = pytest.mark.slow
+
 SMALL = ("--device", "cpu", "--num-gpu-blocks-override", "64", "--max-model-len", "128")
 
 

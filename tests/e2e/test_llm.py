@@ -220,6 +220,7 @@ def test_a_request_larger_than_the_pool_is_refused_and_one_that_grows_ends_with_
         assert 10 <= len(output.outputs[0].token_ids) <= 11
 
 
+@pytest.mark.slow
 def test_five_engines_one_after_another(folder: Path) -> None:
     """Oracle: the first engine's answer; one process creates and closes five engines (promise 7)."""
     answers = set()
@@ -230,6 +231,7 @@ def test_five_engines_one_after_another(folder: Path) -> None:
     assert len(answers) == 1
 
 
+@pytest.mark.slow
 def test_the_same_run_twice_is_identical(folder: Path) -> None:
     """Oracle: the first engine's tokens; two fresh engines, requests without a seed, mixed lengths, preemptions."""
     runs = []
@@ -248,6 +250,7 @@ def test_the_same_run_twice_is_identical(folder: Path) -> None:
     assert runs[0] == runs[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.15), ("float16", 0.03)])
 def test_half_precision(folder: Path, dtype: str, tolerance: float) -> None:
     """Oracle: transformers' fp32 log-probabilities of the tokens that half precision chose."""
@@ -261,6 +264,7 @@ def test_half_precision(folder: Path, dtype: str, tolerance: float) -> None:
         assert entry[token_id].logprob == pytest.approx(reference, abs=tolerance, rel=tolerance)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_once_warm(llm: LLM) -> None:
     """Oracle: the process's size after the first rounds of the same load (row A10)."""
     params = SamplingParams(temperature=0.7, max_tokens=10, logprobs=2, ignore_eos=True)

@@ -99,6 +99,7 @@ def test_neighbours_do_not_change_a_rows_bits(files: Files, llm: LLM) -> None:
         assert answer(run(plain, files.prompts[2:3], [None])[0]) == together[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, "int8", "fp8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_slots_without_adapters_change_no_bit(files: Files, dtype: str, quantization: str | None) -> None:
@@ -171,6 +172,7 @@ def test_beams_and_samples_of_an_adapter(files: Files, llm: LLM) -> None:
     assert [list(one.token_ids) for one in forked[0].outputs] == [expected] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_adapters_stay_when_the_weights_are_others(
     files: Files, checkpoint: Callable[..., Path], tensor_parallel_size: int
@@ -195,6 +197,7 @@ def test_adapters_stay_when_the_weights_are_others(
         assert [answer(one) for one in run(llm, prompts, wanted)] == before
 
 
+@pytest.mark.slow
 def test_speculation_changes_no_token(files: Files, llm: LLM) -> None:
     """Oracle: the same requests without speculation, bit by bit; some draft tokens were right."""
     prompts = [files.prompts[0] * 4, files.prompts[3] * 3]
@@ -211,6 +214,7 @@ def test_speculation_changes_no_token(files: Files, llm: LLM) -> None:
         assert sum(one.num_accepted_tokens for one in outputs[0].outputs) > 0
 
 
+@pytest.mark.slow
 def test_new_weights_of_the_base(files: Files) -> None:
     """Oracle: PEFT on the new base: the adapter stays loaded and in its slot."""
     other = make_checkpoint(files.folder / "newer", "qwen3", seed=7)
@@ -223,6 +227,7 @@ def test_new_weights_of_the_base(files: Files) -> None:
             assert tokens == greedy_by_peft(base, files.adapters["linears"], prompt, 10)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
 def test_quantised_bases(files: Files, quantization: str) -> None:
     """Oracle: PEFT on the float32 base: what the adapter adds to the log-probability of each token is what it adds
@@ -261,6 +266,7 @@ def scores_by_peft(checkpoint: Path, adapter: Path | None, prompt: list[int]) ->
     return scores.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "targets"),
     [
@@ -284,6 +290,7 @@ def test_families(family: str, targets: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(logprobs, expected_logprobs, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_bits_of_adapted_experts(tmp_path: Path) -> None:
     """Oracle: the same engine's answers to each prompt alone, bit for bit, with adapters of experts and without; and
     one without slots for experts, which gives the answers without an adapter, and refuses an adapter of experts."""
@@ -308,6 +315,7 @@ def test_bits_of_adapted_experts(tmp_path: Path) -> None:
             plain.load_lora_adapter("both", str(folders["both"]))
 
 
+@pytest.mark.slow
 def test_batch_lines(files: Files, tmp_path: Path) -> None:
     """Oracle: PEFT; an unknown name is an error of its line; a name of the model itself is refused at the start."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

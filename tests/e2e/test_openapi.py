@@ -20,6 +20,8 @@ from tests.e2e.scripted import say
 from tests.fake_engine import FakeEngine, fake_service
 from tests.tiny_server import chat_tokenizer
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES_PER_OPERATION = int(6 * float(os.environ.get("TP_ENGINE_TEST_SCALE", "1")))
 
 

@@ -15,6 +15,8 @@ from tests.e2e.scripted import scripted_engine
 from tests.e2e.serving import serving
 from tp_engine.server.config import ServerConfig
 
+pytestmark = pytest.mark.slow
+
 # How opaque the first cell of the pool's last row is.
 LAST_ROW_ALPHA = """() => {
     const canvas = document.querySelector("#pool-grid");

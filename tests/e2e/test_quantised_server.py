@@ -12,6 +12,8 @@ from tests.quantised.checkpoints import compress
 from tests.tiny_models import make_checkpoint
 from tests.tiny_server import chat_tokenizer
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = ("--device", "cpu", "--num-gpu-blocks-override", "64", "--dtype", "float32")
 
 

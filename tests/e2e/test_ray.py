@@ -14,10 +14,11 @@ import pytest
 
 from tests.e2e.serving import ROOT
 
+pytestmark = pytest.mark.slow
+
 HAS_RAY = importlib.util.find_spec("ray") is not None
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed (extra: ray); run scripts/test_ray")
 def test_replicas_under_ray() -> None:

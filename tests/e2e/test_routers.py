@@ -19,6 +19,8 @@ from tests.e2e.frontend import DEADLINE_S, RunningServer, new_engine, running_se
 from tests.e2e.serving import ROOT, free_port
 from tp_engine.server.config import ServerConfig
 
+pytestmark = pytest.mark.slow
+
 PYTHON = os.environ.get("TP_ENGINE_ROUTERS_PYTHON")
 HEALTH = ("--health-check-interval-secs", "1", "--health-failure-threshold", "1")
 NEEDS_ROUTERS = pytest.mark.skipif(

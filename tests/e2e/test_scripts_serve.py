@@ -63,6 +63,7 @@ class Client(threading.Thread):
                 self.begun.set()
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_program_starts() -> None:
     """Oracle: exit code 0 and one last line of ours, after pressing Ctrl-C until the program has ended."""
     with at_terminal(COMMAND, ENVIRONMENT) as terminal:
@@ -77,6 +78,7 @@ def test_ctrl_c_while_the_program_starts() -> None:
         assert_stopped(terminal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_presses", [1, 2])
 def test_ctrl_c_while_the_model_loads(num_presses: int) -> None:
     """Oracle: as above; the started ranks print no complaint about the end of rank 0."""
@@ -96,6 +98,7 @@ def test_ctrl_c_while_serving() -> None:
         assert len(terminal.after_ctrl_c()) == 1, terminal.text
 
 
+@pytest.mark.slow
 def test_ctrl_c_with_a_request_in_flight() -> None:
     """Oracle: as above; the answer is finished first."""
     with at_terminal(COMMAND, ENVIRONMENT) as terminal:
@@ -107,6 +110,7 @@ def test_ctrl_c_with_a_request_in_flight() -> None:
         assert "data: [DONE]" in client.lines
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_the_request_in_flight() -> None:
     """Oracle: as above, but the answer is cut off."""
     with at_terminal([*COMMAND, "--shutdown-timeout-s", "25"], ENVIRONMENT) as terminal:

@@ -96,6 +96,7 @@ def test_first_signal_drains_and_second_is_not_needed() -> None:
         assert not frontend.is_running()
 
 
+@pytest.mark.slow
 def test_a_beam_search_is_finished_in_a_drain() -> None:
     """Oracle: the whole answer, although each of its rounds is a new request to the engine; exit code 0."""
     with started("--port", "0") as job:
@@ -167,6 +168,7 @@ def test_the_port_file_is_there_from_the_bound_port_to_the_end(tmp_path: Path) -
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_port_file_is_removed_by_a_stop_that_can_not_wait(tmp_path: Path) -> None:
     """Oracle: the file is gone after two signals while a request runs."""
     file = tmp_path / "port"
@@ -211,6 +213,7 @@ def test_death_of_rank_0_ends_the_frontend() -> None:
         wait_until(lambda: not frontend.is_running(), "the frontend to end", 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option",
     [

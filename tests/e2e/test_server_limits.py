@@ -44,6 +44,7 @@ def test_a_full_queue_answers_429_and_recovers() -> None:
         assert server.post("/v1/completions", {"prompt": "ab"}).status_code == 200
 
 
+@pytest.mark.slow
 def test_health_answers_quickly_under_load() -> None:
     """Oracle: a limit on the median of many probes, while 64 long prompts are tokenized and streamed."""
     with running_server(new_engine(step_delay_s=0.002)) as server:

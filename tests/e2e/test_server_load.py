@@ -104,6 +104,7 @@ def stream_body(prompt: str, **more: Any) -> dict[str, Any]:
     return {"prompt": prompt, "stream": True, "temperature": 0, **more}
 
 
+@pytest.mark.slow
 def test_many_streams_at_once_are_all_whole() -> None:
     """Oracle: every stream repeats its own prompt; ``/health`` answers while they run, however many run."""
 

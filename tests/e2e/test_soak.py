@@ -12,6 +12,8 @@ from tests.soak.__main__ import run
 from tests.soak.disk_kills import MODEL, disk_kills
 from tests.soak.lives import Soak
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_short_soak(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracles: an undisturbed engine's tokens, the sum of blocks, the number of descriptors, the lost rank's name."""

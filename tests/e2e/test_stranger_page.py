@@ -15,6 +15,8 @@ from tests.e2e.frontend import INFO, RunningServer, running_server, wait_until
 from tests.fake_engine import FakeEngine, arith
 from tp_engine.server.config import ServerConfig
 
+pytestmark = pytest.mark.slow
+
 # All that browsers send without asking the server first, and what they ask about; resolves to what the page sees.
 ATTACK = """async (server) => {
     const seen = [];

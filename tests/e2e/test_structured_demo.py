@@ -18,6 +18,8 @@ import pytest
 
 from tests.e2e.serving import serving
 
+pytestmark = pytest.mark.slow
+
 JSON = {"Content-Type": "application/json"}
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 QUESTION = "12+34="

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("pyproject.toml", "setup.cfg", "README.md", "LICENSE", "tp_engine")
 SMALL = ("--device", "cpu", "--num-gpu-blocks-override", "256", "--max-num-seqs", "4")

@@ -12,6 +12,8 @@ import pytest
 from tp_engine import LLM, SamplingParams, kv_layout
 from tp_engine.errors import RequestError
 
+pytestmark = pytest.mark.slow
+
 NUM_LAYERS, WINDOW, MAX_MODEL_LEN, BLOCK_SIZE = 6, 1024, 32_768, 16
 LAYERS_TIMES_BLOCKS = NUM_LAYERS * MAX_MODEL_LEN // BLOCK_SIZE  # for one request, if all layers keep all tokens
 PROMPT = np.random.default_rng(0).integers(3, 200, 32_700).tolist()

@@ -5,7 +5,6 @@ Oracle: the tokens without tiers, bit by bit.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -21,13 +20,13 @@ from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine.model_config import load_model_config
 from tp_engine.units import GIB
 
+pytestmark = pytest.mark.slow
+
 NUM_HOST_SLOTS = 40
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    ("world_size", "model"), [*itertools.product((1, 2), ("qwen3", "gemma3")), (8, "qwen3"), (2, "deepseek-v3")]
-)
+@pytest.mark.parametrize(("world_size", "model"), [(1, "gemma3"), (2, "qwen3"), (2, "deepseek-v3")])
 def test_a_disk_tier_changes_no_token(
     world_size: int, model: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -15,6 +15,8 @@ from tests.ranks.test_parity import CACHED, PLAIN, TIGHT, make_prompts
 from tests.ranks.test_speculation import SAMPLERS, VOCABULARY
 from tests.ranks.warm_ranks import warm_ranks
 
+pytestmark = pytest.mark.slow
+
 # Those that need a tokenizer are left out.
 WITHOUT_TEXT = [one for one in SAMPLERS if not one.keys() & {"regex", "bad_words"}][:10]
 # Draft tokens are made while at most 12 rows decode.

@@ -13,6 +13,8 @@ from tp_engine import LLM, SamplingParams
 from tp_engine.ipc.rank_slot import MEMORY_LINES
 from tp_engine.sched.view import ViewLimits
 
+pytestmark = pytest.mark.slow
+
 NOT_SPENT = ("total", "requested", "kv_cache_available", "kv_cache")
 
 

@@ -15,6 +15,7 @@ import pytest
 from tests.faults.cases import Case, run_case
 from tests.faults.gate import Gate
 from tests.ranks.launch import ROOT, TWO_RANKS, torchrun
+from tests.tiers import slow_but
 from tp_engine import LLM, SamplingParams
 from tp_engine.errors import PlanError, RankError
 from tp_engine.plan import StepPlan
@@ -28,18 +29,16 @@ CELLS = [
     Case("script", 0, "collective", "raise"),
     Case("script", 1, "sample", "sleep"),
     Case("script", 1, "move", "stop"),
-    Case("batch", 1, "load", "raise"),
     Case("batch", 0, "step_begin", "kill"),
     Case("batch", 1, "move", "kill"),
     Case("serve", 1, "collective", "kill"),
     Case("serve", 0, "sample", "stop"),
-    Case("script", 2, "step_begin", "kill", num_ranks=4),
 ]
 BATCH = str(ROOT / "launch" / "batch.py")
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
-@pytest.mark.parametrize("case", CELLS, ids=str)
+@pytest.mark.parametrize("case", slow_but([Case("serve", 1, "collective", "kill")], CELLS), ids=str)
 def test_a_fault_ends_the_job(case: Case, tmp_path: Path) -> None:
     """Oracle: the promises: in time, exit code, rank, phase and cause in the output, nothing left behind."""
     outcome = run_case(case, tmp_path, Gate(threading.Semaphore(1)))
@@ -51,6 +50,7 @@ def folder(checkpoint: Callable[..., Path]) -> Path:
     return checkpoint("qwen3")
 
 
+@pytest.mark.slow
 def test_equal_inputs_are_found_equal(folder: Path) -> None:
     """Oracle: the tokens of a run without the comparison of inputs; chunked prefill, several requests."""
     prompts = [list(range(5, 25)), [9, 9, 9], [7]]
@@ -62,6 +62,7 @@ def test_equal_inputs_are_found_equal(folder: Path) -> None:
     assert found == expected
 
 
+@pytest.mark.slow
 def test_a_rank_whose_state_has_diverged_is_named(folder: Path) -> None:
     """Oracle: the test changes rank 0's own table, as a wrong plan would; the comparison ends the job at that step."""
     with LLM(str(folder), **TWO_RANKS, debug_compare_rank_inputs=True) as llm:
@@ -73,6 +74,7 @@ def test_a_rank_whose_state_has_diverged_is_named(folder: Path) -> None:
             llm.generate([[5, 9, 13]], PARAMS, use_tqdm=False)
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_lost_on_the_way_names_rank_and_steps(folder: Path) -> None:
     """Oracle: rank 0 sends a step number five too high; rank 1 refuses it, and rank 0 raises rank 1's error."""
     with LLM(str(folder), **TWO_RANKS) as llm:
@@ -84,6 +86,7 @@ def test_a_plan_that_is_lost_on_the_way_names_rank_and_steps(folder: Path) -> No
             llm.generate([[5, 9, 13]], PARAMS, use_tqdm=False)
 
 
+@pytest.mark.slow
 def test_an_error_reaches_the_summary_of_torchrun(tmp_path: Path) -> None:
     """Oracle: torchrun's own summary, made from the ranks' error files."""
     options = ["--device", "cpu", "--num-gpu-blocks-override", "32", "--max-model-len", "64"]

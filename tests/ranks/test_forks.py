@@ -8,7 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.ranks.launch import ROOT
+
+pytestmark = pytest.mark.slow
 
 _SCRIPT = """
 import gc, multiprocessing, os, sys

@@ -20,6 +20,8 @@ from tests.host_tokens import differences
 from tests.namespaces import NO_NAMESPACES, can_make_namespaces, on_loopback
 from tp_engine.config import DEMO_MODEL
 
+pytestmark = pytest.mark.slow
+
 _ENDS_S = 30.0
 
 
@@ -62,7 +64,9 @@ def test_a_server_over_two_hosts(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 def test_a_host_with_another_configuration_is_refused(tmp_path: Path) -> None:
     """Oracle: both hosts end, not with 0, and both name the field, both values and the host."""
-    with hosts_job("script", tmp_path, given_hosts=on_loopback(), far_options={"block_size": 32}) as running:
+    with hosts_job(
+        "script", tmp_path, given_hosts=on_loopback(), num_local=1, far_options={"block_size": 32}
+    ) as running:
         deadline_s = time.monotonic() + 90.0
         assert [part.wait_end(deadline_s) != 0 for part in running.parts] == [True, True]
         for part in running.parts:
@@ -71,7 +75,9 @@ def test_a_host_with_another_configuration_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("case", [HostCase("serve", "kill", "rank 2"), HostCase("script", "down", "link 1")], ids=str)
+@pytest.mark.parametrize(
+    "case", [HostCase("serve", "kill", "rank 2"), HostCase("script", "down", "link 1", num_local=1)], ids=str
+)
 def test_a_fault_ends_both_hosts(case: HostCase, tmp_path: Path) -> None:
     """Oracle: the promises of ``tests/faults/hosts.py``; ``scripts/test_faults --hosts`` runs the whole matrix."""
     if case.what == "down" and not can_make_namespaces():

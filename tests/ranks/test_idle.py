@@ -7,10 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tp_engine import AsyncLLM, SamplingParams
 
-NUM_RANKS = 4
+pytestmark = pytest.mark.slow
+
+NUM_RANKS = 2
 IDLE_S = 4.0
 MOST_CPU = 0.05  # of one core; the promise is 0.01 over a minute; the rest allows for other users of the machine
 OPTIONS = {"tensor_parallel_size": NUM_RANKS, "device": "cpu", "num_gpu_blocks_override": 32, "max_model_len": 64}

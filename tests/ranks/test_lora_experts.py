@@ -14,6 +14,8 @@ from tests.ranks import lora_job
 from tests.ranks.warm_ranks import warm_ranks
 from tests.tiny_models import make_checkpoint
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("peft")
 
 LENGTHS = (5, 17, 40, 9)

@@ -9,6 +9,8 @@ import pytest
 
 from tests.ranks.launch import ROOT, torchrun
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 from tp_engine import LLM
 try:

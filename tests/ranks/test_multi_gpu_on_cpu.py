@@ -6,6 +6,8 @@ import pytest
 
 from tests.ranks.launch import torchrun
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.timeout(200)
 def test_the_multi_gpu_suite_passes_with_gloo() -> None:

@@ -21,6 +21,7 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_can_not_follow_is_named_and_nothing_changes(
@@ -58,6 +59,7 @@ def test_results_of_steps_in_flight_are_kept(checkpoint: Callable[..., Path], tm
         assert [found[request.request_id] for request in requests] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("phase", ["prepare", "commit"])
 def test_a_rank_that_dies_ends_the_job(

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.ranks.launch import ROOT, TWO_RANKS, torchrun
+from tests.tiers import fast_first
 from tp_engine import LLM, AsyncLLM, SamplingParams
 from tp_engine.errors import EngineDeadError, RankError
 
@@ -55,7 +56,7 @@ def run_script(folder: Path, then: str, *, timeout_s: float = 90.0) -> subproces
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("then", ["llm.close()", "", "raise SystemExit(3)"])
+@pytest.mark.parametrize("then", fast_first(1, ["llm.close()", "", "raise SystemExit(3)"]))
 def test_a_plain_script_starts_and_stops_its_ranks(folder: Path, expected: list[int], then: str) -> None:
     """Oracle: one rank.  The engine is closed, or forgotten, or the script exits.  The script runs once, keeps its own
     exit code, and leaves no rank."""
@@ -65,6 +66,7 @@ def test_a_plain_script_starts_and_stops_its_ranks(folder: Path, expected: list[
     assert "resource_tracker" not in job.stderr and "Traceback" not in job.stderr
 
 
+@pytest.mark.slow
 def test_the_same_script_under_torchrun_adopts_its_ranks(folder: Path, expected: list[int], tmp_path: Path) -> None:
     """Oracle: one rank.  Rank 0 runs on; rank 1 serves inside the constructor and exits with code 0."""
     script = tmp_path / "job.py"
@@ -93,6 +95,7 @@ for second in seconds:
 """
 
 
+@pytest.mark.slow
 def test_a_second_engine_of_a_torchrun_job_is_refused(folder: Path, tmp_path: Path) -> None:
     """Oracle: the refusal with its remedy, at once, because the other rank ended with the first engine."""
     script = tmp_path / "job.py"
@@ -116,6 +119,7 @@ def refuse_ring(*_: object, **__: object) -> None:
     raise RuntimeError("/dev/shm is too small")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["ring", "0:load:raise"])
 def test_a_fault_of_rank_0_blames_no_other_rank(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the caller gets rank 0's own error, although rank 0 then kills rank 1."""
@@ -128,6 +132,7 @@ def test_a_fault_of_rank_0_blames_no_other_rank(folder: Path, fault: str, monkey
     assert not isinstance(caught.value, RankError)
 
 
+@pytest.mark.slow
 def test_ranks_die_with_a_script_that_is_killed(folder: Path) -> None:
     """Oracle: after kill -9 of the script its rank is gone within 10 s (promise 3)."""
     text = SCRIPT.format(model=str(folder), then="import time; time.sleep(60)")
@@ -158,20 +163,22 @@ def test_a_killed_rank_is_named_and_the_engine_stops(folder: Path) -> None:
             answer(llm)
 
 
+@pytest.mark.slow
 def test_engines_that_start_at_once_never_meet(folder: Path, expected: list[int]) -> None:
-    """Oracle: one rank's answer, from each of eight scripts with two ranks that start at once (promise 7)."""
+    """Oracle: one rank's answer, from each of four scripts with two ranks that start at once (promise 7)."""
     jobs = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT.format(model=str(folder), then="llm.close()")],
             cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
-        for _ in range(8)
+        for _ in range(4)
     ]  # fmt: skip
     outputs = [job.communicate(timeout=150)[0] for job in jobs]
     assert all("tokens " + " ".join(map(str, expected)) in output for output in outputs)
-    assert [job.returncode for job in jobs] == [0] * 8
+    assert [job.returncode for job in jobs] == [0] * 4
 
 
+@pytest.mark.slow
 def test_async_llm_streams_what_llm_generates(folder: Path, expected: list[int]) -> None:
     """Oracle: LLM.  Two streams at once; the test leaves one early: its request is aborted and its blocks come back."""
     import asyncio
@@ -200,6 +207,7 @@ def test_async_llm_streams_what_llm_generates(folder: Path, expected: list[int])
     asyncio.run(asyncio.wait_for(run(), timeout=120))
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_0_of_an_async_llm_is_ended(folder: Path) -> None:
     """Oracle: after SIGSTOP of the engine's process the stream fails at the hard limit, and no process stays."""
     import asyncio

@@ -18,6 +18,7 @@ import torch
 from tests.ranks import parity_job
 from tests.ranks.parity_job import BEAMS
 from tests.ranks.warm_ranks import warm_ranks
+from tests.tiers import slow_but
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -118,7 +119,7 @@ def make_case(folder: Path, world_size: int, settings: dict[str, Any]) -> dict[s
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", slow_but([2], [1, 2, 3, 4, 8]))
 def test_tokens_equal_transformers(world_size: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: transformers generate, greedy and with beams.
 

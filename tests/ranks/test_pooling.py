@@ -16,6 +16,8 @@ from tests.ranks import parity_job
 from tests.ranks.pooling_job import run_pooling
 from tests.ranks.warm_ranks import warm_ranks
 
+pytestmark = pytest.mark.slow
+
 PAIRS = [
     ("what is tea", "Tea is a drink."),
     ("what is tea", "The fox jumps over the lazy dog, again and again."),

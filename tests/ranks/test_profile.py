@@ -11,6 +11,8 @@ import pytest
 from tests.unit.worker.test_profiling import names_in
 from tp_engine import AsyncLLM, RequestError, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 9, 13, 7]
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from tp_engine import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [list(range(20, 110)), [100, 3, 50], [7] * 41]
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from tp_engine import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 9, 13, 7] * 5, [100, 3, 50], list(range(20, 80))]
 
 

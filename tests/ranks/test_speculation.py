@@ -15,6 +15,8 @@ from tests.ranks.test_parity import CACHED, PLAIN, TIGHT, make_prompts
 from tests.ranks.warm_ranks import warm_ranks
 from tests.text_tokenizers import byte_level_tokenizer
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 263
 SPECULATION = '{"method": "suffix", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "max_step_rows": 40}'
 ROWS = {"max_num_seqs": 40, "max_num_batched_tokens": 44}

@@ -6,8 +6,12 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.ranks.launch import torchrun
 from tests.ranks.threads_job import NUM_CORES
+
+pytestmark = pytest.mark.slow
 
 
 def test_threads_while_loading_and_while_serving(checkpoint: Callable[..., Path]) -> None:

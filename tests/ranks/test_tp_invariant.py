@@ -16,6 +16,8 @@ import pytest
 from tests.ranks import parity_job
 from tests.ranks.warm_ranks import warm_ranks
 
+pytestmark = pytest.mark.slow
+
 VOCAB_SIZE, MAX_MODEL_LEN = 203, 96
 # name -> shape, type, whether sampled
 MODELS: dict[str, tuple[dict[str, Any], str, bool]] = {

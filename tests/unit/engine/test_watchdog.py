@@ -138,6 +138,7 @@ def test_a_kernel_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
         ProcessHandle(os.getpid(), 1)
 
 
+@pytest.mark.slow
 def test_watching_costs_nothing() -> None:
     """Oracle: CPU time over a second, below 1 % of a core, and no thread remains."""
     board = JobBoard.create(2)

@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.quantised.checkpoints import SAME_NUMBERS, compress, compress_alike, compress_mixed
 from tests.quantised.formats import FORMATS, INPUT_SCALE
+from tests.tiers import slow_but
 from tests.unit.models.test_shard import Somewhere
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.cpu.kernels.library import native_library
@@ -94,7 +95,7 @@ def assert_equal_twin(target: Path, twin: Path, world_size: int, *, least: int, 
         assert num_quantised >= least
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("world_size", slow_but([2], [1, 2, 4, 8]))
 @pytest.mark.parametrize("name", sorted(name for name, how in FORMATS.items() if not how.fused))
 def test_dense_shards(name: str, world_size: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: the same rank's weights of the twin.  Blocks and groups are cut by most shards."""
@@ -105,7 +106,7 @@ def test_dense_shards(name: str, world_size: int, checkpoint: Callable[..., Path
 
 
 @pytest.mark.parametrize("splits", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", slow_but([2], [1, 2, 4]))
 @pytest.mark.parametrize(
     "name", ["fp8-block", "fp8-tensor-static", "pack-quantized-asym", "awq", "gptq", "nvfp4-modelopt"]
 )

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from tests.tiers import slow_but
 from tests.unit.sched.disk_tier_harness import DiskSimulation
 from tests.unit.sched.scheduler_harness import RandomLoad, Simulation, limits
 from tests.unit.sched.test_scheduler_properties import SHAPES
@@ -84,7 +85,7 @@ def test_sessions_belong_to_a_root() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", slow_but([1], [0, 1]))
 def test_a_standstill_at_any_time(shape: str, ahead: int) -> None:
     """All rows are preempted and all cache keys renewed, again and again in a random load.  Oracle: the fake model on
     each sequence alone, the content of every slot, and the scheduler's own invariants."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.soak.schedules import many_moves
+from tests.tiers import fast_first, slow_but
 from tests.unit.sched.host_tier_harness import Lag, MaskedTierWorker, TierSimulation
 from tests.unit.sched.scheduler_harness import RandomLoad, limits
 from tests.unit.sched.test_scheduler_grammar import GrammarSimulation, MixedLoad
@@ -18,15 +19,18 @@ from tests.unit.sched.test_scheduler_properties import LAYOUTS, SCALE, SHAPES
 
 @pytest.mark.parametrize(
     ("num_slots", "moves", "ahead", "lag"),
-    [
-        (1, 8, 0, Lag.RANDOM),
-        (3, 1, 1, Lag.MOST),
-        (40, 2, 1, Lag.NONE),
-        (40, 2, 1, Lag.MOST),
-        (60, 3, 2, Lag.RANDOM),
-        (400, 64, 0, Lag.MOST),
-        (400, 64, 1, Lag.MOST),
-    ],
+    fast_first(
+        2,
+        [
+            (3, 1, 1, Lag.MOST),
+            (60, 3, 2, Lag.RANDOM),
+            (1, 8, 0, Lag.RANDOM),
+            (40, 2, 1, Lag.NONE),
+            (40, 2, 1, Lag.MOST),
+            (400, 64, 0, Lag.MOST),
+            (400, 64, 1, Lag.MOST),
+        ],
+    ),
 )
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_load(shape: str, num_slots: int, moves: int, ahead: int, lag: Lag) -> None:
@@ -40,8 +44,8 @@ def test_random_load(shape: str, num_slots: int, moves: int, ahead: int, lag: La
     simulation.run()
 
 
-@pytest.mark.parametrize("lag", [Lag.MOST, Lag.RANDOM])
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("lag", slow_but([Lag.RANDOM], [Lag.MOST, Lag.RANDOM]))
+@pytest.mark.parametrize("ahead", slow_but([1], [0, 1]))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_load_of_a_model_with_windows(layout: str, ahead: int, lag: Lag) -> None:
     """Oracle: as above, in all groups of layers."""
@@ -54,7 +58,7 @@ def test_random_load_of_a_model_with_windows(layout: str, ahead: int, lag: Lag) 
 
 
 @pytest.mark.parametrize("lag", [Lag.NONE, Lag.RANDOM])
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", slow_but([1], [0, 1]))
 @pytest.mark.parametrize("num_slots", [5, 100])
 def test_random_mixtures_with_grammars(num_slots: int, ahead: int, lag: Lag) -> None:
     """Oracle: the grammar and the fake model; rows wait for tokens, others for loads, and all end."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.tiers import slow_but
 from tests.unit.sched.scheduler_harness import (
     EOS,
     VOCABULARY,
@@ -226,7 +227,7 @@ def test_random_mixtures(changes: dict[str, int], ahead: int) -> None:
 
 
 @pytest.mark.parametrize("kind", PROPOSERS)
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", slow_but([1], [0, 1]))
 def test_guesses_change_no_token_of_a_grammar(kind: str, ahead: int) -> None:
     """Oracle: the grammar and the fake model; every draft row's mask is the grammar's behind the draft row's draft
     tokens."""

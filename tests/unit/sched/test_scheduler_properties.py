@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from tests.tiers import fast_first, slow_but
 from tests.unit.sched.scheduler_harness import VOCABULARY, RandomLoad, Simulation, limits
 
 SCALE = int(os.environ.get("TP_ENGINE_TEST_SCALE", "1"))
@@ -41,7 +42,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("ahead", slow_but([1], [0, 1, 2]))
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_load(shape: str, caching: bool, ahead: int) -> None:
@@ -57,8 +58,8 @@ def test_random_load(shape: str, caching: bool, ahead: int) -> None:
     assert stats.num_preemptions or SHAPES[shape].num_blocks >= 30
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("ahead", slow_but([1], [0, 1, 2]))
+@pytest.mark.parametrize("caching", fast_first(1, [True, False]), ids=["cache", "no cache"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_load_of_a_model_with_windows(layout: str, caching: bool, ahead: int) -> None:
     """Oracle: as above.  The fake cache is checked as far back as each group may read; other rows get the blocks

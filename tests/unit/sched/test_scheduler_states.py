@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from tests.tiers import slow_but
 from tests.unit.sched.scheduler_harness import RandomLoad, Simulation
 from tests.unit.sched.test_scheduler_properties import SHAPES
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("ahead", slow_but([1], [0, 1, 2]))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_load(shape: str, ahead: int) -> None:
     """Oracle: the fake model; the harness compares the state before each chunk and decode with the row's tokens."""
@@ -22,8 +23,8 @@ def test_random_load(shape: str, ahead: int) -> None:
     simulation.run()
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize("num_snapshots", [0, 2, 20])
+@pytest.mark.parametrize("ahead", slow_but([1], [0, 1, 2]))
+@pytest.mark.parametrize("num_snapshots", slow_but([2], [0, 2, 20]))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_load_with_snapshots(shape: str, num_snapshots: int, ahead: int) -> None:
     """Oracle: as above, with the prefix cache; snapshots are evicted and found."""

@@ -12,6 +12,7 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 
+from tests.tiers import slow_but
 from tests.unit.sched.scheduler_harness import VOCABULARY, RandomLoad, Simulation, expected_tokens, limits
 from tp_engine.api.openai.answer_shape import Usage
 from tp_engine.config import EngineConfig
@@ -90,7 +91,7 @@ def counters(simulation: Simulation) -> SpeculationCounters:
 
 
 @pytest.mark.parametrize("kind", PROPOSERS)
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", slow_but([1], [0, 1]))
 def test_random_loads_give_the_tokens_of_single_steps(kind: str, ahead: int) -> None:
     """Chunks, forks, stops, aborts, preemptions, shared prefixes.  Oracle: the fake model; no block is lost, and what
     prompts find cached is their own history (``FakeWorker``)."""

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.tiers import fast_first, slow_but
 from tests.unit.sched.scheduler_harness import RandomLoad, Simulation, limits
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.request import StepOutput
@@ -85,7 +86,7 @@ def is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("ahead", slow_but([1], [0, 1, 2]))
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_rows_of_many_lengths_decode_as_ever(block_size: int, ahead: int) -> None:
     """Oracle: the plain run; seven rows, each at another place in its block; some end by length, some by a stop
@@ -106,7 +107,7 @@ def test_rows_of_many_lengths_decode_as_ever(block_size: int, ahead: int) -> Non
 
 
 @pytest.mark.parametrize("windows", [(None,), (8,), (None, 8, 24)], ids=str)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", fast_first(1, range(4)))
 def test_random_loads_are_planned_as_ever(seed: int, windows: tuple[int | None, ...]) -> None:
     """Oracle: the plain run; arrivals, forks, aborts, preemptions between steady runs; windows release the same
     blocks."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.tiers import fast_first
 from tests.unit.sched.host_tier_harness import Lag, RefusingSimulation
 from tests.unit.sched.scheduler_harness import RandomLoad
 from tests.unit.sched.test_host_tier_cases import POOL, one_after_the_other
@@ -44,7 +45,7 @@ def test_content_that_is_forgotten_is_never_sure() -> None:
     assert checks.settle().tolist() == [] and not checks.are_sure(np.arange(6)).any()
 
 
-@pytest.mark.parametrize(("one_in", "ahead", "lag"), [(2, 1, Lag.MOST), (20, 0, Lag.RANDOM)])
+@pytest.mark.parametrize(("one_in", "ahead", "lag"), fast_first(1, [(2, 1, Lag.MOST), (20, 0, Lag.RANDOM)]))
 @pytest.mark.parametrize("shape", ["tight", *LAYOUTS])
 def test_random_load(shape: str, one_in: int, ahead: int, lag: Lag) -> None:
     """Oracle: the fake model on each sequence alone, and the content of blocks: a slot whose store was refused, or not
