@@ -1,7 +1,5 @@
 """The interface of attention: what a step and a layer tell it, what a backend must do, what a configuration needs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias

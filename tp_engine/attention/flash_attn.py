@@ -4,8 +4,6 @@ Two packages have the name: ``flash_attn`` is version 2, ``flash_attn_interface`
 takes blocks of any size, and is preferred where it is installed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec

@@ -5,8 +5,6 @@ equal (all decodes: 1) and their contexts are of similar length, because every r
 the longest one.  A long query gets its own call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

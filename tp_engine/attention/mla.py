@@ -11,8 +11,6 @@ query_dim + value_dim in the second, three times fewer, for which each key is ma
 queries of a request on.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Which attention backend runs: ``auto`` is resolved and a named one is checked before any device is touched."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

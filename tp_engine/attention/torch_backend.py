@@ -1,7 +1,5 @@
 """Paged attention in plain PyTorch: it runs everywhere, and is the oracle of the other backends."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

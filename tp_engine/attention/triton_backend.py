@@ -1,7 +1,5 @@
 """Paged attention with Triton kernels: decodes split over their keys, prompt chunks tile by tile."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -1,7 +1,5 @@
 """Attention over the cached rows of latent attention with a Triton kernel, for ``attention/mla.py``."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

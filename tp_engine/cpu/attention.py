@@ -1,7 +1,5 @@
 """Paged attention on CPUs by a compiled kernel, which stores this step's K/V and reads the cache in place."""
 
-from __future__ import annotations
-
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape

@@ -8,8 +8,6 @@
 The counters are zeros before and after a launch, so the same launch can be replayed.
 """
 
-from __future__ import annotations
-
 import triton.language as tl
 
 from tp_engine.kernels.jit import jit

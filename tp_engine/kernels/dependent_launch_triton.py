@@ -16,11 +16,11 @@ they may be read before the wait.  Kernels of libraries are launched without it:
 ended.
 """
 
-from __future__ import annotations
-
 from functools import cache
+from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -47,6 +47,29 @@ def wait_for_previous(PDL: tl.constexpr):
 
 
 @jit
+def begin_program(PDL: tl.constexpr):
+    """Begin a program that reads nothing before the wait."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
+
+
+@jit
+def begin_row(PDL: tl.constexpr):
+    """``begin_program``; return the program's row, of 64 bits: a tensor may hold more than 2**31 elements."""
+    begin_program(PDL)
+    return tl.program_id(0).to(tl.int64)
+
+
+@jit
+def begin_row_block(SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """``begin_row`` of program (i, j), which has elements [j * BLOCK, (j + 1) * BLOCK) of row i: also return their
+    columns, and which of these are below SIZE."""
+    row = begin_row(PDL)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    return row, column, column < SIZE
+
+
+@jit
 def prefetch_weights(place, PDL: tl.constexpr):
     """Send for the lines of weights at ``place``, pointers, into the second-level cache; call it before the wait."""
     if PDL:
@@ -63,6 +86,17 @@ def prefetched_columns(columns: int, rows: int, itemsize: int, block_in: int) ->
 def dependent_launch(device: torch.device) -> dict[str, bool]:
     """Arguments of a launch on ``device``: the kernel's constant PDL, and Triton's option if the GPU can."""
     return {"PDL": True, "launch_pdl": True} if can_launch_early(device) else {"PDL": False}
+
+
+def launch_row_blocks(
+    kernel: Any, like: torch.Tensor, num_rows: int, size: int, *arguments: Any, most: int = 1024, **constants: Any
+) -> None:
+    """Launch a kernel that starts with ``begin_row_block`` for ``num_rows`` rows of ``size`` elements, on the device of
+    ``like``.  A program has up to ``most`` elements.  Without rows nothing is launched."""
+    if num_rows:
+        block = min(int(triton.next_power_of_2(size)), most)
+        grid = (num_rows, triton.cdiv(size, block))
+        kernel[grid](*arguments, SIZE=size, BLOCK=block, **constants, **dependent_launch(like.device))
 
 
 @cache

@@ -4,17 +4,13 @@ cap_logits.
 The Triton twins of ``layer_ops``.  Program (i, j) makes elements [j * BLOCK, (j + 1) * BLOCK) of row i.
 """
 
-from __future__ import annotations
-
 import torch
-import triton
 import triton.language as tl
 
-from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.dependent_launch_triton import begin_row_block, launch_row_blocks
 from tp_engine.kernels.jit import jit
 from tp_engine.model_config.mlp import Activation
 
-_BLOCK = 1024
 # The numbers of Activation.code; 3 is "relu2".
 _SILU, _GELU_TANH, _SWIGLU_CLAMPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _TWO_ROOTS_OF_TWO_OVER_PI = tl.constexpr(1.5957691216057308)
@@ -46,22 +42,12 @@ def gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr
 
 @jit
 def gate_kernel(
-    gate_up,
-    out,
-    stride,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KIND: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
+    gate_up, out, stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """One program: up to BLOCK elements of one token."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < SIZE
+    token, column, inside = begin_row_block(SIZE, BLOCK, PDL)
     row = gate_up + token * stride
     gate = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(row + SIZE + column, mask=inside, other=0.0).to(tl.float32)
@@ -75,17 +61,8 @@ def gate_triton(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     assert double % 2 == 0 and gate_up.stride(1) == 1, (gate_up.shape, gate_up.stride())
     size = double // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
-    if num_tokens:
-        block = min(int(triton.next_power_of_2(size)), _BLOCK)
-        gate_kernel[(num_tokens, triton.cdiv(size, block))](
-            gate_up,
-            out,
-            gate_up.stride(0),
-            SIZE=size,
-            BLOCK=block,
-            **activation_constants(activation),
-            **dependent_launch(gate_up.device),
-        )
+    arguments = gate_up, out, gate_up.stride(0)
+    launch_row_blocks(gate_kernel, out, num_tokens, size, *arguments, **activation_constants(activation))
     return out
 
 
@@ -99,11 +76,7 @@ def activation_constants(activation: Activation | None) -> dict[str, float]:
 @jit
 def sigmoid_gate_kernel(x, gate, x_stride, gate_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One program: up to BLOCK elements of one token."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < SIZE
+    token, column, inside = begin_row_block(SIZE, BLOCK, PDL)
     place = x + token * x_stride + column
     values = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     weights = tl.load(gate + token * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -114,33 +87,19 @@ def sigmoid_gate_triton(x: torch.Tensor, gate: torch.Tensor) -> None:
     """``layer_ops.sigmoid_gate``; the rows of both may be slices of wider ones."""
     num_tokens, size = x.shape
     assert gate.shape == x.shape and x.stride(1) == gate.stride(1) == 1, (x.shape, x.stride(), gate.stride())
-    if num_tokens:
-        block = min(int(triton.next_power_of_2(size)), _BLOCK)
-        sigmoid_gate_kernel[(num_tokens, triton.cdiv(size, block))](
-            x, gate, x.stride(0), gate.stride(0), SIZE=size, BLOCK=block, **dependent_launch(x.device)
-        )
+    launch_row_blocks(sigmoid_gate_kernel, x, num_tokens, size, x, gate, x.stride(0), gate.stride(0))
 
 
 @jit
 def embed_kernel(
-    token_ids,
-    weight,
-    out,
-    FIRST_ID: tl.constexpr,
-    NUM_IDS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SCALE: tl.constexpr,
+    token_ids, weight, out,
+    FIRST_ID: tl.constexpr, NUM_IDS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """One program: up to BLOCK of the SIZE elements of a token's row; ``weight`` has NUM_IDS rows from FIRST_ID on."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
-    token = tl.program_id(0).to(tl.int64)
+    token, column, inside = begin_row_block(SIZE, BLOCK, PDL)
     row = tl.load(token_ids + token).to(tl.int64) - FIRST_ID
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_held = (row >= 0) & (row < NUM_IDS)
-    inside = column < SIZE
     values = tl.load(weight + row * SIZE + column, mask=inside & is_held, other=0.0)
     if SCALE != 1:
         values = (values.to(tl.float32) * SCALE).to(values.dtype)
@@ -154,32 +113,17 @@ def embed_triton(
     num_ids, size = weight.shape
     assert weight.is_contiguous() and token_ids.is_contiguous(), (weight.stride(), token_ids.stride())
     out = torch.empty((len(token_ids), size), dtype=weight.dtype, device=weight.device)
-    if len(token_ids):
-        block = min(int(triton.next_power_of_2(size)), _BLOCK)
-        embed_kernel[(len(token_ids), triton.cdiv(size, block))](
-            token_ids,
-            weight,
-            out,
-            FIRST_ID=first_id or 0,
-            NUM_IDS=num_ids,
-            SIZE=size,
-            BLOCK=block,
-            SCALE=scale,
-            **dependent_launch(weight.device),
-        )
+    constants = {"FIRST_ID": first_id or 0, "NUM_IDS": num_ids, "SCALE": scale}
+    launch_row_blocks(embed_kernel, out, len(token_ids), size, token_ids, weight, out, **constants)
     return out
 
 
 @jit
 def cap_logits_kernel(
-    logits, stride, WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    logits, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr
 ):
     """One program: up to BLOCK logits of one row; CAP 0: no bound."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < WIDTH
+    row, column, inside = begin_row_block(SIZE, BLOCK, PDL)
     place = logits + row * stride + column
     values = capped(tl.load(place, mask=inside, other=0.0).to(tl.float32), SCALE, CAP)
     tl.store(place, values.to(logits.dtype.element_ty), mask=inside)
@@ -198,16 +142,7 @@ def cap_logits_triton(logits: torch.Tensor, scale: float, cap: float | None) -> 
     """``layer_ops.cap_logits``; the rows of ``logits`` may be slices of wider ones."""
     num_rows, width = logits.shape
     assert logits.stride(1) == 1, (logits.shape, logits.stride())
-    if num_rows:
-        cap_logits_kernel[(num_rows, triton.cdiv(width, _BLOCK))](
-            logits,
-            logits.stride(0),
-            WIDTH=width,
-            SCALE=scale,
-            CAP=cap or 0.0,
-            BLOCK=_BLOCK,
-            **dependent_launch(logits.device),
-        )
+    launch_row_blocks(cap_logits_kernel, logits, num_rows, width, logits, logits.stride(0), SCALE=scale, CAP=cap or 0.0)
 
 
 @jit

@@ -25,8 +25,6 @@ All of it is computed in float32.  A row's state is its recurrent matrices and t
 convolution.  An update is not idempotent: what runs a step twice must put the states back in between.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -11,13 +11,17 @@ on.  A state is read and written once: a program holds all of it, so that the ou
 launch.  Padding rows read and write no state.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.dependent_launch_triton import (
+    begin_row_block,
+    dependent_launch,
+    launch_row_blocks,
+    let_next_begin,
+    wait_for_previous,
+)
 from tp_engine.kernels.gated_delta_net import LENGTH_EPS, DeltaRule, LayerStates
 from tp_engine.kernels.jit import jit
 
@@ -52,64 +56,34 @@ def softplus(x):
 
 @jit
 def causal_conv_kernel(
-    mixed,
-    weight,
-    kept,
-    slots,
-    out,
-    mixed_stride,
-    slot_stride,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program: up to BLOCK channels of one row."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
-    row = tl.program_id(0).to(tl.int64)
+    mixed, weight, kept, slots, out, mixed_stride, slot_stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, TAPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: up to BLOCK of the SIZE channels of one row."""
+    row, column, inside = begin_row_block(SIZE, BLOCK, PDL)
     slot = tl.load(slots + row).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < CHANNELS
     is_kept = inside & (slot >= 0)
     item = tl.load(mixed + row * mixed_stride + column, mask=inside, other=0.0).to(tl.float32)
     place = kept + slot * slot_stride + column
-    total = item * tl.load(weight + (TAPS - 1) * CHANNELS + column, mask=inside, other=0.0)
+    total = item * tl.load(weight + (TAPS - 1) * SIZE + column, mask=inside, other=0.0)
     for tap in tl.static_range(TAPS - 1):
-        old = tl.load(place + tap * CHANNELS, mask=is_kept, other=0.0)
-        total += old * tl.load(weight + tap * CHANNELS + column, mask=inside, other=0.0)
+        old = tl.load(place + tap * SIZE, mask=is_kept, other=0.0)
+        total += old * tl.load(weight + tap * SIZE + column, mask=inside, other=0.0)
         if tap > 0:
-            tl.store(place + (tap - 1) * CHANNELS, old, mask=is_kept)
+            tl.store(place + (tap - 1) * SIZE, old, mask=is_kept)
         tl.debug_barrier()  # all threads have read this tap before the next store, which is to its place
     if TAPS > 1:
-        tl.store(place + (TAPS - 2) * CHANNELS, item, mask=is_kept)
-    tl.store(out + row * CHANNELS + column, silu(total), mask=inside)
+        tl.store(place + (TAPS - 2) * SIZE, item, mask=is_kept)
+    tl.store(out + row * SIZE + column, silu(total), mask=inside)
 
 
 @jit
 def gated_delta_net_decode_kernel(
-    convolved,
-    mixed,
-    gates,
-    log_decay,
-    dt_bias,
-    weight,
-    states,
-    slots,
-    out,
-    mixed_stride,
-    gates_stride,
-    slot_stride,
+    convolved, mixed, gates, log_decay, dt_bias, weight, states, slots, out, mixed_stride, gates_stride, slot_stride,
     eps,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    QUERY_SCALE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, QUERY_SCALE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: the state (KEY_DIM, VALUE_DIM) of one value head of one row."""
     let_next_begin(PDL)
     i, j = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
@@ -161,46 +135,25 @@ def gated_delta_net_decode_triton(
     out = torch.empty((num_rows, heads * width), dtype=mixed.dtype, device=mixed.device)
     if num_rows == 0:
         return out
-    launch = dependent_launch(mixed.device)
     convolved = torch.empty((num_rows, channels), dtype=torch.float32, device=mixed.device)
-    causal_conv_kernel[(num_rows, triton.cdiv(channels, _CONV_BLOCK))](
+    arguments = mixed, rule.conv, states.conv, slots, convolved, mixed.stride(0), states.conv.stride(0)
+    launch_row_blocks(
+        causal_conv_kernel,
         mixed,
-        rule.conv,
-        states.conv,
-        slots,
-        convolved,
-        mixed.stride(0),
-        states.conv.stride(0),
-        CHANNELS=channels,
+        num_rows,
+        channels,
+        *arguments,
+        most=_CONV_BLOCK,
         TAPS=kind.taps,
-        BLOCK=_CONV_BLOCK,
         num_warps=_CONV_WARPS,
-        **launch,
     )
     key_block, value_block = (max(int(triton.next_power_of_2(dim)), _MIN_BLOCK) for dim in (kind.key_dim, width))
     num_warps = key_block * value_block // (32 * _ELEMENTS_PER_THREAD)
     gated_delta_net_decode_kernel[(num_rows, heads)](
-        convolved,
-        mixed,
-        gates,
-        rule.decay,
-        rule.dt_bias,
-        rule.norm,
-        states.recurrent,
-        slots,
-        out,
-        mixed.stride(0),
-        gates.stride(0),
-        states.recurrent.stride(0),
-        rule.eps,
-        KEY_HEADS=kind.num_key_heads,
-        VALUE_HEADS=heads,
-        KEY_DIM=kind.key_dim,
-        VALUE_DIM=width,
-        KEY_BLOCK=key_block,
-        VALUE_BLOCK=value_block,
-        QUERY_SCALE=kind.key_dim**-0.5,
-        num_warps=min(max(num_warps, 1), _MAX_WARPS),
-        **launch,
-    )
+        convolved, mixed, gates, rule.decay, rule.dt_bias, rule.norm, states.recurrent, slots, out, mixed.stride(0),
+        gates.stride(0), states.recurrent.stride(0), rule.eps,
+        KEY_HEADS=kind.num_key_heads, VALUE_HEADS=heads, KEY_DIM=kind.key_dim, VALUE_DIM=width, KEY_BLOCK=key_block,
+        VALUE_BLOCK=value_block, QUERY_SCALE=kind.key_dim**-0.5, num_warps=min(max(num_warps, 1), _MAX_WARPS),
+        **dependent_launch(mixed.device),
+    )  # fmt: skip
     return out

@@ -5,8 +5,6 @@ every 64 cache lines, in a virtual machine through two tables; with pages of 2 M
 ``madvise`` asks for them; if /sys/kernel/mm/transparent_hugepage/enabled is "never" the pages stay small.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import mmap

@@ -14,8 +14,6 @@ They are the twins of ``norm_triton``, ``elementwise_triton`` and ``cpu/kernels/
     relu2           max(gate, 0)^2 * up
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

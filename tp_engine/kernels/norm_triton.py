@@ -4,31 +4,40 @@ One program holds one token's row, so it is read once: x, and the residual if th
 The sum is rounded to the residual's type before it is normalised, as the twin does.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.dependent_launch_triton import (
+    begin_row_block,
+    dependent_launch,
+    launch_row_blocks,
+    let_next_begin,
+    wait_for_previous,
+)
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.layer_ops import NormRule
 
 MAX_SIZE = 1 << 16
 _ELEMENTS_PER_THREAD = 8
 _MAX_WARPS = 16
-_ADD_BLOCK = 1024
 
 
 @jit
-def load_gain(weight, column, inside, OFFSET: tl.constexpr):
-    """The factors of the normalised row, float32."""
+def begin_norm(weight, SIZE: tl.constexpr, BLOCK: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr):
+    """Begin a program that normalises one row: return the row, its columns, which of them are below SIZE, and their
+    factors, float32, which are loaded before the wait."""
+    let_next_begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if OFFSET != 0:
         gain += OFFSET
-    return gain
+    wait_for_previous(PDL)
+    return token, column, inside, gain
 
 
 @jit
@@ -42,111 +51,60 @@ def normalised(values, gain, inside, eps, SIZE: tl.constexpr, CENTRED: tl.conste
 
 @jit
 def normalised_row(
-    x,
-    residual,
-    gain,
-    token,
-    column,
-    inside,
-    x_stride,
-    residual_stride,
-    eps,
-    stream_scale,
-    SIZE: tl.constexpr,
-    ADDS: tl.constexpr,
-    SCALE: tl.constexpr,
-    SCALES_STREAM: tl.constexpr,
-    CENTRED: tl.constexpr,
-):
+    x, residual, gain, token, column, inside, x_stride, residual_stride, eps, stream_scale,
+    SIZE: tl.constexpr, ADDS: tl.constexpr, SCALE: tl.constexpr, SCALES_STREAM: tl.constexpr, CENTRED: tl.constexpr,
+):  # fmt: skip
     """The row ``token`` normalised, in float32; with ADDS, SCALE times the row is added to the residual first, and with
     SCALES_STREAM the sum is multiplied by ``stream_scale``, which differs between layers."""
-    values = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
-        if SCALE != 1:
-            values *= SCALE
-        place = residual + token * residual_stride + column
-        values += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        if SCALES_STREAM:
-            values *= stream_scale
-        rounded = values.to(residual.dtype.element_ty)
-        tl.store(place, rounded, mask=inside)
+        rounded = added_to_stream(
+            x + token * x_stride, residual + token * residual_stride, column, inside, stream_scale, SCALE, SCALES_STREAM
+        )
         values = rounded.to(tl.float32)
+    else:
+        values = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     return normalised(values, gain, inside, eps, SIZE, CENTRED)
 
 
 @jit
+def added_to_stream(x, residual, column, inside, stream_scale, SCALE: tl.constexpr, SCALES_STREAM: tl.constexpr):
+    """Add a row to that of the stream; return the sum as it is stored."""
+    values = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+    if SCALE != 1:
+        values *= SCALE
+    values += tl.load(residual + column, mask=inside, other=0.0).to(tl.float32)
+    if SCALES_STREAM:
+        values *= stream_scale
+    rounded = values.to(residual.dtype.element_ty)
+    tl.store(residual + column, rounded, mask=inside)
+    return rounded
+
+
+@jit
 def norm_kernel(
-    x,
-    residual,
-    weight,
-    out,
-    x_stride,
-    residual_stride,
-    eps,
-    stream_scale,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADDS: tl.constexpr,
-    SCALE: tl.constexpr,
-    SCALES_STREAM: tl.constexpr,
-    OFFSET: tl.constexpr,
-    CENTRED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, residual, weight, out, x_stride, residual_stride, eps, stream_scale,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, SCALE: tl.constexpr, SCALES_STREAM: tl.constexpr,
+    OFFSET: tl.constexpr, CENTRED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: one row of SIZE elements."""
-    let_next_begin(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < SIZE
-    gain = load_gain(weight, column, inside, OFFSET)
-    wait_for_previous(PDL)
+    token, column, inside, gain = begin_norm(weight, SIZE, BLOCK, OFFSET, PDL)
     result = normalised_row(
-        x,
-        residual,
-        gain,
-        token,
-        column,
-        inside,
-        x_stride,
-        residual_stride,
-        eps,
-        stream_scale,
-        SIZE,
-        ADDS,
-        SCALE,
-        SCALES_STREAM,
-        CENTRED,
-    )
+        x, residual, gain, token, column, inside, x_stride, residual_stride, eps, stream_scale, SIZE, ADDS, SCALE,
+        SCALES_STREAM, CENTRED,
+    )  # fmt: skip
     tl.store(out + token * SIZE + column, result.to(out.dtype.element_ty), mask=inside)
 
 
 @jit
 def add_kernel(
-    x,
-    residual,
-    x_stride,
-    residual_stride,
-    stream_scale,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SCALE: tl.constexpr,
-    SCALES_STREAM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, residual, x_stride, residual_stride, stream_scale,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, SCALES_STREAM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: up to BLOCK elements of one row."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < SIZE
-    values = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if SCALE != 1:
-        values *= SCALE
-    place = residual + token * residual_stride + column
-    values += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    if SCALES_STREAM:
-        values *= stream_scale
-    tl.store(place, values.to(residual.dtype.element_ty), mask=inside)
+    token, column, inside = begin_row_block(SIZE, BLOCK, PDL)
+    added_to_stream(
+        x + token * x_stride, residual + token * residual_stride, column, inside, stream_scale, SCALE, SCALES_STREAM
+    )
 
 
 def norm_triton(x: torch.Tensor, rule: NormRule) -> torch.Tensor:
@@ -171,20 +129,11 @@ def _launch(
     if num_tokens == 0:
         return out
     norm_kernel[(num_tokens,)](
-        x,
-        residual,
-        rule.weight,
-        out,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        rule.eps,
+        x, residual, rule.weight, out, x.stride(0), 0 if residual is None else residual.stride(0), rule.eps,
         float(stream_scale),
-        ADDS=residual is not None,
-        SCALE=scale,
-        SCALES_STREAM=stream_scale != 1.0,
-        **row_constants(size, rule),
+        ADDS=residual is not None, SCALE=scale, SCALES_STREAM=stream_scale != 1.0, **row_constants(size, rule),
         **dependent_launch(x.device),
-    )
+    )  # fmt: skip
     return out
 
 
@@ -192,20 +141,8 @@ def add_triton(x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0, stre
     """``layer_ops.add``; the rows of both may be slices of wider ones."""
     num_tokens, size = x.shape
     assert residual.shape == x.shape and x.stride(1) == residual.stride(1) == 1, (residual.shape, residual.stride())
-    if num_tokens:
-        block = min(int(triton.next_power_of_2(size)), _ADD_BLOCK)
-        add_kernel[(num_tokens, triton.cdiv(size, block))](
-            x,
-            residual,
-            x.stride(0),
-            residual.stride(0),
-            float(stream_scale),
-            SIZE=size,
-            BLOCK=block,
-            SCALE=scale,
-            SCALES_STREAM=stream_scale != 1.0,
-            **dependent_launch(x.device),
-        )
+    arguments = x, residual, x.stride(0), residual.stride(0), float(stream_scale)
+    launch_row_blocks(add_kernel, x, num_tokens, size, *arguments, SCALE=scale, SCALES_STREAM=stream_scale != 1.0)
 
 
 def row_constants(size: int, rule: NormRule) -> dict[str, Any]:

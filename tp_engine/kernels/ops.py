@@ -5,8 +5,6 @@ A new operation is a file with its twin in plain PyTorch, which runs everywhere 
 signatures there (``cpu/kernels/library.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial

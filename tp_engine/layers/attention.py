@@ -4,8 +4,6 @@ The layer holds its shape and its part of the KV cache; a backend does the work.
 of a forward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -17,12 +17,13 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from tp_engine.cpu.kernels.linear import PackedWeight
 from tp_engine.distributed.rank import RankInfo
 from tp_engine.kernels.quantization.row_codes import Rows
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.layers.quantization.base import LinearFormat, ParameterFactory, Product
-from tp_engine.layers.quantization.dense import Dense, PanelLinear
+from tp_engine.layers.quantization.dense import Dense
 from tp_engine.layers.quantization.stored import LinearShape, Part
 from tp_engine.model_config import padded_vocab_size
 from tp_engine.weights.source import Span, vocab_share
@@ -128,8 +129,8 @@ class ParallelLMHead(LocalLinear):
         """See ``LocalLinear``."""
         super().finish_loading()
         self.is_recordable = self.is_recordable and self._caps_recorded
-        if self._share_rows is not None and isinstance(self._product, PanelLinear):
-            self._share_rows(self._product.weight.rows)
+        if self._share_rows is not None and isinstance(self._product, PackedWeight):
+            self._share_rows(self._product.rows)
 
     def forward(self, hidden: Rows) -> torch.Tensor:
         logits = self.product(hidden, None)[:, : self.slice.width]

@@ -9,8 +9,6 @@ Either way each rank makes a part of the block's output, and the all-reduce at t
 All ranks route alike, because all start from the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast

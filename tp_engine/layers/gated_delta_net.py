@@ -4,8 +4,6 @@ Value heads are split over the ranks, each with the key head that it reads; key 
 there are fewer of them than ranks.  Each rank keeps the states of its own heads.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -13,8 +13,6 @@ A column-parallel layer followed by a row-parallel one needs a single all-reduce
 columns of which stored modules it holds; its format (``quantization/``) decides how they lie in memory.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import cast
 

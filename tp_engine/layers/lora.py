@@ -10,8 +10,6 @@ So an adapter adds no collective: a row-parallel layer adds it to its part, befo
 several modules has a pair for each (``kernels/linear/adapters.py`` draws the memory).  The scale is part of B.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -13,8 +13,6 @@ product of gate and up, its adapter, the activation, the product of down, its ad
 are operations of their own.  Rows without an adapter go through the product of the layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Root mean square normalisation (https://arxiv.org/abs/1910.07467), and layer normalisation."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -3,8 +3,6 @@
 Where the next block's products multiply 8-bit floats, the norm writes these instead of rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 

@@ -4,8 +4,6 @@ If the pairs of a checkpoint are neighbours, the rows of its query and key proje
 (``interleaved_to_halves``), so that every model turns in the same way: scores are sums over pairs, in any order.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

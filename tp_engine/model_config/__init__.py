@@ -1,7 +1,5 @@
 """What the engine knows of a model before it reads a weight: its config.json, parsed and checked.  No torch."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ A header has for each tensor ``{"dtype": "BF16", "shape": [..], "data_offsets": 
 header's end.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Generator, Sequence, Set
 from pathlib import Path

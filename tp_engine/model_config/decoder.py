@@ -3,8 +3,6 @@
 No torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

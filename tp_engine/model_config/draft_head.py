@@ -14,8 +14,6 @@ speculators (``Eagle3Speculator``), with the layer's keys in ``transformer_layer
 their defaults are as vLLM reads them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -5,8 +5,6 @@ What changes the base model in another way is refused by name, because it would 
 and their meaning are those of PEFT 0.21 (``LoraConfig``), matched as PEFT matches them (``get_pattern_key``).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -65,10 +63,7 @@ _REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
     "alora_invocation_tokens": (_is_set, "activated LoRA"),
     "layer_replication": (_is_set, "replicated layers"),
     "trainable_token_indices": (_is_set, "trained tokens"),
-    "target_parameters": (
-        _has_others,
-        "adapted parameters other than experts' stacks, such as a router's,",
-    ),
+    "target_parameters": (_has_others, "adapted parameters other than experts' stacks, such as a router's,"),
     "fan_in_fan_out": (_is_set, "transposed weights"),
     "megatron_config": (_is_set, "Megatron's layers"),
     "init_lora_weights": (_changes_base, "an initialisation that changes the base weights"),
@@ -76,30 +71,12 @@ _REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 # Fields that the file of weights repeats, or that are of the training alone.
-_WITHOUT_EFFECT = frozenset(
-    [
-        "auto_mapping",
-        "base_model_name_or_path",
-        "corda_config",
-        "ensure_weight_tying",
-        "eva_config",
-        "exclude_modules",
-        "inference_mode",
-        "layers_pattern",
-        "layers_to_transform",
-        "loftq_config",
-        "lora_dropout",
-        "lora_ga_config",
-        "megatron_core",
-        "peft_type",
-        "peft_version",
-        "qalora_group_size",
-        "revision",
-        "runtime_config",
-        "target_modules",
-        "task_type",
-    ]
-)
+_WITHOUT_EFFECT = (
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
+    "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules",
+    "task_type",
+)  # fmt: skip
 _READ = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 
 

@@ -11,8 +11,6 @@ A head's map from the latent to its key and value is a matrix (nope_dim + value_
 two ways: from keys that are made of all latents, or from the latents, with the query multiplied by the matrix first.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

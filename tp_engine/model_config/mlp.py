@@ -1,7 +1,5 @@
 """What a layer's MLP is: dense, or a router and experts.  No torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, TypeAlias, get_args

@@ -1,7 +1,5 @@
 """How a checkpoint names its tensors, where it departs from the usual names.  No torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from dataclasses import dataclass

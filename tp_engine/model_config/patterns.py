@@ -3,8 +3,6 @@
 Python's engine tries all ways to split a name among the repetitions of an expression; ``(a+)+b`` takes for ever.
 """
 
-from __future__ import annotations
-
 import re
 
 from tp_engine.errors import ConfigError, shown

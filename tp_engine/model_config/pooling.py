@@ -4,8 +4,6 @@ Such models have the architecture of the language model that they were trained f
 Models for embeddings have the files of the sentence-transformers library; a reranker is known by its name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

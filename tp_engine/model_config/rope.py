@@ -1,7 +1,5 @@
 """Rotary embedding settings of a model, in both spellings that checkpoints use.  No torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

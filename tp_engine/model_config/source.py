@@ -1,7 +1,5 @@
 """Where a model's files are: a local folder, or a name on the Hugging Face hub.  No torch."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections.abc import Sequence

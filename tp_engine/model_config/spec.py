@@ -9,8 +9,6 @@ A norm may be None: absent.  In a *parallel* layer attention and MLP read the sa
 are added at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -1,7 +1,5 @@
 """What a checkpoint's tensors say of a model, where config.json says nothing or something else.  No torch."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

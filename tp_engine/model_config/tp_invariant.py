@@ -3,8 +3,6 @@
 The columns of every row-parallel product are ``NUM_SHARDS`` equal parts; ``kernels/linear/tree_sum.py`` adds them up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from tp_engine.config import EngineConfig

@@ -13,8 +13,6 @@ unknown to it.  Names are matched as a whole.  ``_IGNORED`` holds no name of a m
 norms, positions, routing and activations have no weights, so that nothing else would tell that they are missing.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

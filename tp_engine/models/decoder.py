@@ -3,8 +3,6 @@
 The modules that it is built from split themselves over the ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

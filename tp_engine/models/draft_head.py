@@ -9,8 +9,6 @@ It is split over the ranks as the model is (``model_config/draft_head.py`` draws
 The K/V of position p are made of the model's states at p and of token p + 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

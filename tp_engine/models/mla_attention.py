@@ -7,8 +7,6 @@
     attention over the cached rows, by the maps of this rank's heads -> o_proj, this rank's columns
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,7 +1,5 @@
 """A layer's MLP, built from its spec: dense, or experts with a router.  Nothing here knows of ranks: the layers do."""
 
-from __future__ import annotations
-
 from functools import cached_property
 
 import torch

@@ -8,8 +8,6 @@ checkpoint from another of the same shape, and does not find a flipped bit: that
 tells a checkpoint from one in which only some tensors were trained on.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

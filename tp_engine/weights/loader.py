@@ -1,7 +1,5 @@
 """Fill all of this rank's parameters from a checkpoint, or fail: only the rank's slices are read, to the device."""
 
-from __future__ import annotations
-
 import math
 import re
 import time

@@ -4,8 +4,6 @@ The file is read whole before anything is made of it: a trainer may write a new 
 that becomes shorter ends the process.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

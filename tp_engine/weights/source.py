@@ -22,8 +22,6 @@ Which part of a dimension belongs to which rank::
               padded vocabulary
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias

@@ -10,8 +10,6 @@ Reading a mapped file waits for its pages, so several threads wait at the same t
 thread and without Python's lock; torch would start all of its threads in each loading thread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -161,8 +161,8 @@ def test_gates_in_panels(dtype: torch.dtype, kind: ActivationKind, size: int) ->
     weight, x, bias = weight.to(dtype), x.to(dtype), torch.randn(2 * size).to(dtype)
     separate, together = PackedWeight(library, weight), PackedWeight(library, weight, activation=rule)
     for rows in (1, 6, 97):
-        expected = implementation("gate", "native")(separate.product(x[:rows], bias), rule)
-        assert torch.equal(together.product(x[:rows], bias), expected)
+        expected = implementation("gate", "native")(separate(x[:rows], bias), rule)
+        assert torch.equal(together(x[:rows], bias), expected)
 
 
 def turned(heads: torch.Tensor, norm: HeadNorm | None, rotation: Rotation | None) -> torch.Tensor:

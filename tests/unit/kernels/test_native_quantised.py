@@ -52,7 +52,7 @@ def check(library: ctypes.CDLL, weight: QuantisedWeight, dtype: torch.dtype, row
     out_size, in_size = weight.shape
     for count in rows:
         x, bias = operands((out_size, in_size), count, dtype)
-        exact, found = x.double() @ exact_weight.T + bias.double(), panels.product(x, bias)
+        exact, found = x.double() @ exact_weight.T + bias.double(), panels(x, bias)
         size = (x.double().abs() @ exact_weight.abs().T + bias.double().abs()) * 2.0**-20
         allowed = size + exact.abs() * (torch.finfo(dtype).eps * 0.51)
         assert found.dtype == dtype and found.shape == exact.shape
@@ -82,7 +82,7 @@ def test_int8_without_its_lowest_value(library: ctypes.CDLL, dtype: torch.dtype)
     panels = QuantisedPanels(library, weight, dtype)
     for rows in (1, 9):
         x = torch.eye(4, dtype=dtype)[:1].repeat(rows, 1)
-        assert torch.equal(panels.product(x, None), dequantise(weight)[:, 0].to(dtype).expand(rows, -1))
+        assert torch.equal(panels(x, None), dequantise(weight)[:, 0].to(dtype).expand(rows, -1))
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -126,8 +126,8 @@ def test_blocks(library: ctypes.CDLL, row_block: int, scales: torch.dtype) -> No
         for size in (288, 278):
             part = replace(weight, codes=weight.codes[:size])
             x, bias = operands((size, 300), 5, dtype)
-            product = QuantisedPanels(library, part, dtype).product(x, bias)
-            found = QuantisedPanels(library, part, dtype, SILU).product(x, bias)
+            product = QuantisedPanels(library, part, dtype)(x, bias)
+            found = QuantisedPanels(library, part, dtype, SILU)(x, bias)
             torch.testing.assert_close(found, gate(product, SILU))
             assert torch.equal(QuantisedPanels(library, part, dtype, SILU).before_activation(x, bias), product)
 
@@ -146,7 +146,7 @@ def test_every_scale(library: ctypes.CDLL, scales: torch.dtype) -> None:
         scales=values.expand(-1, 2).contiguous(),
         group=4,
     )
-    found = QuantisedPanels(library, weight, FLOAT32).product(torch.eye(8)[:1], None)
+    found = QuantisedPanels(library, weight, FLOAT32)(torch.eye(8)[:1], None)
     assert torch.equal(found[0], values.float().flatten())
 
 
@@ -160,9 +160,9 @@ def test_every_code(library: ctypes.CDLL, kind: Codes, dtype: torch.dtype) -> No
     weight = QuantisedWeight(kind=kind, codes=codes)
     columns = weight.shape[1]
     panels, expected = QuantisedPanels(library, weight, dtype), dequantise(weight).T.to(dtype)
-    assert torch.equal(panels.product(torch.eye(columns, dtype=dtype), None), expected)
+    assert torch.equal(panels(torch.eye(columns, dtype=dtype), None), expected)
     for column in range(columns):
-        assert torch.equal(panels.product(torch.eye(columns, dtype=dtype)[column, None], None)[0], expected[column])
+        assert torch.equal(panels(torch.eye(columns, dtype=dtype)[column, None], None)[0], expected[column])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -174,15 +174,15 @@ def test_a_rows_result_is_its_own(library: ctypes.CDLL, kind: Codes, dtype: torc
     x, bias = operands((260, 1500), 130, dtype)
     threads = torch.get_num_threads()
     product, gated = QuantisedPanels(library, weight, dtype), QuantisedPanels(library, weight, dtype, SILU)
-    whole, whole_gated = product.product(x, bias), gated.product(x, bias)
+    whole, whole_gated = product(x, bias), gated(x, bias)
     assert torch.equal(whole_gated, implementation("gate", "native")(whole, SILU))
     try:
         for number in (1, 2, 3):
             torch.set_num_threads(number)
             for rows in (*ROWS, 130):
                 own = slice(130 - rows, 130)
-                assert torch.equal(product.product(x[own], bias), whole[own])
-                assert torch.equal(gated.product(x[own], bias), whole_gated[own])
+                assert torch.equal(product(x[own], bias), whole[own])
+                assert torch.equal(gated(x[own], bias), whole_gated[own])
                 assert torch.equal(gated.before_activation(x[own], bias), whole[own])
     finally:
         torch.set_num_threads(threads)
@@ -191,7 +191,7 @@ def test_a_rows_result_is_its_own(library: ctypes.CDLL, kind: Codes, dtype: torc
 def test_no_rows(library: ctypes.CDLL) -> None:
     """Oracle: an empty result."""
     panels = QuantisedPanels(library, make_weight("int4", (40, 64), group=32), BFLOAT16)
-    assert panels.product(torch.empty(0, 64, dtype=BFLOAT16), None).shape == (0, 40)
+    assert panels(torch.empty(0, 64, dtype=BFLOAT16), None).shape == (0, 40)
 
 
 def test_memory_is_that_of_the_checkpoint(library: ctypes.CDLL) -> None:
@@ -275,7 +275,7 @@ def test_tapes(library: ctypes.CDLL) -> None:
     x, ids, shares = random((5, 72), BFLOAT16, "cpu"), make_ids("spread", 5, 2, 6, "cpu"), torch.rand(5, 2)
 
     def step() -> torch.Tensor:
-        return experts(panels.product(x, None), ids, shares)
+        return experts(panels(x, None), ids, shares)
 
     recorded = TapeRecorder(library, SingleRank()).record(step)
     with torch.inference_mode():

@@ -224,7 +224,7 @@ class EveryOperation:
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         """Heads normalised together and one by one, rotated in part, attention with a softcap and sinks."""
-        heads = self.qkv.product(x, None).view(len(x), -1, self.shape.head_dim)
+        heads = self.qkv(x, None).view(len(x), -1, self.shape.head_dim)
         squares = op("head_squares", "cpu")(heads, *self.counts)
         widths = tuple(count * self.shape.head_dim for count in self.counts)
         op("norm_width", "cpu")(heads, *self.counts, squares, self.weights, widths, 1e-5)
@@ -232,7 +232,7 @@ class EveryOperation:
             heads, self.counts[1], self.head_norm, self.rotation, self.kv, self.metadata.slot_mapping
         )
         attended = self.backend.forward(query, KeyValue(key, value), self.kv, self.metadata, self.shape)
-        return self.out.product(attended.view(len(x), -1), None)
+        return self.out(attended.view(len(x), -1), None)
 
     def __call__(self) -> torch.Tensor:
         assert LIBRARY is not None
@@ -240,9 +240,9 @@ class EveryOperation:
         op("add", "cpu")(self.logits.rows(self.ids, None, 2), residual, 0.5)
         x = op("add_norm", "cpu")(self.attend(op("norm", "cpu")(residual, self.rule)), residual, self.rule, 0.25)
         for up in self.ups:
-            x = op("add_norm", "cpu")(self.down.product(up.product(x, None), None), residual, self.rule)
-        gated = op("gate", "cpu")(self.up.product(x, None), Activation("swiglu_clamped", limit=1))
-        logits = self.logits.product(self.down.product(gated, None), None)
+            x = op("add_norm", "cpu")(self.down(up(x, None), None), residual, self.rule)
+        gated = op("gate", "cpu")(self.up(x, None), Activation("swiglu_clamped", limit=1))
+        logits = self.logits(self.down(gated, None), None)
         op("cap_logits", "cpu")(logits, 2, 3)
         return logits
 

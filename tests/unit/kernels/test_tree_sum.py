@@ -57,14 +57,14 @@ def test_a_product_has_the_same_bits_on_any_number_of_ranks(
     whole = PackedWeight(library, weight, num_shards=NUM_SHARDS)
     for rows in ROWS:
         x = random((rows, columns), dtype, "cpu", rows)
-        found = whole.product(x, bias)
+        found = whole(x, bias)
         twin = tree_linear(x, weight, bias, NUM_SHARDS, keeps_sums=False)
         torch.testing.assert_close(found, twin, rtol=2 * torch.finfo(dtype).eps, atol=columns * 1e-6)
         for world_size in WORLD_SIZES:
             parts = []
             for rank, own in enumerate(weight.chunk(world_size, 1)):
                 share = PackedWeight(library, own.contiguous(), num_shards=NUM_SHARDS // world_size, keeps_sums=True)
-                parts.append(share.product(x.chunk(world_size, 1)[rank], bias if rank == 0 else None))
+                parts.append(share(x.chunk(world_size, 1)[rank], bias if rank == 0 else None))
             assert torch.equal(tree_sum(parts).to(dtype), found), (world_size, rows)
 
 
@@ -73,7 +73,7 @@ def test_a_row_s_bits_depend_on_nothing_else(library: ctypes.CDLL, dtype: torch.
     """Oracle: its own result: with one thread and three, alone or in a batch, equal bit by bit."""
     for columns in (1088, 10256):
         x, weight = random((200, columns), dtype, "cpu", 1), random((131, columns), dtype, "cpu", 2)
-        product = PackedWeight(library, weight, num_shards=NUM_SHARDS).product
+        product = PackedWeight(library, weight, num_shards=NUM_SHARDS)
         torch.set_num_threads(1)
         whole = product(x, None)
         torch.set_num_threads(3)

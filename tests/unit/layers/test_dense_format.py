@@ -16,7 +16,7 @@ from tp_engine.kernels.ops import implementation
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_engine.layers.quantization import choose_formats, dense
-from tp_engine.layers.quantization.dense import PackedLinear, PanelLinear, PlainLinear, ThenGate, choose_product
+from tp_engine.layers.quantization.dense import PackedLinear, PlainLinear, ThenGate, choose_product
 from tp_engine.model_config.mlp import SILU
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -60,7 +60,7 @@ def test_products(library: ctypes.CDLL, dtype: torch.dtype, size: tuple[int, int
         exact = F.linear(x.double(), weight.double(), offset.double())
         magnitude = F.linear(x.double().abs(), weight.double().abs(), offset.double().abs())
         allowed = torch.finfo(dtype).eps / 2 * exact.abs() + ERROR_UNITS * torch.finfo(torch.float32).eps * magnitude
-        found = PackedWeight(library, weight).product(x, bias if has_bias else None)
+        found = PackedWeight(library, weight)(x, bias if has_bias else None)
         assert found.dtype is dtype
         error = (found.double() - exact).abs()
         assert (error <= allowed + torch.finfo(dtype).smallest_normal).all()
@@ -74,7 +74,7 @@ def test_a_row_s_result_depends_on_nothing_else(library: ctypes.CDLL, dtype: tor
     """Oracle: its own result: with one, two and three threads, alone or in a batch, equal bit by bit."""
     for in_size in (1100, 2500):
         x, weight, bias = operands((131, in_size), 200, dtype)
-        product = PackedWeight(library, weight).product
+        product = PackedWeight(library, weight)
         torch.set_num_threads(1)
         whole = product(x, bias)
         for threads in (2, 3):
@@ -91,13 +91,13 @@ def test_what_is_not_finite_stays_so(library: ctypes.CDLL, dtype: torch.dtype) -
     x, weight = torch.ones(7, 76, dtype=dtype), torch.ones(6, 76, dtype=dtype)
     weight[1, 2], weight[2, 75] = float("nan"), float("nan")
     weight[3, 40], weight[4, 70] = float("inf"), float("-inf")
-    torch.testing.assert_close(PackedWeight(library, weight).product(x, None), F.linear(x, weight), equal_nan=True)
+    torch.testing.assert_close(PackedWeight(library, weight)(x, None), F.linear(x, weight), equal_nan=True)
 
 
 def test_columns_that_are_not_neighbours(library: ctypes.CDLL) -> None:
     """Oracle: ``F.linear``."""
     x, weight = torch.randn(40, 3).T, torch.randn(5, 40)
-    torch.testing.assert_close(PackedWeight(library, weight).product(x, None), F.linear(x, weight))
+    torch.testing.assert_close(PackedWeight(library, weight)(x, None), F.linear(x, weight))
 
 
 @pytest.mark.usefixtures("any_library")
@@ -150,18 +150,18 @@ def test_the_choice_by_type_and_processor(
     """Oracle: the table in the module's description."""
     monkeypatch.setattr(dense, "native_library", lambda: FakeProcessor(library, matrices))
     weight = torch.randn(48, 32)
-    assert isinstance(choose_product(weight), PanelLinear)
-    expected = PackedLinear if matrices else PanelLinear
+    assert isinstance(choose_product(weight), PackedWeight)
+    expected = PackedLinear if matrices else PackedWeight
     assert isinstance(choose_product(weight.bfloat16()), expected)
     odd = choose_product(weight[:, :31].contiguous().bfloat16())
     assert isinstance(odd, PackedLinear)
-    assert isinstance(choose_product(weight.half()), PanelLinear)
+    assert isinstance(choose_product(weight.half()), PackedWeight)
     assert isinstance(choose_product(weight[:, :31].contiguous().half()), PlainLinear)
     assert isinstance(choose_product(weight.double()), PlainLinear)
     assert isinstance(choose_product(weight.to("meta")), PlainLinear)
-    for dtype, gated in ((torch.float32, PanelLinear), (torch.bfloat16, expected), (torch.float16, PanelLinear)):
+    for dtype, gated in ((torch.float32, PackedWeight), (torch.bfloat16, expected), (torch.float16, PackedWeight)):
         method = choose_product(weight.to(dtype), SILU)
-        assert isinstance(method, PanelLinear if gated is PanelLinear else ThenGate)
+        assert isinstance(method, PackedWeight if gated is PackedWeight else ThenGate)
 
 
 @pytest.mark.usefixtures("any_library")
@@ -177,7 +177,7 @@ def test_a_tied_head_and_its_embedding_have_one_weight(dtype: torch.dtype) -> No
     weight = torch.randn(embedding.weight.shape).to(dtype)
     embedding.weight.copy_(weight)
     head.finish_loading()
-    assert isinstance(head._product, PanelLinear) == (embedding.weight is None)
+    assert isinstance(head._product, PackedWeight) == (embedding.weight is None)
     ids = torch.tensor([0, 202, 63, 64, 1, 129, 0])
     for wanted in (ids, ids.int()):
         assert torch.equal(embedding(wanted), weight[ids])
@@ -199,10 +199,10 @@ def test_gate_and_up_in_panels(library: ctypes.CDLL, dtype: torch.dtype, size: i
     native_gate = implementation("gate", "native")
     for rows in (0, 1, 5, 6, 7, 97, 200):
         offset = bias if has_bias else None
-        both = separate.product(x[:rows], offset)
+        both = separate(x[:rows], offset)
         for found, expected in (
             (gated.before_activation(x[:rows], offset), both),
-            (gated.product(x[:rows], offset), native_gate(both, SILU)),
+            (gated(x[:rows], offset), native_gate(both, SILU)),
         ):
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 

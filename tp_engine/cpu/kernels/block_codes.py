@@ -1,7 +1,5 @@
 """KV blocks in 8 bits by ``block_codes.c``: ``kernels/kv_cache/block_codes.py`` says what the arguments are."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 

@@ -9,8 +9,6 @@ Of several processes that want it at the same time, one compiles and the others 
 into a folder of its own.  Whole files are renamed, so a file that lies there is whole.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

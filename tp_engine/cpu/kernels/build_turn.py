@@ -9,8 +9,6 @@ The kernel drops a lock with its process, however that ends.  A process that liv
 log and left behind after ``STALL_S``: the next one compiles beside it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The gated delta rule in C (``delta.c``), for decodes and for prompts, and the gate of attention's output."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 
@@ -72,25 +70,12 @@ def _run(
     kind = rule.kind
     out = torch.empty((len(mixed), kind.num_value_heads * kind.value_dim), dtype=mixed.dtype)
     failed = function(
-        *(one.data_ptr() for one in (rule.conv, rule.decay, rule.dt_bias, rule.norm)),
-        float(rule.eps),
+        *(one.data_ptr() for one in (rule.conv, rule.decay, rule.dt_bias, rule.norm)), float(rule.eps),
         *((None, None) if states is None else (part.data_ptr() for part in states)),
-        *((0, 0) if states is None else (part.stride(0) for part in states)),
-        kind.num_key_heads,
-        kind.num_value_heads,
-        kind.key_dim,
-        kind.value_dim,
-        kind.taps,
-        mixed.data_ptr(),
-        mixed.stride(0),
-        gates.data_ptr(),
-        gates.stride(0),
-        rows,
-        out.data_ptr(),
-        num_rows,
-        DTYPE_CODES[mixed.dtype],
-        torch.get_num_threads(),
-    )
+        *((0, 0) if states is None else (part.stride(0) for part in states)), kind.num_key_heads, kind.num_value_heads,
+        kind.key_dim, kind.value_dim, kind.taps, mixed.data_ptr(), mixed.stride(0), gates.data_ptr(), gates.stride(0),
+        rows, out.data_ptr(), num_rows, DTYPE_CODES[mixed.dtype], torch.get_num_threads(),
+    )  # fmt: skip
     if failed:
         raise MemoryError("the delta rule has no memory for states that are not kept")
     return out

@@ -1,13 +1,11 @@
 """Collectives of ranks that share memory, in C: ``exchange.c``."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 
 import torch
 
-from tp_engine.cpu.kernels.layout import DTYPE_CODES
+from tp_engine.cpu.kernels.layout import DTYPE_CODES, integers, pointers
 
 MAX_RANKS = 64
 
@@ -16,19 +14,8 @@ class ExchangeLayout(ctypes.Structure):
     """``struct exchange`` of ``exchange.c``; the last four fields are its own."""
 
     _fields_ = (
-        ("slots", ctypes.c_void_p),
-        ("results", ctypes.c_void_p),
-        ("semaphores", ctypes.c_void_p),
-        ("rank", ctypes.c_int64),
-        ("num_ranks", ctypes.c_int64),
-        ("slot_bytes", ctypes.c_int64),
-        ("two_shot_bytes", ctypes.c_int64),
-        ("spin_ns", ctypes.c_int64),
-        ("block_ns", ctypes.c_int64),
-        ("num_pieces", ctypes.c_int64),
-        ("offset", ctypes.c_int64),
-        ("stage", ctypes.c_int64),
-        ("peer", ctypes.c_int64),
+        *pointers("slots results semaphores"),
+        *integers("rank num_ranks slot_bytes two_shot_bytes spin_ns block_ns num_pieces offset stage peer"),
     )
 
 

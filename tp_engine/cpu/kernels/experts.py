@@ -40,15 +40,9 @@ class _InPanels:
         out = torch.empty(x.shape, dtype=self._out_dtype)
         work = torch.empty(self._library.experts_work_bytes(self._pointer, rows), dtype=torch.uint8)
         self._library.mix_experts(
-            self._pointer,
-            x.data_ptr(),
-            expert_ids.data_ptr(),
-            weights.data_ptr(),
-            out.data_ptr(),
-            work.data_ptr(),
-            rows,
-            torch.get_num_threads(),
-        )
+            self._pointer, x.data_ptr(), expert_ids.data_ptr(), weights.data_ptr(), out.data_ptr(), work.data_ptr(),
+            rows, torch.get_num_threads(),
+        )  # fmt: skip
         return out
 
 
@@ -149,14 +143,9 @@ def pack_experts(library: ctypes.CDLL, weights: torch.Tensor, num_parts: int) ->
     panels = huge_pages.zeros((num_experts, -(-out_size // width), items, width), torch.float32)
     for weight, own in zip(weights, panels, strict=True):
         library.pack_weight(
-            weight.data_ptr(),
-            own.data_ptr(),
-            out_size,
-            items,
-            num_parts,
-            DTYPE_CODES[weights.dtype],
+            weight.data_ptr(), own.data_ptr(), out_size, items, num_parts, DTYPE_CODES[weights.dtype],
             torch.get_num_threads(),
-        )
+        )  # fmt: skip
     return panels
 
 
@@ -176,18 +165,12 @@ def route(
     ids = torch.empty((rows, rule.top_k), dtype=torch.int32)
     weights = torch.empty((rows, rule.top_k))
     library.route_tokens(
-        _routing(rule, num_experts, dtype),
-        logits.data_ptr(),
-        logits.stride(0),
+        _routing(rule, num_experts, dtype), logits.data_ptr(), logits.stride(0),
         None if correction is None else correction.data_ptr(),
-        None if expert_scale is None else expert_scale.data_ptr(),
-        ids.data_ptr(),
-        weights.data_ptr(),
-        None if load is None else load.counts.data_ptr(),
-        None if load is None else load.slots.data_ptr(),
-        rows,
+        None if expert_scale is None else expert_scale.data_ptr(), ids.data_ptr(), weights.data_ptr(),
+        None if load is None else load.counts.data_ptr(), None if load is None else load.slots.data_ptr(), rows,
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     return ids, weights
 
 

@@ -1,7 +1,5 @@
 """Latent attention's small operations by ``latents.c``; each calls its twin for inputs that C does not take."""
 
-from __future__ import annotations
-
 import ctypes
 
 import torch
@@ -34,24 +32,11 @@ def prepare_latents(
     assert rows.stride(1) == 1 and table.is_contiguous() and rotation.positions.dtype == torch.int64
     assert scale is None or (scale.dtype == torch.float32 and scale.is_contiguous())
     library.prepare_latents(
-        query.data_ptr(),
-        query.stride(0),
-        rows.data_ptr(),
-        rows.stride(0),
-        rotation.positions.data_ptr(),
-        table.data_ptr(),
-        None if scale is None else scale.data_ptr(),
-        rule.weight.data_ptr(),
-        float(rule.eps),
-        int(is_interleaved),
-        num_tokens,
-        num_heads,
-        query_dim - rotation.rotary_dim,
-        rotation.rotary_dim,
-        len(rule.weight),
-        dtype,
-        torch.get_num_threads(),
-    )
+        query.data_ptr(), query.stride(0), rows.data_ptr(), rows.stride(0), rotation.positions.data_ptr(),
+        table.data_ptr(), None if scale is None else scale.data_ptr(), rule.weight.data_ptr(), float(rule.eps),
+        int(is_interleaved), num_tokens, num_heads, query_dim - rotation.rotary_dim, rotation.rotary_dim,
+        len(rule.weight), dtype, torch.get_num_threads(),
+    )  # fmt: skip
     return query, rows.unsqueeze(1)
 
 
@@ -63,19 +48,9 @@ def absorb_w_uk(library: ctypes.CDLL, query: torch.Tensor, up: torch.Tensor, nop
     (num_tokens, num_heads, query_dim), rank, rope_dim = query.shape, up.shape[2], query.shape[2] - nope_dim
     out = torch.empty((num_tokens, num_heads, rank + rope_dim), dtype=query.dtype)
     library.absorb_w_uk(
-        query.data_ptr(),
-        query.stride(0),
-        up.data_ptr(),
-        out.data_ptr(),
-        num_tokens,
-        num_heads,
-        nope_dim,
-        query_dim - nope_dim,
-        up.shape[1] - nope_dim,
-        rank,
-        dtype,
-        torch.get_num_threads(),
-    )
+        query.data_ptr(), query.stride(0), up.data_ptr(), out.data_ptr(), num_tokens, num_heads, nope_dim,
+        query_dim - nope_dim, up.shape[1] - nope_dim, rank, dtype, torch.get_num_threads(),
+    )  # fmt: skip
     return out
 
 
@@ -87,17 +62,9 @@ def project_w_uv(library: ctypes.CDLL, attended: torch.Tensor, up: torch.Tensor,
     (num_tokens, num_heads, rank), value_dim = attended.shape, up.shape[1] - nope_dim
     out = torch.empty((num_tokens, num_heads, value_dim), dtype=attended.dtype)
     library.project_w_uv(
-        attended.data_ptr(),
-        up.data_ptr(),
-        out.data_ptr(),
-        num_tokens,
-        num_heads,
-        nope_dim,
-        value_dim,
-        rank,
-        dtype,
+        attended.data_ptr(), up.data_ptr(), out.data_ptr(), num_tokens, num_heads, nope_dim, value_dim, rank, dtype,
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     return out
 
 

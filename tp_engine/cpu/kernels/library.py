@@ -1,7 +1,5 @@
 """The compiled kernels in this process: the library and the signatures of its functions, or the reason for none."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 from pathlib import Path
@@ -26,6 +24,10 @@ from tp_engine.log import get_logger
 _logger = get_logger(__name__)
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_DELTA = (
+    *(*[_POINTER] * 4, _FLOAT, _POINTER, _POINTER, *[_INT] * 7),
+    *(_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT),
+)
 _SIGNATURES: dict[str, tuple[object, ...]] = {
     "paged_attention": (ctypes.POINTER(Step), ctypes.POINTER(AttentionLayer), *[_POINTER] * 4, *[_INT] * 3),
     "norm_rows": (*[_POINTER] * 4, *[_INT] * 3, *[_FLOAT] * 4, *[_INT] * 3),
@@ -48,33 +50,15 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "best_tokens": (_POINTER, _INT, _POINTER, *[_INT] * 3),
     "packed_linear": (_POINTER, _INT, *[_POINTER] * 4, *[_INT] * 4, _FLOAT, _FLOAT, *[_INT] * 4),
     "quantised_linear": (
-        ctypes.POINTER(QuantisedLayout),
-        _POINTER,
-        _INT,
-        *[_POINTER] * 5,
-        *[_INT] * 3,
-        _FLOAT,
-        _FLOAT,
-        _INT,
-        _INT,
+        *(ctypes.POINTER(QuantisedLayout), _POINTER, _INT, *[_POINTER] * 5, *[_INT] * 3, _FLOAT, _FLOAT, _INT, _INT),
     ),
     "route_tokens": (ctypes.POINTER(Routing), _POINTER, _INT, *[_POINTER] * 6, _INT, _INT),
     "widen_rows_to_float32": (_POINTER, _POINTER, *[_INT] * 3),
     "mix_experts": (ctypes.POINTER(ExpertPanels), *[_POINTER] * 5, _INT, _INT),
     "add_gated": (*[_POINTER] * 3, *[_INT] * 5),
     "experts_work_bytes": (ctypes.POINTER(ExpertPanels), _INT),
-    "gated_delta_net_decode": (
-        *[_POINTER] * 4,
-        *(_FLOAT, _POINTER, _POINTER),
-        *[_INT] * 7,
-        *(_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT),
-    ),
-    "gated_delta_net_prefill": (
-        *[_POINTER] * 4,
-        *(_FLOAT, _POINTER, _POINTER),
-        *[_INT] * 7,
-        *(_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT),
-    ),
+    "gated_delta_net_decode": _DELTA,
+    "gated_delta_net_prefill": _DELTA,
     "sigmoid_gate": (_POINTER, _POINTER, *[_INT] * 5),
     "embed_panels": (*[_POINTER] * 3, *[_INT] * 4, _FLOAT, _INT, _INT),
     "pack_weight": (_POINTER, _POINTER, *[_INT] * 5),
@@ -102,30 +86,11 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 _RESULTS = dict.fromkeys(("experts_work_bytes", "quantised_panel_bytes", "quantised_row_bytes"), _INT)
 # A tape can not hold these functions.  Each of the others has a player, play_NAME.
 _UNRECORDED = (
-    "gated_delta_net_prefill",
-    "experts_work_bytes",
-    "pack_weight",
-    "pack_quantised",
-    "quantised_panel_bytes",
-    "quantised_row_bytes",
-    "panel_width",
-    "vector_numbers",
-    "pairs_columns",
-    "max_group",
-    "attention_lanes",
-    "widens",
-    "has_bfloat16_matrices",
-    "quantise_rows",
-    "scale_rows",
-    "copy_blocks",
-    "encode_blocks",
-    "decode_blocks",
-    "add_adapters",
-    "shared_all_reduce",
-    "shared_all_gather",
-    "run_tape",
-    "max_words",
-)
+    "gated_delta_net_prefill", "experts_work_bytes", "pack_weight", "pack_quantised", "quantised_panel_bytes",
+    "quantised_row_bytes", "panel_width", "vector_numbers", "pairs_columns", "max_group", "attention_lanes", "widens",
+    "has_bfloat16_matrices", "quantise_rows", "scale_rows", "copy_blocks", "encode_blocks", "decode_blocks",
+    "add_adapters", "shared_all_reduce", "shared_all_gather", "run_tape", "max_words",
+)  # fmt: skip
 
 
 @cache

@@ -1,7 +1,5 @@
 """Products with weights in C: a weight in panels (``panels.h``, ``packed_linear.c``), and rows for int8 products."""
 
-from __future__ import annotations
-
 import ctypes
 
 import torch
@@ -20,49 +18,25 @@ def fits_panels(weight: torch.Tensor) -> bool:
     return weight.dtype in DTYPE_CODES and weight.shape[1] * weight.itemsize % 4 == 0
 
 
-class PackedWeight:
-    """A weight (out, in) in the order of ``panels.h``.
+class Panels:
+    """The base of weights (out, in) in C, for rows of ``dtype``.
 
-    With an ``activation`` it is the gate's rows, then up's (out = 2 * size).  With ``num_shards`` the product is
-    ``tree_linear``, bit by bit on a kind of processor; ``keeps_sums``: it is float32.
+    With an ``activation`` the weight is the gate's rows, then up's (out = 2 * size).
     """
 
+    is_recordable = True
+
     def __init__(
-        self,
-        library: ctypes.CDLL,
-        weight: torch.Tensor,
-        *,
-        activation: Activation | None = None,
-        num_shards: int = 0,
-        keeps_sums: bool = False,
+        self, library: ctypes.CDLL, dtype: torch.dtype, out_size: int, activation: Activation | None, made: torch.dtype
     ) -> None:
-        assert weight.is_contiguous() and fits_panels(weight)
-        assert activation is None if num_shards else not keeps_sums, "only a tree's sums are kept"
-        out_size, in_size = weight.shape
-        width = library.panel_width()
-        self._library, self._dtype, self._out_size = library, weight.dtype, out_size
+        self._library, self._dtype, self._out_size, self._made = library, dtype, out_size, made
         self._num_parts = 1 if activation is None else 2
         self._kind = NO_ACTIVATION if activation is None else activation.code
         self._kind_before = NO_ACTIVATION if activation is None else BOTH_PARTS
-        self._num_shards, self._keeps_sums = num_shards, keeps_sums
         self._bounds = (0.0, 0.0) if activation is None else (float(activation.alpha), float(activation.limit))
-        assert out_size % self._num_parts == 0, f"gate and up have {out_size} rows, an odd number"
-        self._items = in_size * weight.itemsize // 4
-        assert num_shards == 0 or self._items % num_shards == 0, f"{self._items} items in {num_shards} shards"
-        self._widened_size = round_up(in_size, _WIDENED_ALIGNMENT) if library.widens(DTYPE_CODES[weight.dtype]) else 0
-        self._panels = huge_pages.zeros((-(-out_size // width), self._items, width), torch.float32)
-        library.pack_weight(
-            weight.data_ptr(),
-            self._panels.data_ptr(),
-            out_size,
-            self._items,
-            self._num_parts,
-            DTYPE_CODES[weight.dtype],
-            torch.get_num_threads(),
-        )
 
-    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x @ weight.T + bias``: (N, in), (out,) -> (N, out), all of the weight's type; float32 if it ``keeps_sums``.
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``x @ weight.T + bias``: (N, in), (out,) -> (N, out), all of ``dtype``, or of the type ``made``.
 
         Sums are float32 and rounded once; a row's result is the same, bit by bit, for any other rows and any number of
         threads.  With an activation the result is ``gate`` of that product, (N, size), bit by bit.
@@ -70,51 +44,68 @@ class PackedWeight:
         return self._multiply(x, bias, self._kind, self._out_size // self._num_parts)
 
     def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``product`` without the activation, bit by bit that of a weight without one: (N, out)."""
+        """The product without the activation, bit by bit that of a weight without one: (N, out)."""
         return self._multiply(x, bias, self._kind_before, self._out_size)
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, kind: int, width: int) -> torch.Tensor:
         assert x.dtype is self._dtype and (bias is None or bias.dtype is self._dtype)
         if x.stride(1) != 1:
             x = x.contiguous()
-        rows = x.shape[0]
-        out = torch.empty((rows, width), dtype=torch.float32 if self._keeps_sums else x.dtype)
-        widened = torch.empty((rows, self._widened_size), dtype=torch.float32) if self._widened_size else None
-        self._library.packed_linear(
-            x.data_ptr(),
-            x.stride(0),
-            self._panels.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            None if widened is None else widened.data_ptr(),
-            rows,
-            self._out_size,
-            self._items,
-            kind,
-            *self._bounds,
-            DTYPE_CODES[x.dtype],
-            self._num_shards,
-            self._keeps_sums,
-            torch.get_num_threads(),
-        )
+        out = torch.empty((len(x), width), dtype=self._made)
+        self._run(x, None if bias is None else bias.data_ptr(), out, kind)
         return out
+
+    def _run(self, x: torch.Tensor, bias: int | None, out: torch.Tensor, kind: int) -> None:
+        raise NotImplementedError
+
+
+class PackedWeight(Panels):
+    """A weight (out, in) in the order of ``panels.h``.
+
+    With ``num_shards`` the product is ``tree_linear``, bit by bit on a kind of processor; ``keeps_sums``: it is
+    float32.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        weight: torch.Tensor,
+        activation: Activation | None = None,
+        *,
+        num_shards: int = 0,
+        keeps_sums: bool = False,
+    ) -> None:
+        assert weight.is_contiguous() and fits_panels(weight)
+        assert activation is None if num_shards else not keeps_sums, "only a tree's sums are kept"
+        (out_size, in_size), dtype = weight.shape, weight.dtype
+        super().__init__(library, dtype, out_size, activation, torch.float32 if keeps_sums else dtype)
+        self._num_shards, self._keeps_sums, width = num_shards, keeps_sums, library.panel_width()
+        assert out_size % self._num_parts == 0, f"gate and up have {out_size} rows, an odd number"
+        self._items = in_size * weight.itemsize // 4
+        assert num_shards == 0 or self._items % num_shards == 0, f"{self._items} items in {num_shards} shards"
+        self._widened_size = round_up(in_size, _WIDENED_ALIGNMENT) if library.widens(DTYPE_CODES[dtype]) else 0
+        self._panels = huge_pages.zeros((-(-out_size // width), self._items, width), torch.float32)
+        library.pack_weight(
+            weight.data_ptr(), self._panels.data_ptr(), out_size, self._items, self._num_parts, DTYPE_CODES[dtype],
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+    def _run(self, x: torch.Tensor, bias: int | None, out: torch.Tensor, kind: int) -> None:
+        widened = torch.empty((len(x), self._widened_size)) if self._widened_size else None
+        self._library.packed_linear(
+            x.data_ptr(), x.stride(0), self._panels.data_ptr(), bias, out.data_ptr(),
+            None if widened is None else widened.data_ptr(), len(x), self._out_size, self._items, kind, *self._bounds,
+            DTYPE_CODES[x.dtype], self._num_shards, self._keeps_sums, torch.get_num_threads(),
+        )  # fmt: skip
 
     def rows(self, token_ids: torch.Tensor, first_id: int | None, scale: float = 1.0) -> torch.Tensor:
         """The weight's rows for ``token_ids`` (N,) times ``scale``, as ``layer_ops.embed``: (N, in)."""
         token_ids = token_ids.to(torch.int32).contiguous()
         out = torch.empty((len(token_ids), self._items * 4 // self._dtype.itemsize), dtype=self._dtype)
         self._library.embed_panels(
-            token_ids.data_ptr(),
-            self._panels.data_ptr(),
-            out.data_ptr(),
-            len(token_ids),
-            self._items,
-            first_id or 0,
-            self._out_size,
-            float(scale),
-            DTYPE_CODES[self._dtype],
-            torch.get_num_threads(),
-        )
+            token_ids.data_ptr(), self._panels.data_ptr(), out.data_ptr(), len(token_ids), self._items, first_id or 0,
+            self._out_size, float(scale), DTYPE_CODES[self._dtype], torch.get_num_threads(),
+        )  # fmt: skip
         return out
 
 
@@ -123,23 +114,9 @@ def multiply_packed(library: ctypes.CDLL, x: torch.Tensor, panels: torch.Tensor,
     dtype, (rows, in_size) = DTYPE_CODES[x.dtype], x.shape
     widened = torch.empty(rows * round_up(in_size, _WIDENED_ALIGNMENT) if library.widens(dtype) else 0)
     library.packed_linear(
-        x.data_ptr(),
-        x.stride(0),
-        panels.data_ptr(),
-        None,
-        out.data_ptr(),
-        widened.data_ptr() or None,
-        rows,
-        out.shape[1],
-        panels.shape[1],
-        NO_ACTIVATION,
-        0.0,
-        0.0,
-        dtype,
-        0,
-        False,
-        torch.get_num_threads(),
-    )
+        x.data_ptr(), x.stride(0), panels.data_ptr(), None, out.data_ptr(), widened.data_ptr() or None, rows,
+        out.shape[1], panels.shape[1], NO_ACTIVATION, 0.0, 0.0, dtype, 0, False, torch.get_num_threads(),
+    )  # fmt: skip
 
 
 class NativeInt8Rows:
@@ -165,13 +142,7 @@ class NativeInt8Rows:
         rows, width = products.shape
         out = torch.empty((rows, width), dtype=dtype)
         self._scale(
-            products.data_ptr(),
-            scales.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            rows,
-            width,
-            DTYPE_CODES[dtype],
-            torch.get_num_threads(),
-        )
+            products.data_ptr(), scales.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), rows,
+            width, DTYPE_CODES[dtype], torch.get_num_threads(),
+        )  # fmt: skip
         return out

@@ -4,8 +4,6 @@ The first argument is the compiled library.  Numbers that C takes as ``float`` a
 keeps an argument by its Python type.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 import torch
@@ -34,16 +32,9 @@ def embed(
     num_ids, width = weight.shape
     out = torch.empty((len(token_ids), width), dtype=weight.dtype)
     library.embed(
-        token_ids.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        len(token_ids),
-        width * weight.itemsize,
-        first_id or 0,
-        num_ids,
-        float(scale),
-        DTYPE_CODES[weight.dtype],
-    )
+        token_ids.data_ptr(), weight.data_ptr(), out.data_ptr(), len(token_ids), width * weight.itemsize, first_id or 0,
+        num_ids, float(scale), DTYPE_CODES[weight.dtype],
+    )  # fmt: skip
     return out
 
 
@@ -74,21 +65,10 @@ def _normalise(
     out = torch.empty(x.shape, dtype=x.dtype)
     rows, width = x.shape
     library.norm_rows(
-        x.data_ptr(),
-        residual,
-        rule.weight.data_ptr(),
-        out.data_ptr(),
-        rows,
-        width,
-        x.stride(0),
-        float(rule.eps),
-        float(rule.offset),
-        float(scale),
-        float(stream_scale),
-        int(rule.is_centred),
-        DTYPE_CODES[x.dtype],
+        x.data_ptr(), residual, rule.weight.data_ptr(), out.data_ptr(), rows, width, x.stride(0), float(rule.eps),
+        float(rule.offset), float(scale), float(stream_scale), int(rule.is_centred), DTYPE_CODES[x.dtype],
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     return out
 
 
@@ -121,16 +101,9 @@ def gate(library: ctypes.CDLL, gate_up: torch.Tensor, rule: Activation) -> torch
     rows, width = gate_up.shape
     out = torch.empty((rows, width // 2), dtype=gate_up.dtype)
     library.gate_rows(
-        gate_up.data_ptr(),
-        out.data_ptr(),
-        rows,
-        width // 2,
-        rule.code,
-        float(rule.alpha),
-        float(rule.limit),
-        dtype,
+        gate_up.data_ptr(), out.data_ptr(), rows, width // 2, rule.code, float(rule.alpha), float(rule.limit), dtype,
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     return out
 
 
@@ -152,18 +125,11 @@ def qk_norm_rope_store(
     assert norm is None or norm.weights.dtype == heads.dtype
     if norm is not None or rotation is not None:
         library.qk_norm_rope_store(
-            heads.data_ptr(),
-            heads.stride(0),
-            *_rotation_arguments(rotation, heads.dtype),
+            heads.data_ptr(), heads.stride(0), *_rotation_arguments(rotation, heads.dtype),
             *(None, 0.0, 0.0) if norm is None else (norm.weights.data_ptr(), float(norm.eps), float(norm.offset)),
-            num_tokens,
-            num_heads,
-            num_kv_heads,
-            num_kv_heads if norm is not None and norm.includes_values else 0,
-            head_dim,
-            dtype,
-            torch.get_num_threads(),
-        )
+            num_tokens, num_heads, num_kv_heads, num_kv_heads if norm is not None and norm.includes_values else 0,
+            head_dim, dtype, torch.get_num_threads(),
+        )  # fmt: skip
     query, key, value = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 1)
     return query, key, value
 
@@ -176,16 +142,9 @@ def head_squares(library: ctypes.CDLL, heads: torch.Tensor, num_heads: int, num_
     num_tokens, num_all, head_dim = heads.shape
     squares = torch.empty((num_tokens, 2))
     library.head_squares(
-        heads.data_ptr(),
-        num_all * head_dim,
-        squares.data_ptr(),
-        num_tokens,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        dtype,
+        heads.data_ptr(), num_all * head_dim, squares.data_ptr(), num_tokens, num_heads, num_kv_heads, head_dim, dtype,
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     return squares
 
 
@@ -207,19 +166,9 @@ def norm_width(
     assert squares.dtype == torch.float32
     num_tokens, num_all, head_dim = heads.shape
     library.norm_width(
-        heads.data_ptr(),
-        num_all * head_dim,
-        squares.data_ptr(),
-        weights.data_ptr(),
-        num_tokens,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        *widths,
-        float(eps),
-        DTYPE_CODES[heads.dtype],
-        torch.get_num_threads(),
-    )
+        heads.data_ptr(), num_all * head_dim, squares.data_ptr(), weights.data_ptr(), num_tokens, num_heads,
+        num_kv_heads, head_dim, *widths, float(eps), DTYPE_CODES[heads.dtype], torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def cap_logits(library: ctypes.CDLL, scores: torch.Tensor, scale: float, cap: float | None) -> None:
@@ -238,38 +187,20 @@ def prepare_decodes(library: ctypes.CDLL, tables: RowTables, inputs: DecodeInput
     num_columns = source.stride(1)
     assert target.stride(1) == num_columns
     library.prepare_decodes(
-        inputs.rows.data_ptr(),
-        len(inputs.rows),
-        tables.token_ids.data_ptr(),
-        tables.token_ids.stride(0),
-        tables.num_computed.data_ptr(),
-        source.data_ptr(),
-        len(source),
-        source.stride(0),
-        num_columns,
-        tables.block_size,
-        inputs.input_ids.data_ptr(),
-        inputs.positions.data_ptr(),
-        inputs.slot_mapping.data_ptr(),
-        inputs.slot_mapping.stride(0),
-        inputs.seq_lens.data_ptr(),
-        target.data_ptr(),
-        target.stride(0),
-    )
+        inputs.rows.data_ptr(), len(inputs.rows), tables.token_ids.data_ptr(), tables.token_ids.stride(0),
+        tables.num_computed.data_ptr(), source.data_ptr(), len(source), source.stride(0), num_columns,
+        tables.block_size, inputs.input_ids.data_ptr(), inputs.positions.data_ptr(), inputs.slot_mapping.data_ptr(),
+        inputs.slot_mapping.stride(0), inputs.seq_lens.data_ptr(), target.data_ptr(), target.stride(0),
+    )  # fmt: skip
 
 
 def advance_decodes(library: ctypes.CDLL, tables: RowTables, inputs: DecodeInputs, sampled: torch.Tensor) -> None:
     """See ``decode_inputs.advance_decodes``; the lengths are those of ``inputs``, so a second call changes nothing."""
     assert sampled.dtype == torch.int32 and sampled.is_contiguous()
     library.advance_decodes(
-        inputs.rows.data_ptr(),
-        inputs.seq_lens.data_ptr(),
-        sampled.data_ptr(),
-        len(inputs.rows),
-        tables.token_ids.data_ptr(),
-        tables.token_ids.stride(0),
-        tables.num_computed.data_ptr(),
-    )
+        inputs.rows.data_ptr(), inputs.seq_lens.data_ptr(), sampled.data_ptr(), len(inputs.rows),
+        tables.token_ids.data_ptr(), tables.token_ids.stride(0), tables.num_computed.data_ptr(),
+    )  # fmt: skip
 
 
 def best_tokens(library: ctypes.CDLL, logits: torch.Tensor) -> torch.Tensor:
@@ -295,17 +226,9 @@ def add_adapters(
         return
     shrunk = torch.empty((rows.num_rows, weights.a.shape[1]))
     library.add_adapters(
-        ctypes.byref(_adapters(weights, dtype)),
-        x.data_ptr(),
-        x.stride(0),
-        out.data_ptr(),
-        rows.rows.data_ptr(),
-        rows.tiles.data_ptr(),
-        shrunk.data_ptr(),
-        rows.num_rows,
-        len(rows.tiles),
-        torch.get_num_threads(),
-    )
+        ctypes.byref(_adapters(weights, dtype)), x.data_ptr(), x.stride(0), out.data_ptr(), rows.rows.data_ptr(),
+        rows.tiles.data_ptr(), shrunk.data_ptr(), rows.num_rows, len(rows.tiles), torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def are_dense(x: torch.Tensor, residual: torch.Tensor) -> bool:

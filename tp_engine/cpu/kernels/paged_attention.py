@@ -1,7 +1,5 @@
 """Attention over the paged cache by ``attention.c``."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import TypeAlias
 

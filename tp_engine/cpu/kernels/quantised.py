@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.cpu.kernels.layout import DTYPE_CODES, QuantisedLayout
-from tp_engine.cpu.kernels.linear import BOTH_PARTS, NO_ACTIVATION
+from tp_engine.cpu.kernels.linear import Panels
 from tp_engine.kernels import huge_pages
 from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight, code_values, values_per_byte
 from tp_engine.model_config.mlp import Activation
@@ -43,69 +43,29 @@ class PackedCodes:
         return self.panels.nbytes + (0 if self.factors is None else self.factors.nbytes)
 
 
-class QuantisedPanels:
+class QuantisedPanels(Panels):
     """``multiply_quantised`` by a weight (out, in) in C; it keeps a packed copy, not ``weight``.
 
-    ``dtype``, one of ``DTYPE_CODES``, is that of x, the bias and the result.  With an ``activation`` the weight is the
-    gate's rows, then up's (out = 2 * size).
+    ``dtype``, one of ``DTYPE_CODES``, is that of x, the bias and the result.
     """
 
+    made_by = "C"  # for ``tp-engine doctor``
+
     def __init__(
-        self,
-        library: ctypes.CDLL,
-        weight: QuantisedWeight,
-        dtype: torch.dtype,
-        activation: Activation | None = None,
+        self, library: ctypes.CDLL, weight: QuantisedWeight, dtype: torch.dtype, activation: Activation | None = None
     ) -> None:
-        self._library, self._dtype, self._out_size = library, dtype, weight.shape[0]
-        self._num_parts = 1 if activation is None else 2
-        self._kind = NO_ACTIVATION if activation is None else activation.code
-        self._kind_before = NO_ACTIVATION if activation is None else BOTH_PARTS
-        self._bounds = (0.0, 0.0) if activation is None else (float(activation.alpha), float(activation.limit))
+        super().__init__(library, dtype, weight.shape[0], activation, dtype)
         self._packed = pack_quantised(library, weight.map(lambda one: one.unsqueeze(0)), dtype, self._num_parts)
         self._row_bytes = library.quantised_row_bytes(self._packed.form, DTYPE_CODES[dtype])
+        self.num_bytes = self._packed.num_bytes
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the packed copy."""
-        return self._packed.num_bytes
-
-    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x @ weight.T + bias``: (N, in), (out,) -> (N, out), all of ``dtype``.
-
-        Sums are float32 and rounded once; a row's result is the same, bit by bit, for any other rows and any number of
-        threads.  With an activation the result is ``gate`` of that product, (N, size), bit by bit.
-        """
-        return self._multiply(x, bias, self._kind, self._out_size // self._num_parts)
-
-    def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``product`` without the activation, bit by bit that of a weight without one: (N, out)."""
-        return self._multiply(x, bias, self._kind_before, self._out_size)
-
-    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, kind: int, width: int) -> torch.Tensor:
-        assert x.dtype is self._dtype and (bias is None or bias.dtype is self._dtype)
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        rows = x.shape[0]
-        out = torch.empty((rows, width), dtype=x.dtype)
-        prepared = torch.empty(rows * self._row_bytes, dtype=torch.uint8)
+    def _run(self, x: torch.Tensor, bias: int | None, out: torch.Tensor, kind: int) -> None:
+        packed, prepared = self._packed, torch.empty(len(x) * self._row_bytes, dtype=torch.uint8)
         self._library.quantised_linear(
-            self._packed.form,
-            x.data_ptr(),
-            x.stride(0),
-            self._packed.panels.data_ptr(),
-            self._packed.factors_address,
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            prepared.data_ptr(),
-            rows,
-            self._out_size,
-            kind,
-            *self._bounds,
-            DTYPE_CODES[x.dtype],
+            packed.form, x.data_ptr(), x.stride(0), packed.panels.data_ptr(), packed.factors_address, bias,
+            out.data_ptr(), prepared.data_ptr(), len(x), self._out_size, kind, *self._bounds, DTYPE_CODES[x.dtype],
             torch.get_num_threads(),
-        )
-        return out
+        )  # fmt: skip
 
 
 def pack_quantised(library: ctypes.CDLL, weights: QuantisedWeight, dtype: torch.dtype, num_parts: int) -> PackedCodes:
@@ -138,17 +98,10 @@ def pack_quantised(library: ctypes.CDLL, weights: QuantisedWeight, dtype: torch.
     zeros = None if zeros is None else zeros.contiguous()
     for index in range(num_weights):
         library.pack_quantised(
-            pointer,
-            codes[index].data_ptr(),
-            None if scales is None else scales[index].data_ptr(),
-            row_block,
-            None if zeros is None else zeros[index].data_ptr(),
-            panels[index].data_ptr(),
-            out_size,
-            num_parts,
-            DTYPE_CODES[dtype],
-            torch.get_num_threads(),
-        )
+            pointer, codes[index].data_ptr(), None if scales is None else scales[index].data_ptr(), row_block,
+            None if zeros is None else zeros[index].data_ptr(), panels[index].data_ptr(), out_size, num_parts,
+            DTYPE_CODES[dtype], torch.get_num_threads(),
+        )  # fmt: skip
     factors = weights.factors
     if factors is not None:
         factors = F.pad(factors, (0, 1))[:, order].contiguous()

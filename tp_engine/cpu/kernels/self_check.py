@@ -1,7 +1,5 @@
 """Compare the compiled kernels with their PyTorch twins on small inputs, before anything depends on them."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from typing import TypeAlias, get_args
@@ -178,10 +176,10 @@ def _linear(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator
     shapes = ((7, 86), (37, 86), (37,))
     x, weight, bias = ((torch.randn(*shape, generator=generator) / 3).to(dtype) for shape in shapes)
     expected = F.linear(x.double(), weight.double(), bias.double())
-    yield "packed_linear", PackedWeight(library, weight).product(x, bias), expected
+    yield "packed_linear", PackedWeight(library, weight)(x, bias), expected
     for rule in _ACTIVATIONS:
         gated = PackedWeight(library, weight[:36], activation=rule)
-        yield f"packed_linear with {rule.kind}", gated.product(x, bias[:36]), layer_ops.gate(expected[:, :36], rule)
+        yield f"packed_linear with {rule.kind}", gated(x, bias[:36]), layer_ops.gate(expected[:, :36], rule)
     yield "packed_linear of both parts", gated.before_activation(x, bias[:36]), expected[:, :36]
     ids = torch.tensor([36, 0, 50, 17], dtype=torch.int32)
     wanted = torch.where(ids[:, None] < 37, weight[ids.clamp(max=36).long()], 0.0) * 2
@@ -210,7 +208,7 @@ def _quantised(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Genera
     for kind in get_args(Codes):
         weight = _quantised_weight(kind, (37, 88), generator)
         expected = multiply_quantised(x.double(), weight, bias.double())
-        product = QuantisedPanels(library, weight, dtype).product
+        product = QuantisedPanels(library, weight, dtype)
         for rows in (2, 7):
             yield f"quantised_linear of {kind}", product(x[:rows], bias), expected[:rows]
 

@@ -10,8 +10,6 @@ made in Python, a collective with its deadlines, divides the tape.  For a profil
 functions' names (``naming_calls``), on a tape and elsewhere.
 """
 
-from __future__ import annotations
-
 import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence

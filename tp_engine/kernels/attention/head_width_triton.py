@@ -7,13 +7,11 @@
     norm:     program (i, j)      BLOCK elements of token i: first programs for the queries, then for the keys
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_launch
 from tp_engine.kernels.jit import jit
 
 _SUM_BLOCK, _NORM_BLOCK = 2048, 1024
@@ -21,17 +19,11 @@ _SUM_BLOCK, _NORM_BLOCK = 2048, 1024
 
 @jit
 def head_squares_kernel(
-    heads,
-    squares,
-    token_stride,
-    QUERY_SIZE: tl.constexpr,
-    KEY_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    heads, squares, token_stride,
+    QUERY_SIZE: tl.constexpr, KEY_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: the sum of one part of one token."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
+    begin_program(PDL)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     size = tl.where(part == 0, QUERY_SIZE, KEY_SIZE)
     row = heads + token * token_stride + part * QUERY_SIZE
@@ -45,21 +37,12 @@ def head_squares_kernel(
 
 @jit
 def norm_width_kernel(
-    heads,
-    squares,
-    weights,
-    token_stride,
-    eps,
-    QUERY_SIZE: tl.constexpr,
-    KEY_SIZE: tl.constexpr,
-    QUERY_WIDTH: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    heads, squares, weights, token_stride, eps,
+    QUERY_SIZE: tl.constexpr, KEY_SIZE: tl.constexpr, QUERY_WIDTH: tl.constexpr, KEY_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: up to BLOCK elements of one part of one token."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
+    begin_program(PDL)
     QUERY_BLOCKS: tl.constexpr = (QUERY_SIZE + BLOCK - 1) // BLOCK
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part = (block >= QUERY_BLOCKS).to(tl.int32)
@@ -82,14 +65,10 @@ def head_squares_triton(heads: torch.Tensor, num_heads: int, num_kv_heads: int) 
     if num_tokens:
         sizes = num_heads * head_dim, num_kv_heads * head_dim
         head_squares_kernel[(num_tokens, 2)](
-            heads,
-            squares,
-            heads.stride(0),
-            QUERY_SIZE=sizes[0],
-            KEY_SIZE=sizes[1],
-            BLOCK=min(int(triton.next_power_of_2(max(sizes))), _SUM_BLOCK),
+            heads, squares, heads.stride(0),
+            QUERY_SIZE=sizes[0], KEY_SIZE=sizes[1], BLOCK=min(int(triton.next_power_of_2(max(sizes))), _SUM_BLOCK),
             **dependent_launch(heads.device),
-        )
+        )  # fmt: skip
     return squares
 
 
@@ -111,15 +90,7 @@ def norm_width_triton(
         sizes = num_heads * head_dim, num_kv_heads * head_dim
         block = min(int(triton.next_power_of_2(max(sizes))), _NORM_BLOCK)
         norm_width_kernel[(num_tokens, triton.cdiv(sizes[0], block) + triton.cdiv(sizes[1], block))](
-            heads,
-            squares,
-            weights,
-            heads.stride(0),
-            eps,
-            QUERY_SIZE=sizes[0],
-            KEY_SIZE=sizes[1],
-            QUERY_WIDTH=widths[0],
-            KEY_WIDTH=widths[1],
-            BLOCK=block,
+            heads, squares, weights, heads.stride(0), eps,
+            QUERY_SIZE=sizes[0], KEY_SIZE=sizes[1], QUERY_WIDTH=widths[0], KEY_WIDTH=widths[1], BLOCK=block,
             **dependent_launch(heads.device),
-        )
+        )  # fmt: skip

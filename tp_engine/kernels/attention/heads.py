@@ -16,8 +16,6 @@ operations: each rank adds up its squares, and with the sums of all ranks each n
     x / sqrt(squares / width + eps) * weight        width: elements of all queries, or of all keys, on all ranks
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TypeAlias
 

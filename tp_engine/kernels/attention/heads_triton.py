@@ -13,8 +13,6 @@ A program holds each part of a tile of heads as one matrix; c only if it exists.
 halves of the head.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.attention.heads import HeadNorm, Heads, Rotation
-from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_launch
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, LayerKv
 from tp_engine.kernels.kv_cache.store_kv_triton import magnitude_bits, scaled_to_range
@@ -55,25 +53,10 @@ def _store_parts(a, b, c, place, pair, rest, is_head, HALF: tl.constexpr, REST: 
 
 @jit
 def store_in_cache(
-    a,
-    b,
-    c,
-    cache,
-    scales,
-    slot,
-    head,
-    pair,
-    rest,
-    is_head,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
-    SCALE_STRIDE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    IS_INTEGER: tl.constexpr,
-):
+    a, b, c, cache, scales, slot, head, pair, rest, is_head,
+    HALF: tl.constexpr, REST: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr,
+):  # fmt: skip
     """Store the parts, float32, of KV heads ``head`` (TILE, 1) where ``is_head``, quantised where LARGEST is not 0."""
     if LARGEST > 0:
         bits = tl.max(tl.maximum(magnitude_bits(a), magnitude_bits(b)), axis=1)
@@ -109,21 +92,9 @@ def _normalise_parts(a, b, c, weight, eps, pair, rest, HALF: tl.constexpr, REST:
 
 @jit
 def prepared_parts(
-    place,
-    weight,
-    eps,
-    table,
-    positions,
-    token,
-    pair,
-    rest,
-    is_head,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    NORMALISES: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TURNS: tl.constexpr,
-):
+    place, weight, eps, table, positions, token, pair, rest, is_head,
+    HALF: tl.constexpr, REST: tl.constexpr, NORMALISES: tl.constexpr, OFFSET: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
     """Parts, float32, of the queries or keys of ``token`` at ``place``, normalised and turned."""
     a, b, c = load_parts(place, pair, rest, is_head, HALF, REST)
     if NORMALISES:
@@ -138,41 +109,16 @@ def prepared_parts(
 
 @jit
 def qk_norm_rope_store_kernel(
-    heads,
-    norm_weights,
-    table,
-    positions,
-    query_scale,
-    key_cache,
-    value_cache,
-    key_scales,
-    value_scales,
-    slot_mapping,
-    token_stride,
-    eps,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    TILE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    REST_PAD: tl.constexpr,
-    NORMALISES: tl.constexpr,
-    NORMALISES_VALUES: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TURNS: tl.constexpr,
-    SCALES_QUERY: tl.constexpr,
-    STORES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
-    SCALE_STRIDE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    IS_INTEGER: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    heads, norm_weights, table, positions, query_scale, key_cache, value_cache, key_scales, value_scales, slot_mapping,
+    token_stride, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, TILE: tl.constexpr,
+    PAIRS: tl.constexpr, REST_PAD: tl.constexpr, NORMALISES: tl.constexpr, NORMALISES_VALUES: tl.constexpr,
+    OFFSET: tl.constexpr, TURNS: tl.constexpr, SCALES_QUERY: tl.constexpr, STORES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, LARGEST: tl.constexpr,
+    IS_INTEGER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: one tile of one token's heads; PAIRS and REST_PAD are HALF and REST, rounded up to powers of two."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
+    begin_program(PDL)
     HEAD_DIM: tl.constexpr = 2 * HALF + REST
     QUERY_TILES: tl.constexpr = (NUM_HEADS + TILE - 1) // TILE
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -236,23 +182,13 @@ def qk_norm_rope_store_triton(
         constants = {**_head_constants(heads, num_kv_heads, rotation), **_cache_constants(kv)}
         tile = constants["TILE"]
         qk_norm_rope_store_kernel[(num_tokens, triton.cdiv(num_heads, tile) + triton.cdiv(num_kv_heads, tile))](
-            heads,
-            heads if norm is None else norm.weights,
-            None if rotation is None else rotation.table,
-            None if rotation is None else rotation.positions,
-            None if rotation is None else rotation.query_scale,
-            *_cache_arguments(heads, kv),
-            slot_mapping,
-            heads.stride(0),
-            0.0 if norm is None else norm.eps,
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            NORMALISES=norm is not None,
-            NORMALISES_VALUES=norm is not None and norm.includes_values,
-            OFFSET=0.0 if norm is None else norm.offset,
-            **constants,
-            **dependent_launch(heads.device),
-        )
+            heads, heads if norm is None else norm.weights, None if rotation is None else rotation.table,
+            None if rotation is None else rotation.positions, None if rotation is None else rotation.query_scale,
+            *_cache_arguments(heads, kv), slot_mapping, heads.stride(0), 0.0 if norm is None else norm.eps,
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, NORMALISES=norm is not None,
+            NORMALISES_VALUES=norm is not None and norm.includes_values, OFFSET=0.0 if norm is None else norm.offset,
+            **constants, **dependent_launch(heads.device),
+        )  # fmt: skip
     query = heads[:, :num_heads]
     if kv is not None:
         return query, None, None

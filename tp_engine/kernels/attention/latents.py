@@ -11,8 +11,6 @@ The pairs that turn are neighbours (``is_interleaved``) or half of rope_dim apar
 scores are sums over pairs.
 """
 
-from __future__ import annotations
-
 import torch
 
 from tp_engine.kernels.attention.heads import Rotation, apply_rotary

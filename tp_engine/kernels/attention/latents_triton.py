@@ -8,14 +8,12 @@
     program (i, tiles)               its row
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 
 from tp_engine.kernels.attention.heads import Rotation
-from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_launch
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, LayerKv
 from tp_engine.kernels.kv_cache.store_kv_triton import magnitude_bits, scaled_to_range
@@ -34,40 +32,14 @@ def _turn(place, step, other, inside, cos, sin):
 
 @jit
 def prepare_latents_kernel(
-    query,
-    rows,
-    weight,
-    table,
-    positions,
-    query_scale,
-    out,
-    scales,
-    slot_mapping,
-    query_stride,
-    row_stride,
-    eps,
-    NUM_HEADS: tl.constexpr,
-    NOPE: tl.constexpr,
-    NOPE_PAD: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_PAD: tl.constexpr,
-    HALF: tl.constexpr,
-    PAIRS: tl.constexpr,
-    TILE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    SCALES_QUERY: tl.constexpr,
-    STORES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
-    SCALE_STRIDE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    IS_INTEGER: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    query, rows, weight, table, positions, query_scale, out, scales, slot_mapping, query_stride, row_stride, eps,
+    NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, NOPE_PAD: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
+    HALF: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
+    SCALES_QUERY: tl.constexpr, STORES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: a tile of one token's heads, or its row; NOPE_PAD, RANK_PAD and PAIRS are powers of two."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
+    begin_program(PDL)
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + token).to(tl.int64)
     pair = tl.arange(0, PAIRS)
@@ -140,35 +112,16 @@ def prepare_latents_triton(
     if num_tokens:
         tile = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
         prepare_latents_kernel[(num_tokens, triton.cdiv(num_heads, tile) + 1)](
-            query,
-            rows,
-            rule.weight,
-            rotation.table,
-            rotation.positions,
-            rotation.query_scale,
-            out,
-            scales,
-            slot_mapping,
-            query.stride(0),
-            rows.stride(0),
-            rule.eps,
-            NUM_HEADS=num_heads,
-            NOPE=query_dim - rope,
-            NOPE_PAD=triton.next_power_of_2(max(query_dim - rope, 1)),
-            RANK=rank,
-            RANK_PAD=triton.next_power_of_2(rank),
-            HALF=rope // 2,
-            PAIRS=triton.next_power_of_2(rope // 2),
-            TILE=tile,
-            OFFSET=rule.offset,
-            INTERLEAVED=is_interleaved,
-            SCALES_QUERY=rotation.query_scale is not None,
-            STORES=kv is not None,
-            BLOCK_SIZE=1 if kv is None else kv.cache.shape[2],
+            query, rows, rule.weight, rotation.table, rotation.positions, rotation.query_scale, out, scales,
+            slot_mapping, query.stride(0), rows.stride(0), rule.eps,
+            NUM_HEADS=num_heads, NOPE=query_dim - rope, NOPE_PAD=triton.next_power_of_2(max(query_dim - rope, 1)),
+            RANK=rank, RANK_PAD=triton.next_power_of_2(rank), HALF=rope // 2, PAIRS=triton.next_power_of_2(rope // 2),
+            TILE=tile, OFFSET=rule.offset, INTERLEAVED=is_interleaved, SCALES_QUERY=rotation.query_scale is not None,
+            STORES=kv is not None, BLOCK_SIZE=1 if kv is None else kv.cache.shape[2],
             BLOCK_STRIDE=rank + rope if kv is None else kv.block_stride,
             SCALE_STRIDE=0 if kv is None else kv.scale_stride,
             LARGEST=0.0 if scales is None or kv is None else LARGEST_VALUE[kv.cache.dtype],
             IS_INTEGER=scales is not None and kv is not None and kv.cache.dtype == torch.int8,
             **dependent_launch(query.device),
-        )
+        )  # fmt: skip
     return query, out if kv is None else None

@@ -18,8 +18,6 @@ The grid depends on the size of the batch alone and lengths are read on the devi
 The numbers of splits are not constants of the compiled code: a new one would stop the engine while Triton compiles.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import no_type_check
 
@@ -37,7 +35,7 @@ from tp_engine.kernels.attention.paged_tiles_triton import (
     with_sinks,
 )
 from tp_engine.kernels.attention.split_parts_triton import join_splits, joined_parts, write_part
-from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_launch
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 
@@ -70,46 +68,16 @@ class DecodeSizes:
 @triton.jit(do_not_specialize=["table_stride", "usual_splits", "num_splits"])
 @no_type_check
 def paged_decode_kernel(
-    query,
-    key_cache,
-    value_cache,
-    key_scales,
-    value_scales,
-    block_table,
-    seq_lens,
-    sinks,
-    out,
-    partial,
-    partial_lse,
-    arrivals,
-    scale,
-    query_stride,
-    table_stride,
-    usual_splits,
-    num_splits,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    JOINED_ROWS: tl.constexpr,
-    JOINED_PARTS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
-    SCALE_STRIDE: tl.constexpr,
-    TILE: tl.constexpr,
-    LONG_TILES: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    QUANTISED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    query, key_cache, value_cache, key_scales, value_scales, block_table, seq_lens, sinks, out, partial, partial_lse,
+    arrivals, scale, query_stride, table_stride, usual_splits, num_splits,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERY_LEN: tl.constexpr, ROWS: tl.constexpr,
+    JOINED_ROWS: tl.constexpr, JOINED_PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, TILE: tl.constexpr,
+    LONG_TILES: tl.constexpr, IS_SPLIT: tl.constexpr, WINDOW: tl.constexpr, QUANTISED: tl.constexpr,
+    SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: one split.  A request of one split goes to ``out`` (N, heads, head_dim), others to ``partial``."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
+    begin_program(PDL)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
@@ -164,14 +132,9 @@ def paged_decode_kernel(
 
 @jit
 def split_of(
-    length,
-    usual_splits,
-    num_splits,
-    QUERY_LEN: tl.constexpr,
-    TILE: tl.constexpr,
-    LONG_TILES: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
+    length, usual_splits, num_splits,
+    QUERY_LEN: tl.constexpr, TILE: tl.constexpr, LONG_TILES: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
     """The first position that is read, a multiple of TILE; tiles from there on; tiles of each split."""
     first = 0
     if WINDOW > 0:
@@ -216,32 +179,14 @@ def paged_decode_triton(
         partial = torch.empty((*query.shape[:2], num_splits, head_dim), dtype=torch.float32, device=query.device)
         lse = torch.empty((*query.shape[:2], num_splits), dtype=torch.float32, device=query.device)
     paged_decode_kernel[(constants["NUM_KV_HEADS"], num_splits, len(seq_lens))](
-        query,
-        *cache_arguments(kv),
-        block_table,
-        seq_lens,
-        sinks,
-        out,
-        partial,
-        lse,
-        arrivals,
-        score_scale(scale, softcap),
-        query.stride(0),
-        block_table.stride(0),
-        sizes.usual_splits,
-        num_splits,
-        ROWS=max(_MIN_ROWS, triton.next_power_of_2(query_len * constants["GROUP"])),
-        QUERY_LEN=query_len,
-        TILE=sizes.tile,
-        LONG_TILES=max(1, sizes.long_keys // sizes.tile),
-        IS_SPLIT=num_splits > 1,
+        query, *cache_arguments(kv), block_table, seq_lens, sinks, out, partial, lse, arrivals,
+        score_scale(scale, softcap), query.stride(0), block_table.stride(0), sizes.usual_splits, num_splits,
+        ROWS=max(_MIN_ROWS, triton.next_power_of_2(query_len * constants["GROUP"])), QUERY_LEN=query_len,
+        TILE=sizes.tile, LONG_TILES=max(1, sizes.long_keys // sizes.tile), IS_SPLIT=num_splits > 1,
         JOINED_ROWS=triton.next_power_of_2(query_len * constants["GROUP"]),
-        JOINED_PARTS=joined_parts(_USUAL_GROUP, constants["HEAD_PAD"], sizes.num_warps),
-        num_warps=sizes.num_warps,
-        num_stages=sizes.num_stages,
-        **dependent_launch(query.device),
-        **constants,
-    )
+        JOINED_PARTS=joined_parts(_USUAL_GROUP, constants["HEAD_PAD"], sizes.num_warps), num_warps=sizes.num_warps,
+        num_stages=sizes.num_stages, **dependent_launch(query.device), **constants,
+    )  # fmt: skip
 
 
 def fixed_decode_sizes(

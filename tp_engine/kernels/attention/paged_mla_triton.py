@@ -15,8 +15,6 @@ Every part of the heads reads the rows again, from the second-level cache.  Spli
 the grid follows from numbers of requests and tokens, and lengths are read on the device.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import no_type_check
 
@@ -29,7 +27,7 @@ from tp_engine.kernels.attention.paged_decode_triton import DecodeSizes, power_o
 from tp_engine.kernels.attention.paged_prefill_triton import request_of
 from tp_engine.kernels.attention.paged_tiles_triton import add_tile, load_states, places_of, score_scale, to_float16
 from tp_engine.kernels.attention.split_parts_triton import join_splits, joined_parts, write_part
-from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_launch
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 
 _MIN_SIZE = 16  # of each side of a matrix product
@@ -48,48 +46,18 @@ class LatentSizes(DecodeSizes):
 @triton.jit(do_not_specialize=["table_stride", "usual_splits", "num_splits", "first_request", "num_requests"])
 @no_type_check
 def paged_latent_kernel(
-    query,
-    cache,
-    scales,
-    block_table,
-    seq_lens,
-    query_start,
-    out,
-    partial,
-    partial_lse,
-    arrivals,
-    scale,
-    query_stride,
-    table_stride,
-    usual_splits,
-    num_splits,
-    first_request,
-    num_requests,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    ROWS: tl.constexpr,
-    JOINED_PARTS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_PAD: tl.constexpr,
-    ROPE: tl.constexpr,
-    ROPE_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
-    SCALE_STRIDE: tl.constexpr,
-    TILE: tl.constexpr,
-    LONG_TILES: tl.constexpr,
-    IS_CHUNK: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    QUANTISED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    query, cache, scales, block_table, seq_lens, query_start, out, partial, partial_lse, arrivals, scale, query_stride,
+    table_stride, usual_splits, num_splits, first_request, num_requests,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, ROWS: tl.constexpr, JOINED_PARTS: tl.constexpr,
+    RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, TILE: tl.constexpr, LONG_TILES: tl.constexpr,
+    IS_CHUNK: tl.constexpr, IS_SPLIT: tl.constexpr, QUANTISED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: one split of BLOCK_Q queries on GROUP heads.  Without IS_CHUNK a request's one query has its number.
 
     ``out`` (N, heads, rank) is the result of a single split; more of them go to ``partial``.
     """
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
+    begin_program(PDL)
     part, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, first_query, num_queries = request, 0, 1
     if IS_CHUNK:
@@ -246,44 +214,17 @@ def _launch(
         partial = torch.empty((width, num_heads, num_splits, rank), dtype=torch.float32, device=query.device)
         lse = torch.empty((width, num_heads, num_splits), dtype=torch.float32, device=query.device)
     paged_latent_kernel[(parts, num_splits, num_blocks)](
-        query,
-        kv.cache[0],
-        kv.cache[0] if kv.scales is None else kv.scales[0],
-        block_table,
-        seq_lens,
-        query_start,
-        out,
-        partial,
-        lse,
-        arrivals,
-        score_scale(scale, None),
-        query.stride(0),
-        block_table.stride(0),
-        sizes.usual_splits,
-        num_splits,
-        first_request,
-        len(seq_lens),
-        NUM_HEADS=num_heads,
-        GROUP=group,
-        BLOCK_Q=block_q,
-        ROWS=rows,
-        JOINED_PARTS=joined_parts(rows, rank_pad, sizes.num_warps),
-        RANK=rank,
-        RANK_PAD=rank_pad,
-        ROPE=row_dim - rank,
-        ROPE_PAD=max(_MIN_SIZE, triton.next_power_of_2(row_dim - rank)),
-        BLOCK_SIZE=kv.cache.shape[2],
-        BLOCK_STRIDE=kv.block_stride,
-        SCALE_STRIDE=kv.scale_stride,
-        TILE=sizes.tile,
-        LONG_TILES=max(1, sizes.long_keys // sizes.tile),
-        IS_CHUNK=is_chunk,
-        IS_SPLIT=is_split,
-        QUANTISED=kv.scales is not None,
-        num_warps=sizes.num_warps,
-        num_stages=sizes.num_stages,
+        query, kv.cache[0], kv.cache[0] if kv.scales is None else kv.scales[0], block_table, seq_lens, query_start, out,
+        partial, lse, arrivals, score_scale(scale, None), query.stride(0), block_table.stride(0), sizes.usual_splits,
+        num_splits, first_request, len(seq_lens),
+        NUM_HEADS=num_heads, GROUP=group, BLOCK_Q=block_q, ROWS=rows,
+        JOINED_PARTS=joined_parts(rows, rank_pad, sizes.num_warps), RANK=rank, RANK_PAD=rank_pad, ROPE=row_dim - rank,
+        ROPE_PAD=max(_MIN_SIZE, triton.next_power_of_2(row_dim - rank)), BLOCK_SIZE=kv.cache.shape[2],
+        BLOCK_STRIDE=kv.block_stride, SCALE_STRIDE=kv.scale_stride, TILE=sizes.tile,
+        LONG_TILES=max(1, sizes.long_keys // sizes.tile), IS_CHUNK=is_chunk, IS_SPLIT=is_split,
+        QUANTISED=kv.scales is not None, num_warps=sizes.num_warps, num_stages=sizes.num_stages,
         **dependent_launch(query.device),
-    )
+    )  # fmt: skip
 
 
 def num_blocks_of_chunks(num_queries: int, num_requests: int, num_heads: int, most_rows: int) -> int:

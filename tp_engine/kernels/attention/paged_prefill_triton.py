@@ -12,8 +12,6 @@
     queries                   |  qq |
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import no_type_check
 
@@ -55,35 +53,12 @@ class PrefillSizes:
 )
 @no_type_check
 def paged_prefill_kernel(
-    query,
-    key_cache,
-    value_cache,
-    key_scales,
-    value_scales,
-    block_table,
-    seq_lens,
-    query_start,
-    sinks,
-    out,
-    scale,
-    query_stride,
-    table_stride,
-    first_request,
-    num_requests,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
-    SCALE_STRIDE: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    QUANTISED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
+    query, key_cache, value_cache, key_scales, value_scales, block_table, seq_lens, query_start, sinks, out, scale,
+    query_stride, table_stride, first_request, num_requests,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, QUANTISED: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
     """Requests ``first_request`` to ``num_requests`` of the step."""
     BLOCK_Q: tl.constexpr = ROWS // GROUP
     kv_head = tl.program_id(0)
@@ -190,24 +165,10 @@ def paged_prefill_triton(
             f"at most {_MAX_BLOCKS:,}; lower max_num_batched_tokens"
         )
     paged_prefill_kernel[(constants["NUM_KV_HEADS"], num_blocks)](
-        query,
-        *cache_arguments(kv),
-        block_table,
-        seq_lens,
-        query_start,
-        sinks,
-        out,
-        score_scale(scale, softcap),
-        query.stride(0),
-        block_table.stride(0),
-        first_request,
-        num_requests,
-        ROWS=rows,
-        TILE=sizes.tile,
-        num_warps=sizes.num_warps,
-        num_stages=sizes.num_stages,
-        **constants,
-    )
+        query, *cache_arguments(kv), block_table, seq_lens, query_start, sinks, out, score_scale(scale, softcap),
+        query.stride(0), block_table.stride(0), first_request, num_requests,
+        ROWS=rows, TILE=sizes.tile, num_warps=sizes.num_warps, num_stages=sizes.num_stages, **constants,
+    )  # fmt: skip
 
 
 def prefill_sizes(head_dim: int, itemsize: int, shared_memory: int = LARGE_SHARED_MEMORY) -> PrefillSizes:

@@ -9,8 +9,6 @@ so that a tile of keys is read once for all of them and the products run on matr
 A sink is a score of a head without a key: it takes part in the sum of a row's softmax and adds nothing to the result.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -98,32 +96,12 @@ def load_states(cache, first, is_key, MASKED: tl.constexpr, HEAD_DIM: tl.constex
 
 @jit
 def attend_tile(
-    query,
-    accumulated,
-    total,
-    peak,
-    key_cache,
-    value_cache,
-    key_scales,
-    value_scales,
-    table_row,
-    start,
-    length,
-    own,
-    kv_head,
-    scale,
-    MASKED: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
-    SCALE_STRIDE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    WINDOW: tl.constexpr,
-    QUANTISED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):
+    query, accumulated, total, peak, key_cache, value_cache, key_scales, value_scales, table_row, start, length, own,
+    kv_head, scale,
+    MASKED: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    WINDOW: tl.constexpr, QUANTISED: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
     """One step of the online softmax: the keys at positions ``start`` to ``start`` + TILE of one request.
 
     ``query`` (ROWS, HEAD_PAD); ``accumulated`` (ROWS, HEAD_PAD), ``total`` and ``peak`` (ROWS,) float32; ``own``

@@ -9,8 +9,6 @@ A sink is an extra score of a head that takes part in the sum and has no value. 
 caps and no sinks.  ``paged_attention`` is the twin of the paged kernels, in Triton and in C.
 """
 
-from __future__ import annotations
-
 import torch
 
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv, states_at

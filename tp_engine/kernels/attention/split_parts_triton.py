@@ -5,8 +5,6 @@
     partial (N, heads, splits, head_dim), partial_lse (N, heads, splits)    float32
 """
 
-from __future__ import annotations
-
 import triton.language as tl
 
 from tp_engine.kernels.jit import jit
@@ -18,23 +16,10 @@ _JOINED_PER_THREAD = 64
 
 @jit
 def write_part(
-    accumulated,
-    total,
-    peak,
-    out,
-    partial,
-    partial_lse,
-    first_row,
-    row,
-    column,
-    inside,
-    is_row,
-    split,
-    num_used,
+    accumulated, total, peak, out, partial, partial_lse, first_row, row, column, inside, is_row, split, num_used,
     num_splits,
-    HEAD_DIM: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-):
+    HEAD_DIM: tl.constexpr, IS_SPLIT: tl.constexpr,
+):  # fmt: skip
     """Write the result of one split of ``num_used``: to ``out`` if it is the only one, else to ``partial``.
 
     The state is that of the online softmax; rows ``first_row`` (64 bits) + ``row`` (ROWS,) of a token's head, where
@@ -54,20 +39,9 @@ def write_part(
 
 @jit
 def join_splits(
-    out,
-    partial,
-    partial_lse,
-    first_row,
-    row,
-    column,
-    is_row,
-    num_used,
-    num_splits,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-):
+    out, partial, partial_lse, first_row, row, column, is_row, num_used, num_splits,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+):  # fmt: skip
     """Write to ``out`` the attention over all keys of heads ``row`` (ROWS,), from that over each part.
 
     A part weighs as much as its sum of exponentials.  PARTS of all rows are loaded at once and added up in the threads

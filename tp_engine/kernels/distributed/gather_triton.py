@@ -16,8 +16,6 @@ A program meets the program of the same number on every other rank, at places of
 symmetric memory use the same words in the same way.
 """
 
-from __future__ import annotations
-
 from typing import no_type_check
 
 import torch

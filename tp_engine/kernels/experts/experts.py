@@ -8,8 +8,6 @@ Products are rounded to the type of ``x``; the sum over j is float32, in the ord
 expert is on another rank add nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -13,8 +13,6 @@ row's result does not depend on the rest of the batch.  The shape is vLLM's (``f
 this project's.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import no_type_check
 
@@ -22,15 +20,12 @@ import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.dependent_launch_triton import begin_row_block, launch_row_blocks
 from tp_engine.kernels.experts.experts import ExpertWeights, QuantisedExpertWeights
 from tp_engine.kernels.experts.grouped import GroupedExperts
 from tp_engine.kernels.experts.products_triton import Tiles, multiply_pairs, tiles_for
 from tp_engine.kernels.experts.sort_triton import sort_pairs
 from tp_engine.kernels.jit import jit
-from tp_engine.units import ceil_div
-
-_COLUMNS = 1024
 
 # Pairs per expert, on average, from which PyTorch's grouped products take over, on GPUs that have them.  In bfloat16,
 # at 32,768 tokens, VeOmni measured 242 to 215 TFLOP/s for 128 experts, and 181 to 71 for 512.
@@ -40,43 +35,27 @@ GROUPED_MM_FROM = 512
 @triton.jit(do_not_specialize=["first_expert"])
 @no_type_check
 def sum_kernel(
-    outputs,
-    ids,
-    weights,
-    out,
-    first_expert,
-    EXPERTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    outputs, ids, weights, out, first_expert,
+    EXPERTS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: up to BLOCK columns of one token."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < WIDTH
+    token, column, inside = begin_row_block(SIZE, BLOCK, PDL)
     total = tl.zeros((BLOCK,), tl.float32)
     for index in tl.static_range(TOP_K):
         pair = token * TOP_K + index
         expert = tl.load(ids + pair) - first_expert
         is_here = (expert >= 0) & (expert < EXPERTS)
-        output = tl.load(outputs + pair * WIDTH + column, mask=inside & is_here, other=0.0).to(tl.float32)
+        output = tl.load(outputs + pair * SIZE + column, mask=inside & is_here, other=0.0).to(tl.float32)
         total += output * tl.load(weights + pair)
-    tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + token * SIZE + column, total.to(out.dtype.element_ty), mask=inside)
 
 
 @jit
-def add_gated_kernel(total, x, gates, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def add_gated_kernel(total, x, gates, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One program: up to BLOCK columns of one token."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < WIDTH
+    token, column, inside = begin_row_block(SIZE, BLOCK, PDL)
     gate = 1.0 / (1.0 + tl.exp(-tl.load(gates + token * stride).to(tl.float32)))
-    place = token * WIDTH + column
+    place = token * SIZE + column
     added = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * gate
     added += tl.load(total + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(total + place, added.to(total.dtype.element_ty), mask=inside)
@@ -125,19 +104,8 @@ class TritonExperts:
                 pairs_per_row=top_k, activation=experts.activation,
             )  # fmt: skip
             outputs = multiply_pairs(inner, experts.down, experts.down_bias, order, tiles)
-        block = min(triton.next_power_of_2(hidden), _COLUMNS)
-        sum_kernel[(num_tokens, ceil_div(hidden, block))](
-            outputs,
-            expert_ids,
-            weights,
-            out,
-            experts.first,
-            EXPERTS=num_experts,
-            WIDTH=hidden,
-            TOP_K=top_k,
-            BLOCK=block,
-            **dependent_launch(x.device),
-        )
+        arguments = outputs, expert_ids, weights, out, experts.first
+        launch_row_blocks(sum_kernel, x, num_tokens, hidden, *arguments, EXPERTS=num_experts, TOP_K=top_k)
         return out
 
 
@@ -145,7 +113,4 @@ def add_gated_triton(total: torch.Tensor, x: torch.Tensor, gates: torch.Tensor) 
     """``experts.add_gated``."""
     num_tokens, width = x.shape
     assert total.is_contiguous() and x.is_contiguous(), (total.stride(), x.stride())
-    if num_tokens:
-        block = min(triton.next_power_of_2(width), _COLUMNS)
-        grid = (num_tokens, ceil_div(width, block))
-        add_gated_kernel[grid](total, x, gates, gates.stride(0), WIDTH=width, BLOCK=block, **dependent_launch(x.device))
+    launch_row_blocks(add_gated_kernel, x, num_tokens, width, total, x, gates, gates.stride(0))

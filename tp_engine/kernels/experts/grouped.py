@@ -17,8 +17,6 @@ row                 activations are quantised                           (``scale
 Shapes follow from the number of tokens alone, and nothing waits for the device.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -6,8 +6,6 @@
     run      the pairs of one expert, one after the other
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -7,15 +7,13 @@
 Weights have the type of ``x`` or are quantised; then they are widened in registers (``quantised/sums_triton.py``).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, TypeAlias, no_type_check
 
 import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_launch
 from tp_engine.kernels.elementwise_triton import activation_constants, gated
 from tp_engine.kernels.experts.sort_triton import PairOrder
 from tp_engine.kernels.jit import jit
@@ -57,18 +55,10 @@ def tiles_for(num_pairs: int, num_experts: int) -> Tiles:
 
 @jit
 def dense_sums(
-    row_place,
-    is_row,
-    column,
-    inside,
-    weight,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    row_place, is_row, column, inside, weight,
+    IN: tl.constexpr, OUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GATED: tl.constexpr,
-):
+):  # fmt: skip
     """(BLOCK_M, BLOCK_N) float32: products with the weight's rows ``column``; with GATED, also with those OUT below."""
     item = tl.arange(0, BLOCK_K)
     weight_place = weight + column.to(tl.int64)[None, :] * IN
@@ -90,45 +80,19 @@ def dense_sums(
 @triton.jit(do_not_specialize=["num_pairs"])
 @no_type_check
 def grouped_kernel(
-    x,
-    weight,
-    scales,
-    zeros,
-    factors,
-    bias,
-    out,
-    sorted_pairs,
-    block_experts,
-    num_pairs,
-    CODES: tl.constexpr,
-    SCALES: tl.constexpr,
-    IN: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
-    FP8_UNITS: tl.constexpr,
-    IN_VALUES: tl.constexpr,
-    OUT: tl.constexpr,
-    PAIRS_PER_ROW: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GATED: tl.constexpr,
-    KIND: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, scales, zeros, factors, bias, out, sorted_pairs, block_experts, num_pairs,
+    CODES: tl.constexpr, SCALES: tl.constexpr, IN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_FACTORS: tl.constexpr, FP8_UNITS: tl.constexpr,
+    IN_VALUES: tl.constexpr, OUT: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK_N outputs of the pairs of one block.
 
     The row of a pair in ``x`` (rows, IN) is pair // PAIRS_PER_ROW; ``out`` is (num_pairs, OUT).  If GATED, ``weight``
     (experts, 2 * OUT, IN) has gate rows, then up rows.  CODES is 0 for weights of the type of ``x``.
     """
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
+    begin_program(PDL)
     block = tl.program_id(0)
     expert = tl.load(block_experts + block).to(tl.int64)
     if expert < 0:
@@ -201,24 +165,11 @@ def multiply_pairs(
     else:
         tensors, block_k, constants = (weight, None, None, None), tiles.block_k, _dense_constants(weight.shape[2])
     grouped_kernel[(len(order.block_experts), ceil_div(size, tiles.block_n))](
-        x,
-        *tensors,
-        bias,
-        out,
-        *order,
-        OUT=size,
-        PAIRS_PER_ROW=pairs_per_row,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=block_k,
-        GATED=activation is not None,
-        HAS_BIAS=bias is not None,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **constants,
-        **activation_constants(activation),
-        **dependent_launch(x.device),
-    )
+        x, *tensors, bias, out, *order,
+        OUT=size, PAIRS_PER_ROW=pairs_per_row, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=block_k,
+        GATED=activation is not None, HAS_BIAS=bias is not None, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        **constants, **activation_constants(activation), **dependent_launch(x.device),
+    )  # fmt: skip
     return out
 
 

@@ -12,8 +12,6 @@ A group is a stretch of num_experts / num_groups experts; its worth is the sum o
 https://arxiv.org/abs/2412.19437, section 2.1.2), or its largest (DeepSeek-V2).  All arithmetic is float32.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The experts of each token, one program a token, all in registers: the Triton twin of ``routing``."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import torch
@@ -48,30 +46,11 @@ def keep_groups(
 
 @jit
 def route_kernel(
-    logits,
-    stride,
-    correction,
-    expert_scale,
-    ids,
-    weights,
-    counts,
-    slots,
-    smallest_sum,
-    factor,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SCORES: tl.constexpr,
-    RENORMALISES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    GROUP_BEST: tl.constexpr,
-    HAS_CORRECTION: tl.constexpr,
-    HAS_LOAD: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, stride, correction, expert_scale, ids, weights, counts, slots, smallest_sum, factor,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, SCORES: tl.constexpr,
+    RENORMALISES: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
+    HAS_CORRECTION: tl.constexpr, HAS_LOAD: tl.constexpr, HAS_SCALE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: one token."""
     let_next_begin(PDL)
     expert = tl.arange(0, BLOCK)
@@ -129,28 +108,12 @@ def route_triton(
     weights = torch.empty((num_tokens, rule.top_k), dtype=torch.float32, device=logits.device)
     if num_tokens:
         route_kernel[(num_tokens,)](
-            logits,
-            logits.stride(0),
-            correction,
-            expert_scale,
-            ids,
-            weights,
-            None if load is None else load.counts,
-            None if load is None else load.slots,
-            float(rule.smallest_sum),
-            float(rule.factor),
-            EXPERTS=num_experts,
-            BLOCK=triton.next_power_of_2(num_experts),
-            TOP_K=rule.top_k,
-            BLOCK_K=triton.next_power_of_2(rule.top_k),
-            SCORES=get_args(RouterScores).index(rule.scores),
-            RENORMALISES=rule.renormalises,
-            GROUPS=rule.num_groups,
-            TOP_GROUPS=rule.top_groups,
-            GROUP_BEST=rule.group_best,
-            HAS_CORRECTION=correction is not None,
-            HAS_LOAD=load is not None,
-            HAS_SCALE=expert_scale is not None,
-            **dependent_launch(logits.device),
-        )
+            logits, logits.stride(0), correction, expert_scale, ids, weights, None if load is None else load.counts,
+            None if load is None else load.slots, float(rule.smallest_sum), float(rule.factor),
+            EXPERTS=num_experts, BLOCK=triton.next_power_of_2(num_experts), TOP_K=rule.top_k,
+            BLOCK_K=triton.next_power_of_2(rule.top_k), SCORES=get_args(RouterScores).index(rule.scores),
+            RENORMALISES=rule.renormalises, GROUPS=rule.num_groups, TOP_GROUPS=rule.top_groups,
+            GROUP_BEST=rule.group_best, HAS_CORRECTION=correction is not None, HAS_LOAD=load is not None,
+            HAS_SCALE=expert_scale is not None, **dependent_launch(logits.device),
+        )  # fmt: skip
     return ids, weights

@@ -13,15 +13,13 @@ There is room for the most blocks that the number of tokens can need; the real n
 the host never waits.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, no_type_check
 
 import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_launch
 
 _SCAN = 1024
 
@@ -38,8 +36,7 @@ class PairOrder(NamedTuple):
 @no_type_check
 def count_kernel(ids, counts, num_pairs, first_expert, SCAN: tl.constexpr, PDL: tl.constexpr):
     """One program: the pairs of one expert."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
+    begin_program(PDL)
     expert = tl.program_id(0)
     offset = tl.arange(0, SCAN)
     total = tl.zeros((SCAN,), tl.int32)
@@ -52,22 +49,11 @@ def count_kernel(ids, counts, num_pairs, first_expert, SCAN: tl.constexpr, PDL: 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks", "first_expert"])
 @no_type_check
 def sort_kernel(
-    ids,
-    counts,
-    sorted_pairs,
-    block_experts,
-    num_pairs,
-    num_blocks,
-    first_expert,
-    EXPERTS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    SCAN: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    ids, counts, sorted_pairs, block_experts, num_pairs, num_blocks, first_expert,
+    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, SCAN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: the places of one expert's pairs, and its blocks; the last one also marks unused blocks."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
+    begin_program(PDL)
     expert = tl.program_id(0)
     index = tl.arange(0, BLOCK_E)
     blocks = (tl.load(counts + index, mask=index < EXPERTS, other=0) + BLOCK_M - 1) // BLOCK_M
@@ -100,17 +86,7 @@ def sort_pairs(expert_ids: torch.Tensor, first: int, num_experts: int, block_m: 
     sorted_pairs, block_experts = expert_ids.new_empty(num_blocks * block_m), expert_ids.new_empty(num_blocks)
     count_kernel[(num_experts,)](expert_ids, counts, num_pairs, first, SCAN=_SCAN, **pdl)
     sort_kernel[(num_experts,)](
-        expert_ids,
-        counts,
-        sorted_pairs,
-        block_experts,
-        num_pairs,
-        num_blocks,
-        first,
-        EXPERTS=num_experts,
-        BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_M=block_m,
-        SCAN=_SCAN,
-        **pdl,
-    )
+        expert_ids, counts, sorted_pairs, block_experts, num_pairs, num_blocks, first,
+        EXPERTS=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_M=block_m, SCAN=_SCAN, **pdl,
+    )  # fmt: skip
     return PairOrder(sorted_pairs, block_experts, num_pairs)

@@ -18,8 +18,6 @@ columns::
     columns   (KV heads, block_size / lanes, items of 4 bytes, lanes)          values: (KV heads, block_size, head_dim)
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import TypeAlias

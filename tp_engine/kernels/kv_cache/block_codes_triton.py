@@ -8,8 +8,6 @@ Keys of a GPU's cache are rows, so a block is one array of vectors.  Blobs are r
 mover copies them from and to the host.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -36,27 +34,29 @@ def _round_up(scales):
 
 
 @jit
-def encode_kernel(
-    pool,
-    codes,
-    scales,
-    pairs,
-    VECTORS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOB_BYTES: tl.constexpr,
-    LARGEST: tl.constexpr,
-    IS_INTEGER: tl.constexpr,
-):
-    """``pool`` in its own type, ``codes`` in theirs, ``scales`` int16: the last two are the same memory."""
-    block = tl.load(pairs + 2 * tl.program_id(0)).to(tl.int64)
-    place = tl.load(pairs + 2 * tl.program_id(0) + 1).to(tl.int64)
+def _pair(pairs):
+    own = pairs + 2 * tl.program_id(0)
+    return tl.load(own).to(tl.int64), tl.load(own + 1).to(tl.int64)
+
+
+@jit
+def _vectors(VECTORS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ROWS: tl.constexpr):
+    """The program's vectors, which of them exist, and the places of their items, and which of these exist."""
     vector = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH_PAD)
-    is_vector = vector < VECTORS
-    inside = is_vector[:, None] & (column < WIDTH)[None, :]
-    item = vector[:, None] * WIDTH + column[None, :]
+    inside = (vector < VECTORS)[:, None] & (column < WIDTH)[None, :]
+    return vector, vector < VECTORS, vector[:, None] * WIDTH + column[None, :], inside
+
+
+@jit
+def encode_kernel(
+    pool, codes, scales, pairs,
+    VECTORS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ROWS: tl.constexpr, BLOB_BYTES: tl.constexpr,
+    LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr,
+):  # fmt: skip
+    """``pool`` in its own type, ``codes`` in theirs, ``scales`` int16: the last two are the same memory."""
+    block, place = _pair(pairs)
+    vector, is_vector, item, inside = _vectors(VECTORS, WIDTH, WIDTH_PAD, ROWS)
     states = tl.load(pool + block * (VECTORS * WIDTH) + item, mask=inside, other=0.0).to(tl.float32)
     not_finite = tl.sum(states * 0.0, axis=1)
     bits = _round_up(tl.max(tl.abs(states), axis=1) / LARGEST + not_finite)
@@ -72,24 +72,12 @@ def encode_kernel(
 
 @jit
 def decode_kernel(
-    pool,
-    codes,
-    scales,
-    pairs,
-    VECTORS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOB_BYTES: tl.constexpr,
-):
+    pool, codes, scales, pairs,
+    VECTORS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ROWS: tl.constexpr, BLOB_BYTES: tl.constexpr,
+):  # fmt: skip
     """The inverse of ``encode_kernel``; ``pairs`` are places and blocks."""
-    place = tl.load(pairs + 2 * tl.program_id(0)).to(tl.int64)
-    block = tl.load(pairs + 2 * tl.program_id(0) + 1).to(tl.int64)
-    vector = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, WIDTH_PAD)
-    is_vector = vector < VECTORS
-    inside = is_vector[:, None] & (column < WIDTH)[None, :]
-    item = vector[:, None] * WIDTH + column[None, :]
+    place, block = _pair(pairs)
+    vector, is_vector, item, inside = _vectors(VECTORS, WIDTH, WIDTH_PAD, ROWS)
     own_scales = scales + (place * BLOB_BYTES + VECTORS * WIDTH) // 2
     bits = tl.load(own_scales + vector, mask=is_vector, other=0).to(tl.int32) << 16
     values = tl.load(codes + place * BLOB_BYTES + item, mask=inside, other=0.0).to(tl.float32)

@@ -16,8 +16,6 @@ The scale of a head's vector is its largest magnitude over the type's largest va
 K/V depends on that token alone.  Offsets are the scales' last dimension because kernels read a block's scales together.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

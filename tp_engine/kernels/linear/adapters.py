@@ -14,8 +14,6 @@
 Sums are float32 and rounded once, when they are added to the output.  Rows without an adapter are not touched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ A program has rows of one slot only, and its loops do not depend on how many row
 depend on the rest of the step.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -24,20 +22,10 @@ _MIN_RANK = 16  # of matrix units
 
 @jit
 def shrink_kernel(
-    x,
-    x_stride,
-    a,
-    ranks,
-    rows,
-    tiles,
-    shrunk,
-    IN: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_ROOM: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
+    x, x_stride, a, ranks, rows, tiles, shrunk,
+    IN: tl.constexpr, RANK: tl.constexpr, RANK_ROOM: tl.constexpr, PARTS: tl.constexpr, BLOCK_IN: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """``shrunk`` (n, PARTS * RANK) of the rows of one tile and one part."""
     tile, part = tl.program_id(0), tl.program_id(1)
     first, count, slot = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
@@ -58,22 +46,10 @@ def shrink_kernel(
 
 @jit
 def expand_kernel(
-    shrunk,
-    b,
-    ranks,
-    rows,
-    tiles,
-    out,
-    part,
-    first_column,
-    num_columns,
-    OUT: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_ROOM: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
+    shrunk, b, ranks, rows, tiles, out, part, first_column, num_columns,
+    OUT: tl.constexpr, RANK: tl.constexpr, RANK_ROOM: tl.constexpr, PARTS: tl.constexpr, BLOCK_OUT: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Adds to a block of the columns of one part, of the rows of one tile."""
     tile = tl.program_id(0)
     first, count, slot = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
@@ -100,31 +76,13 @@ def add_adapters_triton(out: torch.Tensor, x: torch.Tensor, weights: AdapterWeig
     shrunk = torch.empty((rows.num_rows, parts * rank), dtype=torch.float32, device=x.device)
     sizes = {"RANK": rank, "RANK_ROOM": room, "PARTS": parts, "TILE": TILE_ROWS}
     shrink_kernel[(num_tiles, parts)](
-        x,
-        x.stride(0),
-        a,
-        weights.ranks,
-        rows.rows,
-        rows.tiles,
-        shrunk,
-        IN=a.shape[2],
-        BLOCK_IN=_BLOCK_IN,
-        **sizes,
-    )
+        x, x.stride(0), a, weights.ranks, rows.rows, rows.tiles, shrunk,
+        IN=a.shape[2], BLOCK_IN=_BLOCK_IN, **sizes,
+    )  # fmt: skip
     first = 0
     for part, size in enumerate(weights.part_sizes):
         expand_kernel[(num_tiles, triton.cdiv(size, _BLOCK_OUT))](
-            shrunk,
-            b,
-            weights.ranks,
-            rows.rows,
-            rows.tiles,
-            out,
-            part,
-            first,
-            size,
-            OUT=b.shape[2],
-            BLOCK_OUT=_BLOCK_OUT,
-            **sizes,
-        )
+            shrunk, b, weights.ranks, rows.rows, rows.tiles, out, part, first, size,
+            OUT=b.shape[2], BLOCK_OUT=_BLOCK_OUT, **sizes,
+        )  # fmt: skip
         first += size

@@ -11,8 +11,6 @@ program multiplies as it reads, and its weight is on its way before the kernel t
 (``dependent_launch_triton``): as many columns as registers hold, and the others as far as the second-level cache.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 
@@ -38,24 +36,11 @@ _MOST_REGISTERS = 48
 
 @jit
 def one_row_linear_kernel(
-    x,
-    weight,
-    bias,
-    out,
-    OUT: tl.constexpr,
-    IN: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-    HELD: tl.constexpr,
-    PREFETCHED: tl.constexpr,
-    PER_LINE: tl.constexpr,
-    GATED: tl.constexpr,
-    KIND: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, bias, out,
+    OUT: tl.constexpr, IN: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, HELD: tl.constexpr,
+    PREFETCHED: tl.constexpr, PER_LINE: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK_OUT of the OUT results; with GATED, ``weight`` has twice as many rows, gate then up.
 
     HELD columns are in registers before the wait, and PREFETCHED further ones are sent for.
@@ -126,23 +111,12 @@ def one_row_linear_triton(
     registers = block_in * block_out * (1 + is_gated) * itemsize // (4 * _THREADS)
     held = min(size, max(1, _MOST_REGISTERS // registers) * block_in)
     one_row_linear_kernel[(num_out // block_out,)](
-        x,
-        weight,
-        bias,
-        out,
-        OUT=num_out,
-        IN=size,
-        BLOCK_OUT=block_out,
-        BLOCK_IN=block_in,
-        HELD=held,
+        x, weight, bias, out,
+        OUT=num_out, IN=size, BLOCK_OUT=block_out, BLOCK_IN=block_in, HELD=held,
         PREFETCHED=prefetched_columns(size - held, block_out * (1 + is_gated), itemsize, block_in),
-        PER_LINE=LINE_BYTES // itemsize,
-        GATED=is_gated,
-        HAS_BIAS=bias is not None,
-        num_warps=_THREADS // 32,
-        **activation_constants(activation),
-        **dependent_launch(x.device),
-    )
+        PER_LINE=LINE_BYTES // itemsize, GATED=is_gated, HAS_BIAS=bias is not None, num_warps=_THREADS // 32,
+        **activation_constants(activation), **dependent_launch(x.device),
+    )  # fmt: skip
     return out
 
 

@@ -10,15 +10,13 @@ Libraries choose tiles and splits of the columns by the number of rows, so a row
 tree is that of TBIK (https://arxiv.org/abs/2511.17826).  The sizes of the tile have not been measured yet.
 """
 
-from __future__ import annotations
-
 from typing import no_type_check
 
 import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_launch
 from tp_engine.model_config.tp_invariant import NUM_SHARDS
 
 _BLOCK_M, _BLOCK_N, _BLOCK_K = 64, 64, 64
@@ -27,24 +25,12 @@ _BLOCK_M, _BLOCK_N, _BLOCK_K = 64, 64, 64
 @triton.jit(do_not_specialize=["num_rows", "x_stride"])
 @no_type_check
 def tree_linear_kernel(
-    x,
-    weight,
-    bias,
-    out,
-    num_rows,
-    x_stride,
-    OUT: tl.constexpr,
-    IN: tl.constexpr,
-    NUM_SHARDS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, bias, out, num_rows, x_stride,
+    OUT: tl.constexpr, IN: tl.constexpr, NUM_SHARDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: a tile of ``out`` (num_rows, OUT); a bias is added to the sum of the first shard."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
+    begin_program(PDL)
     size: tl.constexpr = IN // NUM_SHARDS
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -88,19 +74,8 @@ def tree_linear_triton(
     if num_rows == 0:
         return out
     tree_linear_kernel[(triton.cdiv(num_rows, _BLOCK_M), triton.cdiv(num_out, _BLOCK_N))](
-        x,
-        weight,
-        bias,
-        out,
-        num_rows,
-        x.stride(0),
-        OUT=num_out,
-        IN=size,
-        NUM_SHARDS=num_shards,
-        BLOCK_M=_BLOCK_M,
-        BLOCK_N=_BLOCK_N,
-        BLOCK_K=_BLOCK_K,
-        HAS_BIAS=bias is not None,
-        **dependent_launch(x.device),
-    )
+        x, weight, bias, out, num_rows, x.stride(0),
+        OUT=num_out, IN=size, NUM_SHARDS=num_shards, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K,
+        HAS_BIAS=bias is not None, **dependent_launch(x.device),
+    )  # fmt: skip
     return out

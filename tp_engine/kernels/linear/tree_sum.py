@@ -10,8 +10,6 @@ Each number of ranks that divides ``NUM_SHARDS`` has whole subtrees on its ranks
 tree.  The sum is rounded once.  A bias belongs to shard 0.  The tree is that of TBIK (https://arxiv.org/abs/2511.17826).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 One program makes BLOCK_OUT rows of BLOCK_BYTES bytes of codes.  Values are float32 and rounded once.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -24,25 +22,11 @@ _BLOCK_OUT, _BLOCK_BYTES = 16, 256
 
 @jit
 def dequantise_kernel(
-    codes,
-    scales,
-    zeros,
-    factors,
-    out,
-    OUT: tl.constexpr,
-    CODES: tl.constexpr,
-    SCALES: tl.constexpr,
-    IN: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
-    FP8_UNITS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK_BYTES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    codes, scales, zeros, factors, out,
+    OUT: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, IN: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, ROW_BLOCK: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_FACTORS: tl.constexpr,
+    FP8_UNITS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_BYTES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: a tile of ``out`` (OUT, IN).  Nothing that it reads changes, but what it writes may be in use."""
     let_next_begin(PDL)
     per_byte: tl.constexpr = 2 if CODES == 1 or CODES == 4 else 1
@@ -106,12 +90,8 @@ def dequantise_triton(weight: QuantisedWeight, dtype: torch.dtype) -> torch.Tens
     num_bytes = weight.codes.shape[1]
     out = torch.empty((num_rows, size), dtype=dtype, device=weight.codes.device)
     dequantise_kernel[(ceil_div(num_rows, _BLOCK_OUT), ceil_div(num_bytes, _BLOCK_BYTES))](
-        *weight_tensors(weight),
-        out,
-        OUT=num_rows,
-        BLOCK_OUT=_BLOCK_OUT,
-        BLOCK_BYTES=_BLOCK_BYTES,
-        **weight_constants(weight),
+        *weight_tensors(weight), out,
+        OUT=num_rows, BLOCK_OUT=_BLOCK_OUT, BLOCK_BYTES=_BLOCK_BYTES, **weight_constants(weight),
         **dependent_launch(out.device),
-    )
+    )  # fmt: skip
     return out

@@ -9,8 +9,6 @@
 Each row has a scale of its own, so a request's result does not depend on the other requests of its step.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -4,15 +4,13 @@ The grid is (blocks of outputs, blocks of rows).  ``sums_triton`` has the sums; 
 activation.  With few rows the time is that of reading the weight once.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, no_type_check
 
 import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_launch
 from tp_engine.kernels.elementwise_triton import activation_constants, gated
 from tp_engine.kernels.quantization.sums_triton import block_columns, quantised_sums, scales_fit_values
 from tp_engine.kernels.quantization.values_triton import weight_constants, weight_tensors
@@ -44,39 +42,15 @@ _MANY_OUTPUTS = 8192  # blocks of 64 outputs then occupy a GPU
 @triton.jit(do_not_specialize=["num_rows"])
 @no_type_check
 def quantised_linear_kernel(
-    x,
-    codes,
-    scales,
-    zeros,
-    factors,
-    bias,
-    out,
-    num_rows,
-    x_stride,
-    CODES: tl.constexpr,
-    SCALES: tl.constexpr,
-    IN: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
-    FP8_UNITS: tl.constexpr,
-    IN_VALUES: tl.constexpr,
-    OUT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GATED: tl.constexpr,
-    KIND: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    x, codes, scales, zeros, factors, bias, out, num_rows, x_stride,
+    CODES: tl.constexpr, SCALES: tl.constexpr, IN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_FACTORS: tl.constexpr, FP8_UNITS: tl.constexpr,
+    IN_VALUES: tl.constexpr, OUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """One program: BLOCK_N outputs of BLOCK_M rows; with GATED, the weight has 2 * OUT rows, gate then up."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
+    begin_program(PDL)
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     inside, is_row = output < OUT, row < num_rows
@@ -119,23 +93,10 @@ def quantised_linear_triton(
     tiles = tiles or next(tiles for most, tiles in TILES if num_rows <= most)
     block_n = tiles.many_outputs if num_outputs >= _MANY_OUTPUTS else tiles.few_outputs
     quantised_linear_kernel[(ceil_div(num_out, block_n), ceil_div(num_rows, tiles.block_m))](
-        x,
-        *weight_tensors(weight),
-        bias,
-        out,
-        num_rows,
-        x.stride(0),
-        IN_VALUES=scales_fit_values(weight, x.dtype),
-        OUT=num_out,
-        BLOCK_N=block_n,
-        BLOCK_M=tiles.block_m,
-        BLOCK_K=block_columns(weight, x.dtype),
-        GATED=is_gated,
-        HAS_BIAS=bias is not None,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **weight_constants(weight),
-        **activation_constants(activation),
+        x, *weight_tensors(weight), bias, out, num_rows, x.stride(0),
+        IN_VALUES=scales_fit_values(weight, x.dtype), OUT=num_out, BLOCK_N=block_n, BLOCK_M=tiles.block_m,
+        BLOCK_K=block_columns(weight, x.dtype), GATED=is_gated, HAS_BIAS=bias is not None, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages, **weight_constants(weight), **activation_constants(activation),
         **dependent_launch(x.device),
-    )
+    )  # fmt: skip
     return out

@@ -4,17 +4,15 @@ One program holds one token's row, as in ``norm_triton``, and rounds it to the m
 The rows themselves are not stored.
 """
 
-from __future__ import annotations
-
 from typing import no_type_check
 
 import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.dependent_launch_triton import dependent_launch
 from tp_engine.kernels.layer_ops import NormRule
-from tp_engine.kernels.norm_triton import load_gain, normalised_row, row_constants
+from tp_engine.kernels.norm_triton import begin_norm, normalised_row, row_constants
 from tp_engine.kernels.quantization.row_codes import CODE_DTYPE, LARGEST_CODE, CodeRule, RowCodes
 from tp_engine.kernels.quantization.row_codes_triton import rounded_groups
 from tp_engine.units import ceil_div
@@ -23,37 +21,15 @@ from tp_engine.units import ceil_div
 @triton.jit(do_not_specialize=["scale_stride"])
 @no_type_check
 def norm_codes_kernel(
-    x,
-    residual,
-    weight,
-    given,
-    codes,
-    scales,
-    x_stride,
-    residual_stride,
-    scale_stride,
-    eps,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADDS: tl.constexpr,
-    SCALE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    CENTRED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LARGEST: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, residual, weight, given, codes, scales, x_stride, residual_stride, scale_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
+    CENTRED: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, HAS_SCALE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: one row of SIZE elements; a scale is of WIDTH columns, or ``given`` is the scale of all.
 
     ``scales`` has a row for each group, ``scale_stride`` apart.
     """
-    let_next_begin(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < SIZE
-    gain = load_gain(weight, column, inside, OFFSET)
-    wait_for_previous(PDL)
+    token, column, inside, gain = begin_norm(weight, SIZE, BLOCK, OFFSET, PDL)
     row = normalised_row(
         x, residual, gain, token, column, inside, x_stride, residual_stride, eps, 1.0, SIZE, ADDS, SCALE, False, CENTRED
     )
@@ -86,22 +62,9 @@ def norm_codes_triton(
     scales = torch.empty((ceil_div(size, width), num_rows), dtype=torch.float32, device=x.device)
     if num_rows:
         norm_codes_kernel[(num_rows,)](
-            x,
-            residual,
-            rule.weight,
-            wanted.scale,
-            codes,
-            scales,
-            x.stride(0),
-            0 if residual is None else residual.stride(0),
-            num_rows,
-            rule.eps,
-            ADDS=residual is not None,
-            SCALE=scale,
-            WIDTH=width,
-            LARGEST=LARGEST_CODE,
-            HAS_SCALE=wanted.scale is not None,
-            **constants,
-            **dependent_launch(x.device),
-        )
+            x, residual, rule.weight, wanted.scale, codes, scales, x.stride(0),
+            0 if residual is None else residual.stride(0), num_rows, rule.eps,
+            ADDS=residual is not None, SCALE=scale, WIDTH=width, LARGEST=LARGEST_CODE,
+            HAS_SCALE=wanted.scale is not None, **constants, **dependent_launch(x.device),
+        )  # fmt: skip
     return RowCodes(codes, scales.t())

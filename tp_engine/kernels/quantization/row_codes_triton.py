@@ -1,14 +1,12 @@
 """Rows of activations as 8-bit floats with scales, the Triton twin of ``row_codes``: one pass over memory."""
 
-from __future__ import annotations
-
 from typing import no_type_check
 
 import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.dependent_launch_triton import begin_row, dependent_launch
 from tp_engine.kernels.elementwise_triton import activation_constants, gated
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.kv_cache.store_kv_triton import scaled_to_range
@@ -40,31 +38,16 @@ def rounded_groups(values, given, LARGEST: tl.constexpr, HAS_SCALE: tl.constexpr
 @triton.jit(do_not_specialize=["scale_stride"])
 @no_type_check
 def quantise_rows_kernel(
-    x,
-    given,
-    codes,
-    scales,
-    x_stride,
-    scale_stride,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    GATES: tl.constexpr,
-    KIND: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, given, codes, scales, x_stride, scale_stride,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, LARGEST: tl.constexpr, HAS_SCALE: tl.constexpr,
+    GATES: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: PARTS groups of WIDTH columns of one row.
 
     ``scales`` has a row for each group, ``scale_stride`` apart.  HAS_SCALE: ``given`` is the scale of all.  GATES: a
     row of ``x`` is SIZE gates, then SIZE ups; their ``gated`` is rounded to the type of ``x``.
     """
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
-    token = tl.program_id(0).to(tl.int64)
+    token = begin_row(PDL)
     part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
     column = part[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = column < SIZE
@@ -99,20 +82,10 @@ def quantise_rows_triton(
     if num_rows:
         parts = max(_BLOCK // width, 1)
         quantise_rows_kernel[(num_rows, ceil_div(num_groups, parts))](
-            x,
-            scale,
-            codes,
-            scales,
-            x.stride(0),
-            num_rows,
-            SIZE=size,
-            WIDTH=width,
-            PARTS=parts,
-            LARGEST=LARGEST_CODE,
-            HAS_SCALE=scale is not None,
-            GATES=activation is not None,
-            **activation_constants(activation),
+            x, scale, codes, scales, x.stride(0), num_rows,
+            SIZE=size, WIDTH=width, PARTS=parts, LARGEST=LARGEST_CODE, HAS_SCALE=scale is not None,
+            GATES=activation is not None, **activation_constants(activation),
             num_warps=min(max(parts * width // (32 * _ELEMENTS_PER_THREAD), 1), _MAX_WARPS),
             **dependent_launch(x.device),
-        )
+        )  # fmt: skip
     return codes, scales.t()

@@ -20,8 +20,6 @@ Each word's sum is scaled in float32.  An e4m3 code of NaN counts as 480 here; a
 words are on their way before the kernel that makes ``x`` has ended (``dependent_launch_triton``).
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 
@@ -56,18 +54,9 @@ def code_of_word(words, INDEX: tl.constexpr, CODES: tl.constexpr):
 
 @jit
 def word_sums(
-    words,
-    x_place,
-    scale_place,
-    zero_place,
-    mask,
-    is_word,
-    CODES: tl.constexpr,
-    SCALES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    FP8_UNITS: tl.constexpr,
-):
+    words, x_place, scale_place, zero_place, mask, is_word,
+    CODES: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr, FP8_UNITS: tl.constexpr,
+):  # fmt: skip
     """``words`` (rows, words) times the columns of ``x`` from ``x_place`` (words,) on: each word's sum, scaled."""
     per_word: tl.constexpr = 8 if CODES == 1 or CODES == 4 else 4
     factor: tl.constexpr = _TWO_TO_60 if CODES == 3 else (_TWO_TO_63 if CODES == 4 else _TWO_TO_75)
@@ -100,32 +89,12 @@ def word_sums(
 
 @jit
 def quantised_row_kernel(
-    x,
-    codes,
-    scales,
-    zeros,
-    factors,
-    bias,
-    out,
-    CODES: tl.constexpr,
-    SCALES: tl.constexpr,
-    IN: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
-    FP8_UNITS: tl.constexpr,
-    OUT: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-    GATED: tl.constexpr,
-    KIND: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, codes, scales, zeros, factors, bias, out,
+    CODES: tl.constexpr, SCALES: tl.constexpr, IN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_FACTORS: tl.constexpr, FP8_UNITS: tl.constexpr,
+    OUT: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_WORDS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK_OUT of the OUT results; with GATED, the weight has twice as many rows, gate then up.
 
     ``codes`` are words of 32 bits.
@@ -205,20 +174,10 @@ def quantised_row_triton(
     assert codes is not None
     out = torch.empty((1, num_out), dtype=x.dtype, device=x.device)
     quantised_row_kernel[(ceil_div(num_out, block_out),)](
-        x,
-        codes.view(torch.uint32),
-        *others,
-        bias,
-        out,
-        OUT=num_out,
-        BLOCK_OUT=block_out,
-        BLOCK_WORDS=block_words,
-        GATED=is_gated,
-        HAS_BIAS=bias is not None,
-        **weight_constants(weight),
-        **activation_constants(activation),
-        **dependent_launch(x.device),
-    )
+        x, codes.view(torch.uint32), *others, bias, out,
+        OUT=num_out, BLOCK_OUT=block_out, BLOCK_WORDS=block_words, GATED=is_gated, HAS_BIAS=bias is not None,
+        **weight_constants(weight), **activation_constants(activation), **dependent_launch(x.device),
+    )  # fmt: skip
     return out
 
 

@@ -16,8 +16,6 @@ The first two belong to torch's private interface and the third is young, so eac
 device before it is used.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Literal, Protocol, TypeAlias
 

@@ -15,8 +15,6 @@ type of ``x``, the scales go into the values (``scales_fit_values``).
 BLOCK_K follows from the weight alone, so a row's result does not depend on the number of rows.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 
@@ -29,28 +27,11 @@ _MAX_BLOCK_K, _MIN_BLOCK_K = 128, 32
 
 @jit
 def quantised_sums(
-    row_place,
-    is_row,
-    output,
-    inside,
-    codes,
-    scales,
-    zeros,
-    factors,
-    CODES: tl.constexpr,
-    SCALES: tl.constexpr,
-    IN: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
-    FP8_UNITS: tl.constexpr,
-    IN_VALUES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    row_place, is_row, output, inside, codes, scales, zeros, factors,
+    CODES: tl.constexpr, SCALES: tl.constexpr, IN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_FACTORS: tl.constexpr, FP8_UNITS: tl.constexpr,
+    IN_VALUES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """(BLOCK_N, BLOCK_M) float32: of the weight's rows ``output``, where ``inside``, and the rows of ``x`` at
     ``row_place``, where ``is_row``.
 

@@ -9,8 +9,6 @@ mantissa begins, and the product with a power of two corrects the exponent.  Sub
 GPUs with units for e4m3 convert it in one instruction instead.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -43,14 +41,9 @@ def e4m3_values(codes, DTYPE: tl.constexpr, FP8_UNITS: tl.constexpr):
 
 @jit
 def code_values(
-    codes,
-    zeros,
-    HALF: tl.constexpr,
-    DTYPE: tl.constexpr,
-    CODES: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    FP8_UNITS: tl.constexpr,
-):
+    codes, zeros,
+    HALF: tl.constexpr, DTYPE: tl.constexpr, CODES: tl.constexpr, HAS_ZEROS: tl.constexpr, FP8_UNITS: tl.constexpr,
+):  # fmt: skip
     """Values of ``codes`` (uint8), or of their low (HALF 0) or high 4 bits (1), minus ``zeros``, if any: in DTYPE."""
     if CODES == _E4M3:
         values = e4m3_values(codes, DTYPE, FP8_UNITS)

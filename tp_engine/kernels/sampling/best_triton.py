@@ -9,8 +9,6 @@ The Triton twin of ``sampling``'s GREEDY and ANY ways (``penalties``, ``filters.
 Parameters come from tables by row of the batch, so a captured launch serves any rows.  A padding row (-1) is greedy.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -18,7 +16,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.arrivals_triton import arrives_last
-from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.dependent_launch_triton import begin_row, dependent_launch
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.sampling.scores_triton import (
     LAUNCH_OPTIONS,
@@ -41,48 +39,18 @@ _BLOCK = 2048
 
 @jit
 def best_tokens_kernel(
-    logits,
-    rows,
-    positions,
-    floats,
-    top_ks,
-    seeds,
-    noise_keys,
-    output_counts,
-    in_prompt,
-    maxima,
-    arrivals,
-    parts,
-    peaks,
-    keys_out,
-    tokens_out,
-    maxima_out,
-    token_table,
-    num_computed,
-    logits_stride,
-    counts_stride,
-    num_ids,
-    first_id,
-    vocab_size,
-    token_stride,
-    NUM_FLOATS: tl.constexpr,
-    HAS_KEYS: tl.constexpr,
-    PENALISES: tl.constexpr,
-    HAS_MAXIMA: tl.constexpr,
-    FINDS_MAXIMA: tl.constexpr,
-    SKIPS_RANKED: tl.constexpr,
-    ADVANCES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, rows, positions, floats, top_ks, seeds, noise_keys, output_counts, in_prompt, maxima, arrivals, parts,
+    peaks, keys_out, tokens_out, maxima_out, token_table, num_computed, logits_stride, counts_stride, num_ids, first_id,
+    vocab_size, token_stride,
+    NUM_FLOATS: tl.constexpr, HAS_KEYS: tl.constexpr, PENALISES: tl.constexpr, HAS_MAXIMA: tl.constexpr,
+    FINDS_MAXIMA: tl.constexpr, SKIPS_RANKED: tl.constexpr, ADVANCES: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: the best of BLOCK columns of a row; the last one joins the BLOCKS (rounded up) of its row.
 
     With SKIPS_RANKED, rows with top_k have the lowest key: another kernel draws them.
     """
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
-    place = tl.program_id(0).to(tl.int64)
+    place = begin_row(PDL)
     row, temperature, top_k = row_of(rows, floats, top_ks, place, NUM_FLOATS)
     parameters = floats + row * NUM_FLOATS
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -168,43 +136,16 @@ def best_tokens_triton(
     peaks = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=device) if finds_maxima else None
     found = torch.empty(num_rows, dtype=torch.float32, device=device) if finds_maxima else None
     best_tokens_kernel[(num_rows, num_blocks)](
-        logits,
-        rows,
-        positions,
-        tables.floats,
-        tables.top_k,
-        tables.seeds,
-        noise_keys,
-        counts.output_counts if counts else None,
-        counts.in_prompt if counts else None,
-        maxima,
-        tables.arrivals,
-        parts,
-        peaks,
-        keys,
-        token_ids,
-        found,
-        advanced.token_ids if advanced else None,
-        advanced.num_computed if advanced else None,
-        logits.stride(0),
-        counts.output_counts.stride(0) if counts else 0,
-        num_ids,
-        first_id,
-        ranked_below or 0,
-        advanced.token_ids.stride(0) if advanced else 0,
-        NUM_FLOATS=NUM_FLOATS,
-        HAS_KEYS=noise_keys is not None,
-        PENALISES=counts is not None,
-        HAS_MAXIMA=maxima is not None,
-        FINDS_MAXIMA=finds_maxima,
-        SKIPS_RANKED=ranked_below is not None,
-        ADVANCES=advanced is not None,
-        BLOCKS=triton.next_power_of_2(num_blocks),
-        BLOCK=_BLOCK,
-        num_warps=8,
-        **dependent_launch(logits.device),
-        **LAUNCH_OPTIONS,
-    )
+        logits, rows, positions, tables.floats, tables.top_k, tables.seeds, noise_keys,
+        counts.output_counts if counts else None, counts.in_prompt if counts else None, maxima, tables.arrivals, parts,
+        peaks, keys, token_ids, found, advanced.token_ids if advanced else None,
+        advanced.num_computed if advanced else None, logits.stride(0), counts.output_counts.stride(0) if counts else 0,
+        num_ids, first_id, ranked_below or 0, advanced.token_ids.stride(0) if advanced else 0,
+        NUM_FLOATS=NUM_FLOATS, HAS_KEYS=noise_keys is not None, PENALISES=counts is not None,
+        HAS_MAXIMA=maxima is not None, FINDS_MAXIMA=finds_maxima, SKIPS_RANKED=ranked_below is not None,
+        ADVANCES=advanced is not None, BLOCKS=triton.next_power_of_2(num_blocks), BLOCK=_BLOCK, num_warps=8,
+        **dependent_launch(logits.device), **LAUNCH_OPTIONS,
+    )  # fmt: skip
     return BestTokens(keys, token_ids, found)
 
 

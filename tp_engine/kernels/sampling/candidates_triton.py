@@ -13,13 +13,11 @@ the program searches all logits (``filter_triton``).  Both ways add up the same 
 same.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.dependent_launch_triton import dependent_launch
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.sampling.filter_triton import (
     draw,
@@ -54,27 +52,16 @@ def begin_row(rows, floats, top_ks, NUM_FLOATS: tl.constexpr, PDL: tl.constexpr)
 
     Of rows that are greedy, padding among them, top_k is that of no filter.
     """
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
-    place = tl.program_id(0).to(tl.int64)
+    place = begin_row(PDL)
     row, temperature, top_k = row_of(rows, floats, top_ks, place, NUM_FLOATS)
     return place, row, tl.where(temperature > 0.0, top_k, NO_TOP_K)
 
 
 @jit
 def survey_kernel(
-    logits,
-    rows,
-    floats,
-    top_ks,
-    group_maxima,
-    logits_stride,
-    num_ids,
-    NUM_FLOATS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, rows, floats, top_ks, group_maxima, logits_stride, num_ids,
+    NUM_FLOATS: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: one chunk of a row."""
     place, _, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
     chunk = tl.program_id(1)
@@ -90,19 +77,9 @@ def survey_kernel(
 
 @jit
 def choose_cut_kernel(
-    rows,
-    floats,
-    top_ks,
-    group_maxima,
-    cuts,
-    maxima,
-    num_ids,
-    num_chunks,
-    NUM_FLOATS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    rows, floats, top_ks, group_maxima, cuts, maxima, num_ids, num_chunks,
+    NUM_FLOATS: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: one row's cut (ordered bits) and its largest value.
 
     At least k values reach the k-th largest of the groups' maxima.
@@ -120,21 +97,9 @@ def choose_cut_kernel(
 
 @jit
 def collect_candidates_kernel(
-    logits,
-    rows,
-    floats,
-    top_ks,
-    cuts,
-    values_out,
-    columns_out,
-    counts,
-    logits_stride,
-    num_ids,
-    NUM_FLOATS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    KEPT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, rows, floats, top_ks, cuts, values_out, columns_out, counts, logits_stride, num_ids,
+    NUM_FLOATS: tl.constexpr, CHUNK: tl.constexpr, KEPT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: one chunk of a row; it stores the first KEPT candidates, and the number of all of them."""
     place, _, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
     chunk = tl.program_id(1)
@@ -153,29 +118,11 @@ def collect_candidates_kernel(
 
 @jit
 def draw_candidates_kernel(
-    logits,
-    maxima,
-    rows,
-    positions,
-    floats,
-    top_ks,
-    seeds,
-    noise_keys,
-    values_in,
-    columns_in,
-    cuts,
-    counts,
-    token_ids,
-    logits_stride,
-    num_ids,
-    num_chunks,
-    NUM_FLOATS: tl.constexpr,
-    HAS_KEYS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    KEPT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, maxima, rows, positions, floats, top_ks, seeds, noise_keys, values_in, columns_in, cuts, counts, token_ids,
+    logits_stride, num_ids, num_chunks,
+    NUM_FLOATS: tl.constexpr, HAS_KEYS: tl.constexpr, CHUNKS: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """One program: one row; CHUNKS is ``num_chunks``, rounded up to a power of two."""
     place, row, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
     parameters = floats + row * NUM_FLOATS

@@ -14,8 +14,6 @@ values above it.  That takes 16 passes over the row instead of a sort::
 Weights are the twin's integers (fixed point), whose sums are exact in any order.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 

@@ -20,14 +20,12 @@ With top_p = 0.95 some 3 % of the rows need a second round.  Weights are the twi
 any order.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 
 from tp_engine.kernels.arrivals_triton import arrives_last
-from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.dependent_launch_triton import begin_row, dependent_launch
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.sampling.best_triton import BestTokens
 from tp_engine.kernels.sampling.filter_triton import fixed_weights, load_block
@@ -68,28 +66,11 @@ def is_likely(value, maximum, temperature, log_min_p):
 
 @jit
 def weigh_kernel(
-    logits,
-    rows,
-    floats,
-    top_ks,
-    token_ids,
-    maxima,
-    arrivals,
-    sums,
-    targets,
-    bounds,
-    logits_stride,
-    num_ids,
-    NUM_FLOATS: tl.constexpr,
-    IS_FIRST: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, rows, floats, top_ks, token_ids, maxima, arrivals, sums, targets, bounds, logits_stride, num_ids,
+    NUM_FLOATS: tl.constexpr, IS_FIRST: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK tokens of a row.  ``bounds``: the rank key above which tokens are open, or the lowest key."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
-    place = tl.program_id(0).to(tl.int64)
+    place = begin_row(PDL)
     row, temperature, top_k = row_of(rows, floats, top_ks, place, NUM_FLOATS)
     top_p = tl.load(floats + row * NUM_FLOATS + 1)
     if is_nucleus(temperature, top_p, top_k, num_ids):
@@ -129,29 +110,12 @@ def weigh_kernel(
 
 @jit
 def best_above_kernel(
-    logits,
-    rows,
-    positions,
-    floats,
-    top_ks,
-    seeds,
-    noise_keys,
-    arrivals,
-    bounds,
-    parts,
-    token_ids,
-    logits_stride,
+    logits, rows, positions, floats, top_ks, seeds, noise_keys, arrivals, bounds, parts, token_ids, logits_stride,
     num_ids,
-    NUM_FLOATS: tl.constexpr,
-    HAS_KEYS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    NUM_FLOATS: tl.constexpr, HAS_KEYS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK tokens of a row that is open; the last one of the row writes its next candidate."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
-    place = tl.program_id(0).to(tl.int64)
+    place = begin_row(PDL)
     bound = tl.load(bounds + place)
     if bound != LOWEST_KEY:
         row, temperature, _ = row_of(rows, floats, top_ks, place, NUM_FLOATS)
@@ -182,28 +146,12 @@ def best_above(logits, start, num_ids, bound, temperature, word_1, word_2, BLOCK
 
 @jit
 def finish_nucleus_kernel(
-    logits,
-    rows,
-    positions,
-    floats,
-    top_ks,
-    seeds,
-    noise_keys,
-    maxima,
-    targets,
-    bounds,
-    token_ids,
-    logits_stride,
+    logits, rows, positions, floats, top_ks, seeds, noise_keys, maxima, targets, bounds, token_ids, logits_stride,
     num_ids,
-    NUM_FLOATS: tl.constexpr,
-    HAS_KEYS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    NUM_FLOATS: tl.constexpr, HAS_KEYS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: one row, until it has its token.  Each round leaves fewer tokens open."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
-    place = tl.program_id(0).to(tl.int64)
+    place = begin_row(PDL)
     bound = tl.load(bounds + place)
     if bound != LOWEST_KEY:
         row, temperature, _ = row_of(rows, floats, top_ks, place, NUM_FLOATS)

@@ -5,8 +5,6 @@ PyTorch twin.  So does the noise on CUDA, where both take their logarithms from 
 (launch with ``LAUNCH_OPTIONS``); Triton's interpreter has no libdevice, and its noise may differ in the last bits.
 """
 
-from __future__ import annotations
-
 import triton.language as tl
 from triton import knobs
 from triton.language.extra import libdevice

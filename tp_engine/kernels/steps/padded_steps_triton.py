@@ -9,65 +9,47 @@
     advance: program i ends the step of requests [i * BLOCK, (i + 1) * BLOCK)
 """
 
-from __future__ import annotations
-
 from typing import no_type_check
 
 import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_launch
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.steps.decode_inputs import RowTables
-from tp_engine.kernels.steps.decode_inputs_triton import copy_table
+from tp_engine.kernels.steps.decode_inputs_triton import (
+    ADVANCE_BLOCK,
+    PADDING_SLOT,
+    TABLE_BLOCK,
+    prepare_request,
+    row_arguments,
+)
 from tp_engine.kernels.steps.padded_steps import PaddedInputs, PaddedRequests
-from tp_engine.plan import PAD_SLOT
 
-_TABLE_BLOCK = 256
 _TOKEN_BLOCK = 64
-_ADVANCE_BLOCK = 128
-_PAD_SLOT = tl.constexpr(PAD_SLOT)
 
 
 @triton.jit(do_not_specialize=["slot_stride", "table_stride", "num_decodes", "num_tokens"])
 @no_type_check
 def prepare_steps_kernel(
-    token_ids,
-    num_computed,
-    block_table,
-    rows,
-    query_start,
-    input_ids,
-    positions,
-    slot_mapping,
-    seq_lens,
-    tables,
-    token_stride,
-    source_stride,
-    slot_stride,
-    table_stride,
-    num_decodes,
-    num_tokens,
-    NUM_CHUNKS: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    token_ids, num_computed, block_table, rows, input_ids, positions, slot_mapping, seq_lens, tables,
+    token_stride, source_stride, slot_stride, table_stride, query_start, num_decodes, num_tokens,
+    NUM_CHUNKS: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: one request, or TOKENS tokens of chunks, in one group; strides go from group to group."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
+    begin_program(PDL)
     program = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)
     num_requests = num_decodes + NUM_CHUNKS
     slots = slot_mapping + group * slot_stride
     source = block_table + group * source_stride
     if program < num_requests:
-        _request(
-            token_ids, num_computed, source, rows, query_start, input_ids, positions, slots, seq_lens,
-            tables + group * table_stride, token_stride, program, num_decodes, NUM_COLUMNS, BLOCK_SIZE, BLOCK,
+        count = tl.load(query_start + program + 1) - tl.load(query_start + program)
+        prepare_request(
+            token_ids, num_computed, source, rows, input_ids, positions, slots, seq_lens, tables + group * table_stride,
+            token_stride, program, count, program < num_decodes, NUM_COLUMNS, BLOCK_SIZE, BLOCK,
         )  # fmt: skip
     else:
         first = num_decodes + (program - num_requests) * TOKENS
@@ -78,60 +60,11 @@ def prepare_steps_kernel(
 
 
 @jit
-def _request(
-    token_ids,
-    num_computed,
-    block_table,
-    rows,
-    query_start,
-    input_ids,
-    positions,
-    slots,
-    seq_lens,
-    tables,
-    token_stride,
-    request,
-    num_decodes,
-    NUM_COLUMNS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The length and the block table of ``request``, and its token if it is a decode; tables are the group's."""
-    row = tl.load(rows + request).to(tl.int64)
-    is_row = row >= 0
-    own_table = block_table + row * NUM_COLUMNS
-    count = tl.load(query_start + request + 1) - tl.load(query_start + request)
-    length = tl.where(is_row, tl.load(num_computed + row, mask=is_row, other=0) + count, 0)
-    tl.store(seq_lens + request, length)
-    target = tables + request.to(tl.int64) * NUM_COLUMNS
-    copy_table(own_table, target, (length + BLOCK_SIZE - 1) // BLOCK_SIZE, BLOCK)
-    if request < num_decodes:
-        position = tl.maximum(length - 1, 0).to(tl.int64)
-        block = tl.load(own_table + position // BLOCK_SIZE, mask=is_row, other=0).to(tl.int64)
-        token_id = tl.load(token_ids + row * token_stride + position, mask=is_row, other=0)
-        tl.store(input_ids + request, token_id)
-        tl.store(positions + request, position)
-        tl.store(slots + request, tl.where(is_row, block * BLOCK_SIZE + position % BLOCK_SIZE, _PAD_SLOT))
-
-
-@jit
 def _chunk_tokens(
-    token_ids,
-    num_computed,
-    block_table,
-    rows,
-    query_start,
-    input_ids,
-    positions,
-    slots,
-    token_stride,
-    first,
+    token_ids, num_computed, block_table, rows, query_start, input_ids, positions, slots, token_stride, first,
     num_tokens,
-    NUM_CHUNKS: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    NUM_CHUNKS: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """TOKENS tokens from the step's token ``first`` on; ``rows`` and ``query_start`` begin with the chunks."""
     token = first + tl.arange(0, TOKENS)
     inside = token < num_tokens
@@ -146,26 +79,17 @@ def _chunk_tokens(
     token_id = tl.load(token_ids + row * token_stride + position, mask=is_token, other=0)
     tl.store(input_ids + token, token_id, mask=inside)
     tl.store(positions + token, position, mask=inside)
-    tl.store(slots + token, tl.where(is_token, block * BLOCK_SIZE + position % BLOCK_SIZE, _PAD_SLOT), mask=inside)
+    tl.store(slots + token, tl.where(is_token, block * BLOCK_SIZE + position % BLOCK_SIZE, PADDING_SLOT), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_requests"])
 @no_type_check
 def advance_steps_kernel(
-    token_ids,
-    num_computed,
-    rows,
-    query_start,
-    sampled_places,
-    sampled,
-    token_stride,
-    num_requests,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    token_ids, num_computed, rows, query_start, sampled_places, sampled, token_stride, num_requests,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: up to BLOCK requests."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
+    begin_program(PDL)
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_request = request < num_requests
     row = tl.load(rows + request, mask=is_request, other=-1).to(tl.int64)
@@ -183,52 +107,23 @@ def advance_steps_kernel(
 def prepare_steps_triton(tables: RowTables, requests: PaddedRequests, inputs: PaddedInputs) -> None:
     """``padded_steps.prepare_steps``, which copies only the columns of the block tables that are in use."""
     num_groups, _, num_columns = tables.block_table.shape
-    assert tables.block_table.is_contiguous() and inputs.block_table.stride()[1:] == (num_columns, 1)
-    assert tables.token_ids.stride(1) == inputs.slot_mapping.stride(1) == 1
     num_requests, num_tokens, num_decodes = len(requests.rows), len(inputs.input_ids), requests.num_decodes
     num_chunks = num_requests - num_decodes
     assert num_chunks == triton.next_power_of_2(num_chunks), f"room for {num_chunks} chunks, not a power of two"
     num_programs = num_requests + triton.cdiv(num_tokens - num_decodes, _TOKEN_BLOCK)
     prepare_steps_kernel[(num_programs, num_groups)](
-        tables.token_ids,
-        tables.num_computed,
-        tables.block_table,
-        requests.rows,
-        requests.query_start,
-        inputs.input_ids,
-        inputs.positions,
-        inputs.slot_mapping,
-        inputs.seq_lens,
-        inputs.block_table,
-        tables.token_ids.stride(0),
-        tables.block_table.stride(0),
-        inputs.slot_mapping.stride(0),
-        inputs.block_table.stride(0),
-        num_decodes,
-        num_tokens,
-        NUM_CHUNKS=num_chunks,
-        NUM_COLUMNS=num_columns,
-        BLOCK_SIZE=tables.block_size,
-        BLOCK=_TABLE_BLOCK,
-        TOKENS=_TOKEN_BLOCK,
-        num_warps=1,
-        **dependent_launch(requests.rows.device),
-    )
+        *row_arguments(tables, requests.rows, inputs), requests.query_start, num_decodes, num_tokens,
+        NUM_CHUNKS=num_chunks, NUM_COLUMNS=num_columns, BLOCK_SIZE=tables.block_size, BLOCK=TABLE_BLOCK,
+        TOKENS=_TOKEN_BLOCK, num_warps=1, **dependent_launch(requests.rows.device),
+    )  # fmt: skip
 
 
 def advance_steps_triton(tables: RowTables, requests: PaddedRequests, sampled: torch.Tensor) -> None:
     """``padded_steps.advance_steps``."""
     assert sampled.dtype == torch.int32 and sampled.is_contiguous()
     num_requests = len(requests.rows)
-    advance_steps_kernel[(triton.cdiv(num_requests, _ADVANCE_BLOCK),)](
-        tables.token_ids,
-        tables.num_computed,
-        requests.rows,
-        requests.query_start,
-        requests.sampled_places,
-        sampled,
-        tables.token_ids.stride(0),
-        num_requests,
-        BLOCK=_ADVANCE_BLOCK,
-        **dependent_launch(requests.rows.device),
-    )
+    advance_steps_kernel[(triton.cdiv(num_requests, ADVANCE_BLOCK),)](
+        tables.token_ids, tables.num_computed, requests.rows, requests.query_start, requests.sampled_places, sampled,
+        tables.token_ids.stride(0), num_requests,
+        BLOCK=ADVANCE_BLOCK, **dependent_launch(requests.rows.device),
+    )  # fmt: skip

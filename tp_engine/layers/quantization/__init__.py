@@ -4,8 +4,6 @@ A checkpoint's own quantisation (``ModelSpec.quantization``) decides, module by 
 option ``quantization`` does: ``QUANTIZATIONS`` are its values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 

@@ -7,8 +7,6 @@
     product   (N, in) -> (N, out)                                in every step
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 

@@ -24,8 +24,6 @@ oneDNN's functions belong to torch's private interface, so they are tried, and t
 used.  If C or oneDNN is missing, the other one is used, or ``F.linear``, which also takes odd sizes of 16 bits.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Mapping
 
@@ -146,33 +144,6 @@ class PlainLinear:
         return F.linear(x, self.weight, bias)
 
 
-class PanelLinear:
-    """C with the weight in panels, for any number of rows; an ``activation`` is applied to gate and up.
-
-    For ``num_shards`` and ``keeps_sums`` see ``PackedWeight``.
-    """
-
-    is_recordable = True
-
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        weight: torch.Tensor,
-        activation: Activation | None = None,
-        *,
-        num_shards: int = 0,
-        keeps_sums: bool = False,
-    ) -> None:
-        self.weight = PackedWeight(library, weight, activation=activation, num_shards=num_shards, keeps_sums=keeps_sums)
-
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self.weight.product(x, bias)
-
-    def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """See ``GatedProduct``."""
-        return self.weight.before_activation(x, bias)
-
-
 class PackedLinear:
     """oneDNN with the weight in its own blocked order."""
 
@@ -254,13 +225,13 @@ def choose_product(weight: torch.Tensor, activation: Activation | None = None) -
         return OneRowLinear(weight, activation)
     library = _library_for(weight)
     if library is not None and not _has_matrices(library, weight):
-        return PanelLinear(library, weight, activation)
+        return PackedWeight(library, weight, activation)
     if activation is not None:
         return ThenGate(choose_product(weight), activation, weight.device.type)
     packed = _packed(weight) if weight.device.type == "cpu" else None
     if packed is not None:
         return packed
-    return PlainLinear(weight) if library is None else PanelLinear(library, weight)
+    return PlainLinear(weight) if library is None else PackedWeight(library, weight)
 
 
 def choose_experts(weights: ExpertWeights, top_k: int) -> ExpertsProduct:
@@ -283,7 +254,7 @@ def invariant_product(weight: torch.Tensor, shape: LinearShape) -> Product:
         return product if shape.activation is None else ThenGate(product, shape.activation, weight.device.type)
     library = _library_for(weight)
     assert library is not None, "check_tp_invariant has looked for the library and the sizes"
-    return PanelLinear(library, weight, shape.activation, num_shards=shape.num_shards, keeps_sums=shape.keeps_sums)
+    return PackedWeight(library, weight, shape.activation, num_shards=shape.num_shards, keeps_sums=shape.keeps_sums)
 
 
 def invariant_experts(weights: ExpertWeights, top_k: int, shape: ExpertsShape) -> ExpertsProduct:

@@ -13,8 +13,6 @@ not divide by the ranks are split in blocks (``model_config.mlp.block_bounds``);
 part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -19,8 +19,6 @@ whose quantised tensors PyTorch has deprecated; over ``torch._weight_int8pack_mm
 private interface, so they are tried, and their results compared, before they are used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 

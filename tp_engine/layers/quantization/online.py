@@ -9,8 +9,6 @@
 With int4 the output head has 8 bits: errors there reach the tokens directly.  ``int8.py`` quantises activations too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

@@ -17,8 +17,6 @@ GPTQ's first version stores zero points less one; the zero points of symmetric c
 A packing is a line of ``PACKINGS``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

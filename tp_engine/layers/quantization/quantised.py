@@ -9,8 +9,6 @@
     input_scale float32 (out, 1)                          of each part's inputs, if the checkpoint has fixed ones
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import gcd

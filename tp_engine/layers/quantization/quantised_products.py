@@ -23,9 +23,6 @@ Weights stay packed: no copy of the values is kept.  Activations may be rounded 
 they are quantised, and only where that makes the product faster; elsewhere they stay as they are, which is more exact.
 """
 
-from __future__ import annotations
-
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,24 +60,6 @@ class PlainQuantised:
     def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See ``GatedProduct``."""
         return multiply_quantised(x, self._weight, bias)
-
-
-class PanelQuantised:
-    """C with the codes in panels; an ``activation`` is applied to gate and up."""
-
-    is_recordable, made_by = True, "C"
-
-    def __init__(
-        self, library: ctypes.CDLL, weight: QuantisedWeight, dtype: torch.dtype, activation: Activation | None
-    ) -> None:
-        self._weight = QuantisedPanels(library, weight, dtype, activation)
-
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self._weight.product(x, bias)
-
-    def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """See ``GatedProduct``."""
-        return self._weight.before_activation(x, bias)
 
 
 class TritonQuantised:
@@ -178,7 +157,7 @@ def choose_quantised_product(
     device = weight.codes.device
     library = native_library() if device.type == "cpu" else None
     if library is not None:
-        return PanelQuantised(library, weight, dtype, activation)
+        return QuantisedPanels(library, weight, dtype, activation)
     if not (runs_triton(device.type) and has_triton()):
         return PlainQuantised(weight, activation)
     scaled = None

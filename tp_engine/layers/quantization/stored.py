@@ -14,8 +14,6 @@ A shard may begin or end inside of a scale's block, or of a word with several va
 cuts afterwards.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from math import gcd

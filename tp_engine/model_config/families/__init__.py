@@ -4,8 +4,6 @@ A file lists the ``ARCHITECTURES`` of config.json that it describes, and its ``r
 ``ModelSpec``.  docs/models.md tells how to add one.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import pkgutil

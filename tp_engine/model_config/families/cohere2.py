@@ -1,7 +1,5 @@
 """Cohere2 (Command R7B, Command A): attention and MLP side by side behind one layer norm, pairs interleaved."""
 
-from __future__ import annotations
-
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.rope import RopeRules

@@ -1,7 +1,5 @@
 """DeepSeek V2, V3, R1, V3.1, V3.2 and Kimi K2: latent attention, experts in groups, a shared MLP."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """ERNIE 4.5 MoE: experts by softmax with a bias for the choice, a shared MLP, pairs interleaved; first layers dense."""
 
-from __future__ import annotations
-
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.mlp import MlpSpec, RoutingRule

@@ -1,7 +1,5 @@
 """EXAONE 4: norms on the blocks' outputs, normalised heads; in hybrid models, layers without a window do not turn."""
 
-from __future__ import annotations
-
 from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader

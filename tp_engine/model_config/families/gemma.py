@@ -1,7 +1,5 @@
 """Gemma 2 and Gemma 3 (its text part): four norms a layer, weights stored minus 1, scaled embeddings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tp_engine.model_config.config_json import ConfigJson

@@ -1,7 +1,5 @@
 """Gemma 4 (its text part), dense or with experts beside the MLPs: heads of full layers are wider."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tp_engine.errors import ConfigError

@@ -1,7 +1,5 @@
 """GLM-4: GLM-4-9B of 2024 (Glm) with Llama's layer, and the dense models of 2025 (Glm4) with four norms a layer."""
 
-from __future__ import annotations
-
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.rope import RopeRules

@@ -1,7 +1,5 @@
 """GLM-4.5, 4.6 and 4.7: experts by sigmoids, a shared MLP, half of each head turns; the first layers are dense."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from tp_engine.model_config.config_json import ConfigJson

@@ -1,7 +1,5 @@
 """GLM-4.7-Flash and GLM-5: DeepSeek-V3's layers, with other sizes."""
 
-from __future__ import annotations
-
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.families.deepseek import latent_model, latent_reader, take_dense_layers
 from tp_engine.model_config.families.glm4_moe import read_experts

@@ -1,7 +1,5 @@
 """gpt-oss: every layer has experts and sinks, every other one a window, all projections have biases."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from tp_engine.model_config.config_json import ConfigJson

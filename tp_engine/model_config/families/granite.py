@@ -1,7 +1,5 @@
 """Granite 3, dense or with experts: Llama with multipliers for embeddings, scores, the blocks' outputs and logits."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from tp_engine.model_config.config_json import ConfigJson

@@ -1,7 +1,5 @@
 """Llama 2, 3, 3.1 and later text models."""
 
-from __future__ import annotations
-
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.spec import ModelSpec

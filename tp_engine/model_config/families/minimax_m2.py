@@ -1,7 +1,5 @@
 """MiniMax-M2: experts by sigmoids, queries and keys normalised over all heads, part of each head turns."""
 
-from __future__ import annotations
-
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader

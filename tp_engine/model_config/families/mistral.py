@@ -1,7 +1,5 @@
 """Mistral 7B and its kin, Ministral 3, and the text part of Mistral Small 3; at first with a window on every layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tp_engine.model_config.config_json import ConfigJson

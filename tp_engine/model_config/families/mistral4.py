@@ -1,7 +1,5 @@
 """Mistral Small 4: latent attention whose queries grow with their position, experts by softmax."""
 
-from __future__ import annotations
-
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.families.deepseek import latent_model, latent_reader
 from tp_engine.model_config.mlp import EACH, FUSED, MlpSpec, RoutingRule

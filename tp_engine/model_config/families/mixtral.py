@@ -1,7 +1,5 @@
 """Mixtral: Mistral with experts."""
 
-from __future__ import annotations
-
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.mlp import FUSED, NUMBERED, RoutingRule

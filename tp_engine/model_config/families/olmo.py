@@ -1,7 +1,5 @@
 """OLMo 2 and OLMo 3: norms on the blocks' outputs only, queries and keys normalised over all heads together."""
 
-from __future__ import annotations
-
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.rope import RopeRules, RopeSpec, parse_rope, take_ropes

@@ -3,8 +3,6 @@
 In Phi-4-mini only a part of each head turns.
 """
 
-from __future__ import annotations
-
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.rope import RopeRules

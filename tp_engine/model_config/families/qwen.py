@@ -1,7 +1,5 @@
 """Qwen2, Qwen2.5 and Qwen3 (dense); the text parts of Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
 
-from __future__ import annotations
-
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.names import USUAL_NAMES, CheckpointNames

@@ -1,8 +1,6 @@
 """Qwen3-Next, Qwen3.5 and later (their text parts), dense and with experts: most layers have the gated delta rule, the
 others attention whose output is gated."""
 
-from __future__ import annotations
-
 from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader

@@ -1,7 +1,5 @@
 """Qwen with experts: Qwen2-MoE, which has a gated shared MLP too; Qwen3-MoE; the text part of Qwen3-VL-MoE."""
 
-from __future__ import annotations
-
 from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader

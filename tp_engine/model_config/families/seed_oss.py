@@ -1,7 +1,5 @@
 """Seed-OSS: Llama with a separate option for the bias of the output projection."""
 
-from __future__ import annotations
-
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.spec import ModelSpec

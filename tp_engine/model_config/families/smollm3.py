@@ -1,7 +1,5 @@
 """SmolLM3: Llama in which every fourth layer does not turn queries and keys."""
 
-from __future__ import annotations
-
 from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader

@@ -4,8 +4,6 @@ A file lists the ``METHODS`` of ``quantization_config`` that it describes, and i
 ``QuantizationSpec``.  docs/models.md has the table.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable

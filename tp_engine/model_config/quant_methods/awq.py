@@ -1,7 +1,5 @@
 """``awq``: 4 bits with zero points, in the order of AutoAWQ's ``gemm``."""
 
-from __future__ import annotations
-
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.quantization import EVERY_MODULE, QuantizationSpec, WeightScheme
 

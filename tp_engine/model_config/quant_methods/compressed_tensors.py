@@ -3,8 +3,6 @@
 Inputs of 4 bits, and of 8 bits before packed weights, are left as they are, which is more exact.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """``fp8``: weights in float8_e4m3fn with a scale for each block (DeepSeek, Qwen3, MiniMax) or one for each tensor."""
 
-from __future__ import annotations
-
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.quantization import EVERY_MODULE, QuantizationSpec, WeightScheme
 

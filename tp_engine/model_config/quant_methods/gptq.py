@@ -1,7 +1,5 @@
 """``gptq``: 4 or 8 bits, with or without zero points, columns in their own order."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,33 +11,12 @@ METHODS = ("gptq",)
 _PACKINGS: dict[str, Packing] = {"gptq": "gptq", "gptq_v2": "gptq_v2"}
 # How the weights were found, and how other programs run them.
 _NOTES = (
-    "act_group_aware",
-    "backend",
-    "batch_size",
-    "block_name_to_quantize",
-    "cache_block_outputs",
-    "damp_auto_increment",
-    "damp_percent",
-    "dataset",
-    "exllama_config",
-    "max_input_length",
-    "meta",
-    "model_file_base_name",
-    "model_name_or_path",
-    "model_seqlen",
-    "module_name_preceding_first_block",
-    "mse",
-    "offload_to_disk",
-    "offload_to_disk_path",
-    "pad_token_id",
-    "quantizer",
-    "static_groups",
-    "tokenizer",
-    "true_sequential",
-    "use_cuda_fp16",
-    "use_exllama",
-    "version",
-)
+    "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment",
+    "damp_percent", "dataset", "exllama_config", "max_input_length", "meta", "model_file_base_name",
+    "model_name_or_path", "model_seqlen", "module_name_preceding_first_block", "mse", "offload_to_disk",
+    "offload_to_disk_path", "pad_token_id", "quantizer", "static_groups", "tokenizer", "true_sequential",
+    "use_cuda_fp16", "use_exllama", "version",
+)  # fmt: skip
 
 
 def read(config: ConfigJson) -> QuantizationSpec:

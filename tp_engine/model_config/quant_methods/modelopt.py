@@ -1,8 +1,6 @@
 """``modelopt``: NVIDIA's FP8 with a scale per tensor, and NVFP4, alone or mixed, in config.json or in
 hf_quant_config.json."""
 
-from __future__ import annotations
-
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.quant_methods.compressed_tensors import KV_SCALES, has_kv_scales
 from tp_engine.model_config.quantization import EVERY_MODULE, QuantizationSpec, WeightScheme

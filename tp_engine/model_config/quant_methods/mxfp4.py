@@ -1,7 +1,5 @@
 """``mxfp4``: gpt-oss's experts in blocks of 32 codes of 4 bits with a power of two for each block."""
 
-from __future__ import annotations
-
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.quantization import QuantizationSpec, WeightScheme
 
