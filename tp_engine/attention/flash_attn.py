@@ -53,19 +53,20 @@ class FlashAttn2:
     causal from the lower right: a request's last query sees its last key.  ``rule`` holds the arguments that both take.
     """
 
+    module, table = "flash_attn", "block_table"  # the latter is the argument's name
+
     def __init__(self, package: Any = None) -> None:
-        package = package or import_module("flash_attn")
-        self._with_kvcache, self._varlen = package.flash_attn_with_kvcache, package.flash_attn_varlen_func
+        self._package = package or import_module(self.module)
 
     def decode(self, query: torch.Tensor, kv_cache: torch.Tensor, decodes: Decodes, rule: Rule) -> torch.Tensor:
         """Attend with the one query of each request."""
-        lengths = {"cache_seqlens": decodes.seq_lens, "block_table": decodes.block_table}
-        out: torch.Tensor = self._with_kvcache(query, *kv_cache, **lengths, **rule)
+        lengths = {"cache_seqlens": decodes.seq_lens, self.table: decodes.block_table}
+        out: torch.Tensor = self._package.flash_attn_with_kvcache(query, *kv_cache, **lengths, **rule)
         return out
 
     def prefill(self, query: torch.Tensor, kv_cache: torch.Tensor, prefills: Prefills, rule: Rule) -> torch.Tensor:
         """Attend with the queries of all requests, packed."""
-        out: torch.Tensor = self._varlen(
+        out: torch.Tensor = self._package.flash_attn_varlen_func(
             query,
             *kv_cache,
             cu_seqlens_q=prefills.cu_seqlens_q,
@@ -81,19 +82,11 @@ class FlashAttn2:
 class FlashAttn3(FlashAttn2):
     """The same calls of version 3, whose ``flash_attn_with_kvcache`` also takes packed queries."""
 
-    def __init__(self, package: Any = None) -> None:
-        package = package or import_module("flash_attn_interface")
-        self._with_kvcache = package.flash_attn_with_kvcache
-
-    def decode(self, query: torch.Tensor, kv_cache: torch.Tensor, decodes: Decodes, rule: Rule) -> torch.Tensor:
-        """See ``FlashAttn2``."""
-        lengths = {"cache_seqlens": decodes.seq_lens, "page_table": decodes.block_table}
-        out: torch.Tensor = self._with_kvcache(query, *kv_cache, **lengths, **rule)
-        return out
+    module, table = "flash_attn_interface", "page_table"
 
     def prefill(self, query: torch.Tensor, kv_cache: torch.Tensor, prefills: Prefills, rule: Rule) -> torch.Tensor:
         """See ``FlashAttn2``."""
-        out: torch.Tensor = self._with_kvcache(
+        out: torch.Tensor = self._package.flash_attn_with_kvcache(
             query,
             *kv_cache,
             cache_seqlens=prefills.seq_lens,

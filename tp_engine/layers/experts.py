@@ -137,11 +137,6 @@ def _one_for_each(name: str | None, shape: tuple[int, ...], context: LayerContex
     """A number for each expert, float32, stored in ``shape``; None without a ``name``."""
     if name is None:
         return None
-    source = Source(
-        name=context.at(name).path,
-        shape=shape,
-        taken=whole(shape),
-        target=(Span(0, shape[-1]),),
-        decode=torch.Tensor.flatten,
-    )
+    name, target = context.at(name).path, (Span(0, shape[-1]),)
+    source = Source(name=name, shape=shape, taken=whole(shape), target=target, decode=torch.Tensor.flatten)
     return context.parameter((shape[-1],), (source,), dtype=torch.float32)

@@ -16,7 +16,7 @@ from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.linear import LocalLinear, RowParallelLinear
 from tp_engine.layers.quantization.stored import LinearShape, Part
 from tp_engine.model_config.spec import GatedDeltaNetSpec
-from tp_engine.weights.source import Source, Span, equal_share, kv_head_share, times
+from tp_engine.weights.source import Source, Span, equal_share, kv_head_share, times, vector_source
 
 
 class GatedDeltaNet(Layer):
@@ -39,17 +39,13 @@ class GatedDeltaNet(Layer):
         )
         self.log_decay, self.dt_bias = (
             context.parameter(
-                (shares.value.size,), (shares.of_value_heads(context.at(name).path),), dtype=torch.float32
+                (shares.value.size,),
+                (vector_source(context.at(name).path, spec.num_value_heads, shares.value),),
+                dtype=torch.float32,
             )
             for name in ("A_log", "dt_bias")
         )
-        norm = Source(
-            name=context.at("norm").path + ".weight",
-            shape=(spec.value_dim,),
-            taken=(Span(0, spec.value_dim),),
-            target=(Span(0, spec.value_dim),),
-            init=1.0,
-        )
+        norm = vector_source(context.at("norm").path + ".weight", spec.value_dim, init=1.0)
         self.norm = context.parameter((spec.value_dim,), (norm,), dtype=torch.float32)
         self.states: LayerStates | None = None
         self._eps = spec.eps
@@ -159,17 +155,11 @@ class HeadShares:
                     shape=stored,
                     taken=(own, Span(0, 1), Span(0, spec.taps)),
                     target=(Span(0, spec.taps), Span(first, own.size)),
-                    decode=_taps_first,
+                    decode=lambda values: values.squeeze(1).t(),
                 )
             )
             first += own.size
         return tuple(sources)
-
-    def of_value_heads(self, name: str) -> Source:
-        """A number for each value head."""
-        return Source(
-            name=name, shape=(self._spec.num_value_heads,), taken=(self.value,), target=(Span(0, self.value.size),)
-        )
 
 
 def _product(parts: tuple[Part, ...], hidden_size: int, context: LayerContext) -> LocalLinear:
@@ -183,7 +173,3 @@ def _part(name: str, stored: int, rows: Span, *, first: int = 0, count: int = 1,
 
 def _behind(first: int, rows: Span) -> Span:
     return Span(first + rows.start, rows.size)
-
-
-def _taps_first(values: torch.Tensor) -> torch.Tensor:
-    return values.squeeze(1).t()

@@ -1,14 +1,12 @@
 """Root mean square normalisation (https://arxiv.org/abs/1910.07467), and layer normalisation."""
 
-from functools import partial
-
 import torch
 
 from tp_engine.kernels.attention.heads import HeadNorm
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.model_config.spec import AttentionSpec, NormSpec, QkNormSpec
-from tp_engine.weights.source import Decode, Source, Span, as_stored, equal_share, kv_head_share, times, whole
+from tp_engine.weights.source import Decode, Span, as_stored, equal_share, kv_head_share, times, vector_source
 
 
 class Norm(Layer):
@@ -16,14 +14,8 @@ class Norm(Layer):
 
     def __init__(self, spec: NormSpec, size: int, *, context: LayerContext) -> None:
         super().__init__()
-        source = Source(
-            name=f"{context.path}.{spec.tensor}",
-            shape=(size,),
-            taken=whole((size,)),
-            target=whole((size,)),
-            decode=as_stored if spec.factor == 1.0 else partial(_times, factor=spec.factor),
-            init=1.0 - spec.offset,
-        )
+        decode = as_stored if spec.factor == 1.0 else lambda values: values.float() * spec.factor
+        source = vector_source(f"{context.path}.{spec.tensor}", size, decode=decode, init=1.0 - spec.offset)
         self.weight = context.parameter((size,), (source,))
         self.rule = NormRule(self.weight, spec.eps, spec.offset, spec.kind == "layer")
         self.is_recordable = context.can_record("norm")
@@ -33,10 +25,6 @@ class Norm(Layer):
         """(N, size) -> (N, size)."""
         normalised: torch.Tensor = self._norm(x, self.rule)
         return normalised
-
-
-def _times(values: torch.Tensor, factor: float) -> torch.Tensor:
-    return values.float() * factor
 
 
 class QKNorm(Layer):
@@ -62,13 +50,8 @@ class QKNorm(Layer):
         dim = self._attention.head_dim
         stored = num_heads * dim if self._spec.spans_heads else dim
         taken = times(own, dim) if self._spec.spans_heads else Span(0, dim)
-        source = Source(
-            name=f"{context.at(name).path}.weight",
-            shape=(stored,),
-            taken=(taken,),
-            target=(Span(0, taken.size),),
-            decode=order,
-            init=1.0 - self._spec.offset,
+        source = vector_source(
+            f"{context.at(name).path}.weight", stored, taken, decode=order, init=1.0 - self._spec.offset
         )
         return context.parameter((taken.size,), (source,))
 

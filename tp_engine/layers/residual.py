@@ -14,7 +14,7 @@ from tp_engine.layers.linear import LocalLinear
 from tp_engine.layers.lora import has_adapters
 from tp_engine.layers.norm import Norm
 from tp_engine.layers.quantization.quantised_products import WantedCodes, wanted_codes
-from tp_engine.weights.source import Source, whole
+from tp_engine.weights.source import vector_source
 
 
 class StreamScale(Layer):
@@ -22,8 +22,7 @@ class StreamScale(Layer):
 
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        one = whole((1,))
-        source = Source(name=context.path, shape=(1,), taken=one, target=one, init=1.0)
+        source = vector_source(context.path, 1, init=1.0)
         self.weight, self.value = context.parameter((1,), (source,), dtype=torch.float32), 1.0
 
     def finish_loading(self) -> None:

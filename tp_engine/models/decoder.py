@@ -21,7 +21,7 @@ from tp_engine.model_config.rope import RopeSpec
 from tp_engine.model_config.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, NormSpec
 from tp_engine.models.mla_attention import MLAAttention
 from tp_engine.models.mlp import make_mlp
-from tp_engine.weights.source import Source, Span, equal_share
+from tp_engine.weights.source import equal_share, vector_source
 
 
 class SelfAttention(Layer):
@@ -47,7 +47,11 @@ class SelfAttention(Layer):
             spec.num_heads * spec.head_dim, hidden_size, bias=spec.out_bias, context=context.at("o_proj")
         )
         self.qk_norm = None if spec.qk_norm is None else QKNorm(spec.qk_norm, spec, order, context=context)
-        self.sinks = _sinks(spec, context) if spec.has_sinks else None
+        self.sinks = None
+        if spec.has_sinks:
+            own = equal_share(spec.num_heads, context.rank, context.world_size)
+            source = vector_source(context.at("sinks").path, spec.num_heads, own)
+            self.sinks = context.parameter((own.size,), (source,), dtype=torch.float32)
         shape = AttentionShape(
             num_heads=self.qkv_proj.num_heads,
             num_kv_heads=self.qkv_proj.num_kv_heads,
@@ -159,10 +163,3 @@ class DecoderLayer(Layer):
         both = self.mlp(x)
         self._add(part, both)
         return both, residual
-
-
-def _sinks(spec: AttentionSpec, context: LayerContext) -> torch.nn.Parameter:
-    """A score for each of this rank's heads, float32."""
-    own = equal_share(spec.num_heads, context.rank, context.world_size)
-    source = Source(name=context.at("sinks").path, shape=(spec.num_heads,), taken=(own,), target=(Span(0, own.size),))
-    return context.parameter((own.size,), (source,), dtype=torch.float32)

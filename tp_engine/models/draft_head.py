@@ -31,7 +31,7 @@ from tp_engine.model_config.spec import AttentionSpec
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.decoder import SelfAttention
 from tp_engine.models.mlp import make_mlp
-from tp_engine.weights.source import Source, equal_share, whole
+from tp_engine.weights.source import equal_share, vector_source
 
 
 class DraftHead(nn.Module):
@@ -86,9 +86,8 @@ class DraftHead(nn.Module):
         self.lm_head = ParallelLMHead(head.vocab_size, hidden, context=context.at("lm_head"))
         self.d2t: nn.Parameter | None = None
         if spec.has_map:
-            size = (head.vocab_size,)
-            source = Source(name="d2t", shape=size, taken=whole(size), target=whole(size), dtype=torch.int64, init=0.0)
-            self.d2t = context.parameter(size, (source,), dtype=torch.int64)
+            source = vector_source("d2t", head.vocab_size, dtype=torch.int64, init=0.0)
+            self.d2t = context.parameter((head.vocab_size,), (source,), dtype=torch.int64)
         self._joins = (Join(None, self.mlp_norm, 1.0, context=context), Join(None, self.norm, 1.0, context=context))
 
     def embed_as(self, model: CausalLM) -> None:

@@ -24,7 +24,7 @@ Which part of a dimension belongs to which rank::
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -70,6 +70,12 @@ class Source:
     decode: Decode = as_stored
     dtype: torch.dtype | None = None
     init: float | None = None
+
+
+def vector_source(name: str, size: int, own: Span | None = None, **changes: Any) -> Source:
+    """Return the source of a parameter (n,): the elements ``own`` of the tensor ``name`` (size,), or all of them."""
+    taken = Span(0, size) if own is None else own
+    return Source(name=name, shape=(size,), taken=(taken,), target=(Span(0, taken.size),), **changes)
 
 
 def set_sources(parameter: nn.Parameter, *alternatives: Sequence[Source]) -> None:
