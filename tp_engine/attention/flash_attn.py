@@ -85,7 +85,6 @@ class FlashAttn3(FlashAttn2):
     module, table = "flash_attn_interface", "page_table"
 
     def prefill(self, query: torch.Tensor, kv_cache: torch.Tensor, prefills: Prefills, rule: Rule) -> torch.Tensor:
-        """See ``FlashAttn2``."""
         out: torch.Tensor = self._package.flash_attn_with_kvcache(
             query,
             *kv_cache,

@@ -174,13 +174,11 @@ class TorchExchange:
         self._num_pieces = 0
 
     def all_reduce(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
-        """See ``Exchange``."""
         count = self.slot_bytes // tensor.itemsize
         for piece, own in zip(torch.split(tensor.view(-1), count), torch.split(out.view(-1), count), strict=True):
             own.copy_(tree_sum([part.float() for part in self._swap(piece)]))
 
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
-        """See ``Exchange``."""
         torch.cat(self._swap(tensor), dim=-1, out=out)
 
     def _swap(self, mine: torch.Tensor) -> list[torch.Tensor]:

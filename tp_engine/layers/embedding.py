@@ -126,7 +126,6 @@ class ParallelLMHead(LocalLinear):
         self._caps_recorded = not self._is_bounded or context.can_record("cap_logits")
 
     def finish_loading(self) -> None:
-        """See ``LocalLinear``."""
         super().finish_loading()
         self.is_recordable = self.is_recordable and self._caps_recorded
         if self._share_rows is not None and isinstance(self._product, PackedWeight):

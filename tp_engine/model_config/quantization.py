@@ -29,23 +29,11 @@ EVERY_MODULE = "*"
 class WeightScheme:
     """How one module's weight (N, K) is stored.
 
-    ::
-
-        packing           codes                              scales                    zeros, second scales
-        plain             weight (N, K), int8 or float8      ``scale_name``, by rule
-        pack-quantized    weight_packed int32 (N, K b/32)    weight_scale (N, K/g)     weight_zero_point (N b/32, K/g)
-        awq               qweight int32 (K, N/8)             scales (K/g, N)           qzeros int32 (K/g, N/8)
-        gptq              qweight int32 (K b/32, N)          scales (K/g, N)           qzeros (K/g, N b/32), minus 1
-        gptq_v2           as gptq                            as gptq                   qzeros as they are
-        mxfp4             _blocks uint8 (E, N, K/32, 16)     _scales uint8 (E, N, K/32)
-        mxfp4-packed      weight_packed uint8 (N, K/2)       weight_scale uint8 (N, K/32)
-        nvfp4             weight_packed uint8 (N, K/2)       weight_scale e4m3         divided by weight_global_scale
-        modelopt-nvfp4    weight uint8 (N, K/2)              weight_scale e4m3         times weight_scale_2
-
-    b are the bits of a code, g is ``group``.  A scale covers ``group`` columns (None: all) of ``row_block`` rows (None:
-    all).  ``has_zeros``: codes have zero points.  ``activations``: how the checkpoint's makers quantised the inputs:
-    ``token`` a scale per token, found while running; ``group`` the same for each ``group`` columns of a token;
-    ``tensor`` one stored scale; None: not to 8 bits.  ``scale_name`` is the suffix of the scales' tensor.
+    ``layers/quantization/packings.py`` has the tensors of each ``packing``.  A scale covers ``group`` columns (None:
+    all) of ``row_block`` rows (None: all).  ``has_zeros``: codes have zero points.  ``activations``: how the
+    checkpoint's makers quantised the inputs: ``token`` a scale per token, found while running; ``group`` the same for
+    each ``group`` columns of a token; ``tensor`` one stored scale; None: not to 8 bits.  ``scale_name`` is the suffix of
+    the scales' tensor.
     """
 
     packing: Packing

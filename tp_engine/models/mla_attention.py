@@ -52,17 +52,14 @@ class LatentUp(LocalLinear):
         self.is_recordable = self._can_record
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
-        """See ``LatentMaps``."""
         absorbed: torch.Tensor = self._absorb(query, self.up, self._spec.nope_dim)
         return absorbed
 
     def values(self, attended: torch.Tensor) -> torch.Tensor:
-        """See ``LatentMaps``."""
         values: torch.Tensor = self._release(attended, self.up, self._spec.nope_dim)
         return values
 
     def expand(self, rows: torch.Tensor, heads: slice) -> KeyValue:
-        """See ``LatentMaps``."""
         spec = self._spec
         latents, turned = rows.split_with_sizes((spec.rank, spec.rope_dim), -1)
         made = F.linear(latents.squeeze(1), self.up[heads].flatten(0, 1)).view(len(rows), -1, spec.up_dim)

@@ -126,7 +126,6 @@ class NativeInt8Rows:
         self._quantise, self._scale = library.quantise_rows, library.scale_rows
 
     def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Int8Rows``."""
         x = x.contiguous()
         rows, width = x.shape
         codes, scales = torch.empty((rows, width), dtype=torch.uint8), torch.empty(rows)
@@ -137,7 +136,6 @@ class NativeInt8Rows:
     def scale(
         self, products: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        """See ``Int8Rows``."""
         assert products.is_contiguous() and products.dtype == torch.float32 and (bias is None or bias.dtype == dtype)
         rows, width = products.shape
         out = torch.empty((rows, width), dtype=dtype)

@@ -34,7 +34,6 @@ class TorchInt8Rows:
     """Plain PyTorch: the twin of the compiled kernels."""
 
     def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Int8Rows``."""
         wide = x.float()
         largest = wide.abs().amax(1).clamp_min(_SMALLEST_LARGEST)
         codes = torch.round(wide * (LARGEST_CODE / largest).unsqueeze(1)).nan_to_num() + CODE_OFFSET
@@ -43,6 +42,5 @@ class TorchInt8Rows:
     def scale(
         self, products: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        """See ``Int8Rows``."""
         scaled = products * scales.unsqueeze(1)
         return (scaled if bias is None else scaled + bias.float()).to(dtype)

@@ -66,7 +66,6 @@ class RowwiseProduct:
         self._codes, self._scales = weight.codes.view(CODE_DTYPE), row_scales(weight).unsqueeze(0)
 
     def __call__(self, x: Rows, bias: torch.Tensor | None, activation: Activation | None = None) -> torch.Tensor:
-        """See ``ScaledProduct``."""
         rows = as_codes(x, self.rule, activation)
         return torch._scaled_mm(
             rows.codes,
@@ -91,7 +90,6 @@ class BlockProduct:
         self._scales = F.pad(scales.float(), (0, -scales.shape[1] % _SCALES_AT_ONCE)).t()
 
     def __call__(self, x: Rows, bias: torch.Tensor | None, activation: Activation | None = None) -> torch.Tensor:
-        """See ``ScaledProduct``."""
         num_rows, padding = len(x), -len(x) % _ROWS_AT_ONCE
         rows = as_codes(x, self.rule, activation)
         codes, scales = rows.codes, rows.scales.t()

@@ -61,16 +61,13 @@ class Dense:
         self._is_invariant = is_invariant
 
     def create(self, context: ParameterFactory, shape: LinearShape) -> Mapping[str, nn.Parameter]:
-        """See ``LinearFormat``."""
         return {"weight": context.parameter((shape.num_rows, shape.columns.size), shape.sources())}
 
     def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:
-        """See ``LinearFormat``."""
         weight = parameters["weight"]
         return invariant_product(weight, shape) if self._is_invariant else choose_product(weight, shape.activation)
 
     def create_experts(self, context: ParameterFactory, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
-        """See ``LinearFormat``."""
         num_experts, hidden, room = shape.experts.size, shape.hidden_size, shape.room
 
         def sources(side: Callable[[StoredExperts], LinearShape]) -> list[tuple[Source, ...]]:
@@ -85,7 +82,6 @@ class Dense:
     def finish_experts(
         self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype
     ) -> ExpertsProduct:
-        """See ``LinearFormat``."""
         weights = ExpertWeights(
             gate_up=parameters["gate_up"],
             down=parameters["down"],
@@ -125,11 +121,9 @@ class PlainExperts:
         return mix_experts(x, expert_ids, weights, self._weights)
 
     def gate_up(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
-        """See ``SeparateExperts``."""
         return multiply_runs(x, self._weights.gate_up, runs)
 
     def down(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
-        """See ``SeparateExperts``."""
         return multiply_runs(x, self._weights.down, runs)
 
 
@@ -189,7 +183,6 @@ class OneRowLinear:
         return product if self._activation is None else self._gate(product, self._activation)
 
     def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """See ``GatedProduct``."""
         return self._one_row(x, self.weight, bias) if len(x) == 1 else F.linear(x, self.weight, bias)
 
 

@@ -41,7 +41,6 @@ class Int8(Dense):
     """Weights that are loaded as dense, then quantised."""
 
     def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:
-        """See ``LinearFormat``."""
         product = make_int8_linear(*quantise_weight(parameters["weight"]))
         return product if shape.activation is None else ThenGate(product, shape.activation, "cpu")
 

@@ -40,7 +40,6 @@ class Online(Dense):
         self._quantise, self._quantises_activations = quantise, quantises_activations
 
     def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:
-        """See ``LinearFormat``."""
         return choose_quantised_product(
             self._quantise(parameters["weight"].detach()),
             dtype=dtype,
@@ -51,7 +50,6 @@ class Online(Dense):
     def finish_experts(
         self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype
     ) -> ExpertsProduct:
-        """See ``LinearFormat``."""
         weights = QuantisedExpertWeights(
             gate_up=self._quantise(parameters["gate_up"].detach()),
             down=self._quantise(parameters["down"].detach()),

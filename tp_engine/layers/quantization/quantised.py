@@ -59,7 +59,6 @@ class Quantised:
         self.experts_block = scheme.experts_block
 
     def create(self, context: ParameterFactory, shape: LinearShape) -> Mapping[str, nn.Parameter]:
-        """See ``LinearFormat``."""
         found = self._create(context, [WeightLayout(shape)])
         if self.scheme.activations == "tensor":
             alternatives = WeightLayout(shape).scalar_sources(_INPUT_SCALE)
@@ -67,7 +66,6 @@ class Quantised:
         return found
 
     def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:
-        """See ``LinearFormat``."""
         weight, activation = self.weight(parameters, shape), shape.activation
         if self._is_of_integers(weight):
             assert weight.factors is not None
@@ -89,7 +87,6 @@ class Quantised:
         return is_whole and takes_int8_products(weight.codes.device.type)
 
     def create_experts(self, context: ParameterFactory, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
-        """See ``LinearFormat``."""
         found: dict[str, nn.Parameter] = dict(expert_biases(context, shape))
         for side, ways in _sides(shape).items():
             made = self._create(context, ways, stack=(shape.experts.size,))
@@ -99,7 +96,6 @@ class Quantised:
     def finish_experts(
         self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype
     ) -> ExpertsProduct:
-        """See ``LinearFormat``."""
         return choose_quantised_experts(
             self.experts(parameters, shape),
             dtype=dtype,

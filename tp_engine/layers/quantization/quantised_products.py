@@ -58,7 +58,6 @@ class PlainQuantised:
         return multiply_quantised(x, self._weight, bias, self._activation)
 
     def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """See ``GatedProduct``."""
         return multiply_quantised(x, self._weight, bias)
 
 
@@ -90,7 +89,6 @@ class TritonQuantised:
         return self._multiply(x, bias, self.activation)
 
     def before_activation(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
-        """See ``GatedProduct``."""
         return self._multiply(x, bias, None)
 
     def _multiply(self, x: Rows, bias: torch.Tensor | None, activation: Activation | None) -> torch.Tensor:
