@@ -96,12 +96,7 @@ class AttentionBackend(Protocol):
         """Work out what all layers share; called once per step, before the first layer."""
 
     def forward(
-        self,
-        query: torch.Tensor,
-        new: KeyValue | None,
-        kv: LayerKv,
-        metadata: AttentionMetadata,
-        shape: AttentionShape,
+        self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
     ) -> torch.Tensor:
         """Store this step's keys and values, then attend: a request may share a prefix that this step computes.
 

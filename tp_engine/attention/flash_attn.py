@@ -128,12 +128,7 @@ class FlashAttnBackend:
         )
 
     def forward(
-        self,
-        query: torch.Tensor,
-        new: KeyValue | None,
-        kv: LayerKv,
-        metadata: AttentionMetadata,
-        shape: AttentionShape,
+        self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
     ) -> torch.Tensor:
         """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
         assert kv.scales is None and shape.sinks is None, "why_not refuses a quantised cache, and sinks"

@@ -53,12 +53,7 @@ class MLABackend:
             self._inner.prepare(self._parts[0])
 
     def forward(
-        self,
-        query: torch.Tensor,
-        new: KeyValue | None,
-        kv: LayerKv,
-        metadata: AttentionMetadata,
-        shape: AttentionShape,
+        self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
     ) -> torch.Tensor:
         """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
         if self._parts is None:
@@ -73,12 +68,7 @@ class MLABackend:
         return torch.cat((self._attend_rows(query[:first], None, kv, decodes, shape), out))
 
     def _attend_rows(
-        self,
-        query: torch.Tensor,
-        new: KeyValue | None,
-        kv: LayerKv,
-        metadata: AttentionMetadata,
-        shape: AttentionShape,
+        self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
     ) -> torch.Tensor:
         """The absorbed form, for the step that ``inner`` has prepared."""
         maps = shape.latent

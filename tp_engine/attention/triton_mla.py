@@ -27,10 +27,7 @@ class TritonMLABackend:
         from tp_engine.kernels.kv_cache.store_kv_triton import store_kv_triton
 
         self._store_kv = store_kv_triton
-        self._decode, self._attend_chunks = (
-            paged_mla_triton.mla_decode_triton,
-            paged_mla_triton.mla_chunks_triton,
-        )
+        self._decode, self._attend_chunks = (paged_mla_triton.mla_decode_triton, paged_mla_triton.mla_chunks_triton)
         self._sizes = cache(paged_mla_triton.latent_sizes)
         self._max_arrivals = MAX_ARRIVALS
         self._arrivals: torch.Tensor | None = None
@@ -41,12 +38,7 @@ class TritonMLABackend:
         self._num_chunk_tokens = int(metadata.host_query_lens[metadata.num_decodes :].sum())
 
     def forward(
-        self,
-        query: torch.Tensor,
-        new: KeyValue | None,
-        kv: LayerKv,
-        metadata: AttentionMetadata,
-        shape: AttentionShape,
+        self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
     ) -> torch.Tensor:
         """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
         assert shape.value_dim is not None

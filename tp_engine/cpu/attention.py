@@ -36,12 +36,7 @@ class NativeBackend:
         )
 
     def forward(
-        self,
-        query: torch.Tensor,
-        new: KeyValue | None,
-        kv: LayerKv,
-        metadata: AttentionMetadata,
-        shape: AttentionShape,
+        self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
     ) -> torch.Tensor:
         """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
         assert kv.scales is None, "why_not refuses a quantised cache"

@@ -76,8 +76,7 @@ class VocabParallelEmbedding(Layer):
         self._num_rows = padded_vocab_size(vocab_size, context.world_size) // context.world_size
         self._first_row = context.rank * self._num_rows
         self.weight: nn.Parameter | None = context.parameter(
-            (self._num_rows, hidden_size),
-            _vocab_shape(vocab_size, hidden_size, self._num_rows, context).sources(),
+            (self._num_rows, hidden_size), _vocab_shape(vocab_size, hidden_size, self._num_rows, context).sources()
         )
         self._scale = torch.tensor(scale, dtype=context.dtype).item()
         self._embed = context.op("embed")

@@ -12,13 +12,7 @@ from tp_engine.model_config.checkpoint_files import CheckpointHeaders
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.families import read_spec
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
-from tp_engine.model_config.source import (
-    CONFIG_FILE,
-    MODEL_FILES,
-    QUANTIZATION_FILE,
-    read_json,
-    resolve_model_folder,
-)
+from tp_engine.model_config.source import CONFIG_FILE, MODEL_FILES, QUANTIZATION_FILE, read_json, resolve_model_folder
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.stored_model import fitted, says_dtype
 from tp_engine.units import round_up

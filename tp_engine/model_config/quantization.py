@@ -32,8 +32,8 @@ class WeightScheme:
     ``layers/quantization/packings.py`` has the tensors of each ``packing``.  A scale covers ``group`` columns (None:
     all) of ``row_block`` rows (None: all).  ``has_zeros``: codes have zero points.  ``activations``: how the
     checkpoint's makers quantised the inputs: ``token`` a scale per token, found while running; ``group`` the same for
-    each ``group`` columns of a token; ``tensor`` one stored scale; None: not to 8 bits.  ``scale_name`` is the suffix of
-    the scales' tensor.
+    each ``group`` columns of a token; ``tensor`` one stored scale; None: not to 8 bits.  ``scale_name`` is the suffix
+    of the scales' tensor.
     """
 
     packing: Packing

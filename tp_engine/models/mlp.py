@@ -21,12 +21,7 @@ class GatedMLP(Layer):
     def __init__(self, spec: MlpSpec, hidden_size: int, *, context: LayerContext) -> None:
         super().__init__()
         self.gate_up_proj = GatedColumnParallelLinear(
-            hidden_size,
-            spec.inner_size,
-            spec.activation,
-            bias=spec.bias,
-            context=context,
-            fused_name=spec.fused_name,
+            hidden_size, spec.inner_size, spec.activation, bias=spec.bias, context=context, fused_name=spec.fused_name
         )
         self.down_proj = RowParallelLinear(
             spec.inner_size, hidden_size, bias=spec.bias, context=context.at("down_proj")

@@ -53,13 +53,7 @@ class NativeExperts(_InPanels):
     """
 
     def __init__(
-        self,
-        library: ctypes.CDLL,
-        weights: ExpertWeights,
-        top_k: int,
-        *,
-        num_shards: int = 0,
-        keeps_sums: bool = False,
+        self, library: ctypes.CDLL, weights: ExpertWeights, top_k: int, *, num_shards: int = 0, keeps_sums: bool = False
     ) -> None:
         dtype = weights.gate_up.dtype
         assert num_shards or not keeps_sums, "only a tree's sums are kept"

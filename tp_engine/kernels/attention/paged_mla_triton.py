@@ -233,12 +233,7 @@ def num_blocks_of_chunks(num_queries: int, num_requests: int, num_heads: int, mo
 
 
 def latent_sizes(
-    num_requests: int,
-    num_heads: int,
-    itemsize: int,
-    num_multiprocessors: int,
-    *,
-    num_queries: int | None = None,
+    num_requests: int, num_heads: int, itemsize: int, num_multiprocessors: int, *, num_queries: int | None = None
 ) -> LatentSizes:
     """Sizes for decodes of ``num_requests``, or for their chunks of ``num_queries`` in all.
 
@@ -256,10 +251,5 @@ def latent_sizes(
     usual = power_of_two_splits(num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR // num_programs)
     most = power_of_two_splits(num_multiprocessors * _MOST_PROGRAMS_PER_MULTIPROCESSOR // num_programs)
     return LatentSizes(
-        tile=tile,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        most_rows=most_rows,
-        usual_splits=usual,
-        num_splits=most,
+        tile=tile, num_warps=num_warps, num_stages=num_stages, most_rows=most_rows, usual_splits=usual, num_splits=most
     )

@@ -104,10 +104,7 @@ def paged_attention(
         hidden = (position > own) if window is None else (position > own) | (position <= own - window)
         scores = (_by_head(query[mine]) @ _by_head(keys, query.shape[1]).transpose(1, 2)).float() * scale
         weights = softmax_weights(
-            scores,
-            torch.where(hidden, float("-inf"), 0.0),
-            softcap,
-            None if sinks is None else sinks.view(-1, 1, 1),
+            scores, torch.where(hidden, float("-inf"), 0.0), softcap, None if sinks is None else sinks.view(-1, 1, 1)
         )
         out[mine] = (weights.to(query.dtype) @ _by_head(values, query.shape[1])).transpose(0, 1)
     return out

@@ -92,10 +92,7 @@ def takes_weight(weight: torch.Tensor, *, is_gated: bool = False) -> bool:
 
 
 def one_row_linear_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: Activation | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None
 ) -> torch.Tensor:
     """Multiply ``x`` (1, in) by ``weight`` (out, in) and add ``bias`` (out,), in float32; returns (1, out).
 

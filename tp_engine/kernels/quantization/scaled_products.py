@@ -116,11 +116,7 @@ class ScaledGroupedProduct:
         self._quantise = op("quantise_rows", stack.codes.device.type)
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        rows: torch.Tensor | None,
-        ends: torch.Tensor,
-        activation: Activation | None = None,
+        self, x: torch.Tensor, rows: torch.Tensor | None, ends: torch.Tensor, activation: Activation | None = None
     ) -> torch.Tensor:
         """See ``ScaledGroupedProduct``; ``x`` is bfloat16, and a row that is taken often is rounded once."""
         codes, scales = self._quantise(x, 0, None, activation)

@@ -19,12 +19,7 @@ import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch
 from tp_engine.kernels.jit import jit
-from tp_engine.kernels.sampling.filter_triton import (
-    draw,
-    load_block,
-    narrow,
-    search_registers,
-)
+from tp_engine.kernels.sampling.filter_triton import draw, load_block, narrow, search_registers
 from tp_engine.kernels.sampling.scores_triton import (
     LAUNCH_OPTIONS,
     LOWEST_KEY,

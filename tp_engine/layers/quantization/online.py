@@ -59,10 +59,7 @@ class Online(Dense):
             activation=shape.spec.activation,
         )
         return choose_quantised_experts(
-            weights,
-            dtype=dtype,
-            top_k=shape.spec.rule.top_k,
-            quantises_activations=self._quantises_activations,
+            weights, dtype=dtype, top_k=shape.spec.rule.top_k, quantises_activations=self._quantises_activations
         )
 
 

@@ -40,10 +40,7 @@ def read(config: ConfigJson) -> QuantizationSpec:
     if has_zeros:  # all modules' zero points are read, although those of symmetric ones are the middle
         rules = tuple((name, None if one is None else replace(one, has_zeros=True)) for name, one in rules)
     return QuantizationSpec(
-        method="gptq",
-        rules=rules,
-        skipped=("g_idx",) if has_zeros else ("g_idx", "qzeros"),
-        is_found_by_tensors=True,
+        method="gptq", rules=rules, skipped=("g_idx",) if has_zeros else ("g_idx", "qzeros"), is_found_by_tensors=True
     )
 
 
