@@ -81,22 +81,14 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """
     first, up = gate_up.chunk(2, -1)
     if activation.kind == "swiglu_clamped":
-        return _clamped(widened(first), widened(up), activation).to(gate_up.dtype)
-    return _activated(first, activation).mul_(up)
-
-
-def _activated(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """The gate alone, rounded to its type; a new tensor."""
+        limit, bounded = activation.limit, widened(first).clamp(max=activation.limit)
+        product = (widened(up).clamp(-limit, limit) + 1) * bounded * (bounded * activation.alpha).sigmoid()
+        return product.to(gate_up.dtype)
     if activation.kind == "silu":
-        return F.silu(gate)
+        return F.silu(first).mul_(up)
     if activation.kind == "gelu_tanh":
-        return F.gelu(gate, approximate="tanh")
-    return F.relu(gate).square_()
-
-
-def _clamped(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    bounded = gate.clamp(max=activation.limit)
-    return (up.clamp(-activation.limit, activation.limit) + 1) * bounded * (bounded * activation.alpha).sigmoid()
+        return F.gelu(first, approximate="tanh").mul_(up)
+    return F.relu(first).square_().mul_(up)
 
 
 def embed(token_ids: torch.Tensor, weight: torch.Tensor, first_id: int | None, scale: float = 1.0) -> torch.Tensor:

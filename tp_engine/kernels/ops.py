@@ -28,10 +28,10 @@ Kind: TypeAlias = Literal["twin", "triton", "native"]
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation: its ``twin``, and faster implementations as ``module:function``, imported at their first use.
+    """One operation: its ``twin``, and the modules of faster implementations, imported at their first use.
 
-    ``triton`` is below ``tp_engine.kernels``; it takes and returns what the twin does.  ``native`` is below
-    ``tp_engine.cpu.kernels``; its first argument is the compiled library.
+    ``triton`` is below ``tp_engine.kernels``: its ``NAME_triton`` takes and returns what the twin does.  ``native`` is
+    below ``tp_engine.cpu.kernels``: the first argument of its ``NAME`` is the compiled library.
     """
 
     twin: Callable[..., Any]
@@ -40,52 +40,36 @@ class Op:
 
 
 OPS: dict[str, Op] = {
-    "embed": Op(layer_ops.embed, "elementwise_triton:embed_triton", "ops:embed"),
-    "norm": Op(layer_ops.norm, "norm_triton:norm_triton", "ops:norm"),
-    "add_norm": Op(layer_ops.add_norm, "norm_triton:add_norm_triton", "ops:add_norm"),
-    "add": Op(layer_ops.add, "norm_triton:add_triton", "ops:add"),
-    "copy_rows": Op(layer_ops.copy_rows, None, "ops:copy_rows"),
-    "gate": Op(layer_ops.gate, "elementwise_triton:gate_triton", "ops:gate"),
-    "sigmoid_gate": Op(layer_ops.sigmoid_gate, "elementwise_triton:sigmoid_gate_triton", "delta:sigmoid_gate"),
-    "gated_delta_net_decode": Op(
-        gated_delta_net.gated_delta_net_decode,
-        "gated_delta_net_triton:gated_delta_net_decode_triton",
-        "delta:gated_delta_net_decode",
-    ),
-    "gated_delta_net_prefill": Op(gated_delta_net.gated_delta_net_prefill, None, "delta:gated_delta_net_prefill"),
-    "cap_logits": Op(layer_ops.cap_logits, "elementwise_triton:cap_logits_triton", "ops:cap_logits"),
-    "qk_norm_rope_store": Op(
-        heads.qk_norm_rope_store, "attention.heads_triton:qk_norm_rope_store_triton", "ops:qk_norm_rope_store"
-    ),
-    "head_squares": Op(heads.head_squares, "attention.head_width_triton:head_squares_triton", "ops:head_squares"),
-    "norm_width": Op(heads.norm_width, "attention.head_width_triton:norm_width_triton", "ops:norm_width"),
-    "prepare_latents": Op(
-        latents.prepare_latents, "attention.latents_triton:prepare_latents_triton", "latents:prepare_latents"
-    ),
-    "absorb_w_uk": Op(latents.absorb_w_uk, None, "latents:absorb_w_uk"),
-    "project_w_uv": Op(latents.project_w_uv, None, "latents:project_w_uv"),
-    "route": Op(routing.route, "experts.routing_triton:route_triton", "experts:route"),
-    "to_float32": Op(routing.to_float32, None, "experts:to_float32"),
-    "add_gated": Op(experts.add_gated, "experts.experts_triton:add_gated_triton", "experts:add_gated"),
-    "prepare_decodes": Op(
-        decode_inputs.prepare_decodes, "steps.decode_inputs_triton:prepare_decodes_triton", "ops:prepare_decodes"
-    ),
-    "advance_decodes": Op(
-        decode_inputs.advance_decodes, "steps.decode_inputs_triton:advance_decodes_triton", "ops:advance_decodes"
-    ),
-    "prepare_steps": Op(padded_steps.prepare_steps, "steps.padded_steps_triton:prepare_steps_triton"),
-    "advance_steps": Op(padded_steps.advance_steps, "steps.padded_steps_triton:advance_steps_triton"),
-    "quantise_rows": Op(row_codes.quantise_rows, "quantization.row_codes_triton:quantise_rows_triton"),
-    "encode_blocks": Op(
-        block_codes.encode_blocks, "kv_cache.block_codes_triton:encode_blocks_triton", "block_codes:encode_blocks"
-    ),
-    "decode_blocks": Op(
-        block_codes.decode_blocks, "kv_cache.block_codes_triton:decode_blocks_triton", "block_codes:decode_blocks"
-    ),
-    "norm_codes": Op(row_codes.norm_codes, "quantization.norm_codes_triton:norm_codes_triton"),
-    "add_adapters": Op(adapters.add_adapters, "linear.adapters_triton:add_adapters_triton", "ops:add_adapters"),
+    "embed": Op(layer_ops.embed, "elementwise_triton", "ops"),
+    "norm": Op(layer_ops.norm, "norm_triton", "ops"),
+    "add_norm": Op(layer_ops.add_norm, "norm_triton", "ops"),
+    "add": Op(layer_ops.add, "norm_triton", "ops"),
+    "copy_rows": Op(layer_ops.copy_rows, None, "ops"),
+    "gate": Op(layer_ops.gate, "elementwise_triton", "ops"),
+    "sigmoid_gate": Op(layer_ops.sigmoid_gate, "elementwise_triton", "delta"),
+    "gated_delta_net_decode": Op(gated_delta_net.gated_delta_net_decode, "gated_delta_net_triton", "delta"),
+    "gated_delta_net_prefill": Op(gated_delta_net.gated_delta_net_prefill, None, "delta"),
+    "cap_logits": Op(layer_ops.cap_logits, "elementwise_triton", "ops"),
+    "qk_norm_rope_store": Op(heads.qk_norm_rope_store, "attention.heads_triton", "ops"),
+    "head_squares": Op(heads.head_squares, "attention.head_width_triton", "ops"),
+    "norm_width": Op(heads.norm_width, "attention.head_width_triton", "ops"),
+    "prepare_latents": Op(latents.prepare_latents, "attention.latents_triton", "latents"),
+    "absorb_w_uk": Op(latents.absorb_w_uk, None, "latents"),
+    "project_w_uv": Op(latents.project_w_uv, None, "latents"),
+    "route": Op(routing.route, "experts.routing_triton", "experts"),
+    "to_float32": Op(routing.to_float32, None, "experts"),
+    "add_gated": Op(experts.add_gated, "experts.experts_triton", "experts"),
+    "prepare_decodes": Op(decode_inputs.prepare_decodes, "steps.decode_inputs_triton", "ops"),
+    "advance_decodes": Op(decode_inputs.advance_decodes, "steps.decode_inputs_triton", "ops"),
+    "prepare_steps": Op(padded_steps.prepare_steps, "steps.padded_steps_triton"),
+    "advance_steps": Op(padded_steps.advance_steps, "steps.padded_steps_triton"),
+    "quantise_rows": Op(row_codes.quantise_rows, "quantization.row_codes_triton"),
+    "encode_blocks": Op(block_codes.encode_blocks, "kv_cache.block_codes_triton", "block_codes"),
+    "decode_blocks": Op(block_codes.decode_blocks, "kv_cache.block_codes_triton", "block_codes"),
+    "norm_codes": Op(row_codes.norm_codes, "quantization.norm_codes_triton"),
+    "add_adapters": Op(adapters.add_adapters, "linear.adapters_triton", "ops"),
     # On CPUs the native attention stores what it is given, so there is no C function that only stores.
-    "store_kv": Op(layer_kv.store_kv, "kv_cache.store_kv_triton:store_kv_triton"),
+    "store_kv": Op(layer_kv.store_kv, "kv_cache.store_kv_triton"),
 }
 
 
@@ -116,15 +100,14 @@ def implementation(name: str, kind: Kind) -> Callable[..., Any]:
     entry = OPS[name]
     if kind == "twin":
         return entry.twin
-    place = entry.triton if kind == "triton" else entry.native
-    assert place is not None, f"{name} has no implementation of the kind {kind}"
-    module, _, function = place.partition(":")
+    module = entry.triton if kind == "triton" else entry.native
+    assert module is not None, f"{name} has no implementation of the kind {kind}"
     if kind == "triton":
-        found: Callable[..., Any] = getattr(import_module(f"tp_engine.kernels.{module}"), function)
+        found: Callable[..., Any] = getattr(import_module(f"tp_engine.kernels.{module}"), f"{name}_triton")
         return found
     library = native_library()
     assert library is not None, "the compiled kernels can not be had here"
-    return partial(getattr(import_module(f"tp_engine.cpu.kernels.{module}"), function), library)
+    return partial(getattr(import_module(f"tp_engine.cpu.kernels.{module}"), name), library)
 
 
 def has_triton() -> bool:

@@ -179,12 +179,13 @@ def qk_norm_rope_store_triton(
     num_heads = num_all - 2 * num_kv_heads
     assert heads.stride(2) == 1 and heads.stride(1) == head_dim and head_dim % 2 == 0, (heads.shape, heads.stride())
     if num_tokens:
-        constants = {**_head_constants(heads, num_kv_heads, rotation), **_cache_constants(kv)}
+        cache, form = _cache_arguments(heads, kv)
+        constants = {**_head_constants(heads, num_kv_heads, rotation), **form}
         tile = constants["TILE"]
         qk_norm_rope_store_kernel[(num_tokens, triton.cdiv(num_heads, tile) + triton.cdiv(num_kv_heads, tile))](
             heads, heads if norm is None else norm.weights, None if rotation is None else rotation.table,
             None if rotation is None else rotation.positions, None if rotation is None else rotation.query_scale,
-            *_cache_arguments(heads, kv), slot_mapping, heads.stride(0), 0.0 if norm is None else norm.eps,
+            *cache, slot_mapping, heads.stride(0), 0.0 if norm is None else norm.eps,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, NORMALISES=norm is not None,
             NORMALISES_VALUES=norm is not None and norm.includes_values, OFFSET=0.0 if norm is None else norm.offset,
             **constants, **dependent_launch(heads.device),
@@ -216,20 +217,14 @@ def _head_constants(heads: torch.Tensor, num_kv_heads: int, rotation: Rotation |
     }
 
 
-def _cache_arguments(heads: torch.Tensor, kv: LayerKv | None) -> tuple[torch.Tensor, ...]:
-    """Keys, values and their scales; ``heads`` stands in for those that do not exist, and is not read."""
+def _cache_arguments(heads: torch.Tensor, kv: LayerKv | None) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """Keys, values and their scales, and whether and how they are stored; ``heads`` stands in for those that do not
+    exist, and is not read."""
+    constants = {"STORES": kv is not None, "BLOCK_SIZE": 1, "BLOCK_STRIDE": 0, "SCALE_STRIDE": 0}
     if kv is None:
-        return heads, heads, heads, heads
-    return *kv.cache.unbind(0), *((heads, heads) if kv.scales is None else kv.scales.unbind(0))
-
-
-def _cache_constants(kv: LayerKv | None) -> dict[str, Any]:
-    """Whether K/V are stored, and in which form."""
-    return {
-        "STORES": kv is not None,
-        "BLOCK_SIZE": 1 if kv is None else kv.cache.shape[2],
-        "BLOCK_STRIDE": 0 if kv is None else kv.block_stride,
-        "SCALE_STRIDE": 0 if kv is None else kv.scale_stride,
-        "LARGEST": 0.0 if kv is None or kv.scales is None else LARGEST_VALUE[kv.cache.dtype],
-        "IS_INTEGER": kv is not None and kv.cache.dtype == torch.int8,
-    }
+        return (heads,) * 4, {**constants, "LARGEST": 0.0, "IS_INTEGER": False}
+    constants |= {"BLOCK_SIZE": kv.cache.shape[2], "BLOCK_STRIDE": kv.block_stride, "SCALE_STRIDE": kv.scale_stride}
+    scales = (heads, heads) if kv.scales is None else kv.scales.unbind(0)
+    largest = 0.0 if kv.scales is None else LARGEST_VALUE[kv.cache.dtype]
+    form = {"LARGEST": largest, "IS_INTEGER": kv.cache.dtype == torch.int8}
+    return (*kv.cache.unbind(0), *scales), {**constants, **form}

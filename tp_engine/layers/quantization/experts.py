@@ -13,20 +13,16 @@ not divide by the ranks are split in blocks (``model_config.mlp.block_bounds``);
 part.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TypeAlias
 
 import torch
 
 from tp_engine.layers.quantization.stored import WEIGHT, LinearShape, Part
 from tp_engine.model_config.mlp import ExpertsSpec, StoredExperts, local_inner_size
-from tp_engine.weights.source import Decode, Source, Span, block_share
+from tp_engine.weights.source import Source, Span, block_share
 
 _NOWHERE = Span(0, 0)
-
-DecodeStack: TypeAlias = Callable[[torch.Tensor, Decode], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,27 +71,31 @@ class ExpertsShape:
     def weight_sources(self, stored: StoredExperts, of_one: LinearShape) -> tuple[Source, ...]:
         """The sources of a parameter (experts, rows, columns), in the model's own type."""
         tensor = replace(WEIGHT, suffix=stored.weight_suffix, is_turned=stored.kind == "transposed")
-        return self.of_all(stored, of_one.sources(tensor), _decode_together)
+        return self.of_all(stored, of_one.sources(tensor), is_view=True)
 
     def bias_sources(self, stored: StoredExperts, of_one: LinearShape) -> tuple[Source, ...]:
         """The sources of a parameter (experts, rows)."""
-        return self.of_all(stored, of_one.vector_sources(stored.bias_suffix), _decode_together)
+        return self.of_all(stored, of_one.vector_sources(stored.bias_suffix), is_view=True)
 
-    def of_all(
-        self, stored: StoredExperts, of_one: Sequence[Source], decode_stack: DecodeStack | None = None
-    ) -> tuple[Source, ...]:
-        """What the sources ``of_one`` expert are for all experts; ``decode_stack`` decodes a stack of them."""
+    def of_all(self, stored: StoredExperts, of_one: Sequence[Source], *, is_view: bool = False) -> tuple[Source, ...]:
+        """What the sources ``of_one`` expert are for all experts; ``is_view``: decoding only chooses and turns rows and
+        columns, so that a stack is decoded at once, without a copy."""
         if stored.kind == "each":
             return tuple(self._numbered(one, number) for number in range(self.spec.num_experts) for one in of_one)
-        return tuple(self._stacked(one, decode_stack or _decode_each) for one in of_one)
+        return tuple(self._stacked(one, is_view) for one in of_one)
 
-    def _stacked(self, one: Source, decode_stack: DecodeStack) -> Source:
+    def _stacked(self, one: Source, is_view: bool) -> Source:
+        def decode(values: torch.Tensor) -> torch.Tensor:
+            if is_view:
+                return one.decode(values.movedim(0, -1)).movedim(-1, 0)
+            return torch.stack([one.decode(value) for value in values])
+
         return replace(
             one,
             shape=(self.spec.num_experts, *one.shape),
             taken=(self.experts, *one.taken),
             target=(Span(0, self.experts.size), *one.target),
-            decode=lambda values: decode_stack(values, one.decode),
+            decode=decode,
         )
 
     def _numbered(self, one: Source, number: int) -> Source:
@@ -109,7 +109,7 @@ class ExpertsShape:
             name=one.name.format(number),
             taken=taken,
             target=(Span(place, int(is_here)), *target),
-            decode=partial(_decode_one, decode=one.decode),
+            decode=lambda values: one.decode(values).unsqueeze(0),
         )
 
 
@@ -141,18 +141,3 @@ def share_experts(
         adds_down_bias=not splits or rank == 0,
         num_shards=num_shards,
     )
-
-
-def _decode_each(values: torch.Tensor, decode: Decode) -> torch.Tensor:
-    """A stack of experts' tensors, each decoded."""
-    return torch.stack([decode(one) for one in values])
-
-
-def _decode_together(values: torch.Tensor, decode: Decode) -> torch.Tensor:
-    """The same for decodings that only choose and turn rows and columns: a view."""
-    return decode(values.movedim(0, -1)).movedim(-1, 0)
-
-
-def _decode_one(values: torch.Tensor, decode: Decode) -> torch.Tensor:
-    """A tensor of one expert, decoded, as a stack of one."""
-    return decode(values).unsqueeze(0)

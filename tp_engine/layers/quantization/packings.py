@@ -67,7 +67,7 @@ def pack_codes(kind: Codes, columns: int) -> tuple[Codes, int, Decode]:
     if kind in ("int8", "e4m3"):
         return kind, 1, as_stored
     if columns % 2 == 0:
-        return kind, 2, _join_nibbles
+        return kind, 2, lambda codes: codes[:, 0::2] | codes[:, 1::2] << 4  # the inverse of _split_nibbles
     return ("int8", 1, _int4_as_int8) if kind == "int4" else ("e4m3", 1, _e2m1_as_e4m3)
 
 
@@ -122,12 +122,14 @@ def _gptq(scheme: WeightScheme, group: int, *, less_one: bool) -> Tensors:
 
 
 def _mxfp4(scheme: WeightScheme, group: int) -> Tensors:
-    codes = StoredTensor(suffix="_blocks", unit=Unit(1, 32), tail=(16,), unpack=_unpack_blocks, dtype=torch.uint8)
+    codes = StoredTensor(
+        suffix="_blocks",
+        unit=Unit(1, 32),
+        tail=(16,),
+        unpack=lambda values: _split_nibbles(values.flatten(1)),
+        dtype=torch.uint8,
+    )
     return Tensors(codes=codes, scales=_powers("_scales"), scale_type=torch.float8_e8m0fnu)
-
-
-def _mxfp4_packed(scheme: WeightScheme, group: int) -> Tensors:
-    return Tensors(codes=_bytes(".weight_packed"), scales=_powers(".weight_scale"), scale_type=torch.float8_e8m0fnu)
 
 
 def _nvfp4(scheme: WeightScheme, group: int, *, codes: str, factor: Scalar) -> Tensors:
@@ -145,7 +147,9 @@ PACKINGS: dict[str, Callable[[WeightScheme, int], Tensors]] = {
     "gptq": partial(_gptq, less_one=True),
     "gptq_v2": partial(_gptq, less_one=False),
     "mxfp4": _mxfp4,
-    "mxfp4-packed": _mxfp4_packed,
+    "mxfp4-packed": lambda scheme, group: Tensors(
+        codes=_bytes(".weight_packed"), scales=_powers(".weight_scale"), scale_type=torch.float8_e8m0fnu
+    ),
     "nvfp4": partial(
         _nvfp4, codes=".weight_packed", factor=Scalar(suffix=".weight_global_scale", decode=torch.reciprocal)
     ),
@@ -195,11 +199,6 @@ def _split_nibbles(values: torch.Tensor) -> torch.Tensor:
     return torch.stack((values & 15, values >> 4), -1).flatten(1)
 
 
-def _join_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """The inverse of ``_split_nibbles``."""
-    return codes[:, 0::2] | codes[:, 1::2] << 4
-
-
 def _unpack_columns(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Words (rows, n) -> codes (rows, n * 32 / bits); codes of 8 bits become signed."""
     found = _as_bytes(words)
@@ -220,11 +219,6 @@ def _unpack_zeros(words: torch.Tensor, bits: int, order: tuple[int, ...] | None 
     """Words (n, groups) -> zero points (n * 32 / bits, groups) int8, relative to the signed codes."""
     codes = (_unpack_rows(words, bits, order).to(torch.int16) + added) & ((1 << bits) - 1)
     return (codes - (1 << bits - 1)).to(torch.int8)
-
-
-def _unpack_blocks(values: torch.Tensor) -> torch.Tensor:
-    """Bytes (rows, blocks, 16) -> codes (rows, blocks * 32)."""
-    return _split_nibbles(values.flatten(1))
 
 
 def _int4_as_int8(codes: torch.Tensor) -> torch.Tensor:
