@@ -1,6 +1,6 @@
 """Paged attention with Triton kernels: decodes split over their keys, prompt chunks tile by tile."""
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -31,9 +31,7 @@ class TritonBackend:
 
         self._store_kv = store_kv_triton
         self._decode = paged_decode_triton.paged_decode_triton
-        self._decode_sizes = cache(
-            paged_decode_triton.fixed_decode_sizes if is_invariant else paged_decode_triton.decode_sizes
-        )
+        self._decode_sizes = cache(partial(paged_decode_triton.decode_sizes, is_fixed=is_invariant))
         self._prefill = paged_prefill_triton.paged_prefill_triton
         self._prefill_sizes = cache(paged_prefill_triton.prefill_sizes)
         self._max_arrivals = paged_decode_triton.MAX_ARRIVALS * (

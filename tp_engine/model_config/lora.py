@@ -31,14 +31,6 @@ EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def _is_set(value: object) -> bool:
-    return bool(value)
-
-
-def _is_other_bias(value: object) -> bool:
-    return value not in (None, "none")
-
-
 def _has_others(value: object) -> bool:
     names = value if isinstance(value, list) else [value] if value else []
     return any(str(name).rpartition(".")[2] not in EXPERT_PARAMETERS for name in names)
@@ -50,22 +42,22 @@ def _changes_base(value: object) -> bool:
 
 # Field -> whether its value is refused, and what it stands for.
 _REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
-    "bias": (_is_other_bias, "trained biases"),
-    "lora_bias": (_is_set, "biases of B"),
-    "modules_to_save": (_is_set, "whole trained modules"),
-    "use_dora": (_is_set, "DoRA"),
-    "use_qalora": (_is_set, "QALoRA"),
-    "use_bdlora": (_is_set, "BD-LoRA"),
-    "velora_config": (_is_set, "VeLoRA"),
-    "monteclora_config": (_is_set, "MonteCLoRA"),
-    "kasa_config": (_is_set, "KaSA"),
-    "arrow_config": (_is_set, "Arrow routing"),
-    "alora_invocation_tokens": (_is_set, "activated LoRA"),
-    "layer_replication": (_is_set, "replicated layers"),
-    "trainable_token_indices": (_is_set, "trained tokens"),
+    "bias": (lambda value: value not in (None, "none"), "trained biases"),
+    "lora_bias": (bool, "biases of B"),
+    "modules_to_save": (bool, "whole trained modules"),
+    "use_dora": (bool, "DoRA"),
+    "use_qalora": (bool, "QALoRA"),
+    "use_bdlora": (bool, "BD-LoRA"),
+    "velora_config": (bool, "VeLoRA"),
+    "monteclora_config": (bool, "MonteCLoRA"),
+    "kasa_config": (bool, "KaSA"),
+    "arrow_config": (bool, "Arrow routing"),
+    "alora_invocation_tokens": (bool, "activated LoRA"),
+    "layer_replication": (bool, "replicated layers"),
+    "trainable_token_indices": (bool, "trained tokens"),
     "target_parameters": (_has_others, "adapted parameters other than experts' stacks, such as a router's,"),
-    "fan_in_fan_out": (_is_set, "transposed weights"),
-    "megatron_config": (_is_set, "Megatron's layers"),
+    "fan_in_fan_out": (bool, "transposed weights"),
+    "megatron_config": (bool, "Megatron's layers"),
     "init_lora_weights": (_changes_base, "an initialisation that changes the base weights"),
 }
 

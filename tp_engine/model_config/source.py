@@ -23,7 +23,10 @@ def resolve_model_folder(model: str, revision: str | None = None, patterns: Sequ
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
-        _check_files(folder)
+        try:
+            files.check_folder(folder)
+        except OSError as error:
+            raise ConfigError(f"{error.filename or folder} can not be read: {error.strerror}") from error
         if not (folder / CONFIG_FILE).is_file():
             problem = f"model is {model!r}, a folder without {CONFIG_FILE}"
             raise ConfigError(f"{problem}{_mistral_format(folder)}; give the folder of a saved model")
@@ -57,13 +60,6 @@ def _mistral_format(folder: Path) -> str:
     return f" but with {what}, which is Mistral's own format and not read (Hugging Face's has model*.safetensors)"
 
 
-def _check_files(folder: Path) -> None:
-    try:
-        files.check_folder(folder)
-    except OSError as error:
-        raise ConfigError(f"{error.filename or folder} can not be read: {error.strerror}") from error
-
-
 def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     try:
         hub: Any = importlib.import_module("huggingface_hub")
@@ -77,17 +73,13 @@ def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
             hub.snapshot_download(name, revision=revision, allow_patterns=[*patterns], ignore_patterns=OTHER_FORMATS)
         )
     except Exception as error:
-        at = f" at revision {revision!r}" if revision else ""
+        at, first_line = f" at revision {revision!r}" if revision else "", str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"model is {name!r}; there is no such folder below {Path.cwd()}, and the Hugging Face hub gave no model of "
-            f"that name{at} ({type(error).__name__}: {_first_line(error)}). Without a network, download the model "
+            f"that name{at} ({type(error).__name__}: {first_line}). Without a network, download the model "
             "elsewhere and give its folder"
         ) from error
     if not (folder / CONFIG_FILE).is_file():
         problem = f"model is {name!r}; the hub's repository has no {CONFIG_FILE}"
         raise ConfigError(f"{problem}{_mistral_format(folder)}: it is not a saved model")
     return folder
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

@@ -15,7 +15,6 @@ from tp_engine.attention.base import AttentionShape
 from tp_engine.kernels.attention.paged_decode_triton import (
     MAX_ARRIVALS,
     decode_sizes,
-    fixed_decode_sizes,
     paged_decode_triton,
 )
 from tp_engine.kernels.attention.paged_prefill_triton import paged_prefill_triton, prefill_sizes
@@ -191,7 +190,7 @@ def run_on(batch: PagedBatch, scales: torch.Tensor | None, case: Case) -> torch.
 def run_fixed(case: Case, device: str = "cpu") -> None:
     """With splits by length alone, each request alone has its bits in the batch."""
     batch, scales = stored_batch(case, [(1, length + 1) for _, length in DECODES if length], device)
-    sizes = fixed_decode_sizes(4, case.num_kv_heads, case.head_dim, case.dtype.itemsize, 132)
+    sizes = decode_sizes(4, case.num_kv_heads, case.head_dim, case.dtype.itemsize, 132, is_fixed=True)
     sizes, metadata = replace(sizes, long_keys=case.long_keys), batch.metadata
 
     def attend(own: slice) -> torch.Tensor:
@@ -332,7 +331,7 @@ def launch_all(capability: int) -> None:
             arrivals = torch.empty(MAX_ARRIVALS, dtype=torch.int32, device="meta")
             paged_decode_triton(**call, seq_lens=seq_lens, sizes=sizes, arrivals=arrivals)
         if number < 2:  # the same code with another constant
-            sizes = fixed_decode_sizes(64, num_kv_heads, head_dim, itemsize, 132, is_quantised=quantised)
+            sizes = decode_sizes(64, num_kv_heads, head_dim, itemsize, 132, is_quantised=quantised, is_fixed=True)
             paged_decode_triton(**call, seq_lens=seq_lens, sizes=sizes, arrivals=arrivals)
         query_start = torch.empty(65, dtype=torch.int32, device="meta")
         paged_prefill_triton(

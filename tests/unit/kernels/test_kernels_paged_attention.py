@@ -49,10 +49,10 @@ def test_number_of_splits(num_requests: int, num_kv_heads: int, usual: int, most
 @needs_triton
 def test_fixed_splits_do_not_depend_on_the_batch() -> None:
     """Oracle: those of one request on the smallest GPU."""
-    from tp_engine.kernels.attention.paged_decode_triton import fixed_decode_sizes
+    from tp_engine.kernels.attention.paged_decode_triton import decode_sizes
 
-    expected = fixed_decode_sizes(1, 1, 128, 2, 1)
-    assert all(fixed_decode_sizes(*batch, 128, 2, 132) == expected for batch in ((1, 8), (64, 1), (1000, 8)))
+    expected = decode_sizes(1, 1, 128, 2, 1, is_fixed=True)
+    assert all(decode_sizes(*batch, 128, 2, 132, is_fixed=True) == expected for batch in ((1, 8), (64, 1), (1000, 8)))
 
 
 @needs_triton

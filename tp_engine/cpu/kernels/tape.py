@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 Naming: TypeAlias = Callable[[str], AbstractContextManager[object]]
 """``with naming("rms_norm"):`` surrounds a call."""
@@ -56,7 +56,7 @@ class Tape:
         self._names: list[str] = []
         self._entry_type = entry_type(library.max_words())
         self._entries: list[ctypes.Structure] = []
-        self._parts: list[TapePart] = []
+        self._parts: list[Entries | Callable[[], object]] = []  # a call of Python is a collective, with its deadlines
         self._kept: list[tuple[Any, ...]] = []
 
     def add(self, name: str, player: int, arguments: tuple[Any, ...]) -> None:
@@ -71,7 +71,7 @@ class Tape:
     def add_python(self, function: Callable[[], object]) -> None:
         """Append a call of Python."""
         self.finish()
-        self._parts.append(PythonCall(function))
+        self._parts.append(function)
 
     def finish(self) -> None:
         """End the stretch of C calls; later calls begin a new one."""
@@ -83,10 +83,13 @@ class Tape:
         """Make all calls again."""
         naming = _naming.get()
         for part in self._parts:
-            if naming is None:
-                part.run()
+            if isinstance(part, Entries):
+                part.run(naming)
+            elif naming is None:
+                part()
             else:
-                part.run_named(naming)
+                with naming("collective"):
+                    part()
 
 
 _recorded: ContextVar[Tape | None] = ContextVar("recorded_tape", default=None)
@@ -157,27 +160,6 @@ def word_of(argument: Any) -> int:
     return ctypes.addressof(argument.contents)
 
 
-class TapePart(Protocol):
-    """A piece of a tape: calls that follow one another."""
-
-    def run(self) -> object:
-        """Make them again."""
-
-    def run_named(self, naming: Naming) -> None:
-        """Make them again, each under its name."""
-
-
-class PythonCall:
-    """A call of Python between stretches of C: a collective, with its deadlines."""
-
-    def __init__(self, function: Callable[[], object]) -> None:
-        self.run = function
-
-    def run_named(self, naming: Naming) -> None:
-        with naming("collective"):
-            self.run()
-
-
 class Entries:
     """A stretch of C calls, and the position in it at which ``run_tape`` continues."""
 
@@ -189,10 +171,11 @@ class Entries:
         self._position = ctypes.c_int64()
         self._first, self._place = ctypes.addressof(self._entries), ctypes.addressof(self._position)
 
-    def run(self) -> None:
-        self._run(self._first, len(self._names))
-
-    def run_named(self, naming: Naming) -> None:
+    def run(self, naming: Naming | None) -> None:
+        """Make the calls again, each under its name if there is a ``naming``."""
+        if naming is None:
+            self._run(self._first, len(self._names))
+            return
         for i, name in enumerate(self._names):
             with naming(name):
                 self._run(self._first + i * self._entry_bytes, 1)

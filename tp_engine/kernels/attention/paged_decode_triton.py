@@ -18,7 +18,7 @@ The grid depends on the size of the batch alone and lengths are read on the devi
 The numbers of splits are not constants of the compiled code: a new one would stop the engine while Triton compiles.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import no_type_check
 
 import torch
@@ -45,7 +45,7 @@ _USUAL_GROUP = 8  # the order of a sum must not follow from how many heads of a 
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 _MOST_PROGRAMS_PER_MULTIPROCESSOR = 16  # a program without work ends at once, but costs a launch
 MAX_ARRIVALS = 4096
-FIXED_SPLITS, _FIXED_KEYS = 16, 1024
+FIXED_SPLITS, _FIXED_KEYS, _LONG_KEYS = 16, 1024, 2048
 _MIN_ROWS = 16  # of a matrix product
 
 
@@ -62,7 +62,7 @@ class DecodeSizes:
     num_stages: int
     usual_splits: int
     num_splits: int
-    long_keys: int = 2048
+    long_keys: int = _LONG_KEYS
 
 
 @triton.jit(do_not_specialize=["table_stride", "usual_splits", "num_splits"])
@@ -189,23 +189,6 @@ def paged_decode_triton(
     )  # fmt: skip
 
 
-def fixed_decode_sizes(
-    num_requests: int,
-    num_kv_heads: int,
-    head_dim: int,
-    itemsize: int,
-    num_multiprocessors: int,
-    *,
-    is_quantised: bool = False,
-) -> DecodeSizes:
-    """As ``decode_sizes``, but the same for every batch and every GPU: a request's splits follow from its length alone.
-
-    A batch of any size has partial results of ``FIXED_SPLITS`` splits, so its ``arrivals`` are as many times longer.
-    """
-    usual = decode_sizes(1, 1, head_dim, itemsize, 1, is_quantised=is_quantised)
-    return replace(usual, usual_splits=1, num_splits=FIXED_SPLITS, long_keys=_FIXED_KEYS)
-
-
 def decode_sizes(
     num_requests: int,
     num_kv_heads: int,
@@ -214,10 +197,13 @@ def decode_sizes(
     num_multiprocessors: int,
     *,
     is_quantised: bool = False,
+    is_fixed: bool = False,
 ) -> DecodeSizes:
     """Sizes for a batch on a GPU; ``itemsize`` is that of the query's type, ``is_quantised`` the cache.
 
-    The numbers of splits, powers of two, follow from the size of the batch, and not from its lengths.
+    The numbers of splits, powers of two, follow from the size of the batch, and not from its lengths.  If they are
+    ``is_fixed``, they are the same for every batch and every GPU: a request's splits follow from its length alone.  A
+    batch of any size then has partial results of ``FIXED_SPLITS`` splits, so its ``arrivals`` are as many times longer.
     """
     num_programs = max(1, num_requests * num_kv_heads)
     usual_splits = power_of_two_splits(num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR // num_programs)
@@ -234,8 +220,9 @@ def decode_sizes(
         tile, num_warps, num_stages = 128, 4, 2
     else:
         tile, num_warps, num_stages = 64, 2, 3
+    usual, most, long_keys = (1, FIXED_SPLITS, _FIXED_KEYS) if is_fixed else (usual_splits, num_splits, _LONG_KEYS)
     return DecodeSizes(
-        tile=tile, num_warps=num_warps, num_stages=num_stages, usual_splits=usual_splits, num_splits=num_splits
+        tile=tile, num_warps=num_warps, num_stages=num_stages, usual_splits=usual, num_splits=most, long_keys=long_keys
     )
 
 

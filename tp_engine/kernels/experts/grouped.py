@@ -92,18 +92,14 @@ def grouped_experts(
     if weights.gate_up_bias is not None or weights.down_bias is not None:
         return None
     if isinstance(weights, ExpertWeights):
-        return dense_grouped_experts(weights) if _takes_grouped_mm(weights.down) else None
+        down = weights.down
+        if down.device.type != "cuda" or down.dtype != torch.bfloat16 or down.shape[1] % 8 or down.shape[2] % 8:
+            return None  # rows must have whole 16 bytes
+        is_capable = torch.cuda.get_device_capability(down.device) >= _CAPABILITY
+        return dense_grouped_experts(weights) if is_capable else None
     if not quantises_activations:
         return None
     gate_up, down = grouped_scaled_product(weights.gate_up), grouped_scaled_product(weights.down)
     if gate_up is None or down is None:
         return None
     return GroupedExperts(gate_up, down, weights.activation, weights.first)
-
-
-def _takes_grouped_mm(down: torch.Tensor) -> bool:
-    """Whether the GPU's grouped product takes these experts: bfloat16, rows of whole 16 bytes."""
-    if down.device.type != "cuda" or down.dtype != torch.bfloat16:
-        return False
-    is_capable = torch.cuda.get_device_capability(down.device) >= _CAPABILITY
-    return is_capable and down.shape[1] % 8 == 0 and down.shape[2] % 8 == 0

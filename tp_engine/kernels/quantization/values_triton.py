@@ -22,6 +22,7 @@ DENSE = 0  # the number of weights of the model's own type, where a kernel takes
 CODE_NUMBERS: dict[Codes, int] = {"int4": 1, "int8": 2, "e4m3": 3, "e2m1": 4}
 _INT4, _INT8, _E4M3, _E2M1 = (tl.constexpr(CODE_NUMBERS[kind]) for kind in ("int4", "int8", "e4m3", "e2m1"))
 _NO_SCALES, _FLOATS, _E4M3_SCALES, _E8M0_SCALES = (tl.constexpr(number) for number in range(4))
+_SCALE_NUMBERS = {torch.float8_e4m3fn: 2, torch.float8_e8m0fnu: 3}  # floats have 1
 _TWO_TO_126, _TWO_TO_120 = tl.constexpr(2.0**126), tl.constexpr(2.0**120)
 # Sign, exponent and mantissa in a float32, as a signed number.
 _E4M3_BITS, _E2M1_BITS = tl.constexpr(0x87F00000 - (1 << 32)), tl.constexpr(0x81C00000 - (1 << 32))
@@ -90,7 +91,7 @@ def weight_constants(weight: QuantisedWeight) -> dict[str, Any]:
     assert weight.group % values_per_byte(weight.kind) == 0, (weight.kind, weight.group)
     return {
         "CODES": CODE_NUMBERS[weight.kind],
-        "SCALES": _scales_number(weight),
+        "SCALES": 0 if weight.scales is None else _SCALE_NUMBERS.get(weight.scales.dtype, 1),
         "IN": size,
         "GROUP": weight.group if groups > 1 else size,
         "GROUPS": groups,
@@ -109,9 +110,3 @@ def weight_tensors(weight: QuantisedWeight) -> tuple[torch.Tensor | None, ...]:
     if scales is not None and scales.dtype.itemsize == 1:
         scales = scales.view(torch.uint8)
     return weight.codes, scales, weight.zeros, weight.factors
-
-
-def _scales_number(weight: QuantisedWeight) -> int:
-    if weight.scales is None:
-        return 0
-    return {torch.float8_e4m3fn: 2, torch.float8_e8m0fnu: 3}.get(weight.scales.dtype, 1)
