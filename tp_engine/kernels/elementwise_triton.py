@@ -4,6 +4,8 @@ cap_logits.
 The Triton twins of ``layer_ops``.  Program (i, j) makes elements [j * BLOCK, (j + 1) * BLOCK) of row i.
 """
 
+from typing import Any
+
 import torch
 import triton.language as tl
 
@@ -66,7 +68,7 @@ def gate_triton(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     return out
 
 
-def activation_constants(activation: Activation | None) -> dict[str, float]:
+def activation_constants(activation: Activation | None) -> dict[str, Any]:
     """The constants of ``gated``; for None, those of a kernel that does not call it."""
     if activation is None:
         return {"KIND": 0, "ALPHA": 0.0, "LIMIT": 0.0}
@@ -113,7 +115,7 @@ def embed_triton(
     num_ids, size = weight.shape
     assert weight.is_contiguous() and token_ids.is_contiguous(), (weight.stride(), token_ids.stride())
     out = torch.empty((len(token_ids), size), dtype=weight.dtype, device=weight.device)
-    constants = {"FIRST_ID": first_id or 0, "NUM_IDS": num_ids, "SCALE": scale}
+    constants: dict[str, Any] = {"FIRST_ID": first_id or 0, "NUM_IDS": num_ids, "SCALE": scale}
     launch_row_blocks(embed_kernel, out, len(token_ids), size, token_ids, weight, out, **constants)
     return out
 

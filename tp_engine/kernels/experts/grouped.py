@@ -92,10 +92,10 @@ def grouped_experts(
     if weights.gate_up_bias is not None or weights.down_bias is not None:
         return None
     if isinstance(weights, ExpertWeights):
-        down = weights.down
-        if down.device.type != "cuda" or down.dtype != torch.bfloat16 or down.shape[1] % 8 or down.shape[2] % 8:
+        own = weights.down
+        if own.device.type != "cuda" or own.dtype != torch.bfloat16 or own.shape[1] % 8 or own.shape[2] % 8:
             return None  # rows must have whole 16 bytes
-        is_capable = torch.cuda.get_device_capability(down.device) >= _CAPABILITY
+        is_capable = torch.cuda.get_device_capability(own.device) >= _CAPABILITY
         return dense_grouped_experts(weights) if is_capable else None
     if not quantises_activations:
         return None
