@@ -1,4 +1,4 @@
-"""The README's reading order: the core of the program, which one person can read in a day."""
+"""The CONTRIBUTING's reading order: the core of the program, which one person can read in a day."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ ITEM = re.compile(r"^\d+\. `([a-z0-9_/]+\.py)`: \S", re.MULTILINE)
 
 def listed() -> list[str]:
     """The files of the list, in its order."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    return ITEM.findall(readme.split("\n## Reading order\n", 1)[1].split("\n## ", 1)[0])
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    return ITEM.findall(text.split("\n## Reading order\n", 1)[1].split("\n## ", 1)[0])
 
 
 def test_every_file_exists_and_is_listed_once() -> None:
@@ -21,10 +21,10 @@ def test_every_file_exists_and_is_listed_once() -> None:
     files = listed()
     assert 30 <= len(files) <= 40 and len(set(files)) == len(files)
     missing = [name for name in files if not (ROOT / "tp_engine" / name).is_file()]
-    assert not missing, f"the README's reading order names files that do not exist: {', '.join(missing)}"
+    assert not missing, f"the CONTRIBUTING's reading order names files that do not exist: {', '.join(missing)}"
 
 
 def test_the_core_reads_in_a_day() -> None:
-    """Oracle: the README's promise, at most 6,000 lines."""
+    """Oracle: the CONTRIBUTING's promise, at most 6,000 lines."""
     lines = sum(len((ROOT / "tp_engine" / name).read_text(encoding="utf-8").splitlines()) for name in listed())
-    assert lines <= MAX_LINES, f"the files of the README's reading order have {lines:,} lines; shorten the list"
+    assert lines <= MAX_LINES, f"the files of the CONTRIBUTING's reading order have {lines:,} lines; shorten the list"
