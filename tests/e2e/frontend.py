@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
 import ssl
 import time
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from tests.fake_engine import MODEL_INFO, FakeEngine, ServiceThread, fake_servic
 from tp_engine.config import DEMO_MODEL
 from tp_engine.request import EngineRequest
 from tp_engine.server.config import ServerConfig
-from tp_engine.server.frontend_process import EnginePulse, FrontendProcess
+from tp_engine.server.frontend_process import EnginePulse, FrontendProcess, FrontendSettings
 from tp_engine.server.listener import listener_url, open_listener
 
 DEADLINE_S = 30.0
@@ -78,14 +80,16 @@ def running_server(
         service = stack.enter_context(fake_service(engine))
         listener = stack.enter_context(open_listener(config))
         url = listener_url(listener, scheme="https" if config.ssl_certfile else "http")
-        process = FrontendProcess.start(
-            listener,
-            config,
-            model_names=("demo", "alias"),
+        settings = FrontendSettings(
+            server=dataclasses.asdict(config),
+            model_names=["demo", "alias"],
             address=service.address,
+            listener_fd=listener.fileno(),
+            parent_pid=os.getpid(),
             startup_timeout_s=DEADLINE_S,
             pulse=pulse,
         )
+        process = FrontendProcess.start(listener, settings)
         listener.close()
         stack.callback(process.end)
         headers = {"Content-Type": "application/json"}  # also of bodies that a test writes itself

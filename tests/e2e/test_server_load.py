@@ -163,7 +163,7 @@ def test_a_reader_that_stops_reading_holds_a_bounded_number_of_updates(n: int) -
         client = Client(app, "POST", "/v1/completions", body)
         client.reading.clear()
         task = asyncio.create_task(client.run())
-        largest, streams = 0, state.llm._ready_outputs
+        largest, streams = 0, state.llm.outputs
         while not client.parts or (await state.llm.engine.stats()).num_running:
             largest = max([largest, *map(len, streams._mailboxes.values())])
             await asyncio.sleep(0.001)

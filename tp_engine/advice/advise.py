@@ -103,7 +103,7 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
         tensor_parallel_size=world_size,
         dtype=dtype,
         quantization=question.quantization,
-        weight_format=_weight_format(question, dtype),
+        weight_format=question.quantization or (dtype if model.quantization is None else model.quantization.method),
         kv_cache_dtype=kv_dtype,
         gpu_memory_utilization=utilization,
         total_bytes=memory,
@@ -129,11 +129,6 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
         reasons=_reasons(question, capacity, concurrency),
         problems=problems,
     )
-
-
-def _weight_format(question: Question, dtype: str) -> str:
-    own = question.model.quantization
-    return question.quantization or (dtype if own is None else own.method)
 
 
 def _concurrency(workload: Workload, capacity: KvCapacity, num_blocks: int, blocks_of_state: float) -> float:

@@ -118,9 +118,7 @@ class Recommendation:
     def _capacity(self) -> list[str]:
         blocks = f"{self.num_blocks:,} blocks of {self.block_size} tokens, {self.block_bytes:,} bytes each"
         lines = kv_cache_lines(
-            num_bytes=self.num_blocks * self.block_bytes,
-            num_tokens=self.num_tokens,
-            max_model_len=self.max_model_len,
+            num_bytes=self.num_blocks * self.block_bytes, num_tokens=self.num_tokens, max_model_len=self.max_model_len
         )
         expected = f"Expected concurrency for this workload: {self.expected_concurrency:.1f} requests"
         return [f"  {line}" for line in (blocks, *lines, expected)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import repeat
 from math import gcd
 from typing import TypeAlias
 
@@ -45,11 +44,7 @@ class _Online:
 
 _E4M3 = WeightScheme(packing="plain", kind="e4m3")
 _INT4 = WeightScheme(packing="gptq", kind="int4", group=32)
-_ONLINE = {
-    "int8": _Online(_PER_ROW, None),
-    "fp8": _Online(_E4M3, _E4M3),
-    "int4": _Online(_INT4, _INT4, _PER_ROW),
-}
+_ONLINE = {"int8": _Online(_PER_ROW, None), "fp8": _Online(_E4M3, _E4M3), "int4": _Online(_INT4, _INT4, _PER_ROW)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +102,8 @@ def local_weight_bytes(
         if online is not None:  # each rank's groups begin at its first column
             products = [replace(one, column_cuts=()) for one in products]
         found += count * _others(hidden, layer, world_size, active_only=active_only) * itemsize
-        found += count * sum(map(_bytes_of_all, products, schemes, repeat(itemsize)))
+        pairs = zip(products, schemes, strict=False)
+        found += count * sum(one.count * _weight_bytes(one, scheme, itemsize) for one, scheme in pairs)
     return found
 
 
@@ -123,10 +119,6 @@ def _kinds(model: ModelSpec, online: _Online | None) -> dict[tuple[LayerSpec, Sc
     if model.quantization is None:
         return {(layer, schemes_of(0, layer)): count for layer, count in model.distinct_layers.items()}
     return Counter((layer, schemes_of(index, layer)) for index, layer in enumerate(model.layers))
-
-
-def _bytes_of_all(product: _Product, scheme: WeightScheme | None, itemsize: int) -> int:
-    return product.count * _weight_bytes(product, scheme, itemsize)
 
 
 def _weight_bytes(product: _Product, scheme: WeightScheme | None, itemsize: int) -> int:
@@ -186,10 +178,7 @@ def _products_of_delta(hidden: int, delta: GatedDeltaNetSpec, world_size: int) -
     inputs, gates = (
         (("in_proj_qkvz",), ("in_proj_ba",))
         if delta.is_fused
-        else (
-            ("in_proj_qkv", "in_proj_z"),
-            ("in_proj_b", "in_proj_a"),
-        )
+        else (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))
     )
     return [
         _Product(
@@ -232,13 +221,7 @@ def _products_of_mlp(
     count = mlp.rule.top_k if active_only else mlp.num_experts
     yield _Product(modules=modules, rows=2 * room, columns=hidden, row_cuts=(room, *cuts), count=count, is_expert=True)
     yield _Product(
-        modules=modules,
-        rows=hidden,
-        columns=room,
-        row_cuts=(hidden,),
-        column_cuts=cuts,
-        count=count,
-        is_expert=True,
+        modules=modules, rows=hidden, columns=room, row_cuts=(hidden,), column_cuts=cuts, count=count, is_expert=True
     )
     if mlp.shared is not None:
         (shared,) = _below(path, None, mlp.shared.name)

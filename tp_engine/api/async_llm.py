@@ -7,10 +7,10 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from tp_engine.api.async_operations import AsyncOperations
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_search
 from tp_engine.api.engine_options import ChatTemplateOptions, EngineOptions, read_options
 from tp_engine.api.input_processor import InputProcessor, Prompt, load_tokenizer, prompt_text
@@ -22,30 +22,34 @@ from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.config import DEMO_MODEL
 from tp_engine.engine.client import EngineClient
 from tp_engine.engine.messages import ModelInfo
-from tp_engine.engine.tokenizer import TokenDecoder
-from tp_engine.errors import RankError
+from tp_engine.engine.report import EngineReport
+from tp_engine.errors import RankError, RequestError, shown
 from tp_engine.lora import LoRARequest, load_for
 from tp_engine.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from tp_engine.sched.view import ViewLimits
 
 if TYPE_CHECKING:
     from tp_engine.engine.service_process import ServiceHandle
+    from tp_engine.engine.staged_tensors import NamedTensors
 
 _STOP_TIMEOUT_S = 15.0
 _PULSE_S = 0.5
+_UPDATE_S = 3600.0
+_LOOK_S = 0.01
 _LONG_TEXT = 2000  # characters; tokenizing more, or reading a schema, in the event loop would delay all streams
 
 
-class AsyncLLM(AsyncOperations):
+class AsyncLLM:
     """A model for the tasks of one event loop.
 
     ``AsyncLLM(model=..., tensor_parallel_size=2)`` takes the options of ``LLM`` and starts its own ranks with
     ``start()``, which ``async with`` and the first request do too; ``AsyncLLM.connect(address)`` uses a running
     ``EngineService``.  Ends with ``await close()``.
 
-    ``engine``, ``input_processor``, ``decoder``, ``stream_request``, ``stream_batches`` and ``run_search`` are what a
-    server on top of this class needs; they may change in any version.
+    ``engine``, ``input_processor``, ``outputs`` and ``run_search`` are what a server on top of this class needs; they
+    may change in any version.
     """
 
     def __init__(
@@ -118,17 +122,9 @@ class AsyncLLM(AsyncOperations):
         ``RequestError`` for a bad request and ``EngineDeadError`` when the engine ends before the request does.
         """
         request = await self._prepare(prompt, sampling_params, request_id, priority, lora_request)
-        async with aclosing(self.stream_request(request, prompt_text(prompt))) as updates:
+        async with aclosing(self.outputs.stream(request, prompt_text(prompt))) as updates:
             async for update in updates:
                 yield update
-
-    def stream_request(self, request: EngineRequest, prompt: str | None = None) -> AsyncGenerator[SequenceUpdate, None]:
-        """As ``stream``, for a request that ``input_processor`` has made; ``prompt`` is kept for its output."""
-        return self._ready_outputs.stream(request, prompt)
-
-    def stream_batches(self, request: EngineRequest) -> AsyncGenerator[list[SequenceUpdate], None]:
-        """As ``stream_request``, with all updates together that came while the reader was busy."""
-        return self._ready_outputs.batches(request, None)
 
     async def generate(
         self,
@@ -143,13 +139,13 @@ class AsyncLLM(AsyncOperations):
         alone.  The last one is ``finished``.  ``stream`` costs less."""
         request = await self._prepare(prompt, sampling_params, request_id, priority, lora_request)
         text, kind = prompt_text(prompt), request.params.output_kind
-        async with aclosing(self.stream_request(request, text)) as updates:
+        async with aclosing(self.outputs.stream(request, text)) as updates:
             async for update in updates:
                 output = update.request_output
                 if kind is RequestOutputKind.DELTA:
                     output = update.as_output(request, text)
                 elif kind is RequestOutputKind.CUMULATIVE and output is None:
-                    output = self._ready_outputs.so_far(request.request_id)
+                    output = self.outputs.so_far(request.request_id)
                 if output is not None:
                     yield output
 
@@ -231,7 +227,7 @@ class AsyncLLM(AsyncOperations):
         request = await self._prepare(prompt, one_token(params), request_id, priority, lora_request)
         search = BeamSearch(request, params, self.model_info)
         await self.run_search(search)
-        return beam_search_output(search, self.decoder)
+        return beam_search_output(search, self.outputs.decoder)
 
     async def run_search(self, search: BeamSearch) -> None:
         """Run a search to its end; ``input_processor`` has made its request."""
@@ -239,7 +235,7 @@ class AsyncLLM(AsyncOperations):
 
     async def abort(self, request_id: str) -> None:
         """End a request: its stream ends with finish reason ``abort``.  Nothing happens for one that has ended."""
-        self._ready_outputs.abort(request_id)
+        self.outputs.abort(request_id)
 
     async def prefetch(self, prompt_cache_key: str, cache_salt: str | None = None) -> None:
         """Say that the next request of a session (``SamplingParams.prompt_cache_key``) will come soon.
@@ -256,6 +252,74 @@ class AsyncLLM(AsyncOperations):
         size = sum(len(str(message)) for message in messages)
         token_ids = await self._preparing.run(size, self.input_processor.chat_token_ids, messages, **template_options)
         return {"prompt_token_ids": token_ids}
+
+    async def load_lora_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
+        """As ``LLM.load_lora_adapter``."""
+        await self._act("load_lora_adapter", name=name, path=path, replaces=load_inplace)
+        self.input_processor.adapters[name] = path
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        """As ``LLM.unload_lora_adapter``."""
+        await self._act("unload_lora_adapter", name=name)
+        self.input_processor.adapters.pop(name, None)
+
+    async def reset_prefix_cache(self) -> bool:
+        """As ``LLM.reset_prefix_cache``."""
+        try:
+            await self._act("reset_prefix_cache")
+        except RequestError:
+            return False
+        return True
+
+    async def update_weights(
+        self, tensors: NamedTensors, *, weight_version: str | None = None, flush_cache: bool = False
+    ) -> str:
+        """As ``LLM.update_weights``; ``RequestError`` while requests run, unless the engine is paused."""
+        from tp_engine.engine.staged_tensors import StagedTensors  # torch, which a connected frontend may lack
+
+        with await asyncio.to_thread(StagedTensors, tensors) as staged:
+            return await self._update_weights(weight_version, flush_cache, files=staged.files)
+
+    async def update_weights_from_disk(
+        self, path: str | Path, *, weight_version: str | None = None, flush_cache: bool = False, aborts: bool = False
+    ) -> str:
+        """As ``LLM.update_weights_from_disk``; if it ``aborts``, unfinished requests end first."""
+        return await self._update_weights(weight_version, flush_cache, folder=str(path), abort_all_requests=aborts)
+
+    async def pause(self, mode: str = "keep", *, timeout_s: float = 600.0) -> None:
+        """Run nothing until ``resume``; new requests wait.
+
+        Unfinished ones wait too, and are computed again (``keep``), end (``abort``), or come to their end before this
+        returns (``wait``).  ``TimeoutError`` if they have not within ``timeout_s``; nothing is paused then.
+        """
+        if mode not in ("keep", "abort", "wait"):
+            raise RequestError(f"mode is {shown(mode)}; it must be keep, abort or wait", param="mode")
+        await self.start()
+        if mode == "wait":
+            await self._wait_for_streams(timeout_s)
+        await self._act("pause", mode="abort" if mode == "abort" else "keep")
+
+    async def resume(self) -> None:
+        """Go on after ``pause``."""
+        await self._act("resume")
+        self.outputs.release()
+
+    async def sleep(self, level: int = 1) -> None:
+        """As ``LLM.sleep``."""
+        await self._act("sleep", level=level)
+
+    async def wake_up(self) -> None:
+        """As ``LLM.wake_up``."""
+        await self._act("wake_up")
+        self.outputs.release()
+
+    async def weight_info(self) -> dict[str, Any]:
+        """``weight_version``, ``default`` for the weights of the start, ``is_paused`` and ``is_sleeping``."""
+        return await self._act("weight_info")
+
+    async def report(self, view: ViewLimits | None = None, *, timeout_s: float = 5.0) -> EngineReport:
+        """How the scheduler and every rank stand; with ``view`` also the KV pool and the running sequences."""
+        return await self.engine.report(view, timeout_s=timeout_s)
 
     async def close(self) -> None:
         """Leave the engine, and stop it if it was started here.  Running requests end with ``EngineDeadError``."""
@@ -300,14 +364,15 @@ class AsyncLLM(AsyncOperations):
 
     @property
     def input_processor(self) -> InputProcessor:
-        """Makes requests for ``stream_request``."""
+        """Makes requests for ``outputs``."""
         assert self._input is not None, "start() first"
         return self._input
 
     @property
-    def decoder(self) -> TokenDecoder | None:
-        """What turns token ids into text; None for a model without a tokenizer."""
-        return self._ready_outputs.decoder
+    def outputs(self) -> Outputs:
+        """Streams the answers to requests that ``input_processor`` has made."""
+        assert self._outputs is not None, "start() first"
+        return self._outputs
 
     @property
     def num_unfinished(self) -> int:
@@ -323,11 +388,6 @@ class AsyncLLM(AsyncOperations):
     def is_ready(self) -> bool:
         """Whether the engine accepts a new request."""
         return self._client is not None and self._client.error is None
-
-    @property
-    def _ready_outputs(self) -> Outputs:
-        assert self._outputs is not None, "start() first"
-        return self._outputs
 
     async def _start(self, timeout_s: float) -> None:
         if self._config is not None:
@@ -382,9 +442,29 @@ class AsyncLLM(AsyncOperations):
             return await self._preparing.run(size, self.input_processor.process, prompt, params, **fields)
         return self.input_processor.process(prompt, params, **fields)
 
+    async def _act(self, action: str, **arguments: Any) -> dict[str, Any]:
+        await self.start()
+        return await self.engine.act(action, **arguments)
+
+    async def _update_weights(self, weight_version: str | None, flush_cache: bool, **source: Any) -> str:
+        asked = {"weight_version": weight_version, "flush_cache": flush_cache, **source}
+        version: str = (await self._act("update_weights", timeout_s=_UPDATE_S, **asked))["weight_version"]
+        return version
+
+    async def _wait_for_streams(self, timeout_s: float) -> None:
+        outputs = self.outputs
+        outputs.hold()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while outputs.num_streams:
+                    await asyncio.sleep(_LOOK_S)
+        except BaseException:
+            outputs.release()
+            raise
+
     async def _last(self, request: EngineRequest) -> RequestOutput:
         """The finished output of a request that ``input_processor`` has made."""
-        async with aclosing(self.stream_request(request)) as updates:
+        async with aclosing(self.outputs.stream(request)) as updates:
             *_, last = [update async for update in updates]
         assert last.request_output is not None
         return last.request_output

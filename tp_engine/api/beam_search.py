@@ -21,7 +21,7 @@ import asyncio
 import dataclasses
 import heapq
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
@@ -83,13 +83,14 @@ def one_token(params: BeamSearchParams, **fields: object) -> SamplingParams:
 class BeamSearch:
     """The search of one prompt.  While not ``done``: run ``next_requests``, and ``advance`` with their outputs.
 
-    ``request`` has the user's prompt and the sampling of ``one_token``.  ``num_cached_tokens`` are the prompt tokens
-    that were in the prefix cache when the search began.
+    ``request`` has the user's prompt and the sampling of ``one_token``; ``n`` of the best sequences are the answer.
+    ``num_cached_tokens`` are the prompt tokens that were in the prefix cache when the search began.
     """
 
-    def __init__(self, request: EngineRequest, params: BeamSearchParams, model: ModelInfo) -> None:
+    def __init__(self, request: EngineRequest, params: BeamSearchParams, model: ModelInfo, *, n: int = 1) -> None:
         self.request = request
         self.params = params
+        self.n = n
         self.done = False
         self.num_cached_tokens = 0
         self._num_prompt_tokens = len(request.prompt_token_ids)
@@ -139,7 +140,12 @@ class BeamSearch:
             self._end, self.done = FinishReason.ABORT, True
             return
         self._num_rounds += 1
-        candidates = list(self._candidates([sample.logprobs[0] for sample in samples if sample.logprobs]))
+        positions = [sample.logprobs[0] for sample in samples if sample.logprobs]
+        candidates = [
+            _Candidate(beam.cum_logprob + entry.logprob, beam, token_id, position)
+            for beam, position in zip(self._live, positions, strict=True)
+            for token_id, entry in position.items()
+        ]
         self._keep_complete(candidates)
         others = (one for one in candidates if one.token_id not in self._eos_token_ids)
         chosen = heapq.nlargest(self.params.beam_width, others, key=lambda one: one.cum_logprob)
@@ -150,11 +156,6 @@ class BeamSearch:
         """The ``beam_width`` best, complete or not, best first, each with a finish reason."""
         cut = [dataclasses.replace(beam, finish_reason=self._end) for beam in self._live]
         return sorted(self._complete + cut, key=self._score, reverse=True)[: self.params.beam_width]
-
-    def _candidates(self, positions: Sequence[dict[int, Logprob]]) -> Iterator[_Candidate]:
-        for beam, position in zip(self._live, positions, strict=True):
-            for token_id, entry in position.items():
-                yield _Candidate(beam.cum_logprob + entry.logprob, beam, token_id, position)
 
     def _keep_complete(self, candidates: Sequence[_Candidate]) -> None:
         ended = [one.beam(FinishReason.STOP) for one in candidates if one.token_id in self._eos_token_ids]
@@ -238,13 +239,13 @@ def beam_search_output(search: BeamSearch, decoder: TokenDecoder | None) -> Beam
     return BeamSearchOutput(sequences=[_sequence(search, beam, decoder) for beam in search.best()])
 
 
-def request_output(search: BeamSearch, decoder: TokenDecoder | None, *, n: int) -> RequestOutput:
+def request_output(search: BeamSearch, decoder: TokenDecoder | None) -> RequestOutput:
     """The ``n`` best sequences, best first, without the prompt.
 
     Positions keep the token's own log-probability and as many others as ``search.request`` asked for.
     """
     request = search.request
-    completions = [_completion(search, beam, index, decoder) for index, beam in enumerate(search.best()[:n])]
+    completions = [_completion(search, beam, index, decoder) for index, beam in enumerate(search.best()[: search.n])]
     return RequestOutput(
         request_id=request.request_id,
         prompt=None,

@@ -32,7 +32,7 @@ TruncationSide: TypeAlias = Literal["left", "right"]
 
 
 class InputProcessor:
-    """Tokenizes and checks.  ``tokenizer`` None serves token ids only.  Safe to call from several threads.
+    """Tokenizes and checks, for ``model``, from any thread.  ``tokenizer`` None serves token ids only.
 
     ``chat`` makes the prompts of conversations; replace it to support another chat format.  ``adapters`` are the loaded
     ones, by name: their folders.  ``structured_defaults`` hold for constraints that do not set the same themselves.
@@ -41,7 +41,7 @@ class InputProcessor:
     def __init__(self, model_info: ModelInfo, tokenizer: Any | None) -> None:
         self.tokenizer = tokenizer
         self.chat = ChatFormat(tokenizer)
-        self._model = model_info
+        self.model = model_info
         self.adapters = dict(model_info.adapters)
         self.structured_defaults = StructuredOutputsDefaults.of(model_info.structured_outputs_config)
         # All prompts of a request have the same constraint, and looking at a large one takes a while.
@@ -65,7 +65,7 @@ class InputProcessor:
     @property
     def max_model_len(self) -> int:
         """Longest prompt plus output in tokens."""
-        return self._model.max_model_len
+        return self.model.max_model_len
 
     def process(
         self,
@@ -114,12 +114,12 @@ class InputProcessor:
                 token_ids = self._first(token_ids, num_kept, keeps_end)
         self._check_length(len(token_ids), params, pooling, prompt_field)
         if params.max_tokens is None:
-            params = dataclasses.replace(params, max_tokens=self._model.max_model_len - len(token_ids))
+            params = dataclasses.replace(params, max_tokens=self.model.max_model_len - len(token_ids))
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
             params=params,
-            eos_token_ids=self._model.eos_token_ids,
+            eos_token_ids=self.model.eos_token_ids,
             priority=priority,
             arrival_s=arrival_s,
             banned_words=self._banned_words(params.bad_words),
@@ -184,7 +184,7 @@ class InputProcessor:
 
     def check_size(self, param: str, size: int, unit: str) -> None:
         """Raise ``RequestError`` if ``size`` would hold up others: more than fits is legal, but not much more."""
-        most = max(_MOST_AT_ONCE, _PER_TOKEN * self._model.max_model_len)
+        most = max(_MOST_AT_ONCE, _PER_TOKEN * self.model.max_model_len)
         if size > most:
             raise RequestError(
                 f"{param} has {size} {unit}; at most {most} are taken at a time, send it in parts", param=param
@@ -198,7 +198,7 @@ class InputProcessor:
         if set(map(type, token_ids)) != {int}:  # a bool is no token id either
             wrong = next(token_id for token_id in token_ids if type(token_id) is not int)
             raise RequestError(f"{what} contains {shown(wrong)}; token ids are whole numbers", param=param)
-        last = self._model.vocab_size - 1
+        last = self.model.vocab_size - 1
         for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id <= last:
                 raise RequestError(
@@ -214,12 +214,12 @@ class InputProcessor:
             raise RequestError(
                 f"the prompt is of type {type(prompt).__name__}; it must be text or a list of token ids", param=param
             )
-        if not must_fit or len(prompt) <= self._model.max_model_len:  # else it is refused for its length
+        if not must_fit or len(prompt) <= self.model.max_model_len:  # else it is refused for its length
             self.check_token_ids(prompt, param)
         return list(prompt)
 
     def _refuse_too_long(self, text: str, param: str) -> None:
-        longest, num_tokens = self._model.max_model_len, self._measure.least_tokens(text)
+        longest, num_tokens = self.model.max_model_len, self._measure.least_tokens(text)
         if num_tokens > longest:
             raise RequestError(
                 f"This model's maximum context length is {longest} tokens. However, your text has at least "
@@ -240,12 +240,12 @@ class InputProcessor:
     def _with_all_logprobs(self, params: SamplingParams) -> SamplingParams:
         """``params`` with the size of the vocabulary for -1, as in vLLM."""
         names = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1]
-        every: dict[str, Any] = dict.fromkeys(names, self._model.vocab_size)
+        every: dict[str, Any] = dict.fromkeys(names, self.model.vocab_size)
         return dataclasses.replace(params, **every) if every else params
 
     def _truncation(self, asked: int, params: SamplingParams, pooling: Pooling | None) -> int:
         """How many of the prompt's last tokens are kept, at least one."""
-        longest = self._model.max_model_len
+        longest = self.model.max_model_len
         if isinstance(asked, bool) or not isinstance(asked, int) or not (asked == -1 or 1 <= asked <= longest):
             raise RequestError(
                 f"truncate_prompt_tokens is {shown(asked)}; it must be -1 (what the context allows) or from 1 to "
@@ -267,22 +267,22 @@ class InputProcessor:
     def _word_ids(self, text: str) -> tuple[int, ...]:
         assert self.tokenizer is not None
         token_ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
-        if not token_ids or max(token_ids) >= self._model.vocab_size:
+        if not token_ids or max(token_ids) >= self.model.vocab_size:
             raise RequestError(
                 f"bad_words contains {shown(text)}, which the vocabulary of this model can not write", param="bad_words"
             )
         return token_ids
 
     def _check_purpose(self, pooling: Pooling | None) -> None:
-        if pooling is None and self._model.convert == "embed":
+        if pooling is None and self.model.convert == "embed":
             raise RequestError(
-                f"the model {self._model.model!r} is served for embeddings and generates no text; send the request to "
+                f"the model {self.model.model!r} is served for embeddings and generates no text; send the request to "
                 "/v1/embeddings, or serve a model with an output head with --convert none",
                 param="model",
             )
 
     def _check_length(self, num_tokens: int, params: SamplingParams, pooling: Pooling | None, param: str) -> None:
-        longest = self._model.max_model_len
+        longest = self.model.max_model_len
         if pooling is not None and num_tokens > longest:
             raise RequestError(
                 f"This model's maximum context length is {longest} tokens. However, your input has {num_tokens} "
@@ -307,12 +307,12 @@ class InputProcessor:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
-        params.check_vocabulary(self._model.vocab_size)
+        params.check_vocabulary(self.model.vocab_size)
         for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            num_asked = self._model.vocab_size if value == -1 else value or 0
-            if 0 <= self._model.max_logprobs < num_asked:
+            num_asked = self.model.vocab_size if value == -1 else value or 0
+            if 0 <= self.model.max_logprobs < num_asked:
                 raise RequestError(
-                    f"{name} is {value}; this engine gives at most {self._model.max_logprobs}, or all with "
+                    f"{name} is {value}; this engine gives at most {self.model.max_logprobs}, or all with "
                     "--max-logprobs -1",
                     param=name,
                 )

@@ -202,11 +202,7 @@ class LLM(Closing):
         """
         pairs = paired(queries, documents)
         scored = ScorePairs.of(
-            self.input_processor,
-            self.engine.model_info,
-            pairs,
-            request_id=self._next_id(),
-            instruction=instruction,
+            self.input_processor, self.engine.model_info, pairs, request_id=self._next_id(), instruction=instruction
         )
         return scored.outputs(self._run(scored.requests, [None] * len(scored.requests), use_tqdm))
 
@@ -322,7 +318,8 @@ class LLM(Closing):
             try:
                 while self.engine.has_unfinished:
                     processed = self.step()
-                    self._observe()
+                    if self.allocation_monitor.is_due(now_s := time.monotonic()):
+                        self.allocation_monitor.observe(self.engine.stats(), now_s)
                     num_tokens += processed.num_tokens
                     finished |= {one.request_id: one for one in processed.finished}
                     if processed.finished:
@@ -333,11 +330,6 @@ class LLM(Closing):
                 self._forget(requests)
                 raise
         return [finished[request.request_id] for request in requests]
-
-    def _observe(self) -> None:
-        now_s = time.monotonic()
-        if self.allocation_monitor.is_due(now_s):
-            self.allocation_monitor.observe(self.engine.stats(), now_s)
 
     def _add_all(self, requests: Sequence[EngineRequest], texts: Sequence[str | None]) -> None:
         """Add all or none: a request that can never fit is refused before another has run."""

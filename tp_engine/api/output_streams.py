@@ -162,14 +162,16 @@ class Outputs:
         """Requests whose streams have not ended."""
         return len(self._mailboxes)
 
-    async def stream(self, request: EngineRequest, prompt: str | None) -> AsyncGenerator[SequenceUpdate, None]:
+    async def stream(self, request: EngineRequest, prompt: str | None = None) -> AsyncGenerator[SequenceUpdate, None]:
         """Send the request and yield its updates; leaving early aborts it."""
         async with aclosing(self.batches(request, prompt)) as batches:
             async for updates in batches:
                 for update in updates:
                     yield update
 
-    async def batches(self, request: EngineRequest, prompt: str | None) -> AsyncGenerator[list[SequenceUpdate], None]:
+    async def batches(
+        self, request: EngineRequest, prompt: str | None = None
+    ) -> AsyncGenerator[list[SequenceUpdate], None]:
         """As ``stream``, with all updates together that came since the last time; a quick reader gets one at a time."""
         request_id = request.request_id
         if request_id in self._mailboxes:

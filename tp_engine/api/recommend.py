@@ -48,11 +48,15 @@ def recommend(
         config = model
     else:
         config, _ = load_model_config(model, revision, files=CONFIG_FILES, hf_overrides=changes)
+    if device_memory is not None:
+        hardware = Hardware(name=f"a GPU with {device_memory}", memory=parse_bytes(device_memory))
+    else:
+        hardware = find_gpu(gpu) if gpu is not None else this_machine()
     return advise(
         Question(
             name=config.architecture if isinstance(model, ModelSpec) else model,
             model=config,
-            hardware=_hardware(gpu, device_memory),
+            hardware=hardware,
             workload=find_workload(workload) if isinstance(workload, str) else workload,
             tensor_parallel_size=tensor_parallel_size,
             dtype=dtype,
@@ -63,12 +67,6 @@ def recommend(
             block_size=block_size,
         )
     )
-
-
-def _hardware(gpu: str | None, device_memory: int | str | None) -> Hardware:
-    if device_memory is not None:
-        return Hardware(name=f"a GPU with {device_memory}", memory=parse_bytes(device_memory))
-    return find_gpu(gpu) if gpu is not None else this_machine()
 
 
 def this_machine() -> Hardware:

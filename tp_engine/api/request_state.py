@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from tp_engine.engine.sequence_text import SequenceText, hidden_ids
 from tp_engine.engine.token_texts import TokenTexts
@@ -14,7 +14,7 @@ from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
 
 
 @dataclass(slots=True, kw_only=True)
-class SequenceUpdate:
+class SequenceUpdate(CompletionOutput):
     """What one or several steps add to a sequence.
 
     ``finish_reason`` is None while it runs; ``stop_reason`` is the stop token id or stop string that ended it.
@@ -25,21 +25,13 @@ class SequenceUpdate:
     """
 
     request_id: str
-    index: int
-    text: str
-    token_ids: list[int]
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
-    logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
     error: str | None = None
     error_code: str | None = None
     request_output: RequestOutput | None = None
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
 
     def append(self, later: SequenceUpdate) -> None:
         """Add the next update of the same sequence to this one."""
@@ -158,7 +150,6 @@ class _Times:
         )
 
 
-@dataclass(slots=True)
 class RequestState:
     """A request and its ``n`` sequences.
 
@@ -166,23 +157,16 @@ class RequestState:
     where a stop string ended a sequence here, before the engine knows.
     """
 
-    request: EngineRequest
-    prompt: str | None
-    decoder: TokenDecoder | None
-    _sequences: list[_SequenceState] = field(init=False)
-    _num_unfinished: int = field(init=False)
-    _num_running: int = field(init=False)
-    _num_cached_tokens: int = 0
-    _prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    _pooled: FloatArray | None = None
-    _times: _Times = field(default_factory=_Times)
-
-    def __post_init__(self) -> None:
-        n = self.request.params.n
-        if not self.request.params.detokenize:
-            self.decoder = None
-        self._sequences = [_SequenceState(index, self.request, self.decoder) for index in range(n)]
-        self._num_unfinished = self._num_running = n
+    def __init__(self, request: EngineRequest, prompt: str | None, decoder: TokenDecoder | None) -> None:
+        self.request = request
+        self.prompt = prompt
+        self.decoder = decoder if request.params.detokenize else None
+        self._sequences = [_SequenceState(index, request, self.decoder) for index in range(request.params.n)]
+        self._num_unfinished = self._num_running = request.params.n
+        self._num_cached_tokens = 0
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._pooled: FloatArray | None = None
+        self._times = _Times()
 
     @property
     def finished(self) -> bool:

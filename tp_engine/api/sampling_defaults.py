@@ -82,12 +82,14 @@ class SamplingDefaultOptions:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    def defaults(self, model: str, revision: str | None = None) -> dict[str, Any]:
+        """The fields of ``SamplingParams`` for requests that do not set them; raises ``ConfigError``."""
+        overrides = self.sampling_overrides
+        return load_generation_defaults(model, revision, source=self.generation_config, overrides=overrides)
+
     def params(self, model: str, revision: str | None = None) -> SamplingParams:
         """The parameters of a request that sets none; raises ``ConfigError``."""
-        overrides = self.sampling_overrides
-        return SamplingParams(
-            **load_generation_defaults(model, revision, source=self.generation_config, overrides=overrides)
-        )
+        return SamplingParams(**self.defaults(model, revision))
 
     @property
     def sampling_overrides(self) -> dict[str, Any]:

@@ -5,8 +5,10 @@ Ctrl-C stops an answer and keeps what has arrived; at the prompt it clears the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from tp_engine.cli.session import (
     Ask,
@@ -59,19 +61,18 @@ class Conversation:
         """
         self.messages.append({"role": "user", "content": text})
         answer: list[str] = []
-        ending = None
+        body = self._body | {"messages": self.messages}
         try:
-            for chunk in self._client.stream("/v1/chat/completions", self._body | {"messages": self.messages}):
-                for choice in chunk["choices"]:
-                    self._show_delta(choice["delta"], answer)
-                    ending = finish_note(choice) or ending
-        except KeyboardInterrupt:
-            ending = "(stopped)"
+            ending = _stream(
+                self._client,
+                "/v1/chat/completions",
+                body,
+                lambda choice: self._show_delta(choice["delta"], answer),
+                self._show,
+            )
         except ServerError:
             self.messages.pop()
             raise
-        finally:
-            self._show("\n")
         self.messages.append({"role": "assistant", "content": "".join(answer)})
         return ending
 
@@ -99,20 +100,13 @@ def chat_command(argv: Sequence[str]) -> int:
 
 def converse(conversation: Conversation, ask: Ask, tell: Callable[[str], None]) -> None:
     """One line after the other, until ``ask`` raises ``EOFError`` or /exit comes."""
-    while True:
-        try:
-            line = ask(CHAT_PROMPT).strip()
-        except KeyboardInterrupt:
-            tell("")
-            continue
-        except EOFError:
-            return
+    for line in map(str.strip, _lines(ask, CHAT_PROMPT, tell)):
         if line == "/exit":
             return
         if line.startswith("/"):
             tell(_command(conversation, line))
         elif line:
-            _answer(conversation, line, tell)
+            _answer(partial(conversation.say, line), tell)
 
 
 def _command(conversation: Conversation, line: str) -> str:
@@ -124,12 +118,12 @@ def _command(conversation: Conversation, line: str) -> str:
     return f"unknown command {line}{did_you_mean(line, COMMANDS)}"
 
 
-def _answer(conversation: Conversation, line: str, tell: Callable[[str], None]) -> None:
+def _answer(answer: Callable[[], str | None], tell: Callable[[str], None]) -> None:
+    """Tell the note on an answer's end, or the server's error."""
     try:
-        ending = conversation.say(line)
+        ending = answer()
     except ServerError as error:
-        tell(f"error: {error}")
-        return
+        ending = f"error: {error}"
     if ending is not None:
         tell(ending)
 
@@ -151,11 +145,23 @@ def complete(
     client: ServerClient, model: str, config: ClientConfig, text: str, show_piece: Callable[[str], None]
 ) -> str | None:
     """Stream the continuation of ``text``; returns a note on its end.  Ctrl-C ends it."""
+    body = {"model": model, "prompt": text, **config.sampling}
+    return _stream(client, "/v1/completions", body, lambda choice: show_piece(choice["text"]), show_piece)
+
+
+def _stream(
+    client: ServerClient,
+    path: str,
+    body: Mapping[str, Any],
+    show_choice: Callable[[dict[str, Any]], None],
+    show_piece: Callable[[str], None],
+) -> str | None:
+    """Show the choices of a streamed answer, and a line end; returns a note on its end.  Ctrl-C ends it."""
     ending = None
     try:
-        for chunk in client.stream("/v1/completions", {"model": model, "prompt": text, **config.sampling}):
+        for chunk in client.stream(path, body):
             for choice in chunk["choices"]:
-                show_piece(choice["text"])
+                show_choice(choice)
                 ending = finish_note(choice) or ending
     except KeyboardInterrupt:
         ending = "(stopped)"
@@ -164,21 +170,20 @@ def complete(
     return ending
 
 
-def complete_lines(client: ServerClient, model: str, config: ClientConfig, ask: Ask) -> None:
-    """One line after the other, until the end of the input."""
+def _lines(ask: Ask, prompt: str, tell: Callable[[str], None]) -> Iterator[str]:
+    """One line after the other, until ``ask`` raises ``EOFError``; Ctrl-C clears a line."""
     while True:
         try:
-            line = ask(TEXT_PROMPT)
+            line = ask(prompt)
         except KeyboardInterrupt:
-            note("")
+            tell("")
             continue
         except EOFError:
             return
-        if not line:
-            continue
-        try:
-            ending = complete(client, model, config, line, show)
-        except ServerError as error:
-            ending = f"error: {error}"
-        if ending is not None:
-            note(ending)
+        yield line
+
+
+def complete_lines(client: ServerClient, model: str, config: ClientConfig, ask: Ask) -> None:
+    """One line after the other, until the end of the input."""
+    for line in filter(None, _lines(ask, TEXT_PROMPT, note)):
+        _answer(partial(complete, client, model, config, line, show), note)

@@ -34,7 +34,7 @@ class Status(enum.StrEnum):
     MISSING = "missing"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One result; ``remedy`` says what to do, if anything."""
 
@@ -60,17 +60,17 @@ def check_packages() -> Iterator[Finding]:
     version = platform.python_version()
     good = sys.version_info[:2] >= MIN_PYTHON
     yield Finding(
-        topic="python",
-        status=Status.OK if good else Status.MISSING,
-        detail=f"{version} at {sys.executable}",
+        "python",
+        Status.OK if good else Status.MISSING,
+        f"{version} at {sys.executable}",
         remedy=None if good else f"use Python {'.'.join(map(str, MIN_PYTHON))} or newer",
     )
     yield _needed(needed_packages())
     found = {name: present for name in OPTIONAL if (present := installed(name)) is not None}
     absent = [f"{name} ({use})" for name, use in OPTIONAL.items() if name not in found]
-    yield Finding(topic="optional packages", status=Status.OK, detail=_listed(found) or "none")
+    yield Finding("optional packages", Status.OK, _listed(found) or "none")
     if absent:
-        yield Finding(topic="not installed", status=Status.OK, detail=", ".join(absent))
+        yield Finding("not installed", Status.OK, ", ".join(absent))
 
 
 def needed_packages() -> dict[str, str]:
@@ -93,17 +93,15 @@ def installed(name: str) -> str | None:
 
 def _needed(packages: Mapping[str, str]) -> Finding:
     versions = {name: installed(name) for name in packages}
-    wrong = [name for name, version in versions.items() if version is None or _less(version, packages[name])]
+    wrong = [
+        name for name, version in versions.items() if version is None or _numbers(version) < _numbers(packages[name])
+    ]
     if not wrong:
         shown = {name: version for name, version in versions.items() if version is not None}
-        return Finding(topic="packages", status=Status.OK, detail=_listed(shown))
+        return Finding("packages", Status.OK, _listed(shown))
     asked = " ".join(f"'{name}>={packages[name]}'" for name in wrong)
     told = ", ".join(f"{name} {versions[name] or 'is not installed'}" for name in wrong)
-    return Finding(topic="packages", status=Status.MISSING, detail=told, remedy=f"pip install {asked}")
-
-
-def _less(version: str, least: str) -> bool:
-    return _numbers(version) < _numbers(least)
+    return Finding("packages", Status.MISSING, told, remedy=f"pip install {asked}")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

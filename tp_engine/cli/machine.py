@@ -25,7 +25,7 @@ from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight, value
 from tp_engine.layers.quantization.int8 import takes_int8_products
 from tp_engine.layers.quantization.quantised_products import choose_quantised_product
 from tp_engine.units import GIB, MIB, format_gib
-from tp_engine.worker.effective_config import EffectiveConfig, resolve
+from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.gpu_host import driver_version, why_no_gpus, why_unseen
 from tp_engine.worker.memory.host_memory import host_memory
 
@@ -55,19 +55,19 @@ def check_devices() -> Iterator[Finding]:
     obstacle, unseen = why_no_gpus(), why_unseen()
     if obstacle is not None or unseen is not None:
         status = Status.NOTE if obstacle is None else Status.MISSING
-        yield Finding(topic="GPUs", status=status, detail=str(obstacle or unseen))
+        yield Finding("GPUs", status, str(obstacle or unseen))
         return
     if count == 0:
         built = f"torch {torch.__version__} for CUDA {torch.version.cuda}" if torch.version.cuda else "torch for CPUs"
-        yield Finding(topic="GPUs", status=Status.OK, detail=f"none ({built}); models run on the processor")
+        yield Finding("GPUs", Status.OK, f"none ({built}); models run on the processor")
         return
     for index in range(min(count, _MAX_LISTED)):
         properties = torch.cuda.get_device_properties(index)
         capability = f"compute capability {properties.major}.{properties.minor}"
         detail = f"{properties.name}, {format_gib(properties.total_memory)}, {capability}"
-        yield Finding(topic=f"GPU {index}", status=Status.OK, detail=detail)
+        yield Finding(f"GPU {index}", Status.OK, detail)
     detail = f"{torch.version.cuda}, NCCL {_nccl_version()}, driver {driver_version()}"
-    yield Finding(topic="CUDA", status=Status.OK, detail=detail)
+    yield Finding("CUDA", Status.OK, detail)
     if count > 1:
         yield _between("peer access", torch.cuda.can_device_access_peer, "reads every other's memory", count)
         yield _between("peer atomics", has_native_atomics, "changes every other's memory in one operation", count)
@@ -84,10 +84,10 @@ def _between(topic: str, can: Callable[[int, int], bool], good: str, count: int)
     """Whether each of ``count`` GPUs ``can`` do to each other one what symmetric memory needs."""
     apart = [f"{one}-{other}" for one, other in itertools.permutations(range(count), 2) if not can(one, other)]
     if not apart:
-        return Finding(topic=topic, status=Status.OK, detail=f"every GPU {good}")
+        return Finding(topic, Status.OK, f"every GPU {good}")
     shown = ", ".join(apart[:_MAX_LISTED]) + (" and others" if len(apart) > _MAX_LISTED else "")
     detail = f"none between {shown}: symmetric memory is not used, and NCCL adds up"
-    return Finding(topic=topic, status=Status.NOTE, detail=detail)
+    return Finding(topic, Status.NOTE, detail)
 
 
 def check_kernels(*, on_cpu: bool) -> Iterator[Finding]:
@@ -95,14 +95,12 @@ def check_kernels(*, on_cpu: bool) -> Iterator[Finding]:
     if not on_cpu:
         return
     if native_library() is not None:
-        yield Finding(
-            topic="native kernels", status=Status.OK, detail="compiled, and equal to PyTorch's on small inputs"
-        )
+        yield Finding("native kernels", Status.OK, "compiled, and equal to PyTorch's on small inputs")
         return
     yield Finding(
-        topic="native kernels",
-        status=Status.NOTE,
-        detail="there are none (the log line above says why); PyTorch computes, several times slower",
+        "native kernels",
+        Status.NOTE,
+        "there are none (the log line above says why); PyTorch computes, several times slower",
         remedy="install gcc, and let TP_ENGINE_CACHE_DIR be a folder that can be written to",
     )
 
@@ -122,7 +120,7 @@ def check_quantised_products(*, on_cpu: bool) -> Finding:
             maker = "oneDNN"
         made_by.setdefault(maker, []).append(name)
     detail = "; ".join(f"{', '.join(names)}: {maker}" for maker, names in made_by.items())
-    return Finding(topic="quantised weights", status=Status.OK, detail=detail)
+    return Finding("quantised weights", Status.OK, detail)
 
 
 def check_choice(config: EngineConfig) -> Iterator[Finding]:
@@ -130,10 +128,12 @@ def check_choice(config: EngineConfig) -> Iterator[Finding]:
     try:
         effective = resolve(config)
     except ConfigError as error:
-        yield Finding(topic="model", status=Status.MISSING, detail=str(error))
+        yield Finding("model", Status.MISSING, str(error))
         return
-    yield Finding(topic="model", status=Status.OK, detail=f"{effective.model.architecture} at {effective.model_path}")
-    yield from _backends(effective)
+    yield Finding("model", Status.OK, f"{effective.model.architecture} at {effective.model_path}")
+    for name, obstacle in obstacles(effective.attention_needs).items():
+        usable = "usable" if name == effective.config.attention_backend else "usable where attention_backend names it"
+        yield Finding(f"attention {name}", Status.OK, obstacle or usable)
     chosen, own = effective.config, effective.model.quantization
     plain = {
         "device": chosen.device,
@@ -145,24 +145,14 @@ def check_choice(config: EngineConfig) -> Iterator[Finding]:
         "max_model_len": effective.max_model_len,
         "block_size": chosen.block_size,
     }
-    yield Finding(
-        topic="would be chosen", status=Status.OK, detail=", ".join(f"{name} {value}" for name, value in plain.items())
-    )
-
-
-def _backends(effective: EffectiveConfig) -> Iterator[Finding]:
-    for name, obstacle in obstacles(effective.attention_needs).items():
-        usable = "usable" if name == effective.config.attention_backend else "usable where attention_backend names it"
-        yield Finding(topic=f"attention {name}", status=Status.OK, detail=obstacle or usable)
+    yield Finding("would be chosen", Status.OK, ", ".join(f"{name} {value}" for name, value in plain.items()))
 
 
 def check_host(*, on_cpu: bool, num_ranks: int) -> Iterator[Finding]:
     """Memory, limits, folders, the kernel, for ``num_ranks``; ``on_cpu``: they would run on this host's processor."""
     yield _processor()
     memory = host_memory()
-    yield Finding(
-        topic="memory", status=Status.OK, detail=f"{format_gib(memory.total)}, {format_gib(memory.free)} free"
-    )
+    yield Finding("memory", Status.OK, f"{format_gib(memory.total)}, {format_gib(memory.free)} free")
     yield shared_memory(SHM_FOLDER, num_ranks, on_cpu=on_cpu)
     yield open_files()
     yield process_handles()
@@ -180,9 +170,7 @@ def _processor() -> Finding:
     features = [name for name in _CPU_FLAGS if name in flags]
     name = fields.get("model name") or platform.machine()
     cores = len(os.sched_getaffinity(0))
-    return Finding(
-        topic="processor", status=Status.OK, detail=f"{name}, {cores} cores, {' '.join(features) or 'no vector units'}"
-    )
+    return Finding("processor", Status.OK, f"{name}, {cores} cores, {' '.join(features) or 'no vector units'}")
 
 
 def shared_memory(folder: Path, num_ranks: int, *, on_cpu: bool) -> Finding:
@@ -192,28 +180,28 @@ def shared_memory(folder: Path, num_ranks: int, *, on_cpu: bool) -> Finding:
         status = os.statvfs(folder)
     except OSError as error:
         return Finding(
-            topic="shared memory",
-            status=Status.MISSING,
-            detail=f"{folder}: {error.strerror}",
+            "shared memory",
+            Status.MISSING,
+            f"{folder}: {error.strerror}",
             remedy=f"mount a tmpfs of at least {least // MIB} MiB at {folder}",
         )
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     detail = f"{folder}: {size / GIB:.2f} GiB, {free / GIB:.2f} GiB free"
     if free >= least:
-        return Finding(topic="shared memory", status=Status.OK, detail=detail)
+        return Finding("shared memory", Status.OK, detail)
     remedy = f"{num_ranks} ranks may need {least // MIB} MiB: docker run {shm_option(num_ranks)}, or free some"
-    return Finding(topic="shared memory", status=Status.MISSING, detail=detail, remedy=remedy)
+    return Finding("shared memory", Status.MISSING, detail, remedy=remedy)
 
 
 def open_files() -> Finding:
     """Every stream needs a socket."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= LEAST_FILES:
-        return Finding(topic="open files", status=Status.OK, detail=f"limit {soft} (hard {hard})")
+        return Finding("open files", Status.OK, f"limit {soft} (hard {hard})")
     return Finding(
-        topic="open files",
-        status=Status.NOTE,
-        detail=f"limit {soft}: a server holds one per connection",
+        "open files",
+        Status.NOTE,
+        f"limit {soft}: a server holds one per connection",
         remedy=f"ulimit -n {LEAST_FILES if hard == resource.RLIM_INFINITY else min(hard, 65536)}",
     )
 
@@ -225,12 +213,12 @@ def process_handles() -> Finding:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError) as error:
         return Finding(
-            topic="kernel",
-            status=Status.MISSING,
-            detail=f"{platform.system()} {release} has no pidfd_open ({error})",
+            "kernel",
+            Status.MISSING,
+            f"{platform.system()} {release} has no pidfd_open ({error})",
             remedy="use Linux 5.3 or newer; in a container, allow the system call pidfd_open",
         )
-    return Finding(topic="kernel", status=Status.OK, detail=f"{platform.system()} {release}")
+    return Finding("kernel", Status.OK, f"{platform.system()} {release}")
 
 
 def writable(topic: str, folder: Path, remedy: str) -> Finding:
@@ -239,8 +227,8 @@ def writable(topic: str, folder: Path, remedy: str) -> Finding:
     while not place.exists() and place != place.parent:
         place = place.parent
     if os.access(place, os.W_OK | os.X_OK):
-        return Finding(topic=topic, status=Status.OK, detail=str(folder))
-    return Finding(topic=topic, status=Status.NOTE, detail=f"{folder} can not be written to", remedy=remedy)
+        return Finding(topic, Status.OK, str(folder))
+    return Finding(topic, Status.NOTE, f"{folder} can not be written to", remedy=remedy)
 
 
 def allocator(libraries: str, *, on_cpu: bool) -> Finding:
@@ -248,10 +236,10 @@ def allocator(libraries: str, *, on_cpu: bool) -> Finding:
     loaded = [name for name in _MALLOCS if name in libraries]
     if loaded or not on_cpu:
         detail = f"{loaded[0]} is loaded" if loaded else "glibc (it hardly matters where a GPU computes)"
-        return Finding(topic="malloc", status=Status.OK, detail=detail)
+        return Finding("malloc", Status.OK, detail)
     found = [file for name in ("tcmalloc_minimal", "jemalloc") if (file := ctypes.util.find_library(name))]
     remedy = f"LD_PRELOAD={found[0]} tp-engine ..." if found else "install libtcmalloc-minimal4 and LD_PRELOAD it"
-    return Finding(topic="malloc", status=Status.NOTE, detail="glibc; on CPUs tcmalloc may be faster", remedy=remedy)
+    return Finding("malloc", Status.NOTE, "glibc; on CPUs tcmalloc may be faster", remedy=remedy)
 
 
 def huge_pages(setting: Path) -> Finding:
@@ -262,9 +250,9 @@ def huge_pages(setting: Path) -> Finding:
         words = []
     chosen = next((word.strip("[]") for word in words if word.startswith("[")), "missing")
     if chosen in ("always", "madvise"):
-        return Finding(topic="huge pages", status=Status.OK, detail=chosen)
+        return Finding("huge pages", Status.OK, chosen)
     detail = f"{chosen}: weights and KV cache are read more slowly"
-    return Finding(topic="huge pages", status=Status.NOTE, detail=detail, remedy=f"echo madvise > {setting}")
+    return Finding("huge pages", Status.NOTE, detail, remedy=f"echo madvise > {setting}")
 
 
 def _loaded_libraries() -> str:

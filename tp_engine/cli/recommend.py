@@ -15,6 +15,9 @@ from tp_engine.options import parse_options
 from tp_engine.options.fields import check_fields, option
 
 DOES_NOT_FIT = 1
+# Options that are keywords of ``recommend`` too.
+_ASKED = ("tensor_parallel_size", "gpu", "device_memory", "dtype", "quantization", "kv_cache_dtype",
+          "gpu_memory_utilization", "max_model_len", "block_size", "revision", "hf_overrides")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +38,7 @@ class RecommendConfig:
     device_memory: int | None = option(None, "memory of the device, such as 24GiB, instead of a name", size=True)
     dtype: str = option("auto", "type of weights and activations; auto takes the checkpoint's", choices=DTYPES)
     quantization: str | None = option(
-        None,
-        "format of linear weights (default: the checkpoint's own)",
-        choices=QUANTIZATIONS,
-        flags=("-q",),
+        None, "format of linear weights (default: the checkpoint's own)", choices=QUANTIZATIONS, flags=("-q",)
     )
     kv_cache_dtype: str = option("auto", "type of the KV cache; auto takes dtype", choices=KV_CACHE_DTYPES)
     gpu_memory_utilization: float | None = option(
@@ -80,20 +80,7 @@ def main(argv: Sequence[str]) -> int:
     if options.print_config:
         print(options.effective_toml(), end="")
         return 0
-    found = recommend(
-        config.model,
-        workload=config.lengths(),
-        tensor_parallel_size=config.tensor_parallel_size,
-        gpu=config.gpu,
-        device_memory=config.device_memory,
-        dtype=config.dtype,
-        quantization=config.quantization,
-        kv_cache_dtype=config.kv_cache_dtype,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        max_model_len=config.max_model_len,
-        block_size=config.block_size,
-        revision=config.revision,
-        hf_overrides=config.hf_overrides,
-    )
+    asked = {name: getattr(config, name) for name in _ASKED}
+    found = recommend(config.model, workload=config.lengths(), **asked)
     print(json.dumps(found.as_dict(), indent=2) if config.json else found.explain())
     return 0 if found.fits else DOES_NOT_FIT

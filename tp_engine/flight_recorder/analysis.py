@@ -31,7 +31,7 @@ def explain(record: FlightRecord) -> list[str]:
     ahead = [one for one in running if one.position == front]
     waiting = [one for one in ahead if one.meets]
     others = [one for one in present if one not in (waiting or ahead)]
-    lines = _divergence(record) + [_whereabouts(group) for group in _groups(waiting or ahead)]
+    lines = _divergence(record) + _whereabouts(waiting or ahead)
     if not waiting:
         return lines + [_apart(one) for one in others]
     if not others:
@@ -46,17 +46,15 @@ def numbered(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _groups(ranks: Sequence[Standing]) -> list[list[Standing]]:
-    """Ranks at the same place together, in rank order."""
+def _whereabouts(ranks: Sequence[Standing]) -> list[str]:
+    """Where the ranks are, those at the same place together, in rank order."""
     groups: dict[str, list[Standing]] = defaultdict(list)
     for one in ranks:
         groups[one.place].append(one)
-    return list(groups.values())
-
-
-def _whereabouts(group: Sequence[Standing]) -> str:
-    verb = "is" if len(group) == 1 else "are"
-    return f"{numbered([one.rank for one in group]).capitalize()} {verb} {_where(group[0])}."
+    return [
+        f"{numbered([one.rank for one in group]).capitalize()} {'is' if len(group) == 1 else 'are'} {_where(group[0])}."
+        for group in groups.values()
+    ]
 
 
 def _awaited(one: Standing, waiting: Standing) -> str:
@@ -129,7 +127,7 @@ class Standing:
 
 
 def standings(record: FlightRecord) -> list[Standing]:
-    """One per rank, in rank order."""
+    """Return one per rank, in rank order."""
     return [_standing(rank, record) for rank in record.ranks]
 
 
@@ -156,7 +154,9 @@ def _place(rank: RankRecord, created_ns: int) -> tuple[tuple[int, int], str, tup
         return (_AFTER_STEPS, 0), "in shutdown", ("", 0)
     if rank.step_started > rank.step_done:
         begun_ns = rank.busy_since_ns or (last.started_ns if last else 0)
-        return (rank.step_started, _order(rank)), f"{_phase(rank)} of step {rank.step_started}", ("begun", begun_ns)
+        in_step = 2 * rank.count + (rank.phase == "sample") if rank.phase in ("collective", "sample") else 0
+        phase = f"collective {rank.count}" if rank.phase == "collective" else rank.phase
+        return (rank.step_started, in_step), f"in {phase} of step {rank.step_started}", ("begun", begun_ns)
     if rank.step_done:
         done_ns = last.done_ns if last and last.step_id == rank.step_done else 0
         return (rank.step_done, _DONE), f"between steps, step {rank.step_done}", ("done", done_ns)
@@ -172,17 +172,6 @@ def _meets(rank: RankRecord, position: tuple[int, int]) -> bool:
     if position[0] == _BEFORE_STEPS:
         return rank.phase == "group_init" or rank.count > 0
     return rank.phase == "collective" and position[1] != _DONE
-
-
-def _order(rank: RankRecord) -> int:
-    """Position within a step."""
-    if rank.phase not in ("collective", "sample"):
-        return 0
-    return 2 * rank.count + (rank.phase == "sample")
-
-
-def _phase(rank: RankRecord) -> str:
-    return f"in collective {rank.count}" if rank.phase == "collective" else f"in {rank.phase}"
 
 
 def _trouble(rank: RankRecord, silent_s: float | None) -> str:

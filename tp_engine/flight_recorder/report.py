@@ -12,16 +12,18 @@ _TELLING = (
     "model", "tensor_parallel_size", "device", "dtype", "attention_backend", "block_size", "max_model_len",
     "max_num_seqs", "max_num_batched_tokens", "watchdog_warn_s", "watchdog_timeout_s",
 )  # fmt: skip
+_RANK_HEADER = ("rank", "pid", "state", "phase", "step started", "step done", "last sign of life", "CPU", "process")
 
 
 def report_lines(record: FlightRecord, *, num_steps: int) -> list[str]:
     """The whole report, with the last ``num_steps`` steps of each rank."""
+    rows = [_rank_row(rank, one) for rank, one in zip(record.ranks, standings(record), strict=True)]
     return [
         f"Cause: {record.cause}",
         f"Written by {record.written_by} at {record.written_at}, {record.world_size} ranks; " + _pairs(record.versions),
         f"Configuration: {_pairs({name: record.config[name] for name in _TELLING if name in record.config})}",
         "",
-        *_ranks(record),
+        *table(_RANK_HEADER, rows),
         "",
         *explain(record),
         *_failures(record),
@@ -32,12 +34,6 @@ def report_lines(record: FlightRecord, *, num_steps: int) -> list[str]:
 
 def _pairs(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items()) or "unknown"
-
-
-def _ranks(record: FlightRecord) -> list[str]:
-    header = ("rank", "pid", "state", "phase", "step started", "step done", "last sign of life", "CPU", "process")
-    rows = [_rank_row(rank, one) for rank, one in zip(record.ranks, standings(record), strict=True)]
-    return table(header, rows)
 
 
 def _rank_row(rank: RankRecord, one: Standing) -> tuple[str, ...]:
@@ -69,7 +65,8 @@ def _timeline(record: FlightRecord, num_steps: int) -> list[str]:
     rows = []
     for step_id in ids:
         found = [(rank, *steps[step_id]) for rank, steps in enumerate(by_rank) if step_id in steps]
-        skew = _skew_ms([step for _, step, _ in found], record.world_size)
+        done = [step.done_ns for _, step, _ in found if step.done_ns]
+        skew = f"{(max(done) - min(done)) / 1e6:.3f}" if len(done) == record.world_size else "unfinished"
         rows += [
             (*_step_row(rank, step, before, record.written_ns), skew if first else "")
             for first, (rank, step, before) in zip([True] + [False] * len(found), found, strict=False)
@@ -101,11 +98,6 @@ def _step_row(rank: int, step: StepRecord, before: StepRecord | None, now_ns: in
 
 def _span_ms(start_ns: int, end_ns: int) -> str:
     return f"{(end_ns - start_ns) / 1e6:.3f}" if start_ns and end_ns else "-"
-
-
-def _skew_ms(steps: Sequence[StepRecord], world_size: int) -> str:
-    done = [step.done_ns for step in steps if step.done_ns]
-    return f"{(max(done) - min(done)) / 1e6:.3f}" if len(done) == world_size else "unfinished"
 
 
 def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -138,7 +138,9 @@ class WordRulesMaker:
 
     def __init__(self, vocabulary: GrammarVocabulary | None) -> None:
         self._vocabulary = vocabulary
-        self._spelled = lru_cache(maxsize=_MAX_REMEMBERED)(self._spell)
+        self._spelled = lru_cache(maxsize=_MAX_REMEMBERED)(
+            lambda words, shows_special: SpelledWords(words, self._spellings, shows_special=shows_special)
+        )
         self._lock = threading.Lock()
 
     def rules(self, request: EngineRequest) -> SpelledWords | TokenWords:
@@ -147,9 +149,6 @@ class WordRulesMaker:
             return TokenWords(request.banned_words)
         with self._lock:
             return self._spelled(tuple(request.params.bad_words), not request.params.skip_special_tokens)
-
-    def _spell(self, words: tuple[str, ...], shows_special: bool) -> SpelledWords:
-        return SpelledWords(words, self._spellings, shows_special=shows_special)
 
     @cached_property
     def _spellings(self) -> TokenSpellings:

@@ -143,13 +143,11 @@ def _parts(node: Schema) -> Iterator[tuple[str, str, Any]]:
         if name in _SEVERAL and isinstance(value, list):
             yield from ((name, f"/{name}/{place}", one) for place, one in enumerate(value))
         elif name in _BY_NAME and isinstance(value, Mapping):
-            yield from ((name, f"/{name}/{_escaped(key)}", one) for key, one in value.items())
+            yield from (
+                (name, f"/{name}/{key.replace('~', '~0').replace('/', '~1')}", one) for key, one in value.items()
+            )
         elif name in _ONE:
             yield name, f"/{name}", value
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _normal(node: Schema) -> dict[str, Any]:

@@ -44,7 +44,9 @@ def check_fields(config: Any) -> None:
         object.__setattr__(config, spec.name, value)
         if value is not None:
             _check_type(spec, value)
-            _check_choice(spec, value)
+            choices = spec.metadata.get("choices")
+            if choices and value not in choices:
+                raise ConfigError(f"{spec.name} is {value!r}; choose one of {', '.join(map(str, choices))}")
 
 
 def is_switch(spec: dataclasses.Field[Any]) -> bool:
@@ -104,12 +106,6 @@ def _check_type(spec: dataclasses.Field[Any], value: Any) -> None:
     elif spec.metadata.get("numbers"):
         rule = "whole numbers, as a list or as text such as 1,2,4"
     raise ConfigError(f"{spec.name} is {_shown(spec, value)} of type {type(value).__name__}; it must be {rule}")
-
-
-def _check_choice(spec: dataclasses.Field[Any], value: Any) -> None:
-    choices = spec.metadata.get("choices")
-    if choices and value not in choices:
-        raise ConfigError(f"{spec.name} is {value!r}; choose one of {', '.join(map(str, choices))}")
 
 
 def _shown(spec: dataclasses.Field[Any], value: Any) -> str:

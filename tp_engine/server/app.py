@@ -16,12 +16,9 @@ from tp_engine.server import middleware
 from tp_engine.server.access import KeyGuard, admins_only
 from tp_engine.server.admin_routes import add_admin_routes
 from tp_engine.server.connections import ConnectionLimit
-from tp_engine.server.disconnect import ClientGoneError
-from tp_engine.server.invocations import add_invocations
 from tp_engine.server.openai_routes import add_openai_routes
 from tp_engine.server.openapi import install_openapi
-from tp_engine.server.pooling_routes import add_pooling_routes
-from tp_engine.server.replies import error_reply
+from tp_engine.server.replies import ClientGoneError, error_reply
 from tp_engine.server.request_guard import RequestGuard
 from tp_engine.server.state import ServerState
 from tp_engine.server.web_page import ASSETS, add_web_page
@@ -45,8 +42,6 @@ def create_app(state: ServerState) -> FastAPI:
         redirect_slashes=False,
     )
     add_openai_routes(app, state)
-    add_pooling_routes(app, state)
-    add_invocations(app, state)
     admin = APIRouter(dependencies=[Depends(admins_only)])
     add_admin_routes(app, admin, state)
     add_weight_routes(admin, state)
@@ -62,9 +57,7 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
     """The innermost first: a request passes the last one first."""
     config = state.config
     probes, page = ([prefix + path for path in paths for prefix in ("", config.root_path)] for paths in _OPEN)
-    if config.root_path:
-        app.add_middleware(middleware.RootPath, root_path=config.root_path)
-    app.add_middleware(middleware.TrailingSlashes, root_path=config.root_path)
+    app.add_middleware(middleware.Paths, root_path=config.root_path)
     app.add_middleware(KeyGuard, config=config, open_paths=(*probes, *page))
     app.add_middleware(RequestGuard, config=config)
     if config.allowed_origins:
@@ -77,7 +70,6 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
             expose_headers=("X-Request-Id", "Retry-After"),
         )
     app.add_middleware(ConnectionLimit, connections=state.connections, probes=probes)
-    app.add_middleware(middleware.RequestContext)
     app.add_middleware(middleware.RequestIds)
     app.add_middleware(middleware.HeadRequests)
     app.add_middleware(middleware.Turnstile)

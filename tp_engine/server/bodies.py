@@ -15,7 +15,7 @@ from tp_engine.api.preparing import LARGE
 from tp_engine.errors import RequestError, shown
 from tp_engine.log import get_logger
 from tp_engine.server.config import ServerConfig
-from tp_engine.server.disconnect import until_disconnect
+from tp_engine.server.replies import until_disconnect
 from tp_engine.server.state import ServerState
 
 logger = get_logger(__name__)

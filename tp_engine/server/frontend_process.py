@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
 import signal
 import socket
 import subprocess
@@ -55,30 +53,8 @@ class FrontendProcess:
         self._process = process
 
     @classmethod
-    def start(
-        cls,
-        listener: socket.socket,
-        config: ServerConfig,
-        *,
-        model_names: tuple[str, ...],
-        address: str,
-        startup_timeout_s: float,
-        pulse: EnginePulse | None = None,
-        log_format: str = "text",
-        tokenizer: str | None = None,
-    ) -> FrontendProcess:
+    def start(cls, listener: socket.socket, settings: FrontendSettings) -> FrontendProcess:
         """Start the frontend on a listening socket; the caller may then close its own handle."""
-        settings = FrontendSettings(
-            server=dataclasses.asdict(config),
-            model_names=list(model_names),
-            address=address,
-            listener_fd=listener.fileno(),
-            parent_pid=os.getpid(),
-            startup_timeout_s=startup_timeout_s,
-            pulse=pulse,
-            log_format=log_format,
-            tokenizer=tokenizer,
-        )
         # A session of its own: a Ctrl-C at the terminal reaches the frontend through rank 0 alone.
         text, fds = msgspec.json.encode(settings), (listener.fileno(),)
         return cls(start_child("tp_engine.server.main", text, own_session=True, pass_fds=fds))

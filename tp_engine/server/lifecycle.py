@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import socket
@@ -24,7 +25,6 @@ from typing import TYPE_CHECKING
 
 from tp_engine import env
 from tp_engine.api.openai.requests import default_model_name
-from tp_engine.api.sampling_defaults import load_generation_defaults
 from tp_engine.child_process import kill_children
 from tp_engine.config import EngineConfig
 from tp_engine.engine.processes import die_with_launcher
@@ -36,7 +36,7 @@ from tp_engine.lora import adapter_names
 from tp_engine.progress import hearing_progress
 from tp_engine.server.access import warn_of_exposure
 from tp_engine.server.config import ServerConfig
-from tp_engine.server.frontend_process import EnginePulse, FrontendProcess
+from tp_engine.server.frontend_process import EnginePulse, FrontendProcess, FrontendSettings
 from tp_engine.server.listener import close_listener, is_listened_on, open_listener, write_port_file
 from tp_engine.server.signals import StopRequested, StopSignals, end_process_after
 from tp_engine.server.tracing import check_tracing
@@ -150,12 +150,7 @@ def _start(
     """Bind, start the frontend, load; ``stack`` and ``leftovers`` end what was started."""
     model_names = server_config.served_model_name or (default_model_name(config.model),)
     adapter_names(config.lora_modules, model_names)  # errors are reported now
-    defaults = load_generation_defaults(  # the frontend loads them too, later; errors are reported now
-        config.model,
-        config.revision,
-        source=server_config.generation_config,
-        overrides=server_config.sampling_overrides,
-    )
+    defaults = server_config.defaults(config.model, config.revision)  # the frontend too, later; errors are reported now
     if "max_tokens" in defaults:
         logger.info("answers end after %d tokens: the generation config has max_new_tokens", defaults["max_tokens"])
     if server_config.otlp_traces_endpoint is not None:
@@ -168,16 +163,18 @@ def _start(
         address, pulse = new_address(), Pulse.create()
         leftovers.add(lambda: remove_address(address))
         stack.callback(pulse.stop_sharing)
-        frontend = FrontendProcess.start(
-            listener,
-            server_config,
-            model_names=model_names,
+        settings = FrontendSettings(
+            server=dataclasses.asdict(server_config),
+            model_names=list(model_names),
             address=address,
+            listener_fd=listener.fileno(),
+            parent_pid=os.getpid(),
             startup_timeout_s=config.startup_timeout_s,
             pulse=EnginePulse(address=pulse.address, hard_limit_s=config.watchdog_timeout_s),
             log_format=config.log_format,
             tokenizer=config.tokenizer_source,
         )
+        frontend = FrontendProcess.start(listener, settings)
         stack.callback(frontend.end)
     with hearing_progress(pulse.say):
         engine = start_engine(config, ends_process=True, pulse=pulse)

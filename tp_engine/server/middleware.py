@@ -2,8 +2,8 @@
 
 ::
 
-    HttpMetrics -> Turnstile -> HeadRequests -> RequestIds -> RequestContext -> ConnectionLimit -> CORS -> RequestGuard
-    -> KeyGuard -> TrailingSlashes -> RootPath -> route
+    HttpMetrics -> Turnstile -> HeadRequests -> RequestIds -> ConnectionLimit -> CORS -> RequestGuard -> KeyGuard
+    -> Paths -> route
 
 ``ConnectionLimit`` is in ``connections.py``, ``RequestGuard`` in ``request_guard.py``, ``KeyGuard`` in ``access.py``.
 """
@@ -135,10 +135,10 @@ class HeadRequests:
 
 
 class RequestIds:
-    """Puts ``X-Request-Id`` on every answer: the client's own, or a fresh one.
+    """Puts ``X-Request-Id`` on every answer: the client's own, or a fresh one; log lines and spans have it too.
 
     ``scope["state"]["request_id"]`` is the id; ``name_request`` replaces it by the body's.  An invalid header is
-    ignored.  ``scope["state"]["client_request_id"]`` is the header's id, or None.
+    ignored.  ``scope["state"]["client_request_id"]`` is the header's id, or None.  Spans belong to the caller's trace.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -148,11 +148,15 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(_ID_HEADER, "")
+        headers = Headers(scope=scope)
+        given = headers.get(_ID_HEADER, "")
         named = given if len(given) <= MAX_REQUEST_ID and _VALID_ID.match(given) else None
         state = scope.setdefault("state", {})
         state["client_request_id"] = named
         state["request_id"] = named or uuid.uuid4().hex
+        parent = _TRACE_PARENT.match(headers.get("traceparent", ""))
+        _CARRIER.set({name: headers[name] for name in ("traceparent", "tracestate") if name in headers})
+        bind_request(state["request_id"], None if parent is None else parent.group(1))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -171,47 +175,25 @@ def name_request(state: dict[str, str | None], of_body: str | None) -> str:
     return name
 
 
-class RequestContext:
-    """Gives log lines and spans the request's id and the caller's trace.  Runs inside ``RequestIds``."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            parent = _TRACE_PARENT.match(headers.get("traceparent", ""))
-            _CARRIER.set({name: headers[name] for name in ("traceparent", "tracestate") if name in headers})
-            bind_request(scope["state"]["request_id"], None if parent is None else parent.group(1))
-        await self._app(scope, receive, send)
-
-
 def trace_carrier() -> Mapping[str, str]:
     """Those of the headers ``traceparent`` and ``tracestate`` that the request of this task has."""
     return _CARRIER.get()
 
 
-class TrailingSlashes:
-    """Takes a path that ends with a slash for the one without; some clients join addresses so."""
+class Paths:
+    """Takes a path that ends with a slash for the one without: some clients join addresses so.
+
+    Accepts paths with and without ``root_path``, under which a reverse proxy offers the server; links have it.
+    """
 
     def __init__(self, app: ASGIApp, root_path: str = "") -> None:
-        self._app = app
-        self._first_pages = ("", root_path)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].endswith("/"):
-            path = scope["path"].rstrip("/")
-            scope["path"] = path if path not in self._first_pages else f"{path}/"
-        await self._app(scope, receive, send)
-
-
-class RootPath:
-    """Accepts paths with and without ``root_path``, under which a reverse proxy offers the server; links have it."""
-
-    def __init__(self, app: ASGIApp, root_path: str) -> None:
         self._app = app
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["root_path"] = self._root_path
+        if scope["type"] == "http" and scope["path"].endswith("/"):
+            path = scope["path"].rstrip("/")
+            scope["path"] = path if path not in ("", self._root_path) else f"{path}/"
+        if self._root_path:
+            scope["root_path"] = self._root_path
         await self._app(scope, receive, send)

@@ -11,7 +11,8 @@ from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.log import get_logger
 from tp_engine.outputs import RequestMetrics, RequestOutput
 from tp_engine.request import EngineRequest, FinishReason
-from tp_engine.server.metrics.figures import AnswerClock, RequestFigures
+from tp_engine.server.metrics import families as f
+from tp_engine.server.metrics.figures import RequestFigures
 from tp_engine.server.middleware import trace_carrier
 from tp_engine.server.tracing import RequestTracer
 
@@ -37,8 +38,12 @@ class Observation:
         self._request = request
         self._logs = logs
         self._tracer = tracer
-        self._clock = AnswerClock(figures, len(request.prompt_token_ids))
+        figures.num_prompt_tokens += len(request.prompt_token_ids)
+        self._next_token = figures.histogram(f.NEXT_TOKEN)
+        self._start_s = time.monotonic()
         self._num_tokens = [0] * num_sequences
+        self._first_s = [0.0] * num_sequences
+        self._last_s = [0.0] * num_sequences  # of those that have a token
         self._reasons: list[str] = []
         self._output: RequestOutput | None = None
 
@@ -50,10 +55,20 @@ class Observation:
 
     def tick(self, index: int, num_tokens: int, finish_reason: str | None) -> None:
         """Sequence ``index`` got ``num_tokens`` more, and ended if there is a ``finish_reason``."""
-        self._clock.tick(index, num_tokens, finish_reason)
-        self._num_tokens[index] += num_tokens
+        now_s = time.monotonic()
+        if num_tokens:
+            self._figures.num_generation_tokens += num_tokens
+            if self._num_tokens[index]:
+                self._next_token.observe((now_s - self._last_s[index]) / num_tokens, num_tokens)
+            else:
+                if not any(self._num_tokens):
+                    self._figures.histogram(f.FIRST_TOKEN).observe(now_s - self._start_s)
+                self._first_s[index] = now_s
+            self._num_tokens[index] += num_tokens
+            self._last_s[index] = now_s
         if finish_reason is not None:
             self._reasons.append(finish_reason)
+            self._end(index, finish_reason, now_s)
 
     def __enter__(self) -> Self:
         return self
@@ -66,7 +81,7 @@ class Observation:
         missing = len(self._num_tokens) - len(self._reasons)
         if missing:
             reason = FinishReason.ERROR if isinstance(error, EngineDeadError) else FinishReason.ABORT
-            self._clock.leave(missing, reason)
+            self._figures.ends[reason.value] += missing
             self._reasons += [reason.value] * missing
         else:
             num_prompt_tokens = len(self._request.prompt_token_ids)
@@ -84,6 +99,15 @@ class Observation:
                 reasons=self._reasons,
                 times=self._times,
             )
+
+    def _end(self, index: int, reason: str, now_s: float) -> None:
+        figures, num_tokens = self._figures, self._num_tokens[index]
+        figures.ends[reason] += 1
+        figures.histogram(f.E2E).observe(now_s - self._start_s)
+        figures.histogram(f.REQUEST_GENERATION).observe(num_tokens)
+        if num_tokens > 1:
+            decode_s = self._last_s[index] - self._first_s[index]
+            figures.histogram(f.PER_TOKEN).observe(decode_s / (num_tokens - 1))
 
     @property
     def _times(self) -> RequestMetrics | None:

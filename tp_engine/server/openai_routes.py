@@ -1,46 +1,85 @@
-"""The routes of OpenAI's API: completions, chats, responses, models; and text to token ids and back."""
+"""The routes of OpenAI's API: completions, chats, responses, embeddings, models; of its kin: scores, ranks, tokens.
+
+``/invocations`` is the one route by which Amazon SageMaker sends all requests; ``/ping`` is its health check.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from tp_engine.api.input_processor import InputProcessor
+from tp_engine.api.openai.bodies import Body
 from tp_engine.api.openai.errors import HttpError
+from tp_engine.api.openai.pooled import EmbeddingBody, RerankBody, ScoreBody
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.api.openai.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
-from tp_engine.server.bodies import in_thread, read_body
-from tp_engine.server.generation import answer
+from tp_engine.errors import RequestError
+from tp_engine.server.bodies import in_thread, parsed, read_body, read_data
+from tp_engine.server.generation import answer, answer_body
 from tp_engine.server.openapi import ANSWERS, takes
 from tp_engine.server.replies import json_reply
 from tp_engine.server.state import ServerState
 
+# The field that only one kind of body has -> the body; the first one that a body has counts.
+_KINDS: dict[str, type[Body]] = {
+    "messages": ChatBody,
+    "prompt": CompletionBody,
+    "input": EmbeddingBody,
+    "query": RerankBody,
+    "queries": ScoreBody,
+    "text_1": ScoreBody,
+}
+
+
+# What runs prompts: the body, the route's name, its paths, and what it does.
+_ANSWERED: tuple[tuple[type[Body], str, tuple[str, ...], str], ...] = (
+    (CompletionBody, "completions", ("/v1/completions",), "Continue one or several prompts, as text or token ids."),
+    (ChatBody, "chat_completions", ("/v1/chat/completions",), "Answer a conversation."),
+    (
+        ResponsesBody,
+        "responses",
+        ("/v1/responses",),
+        "Answer text or a list of items with a list of items; nothing is stored.",
+    ),
+    (
+        EmbeddingBody,
+        "embeddings",
+        ("/v1/embeddings",),
+        "The vectors of one or several inputs, as text or token ids.",
+    ),
+    (ScoreBody, "score", ("/v1/score", "/score"), "How well documents answer queries."),
+    (
+        RerankBody,
+        "rerank",
+        ("/v2/rerank", "/v1/rerank", "/rerank"),
+        "Documents in the order in which they answer a query, the best first.",
+    ),
+)
+
 
 def add_openai_routes(app: FastAPI, state: ServerState) -> None:
-    """Everything under ``/v1/``, ``/tokenize`` and ``/detokenize``."""
-    _add_generation(app, state)
+    """Everything under ``/v1/``, and what vLLM, Jina and Cohere have beside it."""
+    _add_answered(app, state)
     _add_tokens(app, state)
     _add_models(app, state)
 
 
-def _add_generation(app: FastAPI, state: ServerState) -> None:
-    @app.post("/v1/completions", **takes(CompletionBody))
-    async def completions(request: Request) -> Response:
-        """Continue one or several prompts, as text or token ids."""
-        return await answer(state, request, CompletionBody)
+def _add_answered(app: FastAPI, state: ServerState) -> None:
+    def handler(kind: type[Body]) -> Callable[[Request], Awaitable[Response]]:
+        async def answered(request: Request) -> Response:
+            return await answer(state, request, kind)
 
-    @app.post("/v1/chat/completions", **takes(ChatBody))
-    async def chat_completions(request: Request) -> Response:
-        """Answer a conversation."""
-        return await answer(state, request, ChatBody)
+        return answered
 
-    @app.post("/v1/responses", **takes(ResponsesBody))
-    async def responses(request: Request) -> Response:
-        """Answer text or a list of items with a list of items; nothing is stored."""
-        return await answer(state, request, ResponsesBody)
+    for kind, name, paths, text in _ANSWERED:
+        for path in paths:
+            app.post(path, name=name, description=text, **takes(kind))(handler(kind))
 
     @app.get("/v1/responses/{response_id}", responses=ANSWERS)
     @app.delete("/v1/responses/{response_id}", responses=ANSWERS)
@@ -52,29 +91,41 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
             code="response_not_found",
         )
 
+    @app.post("/invocations", responses=ANSWERS)
+    async def invocations(request: Request) -> Response:
+        """A chat, a completion, embeddings, scores or a rank, by the fields of the body."""
+        state.check_room()
+        data = await read_data(request, state.config)
+        try:
+            names = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys()
+        except msgspec.DecodeError as error:
+            raise RequestError(f"the body is not a JSON object: {error}") from None
+        for name, kind in _KINDS.items():
+            if name in names:
+                return await answer_body(state, request, await parsed(kind, data, request, state))
+        raise RequestError(
+            f"the body has none of the fields that tell what it asks for: {', '.join(_KINDS)}; give one of them"
+        )
+
 
 def _add_tokens(app: FastAPI, state: ServerState) -> None:
     """Long texts do not hold up the event loop, and the limit on prompts counts these requests too."""
 
-    async def tokens_reply(request: Request, work: Callable[[], dict[str, Any]]) -> Response:
-        with state.limit.hold(1):
-            return json_reply(await in_thread(request, state, work))
+    def handler(kind: type[Any], work: Callable[[Any, InputProcessor], dict[str, Any]]) -> Any:
+        async def replied(request: Request) -> Response:
+            body = await read_body(kind, request, state)
+            state.model_name(body.model)
+            with state.limit.hold(1):
+                return json_reply(await in_thread(request, state, work, body, state.llm.input_processor))
 
-    @app.post("/tokenize", **takes(TokenizeBody))
-    async def tokenized(request: Request) -> Response:
-        """The token ids of a text, or of a chat as its template writes it."""
-        body = await read_body(TokenizeBody, request, state)
-        state.model_name(body.model)
-        processor = state.llm.input_processor
-        return await tokens_reply(request, lambda: tokenize(body, processor))
+        return replied
 
-    @app.post("/detokenize", **takes(DetokenizeBody))
-    async def detokenized(request: Request) -> Response:
-        """The text of token ids."""
-        body = await read_body(DetokenizeBody, request, state)
-        state.model_name(body.model)
-        processor = state.llm.input_processor
-        return await tokens_reply(request, lambda: detokenize(body, processor))
+    text = "The token ids of a text, or of a chat as its template writes it."
+    app.post("/tokenize", name="tokenized", description=text, **takes(TokenizeBody))(handler(TokenizeBody, tokenize))
+    text = "The text of token ids."
+    app.post("/detokenize", name="detokenized", description=text, **takes(DetokenizeBody))(
+        handler(DetokenizeBody, detokenize)
+    )
 
 
 def _add_models(app: FastAPI, state: ServerState) -> None:

@@ -1,12 +1,12 @@
-"""The answer to a request: JSON, an error, or a stream of events."""
+"""The answer to a request: JSON, an error, or a stream of events; and work for a client that may leave before it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -15,9 +15,10 @@ from starlette.types import Receive, Scope, Send
 from tp_engine.api.openai.errors import HttpError, describe_error
 from tp_engine.errors import EngineDeadError
 from tp_engine.log import get_logger
-from tp_engine.server.disconnect import ClientGoneError, until_disconnect
 
 logger = get_logger(__name__)
+
+Result = TypeVar("Result")
 
 DONE_EVENT = b"data: [DONE]\n\n"
 _PING = b": ping\n\n"
@@ -26,6 +27,33 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its answer was complete."""
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Run ``work``; when the client leaves, cancel it, wait for its end, and raise ``ClientGoneError``.
+
+    Call it after the whole body has been read: from then on ``receive`` returns only at the disconnect.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def json_reply(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -12,7 +12,6 @@ from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.preparing import PreparingThreads
-from tp_engine.api.sampling_defaults import load_generation_defaults
 from tp_engine.errors import RequestError
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.request import EngineRequest
@@ -54,13 +53,8 @@ class ServerState:
 
     async def open(self, llm: AsyncLLM) -> None:
         """The engine is ready: load its model's sampling defaults, and serve."""
-        self.sampling_defaults = await asyncio.to_thread(
-            load_generation_defaults,
-            llm.model_info.model,
-            llm.model_info.revision,
-            source=self.config.generation_config,
-            overrides=self.config.sampling_overrides,
-        )
+        info = llm.model_info
+        self.sampling_defaults = await asyncio.to_thread(self.config.defaults, info.model, info.revision)
         self.attach(llm)
 
     def attach(self, llm: AsyncLLM) -> None:
@@ -99,7 +93,8 @@ class ServerState:
             raise HttpError(503, text, code="not_ready", retry_after_s=_RETRY_AFTER_S)
         if self._llm.errored:
             raise HttpError(503, "the engine has stopped", code="engine_dead")
-        self._check_pulse()
+        if self.pulse is not None and (trouble := self.pulse.trouble()) is not None:
+            raise HttpError(503, f"{trouble}; the job ends if that lasts", code="engine_hangs")
         return self._llm
 
     def check_ready(self) -> None:
@@ -113,11 +108,6 @@ class ServerState:
         """``HttpError`` if the limit has no room for one prompt: then the request's body need not be read."""
         _ = self.llm
         self.limit.check_room()
-
-    def _check_pulse(self) -> None:
-        trouble = None if self.pulse is None else self.pulse.trouble()
-        if trouble is not None:
-            raise HttpError(503, f"{trouble}; the job ends if that lasts", code="engine_hangs")
 
     def model_name(self, asked: str | None) -> str:
         """The name to answer with; ``RequestError`` (404) for a model that is not served."""

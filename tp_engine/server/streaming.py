@@ -13,7 +13,6 @@ import msgspec
 from tp_engine.api.openai.answer_shape import AnswerShape, JsonObject, emptied
 from tp_engine.api.openai.chat.parser import ChatParser
 from tp_engine.api.openai.errors import describe_error
-from tp_engine.api.openai.protocol import GenerationBody
 from tp_engine.api.openai.requests import PreparedAnswer
 from tp_engine.api.openai.responses_api.events import ResponseWriter
 from tp_engine.api.openai.responses_api.requests import PreparedResponse
@@ -37,8 +36,8 @@ class ChunkWriter:
     ``usage`` counts what has been written so far.
     """
 
-    def __init__(self, body: GenerationBody, prepared: PreparedAnswer) -> None:
-        self._body = body
+    def __init__(self, prepared: PreparedAnswer) -> None:
+        self._body = body = prepared.body
         self._prepared = prepared
         self._shape = prepared.shape
         self._text_offsets: dict[tuple[int, int], int] = {}  # of the next token; of sequences that have begun
@@ -99,7 +98,7 @@ class ChunkWriter:
         place = (number, update.index)
         parser = self._parsers.get(place)
         if parser is not None:
-            found = self._parse(parser, _part(update.index, update))
+            found = self._parse(parser, update)
             return b"".join([self._found_event(number, update.index, one) for one in found])
         template = self._templates.get(place)
         if template is None:
@@ -114,9 +113,7 @@ class ChunkWriter:
         if place not in self._text_offsets and (opening := self._opening(number, update.index)) is not None:
             yield opening | first
             first = {}
-        part = _part(update.index, update)
-        if self._shape.only_echo:
-            part = emptied(part)
+        part = emptied(update.index, "length") if self._shape.only_echo else update
         self._count(number, update, len(part.token_ids))
         for choice in self._following(number, part):
             yield choice | first
@@ -150,7 +147,7 @@ class ChunkWriter:
     def _found_event(self, number: int, index: int, found: ChatEvent) -> bytes:
         """The event of something found in a text, made from a template unless a call begins."""
         if isinstance(found, CallStarted):
-            choices = self._shape.event_choices(number, _part(index), [found])
+            choices = self._shape.event_choices(number, emptied(index), [found])
             return event(self._shape.envelope(choices, None, chunk=True))
         key = (number, index, type(found), found.index if isinstance(found, CallArguments) else 0)
         template = self._found_templates.get(key)
@@ -174,20 +171,6 @@ class ChunkWriter:
         if update.finish_reason is not None:
             self.usage.draft_tokens += update.num_draft_tokens
             self.usage.accepted_tokens += update.num_accepted_tokens
-
-
-def _part(index: int, update: SequenceUpdate | None = None) -> CompletionOutput:
-    """The new part of a sequence; empty without an update."""
-    if update is None:
-        return CompletionOutput(index=index, text="", token_ids=[])
-    return CompletionOutput(
-        index=index,
-        text=update.text,
-        token_ids=update.token_ids,
-        finish_reason=update.finish_reason,
-        stop_reason=update.stop_reason,
-        logprobs=update.logprobs,
-    )
 
 
 class ChunkTemplate:
@@ -223,7 +206,7 @@ class ResponseStream:
     """Turns the updates of a response's chat into the events of the response."""
 
     def __init__(self, prepared: PreparedResponse) -> None:
-        self._chunks = ChunkWriter(prepared.chat.body, prepared.chat)
+        self._chunks = ChunkWriter(prepared.chat)
         self._writer = ResponseWriter(prepared.shape)
         self._begun = False
 

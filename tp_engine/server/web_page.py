@@ -45,6 +45,9 @@ _HEAD = "<head>\n"
 INDEX = "index.html"
 ASSETS = tuple(sorted(file.name for file in _FOLDER.iterdir() if file.name != INDEX))
 
+_MODEL_FIELDS = (
+    "tensor_parallel_size", "device", "dtype", "block_size", "num_blocks", "max_num_seqs", "max_model_len",
+)  # fmt: skip
 _DEFAULT_SAMPLES = 300
 _SAMPLES = {
     "name": "samples",
@@ -109,7 +112,7 @@ def _engine_json(info: ModelInfo, name: str, report: EngineReport, watch: Engine
     assert view is not None
     return {
         "time": time.time(),
-        "model": {"name": name, **_model(info)},
+        "model": {"name": name, **{field: getattr(info, field) for field in _MODEL_FIELDS}},
         "pool": {
             "free": stats.num_free_blocks,
             "cached": stats.num_cached_blocks,
@@ -154,18 +157,6 @@ def speculation(found: SpeculationCounters) -> JsonObject:
         "drafted": found.num_draft_tokens,
         "right": found.num_accepted_tokens,
         "sources": {name: {"drafted": n, "right": right} for name, (n, right) in found.by_source.items() if n},
-    }
-
-
-def _model(info: ModelInfo) -> JsonObject:
-    return {
-        "tensor_parallel_size": info.tensor_parallel_size,
-        "device": info.device,
-        "dtype": info.dtype,
-        "block_size": info.block_size,
-        "num_blocks": info.num_blocks,
-        "max_num_seqs": info.max_num_seqs,
-        "max_model_len": info.max_model_len,
     }
 
 

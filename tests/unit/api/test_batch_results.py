@@ -9,7 +9,6 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import pytest
 from tp_engine.api.batch_job.lines import BatchRequest, LineError, ResultLine, bad_line
 from tp_engine.api.batch_job.outcomes import Progress, ResultOrder
 from tp_engine.api.batch_job.results import CustomIds, Results
-from tp_engine.api.batch_job.second_pass import ReadAhead
+from tp_engine.api.batch_job.second_pass import ReadAhead, Work
 from tp_engine.errors import ConfigError, RequestError
 
 
@@ -197,41 +196,39 @@ def test_results_in_the_order_of_the_input(seed: int) -> None:
     assert written[-1] == 99 and as_they_come.has_room(10**9)
 
 
-@dataclass
-class Item:
-    number: int
-    num_bytes: int = 10
+def work(ordinal: int) -> Work:
+    return Work(ordinal=ordinal, num_bytes=10)
 
 
 def test_reading_ahead_is_bounded_and_in_order() -> None:
     """Oracle: the numbers, and how many the reader took from the iterator before the first request."""
     taken = 0
 
-    def items() -> object:
+    def items() -> Iterator[Work]:
         nonlocal taken
         for taken in range(1, 101):
-            yield Item(taken)
+            yield work(taken)
 
     for bounds, most in (({"max_items": 7, "max_bytes": 10**6}, 8), ({"max_items": 100, "max_bytes": 35}, 5)):
-        with ReadAhead(items(), **bounds) as ahead:  # type: ignore[arg-type, var-annotated]
+        with ReadAhead(items(), **bounds) as ahead:
             time.sleep(0.05)
             assert taken <= most
-            got = [item.number for item in iter(lambda: ahead.get(5.0), None)]
+            got = [item.ordinal for item in iter(lambda: ahead.get(5.0), None)]
             assert got == list(range(1, 101)) and ahead.exhausted
 
 
 def test_reading_ahead_ends_early_and_with_errors() -> None:
     """Oracle: the thread has ended; an error arrives after the items before it."""
 
-    def failing() -> Iterator[Item]:
-        yield Item(1)
+    def failing() -> Iterator[Work]:
+        yield work(1)
         raise ConfigError("damaged")
 
     with ReadAhead(failing(), max_items=5, max_bytes=100) as ahead:
         first = ahead.get(5.0)
-        assert first is not None and first.number == 1
+        assert first is not None and first.ordinal == 1
         with pytest.raises(ConfigError, match="damaged"):
             ahead.get(5.0)
-    endless = ReadAhead((Item(1) for _ in iter(int, 1)), max_items=5, max_bytes=100)
+    endless = ReadAhead((work(1) for _ in iter(int, 1)), max_items=5, max_bytes=100)
     endless.close()
     assert not any(thread.name == "read-ahead" for thread in threading.enumerate())

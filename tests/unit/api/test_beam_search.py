@@ -151,7 +151,8 @@ def test_an_aborted_request_ends_the_search_with_what_there_is() -> None:
     outputs[1].outputs[0] = CompletionOutput(index=0, text="", token_ids=[], finish_reason="abort", logprobs=[])
     search.advance(outputs)
     assert search.done
-    output = request_output(search, None, n=2)
+    search.n = 2
+    output = request_output(search, None)
     assert [one.finish_reason for one in output.outputs] == ["abort", "abort"]
     assert [len(one.token_ids) for one in output.outputs] == [2, 2]
 
@@ -171,9 +172,9 @@ def test_answers_keep_the_asked_number_of_logprobs() -> None:
         request = EngineRequest(
             request_id="search", prompt_token_ids=PROMPT, params=one_token(params, logprobs=count), eos_token_ids=(EOS,)
         )
-        search = BeamSearch(request, params, MODEL_INFO)
+        search = BeamSearch(request, params, MODEL_INFO, n=2)
         run(search, made_up)
-        for one in request_output(search, None, n=2).outputs:
+        for one in request_output(search, None).outputs:
             assert one.logprobs is not None and len(one.logprobs) == 3
             for token, position in zip(one.token_ids, one.logprobs, strict=True):
                 assert next(iter(position)) == token

@@ -21,7 +21,6 @@ from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.api.openai.protocol import ChatBody
 from tp_engine.api.openai.structured import TokenWriting
-from tp_engine.api.openai.tools.events import Writing
 from tp_engine.api.openai.tools.harmony import HARMONY, HarmonyParser
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.grammar.compiler import compile_grammar
@@ -169,7 +168,7 @@ def test_marks_that_are_special_tokens() -> None:
     """Oracle: the tokens of a whole answer, by hand; no text replaces a mark."""
     tokenizer: Any = copy.deepcopy(byte_level_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": list(HARMONY.marks)})
-    writing: Writing = TokenWriting(tokenizer)
+    writing = TokenWriting(tokenizer)
     vocabulary = make_vocabulary(tokenizer.backend_tokenizer.to_str(), len(tokenizer), [tokenizer.eos_token_id or 0])
     constraint = StructuredOutputsParams(grammar=HARMONY.forced_calls(FORCED, writing, True, FREE))
     matcher = compile_grammar(constraint, vocabulary).start()

@@ -11,7 +11,7 @@ from tests.fake_engine import MODEL_INFO
 from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody, parse_body
-from tp_engine.api.openai.requests import prepare_searches
+from tp_engine.api.openai.requests import prepare
 from tp_engine.api.openai.sampling import beam_search_params
 from tp_engine.errors import RequestError
 from tp_engine.sampling_params import BeamSearchParams
@@ -101,7 +101,7 @@ def test_refusals_of_whole_bodies(body: CompletionBody | ChatBody, param: str) -
     """Oracle: the parameter's name; the user's limit on logprobs holds, although the search itself needs more."""
     processor = InputProcessor(MODEL_INFO, byte_level_tokenizer())
     with pytest.raises(RequestError) as caught:
-        prepare_searches(body, processor, MODEL_INFO, "demo")
+        prepare(body, processor, "demo")
     assert caught.value.param == param
 
 
@@ -109,7 +109,7 @@ def test_one_search_per_prompt() -> None:
     """Oracle: the prompts; a salt and a priority reach every request of the search."""
     processor = InputProcessor(MODEL_INFO, byte_level_tokenizer())
     body = completion(prompt=[[1, 2], [3]], n=30, cache_salt="tenant", priority=-3, echo=True)
-    prepared = prepare_searches(body, processor, MODEL_INFO, "demo")
+    prepared = prepare(body, processor, "demo")
     requests = [request for search in prepared.searches for request in search.next_requests()]
     assert [request.prompt_token_ids for request in requests] == [[1, 2], [3]]
     assert {(one.params.cache_salt, one.priority, one.params.logprobs) for one in requests} == {("tenant", -3, 60)}

@@ -14,11 +14,10 @@ from openai.types.responses import Response, ResponseInputItemParam, ResponseStr
 from pydantic import TypeAdapter
 
 from tp_engine.api.openai.protocol import parse_body
-from tp_engine.api.openai.responses_api.events import ResponseWriter, whole_response
+from tp_engine.api.openai.responses_api.events import ResponseShape, ResponseWriter, whole_response
 from tp_engine.api.openai.responses_api.items import input_messages
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.api.openai.responses_api.requests import chat_body, prepare_response
-from tp_engine.api.openai.responses_api.shape import ResponseShape
 from tp_engine.api.openai.responses_api.tools import ResponseTools
 from tp_engine.errors import RequestError
 

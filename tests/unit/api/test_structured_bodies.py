@@ -10,7 +10,6 @@ import pytest
 
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody, parse_body
 from tp_engine.api.openai.sampling import beam_search_params, chat_params, completion_params
-from tp_engine.api.openai.structured import json_schema_constraint
 from tp_engine.engine import messages
 from tp_engine.errors import RequestError
 from tp_engine.request import EngineRequest
@@ -95,7 +94,7 @@ def test_not_with_beam_search() -> None:
 
 def test_a_schema_of_ones_own() -> None:
     """Oracle: by hand: for tools, a schema becomes the sampling field."""
-    params = SamplingParams(structured_outputs=json_schema_constraint(SCHEMA))
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json=SCHEMA))
     assert params.structured_outputs is not None and params.structured_outputs.kind == "json"
     assert json.loads(str(params.structured_outputs.json)) == SCHEMA
     assert SamplingParams(structured_outputs={"json": SCHEMA}) == params  # type: ignore[arg-type]

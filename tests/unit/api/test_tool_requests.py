@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tp_engine.api.openai.protocol import ChatBody
-from tp_engine.api.openai.structured import json_schema_constraint
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.errors import RequestError
 from tp_engine.grammar.compiler import compile_grammar
 from tp_engine.grammar.vocabulary import byte_vocabulary
+from tp_engine.structured_outputs import StructuredOutputsParams
 
 # As pydantic writes them, with references from the root.
 CITY = {"type": "object", "properties": {"n": {"type": "string"}}, "required": ["n"], "additionalProperties": False}
@@ -40,7 +40,7 @@ def follows(text: str, tools: ToolRequest) -> bool:
     """Whether ``text`` is a whole output."""
     schema = tools.schema()
     assert schema is not None
-    matcher = compile_grammar(json_schema_constraint(schema), byte_vocabulary()).start()
+    matcher = compile_grammar(StructuredOutputsParams(json=schema), byte_vocabulary()).start()
     return all(matcher.accept(byte) for byte in text.encode()) and (matcher.is_over or matcher.accept(256))
 
 

@@ -81,9 +81,8 @@ rank_collective_seconds counter rank
 rank_collective_wait_seconds histogram rank {WAIT}
 rank_cpu_seconds counter rank
 rank_heartbeat_age_seconds gauge rank
-straggler_rank counter rank
-rank_memory_bytes gauge rank,line
 rank_idle_seconds histogram rank {WAIT}
+rank_memory_bytes gauge rank,line
 rank_resident_memory_bytes gauge rank
 rank_step_time_seconds histogram rank {STEP}
 rank_steps counter rank
@@ -105,8 +104,9 @@ spec_decode_num_drafts counter
 spec_decode_source_accepted_tokens counter source
 spec_decode_source_draft_tokens counter source
 startup_phase_seconds gauge rank,phase
-step_skew_seconds histogram - {WAIT}
 step_samples_dropped counter
+step_skew_seconds histogram - {WAIT}
+straggler_rank counter rank
 time_to_first_token_seconds histogram - {FIRST}
 """
 

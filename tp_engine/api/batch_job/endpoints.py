@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -10,17 +10,16 @@ from typing import Any, TypeAlias
 from tp_engine.api.batch_job.lines import BatchRequest
 from tp_engine.api.beam_search import BeamSearch, request_output
 from tp_engine.api.input_processor import InputProcessor
-from tp_engine.api.openai.answer_shape import JsonObject
+from tp_engine.api.openai.bodies import Body, prepare_body
 from tp_engine.api.openai.errors import renamed
-from tp_engine.api.openai.pooled import EmbeddingBody, PooledBody, RerankBody, ScoreBody, check_pooled, prepare_pooled
-from tp_engine.api.openai.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
-from tp_engine.api.openai.requests import prepare, prepare_searches
+from tp_engine.api.openai.pooled import EmbeddingBody, RerankBody, ScoreBody, check_pooled
+from tp_engine.api.openai.protocol import ChatBody, CompletionBody, parse_body
+from tp_engine.api.openai.requests import PreparedBody
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
-from tp_engine.api.openai.responses_api.requests import NAMES, chat_body, prepare_response
+from tp_engine.api.openai.responses_api.requests import NAMES, chat_body
 from tp_engine.api.openai.sampling import beam_search_params, chat_params, completion_params, completion_prompts
 from tp_engine.api.openai.structured import named_refusal
 from tp_engine.closing import Closing
-from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.tokenizer import TokenDecoder
 from tp_engine.errors import RequestError
 from tp_engine.grammar.compiler_process import CompilerProcess
@@ -37,26 +36,8 @@ class LineContext:
     """What preparing a line needs; ``defaults`` are the model's own sampling parameters."""
 
     processor: InputProcessor
-    model: ModelInfo
-    decoder: TokenDecoder | None
     defaults: Mapping[str, Any]
     model_names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedLine:
-    """The prompts of one line, and the function that makes the body of its answer of their outputs.
-
-    ``refusal`` gives an error of the engine the name of the field that caused it.
-    """
-
-    prompts: list[BatchPrompt]
-    answer: Callable[[Sequence[RequestOutput]], JsonObject]
-    refusal: Callable[[RequestError], RequestError] = lambda error: error
-
-    def named(self, error: Exception) -> Exception:
-        """``error`` of one of the prompts, as its client knows it."""
-        return self.refusal(error) if isinstance(error, RequestError) else error
 
 
 class GrammarTrials(Closing):
@@ -85,29 +66,39 @@ class GrammarTrials(Closing):
         return ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Endpoint:
-    kind: type[GenerationBody] | type[PooledBody]
-    check: Callable[[Any, GrammarTrials], object]
-    prepare: Callable[[Any, str, LineContext], PreparedLine]
+ENDPOINTS: Mapping[str, type[Body]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
+    "/v1/embeddings": EmbeddingBody,
+    "/v1/score": ScoreBody,
+    "/v1/rerank": RerankBody,
+}
 
 
 def check_request(request: BatchRequest, model_names: Sequence[str], grammars: GrammarTrials) -> None:
     """Check all that does not need the model's tokenizer and limits; raises ``RequestError``."""
-    endpoint = ENDPOINTS[request.url]
-    body = _parse(endpoint, request, model_names)
-    endpoint.check(body, grammars)
+    body = _parse(request, model_names)
+    if isinstance(body, ResponsesBody):
+        chat = chat_body(body)
+        try:
+            _check_generation(chat, grammars)
+        except RequestError as error:
+            raise renamed(error, NAMES) from error
+    elif isinstance(body, (ChatBody, CompletionBody)):
+        _check_generation(body, grammars)
+    else:
+        check_pooled(body)
 
 
-def prepare_request(request: BatchRequest, context: LineContext) -> PreparedLine:
+def prepare_request(request: BatchRequest, context: LineContext) -> PreparedBody:
     """Make a request ready for the engine; raises ``RequestError``."""
-    endpoint = ENDPOINTS[request.url]
-    body = _parse(endpoint, request, context.model_names)
-    return endpoint.prepare(body, body.model or context.model_names[0], context)
+    body = _parse(request, context.model_names)
+    return prepare_body(body, context.processor, body.model or context.model_names[0], context.defaults)
 
 
-def _parse(endpoint: _Endpoint, request: BatchRequest, model_names: Sequence[str]) -> Any:
-    body = parse_body(endpoint.kind, request.raw_body)
+def _parse(request: BatchRequest, model_names: Sequence[str]) -> Body:
+    body = parse_body(ENDPOINTS[request.url], request.raw_body)
     if body.stream:
         raise RequestError("stream is true; a batch has no streams, leave it out", param="stream")
     if body.model and body.model not in model_names:
@@ -133,53 +124,6 @@ def _check_generation(body: ChatBody | CompletionBody, grammars: GrammarTrials) 
         raise named_refusal(error, body) from None
 
 
-def _check_response(body: ResponsesBody, grammars: GrammarTrials) -> None:
-    chat = chat_body(body)
-    try:
-        _check_generation(chat, grammars)
-    except RequestError as error:
-        raise renamed(error, NAMES) from error
-
-
-def _check_pooled(body: EmbeddingBody | ScoreBody | RerankBody, _grammars: GrammarTrials) -> None:
-    check_pooled(body)
-
-
-def _prepare_generation(body: ChatBody | CompletionBody, model: str, context: LineContext) -> PreparedLine:
-    if body.use_beam_search:
-        searched = prepare_searches(body, context.processor, context.model, model)
-        n = body.n or 1
-        prompts: list[BatchPrompt] = [SearchedPrompt(search, context.decoder, n) for search in searched.searches]
-        return PreparedLine(prompts=prompts, answer=lambda outputs: searched.shape.answer(outputs, searched.echoes))
-    prepared = prepare(body, context.processor, model, context.defaults)
-    return PreparedLine(
-        prompts=[PlainPrompt(request) for request in prepared.requests],
-        answer=prepared.answer,
-        refusal=prepared.named,
-    )
-
-
-def _prepare_response(body: ResponsesBody, model: str, context: LineContext) -> PreparedLine:
-    prepared = prepare_response(body, context.processor, model, context.defaults)
-    prompts: list[BatchPrompt] = [PlainPrompt(request) for request in prepared.requests]
-    return PreparedLine(prompts=prompts, answer=prepared.answer, refusal=prepared.named)
-
-
-def _prepare_pooled(body: EmbeddingBody | ScoreBody | RerankBody, model: str, context: LineContext) -> PreparedLine:
-    prepared = prepare_pooled(body, context.processor, context.model, model)
-    return PreparedLine(prompts=[PlainPrompt(request) for request in prepared.requests], answer=prepared.answer)
-
-
-ENDPOINTS: Mapping[str, _Endpoint] = {
-    "/v1/chat/completions": _Endpoint(ChatBody, _check_generation, _prepare_generation),
-    "/v1/completions": _Endpoint(CompletionBody, _check_generation, _prepare_generation),
-    "/v1/responses": _Endpoint(ResponsesBody, _check_response, _prepare_response),
-    "/v1/embeddings": _Endpoint(EmbeddingBody, _check_pooled, _prepare_pooled),
-    "/v1/score": _Endpoint(ScoreBody, _check_pooled, _prepare_pooled),
-    "/v1/rerank": _Endpoint(RerankBody, _check_pooled, _prepare_pooled),
-}
-
-
 @dataclass(slots=True)
 class PlainPrompt:
     """A prompt of one engine request, whose output is the prompt's."""
@@ -203,7 +147,6 @@ class SearchedPrompt:
 
     search: BeamSearch
     decoder: TokenDecoder | None
-    n: int
     output: RequestOutput | None = None
     _asked: list[str] = field(default_factory=list)
     _given: dict[str, RequestOutput] = field(default_factory=dict)
@@ -222,7 +165,7 @@ class SearchedPrompt:
             return False
         self.search.advance([self._given[request_id] for request_id in self._asked])
         if self.search.done:
-            self.output = request_output(self.search, self.decoder, n=self.n)
+            self.output = request_output(self.search, self.decoder)
         return not self.search.done
 
 

@@ -33,37 +33,6 @@ class LineOutcome:
     outputs: Sequence[RequestOutput] = ()
 
 
-class Outcomes:
-    """Orders, writes and counts outcomes.  ``tally`` counts written lines; lines that are held back are not done."""
-
-    def __init__(self, results: Results, progress: Progress, *, keeps_order: bool, window: int) -> None:
-        self.tally = Tally()
-        self._progress = progress
-        self._results = results
-        self._order: ResultOrder[LineOutcome] = ResultOrder(self._write, keeps_order=keeps_order, window=window)
-
-    def has_room(self, ordinal: int) -> bool:
-        """Whether the line with this number may start."""
-        return self._order.has_room(ordinal)
-
-    def put(self, ordinal: int, outcome: LineOutcome) -> None:
-        """Take the outcome of the ``ordinal``-th line."""
-        self._order.put(ordinal, outcome)
-
-    def step(self, num_tokens: int) -> None:
-        """The engine has made a step and generated ``num_tokens``."""
-        self._progress.tokens(num_tokens)
-        self._results.sync_if_due()
-
-    def _write(self, outcome: LineOutcome) -> None:
-        self._results.write(outcome.line)
-        if outcome.line.error is None:
-            self.tally.succeeded(outcome.outputs)
-        else:
-            self.tally.failed(outcome.line.error["code"] or "invalid_request")
-        self._progress.line()
-
-
 class ResultOrder(Generic[Result]):
     """Passes results, numbered from 0, to ``write``: as they come, or, with ``keeps_order``, in order of number.
 
@@ -91,6 +60,29 @@ class ResultOrder(Generic[Result]):
         while self._next in self._held:
             self._write(self._held.pop(self._next))
             self._next += 1
+
+
+class Outcomes(ResultOrder[LineOutcome]):
+    """Orders, writes and counts outcomes.  ``tally`` counts written lines; lines that are held back are not done."""
+
+    def __init__(self, results: Results, progress: Progress, *, keeps_order: bool, window: int) -> None:
+        super().__init__(self._count_and_write, keeps_order=keeps_order, window=window)
+        self.tally = Tally()
+        self._progress = progress
+        self._results = results
+
+    def step(self, num_tokens: int) -> None:
+        """The engine has made a step and generated ``num_tokens``."""
+        self._progress.tokens(num_tokens)
+        self._results.sync_if_due()
+
+    def _count_and_write(self, outcome: LineOutcome) -> None:
+        self._results.write(outcome.line)
+        if outcome.line.error is None:
+            self.tally.succeeded(outcome.outputs)
+        else:
+            self.tally.failed(outcome.line.error["code"] or "invalid_request")
+        self._progress.line()
 
 
 class Progress:

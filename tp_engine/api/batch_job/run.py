@@ -18,13 +18,7 @@ from typing import Unpack
 
 from tp_engine import env
 from tp_engine.api.batch_job.config import BatchConfig
-from tp_engine.api.batch_job.endpoints import (
-    GrammarTrials,
-    LineContext,
-    PreparedLine,
-    check_request,
-    prepare_request,
-)
+from tp_engine.api.batch_job.endpoints import GrammarTrials, LineContext, check_request, prepare_request
 from tp_engine.api.batch_job.lines import BatchRequest
 from tp_engine.api.batch_job.outcomes import LineOutcome, Outcomes, Progress
 from tp_engine.api.batch_job.results import EarlierResults, Results
@@ -36,11 +30,9 @@ from tp_engine.api.engine_options import BatchOptions
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.llm import LLM
 from tp_engine.api.openai.chat.prompt import ChatFormat
-from tp_engine.api.openai.requests import default_model_name
-from tp_engine.api.sampling_defaults import load_generation_defaults
+from tp_engine.api.openai.requests import PreparedBody, default_model_name
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.build import model_info
-from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.start import (
     ask_rank0,
     check_config,
@@ -50,7 +42,7 @@ from tp_engine.engine.start import (
     serve_rank,
     tell_ranks,
 )
-from tp_engine.engine.tokenizer import TokenDecoder, load_tokenizer
+from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import ConfigError
 from tp_engine.log import get_logger
 from tp_engine.lora import adapter_names
@@ -124,9 +116,7 @@ class BatchRun:
         self._running_s = 0.0
         self._survey = Survey()
         self._tally = Tally()
-        self._defaults = load_generation_defaults(
-            config.model, config.revision, source=batch.generation_config, overrides=batch.sampling_overrides
-        )
+        self._defaults = batch.defaults(config.model, config.revision)
         names = batch.served_model_name or (default_model_name(config.model), config.model)
         self._model_names = tuple(dict.fromkeys((*names, *adapter_names(config.lora_modules, names))))
         structured = StructuredOutputsDefaults.of(config.structured_outputs_config)
@@ -177,7 +167,7 @@ class BatchRun:
         config = effective.config
         info = model_info(effective, num_blocks=effective.max_model_len)
         processor = InputProcessor(info, load_tokenizer(config.tokenizer_source, config.revision))
-        context = self._context(processor, info)
+        context = self._context(processor)
 
         def check(request: BatchRequest) -> None:
             self._check_request(request)
@@ -214,7 +204,7 @@ class BatchRun:
                 outcomes.put(work.ordinal, LineOutcome(work.result))
         return BatchStatus.COMPLETED
 
-    def _refuse(self, request: BatchRequest) -> PreparedLine:
+    def _refuse(self, request: BatchRequest) -> PreparedBody:
         self._check_request(request)
         raise RuntimeError("the input was changed while it was read")
 
@@ -222,21 +212,15 @@ class BatchRun:
         self._grammars.close()
         options = dataclasses.asdict(self._config) | {"generation_config": "vllm"}  # the lines have their defaults
         with LLM(**options) as llm, self._outcomes(results) as outcomes:
-            context = self._context(llm.input_processor, llm.engine.model_info, llm.outputs.decoder)
+            context = self._context(llm.input_processor)
             lines = open_lines(source, self._survey, lambda request: prepare_request(request, context))
             with ReadAhead(lines, max_items=self._max_in_flight, max_bytes=_MAX_AHEAD_BYTES) as ahead:
                 runner = LineRunner(llm, ahead, outcomes, max_in_flight=self._max_in_flight)
                 return BatchStatus.COMPLETED if runner.run(self._stop_requested) else BatchStatus.STOPPED
 
-    def _context(self, processor: InputProcessor, model: ModelInfo, decoder: TokenDecoder | None = None) -> LineContext:
+    def _context(self, processor: InputProcessor) -> LineContext:
         processor.chat = ChatFormat(processor.tokenizer, self._batch)
-        return LineContext(
-            processor=processor,
-            model=model,
-            decoder=decoder,
-            defaults=self._defaults,
-            model_names=self._model_names,
-        )
+        return LineContext(processor=processor, defaults=self._defaults, model_names=self._model_names)
 
     @contextlib.contextmanager
     def _outcomes(self, results: Results) -> Iterator[Outcomes]:

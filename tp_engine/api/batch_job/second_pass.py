@@ -12,15 +12,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import TypeAlias
 
-from tp_engine.api.batch_job.endpoints import ENDPOINTS, BatchPrompt, PreparedLine
+from tp_engine.api.batch_job.endpoints import ENDPOINTS, BatchPrompt, PlainPrompt, SearchedPrompt
 from tp_engine.api.batch_job.lines import BatchRequest, LineError, ResultLine, bad_line, read_line, repeated_line
 from tp_engine.api.batch_job.outcomes import LineOutcome, Outcomes
 from tp_engine.api.batch_job.source import BatchInput
 from tp_engine.api.batch_job.survey import LineState, Survey
 from tp_engine.api.llm import LLM
 from tp_engine.api.openai.errors import sequence_error
+from tp_engine.api.openai.requests import PreparedBody
 from tp_engine.api.output_streams import Processed
 from tp_engine.closing import Closing
 from tp_engine.errors import RequestError
@@ -33,7 +34,7 @@ _IDLE_S = 0.1
 _JOIN_S = 10.0
 _OPEN = (LineState.RUN, LineState.BAD, LineState.REPEATED)
 
-PrepareRequest: TypeAlias = Callable[[BatchRequest], PreparedLine]
+PrepareRequest: TypeAlias = Callable[[BatchRequest], PreparedBody]
 
 
 @dataclass(slots=True)
@@ -42,7 +43,8 @@ class _Running:
 
     ordinal: int
     request: BatchRequest
-    prepared: PreparedLine
+    prepared: PreparedBody
+    prompts: list[BatchPrompt]
     num_requests: int = 0
     failure: Exception | None = None
 
@@ -50,7 +52,7 @@ class _Running:
 class LineRunner:
     """Keeps about ``max_in_flight`` prompts in the engine; each line's complete result goes to ``outcomes``."""
 
-    def __init__(self, llm: LLM, lines: ReadAhead[Work], outcomes: Outcomes, *, max_in_flight: int) -> None:
+    def __init__(self, llm: LLM, lines: ReadAhead, outcomes: Outcomes, *, max_in_flight: int) -> None:
         self._llm = llm
         self._lines = lines
         self._outcomes = outcomes
@@ -83,8 +85,11 @@ class LineRunner:
             self._outcomes.put(work.ordinal, LineOutcome(work.result))
             return
         assert work.request is not None and work.prepared is not None
-        running = _Running(work.ordinal, work.request, work.prepared)
-        for prompt in work.prepared.prompts:
+        decoder, prepared = self._llm.outputs.decoder, work.prepared
+        prompts: list[BatchPrompt] = [PlainPrompt(request) for request in prepared.requests]
+        prompts += [SearchedPrompt(search, decoder) for search in prepared.searches]
+        running = _Running(work.ordinal, work.request, prepared, prompts)
+        for prompt in prompts:
             self._submit(running, prompt)
         if running.failure is not None:
             started = [request_id for request_id, (line, _) in self._requests.items() if line is running]
@@ -116,8 +121,8 @@ class LineRunner:
     def _note_errors(self, processed: Processed) -> None:
         for update in processed.updates:
             if update.error is not None:
-                running = self._requests[update.request_id][0]
-                running.failure = running.prepared.named(sequence_error(update.error, update.error_code))
+                running, error = self._requests[update.request_id][0], sequence_error(update.error, update.error_code)
+                running.failure = running.prepared.named(error) if isinstance(error, RequestError) else error
 
     def _finish_prompt(self, output: RequestOutput) -> None:
         running, prompt = self._requests.pop(output.request_id)
@@ -130,7 +135,7 @@ class LineRunner:
     def _result(self, running: _Running) -> LineOutcome:
         if running.failure is not None:
             return LineOutcome(running.request.failure(running.failure))
-        outputs = [prompt.output for prompt in running.prepared.prompts if prompt.output is not None]
+        outputs = [prompt.output for prompt in running.prompts if prompt.output is not None]
         try:
             body = running.prepared.answer(outputs)
         except Exception as error:
@@ -149,7 +154,7 @@ class Work:
     ordinal: int
     num_bytes: int
     request: BatchRequest | None = None
-    prepared: PreparedLine | None = None
+    prepared: PreparedBody | None = None
     result: ResultLine | None = None
 
 
@@ -186,25 +191,16 @@ def _fill(work: Work, number: int, text: bytes | None, survey: Survey, prepare: 
         work.result = work.request.failure(error)
 
 
-class Sized(Protocol):
-    """An item whose memory can be bounded."""
-
-    num_bytes: int
-
-
-Item = TypeVar("Item", bound=Sized)
-
-
-class ReadAhead(Generic[Item], Closing):
+class ReadAhead(Closing):
     """Reads an iterator in a thread of its own, while fewer than ``max_items`` and ``max_bytes`` are ready.
 
     ``get`` raises the iterator's exception after the items before it.
     """
 
-    def __init__(self, items: Iterator[Item], *, max_items: int, max_bytes: int) -> None:
+    def __init__(self, items: Iterator[Work], *, max_items: int, max_bytes: int) -> None:
         self._items = items
         self._max_items, self._max_bytes = max_items, max_bytes
-        self._ready: deque[Item] = deque()
+        self._ready: deque[Work] = deque()
         self._num_bytes = 0
         self._changed = threading.Condition()
         self._ended = self._closing = False
@@ -218,7 +214,7 @@ class ReadAhead(Generic[Item], Closing):
         with self._changed:
             return self._ended and not self._ready and self._error is None
 
-    def get(self, timeout_s: float) -> Item | None:
+    def get(self, timeout_s: float) -> Work | None:
         """The next item; None at the end, or if no item is ready within ``timeout_s``."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._ready) or self._ended, timeout_s)
@@ -250,7 +246,7 @@ class ReadAhead(Generic[Item], Closing):
                 self._ended = True
                 self._changed.notify_all()
 
-    def _put(self, item: Item) -> bool:
+    def _put(self, item: Work) -> bool:
         """Wait for room and add ``item``; False when closing."""
         with self._changed:
             self._changed.wait_for(

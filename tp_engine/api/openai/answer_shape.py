@@ -9,13 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from tp_engine.api.openai.chat.parser import ChatParsing, ParsedMessage
-from tp_engine.api.openai.logprobs import (
-    Position,
-    chat_logprobs,
-    completion_logprobs,
-    prompt_logprobs_json,
-    token_text,
-)
+from tp_engine.api.openai.logprobs import Position, chat_logprobs, completion_logprobs, prompt_logprobs_json, token_text
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
 from tp_engine.api.openai.sampling import num_top_logprobs
 from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ChatEvent, ContentText, ReasoningText
@@ -135,7 +129,9 @@ class AnswerShape:
         for number, output in enumerate(outputs):
             usage.prompt_tokens += len(output.prompt_token_ids)
             usage.cached_tokens += output.num_cached_tokens
-            sequences = [emptied(sequence) for sequence in output.outputs] if self.only_echo else output.outputs
+            sequences = (
+                [emptied(sequence.index, "length") for sequence in output.outputs] if self.only_echo else output.outputs
+            )
             usage.completion_tokens += sum(len(sequence.token_ids) for sequence in sequences)
             usage.draft_tokens += sum(sequence.num_draft_tokens for sequence in sequences)
             usage.accepted_tokens += sum(sequence.num_accepted_tokens for sequence in sequences)
@@ -161,15 +157,14 @@ class AnswerShape:
         deltas = [delta_json(event) for event in events]
         if not deltas and (part.finish_reason or shows_tokens):
             deltas = [{}]
-        bare = CompletionOutput(index=part.index, text="", token_ids=[])
-        parts = [bare] * (len(deltas) - 1) + [part]
+        parts = [emptied(part.index)] * (len(deltas) - 1) + [part]
         return [self._choice(number, one, {"delta": delta}, 0) for one, delta in zip(parts, deltas, strict=False)]
 
     def first_choice(
         self, number: int, index: int, echo: str = "", echoed_logprobs: JsonObject | None = None
     ) -> JsonObject | None:
         """The choice before a sequence's first update: the role in a chat, the prompt in an echoed completion."""
-        empty = CompletionOutput(index=index, text="", token_ids=[])
+        empty = emptied(index)
         if self.kind == "chat":
             return self._choice(number, empty, {"delta": {"role": self.role, "content": echo}}, 0)
         if not echo and echoed_logprobs is None:
@@ -252,9 +247,9 @@ class AnswerShape:
         )
 
 
-def emptied(sequence: CompletionOutput) -> CompletionOutput:
-    """``sequence`` as if it had ended before its first token."""
-    return CompletionOutput(index=sequence.index, text="", token_ids=[], finish_reason="length")
+def emptied(index: int, finish_reason: str | None = None) -> CompletionOutput:
+    """A sequence without tokens."""
+    return CompletionOutput(index=index, text="", token_ids=[], finish_reason=finish_reason)
 
 
 def message_json(parsing: ChatParsing, parsed: ParsedMessage, role: str, echo: str = "") -> dict[str, Any]:
@@ -263,7 +258,8 @@ def message_json(parsing: ChatParsing, parsed: ParsedMessage, role: str, echo: s
     Content is null if there are only calls.  Reasoning has its newer name too; it is null if there is none.
     """
     content = echo + parsed.content
-    message: dict[str, Any] = {"role": role, "content": content if content or not _has_more(parsed) else None}
+    is_null = not content and bool(parsed.calls or parsed.reasoning)
+    message: dict[str, Any] = {"role": role, "content": None if is_null else content}
     if parsing.reasoning is not None:
         message["reasoning_content"] = message["reasoning"] = parsed.reasoning or None
     if parsed.calls:
@@ -282,10 +278,6 @@ def delta_json(event: ChatEvent) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, **_call_json(call_id, name, "")}]}
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-
-
-def _has_more(parsed: ParsedMessage) -> bool:
-    return bool(parsed.calls or parsed.reasoning)
 
 
 def _call_json(call_id: str, name: str, arguments: str) -> dict[str, Any]:

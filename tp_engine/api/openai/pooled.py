@@ -8,37 +8,21 @@ from __future__ import annotations
 import base64
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
-from pydantic import Field
-
-from tp_engine.api.input_processor import InputProcessor, Prompt
+from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.answer_shape import JsonObject
-from tp_engine.api.openai.protocol import MAX_REQUEST_ID, REQUEST_ID, RequestBody
+from tp_engine.api.openai.protocol import PromptBody
+from tp_engine.api.openai.requests import PreparedBody
+from tp_engine.api.openai.sampling import listed_prompts
 from tp_engine.api.pooling import PoolingParams, ScorePairs, embedding_request, fields_of, paired
-from tp_engine.engine.messages import ModelInfo
 from tp_engine.errors import RequestError, shown
 from tp_engine.outputs import RequestOutput
-from tp_engine.request import EngineRequest
 
 
-class PooledBody(RequestBody):
-    """Fields of all bodies."""
-
-    model: str | None = None
-    stream: bool | None = None
-    user: str | None = None
-    request_id: str | None = Field(None, min_length=1, max_length=MAX_REQUEST_ID, pattern=REQUEST_ID)
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    truncate_prompt_tokens: int | None = None
-    truncation_side: Literal["left", "right"] | None = None
-    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-
-
-class EmbeddingBody(PooledBody):
+class EmbeddingBody(PromptBody):
     """``POST /v1/embeddings``.  ``normalize`` is a former name of ``use_activation``."""
 
     input: str | list[str] | list[int] | list[list[int]]
@@ -49,7 +33,7 @@ class EmbeddingBody(PooledBody):
     add_special_tokens: bool | None = None
 
 
-class ScoreBody(PooledBody):
+class ScoreBody(PromptBody):
     """``POST /score``: ``queries`` and ``documents``, or by their former names ``text_1`` and ``text_2``."""
 
     queries: str | list[str] | None = None
@@ -60,7 +44,7 @@ class ScoreBody(PooledBody):
     max_tokens_per_doc: int | None = None
 
 
-class RerankBody(PooledBody):
+class RerankBody(PromptBody):
     """``POST /rerank``.  A document is text, or an object with ``text``."""
 
     query: str
@@ -74,25 +58,6 @@ class RerankBody(PooledBody):
 AnyPooledBody: TypeAlias = EmbeddingBody | ScoreBody | RerankBody
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedPooling:
-    """The engine requests of a body, and what makes the answer of their outputs."""
-
-    requests: list[EngineRequest]
-    answer: Callable[[Sequence[RequestOutput]], JsonObject]
-
-
-def num_pooled(body: AnyPooledBody) -> int:
-    """The number of inputs or pairs of ``body``, if its fields fit together."""
-    if isinstance(body, EmbeddingBody):
-        is_one = isinstance(body.input, str) or (len(body.input) > 0 and isinstance(body.input[0], int))
-        return 1 if is_one else len(body.input)
-    if isinstance(body, RerankBody):
-        return len(body.documents)
-    given = (body.queries, body.text_1, body.documents, body.text_2)
-    return max(len(texts) if isinstance(texts, list) else 1 for texts in given)
-
-
 def check_pooled(body: AnyPooledBody) -> None:
     """Raise ``RequestError`` for fields that do not fit together."""
     if body.stream:
@@ -100,7 +65,7 @@ def check_pooled(body: AnyPooledBody) -> None:
     if isinstance(body, EmbeddingBody):
         if body.normalize is not None:
             raise RequestError("normalize is no field any more; its name is use_activation", param="normalize")
-        _inputs(body)
+        listed_prompts("input", body.input)
         return
     if isinstance(body, RerankBody) and body.top_n is not None and body.top_n < 0:
         raise RequestError(f"top_n is {body.top_n}; it must be at least 0, which gives all", param="top_n")
@@ -108,16 +73,16 @@ def check_pooled(body: AnyPooledBody) -> None:
     paired(queries, documents)
 
 
-def prepare_pooled(body: AnyPooledBody, processor: InputProcessor, info: ModelInfo, model: str) -> PreparedPooling:
+def prepare_pooled(body: AnyPooledBody, processor: InputProcessor, model: str) -> PreparedBody:
     """Check and tokenize; raises ``RequestError``.  ``model`` is the name to answer with."""
     check_pooled(body)
     if isinstance(body, EmbeddingBody):
-        return _prepare_embeddings(body, processor, info, model)
+        return _prepare_embeddings(body, processor, model)
     envelope = _Envelope.of(body, "score" if isinstance(body, ScoreBody) else "rerank", model)
     queries, documents, names = _texts(body)
     pairs = ScorePairs.of(
         processor,
-        info,
+        processor.model,
         paired(queries, documents),
         fields=fields_of(queries, documents, names),
         request_id=envelope.engine_id,
@@ -140,7 +105,7 @@ def prepare_pooled(body: AnyPooledBody, processor: InputProcessor, info: ModelIn
             "id": envelope.answer_id, "model": model, "usage": _usage(outputs), "results": _ranked(body, scores),
         }  # fmt: skip
 
-    return PreparedPooling(requests=list(pairs.requests), answer=answer)
+    return PreparedBody(requests=list(pairs.requests), answer=answer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +118,7 @@ class _Envelope:
     model: str
 
     @staticmethod
-    def of(body: PooledBody, kind: str, model: str) -> _Envelope:
+    def of(body: AnyPooledBody, kind: str, model: str) -> _Envelope:
         unique = uuid.uuid4().hex
         answer_id = f"{kind}-{body.request_id or unique}"
         engine_id = f"{answer_id}-{unique[:12]}"
@@ -167,7 +132,7 @@ class _Envelope:
         }  # fmt: skip
 
 
-def _prepare_embeddings(body: EmbeddingBody, processor: InputProcessor, info: ModelInfo, model: str) -> PreparedPooling:
+def _prepare_embeddings(body: EmbeddingBody, processor: InputProcessor, model: str) -> PreparedBody:
     params = PoolingParams(
         dimensions=body.dimensions,
         use_activation=body.use_activation is not False,
@@ -176,7 +141,7 @@ def _prepare_embeddings(body: EmbeddingBody, processor: InputProcessor, info: Mo
         add_special_tokens=body.add_special_tokens is not False,
         cache_salt=body.cache_salt,
     )
-    params.check(info)
+    params.check(processor.model)
     envelope = _Envelope.of(body, "embd", model)
     is_list = isinstance(body.input, list) and not isinstance(next(iter(body.input), None), int)
     requests = [
@@ -188,7 +153,7 @@ def _prepare_embeddings(body: EmbeddingBody, processor: InputProcessor, info: Mo
             priority=body.priority or 0,
             prompt_field=f"input[{number}]" if is_list else "input",
         )
-        for number, prompt in enumerate(_inputs(body))
+        for number, prompt in enumerate(listed_prompts("input", body.input))
     ]
 
     def answer(outputs: Sequence[RequestOutput]) -> JsonObject:
@@ -197,28 +162,11 @@ def _prepare_embeddings(body: EmbeddingBody, processor: InputProcessor, info: Mo
             assert output.pooled is not None
             vector = params.vector(output.pooled)
             is_text = body.encoding_format == "base64"
-            shown = base64.b64encode(vector.astype("<f4").tobytes()).decode() if is_text else _floats(vector)
+            shown = base64.b64encode(vector.astype("<f4").tobytes()).decode() if is_text else vector.tolist()
             data.append({"index": index, "object": "embedding", "embedding": shown})
         return envelope.listed(data, outputs)
 
-    return PreparedPooling(requests=requests, answer=answer)
-
-
-def _floats(vector: np.ndarray[Any, Any]) -> list[float]:
-    found: list[float] = vector.tolist()
-    return found
-
-
-def _inputs(body: EmbeddingBody) -> list[Prompt]:
-    """Each input of a body, text or token ids."""
-    given = body.input
-    if isinstance(given, str):
-        return [given]
-    if not given:
-        raise RequestError("input is an empty list; give text, token ids, or a list of either", param="input")
-    if isinstance(given[0], int):
-        return [given]  # a list whose first element is an id has ids alone
-    return list(given)
+    return PreparedBody(requests=requests, answer=answer)
 
 
 def _texts(body: ScoreBody | RerankBody) -> tuple[str | list[str], str | list[str], tuple[str, str]]:

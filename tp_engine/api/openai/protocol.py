@@ -60,20 +60,26 @@ class StreamOptions(RequestBody):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(RequestBody):
-    """Fields of all bodies.  This class checks types, ``SamplingParams`` checks ranges."""
+class PromptBody(RequestBody):
+    """Fields of all bodies that run prompts."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     user: str | None = None
     request_id: str | None = Field(None, min_length=1, max_length=MAX_REQUEST_ID, pattern=REQUEST_ID)
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+
+
+class GenerationBody(PromptBody):
+    """Fields of all bodies that generate.  This class checks types, ``SamplingParams`` checks ranges."""
+
+    stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: Literal["left", "right"] | None = None
 
     n: int | None = None
     temperature: float | None = None
@@ -106,7 +112,6 @@ class GenerationBody(RequestBody):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
-    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     prompt_cache_key: str | None = Field(None, max_length=1024)
     kv_transfer_params: dict[str, Any] | None = None
     logprob_token_ids: list[int] | None = None
@@ -166,7 +171,8 @@ def parse_body(kind: type[Body], raw: bytes | str) -> Body:
         body = kind.model_validate_json(raw)
     except ValidationError as error:
         raise request_error(error, shows_value=not is_large) from None
-    _warn_of_unknown_fields(body)
+    for name in itertools.islice(body.model_extra or (), _MOST_WARNED):
+        warn_once(logger, "ignoring the unknown request field %s", shown(name))
     return body
 
 
@@ -200,9 +206,3 @@ def _check_size(raw: bytes) -> None:
     num_elements = int(np.count_nonzero(outside & (plain == ord(","))))
     if num_elements > _MOST_ELEMENTS:
         raise RequestError(f"the body has {num_elements} elements; at most {_MOST_ELEMENTS} are allowed")
-
-
-def _warn_of_unknown_fields(body: BaseModel) -> None:
-    """Log each unknown field name once per process; the field is ignored."""
-    for name in itertools.islice(body.model_extra or (), _MOST_WARNED):
-        warn_once(logger, "ignoring the unknown request field %s", shown(name))

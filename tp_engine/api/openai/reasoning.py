@@ -18,12 +18,16 @@ import bisect
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tp_engine.api.openai.tools.ernie45 import OPEN as RESPONSE
 from tp_engine.api.openai.tools.ernie45 import ResponseMarks
-from tp_engine.api.openai.tools.events import MessageFormat, Writing, first_mark, partial_suffix
+from tp_engine.api.openai.tools.events import CallStarted, ChatEvent, ContentText, MessageFormat, ToolParser
 from tp_engine.api.openai.tools.harmony import ANALYSIS, END, HARMONY
+from tp_engine.api.openai.tools.text_parser import first_mark, partial_suffix
+
+if TYPE_CHECKING:
+    from tp_engine.api.openai.structured import TokenWriting  # pydantic, which options are read without
 
 
 class Beginning(enum.Enum):
@@ -73,11 +77,11 @@ class ReasoningFormat:
             return Beginning.ANSWER
         return Beginning.REASONING if self.always else Beginning.EITHER
 
-    def new_parser(self, begins: Beginning, calls: CallWatch | None = None) -> ReasoningParser:
+    def new_parser(self, begins: Beginning, calls: CallsInReasoning | None = None) -> ReasoningParser:
         """A parser for one sequence; ``calls`` finds calls that end its reasoning."""
         return ReasoningParser(self, begins, calls)
 
-    def preamble(self, writing: Writing, begins: Beginning) -> str | None:
+    def preamble(self, writing: TokenWriting, begins: Beginning) -> str | None:
         """What comes before an answer that must follow a grammar (``StructuredOutputsParams.preamble``), if anything.
 
         White space comes behind reasoning only: in front of it, it would leave the model no choice but to think.
@@ -118,16 +122,67 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 REASONING_ALIASES: Mapping[str, str] = {"deepseek-r1": "deepseek_r1", "glm47": "glm45", "gpt-oss": "openai_gptoss"}
 
 
-class CallWatch(Protocol):
-    """Looks for a call in reasoning, from one of ``marks`` on."""
+class CallsInReasoning(ToolParser):
+    """The parser of a model's calls, which may begin inside of reasoning.
 
-    marks: tuple[str, ...]
+    A call there ends the reasoning.  Then its closing mark may come late, in the content, which does not show it.
+    """
+
+    def __init__(self, new_parser: Callable[[], ToolParser], marks: tuple[str, ...], closes: tuple[str, ...]) -> None:
+        self.marks = marks
+        self._new_parser = new_parser
+        self._parser = new_parser()
+        self._found: list[ChatEvent] = []
+        self._late = closes
+        self._is_late = False  # a closing mark may come
+        self._held = ""  # the beginning of one
 
     def look(self, text: str) -> tuple[str, bool]:
-        """Take the next piece; returns what is surely reasoning, and whether a call has begun behind that."""
+        """Take the next piece of reasoning; returns what surely is, and whether a call has begun behind that."""
+        events = self._parser.feed(text)
+        started = next((place for place, event in enumerate(events) if isinstance(event, CallStarted)), len(events))
+        self._found, self._is_late = events[started:], started < len(events)
+        return _content(events[:started]), self._is_late
 
     def end(self) -> str:
         """The reasoning has ended without a call; returns what was held back."""
+        events, self._parser = self._parser.finish(cut_off=False), self._new_parser()
+        return _content(events)
+
+    def feed(self, text: str) -> list[ChatEvent]:
+        found, self._found = self._found, []
+        return self._shown(found + self._parser.feed(text))
+
+    def finish(self, *, cut_off: bool) -> list[ChatEvent]:
+        return self._shown(self._parser.finish(cut_off=cut_off)) + self._released()
+
+    def _shown(self, events: list[ChatEvent]) -> list[ChatEvent]:
+        """``events`` without a late closing mark."""
+        if not self._is_late:
+            return events
+        shown: list[ChatEvent] = []
+        for event in events:
+            shown += self._without_mark(event.text) if isinstance(event, ContentText) else [*self._released(), event]
+        return shown
+
+    def _without_mark(self, text: str) -> list[ChatEvent]:
+        text = self._held + text
+        found = first_mark(text, self._late) if self._is_late else None
+        held = partial_suffix(text, *self._late) if self._is_late and found is None else 0
+        if found is not None:
+            self._is_late = False
+            text = text[: found[0]] + text[found[0] + len(found[1]) :]
+        self._held = text[len(text) - held :]
+        text = text[: len(text) - held]
+        return [ContentText(text)] if text else []
+
+    def _released(self) -> list[ChatEvent]:
+        text, self._held = self._held, ""
+        return [ContentText(text)] if text else []
+
+
+def _content(events: Sequence[ChatEvent]) -> str:
+    return "".join(event.text for event in events if isinstance(event, ContentText))
 
 
 class _State(enum.Enum):
@@ -145,7 +200,7 @@ class ReasoningParser:
     ``num_characters`` are those of the reasoning and its marks, known once a call of ``calls`` has ended it.
     """
 
-    def __init__(self, marks: ReasoningFormat, begins: Beginning, calls: CallWatch | None = None) -> None:
+    def __init__(self, marks: ReasoningFormat, begins: Beginning, calls: CallsInReasoning | None = None) -> None:
         self._opens, self._closes = marks.opens, marks.closes
         self._unwrap = marks.unwrap() if marks.unwrap is not None else None
         self._calls = calls

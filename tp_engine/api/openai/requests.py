@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from tp_engine.api.openai.sampling import (
     num_top_logprobs,
 )
 from tp_engine.api.openai.structured import named_refusal
-from tp_engine.engine.messages import ModelInfo
 from tp_engine.errors import RequestError
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
@@ -33,30 +32,26 @@ from tp_engine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedSearches:
-    """One beam search per prompt; otherwise as ``PreparedAnswer``."""
+class PreparedBody:
+    """The prompts of one body, checked, and the function that makes its whole answer of their outputs.
 
-    shape: AnswerShape
-    searches: list[BeamSearch]
-    echoes: list[str] | None = None
+    Each of ``requests`` is a prompt; a body with ``use_beam_search`` has ``searches`` instead.  ``named`` gives an
+    error of the engine the name of the body's field that caused it.
+    """
+
+    requests: list[EngineRequest] = field(default_factory=list)
+    searches: list[BeamSearch] = field(default_factory=list)
+    answer: Callable[[Sequence[RequestOutput]], JsonObject]
+    named: Callable[[RequestError], RequestError] = lambda error: error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedAnswer:
-    """One engine request per prompt, and the shape of the answer; ``echoes`` are prompts to repeat, if any."""
+class PreparedAnswer(PreparedBody):
+    """A completion or a chat, with what its stream needs; ``echoes`` are prompts to repeat, if any."""
 
     body: ChatBody | CompletionBody
     shape: AnswerShape
-    requests: list[EngineRequest]
     echoes: list[str] | None = None
-
-    def named(self, error: RequestError) -> RequestError:
-        """An error of the engine, with the name of the body's field that caused it."""
-        return named_refusal(error, self.body)
-
-    def answer(self, outputs: Sequence[RequestOutput]) -> JsonObject:
-        """The whole answer; ``outputs`` has one element per prompt."""
-        return self.shape.answer(outputs, self.echoes)
 
 
 def default_model_name(model: str) -> str:
@@ -65,23 +60,20 @@ def default_model_name(model: str) -> str:
     return folder.name if folder.is_dir() else model
 
 
-def num_prompts(body: ChatBody | CompletionBody) -> int:
-    """The number of engine requests that ``prepare`` makes of ``body``."""
-    return 1 if isinstance(body, ChatBody) else len(completion_prompts(body))
-
-
 def prepare(
-    body: ChatBody | CompletionBody,
-    processor: InputProcessor,
-    model: str,
-    defaults: Mapping[str, Any] | None = None,
+    body: ChatBody | CompletionBody, processor: InputProcessor, model: str, defaults: Mapping[str, Any] | None = None
 ) -> PreparedAnswer:
     """Check all that can be checked without the engine; raises ``RequestError``.
 
     ``defaults`` are the model's own sampling parameters, for fields that the request does not set.
     """
     arrival_s = time.monotonic()
-    _check_stream(body)
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream to be true", param="stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs are not available in streams; leave stream out", param="prompt_logprobs")
+    if body.use_beam_search:  # the model's own sampling parameters do not matter
+        return _prepare_searches(body, processor, model, arrival_s)
     params = chat_params(body, defaults) if isinstance(body, ChatBody) else completion_params(body, defaults)
     shape, prompts, echoes = _inputs(body, processor, model, constrained=params.structured_outputs is not None)
     try:
@@ -93,50 +85,37 @@ def prepare(
     except RequestError as error:
         raise named_refusal(error, body) from None
     if shape.kind == "completion" and shape.num_top_logprobs is not None:
-        shape = replace(shape, special_ids=processor.special_ids, first_texts=_first_texts(requests, processor))
+        decoder = processor.tokenizer
+        firsts = ("" if decoder is None else decoder.decode(one.prompt_token_ids[:1]) for one in requests)
+        shape = replace(shape, special_ids=processor.special_ids, first_texts=tuple(firsts))
     if echoes is not None and shape.kind == "completion" and body.truncate_prompt_tokens is not None:
-        echoes = _texts_read(requests, processor)
-    return PreparedAnswer(body=body, shape=shape, requests=requests, echoes=echoes)
+        assert processor.tokenizer is not None, "an echo needs one"
+        echoes = [processor.tokenizer.decode(one.prompt_token_ids, skip_special_tokens=True) for one in requests]
+    return PreparedAnswer(
+        body=body,
+        shape=shape,
+        echoes=echoes,
+        requests=requests,
+        answer=partial(shape.answer, echoes=echoes),
+        named=partial(named_refusal, body=body),
+    )
 
 
-def prepare_searches(
-    body: ChatBody | CompletionBody, processor: InputProcessor, engine: ModelInfo, model: str
-) -> PreparedSearches:
-    """As ``prepare``, for a body with ``use_beam_search``; the model's own sampling parameters do not matter."""
-    arrival_s = time.monotonic()
-    _check_stream(body)
-    params = beam_search_params(body, engine.max_model_len)
+def _prepare_searches(
+    body: ChatBody | CompletionBody, processor: InputProcessor, model: str, arrival_s: float
+) -> PreparedAnswer:
+    params = beam_search_params(body, processor.max_model_len)
     shape, prompts, echoes = _inputs(body, processor, model)
     fields = {"logprobs": num_top_logprobs(body), "cache_salt": body.cache_salt}
     if body.skip_special_tokens is not None:
         fields["skip_special_tokens"] = body.skip_special_tokens
-    searches = []
+    one, searches = one_token(params, **fields), []
     for number, prompt in enumerate(prompts):
-        one = one_token(params, **fields)
-        request = _engine_request(
-            body, processor, prompt, one, request_id=_engine_id(shape, number), arrival_s=arrival_s
-        )
-        searches.append(BeamSearch(request, params, engine))
-    return PreparedSearches(shape=shape, searches=searches, echoes=echoes)
-
-
-def _texts_read(requests: Sequence[EngineRequest], processor: InputProcessor) -> list[str]:
-    """What the model reads of each prompt."""
-    assert processor.tokenizer is not None, "an echo needs one"
-    return [processor.tokenizer.decode(one.prompt_token_ids, skip_special_tokens=True) for one in requests]
-
-
-def _first_texts(requests: Sequence[EngineRequest], processor: InputProcessor) -> tuple[str, ...]:
-    if processor.tokenizer is None:
-        return tuple("" for _ in requests)
-    return tuple(processor.tokenizer.decode(request.prompt_token_ids[:1]) for request in requests)
-
-
-def _check_stream(body: ChatBody | CompletionBody) -> None:
-    if body.stream_options is not None and not body.stream:
-        raise RequestError("stream_options needs stream to be true", param="stream_options")
-    if body.stream and body.prompt_logprobs is not None:
-        raise RequestError("prompt_logprobs are not available in streams; leave stream out", param="prompt_logprobs")
+        request_id = _engine_id(shape, number)
+        request = _engine_request(body, processor, prompt, one, request_id=request_id, arrival_s=arrival_s)
+        searches.append(BeamSearch(request, params, processor.model, n=shape.num_per_prompt))
+    answer = partial(shape.answer, echoes=echoes)
+    return PreparedAnswer(body=body, shape=shape, echoes=echoes, searches=searches, answer=answer)
 
 
 def _engine_id(shape: AnswerShape, number: int) -> str:
@@ -189,7 +168,7 @@ def _inputs(
         return shape, prompts, _echoes(body, prompts, processor)
     prompt = chat_prompt(body, processor)
     parsing = chat_parsing(body, prompt, processor, constrained=constrained)
-    shape = dataclasses.replace(shape, role=prompt.role, parsing=parsing)
+    shape = replace(shape, role=prompt.role, parsing=parsing)
     token_ids = processor.text_token_ids(
         prompt.text,
         add_special_tokens=bool(body.add_special_tokens),

@@ -9,10 +9,11 @@ from typing import Any
 
 from tp_engine.api.openai.errors import renamed
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody, GenerationBody
-from tp_engine.api.openai.structured import json_schema_constraint, structured_outputs_of
+from tp_engine.api.openai.structured import structured_outputs_of
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.errors import RequestError
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
+from tp_engine.structured_outputs import StructuredOutputsParams
 
 SAMPLING_NAMES = frozenset(spec.name for spec in dataclasses.fields(SamplingParams))
 _CONVERTED = {"logprobs", "max_tokens", "logit_bias", "structured_outputs"}
@@ -68,7 +69,7 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any] | None = None) -> Sa
     if tools is not None and (schema := tools.schema()) is not None:
         if "structured_outputs" in given:
             raise RequestError("tool_choice forces the output's form, and so does another field", param="tool_choice")
-        given["structured_outputs"] = json_schema_constraint(schema)
+        given["structured_outputs"] = StructuredOutputsParams(json=schema)
     if (num_logprobs := num_top_logprobs(body)) is not None:
         given["logprobs"] = num_logprobs
     with fields_of(body):
@@ -129,14 +130,18 @@ def num_top_logprobs(body: CompletionBody | ChatBody) -> int | None:
 
 def completion_prompts(body: CompletionBody) -> list[str | list[int]]:
     """The prompts of a completion, each text or token ids."""
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise RequestError("prompt is an empty list; give text, token ids, or a list of either", param="prompt")
-    if isinstance(prompt[0], int):
-        return [prompt]  # a list whose first element is an id has ids alone
-    return list(prompt)
+    return listed_prompts("prompt", body.prompt)
+
+
+def listed_prompts(param: str, given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """Each prompt of the field ``param``, text or token ids; raises ``RequestError`` for an empty list."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise RequestError(f"{param} is an empty list; give text, token ids, or a list of either", param=param)
+    if isinstance(given[0], int):
+        return [given]  # a list whose first element is an id has ids alone
+    return list(given)
 
 
 def _given(body: GenerationBody) -> dict[str, Any]:

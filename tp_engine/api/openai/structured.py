@@ -6,8 +6,6 @@
 | response_format {"type": "json_object"} | json_object=True |
 | structured_outputs {json, regex, choice, grammar, json_object and options} | the same |
 | guided_json, guided_regex, guided_choice, guided_grammar, guided_whitespace_pattern | json, regex, choice, ... |
-
-``json_schema_constraint`` is for callers that have a schema of another origin, such as a tool's arguments.
 """
 
 from __future__ import annotations
@@ -35,14 +33,6 @@ _GUIDED = {
     "guided_grammar": "grammar",
     "guided_whitespace_pattern": "whitespace_pattern",
 }
-
-
-def json_schema_constraint(schema: str | Mapping[str, Any]) -> StructuredOutputsParams:
-    """The value of ``SamplingParams.structured_outputs`` for an output that follows a JSON ``schema``.
-
-    Raises ``RequestError`` for a value that is not a schema.
-    """
-    return StructuredOutputsParams(json=schema)
 
 
 def structured_outputs_of(body: GenerationBody) -> StructuredOutputsParams | None:

@@ -57,12 +57,7 @@ def tokenize(body: TokenizeBody, processor: InputProcessor) -> dict[str, Any]:
         text, add_special_tokens=adds_special, may_be_empty=body.prompt is not None, param=param
     )
     texts = processor.tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None  # type: ignore[union-attr]
-    return {
-        "count": len(token_ids),
-        "max_model_len": processor.max_model_len,
-        "tokens": token_ids,
-        "token_strs": texts,
-    }
+    return {"count": len(token_ids), "max_model_len": processor.max_model_len, "tokens": token_ids, "token_strs": texts}
 
 
 def detokenize(body: DetokenizeBody, processor: InputProcessor) -> dict[str, Any]:

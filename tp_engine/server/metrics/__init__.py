@@ -23,7 +23,7 @@ from tp_engine.engine.report import (
 from tp_engine.sched.spec_decode.speculation import SpeculationCounters
 from tp_engine.sched.view import SchedulerStats
 from tp_engine.server.metrics import families as f
-from tp_engine.server.metrics.families import histograms, number, numbers, prefixed
+from tp_engine.server.metrics.families import histograms, number, prefixed, samples
 from tp_engine.server.metrics.figures import HttpFigures, RequestFigures
 
 _STATS = {
@@ -102,11 +102,11 @@ def _engine_metrics(report: EngineReport, peak_usage: float, model_name: str) ->
     yield number(f.PEAK_USAGE, model_name, peak_usage)
     yield number(f.HOST_USAGE, model_name, stats.num_used_host_slots / max(1, stats.num_host_slots))
     yield number(f.DISK_USAGE, model_name, stats.num_used_disk_slots / max(1, stats.num_disk_slots))
-    yield numbers(f.PROMPT_SOURCES, model_name, _prompt_sources(stats))
+    yield samples(f.PROMPT_SOURCES, model_name, _prompt_sources(stats))
     yield from _speculation_metrics(stats.speculation, model_name)
     if (adapters := stats.adapters) is not None:
         labels = (str(adapters.max_loras), ",".join(adapters.running), ",".join(adapters.waiting))
-        yield numbers(f.LORA_REQUESTS, model_name, [(labels, time.time())])
+        yield samples(f.LORA_REQUESTS, model_name, [(labels, time.time())])
     yield number(f.MISSED, model_name, report.num_missed_steps)
     for family, bounds, spread in (
         (f.ITERATION_TOKENS, STEP_TOKENS, report.step_tokens),
@@ -117,15 +117,15 @@ def _engine_metrics(report: EngineReport, peak_usage: float, model_name: str) ->
     if (experts := report.experts) is not None:
         loads = (*map(str, EXPERT_LOAD), "+Inf")
         cumulated = accumulate(experts.num_experts)
-        yield numbers(f.EXPERT_BALANCE, model_name, [((load,), n) for load, n in zip(loads, cumulated, strict=True)])
+        yield samples(f.EXPERT_BALANCE, model_name, [((load,), n) for load, n in zip(loads, cumulated, strict=True)])
         yield number(f.EXPERT_LARGEST, model_name, experts.largest_load)
     if (moves := report.moves) is not None:
-        yield numbers(f.MOVED_BYTES, model_name, [(("store",), moves.stored_bytes), (("load",), moves.loaded_bytes)])
-        yield numbers(f.MOVE_SECONDS, model_name, [(("store",), moves.store_s), (("load",), moves.load_s)])
+        yield samples(f.MOVED_BYTES, model_name, [(("store",), moves.stored_bytes), (("load",), moves.loaded_bytes)])
+        yield samples(f.MOVE_SECONDS, model_name, [(("store",), moves.store_s), (("load",), moves.load_s)])
         yield number(f.MOVE_WAIT, model_name, moves.wait_s)
     if (disk := report.disk_moves) is not None:
-        yield numbers(f.DISK_BYTES, model_name, [(("read",), disk.read_bytes), (("write",), disk.written_bytes)])
-        yield numbers(f.DISK_SECONDS, model_name, [(("read",), disk.read_s), (("write",), disk.write_s)])
+        yield samples(f.DISK_BYTES, model_name, [(("read",), disk.read_bytes), (("write",), disk.written_bytes)])
+        yield samples(f.DISK_SECONDS, model_name, [(("read",), disk.read_s), (("write",), disk.write_s)])
     yield from _rank_metrics(report.ranks, model_name)
 
 
@@ -143,23 +143,23 @@ def _speculation_metrics(found: SpeculationCounters | None, model_name: str) -> 
     yield number(f.SPEC_DRAFT_TOKENS, model_name, found.num_draft_tokens)
     yield number(f.SPEC_ACCEPTED, model_name, found.num_accepted_tokens)
     places = [((str(place),), count) for place, count in enumerate(found.accepted_at)]
-    yield numbers(f.SPEC_ACCEPTED_AT, model_name, places)
+    yield samples(f.SPEC_ACCEPTED_AT, model_name, places)
     for place, family in enumerate((f.SPEC_SOURCE_TOKENS, f.SPEC_SOURCE_ACCEPTED)):
-        yield numbers(family, model_name, [((source,), counts[place]) for source, counts in found.by_source.items()])
+        yield samples(family, model_name, [((source,), counts[place]) for source, counts in found.by_source.items()])
 
 
 def _rank_metrics(ranks: list[RankReport], model_name: str) -> Iterator[Metric]:
     for family, read in _OF_RANK.items():
-        yield numbers(family, model_name, [((str(rank.rank),), read(rank)) for rank in ranks])
+        yield samples(family, model_name, [((str(rank.rank),), read(rank)) for rank in ranks])
     for family, (bounds, spread_of) in _SPREAD_OF_RANK.items():
         spreads = [(rank, spread_of(rank)) for rank in ranks]
         yield histograms(
             family, model_name, [((str(rank.rank),), bounds, one.counts, one.total) for rank, one in spreads]
         )
     lines = [((str(rank.rank), line), size) for rank in ranks for line, size in rank.memory.items()]
-    yield numbers(f.RANK_MEMORY, model_name, lines)
+    yield samples(f.RANK_MEMORY, model_name, lines)
     phases = [((str(rank.rank), phase), taken_s) for rank in ranks for phase, taken_s in rank.startup_s.items()]
-    yield numbers(f.STARTUP, model_name, phases)
+    yield samples(f.STARTUP, model_name, phases)
 
 
 def _cache_config(info: ModelInfo, model_name: str) -> Metric:
@@ -168,7 +168,7 @@ def _cache_config(info: ModelInfo, model_name: str) -> Metric:
         info.block_size, info.num_blocks, info.max_model_len, info.max_num_seqs, info.dtype, info.device,
         info.tensor_parallel_size,
     )  # fmt: skip
-    return numbers(f.CACHE_CONFIG, model_name, [(tuple(map(str, values)), 1)])
+    return samples(f.CACHE_CONFIG, model_name, [(tuple(map(str, values)), 1)])
 
 
 class _Metrics(Collector):

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 from prometheus_client import Metric
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    SummaryMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, SummaryMetricFamily
 
 from tp_engine.engine.report import PLAN_BYTES, STEP_TIME_S, STEP_TOKENS, WAIT_S
 
@@ -61,147 +58,139 @@ class MetricFamily:
         return token_buckets(max_model_len) if self.buckets is None else self.buckets
 
 
-# Counted by the server.
-PROMPT_TOKENS = MetricFamily("counter", "prompt_tokens", "prompt tokens of accepted requests")
-GENERATION_TOKENS = MetricFamily("counter", "generation_tokens", "tokens generated")
-SUCCESS = MetricFamily("counter", "request_success", "finished sequences, by reason", ("finished_reason",))
-FIRST_TOKEN = MetricFamily("histogram", "time_to_first_token_seconds", "arrival to first token", (), _FIRST_TOKEN_S)
-NEXT_TOKEN = MetricFamily(
-    "histogram", "inter_token_latency_seconds", "between two tokens of a sequence", (), _NEXT_TOKEN_S
-)
-PER_TOKEN = MetricFamily(
-    "histogram",
-    "request_time_per_output_token_seconds",
-    "mean time between two tokens of a finished sequence",
-    (),
-    _NEXT_TOKEN_S,
-)
-E2E = MetricFamily("histogram", "e2e_request_latency_seconds", "arrival to last token", (), _REQUEST_S)
-QUEUE = MetricFamily("histogram", "request_queue_time_seconds", "arrival to the begin of the prefill", (), _REQUEST_S)
-PREFILL = MetricFamily(
-    "histogram", "request_prefill_time_seconds", "begin of the prefill to first token", (), _REQUEST_S
-)
-DECODE = MetricFamily("histogram", "request_decode_time_seconds", "first token to last token", (), _REQUEST_S)
-INFERENCE = MetricFamily("histogram", "request_inference_time_seconds", "prefill to last token", (), _REQUEST_S)
-REQUEST_PROMPT = MetricFamily("histogram", "request_prompt_tokens", "prompt tokens of finished requests", (), None)
-REQUEST_GENERATION = MetricFamily("histogram", "request_generation_tokens", "tokens of finished sequences", (), None)
-PARAMS_N = MetricFamily("histogram", "request_params_n", "n of finished requests", (), _N)
-PARAMS_MAX_TOKENS = MetricFamily("histogram", "request_params_max_tokens", "max_tokens of finished requests", (), None)
+def _counter(name: str, text: str, *labels: str) -> MetricFamily:
+    return MetricFamily("counter", name, text, labels)
 
-HTTP_REQUESTS = MetricFamily(
-    "counter", "http_requests", "answers by route and status class", ("handler", "method", "status")
+
+def _gauge(name: str, text: str, *labels: str) -> MetricFamily:
+    return MetricFamily("gauge", name, text, labels)
+
+
+def _summary(name: str, text: str, *labels: str) -> MetricFamily:
+    return MetricFamily("summary", name, text, labels)
+
+
+def _histogram(name: str, text: str, buckets: tuple[float, ...] | None, *labels: str) -> MetricFamily:
+    return MetricFamily("histogram", name, text, labels, buckets)
+
+
+# Counted by the server.
+PROMPT_TOKENS = _counter("prompt_tokens", "prompt tokens of accepted requests")
+GENERATION_TOKENS = _counter("generation_tokens", "tokens generated")
+SUCCESS = _counter("request_success", "finished sequences, by reason", "finished_reason")
+FIRST_TOKEN = _histogram("time_to_first_token_seconds", "arrival to first token", _FIRST_TOKEN_S)
+NEXT_TOKEN = _histogram("inter_token_latency_seconds", "between two tokens of a sequence", _NEXT_TOKEN_S)
+PER_TOKEN = _histogram(
+    "request_time_per_output_token_seconds", "mean time between two tokens of a finished sequence", _NEXT_TOKEN_S
 )
-HTTP_SECONDS = MetricFamily(
-    "histogram", "http_request_duration_seconds", "whole exchanges by route", ("handler", "method"), _HTTP_S
-)
-HTTP_FINE_SECONDS = MetricFamily(
-    "histogram", "http_request_duration_highr_seconds", "whole exchanges", (), _HTTP_FINE_S
-)
-HTTP_REQUEST_BYTES = MetricFamily("summary", "http_request_size_bytes", "content-length of requests", ("handler",))
-HTTP_RESPONSE_BYTES = MetricFamily("summary", "http_response_size_bytes", "bytes of answers' bodies", ("handler",))
+E2E = _histogram("e2e_request_latency_seconds", "arrival to last token", _REQUEST_S)
+QUEUE = _histogram("request_queue_time_seconds", "arrival to the begin of the prefill", _REQUEST_S)
+PREFILL = _histogram("request_prefill_time_seconds", "begin of the prefill to first token", _REQUEST_S)
+DECODE = _histogram("request_decode_time_seconds", "first token to last token", _REQUEST_S)
+INFERENCE = _histogram("request_inference_time_seconds", "prefill to last token", _REQUEST_S)
+REQUEST_PROMPT = _histogram("request_prompt_tokens", "prompt tokens of finished requests", None)
+REQUEST_GENERATION = _histogram("request_generation_tokens", "tokens of finished sequences", None)
+PARAMS_N = _histogram("request_params_n", "n of finished requests", _N)
+PARAMS_MAX_TOKENS = _histogram("request_params_max_tokens", "max_tokens of finished requests", None)
+
+HTTP_REQUESTS = _counter("http_requests", "answers by route and status class", "handler", "method", "status")
+HTTP_SECONDS = _histogram("http_request_duration_seconds", "whole exchanges by route", _HTTP_S, "handler", "method")
+HTTP_FINE_SECONDS = _histogram("http_request_duration_highr_seconds", "whole exchanges", _HTTP_FINE_S)
+HTTP_REQUEST_BYTES = _summary("http_request_size_bytes", "content-length of requests", "handler")
+HTTP_RESPONSE_BYTES = _summary("http_response_size_bytes", "bytes of answers' bodies", "handler")
 
 # From the engine's report.
-RUNNING = MetricFamily("gauge", "num_requests_running", "sequences in the running batch")
-WAITING = MetricFamily("gauge", "num_requests_waiting", "sequences that wait for a place in the batch")
-KV_USAGE = MetricFamily("gauge", "kv_cache_usage_perc", "share of the KV blocks that requests hold, 0 to 1")
-QUERIES = MetricFamily("counter", "prefix_cache_queries", "prompt tokens looked up in the prefix cache")
-HITS = MetricFamily("counter", "prefix_cache_hits", "prompt tokens found in the prefix cache")
-PROMPT_SOURCES = MetricFamily(
-    "counter",
-    "prompt_tokens_by_source",
-    "prompt tokens: found on the device, on the host, on disk, or computed",
-    ("source",),
+RUNNING = _gauge("num_requests_running", "sequences in the running batch")
+WAITING = _gauge("num_requests_waiting", "sequences that wait for a place in the batch")
+KV_USAGE = _gauge("kv_cache_usage_perc", "share of the KV blocks that requests hold, 0 to 1")
+QUERIES = _counter("prefix_cache_queries", "prompt tokens looked up in the prefix cache")
+HITS = _counter("prefix_cache_hits", "prompt tokens found in the prefix cache")
+PROMPT_SOURCES = _counter(
+    "prompt_tokens_by_source", "prompt tokens: found on the device, on the host, on disk, or computed", "source"
 )
-PREEMPTIONS = MetricFamily("counter", "num_preemptions", "preemptions of running sequences")
-SPEC_DRAFTS = MetricFamily("counter", "spec_decode_num_drafts", "runs of draft tokens that a step verified")
-SPEC_DRAFT_TOKENS = MetricFamily("counter", "spec_decode_num_draft_tokens", "draft tokens that a step verified")
-SPEC_ACCEPTED = MetricFamily("counter", "spec_decode_num_accepted_tokens", "draft tokens that were right")
-SPEC_ACCEPTED_AT = MetricFamily(
-    "counter",
-    "spec_decode_num_accepted_tokens_per_pos",
-    "draft tokens that were right, by their place in the run",
-    ("position",),
+PREEMPTIONS = _counter("num_preemptions", "preemptions of running sequences")
+SPEC_DRAFTS = _counter("spec_decode_num_drafts", "runs of draft tokens that a step verified")
+SPEC_DRAFT_TOKENS = _counter("spec_decode_num_draft_tokens", "draft tokens that a step verified")
+SPEC_ACCEPTED = _counter("spec_decode_num_accepted_tokens", "draft tokens that were right")
+SPEC_ACCEPTED_AT = _counter(
+    "spec_decode_num_accepted_tokens_per_pos", "draft tokens that were right, by their place in the run", "position"
 )
-SPEC_SOURCE_TOKENS = MetricFamily(
-    "counter", "spec_decode_source_draft_tokens", "draft tokens that were verified, by their source", ("source",)
+SPEC_SOURCE_TOKENS = _counter(
+    "spec_decode_source_draft_tokens", "draft tokens that were verified, by their source", "source"
 )
-SPEC_SOURCE_ACCEPTED = MetricFamily(
-    "counter", "spec_decode_source_accepted_tokens", "draft tokens that were right, by their source", ("source",)
+SPEC_SOURCE_ACCEPTED = _counter(
+    "spec_decode_source_accepted_tokens", "draft tokens that were right, by their source", "source"
 )
-ITERATION_TOKENS = MetricFamily("histogram", "iteration_tokens_total", "tokens per step", (), STEP_TOKENS)
-LORA_REQUESTS = MetricFamily(
-    "gauge",
+ITERATION_TOKENS = _histogram("iteration_tokens_total", "tokens per step", STEP_TOKENS)
+LORA_REQUESTS = _gauge(
     "lora_requests_info",
     "the time; adapters with running rows, and those that wait for a slot, in labels",
-    ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    "max_lora",
+    "running_lora_adapters",
+    "waiting_lora_adapters",
 )
-CACHE_CONFIG = MetricFamily(
-    "gauge",
+CACHE_CONFIG = _gauge(
     "cache_config_info",
     "the KV cache's settings, in labels",
-    ("block_size", "num_gpu_blocks", "max_model_len", "max_num_seqs", "dtype", "device", "tensor_parallel_size"),
+    "block_size",
+    "num_gpu_blocks",
+    "max_model_len",
+    "max_num_seqs",
+    "dtype",
+    "device",
+    "tensor_parallel_size",
 )
-FREE_BLOCKS = MetricFamily("gauge", "num_free_blocks", "KV blocks that hold nothing")
-CACHED_BLOCKS = MetricFamily("gauge", "num_cached_blocks", "KV blocks that hold only cached prefixes")
-USED_BLOCKS = MetricFamily("gauge", "num_used_blocks", "KV blocks of running requests")
-LIVE_TOKENS = MetricFamily("gauge", "num_live_tokens", "tokens with K/V in used blocks, those of shared blocks once")
-FRAGMENTATION = MetricFamily("gauge", "kv_fragmentation", "share of the used blocks' slots that holds no token, 0 to 1")
-HOST_USAGE = MetricFamily("gauge", "kv_host_usage_perc", "share of the host tier's slots that hold a KV block, 0 to 1")
-DROPPED_BLOCKS = MetricFamily(
-    "counter", "kv_dropped_blocks", "cached KV blocks evicted without a copy in the host tier"
+FREE_BLOCKS = _gauge("num_free_blocks", "KV blocks that hold nothing")
+CACHED_BLOCKS = _gauge("num_cached_blocks", "KV blocks that hold only cached prefixes")
+USED_BLOCKS = _gauge("num_used_blocks", "KV blocks of running requests")
+LIVE_TOKENS = _gauge("num_live_tokens", "tokens with K/V in used blocks, those of shared blocks once")
+FRAGMENTATION = _gauge("kv_fragmentation", "share of the used blocks' slots that holds no token, 0 to 1")
+HOST_USAGE = _gauge("kv_host_usage_perc", "share of the host tier's slots that hold a KV block, 0 to 1")
+DROPPED_BLOCKS = _counter("kv_dropped_blocks", "cached KV blocks evicted without a copy in the host tier")
+REFUSED_BLOCKS = _counter(
+    "kv_refused_blocks", "KV blocks that the host tier's codec refused, being beyond its bound on the error"
 )
-REFUSED_BLOCKS = MetricFamily(
-    "counter", "kv_refused_blocks", "KV blocks that the host tier's codec refused, being beyond its bound on the error"
-)
-PEAK_USAGE = MetricFamily("gauge", "kv_cache_usage_peak_perc", "largest kv_cache_usage_perc of the last ten minutes")
-RECOMPUTED = MetricFamily("counter", "recomputed_tokens", "tokens computed again after a preemption")
+PEAK_USAGE = _gauge("kv_cache_usage_peak_perc", "largest kv_cache_usage_perc of the last ten minutes")
+RECOMPUTED = _counter("recomputed_tokens", "tokens computed again after a preemption")
 
-_DIRECTION = ("direction",)
-MOVED_BYTES = MetricFamily(
-    "counter", "kv_offload_bytes", "bytes that rank 0 moved to its host tier (store) and from it (load)", _DIRECTION
+MOVED_BYTES = _counter(
+    "kv_offload_bytes", "bytes that rank 0 moved to its host tier (store) and from it (load)", "direction"
 )
-MOVE_SECONDS = MetricFamily("counter", "kv_offload_seconds", "rank 0's time for these moves", _DIRECTION)
-DISK_USAGE = MetricFamily("gauge", "kv_disk_usage_perc", "share of the disk tier's slots that hold a KV block, 0 to 1")
-DISK_FAILED = MetricFamily(
-    "counter", "kv_disk_failed_blocks", "KV blocks that some rank could not write to disk, or read as it wrote them"
+MOVE_SECONDS = _counter("kv_offload_seconds", "rank 0's time for these moves", "direction")
+DISK_USAGE = _gauge("kv_disk_usage_perc", "share of the disk tier's slots that hold a KV block, 0 to 1")
+DISK_FAILED = _counter(
+    "kv_disk_failed_blocks", "KV blocks that some rank could not write to disk, or read as it wrote them"
 )
-DISK_BYTES = MetricFamily("counter", "kv_disk_bytes", "bytes that rank 0 read from disk and wrote to it", _DIRECTION)
-DISK_SECONDS = MetricFamily("counter", "kv_disk_seconds", "rank 0's time for these reads and writes", _DIRECTION)
-MOVE_WAIT = MetricFamily("counter", "kv_offload_wait_seconds", "time that steps of rank 0 waited for moves")
+DISK_BYTES = _counter("kv_disk_bytes", "bytes that rank 0 read from disk and wrote to it", "direction")
+DISK_SECONDS = _counter("kv_disk_seconds", "rank 0's time for these reads and writes", "direction")
+MOVE_WAIT = _counter("kv_offload_wait_seconds", "time that steps of rank 0 waited for moves")
 
-EXPERT_BALANCE = MetricFamily(
-    "gauge",
+EXPERT_BALANCE = _gauge(
     "experts_by_load",
     "experts of all layers by load: an expert's tokens over its layer's mean, since the start",
-    ("up_to",),
+    "up_to",
 )
-EXPERT_LARGEST = MetricFamily("gauge", "expert_load_max_over_mean", "the largest of these loads; 1 is even")
+EXPERT_LARGEST = _gauge("expert_load_max_over_mean", "the largest of these loads; 1 is even")
 
-_RANK = ("rank",)
-STEP_SKEW = MetricFamily(
-    "histogram", "step_skew_seconds", "between the first and the last rank's begin of a step", (), WAIT_S
-)
-PLAN_SIZE = MetricFamily("histogram", "plan_size_bytes", "bytes of a step plan", (), PLAN_BYTES)
-MISSED = MetricFamily(
-    "counter", "step_samples_dropped", "steps in none of the distributions: too many since the last look"
-)
-PLAN_WAIT = MetricFamily("histogram", "rank_idle_seconds", "a rank's wait for a plan with work to do", _RANK, WAIT_S)
-STEP_TIME = MetricFamily("histogram", "rank_step_time_seconds", "time of a step on a rank", _RANK, STEP_TIME_S)
-COLLECTIVE_WAIT = MetricFamily(
-    "histogram",
+STEP_SKEW = _histogram("step_skew_seconds", "between the first and the last rank's begin of a step", WAIT_S)
+PLAN_SIZE = _histogram("plan_size_bytes", "bytes of a step plan", PLAN_BYTES)
+MISSED = _counter("step_samples_dropped", "steps in none of the distributions: too many since the last look")
+PLAN_WAIT = _histogram("rank_idle_seconds", "a rank's wait for a plan with work to do", WAIT_S, "rank")
+STEP_TIME = _histogram("rank_step_time_seconds", "time of a step on a rank", STEP_TIME_S, "rank")
+COLLECTIVE_WAIT = _histogram(
     "rank_collective_wait_seconds",
     "least wait in a step's first collective: until the last rank has begun the step",
-    _RANK,
     WAIT_S,
+    "rank",
 )
-COLLECTIVE_TIME = MetricFamily("counter", "rank_collective_seconds", "time in collectives, waits included (CPU)", _RANK)
-RANK_STEPS = MetricFamily("counter", "rank_steps", "steps that a rank has ended", _RANK)
-RANK_LAST = MetricFamily("counter", "straggler_rank", "steps that this rank began last", _RANK)
-RANK_CPU = MetricFamily("counter", "rank_cpu_seconds", "CPU time of a rank's process", _RANK)
-RANK_SILENCE = MetricFamily("gauge", "rank_heartbeat_age_seconds", "time since a rank's last sign of life", _RANK)
-RANK_RESIDENT = MetricFamily("gauge", "rank_resident_memory_bytes", "host memory of a rank's process", _RANK)
-RANK_MEMORY = MetricFamily("gauge", "rank_memory_bytes", "a line of a rank's memory ledger", ("rank", "line"))
-STARTUP = MetricFamily("gauge", "startup_phase_seconds", "a phase of a rank's start", ("rank", "phase"))
+COLLECTIVE_TIME = _counter("rank_collective_seconds", "time in collectives, waits included (CPU)", "rank")
+RANK_STEPS = _counter("rank_steps", "steps that a rank has ended", "rank")
+RANK_LAST = _counter("straggler_rank", "steps that this rank began last", "rank")
+RANK_CPU = _counter("rank_cpu_seconds", "CPU time of a rank's process", "rank")
+RANK_SILENCE = _gauge("rank_heartbeat_age_seconds", "time since a rank's last sign of life", "rank")
+RANK_RESIDENT = _gauge("rank_resident_memory_bytes", "host memory of a rank's process", "rank")
+RANK_MEMORY = _gauge("rank_memory_bytes", "a line of a rank's memory ledger", "rank", "line")
+STARTUP = _gauge("startup_phase_seconds", "a phase of a rank's start", "rank", "phase")
 
 # Names that vLLM's metrics had before; routers made for vLLM still read them below its prefix.
 VLLM_PREFIX = "vllm"
@@ -216,58 +205,39 @@ FAMILIES: dict[str, MetricFamily] = {
 }
 
 
-def _empty(family: MetricFamily) -> Metric:
-    """The metric without samples; ``add_metric`` takes label values, ``model_name`` before the others."""
-    name, labels = family.name, ("model_name", *family.labels)
-    match family.kind:
-        case "counter":
-            return CounterMetricFamily(name, family.text, labels=labels)
-        case "gauge":
-            return GaugeMetricFamily(name, family.text, labels=labels)
-        case "summary":
-            return SummaryMetricFamily(name, family.text, labels=labels)
-        case _:
-            return HistogramMetricFamily(name, family.text, labels=labels)
+_KINDS: dict[str, type[Any]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "summary": SummaryMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 
-def numbers(family: MetricFamily, model_name: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
-    """A counter or a gauge with its samples, pairs of label values and number."""
-    metric = _empty(family)
-    assert isinstance(metric, (CounterMetricFamily, GaugeMetricFamily))
-    for labels, value in values:
-        metric.add_metric((model_name, *labels), value)
-    return metric
+def samples(family: MetricFamily, model_name: str, rows: Iterable[tuple[Any, ...]]) -> Metric:
+    """A metric with its samples, rows of label values and a number; of a summary, count and sum."""
+    metric = _KINDS[family.kind](family.name, family.text, labels=("model_name", *family.labels))
+    for labels, *values in rows:
+        metric.add_metric((model_name, *labels), *values)
+    found: Metric = metric
+    return found
 
 
 def number(family: MetricFamily, model_name: str, value: float) -> Metric:
     """A counter or a gauge of one number."""
-    return numbers(family, model_name, [((), value)])
-
-
-def summaries(family: MetricFamily, model_name: str, values: Iterable[tuple[tuple[str, ...], int, float]]) -> Metric:
-    """A summary with its samples: label values, count, sum."""
-    metric = _empty(family)
-    assert isinstance(metric, SummaryMetricFamily)
-    for labels, count, total in values:
-        metric.add_metric((model_name, *labels), count, total)
-    return metric
+    return samples(family, model_name, [((), value)])
 
 
 def histograms(
     family: MetricFamily,
     model_name: str,
-    values: Iterable[tuple[tuple[str, ...], Sequence[float], Sequence[int], float]],
+    rows: Iterable[tuple[tuple[str, ...], Sequence[float], Sequence[int], float]],
 ) -> Metric:
     """A histogram with its samples: label values, bounds, counts by bucket, sum."""
-    metric = _empty(family)
-    assert isinstance(metric, HistogramMetricFamily)
-    for labels, bounds, counts, total in values:
-        running, buckets = 0, []
-        for bound, count in zip((*map(float, bounds), float("inf")), counts, strict=True):
-            running += count
-            buckets.append(("+Inf" if bound == float("inf") else repr(bound), running))
-        metric.add_metric((model_name, *labels), buckets, total)
-    return metric
+    found = []
+    for labels, bounds, counts, total in rows:
+        names = (*map(repr, map(float, bounds)), "+Inf")
+        found.append((labels, list(zip(names, accumulate(counts), strict=True)), total))
+    return samples(family, model_name, found)
 
 
 def prefixed(metrics: Iterable[Metric], prefix: str) -> Iterator[Metric]:

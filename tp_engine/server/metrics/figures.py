@@ -5,7 +5,6 @@ An observation is a bisection and two additions, without a lock.
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from tp_engine.outputs import RequestMetrics
 from tp_engine.request import FinishReason
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.server.metrics import families as f
-from tp_engine.server.metrics.families import histograms, number, numbers, summaries
+from tp_engine.server.metrics.families import histograms, number, samples
 
 _HISTOGRAMS = (
     f.FIRST_TOKEN, f.NEXT_TOKEN, f.PER_TOKEN, f.E2E, f.QUEUE, f.PREFILL, f.DECODE, f.INFERENCE, f.REQUEST_PROMPT,
@@ -63,57 +62,9 @@ class RequestFigures:
         """For the exposition."""
         yield number(f.PROMPT_TOKENS, model_name, self.num_prompt_tokens)
         yield number(f.GENERATION_TOKENS, model_name, self.num_generation_tokens)
-        yield numbers(f.SUCCESS, model_name, [((reason,), count) for reason, count in self.ends.items()])
+        yield samples(f.SUCCESS, model_name, [((reason,), count) for reason, count in self.ends.items()])
         for family, one in self._histograms.items():
             yield histograms(family, model_name, [((), one.bounds, one.counts, one.total)])
-
-
-class AnswerClock:
-    """Times one prompt's sequences."""
-
-    __slots__ = ("_figures", "_first_s", "_last_s", "_next_token", "_start_s", "_tokens")
-
-    def __init__(self, figures: RequestFigures, num_prompt_tokens: int) -> None:
-        figures.num_prompt_tokens += num_prompt_tokens
-        self._figures = figures
-        self._next_token = figures.histogram(f.NEXT_TOKEN)
-        self._start_s = time.monotonic()
-        self._first_s: dict[int, float] = {}
-        self._last_s: dict[int, float] = {}
-        self._tokens: Counter[int] = Counter()
-
-    def tick(self, index: int, num_tokens: int, finish_reason: str | None) -> None:
-        """Sequence ``index`` got ``num_tokens`` more, and ended if there is a ``finish_reason``."""
-        now_s = time.monotonic()
-        if num_tokens:
-            self._figures.num_generation_tokens += num_tokens
-            self._tokens[index] += num_tokens
-            last_s = self._last_s.get(index)
-            if last_s is not None:
-                self._next_token.observe((now_s - last_s) / num_tokens, num_tokens)
-            else:
-                self._begin(index, now_s)
-            self._last_s[index] = now_s
-        if finish_reason is not None:
-            self._end(index, finish_reason, now_s)
-
-    def leave(self, num_sequences: int, reason: FinishReason) -> None:
-        """``num_sequences`` of the sequences end here for ``reason``, without a last token."""
-        self._figures.ends[reason.value] += num_sequences
-
-    def _begin(self, index: int, now_s: float) -> None:
-        if not self._first_s:
-            self._figures.histogram(f.FIRST_TOKEN).observe(now_s - self._start_s)
-        self._first_s[index] = now_s
-
-    def _end(self, index: int, reason: str, now_s: float) -> None:
-        figures, num_tokens = self._figures, self._tokens[index]
-        figures.ends[reason] += 1
-        figures.histogram(f.E2E).observe(now_s - self._start_s)
-        figures.histogram(f.REQUEST_GENERATION).observe(num_tokens)
-        if num_tokens > 1:
-            decode_s = self._last_s[index] - self._first_s[index]
-            figures.histogram(f.PER_TOKEN).observe(decode_s / (num_tokens - 1))
 
 
 class HttpFigures:
@@ -139,7 +90,7 @@ class HttpFigures:
 
     def metrics(self, model_name: str) -> Iterator[Metric]:
         """For the exposition."""
-        yield numbers(f.HTTP_REQUESTS, model_name, self._requests.items())
+        yield samples(f.HTTP_REQUESTS, model_name, self._requests.items())
         by_route = [(labels, one.bounds, one.counts, one.total) for labels, one in self._seconds.items()]
         yield histograms(f.HTTP_SECONDS, model_name, by_route)
         fine = self._fine_seconds
@@ -148,9 +99,7 @@ class HttpFigures:
             (f.HTTP_REQUEST_BYTES, self._request_bytes),
             (f.HTTP_RESPONSE_BYTES, self._response_bytes),
         ):
-            yield summaries(
-                family, model_name, [((handler,), count, total) for handler, (count, total) in sizes.items()]
-            )
+            yield samples(family, model_name, [((handler,), count, total) for handler, (count, total) in sizes.items()])
 
 
 class Histogram:

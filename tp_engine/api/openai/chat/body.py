@@ -17,12 +17,7 @@ from tp_engine.sampling_params import SamplingParams
 from tp_engine.structured_outputs import StructuredOutputsParams
 
 # Fields of a body that the template gets under the same names.
-_TEMPLATE_FIELDS = (
-    "add_generation_prompt",
-    "continue_final_message",
-    "documents",
-    "reasoning_effort",
-)
+_TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents", "reasoning_effort")
 # The variables by which templates switch thinking on and off.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 # Fields that ``chat_template_kwargs`` may not have.

@@ -35,19 +35,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "mistral": mistral.FORMAT,
     "granite": granite.FORMAT,
 }
-# Other names that vLLM and SGLang have for these formats.
-TOOL_ALIASES: Mapping[str, str] = {
-    "glm47": "glm45",
-    "gpt-oss": "openai",
-    "granite4": "granite",
-    "llama3": "llama3_json",
-    "llama4_json": "llama3_json",
-    "minimax-m2": "minimax_m2",
-    "qwen": "hermes",
-    "qwen25": "hermes",
-    "qwen3_json": "hermes",
-    "qwen3_xml": "qwen3_coder",
-}
+TOOL_ALIASES = {alias: name for name, calls in TOOL_FORMATS.items() for alias in calls.aliases}
 CONTENT_FORMATS = ("auto", "string", "openai")
 
 

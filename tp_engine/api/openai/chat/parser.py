@@ -5,10 +5,16 @@ Two parsers do it, one behind the other (``DividedParser``), or one that reads w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tp_engine.api.openai.reasoning import Beginning, ReasoningFormat, ReasoningParser, ReasoningTokens
+from tp_engine.api.openai.reasoning import (
+    Beginning,
+    CallsInReasoning,
+    ReasoningFormat,
+    ReasoningParser,
+    ReasoningTokens,
+)
 from tp_engine.api.openai.tools.events import (
     CallArguments,
     CallStarted,
@@ -19,9 +25,7 @@ from tp_engine.api.openai.tools.events import (
     ReasoningText,
     ToolFormat,
     ToolParser,
-    first_mark,
     openai_call_id,
-    partial_suffix,
 )
 from tp_engine.api.openai.tools.forced import CallListParser, NamedCallParser
 from tp_engine.api.openai.tools.request import ToolRequest
@@ -144,7 +148,7 @@ class ChatParser:
 
     @property
     def num_reasoning_characters(self) -> int | None:
-        """See ``MessageParser``."""
+        """Length of the reasoning, with its marks, if a call has ended it, else None."""
         return self._message.num_reasoning_characters
 
     @property
@@ -185,85 +189,16 @@ class ChatParser:
     def _allowed(self, events: list[ChatEvent]) -> list[ChatEvent]:
         """``events`` without the calls and the reasoning that the request does not allow."""
         if self._max_calls is not None:
-            events = [one for one in events if _call_index(one) < self._max_calls]
+            most, kinds = self._max_calls, (CallStarted, CallArguments)
+            events = [one for one in events if not isinstance(one, kinds) or one.index < most]
         if not self._shows_reasoning:
             events = [one for one in events if not isinstance(one, ReasoningText)]
         self._num_calls += sum(isinstance(one, CallStarted) for one in events)
         return events
 
 
-def _call_index(event: ChatEvent) -> int:
-    """Which call an event belongs to; -1 for none."""
-    return event.index if isinstance(event, (CallStarted, CallArguments)) else -1
-
-
-class CallsInReasoning:
-    """The parser of a model's calls, which may begin inside of reasoning; a ``CallWatch`` and a ``ToolParser``.
-
-    A call there ends the reasoning.  Then its closing mark may come late, in the content, which does not show it.
-    """
-
-    def __init__(self, new_parser: Callable[[], ToolParser], marks: tuple[str, ...], closes: tuple[str, ...]) -> None:
-        self.marks = marks
-        self._new_parser = new_parser
-        self._parser = new_parser()
-        self._found: list[ChatEvent] = []
-        self._late = closes
-        self._is_late = False  # a closing mark may come
-        self._held = ""  # the beginning of one
-
-    def look(self, text: str) -> tuple[str, bool]:
-        """See ``CallWatch``."""
-        events = self._parser.feed(text)
-        started = next((place for place, event in enumerate(events) if isinstance(event, CallStarted)), len(events))
-        self._found, self._is_late = events[started:], started < len(events)
-        return _content(events[:started]), self._is_late
-
-    def end(self) -> str:
-        """See ``CallWatch``."""
-        events, self._parser = self._parser.finish(cut_off=False), self._new_parser()
-        return _content(events)
-
-    def feed(self, text: str) -> list[ChatEvent]:
-        """See ``ToolParser``."""
-        found, self._found = self._found, []
-        return self._shown(found + self._parser.feed(text))
-
-    def finish(self, *, cut_off: bool) -> list[ChatEvent]:
-        """See ``ToolParser``."""
-        return self._shown(self._parser.finish(cut_off=cut_off)) + self._released()
-
-    def _shown(self, events: list[ChatEvent]) -> list[ChatEvent]:
-        """``events`` without a late closing mark."""
-        if not self._is_late:
-            return events
-        shown: list[ChatEvent] = []
-        for event in events:
-            shown += self._without_mark(event.text) if isinstance(event, ContentText) else [*self._released(), event]
-        return shown
-
-    def _without_mark(self, text: str) -> list[ChatEvent]:
-        text = self._held + text
-        found = first_mark(text, self._late) if self._is_late else None
-        held = partial_suffix(text, *self._late) if self._is_late and found is None else 0
-        if found is not None:
-            self._is_late = False
-            text = text[: found[0]] + text[found[0] + len(found[1]) :]
-        self._held = text[len(text) - held :]
-        text = text[: len(text) - held]
-        return [ContentText(text)] if text else []
-
-    def _released(self) -> list[ChatEvent]:
-        text, self._held = self._held, ""
-        return [ContentText(text)] if text else []
-
-
-def _content(events: Sequence[ChatEvent]) -> str:
-    return "".join(event.text for event in events if isinstance(event, ContentText))
-
-
-class DividedParser:
-    """A ``MessageParser`` of two parsers: the first divides reasoning from answer, the second reads the answer.
+class DividedParser(MessageParser):
+    """Two parsers: the first divides reasoning from answer, the second reads the answer.
 
     Without ``reasoning`` all text is the answer; without ``tools`` all of the answer is content.
     """
@@ -274,25 +209,20 @@ class DividedParser:
 
     @property
     def has_reasoning(self) -> bool:
-        """See ``MessageParser``."""
         return self._reasoning is not None and self._reasoning.has_reasoning
 
     @property
     def in_answer(self) -> bool | None:
-        """See ``MessageParser``."""
         return self._reasoning is None or self._reasoning.in_answer
 
     @property
     def num_reasoning_characters(self) -> int | None:
-        """See ``MessageParser``."""
         return None if self._reasoning is None else self._reasoning.num_characters
 
     def feed(self, text: str) -> list[ChatEvent]:
-        """See ``ToolParser``."""
         return self._answer(text) if self._reasoning is None else self._divided(*self._reasoning.feed(text))
 
     def finish(self, *, cut_off: bool) -> list[ChatEvent]:
-        """See ``ToolParser``."""
         events = [] if self._reasoning is None else self._divided(*self._reasoning.finish(cut_off=cut_off))
         return events if self._tools is None else events + self._tools.finish(cut_off=cut_off)
 

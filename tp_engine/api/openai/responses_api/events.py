@@ -1,4 +1,4 @@
-"""From the choices of a chat, whole or in chunks, to the items and events of a response.
+"""From the choices of a chat, whole or in chunks, to the items and events of a response, and the response around them.
 
 ::
 
@@ -12,16 +12,126 @@ makes the events of its own life; the writer numbers them.
 
 from __future__ import annotations
 
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from tp_engine.api.openai.answer_shape import JsonObject
-from tp_engine.api.openai.responses_api.shape import ResponseShape
-from tp_engine.api.openai.responses_api.tools import CallableTool, custom_input
+from tp_engine.api.openai.requests import PreparedAnswer
+from tp_engine.api.openai.responses_api.protocol import ResponsesBody
+from tp_engine.api.openai.responses_api.tools import CallableTool, ResponseTools, custom_input
 
 _LAST_EVENT = {"completed": "response.completed", "failed": "response.failed"}
+
+
+# By the finish reason of the chat: the response's status, and why it is incomplete.
+_STATUS: Mapping[str, tuple[str, str | None]] = {
+    "length": ("incomplete", "max_output_tokens"),
+    "abort": ("cancelled", None),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseShape:
+    """The fields of a response that its request fixes; the answer and all its events share them."""
+
+    response_id: str
+    created: int
+    model: str
+    body: ResponsesBody
+    temperature: float
+    top_p: float
+    tools: ResponseTools
+
+    @classmethod
+    def of(cls, body: ResponsesBody, prepared: PreparedAnswer, tools: ResponseTools) -> ResponseShape:
+        """The shape for ``body`` and its prepared chat; the ids of the two differ only in the prefix."""
+        params = prepared.requests[0].params
+        return cls(
+            response_id=f"resp_{prepared.shape.response_id.removeprefix('chatcmpl-')}",
+            created=prepared.shape.created,
+            model=prepared.shape.model,
+            body=body,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            tools=tools,
+        )
+
+    def running(self) -> JsonObject:
+        """The response before its first item."""
+        return self._response("in_progress", [], None)
+
+    def finished(self, items: list[JsonObject], finish_reason: str | None, usage: Mapping[str, Any]) -> JsonObject:
+        """The response at its end; ``finish_reason`` and ``usage`` are the chat's."""
+        status, reason = _STATUS.get(finish_reason or "", ("completed", None))
+        response = self._response(status, items, response_usage(usage))
+        if reason is not None:
+            response["incomplete_details"] = {"reason": reason}
+        if status == "completed":
+            response["completed_at"] = int(time.time())
+        return response
+
+    def failed(self, items: list[JsonObject], message: str) -> JsonObject:
+        """The response after an error that came after its first event."""
+        return self._response("failed", items, None) | {"error": {"code": "server_error", "message": message}}
+
+    def _response(self, status: str, items: list[JsonObject], usage: JsonObject | None) -> JsonObject:
+        body = self.body
+        return {
+            "id": self.response_id,
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": None,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": self.model,
+            "output": items,
+            "usage": usage,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "background": False,
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+            "text": _text_options(body),
+            "tools": body.tools or [],
+            "tool_choice": body.tool_choice or "auto",
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_logprobs": body.top_logprobs or 0,
+            "truncation": "disabled",
+            "service_tier": "default",
+            "store": False,
+            "user": body.user,
+            "safety_identifier": body.safety_identifier,
+            "prompt_cache_key": body.prompt_cache_key,
+        }
+
+
+def response_usage(usage: Mapping[str, Any]) -> JsonObject:
+    """The ``usage`` of a chat, under the names of the Responses API."""
+    prompt_details = usage.get("prompt_tokens_details") or {}
+    completion_details = usage.get("completion_tokens_details") or {}
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": prompt_details.get("cached_tokens", 0), "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": completion_details.get("reasoning_tokens", 0)},
+        "total_tokens": usage["total_tokens"],
+    }
+
+
+def _text_options(body: ResponsesBody) -> JsonObject:
+    options: JsonObject = {"format": (body.text and body.text.format) or {"type": "text"}}
+    if body.text is not None and body.text.verbosity is not None:
+        options["verbosity"] = body.text.verbosity
+    return options
 
 
 def whole_response(shape: ResponseShape, chat: Mapping[str, Any]) -> JsonObject:
@@ -123,55 +233,63 @@ class ResponseWriter:
         return numbered
 
 
-class OutputItem(Protocol):
-    """One item; its events lack only their place in the response."""
-
-    def opened(self) -> list[JsonObject]: ...
-    def add(self, text: str, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[JsonObject]: ...
-    def closed(self) -> list[JsonObject]: ...
-    def json(self, status: str) -> JsonObject: ...
-
-
-class TextItem(ABC):
-    """What messages and reasoning share: one content part whose text grows."""
+class OutputItem(ABC):
+    """One item, whose text or arguments grow; its events lack only their place in the response."""
 
     id_prefix: str
-    part_type: str
-    event_prefix: str
 
     def __init__(self) -> None:
         self.item_id = f"{self.id_prefix}_{uuid.uuid4().hex}"
         self._pieces: list[str] = []
 
+    @property
+    def _text(self) -> str:
+        return "".join(self._pieces)
+
     def opened(self) -> list[JsonObject]:
-        """The item and its part appear, empty."""
-        item = self.json("in_progress") | {"content": []}
-        return [
-            {"type": "response.output_item.added", "item": item},
-            {"type": "response.content_part.added", "item_id": self.item_id, "content_index": 0, "part": self._part()},
-        ]
+        """The item appears, empty."""
+        return [{"type": "response.output_item.added", "item": self.json("in_progress")}]
 
     def add(self, text: str, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[JsonObject]:
         """The text grows; a message keeps the log-probabilities."""
-        if not text:
-            return []
         self._pieces.append(text)
-        return [self._event("delta", {"delta": text})]
+        return [self._delta(text)] if text else []
+
+    def _delta(self, text: str) -> JsonObject:
+        raise NotImplementedError
+
+    @abstractmethod
+    def closed(self) -> list[JsonObject]:
+        """The text is complete."""
+
+    @abstractmethod
+    def json(self, status: str) -> JsonObject:
+        """The item as it stands."""
+
+
+class TextItem(OutputItem):
+    """What messages and reasoning share: one content part whose text grows."""
+
+    part_type: str
+    event_prefix: str
+
+    def opened(self) -> list[JsonObject]:
+        (added,) = super().opened()
+        part = {"item_id": self.item_id, "content_index": 0, "part": self._part()}
+        return [added | {"item": added["item"] | {"content": []}}, {"type": "response.content_part.added", **part}]
 
     def closed(self) -> list[JsonObject]:
-        """The text and the part are complete."""
         part = self._part()
         return [
             self._event("done", {"text": part["text"]}),
             {"type": "response.content_part.done", "item_id": self.item_id, "content_index": 0, "part": part},
         ]
 
-    @abstractmethod
-    def json(self, status: str) -> JsonObject:
-        """The item as it stands."""
+    def _delta(self, text: str) -> JsonObject:
+        return self._event("delta", {"delta": text})
 
     def _part(self) -> JsonObject:
-        return {"type": self.part_type, "text": "".join(self._pieces)}
+        return {"type": self.part_type, "text": self._text}
 
     def _event(self, name: str, fields: JsonObject) -> JsonObject:
         return {"type": f"{self.event_prefix}.{name}", "item_id": self.item_id, "content_index": 0, **fields}
@@ -183,7 +301,6 @@ class ReasoningItem(TextItem):
     id_prefix, part_type, event_prefix = "rs", "reasoning_text", "response.reasoning_text"
 
     def json(self, status: str) -> JsonObject:
-        """The item as it stands."""
         item = {"id": self.item_id, "type": "reasoning", "summary": [], "content": [self._part()]}
         return item | {"encrypted_content": None, "status": status}
 
@@ -199,7 +316,6 @@ class MessageItem(TextItem):
         self._num_shown_logprobs = 0
 
     def add(self, text: str, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[JsonObject]:
-        """The text grows."""
         self._logprobs += logprobs
         events = super().add(text)
         for delta in events:
@@ -208,12 +324,10 @@ class MessageItem(TextItem):
         return events
 
     def closed(self) -> list[JsonObject]:
-        """The text and the part are complete."""
         text_done, part_done = super().closed()
         return [text_done | {"logprobs": self._logprobs}, part_done]
 
     def json(self, status: str) -> JsonObject:
-        """The item as it stands."""
         item = {"id": self.item_id, "type": "message", "role": "assistant", "content": [self._part()]}
         return item | {"status": status}
 
@@ -221,28 +335,13 @@ class MessageItem(TextItem):
         return super()._part() | {"annotations": [], "logprobs": list(self._logprobs)}
 
 
-class CallItem(ABC):
+class CallItem(OutputItem):
     """A call of one of the client's tools, whose arguments grow."""
 
-    id_prefix: str
-
     def __init__(self, call_id: str, tool: CallableTool) -> None:
-        self.item_id = f"{self.id_prefix}_{uuid.uuid4().hex}"
+        super().__init__()
         self._call_id = call_id
         self._tool = tool
-        self._pieces: list[str] = []
-
-    @property
-    def _arguments(self) -> str:
-        return "".join(self._pieces)
-
-    def opened(self) -> list[JsonObject]:
-        """The item appears, without arguments."""
-        return [{"type": "response.output_item.added", "item": self.json("in_progress")}]
-
-    @abstractmethod
-    def json(self, status: str) -> JsonObject:
-        """The item as it stands."""
 
     def _item(self, kind: str) -> JsonObject:
         item = {"id": self.item_id, "type": kind, "call_id": self._call_id, "name": self._tool.name}
@@ -254,21 +353,15 @@ class FunctionCallItem(CallItem):
 
     id_prefix = "fc"
 
-    def add(self, text: str, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[JsonObject]:
-        """The arguments grow."""
-        if not text:
-            return []
-        self._pieces.append(text)
-        return [{"type": "response.function_call_arguments.delta", "item_id": self.item_id, "delta": text}]
+    def _delta(self, text: str) -> JsonObject:
+        return {"type": "response.function_call_arguments.delta", "item_id": self.item_id, "delta": text}
 
     def closed(self) -> list[JsonObject]:
-        """The arguments are complete."""
         done = {"type": "response.function_call_arguments.done", "item_id": self.item_id, "name": self._tool.name}
-        return [done | {"arguments": self._arguments}]
+        return [done | {"arguments": self._text}]
 
     def json(self, status: str) -> JsonObject:
-        """The item as it stands."""
-        return self._item("function_call") | {"arguments": self._arguments, "status": status}
+        return self._item("function_call") | {"arguments": self._text, "status": status}
 
 
 class CustomCallItem(CallItem):
@@ -277,16 +370,13 @@ class CustomCallItem(CallItem):
     id_prefix = "ctc"
 
     def add(self, text: str, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[JsonObject]:
-        """The arguments grow."""
         self._pieces.append(text)
         return []
 
     def closed(self) -> list[JsonObject]:
-        """The text is complete."""
-        text, kind = custom_input(self._arguments), "response.custom_tool_call_input"
+        text, kind = custom_input(self._text), "response.custom_tool_call_input"
         deltas = [{"type": f"{kind}.delta", "item_id": self.item_id, "delta": text}] if text else []
         return [*deltas, {"type": f"{kind}.done", "item_id": self.item_id, "input": text}]
 
     def json(self, status: str) -> JsonObject:
-        """The item as it stands."""
-        return self._item("custom_tool_call") | {"input": custom_input(self._arguments), "status": status}
+        return self._item("custom_tool_call") | {"input": custom_input(self._text), "status": status}

@@ -29,28 +29,13 @@ Messages = list[dict[str, Any]]
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXT_PARTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"}
 # What a server's own tools did, what it alone can read, and settings: nothing that a chat's model could learn from.
-_UNTOLD = frozenset(
-    {
-        "additional_tools",  # ``additional_tools`` below reads it
-        "code_interpreter_call",
-        "compaction",
-        "compaction_trigger",
-        "computer_call",
-        "computer_call_output",
-        "configuration_update",
-        "file_search_call",
-        "image_generation_call",
-        "mcp_approval_request",
-        "mcp_approval_response",
-        "mcp_call",
-        "mcp_list_tools",
-        "program",
-        "program_output",
-        "tool_search_call",
-        "tool_search_output",
-        "web_search_call",
-    }
-)
+# ``additional_tools`` below reads those.
+_UNTOLD = frozenset({
+    "additional_tools", "code_interpreter_call", "compaction", "compaction_trigger", "computer_call",
+    "computer_call_output", "configuration_update", "file_search_call", "image_generation_call",
+    "mcp_approval_request", "mcp_approval_response", "mcp_call", "mcp_list_tools", "program", "program_output",
+    "tool_search_call", "tool_search_output", "web_search_call",
+})  # fmt: skip
 # The kind of an output -> what stands for one that is missing; None if it may not be missing.
 _OUTPUTS: Mapping[str, str | None] = {
     "function_call_output": None,

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from tp_engine.api.input_processor import InputProcessor
-from tp_engine.api.openai.answer_shape import JsonObject
 from tp_engine.api.openai.errors import renamed
 from tp_engine.api.openai.protocol import ChatBody, GenerationBody, request_error
-from tp_engine.api.openai.requests import PreparedAnswer, prepare
-from tp_engine.api.openai.responses_api.events import whole_response
+from tp_engine.api.openai.requests import PreparedAnswer, PreparedBody, prepare
+from tp_engine.api.openai.responses_api.events import ResponseShape, whole_response
 from tp_engine.api.openai.responses_api.items import additional_tools, input_messages
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody, check_responses_body
-from tp_engine.api.openai.responses_api.shape import ResponseShape
 from tp_engine.api.openai.responses_api.tools import ResponseTools
 from tp_engine.errors import RequestError
-from tp_engine.outputs import RequestOutput
-from tp_engine.request import EngineRequest
 
 # The field of a chat that an error names -> the field of the Responses body.
 NAMES = {
@@ -73,24 +69,11 @@ def _response_format(body: ResponsesBody) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedResponse:
+class PreparedResponse(PreparedBody):
     """The chat that answers a response, checked, and the shape of the response."""
 
     chat: PreparedAnswer
     shape: ResponseShape
-
-    @property
-    def requests(self) -> list[EngineRequest]:
-        """The requests for the engine: one."""
-        return self.chat.requests
-
-    def named(self, error: RequestError) -> RequestError:
-        """As ``PreparedAnswer.named``."""
-        return renamed(self.chat.named(error), NAMES)
-
-    def answer(self, outputs: Sequence[RequestOutput]) -> JsonObject:
-        """The whole response; ``outputs`` has one element."""
-        return whole_response(self.shape, self.chat.shape.answer(outputs))
 
 
 def prepare_response(
@@ -102,6 +85,11 @@ def prepare_response(
         prepared = prepare(chat, processor, model, defaults)
     except RequestError as error:
         raise renamed(error, NAMES) from None
-    requests = [replace(request, prompt_field=NAMES["messages"]) for request in prepared.requests]
-    prepared = replace(prepared, requests=requests)
-    return PreparedResponse(chat=prepared, shape=ResponseShape.of(body, prepared, _tools(body)))
+    shape = ResponseShape.of(body, prepared, _tools(body))
+    return PreparedResponse(
+        chat=prepared,
+        shape=shape,
+        requests=[replace(request, prompt_field=NAMES["messages"]) for request in prepared.requests],
+        answer=lambda outputs: whole_response(shape, prepared.answer(outputs)),
+        named=lambda error: renamed(prepared.named(error), NAMES),
+    )

@@ -147,13 +147,14 @@ class CallReader:
             self._string += char
             return
         try:
-            text = _unescaped(self._string)
+            text = valid_unicode(str(json.loads(f'"{self._string}"', strict=False)))
         except ValueError:
             self.broken = True
             return
         if self._state is _State.KEY:
             self._key, self._state = text, _State.COLON
-            self.broken = self._is_strict and not self._is_strict_key()
+            is_of_call = text in _STRICT_KEYS and (text not in _ARGUMENT_KEYS or self._name is not None)
+            self.broken = self._is_strict and not is_of_call
             return
         self._state = _State.BETWEEN
         if self._key == "name":
@@ -161,9 +162,6 @@ class CallReader:
         elif text.strip():
             written, value = parsed_json(text) or ("", None)
             self._give(written if isinstance(value, dict) else json.dumps(text, ensure_ascii=False))
-
-    def _is_strict_key(self) -> bool:
-        return self._key in _STRICT_KEYS and (self._key not in _ARGUMENT_KEYS or self._name is not None)
 
     def _take_name(self, name: str) -> None:
         if not name or (self._strict_names is not None and name not in self._strict_names):
@@ -241,11 +239,6 @@ class CallReader:
             self._index = self._sink.start_call(self._name)
             self._sink.arguments(self._index, self._waiting)
             self._waiting = ""
-
-
-def _unescaped(raw: str) -> str:
-    """The text of a JSON string."""
-    return valid_unicode(str(json.loads(f'"{raw}"', strict=False)))
 
 
 def valid_unicode(text: str) -> str:

@@ -9,9 +9,12 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import replace
 
 from tp_engine.api.openai.tools import hermes
-from tp_engine.api.openai.tools.events import ChatEvent, ToolFormat, partial_suffix
+from tp_engine.api.openai.tools.events import ChatEvent
+from tp_engine.api.openai.tools.json_calls import JsonCallsParser
+from tp_engine.api.openai.tools.text_parser import partial_suffix
 
 OPEN, CLOSE = "<response>", "</response>"
 
@@ -72,26 +75,24 @@ class ResponseMarks:
         return shown
 
 
-class Ernie45ToolParser:
-    """A ``ToolParser``: that of Hermes, behind ``ResponseMarks``."""
+class Ernie45ToolParser(JsonCallsParser):
+    """The parser of Hermes, behind ``ResponseMarks``."""
 
     def __init__(self) -> None:
+        super().__init__(hermes.BLOCK)
         self._response = ResponseMarks()
-        self._calls = hermes.HermesToolParser()
 
     def feed(self, text: str) -> list[ChatEvent]:
-        """See ``ToolParser``."""
-        return self._calls.feed(self._response.feed(text))
+        return super().feed(self._response.feed(text))
 
     def finish(self, *, cut_off: bool) -> list[ChatEvent]:
-        """See ``ToolParser``."""
-        events = self._calls.feed(self._response.finish(cut_off=cut_off))
-        return events + self._calls.finish(cut_off=cut_off)
+        return super().feed(self._response.finish(cut_off=cut_off)) + super().finish(cut_off=cut_off)
 
 
-FORMAT = ToolFormat(
+FORMAT = replace(
+    hermes.FORMAT,
     models="ERNIE 4.5",
-    marks=(hermes.OPEN, OPEN),
-    opens=(hermes.OPEN,),
+    aliases=(),
+    marks=(*hermes.FORMAT.marks, OPEN),
     new_parser=lambda tools: Ernie45ToolParser(),
 )

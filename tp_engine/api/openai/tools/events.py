@@ -1,13 +1,17 @@
-"""The events that parsers find in generated text; a stream sends each as a delta, a whole answer joins them."""
+"""What parsers of generated text find, and what a format of tool calls tells of itself.
+
+A stream sends each event as a delta, a whole answer joins them.
+"""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    from tp_engine.api.openai.structured import TokenWriting
     from tp_engine.api.openai.tools.request import ToolRequest  # pydantic, which options are read without
     from tp_engine.structured_outputs import StructuredOutputsParams
 
@@ -53,16 +57,6 @@ def openai_call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-class Writing(Protocol):
-    """How a model's tokenizer writes marks, for grammars in the Lark syntax of the library."""
-
-    def mark(self, mark: str) -> str:
-        """What stands for ``mark``: its special token, or its text."""
-
-    def text_until(self, rule: str, *marks: str) -> str:
-        """A ``rule`` for any text up to the first of ``marks``, and that mark."""
-
-
 class ToolParser(Protocol):
     """The parser of one sequence; its joined events are the same for every split of the text."""
 
@@ -102,20 +96,21 @@ class MessageFormat:
     marks: tuple[str, ...]
     stops: tuple[str, ...]
     new_parser: Callable[[ToolRequest | None, str], MessageParser]
-    preamble: Callable[[Writing, bool], str]
-    forced_calls: Callable[[ToolRequest, Writing, bool, StructuredOutputsParams], str]
+    preamble: Callable[[TokenWriting, bool], str]
+    forced_calls: Callable[[ToolRequest, TokenWriting, bool, StructuredOutputsParams], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
     """How some models write tool calls; each format has a module and a line in ``chat/options.TOOL_FORMATS``.
 
-    ``models`` names them in ``--help``.  Texts show ``marks`` also where the tokenizer calls them special tokens.  One
-    of ``opens`` begins a call, also inside of reasoning, which the call ends.
-    ``message``: the calls are part of a format of whole messages.
+    ``models`` names them in ``--help``; ``aliases`` are other names of vLLM and SGLang for the format.  Texts show
+    ``marks`` also where the tokenizer calls them special tokens.  One of ``opens`` begins a call, also inside of
+    reasoning, which the call ends.  ``message``: the calls are part of a format of whole messages.
     """
 
     models: str
+    aliases: tuple[str, ...] = ()
     marks: tuple[str, ...]
     opens: tuple[str, ...] = ()
     new_parser: Callable[[ToolRequest], ToolParser]
@@ -177,63 +172,3 @@ class EventSink:
             self._events.append(ReasoningText(text))
         else:
             self._events.append(CallArguments(self._kind, text))
-
-
-class Prose:
-    """The text around calls: white space beside a call is layout, and dropped unless text is on both sides."""
-
-    def __init__(self, sink: EventSink) -> None:
-        self._sink = sink
-        self._space = ""
-        self._has_text = False
-        self._has_call = False
-
-    def add(self, text: str) -> None:
-        """Add text; white space at its end waits for what follows."""
-        solid = text.rstrip()
-        if not solid:
-            self._space += text
-            return
-        whole = self._space + solid
-        self._sink.content(whole.lstrip() if self._has_call and not self._has_text else whole)
-        self._space = text[len(solid) :]
-        self._has_text = True
-
-    def add_until(self, text: str, marks: Iterable[str]) -> tuple[str | None, str]:
-        """Add the text before the first of ``marks``; returns that mark and the text after it.
-
-        Without a mark: None, and the end of the text that may be the beginning of one.
-        """
-        found = first_mark(text, marks)
-        if found is None:
-            settled = len(text) - partial_suffix(text, *marks)
-            self.add(text[:settled])
-            return None, text[settled:]
-        place, mark = found
-        self.add(text[:place])
-        return mark, text[place + len(mark) :]
-
-    def note_call(self) -> None:
-        """A call was found here."""
-        self._has_call = True
-
-    def finish(self) -> None:
-        """Pass on the white space at the end of a text without calls."""
-        if not self._has_call:
-            self._sink.content(self._space)
-        self._space = ""
-
-
-def first_mark(text: str, marks: Iterable[str], start: int = 0) -> tuple[int, str] | None:
-    """The place and the mark of the first of ``marks`` in ``text`` from ``start`` on; None if there is none."""
-    found = [(place, mark) for mark in marks if (place := text.find(mark, start)) >= 0]
-    return min(found, default=None)
-
-
-def partial_suffix(text: str, *marks: str) -> int:
-    """Length of the longest end of ``text`` with which one of ``marks`` begins, if it is not the whole mark."""
-    longest = max(map(len, marks)) - 1
-    for length in range(min(len(text), longest), 0, -1):
-        if any(len(mark) > length and mark.startswith(text[-length:]) for mark in marks):
-            return length
-    return 0

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from tp_engine.api.openai.tools.marked_calls import CallMarks, marked_format
+from tp_engine.api.openai.tools.marked_calls import CallMarks
 
 MARKS = CallMarks(
     open="<tool_call>",
@@ -22,4 +22,4 @@ MARKS = CallMarks(
     value_end="</arg_value>",
     value_breaks=("</tool_call>",),
 )
-FORMAT = marked_format("GLM-4.5", MARKS)
+FORMAT = MARKS.format("GLM-4.5", aliases=("glm47",))

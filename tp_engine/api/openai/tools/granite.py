@@ -9,10 +9,7 @@ Some write ``<tool_call>`` instead; Granite 4 writes what Hermes models write, w
 
 from __future__ import annotations
 
-from tp_engine.api.openai.tools import hermes
-from tp_engine.api.openai.tools.events import ToolFormat
+from tp_engine.api.openai.tools.json_calls import CallBlock
 
-OPENS = ("<|tool_call|>", hermes.OPEN)
-FORMAT = ToolFormat(
-    models="Granite", marks=OPENS, opens=OPENS, new_parser=lambda tools: hermes.HermesToolParser(OPENS, closes=False)
-)
+BLOCK = CallBlock(opens=("<|tool_call|>", "<tool_call>"), is_closed=False)
+FORMAT = BLOCK.format("Granite", aliases=("granite4",))

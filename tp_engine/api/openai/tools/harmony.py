@@ -23,18 +23,12 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from tp_engine.api.openai.tools.events import (
-    ChatEvent,
-    EventSink,
-    MessageFormat,
-    ToolFormat,
-    Writing,
-    first_mark,
-    partial_suffix,
-)
+from tp_engine.api.openai.tools.events import MessageFormat, MessageParser, ToolFormat
+from tp_engine.api.openai.tools.text_parser import TextParser, partial_suffix
 from tp_engine.grammar.library import inner_schema
 
 if TYPE_CHECKING:
+    from tp_engine.api.openai.structured import TokenWriting
     from tp_engine.api.openai.tools.request import ToolRequest
     from tp_engine.structured_outputs import StructuredOutputsParams
 
@@ -53,26 +47,22 @@ _MAX_HEADER = 1024
 _GAP = "\n\n"
 
 
-class _State(enum.Enum):
-    OUTSIDE = enum.auto()
-    HEADER = enum.auto()
-    BODY = enum.auto()
-
-
 class _Kind(enum.Enum):
     REASONING = enum.auto()
     CONTENT = enum.auto()
     CALL = enum.auto()
 
 
-class HarmonyParser:
-    """A ``MessageParser``.  ``tools`` None: calls are not wanted.  ``prompt`` may have begun the first message."""
+class HarmonyParser(TextParser, MessageParser):
+    """The parser of whole messages; its text is that of a message's body, whatever its kind.
+
+    ``tools`` None: calls are not wanted.  ``prompt`` may have begun the first message.
+    """
 
     def __init__(self, tools: ToolRequest | None, prompt: str = "") -> None:
+        super().__init__(_BREAKS)
         self._names = None if tools is None else tools.names
-        self._sink = EventSink()
-        self._state = _State.OUTSIDE
-        self._pending = ""
+        self._state = self._read_outside
         self._kind = _Kind.CONTENT
         self._call = 0
         self._first: _Kind | None = None
@@ -83,49 +73,26 @@ class HarmonyParser:
 
     @property
     def has_reasoning(self) -> bool:
-        """See ``MessageParser``."""
         return self._first is _Kind.REASONING
 
     @property
     def in_answer(self) -> bool | None:
-        """See ``MessageParser``."""
         return self._first_ended or self._first in (_Kind.CONTENT, _Kind.CALL)
 
     @property
     def num_reasoning_characters(self) -> int | None:
-        """See ``MessageParser``."""
         return None
 
-    def feed(self, text: str) -> list[ChatEvent]:
-        """See ``ToolParser``."""
-        if self._state is _State.BODY and not self._pending and "<" not in text:
-            self._give(text)
-            return self._sink.take()
-        self._pending += text
-        while self._pending and self._step():
-            pass
-        return self._sink.take()
+    def _end(self) -> None:
+        if self._state == self._read_text:
+            self._give(self._pending)
+            self._end_message()
+        elif self._first is None and not self._pending.startswith("<|"):
+            self._give(self._pending)
 
-    def finish(self, *, cut_off: bool) -> list[ChatEvent]:
-        """See ``ToolParser``."""
-        pending, self._pending = self._pending, ""
-        if not cut_off:
-            if self._state is _State.BODY:
-                self._give(pending)
-                self._end()
-            elif self._first is None and not pending.startswith("<|"):
-                self._give(pending)
-        return self._sink.take()
-
-    def _step(self) -> bool:
-        """Read some of the pending text; False if that needs more text."""
-        match self._state:
-            case _State.OUTSIDE:
-                return self._read_outside()
-            case _State.HEADER:
-                return self._read_header()
-            case _State.BODY:
-                return self._read_body()
+    def _open(self, mark: str) -> None:
+        self._pending = self._pending if mark in _ENDS else mark + self._pending
+        self._end_message()
 
     def _read_outside(self) -> bool:
         rest = self._pending.lstrip()
@@ -133,7 +100,7 @@ class HarmonyParser:
         if end is not None:
             self._pending = rest[len(end) :]
         elif rest.startswith(_HEADERS):
-            self._state, self._pending = _State.HEADER, rest
+            self._state, self._pending = self._read_header, rest
         elif any(mark.startswith(rest) for mark in (*_ENDS, *_HEADERS)):
             return False
         else:
@@ -161,19 +128,6 @@ class HarmonyParser:
             self._begin(_Kind.CONTENT if to_user else _Kind.REASONING)
         return True
 
-    def _read_body(self) -> bool:
-        found = first_mark(self._pending, _BREAKS)
-        if found is None:
-            settled = len(self._pending) - partial_suffix(self._pending, *_BREAKS)
-            self._give(self._pending[:settled])
-            self._pending = self._pending[settled:]
-            return False
-        place, mark = found
-        self._give(self._pending[:place])
-        self._pending = self._pending[place + len(mark) * (mark in _ENDS) :]
-        self._end()
-        return True
-
     def _wanted_call(self, recipient: str) -> str:
         """The function that a message calls; empty for another message, and for a call that is not wanted."""
         if self._names is None:
@@ -183,15 +137,15 @@ class HarmonyParser:
         return recipient if recipient in self._names else ""
 
     def _begin(self, kind: _Kind) -> None:
-        self._state, self._kind, self._is_empty = _State.BODY, kind, True
+        self._state, self._kind, self._is_empty = self._read_text, kind, True
         self._first = self._first or kind
 
-    def _end(self) -> None:
+    def _end_message(self) -> None:
         if self._kind is _Kind.CALL and self._is_empty:
             self._sink.arguments(self._call, "{}")
         elif not self._is_empty:
             self._shown.add(self._kind)
-        self._state, self._first_ended = _State.OUTSIDE, True
+        self._state, self._first_ended = self._read_outside, True
 
     def _give(self, text: str) -> None:
         """Pass on text of the body."""
@@ -212,7 +166,7 @@ def _last(pattern: re.Pattern[str], header: str) -> str:
     return str((pattern.findall(header) or [""])[-1])
 
 
-def _thought(writing: Writing) -> str:
+def _thought(writing: TokenWriting) -> str:
     """The rule for a message of reasoning up to the next message's header."""
     channel, message, start = map(writing.mark, (CHANNEL, MESSAGE, START))
     return (
@@ -220,14 +174,14 @@ def _thought(writing: Writing) -> str:
     )
 
 
-def _preamble(writing: Writing, thinks: bool) -> str:
+def _preamble(writing: TokenWriting, thinks: bool) -> str:
     """Reasoning, or none, and the header of the final message."""
     channel, message = writing.mark(CHANNEL), writing.mark(MESSAGE)
     final = f'{channel} "final" {message} @answer'
     return f"start: thought? {final}\n{_thought(writing)}" if thinks else f"start: {final}\n"
 
 
-def _forced_calls(tools: ToolRequest, writing: Writing, thinks: bool, like: StructuredOutputsParams) -> str:
+def _forced_calls(tools: ToolRequest, writing: TokenWriting, thinks: bool, like: StructuredOutputsParams) -> str:
     """Reasoning, or none, and one call of a tool that the choice allows: the model's turn ends with a call."""
     channel, constrain, message = map(writing.mark, (CHANNEL, CONSTRAIN, MESSAGE))
     schemas = tools.argument_schemas()
@@ -248,4 +202,6 @@ HARMONY = MessageFormat(
     preamble=_preamble,
     forced_calls=_forced_calls,
 )
-FORMAT = ToolFormat(models="gpt-oss", marks=HARMONY.marks, new_parser=HarmonyParser, message=HARMONY)
+FORMAT = ToolFormat(
+    models="gpt-oss", aliases=("gpt-oss",), marks=HARMONY.marks, new_parser=HarmonyParser, message=HARMONY
+)

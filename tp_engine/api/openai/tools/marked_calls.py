@@ -12,14 +12,14 @@ schema of the tool (``argument_types.py``).  A string is passed on as it comes, 
 
 from __future__ import annotations
 
-import enum
 import json
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tp_engine.api.openai.tools.argument_types import ArgumentTypes, Types, is_text, json_value
-from tp_engine.api.openai.tools.events import ChatEvent, EventSink, Prose, ToolFormat, first_mark, partial_suffix
+from tp_engine.api.openai.tools.events import ToolFormat
+from tp_engine.api.openai.tools.text_parser import TextParser, first_mark, partial_suffix
 
 if TYPE_CHECKING:
     from tp_engine.api.openai.tools.request import ToolRequest
@@ -76,29 +76,24 @@ class CallMarks:
         """Those that may begin a call."""
         return (self.open, self.call) if self.bare else (self.open,)
 
+    def format(self, models: str, *, aliases: tuple[str, ...] = ()) -> ToolFormat:
+        """The format of ``models`` that write their calls between these marks."""
+        return ToolFormat(
+            models=models,
+            aliases=aliases,
+            marks=self.all,
+            opens=self.opens,
+            new_parser=lambda tools: MarkedCallsParser(self, tools),
+        )
 
-class _State(enum.Enum):
-    PROSE = enum.auto()
-    BLOCK = enum.auto()
-    NAME = enum.auto()
-    CALL = enum.auto()
-    KEY = enum.auto()
-    BEFORE_VALUE = enum.auto()
-    VALUE = enum.auto()
-    JUNK = enum.auto()
 
-
-class MarkedCallsParser:
-    """A ``ToolParser``.  A block without a call is content, with its marks, so that no text is lost."""
+class MarkedCallsParser(TextParser):
+    """The parser of ``CallMarks``.  A block without a call is content, with its marks, so that no text is lost."""
 
     def __init__(self, marks: CallMarks, tools: ToolRequest) -> None:
+        super().__init__(marks.opens, close=marks.close)
         self._marks = marks
         self._types = {name: ArgumentTypes(parameters) for name, parameters in tools.parameters().items()}
-        self._sink = EventSink()
-        self._prose = Prose(self._sink)
-        self._state = _State.PROSE
-        self._pending = ""  # not yet understood
-        self._raw = ""  # marks since the block's beginning, shown if no call follows
         self._is_bare = False
         self._index = 0
         self._of_tool = ArgumentTypes({})
@@ -106,78 +101,36 @@ class MarkedCallsParser:
         self._value_types: Types | None = None
         self._at_beginning = False  # of a value
         self._on_own_lines = False
-        self._has_text = False  # of a value, some of which has been passed on
+        self._has_begun = False  # of a value, some of which has been passed on
         self._settled = 0  # characters of the pending text that are the value's
 
-    def feed(self, text: str) -> list[ChatEvent]:
-        """See ``ToolParser``."""
-        if self._state is _State.PROSE and not self._pending and "<" not in text:
-            self._prose.add(text)
-            return self._sink.take()
-        self._pending += text
-        while self._pending and self._step():
-            pass
-        return self._sink.take()
+    def _end(self) -> None:
+        if self._state == self._read_value:
+            end = self._last_end()
+            self._end_value(self._pending[:end], is_closed=end == len(self._pending))
+            self._end_call()
+        elif self._state in (self._read_call, self._read_key, self._read_before_value):
+            self._end_call()
+        elif self._state in (self._read_text, self._read_name) or (self._state == self._read_block and self._raw):
+            self._give(self._raw + self._pending)
 
-    def finish(self, *, cut_off: bool) -> list[ChatEvent]:
-        """See ``ToolParser``."""
-        if not cut_off:
-            match self._state:
-                case _State.PROSE | _State.NAME:
-                    self._prose.add(self._raw + self._pending)
-                case _State.BLOCK if self._raw:
-                    self._prose.add(self._raw + self._pending)
-                case _State.CALL | _State.KEY | _State.BEFORE_VALUE:
-                    self._end_call()
-                case _State.VALUE:
-                    end = self._last_end()
-                    self._end_value(self._pending[:end], is_closed=end == len(self._pending))
-                    self._end_call()
-        self._pending = self._raw = ""
-        self._prose.finish()
-        return self._sink.take()
-
-    def _step(self) -> bool:
-        """Read some of the pending text; False if that needs more text."""
-        match self._state:
-            case _State.PROSE:
-                return self._read_prose()
-            case _State.BLOCK:
-                return self._read_block()
-            case _State.NAME:
-                return self._read_name()
-            case _State.CALL:
-                return self._read_call()
-            case _State.KEY:
-                return self._read_key()
-            case _State.BEFORE_VALUE:
-                return self._read_before_value()
-            case _State.VALUE:
-                return self._read_value()
-            case _State.JUNK:
-                return self._skip_junk()
-
-    def _read_prose(self) -> bool:
-        mark, self._pending = self._prose.add_until(self._pending, self._marks.opens)
-        if mark is None:
-            return False
+    def _open(self, mark: str) -> None:
         self._raw = mark
         self._is_bare = mark != self._marks.open
-        self._state = _State.NAME if self._is_bare else _State.BLOCK
-        return True
+        self._state = self._read_name if self._is_bare else self._read_block
 
     def _read_block(self) -> bool:
         """Before the first call of a block, and behind a call."""
         marks, rest = self._marks, self._pending.lstrip()
         if rest.startswith(marks.close):
-            self._state, self._pending, self._raw = _State.PROSE, rest[len(marks.close) :], ""
+            self._state, self._pending, self._raw = self._read_text, rest[len(marks.close) :], ""
         elif rest.startswith(marks.open):
-            self._state, self._pending, self._raw = _State.PROSE, rest, ""
+            self._state, self._pending, self._raw = self._read_text, rest, ""
         elif rest and not marks.call and not any(mark.startswith(rest) for mark in (marks.open, marks.close)):
-            self._state, self._raw, self._pending = _State.NAME, self._raw + self._pending[: -len(rest)], rest
+            self._state, self._raw, self._pending = self._read_name, self._raw + self._pending[: -len(rest)], rest
         elif marks.call and rest.startswith(marks.call):
             self._raw += self._pending[: len(self._pending) - len(rest)] + marks.call
-            self._state, self._pending = _State.NAME, rest[len(marks.call) :]
+            self._state, self._pending = self._read_name, rest[len(marks.call) :]
         elif any(mark.startswith(rest) for mark in (marks.close, marks.open, marks.call)):
             return False
         else:
@@ -201,37 +154,28 @@ class MarkedCallsParser:
             return True
         is_mark = found[1] in (marks.key, marks.close)
         self._pending = self._pending[length + (0 if is_mark else len(found[1])) :]
-        self._prose.note_call()
         self._index, self._num_arguments = self._sink.start_call(name), 0
         self._of_tool = self._types.get(name, ArgumentTypes({}))
-        self._state, self._raw = _State.CALL, ""
+        self._state, self._raw = self._read_call, ""
         return True
 
     def _not_a_call(self) -> None:
         """Show a block without a call; drop other text behind a call in its block."""
         if self._raw:
-            self._prose.add(self._raw)
-        self._state = _State.PROSE if self._raw or self._is_bare else _State.JUNK
+            self._give(self._raw)
+        self._state = self._read_text if self._raw or self._is_bare else self._read_junk
         self._raw = ""
-
-    def _skip_junk(self) -> bool:
-        _, mark, after = self._pending.partition(self._marks.close)
-        if mark:
-            self._state, self._pending = _State.PROSE, after
-            return True
-        self._pending = self._pending[len(self._pending) - partial_suffix(self._pending, self._marks.close) :]
-        return False
 
     def _read_call(self) -> bool:
         """Between arguments; text without marks there is dropped."""
         marks, rest = self._marks, self._pending.lstrip()
         ends = tuple(mark for mark in (marks.call_end, marks.close, marks.open, marks.call) if mark)
         if rest.startswith(marks.key):
-            self._state, self._pending = _State.KEY, rest[len(marks.key) :]
+            self._state, self._pending = self._read_key, rest[len(marks.key) :]
         elif rest.startswith(ends):
             self._end_call()
             ended = marks.call_end and rest.startswith(marks.call_end)
-            self._state, self._pending = _State.BLOCK, rest[len(marks.call_end) :] if ended else rest
+            self._state, self._pending = self._read_block, rest[len(marks.call_end) :] if ended else rest
         elif any(mark.startswith(rest) for mark in (marks.key, *ends)):
             return False
         else:
@@ -244,7 +188,7 @@ class MarkedCallsParser:
         place = self._pending.find(end)
         length = place if place >= 0 else len(self._pending) - partial_suffix(self._pending, end)
         if length > _MAX_NAME:
-            self._state = _State.CALL
+            self._state = self._read_call
             return True
         if place < 0:
             return False
@@ -253,7 +197,7 @@ class MarkedCallsParser:
         self._value_types = self._of_tool.of(key)
         self._key = key
         if self._marks.value:
-            self._state = _State.BEFORE_VALUE
+            self._state = self._read_before_value
         else:
             self._begin_value()
         return True
@@ -266,15 +210,15 @@ class MarkedCallsParser:
         elif mark.startswith(rest):
             return False
         else:  # a key without a value
-            self._state = _State.CALL
+            self._state = self._read_call
         return True
 
     def _begin_value(self) -> None:
-        self._state, self._at_beginning, self._on_own_lines = _State.VALUE, True, False
-        self._has_text, self._settled = False, 0
+        self._state, self._at_beginning, self._on_own_lines = self._read_value, True, False
+        self._has_begun, self._settled = False, 0
         before = ", " if self._num_arguments else "{"
         quote = '"' if is_text(self._value_types) else ""
-        self._give(f"{before}{json.dumps(self._key, ensure_ascii=False)}: {quote}")
+        self._give_arguments(f"{before}{json.dumps(self._key, ensure_ascii=False)}: {quote}")
         self._num_arguments += 1
 
     def _read_value(self) -> bool:
@@ -288,12 +232,12 @@ class MarkedCallsParser:
             place, length = end
             self._end_value(self._pending[:place], is_closed=length > 0)
             self._pending = self._pending[place + length :]
-            self._state = _State.CALL
+            self._state = self._read_call
         elif is_text(self._value_types):
             settled = self._settled - self._pending[: self._settled].endswith("\n")
-            self._give(json.dumps(self._pending[:settled], ensure_ascii=False)[1:-1])
+            self._give_arguments(json.dumps(self._pending[:settled], ensure_ascii=False)[1:-1])
             self._pending = self._pending[settled:]
-            self._has_text |= settled > 0
+            self._has_begun |= settled > 0
             self._settled -= settled
         return end is not None
 
@@ -330,7 +274,7 @@ class MarkedCallsParser:
 
     def _begins_key(self, place: int) -> bool:
         """Whether the next argument begins at ``place``, so that the closing mark of this one is missing."""
-        is_first = place == 0 and not self._has_text
+        is_first = place == 0 and not self._has_begun
         return not self._on_own_lines or is_first or self._pending[:place].endswith("\n")
 
     def _ends_call(self, place: int, marks: tuple[str, ...]) -> bool | None:
@@ -344,17 +288,12 @@ class MarkedCallsParser:
         """``text`` is the rest of a string, or another value as a whole; ``is_closed`` if its closing mark is there."""
         text = text.removesuffix("\n") if self._on_own_lines or not is_closed else text
         is_string = is_text(self._value_types)
-        self._give(json.dumps(text, ensure_ascii=False)[1:] if is_string else json_value(text, self._value_types))
+        self._give_arguments(
+            json.dumps(text, ensure_ascii=False)[1:] if is_string else json_value(text, self._value_types)
+        )
 
     def _end_call(self) -> None:
-        self._give("}" if self._num_arguments else "{}")
+        self._give_arguments("}" if self._num_arguments else "{}")
 
-    def _give(self, text: str) -> None:
+    def _give_arguments(self, text: str) -> None:
         self._sink.arguments(self._index, text)
-
-
-def marked_format(models: str, marks: CallMarks) -> ToolFormat:
-    """The format of ``models`` that write their calls between ``marks``."""
-    return ToolFormat(
-        models=models, marks=marks.all, opens=marks.opens, new_parser=lambda tools: MarkedCallsParser(marks, tools)
-    )

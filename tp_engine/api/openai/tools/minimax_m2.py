@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from tp_engine.api.openai.tools.marked_calls import CallMarks, marked_format
+from tp_engine.api.openai.tools.marked_calls import CallMarks
 
 MARKS = CallMarks(
     open="<minimax:tool_call>",
@@ -24,4 +24,4 @@ MARKS = CallMarks(
     value_end="</parameter>",
     own_lines=True,
 )
-FORMAT = marked_format("MiniMax-M2", MARKS)
+FORMAT = MARKS.format("MiniMax-M2", aliases=("minimax-m2",))

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from tp_engine.api.openai.tools.marked_calls import CallMarks, marked_format
+from tp_engine.api.openai.tools.marked_calls import CallMarks
 
 MARKS = CallMarks(
     open="<tool_call>",
@@ -27,4 +27,4 @@ MARKS = CallMarks(
     own_lines=True,
     bare=True,
 )
-FORMAT = marked_format("Qwen3-Coder", MARKS)
+FORMAT = MARKS.format("Qwen3-Coder", aliases=("qwen3_xml",))

@@ -1,0 +1,47 @@
+"""The bodies of all endpoints that run prompts: how many prompts one has, and how they are prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from tp_engine.api.input_processor import InputProcessor
+from tp_engine.api.openai.pooled import AnyPooledBody, EmbeddingBody, RerankBody, ScoreBody, prepare_pooled
+from tp_engine.api.openai.protocol import ChatBody, CompletionBody
+from tp_engine.api.openai.requests import PreparedBody, prepare
+from tp_engine.api.openai.responses_api.protocol import ResponsesBody
+from tp_engine.api.openai.responses_api.requests import prepare_response
+from tp_engine.api.openai.sampling import completion_prompts
+
+Body: TypeAlias = ChatBody | CompletionBody | ResponsesBody | AnyPooledBody
+
+
+def num_prompts(body: Body) -> tuple[int, str]:
+    """The number of prompts, inputs or pairs of ``body``, if its fields fit together, and the field that has them."""
+    match body:
+        case CompletionBody():
+            return len(completion_prompts(body)), "prompt"
+        case EmbeddingBody(input=given):
+            is_one = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], int))
+            return 1 if is_one else len(given), "input"
+        case RerankBody():
+            return len(body.documents), "documents"
+        case ScoreBody():
+            texts = (body.queries, body.text_1, body.documents, body.text_2)
+            return max(len(one) if isinstance(one, list) else 1 for one in texts), "documents"
+    return 1, "prompt"
+
+
+def prepare_body(
+    body: Body, processor: InputProcessor, model: str, defaults: Mapping[str, Any] | None = None
+) -> PreparedBody:
+    """Check and tokenize; raises ``RequestError``.
+
+    ``model`` is the name to answer with.  ``defaults`` are the model's own sampling parameters, for fields that the
+    request does not set.
+    """
+    if isinstance(body, ResponsesBody):
+        return prepare_response(body, processor, model, defaults)
+    if isinstance(body, (ChatBody, CompletionBody)):
+        return prepare(body, processor, model, defaults)
+    return prepare_pooled(body, processor, model)
