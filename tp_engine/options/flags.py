@@ -213,6 +213,8 @@ def _value_settings(spec: dataclasses.Field[Any]) -> dict[str, Any]:
         return {"action": _Value, "metavar": "JSON"}
     if base.startswith("tuple"):
         return {"nargs": "+", "metavar": "NAME"}
+    if spec.metadata.get("numbers"):
+        return {"nargs": "+", "metavar": "N"}
     return {
         "type": {"int": int, "float": float}.get(base, str),
         "metavar": {"int": "N", "float": "X"}.get(base, "TEXT"),

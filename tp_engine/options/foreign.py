@@ -88,9 +88,7 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
             "optimization_level= -O",
             "torch compiles nothing; graphs are --cudagraph-capture-sizes",
         ),
-        translated(
-            to_option("cudagraph_capture_sizes"), "cuda_graph_bs=* cuda_graph_bs_decode=* cudagraph_capture_sizes=*"
-        ),
+        translated(to_option("cudagraph_capture_sizes"), "cuda_graph_bs=* cuda_graph_bs_decode=*"),
         accepted(
             "decode steps of at most 512 sequences are CUDA graphs; see --cudagraph-capture-sizes",
             "cuda_graph_max_bs= cuda_graph_max_bs_decode= enable_profile_cuda_graph enable_torch_compile "
