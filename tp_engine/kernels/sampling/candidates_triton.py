@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.dependent_launch_triton import dependent_launch
+from tp_engine.kernels.dependent_launch_triton import begin_row, dependent_launch
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.sampling.filter_triton import draw, load_block, narrow, search_registers
 from tp_engine.kernels.sampling.scores_triton import (
@@ -42,7 +42,7 @@ NO_TOP_K = tl.constexpr(2**31 - 1)
 
 
 @jit
-def begin_row(rows, floats, top_ks, NUM_FLOATS: tl.constexpr, PDL: tl.constexpr):
+def begin_ranked_row(rows, floats, top_ks, NUM_FLOATS: tl.constexpr, PDL: tl.constexpr):
     """How each of these kernels begins: the program's step row and row of the batch, and its top_k.
 
     Of rows that are greedy, padding among them, top_k is that of no filter.
@@ -58,7 +58,7 @@ def survey_kernel(
     NUM_FLOATS: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one chunk of a row."""
-    place, _, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
+    place, _, top_k = begin_ranked_row(rows, floats, top_ks, NUM_FLOATS, PDL)
     chunk = tl.program_id(1)
     if top_k < num_ids:
         group, member = tl.arange(0, GROUPS), tl.arange(0, CHUNK // GROUPS)
@@ -79,7 +79,7 @@ def choose_cut_kernel(
 
     At least k values reach the k-th largest of the groups' maxima.
     """
-    place, _, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
+    place, _, top_k = begin_ranked_row(rows, floats, top_ks, NUM_FLOATS, PDL)
     if top_k < num_ids:
         chunk, group = tl.arange(0, CHUNKS), tl.arange(0, GROUPS)
         exists = (chunk < num_chunks)[:, None] & (group >= 0)[None, :]
@@ -96,7 +96,7 @@ def collect_candidates_kernel(
     NUM_FLOATS: tl.constexpr, CHUNK: tl.constexpr, KEPT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one chunk of a row; it stores the first KEPT candidates, and the number of all of them."""
-    place, _, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
+    place, _, top_k = begin_ranked_row(rows, floats, top_ks, NUM_FLOATS, PDL)
     chunk = tl.program_id(1)
     if top_k < num_ids:
         column, inside, values, ordered = load_block(logits + place * logits_stride, chunk * CHUNK, num_ids, CHUNK)
@@ -119,7 +119,7 @@ def draw_candidates_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one row; CHUNKS is ``num_chunks``, rounded up to a power of two."""
-    place, row, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
+    place, row, top_k = begin_ranked_row(rows, floats, top_ks, NUM_FLOATS, PDL)
     parameters = floats + row * NUM_FLOATS
     if top_k < num_ids:
         word_1, word_2 = noise_words(noise_keys, seeds, positions, place, row, HAS_KEYS)
