@@ -165,7 +165,11 @@ def _add_description(app: FastAPI, state: ServerState) -> None:
             "served_model_name": state.model_names[0],
             "model_path": model.model,
             "tp_size": model.tensor_parallel_size,
-            "versions": _versions(),
+            "versions": {
+                "tp_engine": __version__,
+                "python": platform.python_version(),
+                **{part: _version(part) for part in _PARTS},
+            },
         }
         if not current_caller().sees_all:
             return json_reply(named)
@@ -215,11 +219,6 @@ def public_fields(config: Any) -> dict[str, Any]:
         value = getattr(config, spec.name)
         fields[spec.name] = ("hidden" if value else None) if spec.metadata.get("secret") else value
     return fields
-
-
-def _versions() -> dict[str, str | None]:
-    """Of this project, Python, and the libraries on which results depend; None for one that is not installed."""
-    return {"tp_engine": __version__, "python": platform.python_version(), **{part: _version(part) for part in _PARTS}}
 
 
 def _version(part: str) -> str | None:

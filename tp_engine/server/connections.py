@@ -96,7 +96,8 @@ class Connections(MutableSet[Connection]):
         """Close those that have waited too long for their clients by ``now_s``."""
         for connection, wait in list(self._waits.items()):
             num_bytes = _unread_bytes(connection)
-            if not num_bytes and not _awaits_header(connection):
+            awaits_header = _has_no_request(connection) and connection.timeout_keep_alive_task is None
+            if not num_bytes and not awaits_header:  # it has sent more than a part of a header
                 self._waits[connection] = None
             elif wait is None or wait.is_over(num_bytes):
                 self._waits[connection] = _Wait(now_s, num_bytes)
@@ -212,11 +213,6 @@ def http_protocol() -> type[asyncio.Protocol] | str:
 
 def _has_no_request(connection: Connection) -> bool:
     return connection.cycle is None or connection.cycle.response_complete
-
-
-def _awaits_header(connection: Connection) -> bool:
-    """Whether it has sent nothing yet, or a part of a header."""
-    return _has_no_request(connection) and connection.timeout_keep_alive_task is None
 
 
 def _unread_bytes(connection: Connection) -> int:

@@ -37,8 +37,6 @@ class TrafficSample:
     """One second: ``time_s`` (time.monotonic()) is its end; rates are per second since the sample before."""
 
     time_s: float
-    num_running: int
-    num_waiting: int
     prompt_tokens_per_s: float
     generation_tokens_per_s: float
     stats: SchedulerStats
@@ -46,7 +44,8 @@ class TrafficSample:
     @property
     def is_active(self) -> bool:
         """Whether a request ran or waited."""
-        return bool(self.num_running or self.num_waiting or self.prompt_tokens_per_s or self.generation_tokens_per_s)
+        stats = self.stats
+        return bool(stats.num_running or stats.num_waiting or self.prompt_tokens_per_s or self.generation_tokens_per_s)
 
 
 class EngineWatch:
@@ -115,7 +114,7 @@ class EngineWatch:
     def _is_idle(self) -> bool:
         if not self.history or self._tokens() != self._seen_tokens:
             return False
-        last = self.history[-1]
+        last = self.history[-1].stats
         try:
             return last.num_running == last.num_waiting == self._engine().num_unfinished == 0
         except _UNREACHABLE:
@@ -144,8 +143,6 @@ class EngineWatch:
         self.history.append(
             TrafficSample(
                 time_s=now_s,
-                num_running=stats.num_running,
-                num_waiting=stats.num_waiting,
                 prompt_tokens_per_s=prompt_rate,
                 generation_tokens_per_s=generation_rate,
                 stats=stats,

@@ -221,8 +221,8 @@ def _history(watch: EngineWatch, num_samples: int) -> JsonObject:
     return {
         "interval_s": INTERVAL_S,
         "age_s": [round(now_s - one.time_s, 3) for one in samples],
-        "running": [one.num_running for one in samples],
-        "waiting": [one.num_waiting for one in samples],
+        "running": [one.stats.num_running for one in samples],
+        "waiting": [one.stats.num_waiting for one in samples],
         "prompt_tokens_per_s": [round(one.prompt_tokens_per_s, 2) for one in samples],
         "generation_tokens_per_s": [round(one.generation_tokens_per_s, 2) for one in samples],
         "free": [one.stats.num_free_blocks for one in samples],

@@ -159,7 +159,7 @@ def test_an_idle_engine_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         assert isinstance(engine, CountingEngine)
         running = asyncio.create_task(watch.run())
         exchange = app.start("POST", "/v1/completions", body(max_tokens=50))
-        await until(lambda: any(sample.num_running for sample in watch.history), "a sample of the request")
+        await until(lambda: any(sample.stats.num_running for sample in watch.history), "a sample of the request")
         await exchange.reply()
         await until(lambda: watch._is_idle(), "an idle sample")
         asked, kept = engine.num_reports, len(watch.history)

@@ -57,7 +57,15 @@ def chat_logprobs(
 
 def prompt_logprobs_json(positions: Sequence[Position | None]) -> list[dict[str, Any] | None]:
     """vLLM's ``prompt_logprobs``: per prompt token a mapping from token id; null for the first."""
-    return [None if position is None else _by_token_id(position) for position in positions]
+    return [
+        None
+        if position is None
+        else {
+            str(token_id): {"logprob": _finite(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
+            for token_id, entry in position.items()
+        }
+        for position in positions
+    ]
 
 
 def token_text(token_id: int, entry: Logprob) -> str:
@@ -88,13 +96,6 @@ def _own_text(token_id: int, entry: Logprob) -> str:
     except UnicodeDecodeError:
         written = (chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in entry.token_bytes)
         return "bytes:" + "".join(written)
-
-
-def _by_token_id(position: Position) -> dict[str, Any]:
-    return {
-        str(token_id): {"logprob": _finite(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
-        for token_id, entry in position.items()
-    }
 
 
 def _id_text(token_id: int) -> str:

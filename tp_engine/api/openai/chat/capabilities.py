@@ -106,7 +106,8 @@ class TemplateCapabilities:
         found = cls(
             contents=probes.forms,
             calls=probes.call_form(),
-            knows_developer=template.mentions("developer") and probes.shows_like("developer", "system"),
+            knows_developer=template.mentions("developer")
+            and (probes.shows("developer") or not probes.shows("system")),
             takes_thinking=template.mentions("message.thinking") and not template.mentions("reasoning_content"),
         )
         if probes.is_late:
@@ -150,11 +151,8 @@ class _Probes:
             takes_parts.append(_FIRST in two and _SECOND in two)
         return ContentForm(takes_text or not takes_parts, bool(takes_parts) and all(takes_parts))
 
-    def shows_like(self, role: str, other: str) -> bool:
-        """Whether the template shows contents of ``role``, or those of ``other`` neither."""
-        return self._shows(role) or not self._shows(other)
-
-    def _shows(self, role: str) -> bool:
+    def shows(self, role: str) -> bool:
+        """Whether the template shows contents of ``role`` anywhere."""
         content = self.forms[role].content(_FIRST)
         places = itertools.product(self._places(role), (None, [_TOOL]))
         return any(_FIRST in self._shown(role, content, place, tools) for place, tools in places)

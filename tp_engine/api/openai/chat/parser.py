@@ -91,8 +91,10 @@ class ChatParsing:
             message.add(parser.feed(text[start : start + _PIECE]))
         message.add(parser.finish(finish_reason))
         message.finish_reason = parser.finish_reason(finish_reason)
-        if parser.has_reasoning and self.reasoning_tokens is not None:
-            message.num_reasoning_tokens = self.reasoning_tokens.count(token_ids, parser.num_reasoning_characters)
+        if parser.message.has_reasoning and self.reasoning_tokens is not None:
+            message.num_reasoning_tokens = self.reasoning_tokens.count(
+                token_ids, parser.message.num_reasoning_characters
+            )
         return message
 
     def message_parser(self) -> MessageParser:
@@ -129,12 +131,12 @@ class ChatParsing:
 class ChatParser:
     """Turns the text of one sequence into events; joined, they are the same for every split of the text.
 
-    Call ``feed`` with all text, then ``finish`` once, then ``finish_reason``.
+    Call ``feed`` with all text, then ``finish`` once, then ``finish_reason``.  ``message`` finds the reasoning.
     """
 
     def __init__(self, parsing: ChatParsing) -> None:
         self._parsing = parsing
-        self._message = parsing.message_parser()
+        self.message = parsing.message_parser()
         self._shows_reasoning = parsing.reasoning is not None and parsing.include_reasoning
         self._max_calls = None if parsing.tools is None or parsing.tools.several else 1
         self._num_calls = 0
@@ -142,24 +144,14 @@ class ChatParser:
         self._num_unsure_tokens = 0  # of reasoning or of a call
 
     @property
-    def has_reasoning(self) -> bool:
-        """Whether the text is known to begin with reasoning."""
-        return self._message.has_reasoning
-
-    @property
-    def num_reasoning_characters(self) -> int | None:
-        """Length of the reasoning, with its marks, if a call has ended it, else None."""
-        return self._message.num_reasoning_characters
-
-    @property
     def num_reasoning_tokens(self) -> int:
         """Tokens of reasoning among those that ``feed`` got."""
-        return self._num_reasoning_tokens if self.has_reasoning else 0
+        return self._num_reasoning_tokens if self.message.has_reasoning else 0
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ChatEvent]:
         """Take the next piece of text with its tokens; returns the events that are certain now."""
-        in_answer = self._message.in_answer
-        events = self._message.feed(text)
+        in_answer = self.message.in_answer
+        events = self.message.feed(text)
         if self._parsing.reasoning_tokens is not None and in_answer is not True:
             self._count(self._parsing.reasoning_tokens.count_piece(token_ids), is_sure=in_answer is False)
         return self._allowed(events)
@@ -170,8 +162,8 @@ class ChatParser:
             self._num_reasoning_tokens += num_tokens
             return
         self._num_unsure_tokens += num_tokens
-        if self._message.in_answer:
-            is_reasoning = self._message.num_reasoning_characters is None
+        if self.message.in_answer:
+            is_reasoning = self.message.num_reasoning_characters is None
             self._num_reasoning_tokens += self._num_unsure_tokens if is_reasoning else 0
             self._num_unsure_tokens = 0
 
@@ -179,7 +171,7 @@ class ChatParser:
         """The text has ended for this reason; returns the events that were held back."""
         self._num_reasoning_tokens += self._num_unsure_tokens
         self._num_unsure_tokens = 0
-        return self._allowed(self._message.finish(cut_off=finish_reason in _CUT_OFF))
+        return self._allowed(self.message.finish(cut_off=finish_reason in _CUT_OFF))
 
     def finish_reason(self, finish_reason: str | None) -> str | None:
         """``tool_calls`` for an answer that stopped with calls that the model chose to make."""
