@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 if TYPE_CHECKING:
     import torch
 
+# Importing PEFT takes seconds, so tests find out without it.
+needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 # By name: the settings of PEFT, of several ranks and scales.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "attention": {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj"]},

@@ -15,8 +15,6 @@ from tp_engine.server.config import ServerConfig
 
 pytestmark = pytest.mark.slow
 
-langchain_openai = pytest.importorskip("langchain_openai")
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
@@ -26,6 +24,7 @@ def server() -> Iterator[RunningServer]:
 
 
 def chat(server: RunningServer, **options: Any) -> Any:
+    langchain_openai = pytest.importorskip("langchain_openai")
     options = {"model": "demo", "timeout": DEADLINE_S, "max_retries": 0} | options
     return langchain_openai.ChatOpenAI(base_url=server.url + "/v1", api_key="none", **options)
 
@@ -68,6 +67,7 @@ def test_tools(server: RunningServer, use_responses_api: bool) -> None:
 
 def test_completions(server: RunningServer) -> None:
     """Oracle: the engine repeats a prompt without ``SAY:``."""
+    langchain_openai = pytest.importorskip("langchain_openai")
     model = langchain_openai.OpenAI(base_url=server.url + "/v1", api_key="none", model="demo", max_tokens=50)
     assert model.invoke(TEXT) == TEXT
     assert "".join(model.stream(TEXT)) == TEXT

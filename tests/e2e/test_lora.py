@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.lora_adapters import ADAPTERS, EXPERT_ADAPTERS, greedy_by_peft, make_adapter, merge_adapter
+from tests.lora_adapters import ADAPTERS, EXPERT_ADAPTERS, greedy_by_peft, make_adapter, merge_adapter, needs_peft
 from tests.tiny_models import make_checkpoint
 from tp_engine import LLM, BeamSearchParams, ConfigError, LoRARequest, RequestError, SamplingParams, run_batch
 from tp_engine.outputs import RequestOutput
 
-pytest.importorskip("peft")
+pytestmark = needs_peft
 
 SIZES: dict[str, Any] = {
     "dtype": "float32",

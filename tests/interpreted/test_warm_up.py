@@ -19,6 +19,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
+from tests.lora_adapters import ADAPTERS, make_adapter, needs_peft
 from tests.unit.kernels.kernel_harness import triton_ops_on_cpus
 from tp_engine import LLM, LoRARequest, SamplingParams
 from tp_engine.attention.triton_backend import TritonBackend
@@ -123,13 +124,11 @@ def test_warm_up(checkpoint: Callable[..., Path]) -> None:
     check(lambda: LLM(str(folder), **ENGINE))
 
 
+@needs_peft
 @pytest.mark.slow
 def test_warm_up_with_adapters(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: as above, for products with quantised weights, which are others in steps with adapters; the largest step
     has other tiles."""
-    pytest.importorskip("peft")
-    from tests.lora_adapters import ADAPTERS, make_adapter
-
     folder = checkpoint("qwen3", vocab_size=101, **SIZES)
     adapter = LoRARequest("own", 1, str(make_adapter(tmp_path / "adapter", folder, **ADAPTERS["linears"])))
     options = ENGINE | {"max_num_batched_tokens": 40}

@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.lora_adapters import ADAPTERS, greedy_by_peft, make_adapter
+from tests.lora_adapters import ADAPTERS, greedy_by_peft, make_adapter, needs_peft
 from tests.ranks import lora_job
 from tests.ranks.warm_ranks import warm_ranks
 from tests.tiny_models import make_checkpoint
 
-pytestmark = pytest.mark.slow
-
-pytest.importorskip("peft")
+pytestmark = [needs_peft, pytest.mark.slow]
 
 LENGTHS = (5, 17, 3, 40, 9)
 MAX_RANK, MAX_LORAS, HIDDEN, INNER, HEAD_DIM, LAYERS = 16, 3, 64, 96, 8, 2
