@@ -62,6 +62,7 @@ def test_number_of_sets(bench: Any) -> None:
     assert [bench.number_of_sets(num_bytes, 50_000) for num_bytes in (1, 4_000, 200_000, 10**9)] == [128, 50, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu() -> None:
     """Oracle: exit status 2 and a message that says what is missing; --help works everywhere."""

@@ -109,6 +109,7 @@ def test_summary(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1.50x tp_engine TP 1 awq; 100% of the answers equal" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_engine_gets_the_same_weights(model: Path) -> None:
     """Oracle: tp_engine with ``load_format="dummy"``: transformers and a process of its own give the same tokens."""
     work = Workload("two", [list(range(5, 25)), [7, 9, 11]], [12, 8])

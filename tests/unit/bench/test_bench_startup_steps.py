@@ -58,6 +58,7 @@ def test_figures_of_a_trace() -> None:
     assert bench_steps.device_kernels(events, 2, 100.0) == {"attention": 30.0, "product": 5.0, "other": 0.5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompts", [(), ("--prompts", "none;auto")])
 def test_a_run_on_the_cpu(
     prompts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

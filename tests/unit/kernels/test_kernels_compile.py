@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiers import slow_but
 from tests.unit.kernels.kernel_harness import compile_cases, needs_triton, quiet
 from tests.unit.kernels.ptx import JOINING, check_early_start, check_joins, has_atomics, read_from
 
@@ -23,6 +24,9 @@ NEEDS_E4M3 = ("kernel_cases_norm_codes",)
 # Modules with kernels of which the last program joins the parts of all.
 JOINS = ("kernel_cases_latents", "kernel_cases_paged_attention", "kernel_cases_sampling")
 
+# Half of all launches; ``test_kernels_specialisations`` compiles the usual ones of them in the fast tier, too.
+MANY_LAUNCHES = {"kernel_cases_experts", "kernel_cases_heads"}
+
 
 def compile_and_check(name: str, capability: int) -> list[Any]:
     """The module's kernels, checked by its ``check_compiled`` if it has one."""
@@ -33,7 +37,7 @@ def compile_and_check(name: str, capability: int) -> list[Any]:
     return kernels
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", slow_but(set(MODULES) - MANY_LAUNCHES, MODULES))
 def test_kernels_of_sm_90(module: str) -> None:
     """Oracle: Triton's own compiler, which needs no GPU; the module's rules, and those of ``ptx``."""
     kernels = compile_and_check(module, 90)

@@ -120,6 +120,7 @@ def test_shards_of_experts(
     assert_equal_twin(tmp_path / "target", tmp_path / "twin", world_size, least=6, enable_expert_parallel=not splits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen3-next", "qwen3.5", "qwen3.5-moe-vision"])
 @pytest.mark.parametrize("name", ["fp8-block", "pack-quantized-asym", "awq"])
 def test_shards_of_hybrids(name: str, architecture: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -131,6 +132,7 @@ def test_shards_of_hybrids(name: str, architecture: str, checkpoint: Callable[..
         assert_equal_twin(tmp_path / "target", tmp_path / "twin", world_size, least=10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_joint", [False, True])
 @pytest.mark.parametrize("architecture", ["qwen3.5", "qwen3.5-moe-vision", "phi3"])
 def test_shards_of_mixed_precision(

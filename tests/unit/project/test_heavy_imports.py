@@ -54,6 +54,7 @@ def test_a_process_does_not_import(start: str, heavy: tuple[str, ...]) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_an_engine_starts_and_generates_without_a_compiler() -> None:
     """Oracle: no operation of a start uses the Python decompositions of torch, whose sizes are sympy's."""
     code = (

@@ -51,6 +51,7 @@ def test_random_load(shape: str, host: int, disk: int, ahead: int, pace: float, 
         simulation = simulation.restart()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", slow_but([1], [0, 1]))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_load_of_a_model_with_windows(layout: str, ahead: int) -> None:

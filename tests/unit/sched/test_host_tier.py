@@ -44,6 +44,7 @@ def test_random_load(shape: str, num_slots: int, moves: int, ahead: int, lag: La
     simulation.run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", slow_but([Lag.RANDOM], [Lag.MOST, Lag.RANDOM]))
 @pytest.mark.parametrize("ahead", slow_but([1], [0, 1]))
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -87,6 +88,7 @@ def test_loads_reach_the_hard_cases() -> None:
     assert stats.num_host_hit_tokens > 200
 
 
+@pytest.mark.slow
 def test_many_moves() -> None:
     """Oracle: as above.  ``scripts/soak`` moves 100,000 blocks in this way, in other schedules each time."""
     count = many_moves(2000 * SCALE, seed=4)

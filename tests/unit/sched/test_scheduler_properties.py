@@ -86,6 +86,7 @@ def test_loads_reach_the_hard_cases() -> None:
     assert sum(len(plan.copies) for plan in simulation.plans) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["window", "full and window", "one in four"])
 def test_loads_reach_the_hard_cases_of_windows(layout: str) -> None:
     """Oracle: counts: requests enter without the blocks behind a window; sequences are preempted, tails and forks are

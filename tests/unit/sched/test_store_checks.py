@@ -46,7 +46,7 @@ def test_content_that_is_forgotten_is_never_sure() -> None:
 
 
 @pytest.mark.parametrize(("one_in", "ahead", "lag"), fast_first(1, [(2, 1, Lag.MOST), (20, 0, Lag.RANDOM)]))
-@pytest.mark.parametrize("shape", ["tight", *LAYOUTS])
+@pytest.mark.parametrize("shape", fast_first(3, ["tight", *LAYOUTS]))
 def test_random_load(shape: str, one_in: int, ahead: int, lag: Lag) -> None:
     """Oracle: the fake model on each sequence alone, and the content of blocks: a slot whose store was refused, or not
     reported, is never loaded."""

@@ -44,6 +44,7 @@ def rank0(run_id: str, port: int, prefix: Sequence[str] = ()) -> Iterator[str]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_jobs_of_one_launcher_have_names_of_their_own() -> None:
     """Oracle: another port or run is another job, and starts; the same job twice is an error that names the socket."""
     with rank0("a", 29500) as first, rank0("a", 29501) as other_port, rank0("b", 29500) as other_run:

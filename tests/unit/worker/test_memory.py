@@ -134,6 +134,7 @@ def test_what_is_there_for_the_steps_trial_is_not_charged() -> None:
     assert profile(FakeDevice(), trial=2 * GIB) == profile(FakeDevice())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("meanwhile", [-2 * GIB, 2 * GIB])
 def test_a_co_tenant_is_not_charged(meanwhile: int) -> None:
     """Promise 13: another process grows or shrinks during profiling. Oracle: the ledger without it."""
