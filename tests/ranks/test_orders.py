@@ -44,6 +44,7 @@ def test_a_rank_that_can_not_follow_is_named_and_nothing_changes(
         assert len(traces) == 2 and traces[0] == traces[1] != []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_results_of_steps_in_flight_are_kept(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: the tokens of a run without orders; an order between any two steps, with a plan sent ahead."""

@@ -105,6 +105,7 @@ def test_a_second_engine_of_a_torchrun_job_is_refused(folder: Path, tmp_path: Pa
     assert job.stdout.count("refused True") == 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_not_waited_for(folder: Path, tmp_path: Path) -> None:
     """Oracle: rank 0's error names rank 1, whose script ended before, long before the limit of the start (600 s)."""
     script = tmp_path / "job.py"

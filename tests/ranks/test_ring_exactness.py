@@ -102,6 +102,7 @@ class Readers:
             process.join(TIMEOUT_S)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_messages() -> None:
     """Oracle: a digest over all sizes and bytes; readers are quick, slow or late, or their reads often raise."""
     habits = ["quick", "slow", "late", "raising"]
