@@ -38,20 +38,14 @@ class _Kind:
         return self.rules(needs)
 
 
-def _why_no_triton(needs: AttentionNeeds) -> str | None:
-    return (triton_mla.why_not_latents if needs.has_latents else triton_backend.why_not)(needs)
-
-
-def _make_triton(needs: AttentionNeeds) -> AttentionBackend:
-    if needs.has_latents:
-        return TritonMLABackend()
-    return TritonBackend(is_invariant=needs.is_invariant)
-
-
 # In the order in which ``auto`` tries them.  On GPUs our own kernels come before those of packages, because this
 # project's tests run them; torch runs everywhere and is last.
 _KINDS: dict[str, _Kind] = {
-    "triton": _Kind(_why_no_triton, _make_triton, takes_latents=True),
+    "triton": _Kind(
+        lambda needs: (triton_mla.why_not_latents if needs.has_latents else triton_backend.why_not)(needs),
+        lambda needs: TritonMLABackend() if needs.has_latents else TritonBackend(is_invariant=needs.is_invariant),
+        takes_latents=True,
+    ),
     "flash_attn": _Kind(flash_attn.why_not, flash_attn.make_backend),
     "native": _Kind(cpu_attention.why_not, lambda needs: cpu_attention.NativeBackend(), takes_latents=True),
     "torch": _Kind(lambda needs: None, lambda needs: TorchBackend(), takes_latents=True),

@@ -58,40 +58,28 @@ class TorchBackend:
         limit = MAX_CALL_TOKENS[metadata.block_table.device.type]
         self._groups = group_requests(metadata.host_query_lens, metadata.host_seq_lens, limit)
         self._calls = {}
-        self._prepare_store(metadata)
+        self._kept = tokens_to_store(metadata.slot_mapping) if metadata.is_padded else None
 
     def forward(
         self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
     ) -> torch.Tensor:
         """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
-        if new is not None:
-            self._store(new, kv, metadata)
+        if new is not None and self._kept is None:
+            scatter_kv(new, kv, metadata.slot_mapping)
+        elif new is not None:
+            own = KeyValue(new.key[self._kept], new.value[self._kept])
+            scatter_kv(own, kv, metadata.slot_mapping[self._kept])
         layer = LayerInput(query, new, kv, shape, self._reader)
-        kind, calls = self._planned_calls(layer, metadata)
-        if len(calls) == 1 and _covers(calls[0].tokens, len(query)):
+        kind = _kind_of(layer)
+        calls = self._calls.get(kind)
+        if calls is None:  # it is the first layer of its kind
+            calls = self._calls[kind] = [self._plan_call(group, kind, metadata) for group in self._groups]
+        if len(calls) == 1 and isinstance(calls[0].tokens, slice) and calls[0].tokens == slice(0, len(query)):
             return calls[0].run(layer, kind.dtype).to(query.dtype)
         out = query.new_zeros(*query.shape[:2], shape.value_dim or shape.head_dim)
         for call in calls:
             out[call.tokens] = call.run(layer, kind.dtype).to(query.dtype)
         return out
-
-    def _planned_calls(self, layer: LayerInput, metadata: AttentionMetadata) -> tuple[_LayerKind, list[AttentionCall]]:
-        """The calls of this kind of layer, planned by the first of its layers."""
-        kind = _kind_of(layer)
-        calls = self._calls.get(kind)
-        if calls is None:
-            calls = self._calls[kind] = [self._plan_call(group, kind, metadata) for group in self._groups]
-        return kind, calls
-
-    def _prepare_store(self, metadata: AttentionMetadata) -> None:
-        self._kept = tokens_to_store(metadata.slot_mapping) if metadata.is_padded else None
-
-    def _store(self, new: KeyValue, kv: LayerKv, metadata: AttentionMetadata) -> None:
-        slots, kept = metadata.slot_mapping, self._kept
-        if kept is None:
-            scatter_kv(new, kv, slots)
-        else:
-            scatter_kv(KeyValue(new.key[kept], new.value[kept]), kv, slots[kept])
 
     def _plan_call(self, group: QueryGroup, kind: _LayerKind, metadata: AttentionMetadata) -> AttentionCall:
         """Rows and masks of one group for one kind of layer."""
@@ -135,8 +123,3 @@ def _tokens_of(group: QueryGroup, device: torch.device) -> TokenSelection:
         return slice(start, start + len(group.rows) * group.query_len)
     tokens = group.starts[:, np.newaxis] + np.arange(group.query_len, dtype=np.int64)
     return torch.from_numpy(tokens.ravel()).to(device)
-
-
-def _covers(tokens: TokenSelection, num_tokens: int) -> bool:
-    """Whether the selection is the whole step in order."""
-    return isinstance(tokens, slice) and tokens.start == 0 and tokens.stop == num_tokens

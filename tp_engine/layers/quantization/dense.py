@@ -82,16 +82,13 @@ class Dense:
     def finish_experts(
         self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype
     ) -> ExpertsProduct:
-        weights = ExpertWeights(
-            gate_up=parameters["gate_up"],
-            down=parameters["down"],
-            gate_up_bias=parameters.get("gate_up_bias"),
-            down_bias=parameters.get("down_bias") if shape.adds_down_bias else None,
-            first=shape.experts.start,
-            activation=shape.spec.activation,
-        )
-        top_k = shape.spec.rule.top_k
-        return invariant_experts(weights, top_k, shape) if self._is_invariant else choose_experts(weights, top_k)
+        gate_up, down, top_k = parameters["gate_up"], parameters["down"], shape.spec.rule.top_k
+        weights = ExpertWeights(gate_up=gate_up, down=down, **shape.rest_of(parameters))
+        if not self._is_invariant:
+            return choose_experts(weights, top_k)
+        library = native_library()
+        assert library is not None and takes_experts(weights), "check_tp_invariant has looked at the sizes"
+        return NativeExperts(library, weights, top_k, num_shards=shape.num_shards, keeps_sums=shape.keeps_sums)
 
 
 def expert_biases(context: ParameterFactory, shape: ExpertsShape) -> dict[str, nn.Parameter]:
@@ -217,7 +214,9 @@ def choose_product(weight: torch.Tensor, activation: Activation | None = None) -
     if runs_triton(weight.device.type) and has_triton() and takes_one_row(weight, activation):
         return OneRowLinear(weight, activation)
     library = _library_for(weight)
-    if library is not None and not _has_matrices(library, weight):
+    # With matrix instructions of the processor, oneDNN is faster.
+    has_matrices = weight.dtype == torch.bfloat16 and library is not None and bool(library.has_bfloat16_matrices())
+    if library is not None and not has_matrices:
         return PackedWeight(library, weight, activation)
     if activation is not None:
         return ThenGate(choose_product(weight), activation, weight.device.type)
@@ -250,13 +249,6 @@ def invariant_product(weight: torch.Tensor, shape: LinearShape) -> Product:
     return PackedWeight(library, weight, shape.activation, num_shards=shape.num_shards, keeps_sums=shape.keeps_sums)
 
 
-def invariant_experts(weights: ExpertWeights, top_k: int, shape: ExpertsShape) -> ExpertsProduct:
-    """As ``invariant_product``, of a layer's experts."""
-    library = native_library()
-    assert library is not None and takes_experts(weights), "check_tp_invariant has looked at the sizes"
-    return NativeExperts(library, weights, top_k, num_shards=shape.num_shards, keeps_sums=shape.keeps_sums)
-
-
 def runs_triton(device_type: str) -> bool:
     """Whether Triton's kernels run on ``device_type``."""
     return device_type == "cuda"
@@ -266,11 +258,6 @@ def _library_for(weight: torch.Tensor) -> ctypes.CDLL | None:
     """The compiled kernels, if they support this weight."""
     is_taken = weight.device.type == "cpu" and weight.is_contiguous() and fits_panels(weight)
     return native_library() if is_taken else None
-
-
-def _has_matrices(library: ctypes.CDLL, weight: torch.Tensor) -> bool:
-    """Whether the processor has matrix instructions for this type, which oneDNN uses."""
-    return weight.dtype == torch.bfloat16 and bool(library.has_bfloat16_matrices())
 
 
 def _packed(weight: torch.Tensor) -> PackedLinear | None:

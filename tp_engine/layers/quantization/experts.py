@@ -13,8 +13,9 @@ not divide by the ranks are split in blocks (``model_config.mlp.block_bounds``);
 part.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -47,6 +48,12 @@ class ExpertsShape:
     def keeps_sums(self) -> bool:
         """Whether the product is float32, because other ranks' parts are added to it."""
         return self.num_shards > 0 and self.inner.size < self.spec.inner_size
+
+    def rest_of(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """All that ``ExpertWeights`` of loaded ``parameters`` have beside the two stacks."""
+        down_bias = parameters.get("down_bias") if self.adds_down_bias else None
+        biases = {"gate_up_bias": parameters.get("gate_up_bias"), "down_bias": down_bias}
+        return {**biases, "first": self.experts.start, "activation": self.spec.activation}
 
     def gate_up(self, stored: StoredExperts) -> LinearShape:
         """One expert's gate and up: (2 * room, hidden); {} in the names of its parts is for its number."""

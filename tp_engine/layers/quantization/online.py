@@ -50,14 +50,8 @@ class Online(Dense):
     def finish_experts(
         self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype
     ) -> ExpertsProduct:
-        weights = QuantisedExpertWeights(
-            gate_up=self._quantise(parameters["gate_up"].detach()),
-            down=self._quantise(parameters["down"].detach()),
-            gate_up_bias=parameters.get("gate_up_bias"),
-            down_bias=parameters.get("down_bias") if shape.adds_down_bias else None,
-            first=shape.experts.start,
-            activation=shape.spec.activation,
-        )
+        gate_up, down = (self._quantise(parameters[name].detach()) for name in ("gate_up", "down"))
+        weights = QuantisedExpertWeights(gate_up=gate_up, down=down, **shape.rest_of(parameters))
         return choose_quantised_experts(
             weights, dtype=dtype, top_k=shape.spec.rule.top_k, quantises_activations=self._quantises_activations
         )

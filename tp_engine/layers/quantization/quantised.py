@@ -115,14 +115,7 @@ class Quantised:
                 name.removeprefix(f"{side}_"): one for name, one in parameters.items() if name.startswith(f"{side}_")
             }
             sides[side] = self._weight(own, ways)
-        return QuantisedExpertWeights(
-            gate_up=sides["gate_up"],
-            down=sides["down"],
-            gate_up_bias=parameters.get("gate_up_bias"),
-            down_bias=parameters.get("down_bias") if shape.adds_down_bias else None,
-            first=shape.experts.start,
-            activation=shape.spec.activation,
-        )
+        return QuantisedExpertWeights(gate_up=sides["gate_up"], down=sides["down"], **shape.rest_of(parameters))
 
     def _create(
         self, context: ParameterFactory, ways: Sequence[WeightLayout], stack: tuple[int, ...] = ()
