@@ -4,8 +4,6 @@ Sums are trees over the ranks (``kernels/linear/tree_sum.py``) in float32, round
 repeat bit for bit.  With several hosts, the ranks of each share memory, and ``two_level.py`` joins the hosts.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial
