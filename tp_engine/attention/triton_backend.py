@@ -60,20 +60,12 @@ class TritonBackend:
             self._attend_decodes(query[:num_decodes], kv, out[:num_decodes], shape)
         if self._num_prefill_tokens:
             self._prefill(
-                query,
-                kv,
-                metadata.block_table,
-                metadata.seq_lens,
-                metadata.query_start,
-                out,
+                query, kv, metadata.block_table, metadata.seq_lens, metadata.query_start, out,
                 scale=shape.scale,
                 sizes=self._prefill_sizes(shape.head_dim, query.dtype.itemsize, _shared_memory(query.device)),
-                num_queries=self._num_prefill_tokens,
-                first_request=num_decodes,
-                window=shape.sliding_window,
-                softcap=shape.softcap,
-                sinks=shape.sinks,
-            )
+                num_queries=self._num_prefill_tokens, first_request=num_decodes, window=shape.sliding_window,
+                softcap=shape.softcap, sinks=shape.sinks,
+            )  # fmt: skip
         if num_decodes + self._num_prefill_tokens < len(query):
             out[num_decodes + self._num_prefill_tokens :] = 0.0
         return out
@@ -91,17 +83,10 @@ class TritonBackend:
         if self._arrivals is None:
             self._arrivals = torch.zeros(self._max_arrivals, dtype=torch.int32, device=query.device)
         self._decode(
-            query,
-            kv,
-            *self._decode_tables,
-            out,
-            scale=shape.scale,
-            sizes=sizes,
-            arrivals=self._arrivals,
-            window=shape.sliding_window,
-            softcap=shape.softcap,
+            query, kv, *self._decode_tables, out,
+            scale=shape.scale, sizes=sizes, arrivals=self._arrivals, window=shape.sliding_window, softcap=shape.softcap,
             sinks=shape.sinks,
-        )
+        )  # fmt: skip
 
 
 @cache

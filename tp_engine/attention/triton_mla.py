@@ -54,18 +54,10 @@ class TritonMLABackend:
             self._decode(*part, scale=shape.scale, sizes=self._sizes(first, *size), arrivals=self._arrivals)
         if self._num_chunk_tokens:
             self._attend_chunks(
-                query,
-                kv,
-                table,
-                seq_lens,
-                metadata.query_start,
-                out,
-                scale=shape.scale,
-                sizes=self._sizes(len(seq_lens) - first, *size, num_queries=self._num_chunk_tokens),
-                arrivals=self._arrivals,
-                num_queries=self._num_chunk_tokens,
-                first_request=first,
-            )
+                query, kv, table, seq_lens, metadata.query_start, out,
+                scale=shape.scale, sizes=self._sizes(len(seq_lens) - first, *size, num_queries=self._num_chunk_tokens),
+                arrivals=self._arrivals, num_queries=self._num_chunk_tokens, first_request=first,
+            )  # fmt: skip
         if first + self._num_chunk_tokens < len(query):
             out[first + self._num_chunk_tokens :] = 0.0
         return out

@@ -28,12 +28,9 @@ class NativeBackend:
         """Give the kernel this step's lengths; see ``AttentionBackend``."""
         self._has_padding = metadata.is_padded
         self._kernel.set_step(
-            metadata.host_query_lens,
-            metadata.query_start.numpy()[:-1],
-            metadata.host_seq_lens,
-            metadata.block_table,
+            metadata.host_query_lens, metadata.query_start.numpy()[:-1], metadata.host_seq_lens, metadata.block_table,
             metadata.slot_mapping,
-        )
+        )  # fmt: skip
 
     def forward(
         self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
@@ -46,15 +43,9 @@ class NativeBackend:
             new = KeyValue(key, key if shape.value_dim else _with_dense_tokens(new.value))
         out = (torch.zeros if self._has_padding else torch.empty)((*query.shape[:2], size), dtype=query.dtype)
         self._kernel(
-            query,
-            new,
-            kv.cache,
-            out,
-            scale=shape.scale,
-            window=shape.sliding_window,
-            softcap=shape.softcap,
-            sinks=shape.sinks,
-        )
+            query, new, kv.cache, out,
+            scale=shape.scale, window=shape.sliding_window, softcap=shape.softcap, sinks=shape.sinks,
+        )  # fmt: skip
         return out
 
 

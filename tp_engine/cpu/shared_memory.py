@@ -95,16 +95,11 @@ def _make_exchange(slots: TensorSlots, host: Agreeing, late: Callable[[int], Non
     if compiled is None or not all(words) or slots.num_ranks > native.MAX_RANKS:
         return TorchExchange(slots, rank, late, block_s=_BLOCK_S)
     layout = native.ExchangeLayout(
-        slots=slots.base + slots.slots_offset,
-        results=slots.base + slots.results_offset,
-        semaphores=slots.base + slots.semaphores_offset,
-        rank=rank,
-        num_ranks=slots.num_ranks,
-        slot_bytes=slots.slot_bytes,
-        two_shot_bytes=shared_two_shot_bytes(slots.num_ranks),
-        spin_ns=int(spin_s * 1e9),
+        slots=slots.base + slots.slots_offset, results=slots.base + slots.results_offset,
+        semaphores=slots.base + slots.semaphores_offset, rank=rank, num_ranks=slots.num_ranks,
+        slot_bytes=slots.slot_bytes, two_shot_bytes=shared_two_shot_bytes(slots.num_ranks), spin_ns=int(spin_s * 1e9),
         block_ns=int(_BLOCK_S * 1e9),
-    )
+    )  # fmt: skip
     return native.NativeExchange(compiled, layout, late, keeps=slots)
 
 

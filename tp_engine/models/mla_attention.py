@@ -127,14 +127,9 @@ class MLAAttention(Layer):
         if self._latent.query_rank is not None:
             query = self.q_b_proj(self.q_norm(query))
         query, rows = self._prepare(
-            query.view(len(x), self._num_heads, -1),
-            rows,
-            self.kv_norm.rule,
-            rotation,
-            self._is_interleaved,
-            attention.kv,
-            current_metadata(attention.group).slot_mapping,
-        )
+            query.view(len(x), self._num_heads, -1), rows, self.kv_norm.rule, rotation, self._is_interleaved,
+            attention.kv, current_metadata(attention.group).slot_mapping,
+        )  # fmt: skip
         attended = attention(query, rows, None if rows is None else rows[..., :rank]).reshape(len(x), -1)
         return self.o_proj.part(only(wanted, attended))
 

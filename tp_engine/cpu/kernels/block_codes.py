@@ -52,13 +52,8 @@ def _run(
     codes: torch.dtype,
 ) -> None:
     given = BlockCodes(
-        num_parts=form.num_parts,
-        part_vectors=form.part_vectors,
-        head_dim=form.head_dim,
-        lanes=form.lanes,
-        dtype=DTYPE_CODES[form.dtype],
-        codes=_CODES[codes],
-        num_threads=torch.get_num_threads(),
-    )
+        num_parts=form.num_parts, part_vectors=form.part_vectors, head_dim=form.head_dim, lanes=form.lanes,
+        dtype=DTYPE_CODES[form.dtype], codes=_CODES[codes], num_threads=torch.get_num_threads(),
+    )  # fmt: skip
     pairs = np.ascontiguousarray(pairs, dtype=np.int32)
     function(ctypes.byref(given), source.data_ptr(), target.data_ptr(), pairs.ctypes.data, len(pairs))

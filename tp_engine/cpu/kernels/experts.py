@@ -110,17 +110,10 @@ def _experts(weights: ExpertWeights | QuantisedExpertWeights, dtype: torch.dtype
     assert all(one is None or one.dtype is dtype for one in biases)
     experts = ExpertPanels(
         gate_up_bias=None if biases[0] is None else biases[0].data_ptr(),
-        down_bias=None if biases[1] is None else biases[1].data_ptr(),
-        first=weights.first,
-        num_experts=num_experts,
-        hidden=hidden,
-        inner=inner,
-        top_k=top_k,
-        kind=weights.activation.code,
-        dtype=DTYPE_CODES[dtype],
-        alpha=weights.activation.alpha,
-        limit=weights.activation.limit,
-    )
+        down_bias=None if biases[1] is None else biases[1].data_ptr(), first=weights.first, num_experts=num_experts,
+        hidden=hidden, inner=inner, top_k=top_k, kind=weights.activation.code, dtype=DTYPE_CODES[dtype],
+        alpha=weights.activation.alpha, limit=weights.activation.limit,
+    )  # fmt: skip
     experts.kept = tuple(biases)
     return experts
 

@@ -251,13 +251,7 @@ def _adapters(weights: AdapterWeights, dtype: int) -> Adapters:
     """What C reads of ``weights``, which hold the memory."""
     assert weights.a.is_contiguous() and weights.b.is_contiguous() and weights.ranks.dtype == torch.int32
     return Adapters(
-        a=weights.a.data_ptr(),
-        b=weights.b.data_ptr(),
-        ranks=weights.ranks.data_ptr(),
-        in_size=weights.a.shape[2],
-        out_size=weights.b.shape[2],
-        max_rank=weights.max_rank,
-        num_parts=len(weights.part_sizes),
-        dtype=dtype,
+        a=weights.a.data_ptr(), b=weights.b.data_ptr(), ranks=weights.ranks.data_ptr(), in_size=weights.a.shape[2],
+        out_size=weights.b.shape[2], max_rank=weights.max_rank, num_parts=len(weights.part_sizes), dtype=dtype,
         part_sizes=weights.part_sizes,
-    )
+    )  # fmt: skip

@@ -52,14 +52,9 @@ class PagedAttention:
         assert block_table.dtype == torch.int32 and block_table.stride(1) == 1
         assert slot_mapping.dtype == torch.int64 and slot_mapping.is_contiguous()
         step = Step(
-            len(query_lens),
-            len(slot_mapping),
-            *(array.ctypes.data for array in lengths),
-            block_table.data_ptr(),
-            block_table.stride(0),
-            slot_mapping.data_ptr(),
-            torch.get_num_threads(),
-        )
+            len(query_lens), len(slot_mapping), *(array.ctypes.data for array in lengths), block_table.data_ptr(),
+            block_table.stride(0), slot_mapping.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
         step.arrays = (*lengths, block_table, slot_mapping)
         self._step_pointer = ctypes.pointer(step)
 
@@ -113,22 +108,12 @@ class PagedAttention:
         assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous() and len(sinks) == num_heads)
         scale, window, softcap = rule
         description = AttentionLayer(
-            key_cache=address,
-            value_cache=kv_cache[-1].data_ptr(),
-            block_bytes=kv_cache.stride(1) * kv_cache.itemsize,
-            block_size=kv_cache.shape[2],
-            num_heads=num_heads,
-            num_kv_heads=kv_cache.shape[3],
-            head_dim=kv_cache.shape[4],
-            value_dim=value_dim,
-            values_in_keys=len(kv_cache) == 1,
-            window=window or 0,
-            cache_dtype=DTYPE_CODES[kv_cache.dtype],
-            dtype=DTYPE_CODES[query.dtype],
-            sinks=sinks_address,
-            scale=scale,
+            key_cache=address, value_cache=kv_cache[-1].data_ptr(), block_bytes=kv_cache.stride(1) * kv_cache.itemsize,
+            block_size=kv_cache.shape[2], num_heads=num_heads, num_kv_heads=kv_cache.shape[3],
+            head_dim=kv_cache.shape[4], value_dim=value_dim, values_in_keys=len(kv_cache) == 1, window=window or 0,
+            cache_dtype=DTYPE_CODES[kv_cache.dtype], dtype=DTYPE_CODES[query.dtype], sinks=sinks_address, scale=scale,
             softcap=softcap or 0.0,
-        )
+        )  # fmt: skip
         description.sinks_tensor = sinks
         layer = ctypes.pointer(description)
         self._layers[address] = (facts, layer)

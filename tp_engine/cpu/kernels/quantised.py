@@ -77,13 +77,9 @@ def pack_quantised(library: ctypes.CDLL, weights: QuantisedWeight, dtype: torch.
     if scales is not None and scales.dtype is torch.float8_e8m0fnu and scales.view(torch.uint8).add(1).le(1).any():
         scales = scales.bfloat16()  # C reads neither 2^-127 nor NaN
     form = QuantisedLayout(
-        codes=_CODES[weights.kind],
-        scales=_NO_SCALES if scales is None else _SCALES[scales.dtype],
-        has_zeros=zeros is not None,
-        columns=num_columns,
-        group=weights.group,
-        **_tables(weights.kind),
-    )
+        codes=_CODES[weights.kind], scales=_NO_SCALES if scales is None else _SCALES[scales.dtype],
+        has_zeros=zeros is not None, columns=num_columns, group=weights.group, **_tables(weights.kind),
+    )  # fmt: skip
     if weights.kind == "int8" and library.pairs_columns(DTYPE_CODES[dtype]) and not codes.eq(_LOWEST_INT8).any():
         codes = codes.view(torch.int8).abs().view(torch.uint8) | codes & _SIGN
         form.codes = _SIGNED
