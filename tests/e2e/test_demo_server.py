@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.e2e.serving import Server, launch, serving
-from tests.tiers import slow_but
+from tests.tiers import fast_first, slow_but
 
 QUESTIONS = {
     "12+34=": "46",
@@ -79,13 +79,16 @@ def test_the_demo_model_answers_through_http(num_ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "arguments", "words"),
-    [
-        (3, (), ("3", "1, 2, 4, 8")),
-        (0, ("--model", "/no/such/model"), ("/no/such/model",)),
-        (0, ("--kv-cache-memory-bytes", "100000"), ("max_model_len",)),
-        (0, ("--tensor-parallel-size", "3"), ("3", "1, 2, 4, 8")),
-        (0, ("--no-such-flag", "1"), ("--no-such-flag",)),
-    ],
+    fast_first(
+        2,
+        [
+            (0, ("--model", "/no/such/model"), ("/no/such/model",)),
+            (0, ("--no-such-flag", "1"), ("--no-such-flag",)),
+            (3, (), ("3", "1, 2, 4, 8")),
+            (0, ("--kv-cache-memory-bytes", "100000"), ("max_model_len",)),
+            (0, ("--tensor-parallel-size", "3"), ("3", "1, 2, 4, 8")),
+        ],
+    ),
 )
 def test_what_can_not_work_ends_in_one_clear_message(
     num_ranks: int, arguments: tuple[str, ...], words: tuple[str, ...]

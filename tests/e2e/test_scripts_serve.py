@@ -89,6 +89,7 @@ def test_ctrl_c_while_the_model_loads(num_presses: int) -> None:
         assert_stopped(terminal)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_serving() -> None:
     """Oracle: as above; the screen shows only that line."""
     with at_terminal(COMMAND, ENVIRONMENT) as terminal:
