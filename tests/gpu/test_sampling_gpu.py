@@ -67,6 +67,6 @@ def test_masks() -> None:
         for row in rows.tolist():
             state.admit(row, RowSampling(logprobs=2 if row == 5 else -1), rows[:2], 2)
         state.masks.set(masked, masks)
-        tokens, _ = Sampler(state).sample(logits.to(device), rows, np.full(count, 4, dtype=np.int32))
+        tokens, _ = Sampler(state, SingleRank()).sample(logits.to(device), rows, np.full(count, 4, dtype=np.int32))
         found.append(tokens.tolist())
     assert found[0] == found[1]

@@ -17,7 +17,6 @@ from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.sampling.device_sampler import SamplerVariant
 from tp_engine.sampling.logprobs import LogprobTensors
-from tp_engine.sampling.sampler import KernelSampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.graphs.captured_steps import CapturedSteps
 from tp_engine.worker.graphs.step_runner import GraphPlan
@@ -77,7 +76,7 @@ class CountedSteps(CapturedSteps[Any]):
     def run(
         self, plan: StepPlan, size: Any, num_computed: IntArray
     ) -> tuple[torch.Tensor | None, LogprobTensors | None]:
-        assert isinstance(self._sampler, KernelSampler)
+        assert self._sampler.device is not None
         kind = self._sampler.device.kind_of(plan.decode_rows, num_computed[plan.decode_rows] + 1)
         with (
             patch.object(self._sampler, "sample", side_effect=self._sampler.sample) as launched,

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.sampling.sampler_cases import mixed_samplings
-from tp_engine.distributed.collectives import ProcessGroupCommunicator
+from tp_engine.distributed.collectives import ProcessGroupCommunicator, SingleRank
 from tp_engine.distributed.rank import RankInfo
 from tp_engine.model_config import padded_vocab_size
 from tp_engine.plan import RowSampling
 from tp_engine.progress import RankProgress
-from tp_engine.sampling.parallel import ParallelSampler
 from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import ALONE, SamplingState
 
@@ -42,7 +41,7 @@ def main() -> None:
 
 
 def compare(communicator: ProcessGroupCommunicator, vocab_size: int, dtype: torch.dtype, processed: bool) -> None:
-    """Oracle: ``Sampler`` on the whole logits; in both modes of log-probabilities."""
+    """Oracle: the sampler of a single rank, on the whole logits; in both modes of log-probabilities."""
     info, count, device = communicator.info, len(SAMPLINGS), torch.device("cpu")
     state, whole = (
         SamplingState(max_num_seqs=count, vocab_size=vocab_size, device=device, info=one, scores_processed=processed)
@@ -51,7 +50,7 @@ def compare(communicator: ProcessGroupCommunicator, vocab_size: int, dtype: torc
     for row, sampling in enumerate(SAMPLINGS):
         for one in (state, whole):
             one.admit(row, sampling, np.arange(row, row + 5, dtype=np.int32), 3)
-    parallel, gathered = ParallelSampler(state, communicator), Sampler(whole)
+    parallel, gathered = Sampler(state, communicator), Sampler(whole, SingleRank())
     generator = torch.Generator().manual_seed(vocab_size)
     rows = np.arange(count, dtype=np.int32)
     for step in range(5):

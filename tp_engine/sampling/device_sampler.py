@@ -13,8 +13,8 @@ parameters from the rows' tables.  The host only chooses the *kind* of a step, a
 | a larger top_k (``ranked``) | draw_ranked | not by this sampler |
 
 ``kind_of`` is None for steps that this sampler does not sample: those with rows that have token lists,
-log-probabilities, tokens still banned by min_tokens, or penalties beside filters.  ``KernelSampler`` masks the logits
-of rows with masks.
+log-probabilities, tokens still banned by min_tokens, or penalties beside filters.  ``Sampler`` masks the logits of
+rows with masks.
 """
 
 from __future__ import annotations

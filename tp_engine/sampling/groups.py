@@ -126,11 +126,6 @@ class StepGroups:
     processed: ProcessedRows | None = None
 
     @property
-    def is_plain_greedy(self) -> bool:
-        """Whether one argmax over the raw logits is all that the step needs."""
-        return len(self.groups) == 1 and self.groups[0].way is Way.GREEDY and not self.groups[0].edited
-
-    @property
     def draws(self) -> bool:
         """Whether any row needs noise."""
         return any(group.way is not Way.GREEDY for group in self.groups)
@@ -148,6 +143,17 @@ class StepGroups:
         if self.penalised is not None:
             counts.apply(edited, self.penalised)
         return edited
+
+    def scored_logits(
+        self, raw: torch.Tensor, logits: torch.Tensor, edited: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """The logits (s, width) of the rows that want log-probabilities, from those (n, width) before and after the
+        masks and ``edited`` (e, width); None if no row wants any."""
+        if self.processed is not None:
+            return self.processed.logits_of(logits, edited)
+        if self.scored is None or len(self.scored) == len(raw):
+            return None if self.scored is None else raw
+        return raw.index_select(0, self.scored)
 
     def record(self, token_ids: torch.Tensor, counts: PenaltyCounts) -> None:
         """Count the sampled ``token_ids`` (n,) of penalised rows."""

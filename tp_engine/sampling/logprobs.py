@@ -87,14 +87,13 @@ def _spread(scored: LogprobTensors, places: torch.Tensor, num_rows: int) -> Logp
     )
 
 
-def score_rows(logits: torch.Tensor, token_ids: torch.Tensor, groups: StepGroups) -> LogprobTensors | None:
+def score_rows(logits: torch.Tensor, token_ids: torch.Tensor, groups: StepGroups) -> LogprobTensors:
     """Log-probabilities of the sampled ``token_ids`` (n,) for the rows that ask, zeros for the others.
 
     ``logits`` (s, vocab) are those of the rows that ask, in their order: raw ones, or those of
     ``ProcessedRows.logits_of``.
     """
-    if groups.scored is None:
-        return None
+    assert groups.scored is not None
     if groups.processed is not None:
         logits = filtered(logits, groups.processed.group)
     if len(groups.scored) == len(token_ids):

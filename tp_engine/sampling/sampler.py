@@ -1,22 +1,36 @@
-"""The samplers of a rank: one new token per row, without waiting for the device.
+"""The sampler of a rank: one new token per row, together with the other ranks, without waiting for the device.
 
-``Sampler`` is for one rank and uses PyTorch alone; ``ParallelSampler`` is for several ranks.  ``KernelSampler`` samples
-with kernels the steps that they can sample, and ``GreedySampler`` lets greedy steps on a CPU be recorded::
+::
 
     logits -> grammar                                                                                  (masked rows)
            -> fp32 -> allowed ids -> logit_bias -> min_tokens -> repetition -> frequency, presence      (edited rows)
            -> argmax where temperature is 0
            -> / temperature -> top_k -> top_p -> min_p -> argmax of logits + Gumbel noise               (the others)
 
+Each rank works on its own slice of the vocabulary and sends the others little; a rank that is alone has the tokens
+before the exchange, which changes nothing then::
+
+    rank 0   slice -> edits, penalties -> share -+              +-> token ids
+    rank 1   slice -> edits, penalties -> share -+- all-gather -+-> token ids     (the same)
+    ...                                          |              |
+
+One collective per step for whatever mixture of rows (the alternative, rank 0 deciding on gathered logits, takes two).
+Only min_p without top_k needs another one before it, of one word per row.  On CPU, top_p without top_k over a large
+vocabulary needs it too, and rows whose nucleus is larger than its candidates one after it.  ``shares`` has the table.
+
+All ranks decide for themselves.  They decide alike because they start from the same bits: parameters, rows and
+positions come from the same plan, and shares from the same all-gather.  Greedy rows and rows without top_k and top_p
+are decided by comparing integers.  The others repeat the same operations on the same numbers in the same shapes, which
+gives the same bits on devices of one kind, the only case: several hosts compare their kinds at the start.
+
 Log-probabilities come from the raw logits, or, with ``processed_logprobs``, from those that a row is drawn from, before
-the noise: minus infinity for what the filters leave out; greedy rows have no temperature.  A batch of greedy rows
-without edits costs one argmax.
+the noise: minus infinity for what the filters leave out; greedy rows have no temperature.
 """
 
 from __future__ import annotations
 
-import ctypes
-from typing import Protocol
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -27,139 +41,191 @@ from tp_engine.distributed.collectives import Communicator
 from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.layers.upload import upload, upload_all
 from tp_engine.plan import IntArray
+from tp_engine.sampling import vocab_parallel
 from tp_engine.sampling.device_sampler import DeviceSampler, SamplerVariant
-from tp_engine.sampling.filters import draw
-from tp_engine.sampling.groups import StepGrouper, StepGroups, Way
+from tp_engine.sampling.groups import RowGroup, StepGrouper, StepGroups, Way
 from tp_engine.sampling.logprobs import LogprobTensors, score_rows
 from tp_engine.sampling.noise import noise_keys
-from tp_engine.sampling.parallel import ParallelSampler
-from tp_engine.sampling.ranking import row_argmax, row_chunks
+from tp_engine.sampling.ranking import row_argmax
 from tp_engine.sampling.state import SamplingState
+from tp_engine.sampling.vocab_parallel import exchange
 
 _GREEDY = SamplerVariant()
 
 
-class TokenSampler(Protocol):
-    """Samples the rows of a state from this rank's slice of the logits."""
+@dataclass(kw_only=True)
+class _GroupStep:
+    """A group in one step: where its slices are, its noise keys (m, 2) and, if needed, its rows' maxima (m, 1)."""
 
-    def sample(
-        self, logits: torch.Tensor, rows: IntArray, positions: IntArray
-    ) -> tuple[torch.Tensor, LogprobTensors | None]:
-        """See ``Sampler`` and ``ParallelSampler``."""
+    group: RowGroup
+    raw: torch.Tensor
+    edited: torch.Tensor | None
+    keys: torch.Tensor | None
+    maximum: torch.Tensor | None = None
 
+    def logits(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Rows ``start`` to ``stop`` of the group (m, width)."""
+        return self.group.logits_of(self.raw, self.edited, start, stop)
 
-def make_sampler(state: SamplingState, communicator: Communicator) -> TokenSampler:
-    """This rank's sampler; ``state`` knows its slice of the vocabulary, and has tables if kernels can be used."""
-    general: TokenSampler
-    general = Sampler(state) if communicator.info.world_size == 1 else ParallelSampler(state, communicator)
-    return general if state.tables is None else KernelSampler(state, DeviceSampler(state, communicator), general)
+    @cached_property
+    def whole(self) -> torch.Tensor:
+        """All rows of the group (m, width)."""
+        return self.logits()
 
 
 class Sampler:
-    """Samples the rows of ``state``, whose rank has the whole vocabulary."""
+    """Samples the rows of ``state``, which knows this rank's slice of the vocabulary, together with the other ranks.
 
-    def __init__(self, state: SamplingState) -> None:
+    If the state has tables, kernels sample the steps that they can sample (``device``); the tokens are the same.
+    """
+
+    def __init__(self, state: SamplingState, communicator: Communicator) -> None:
         self._state = state
+        self._communicator = communicator
+        self._is_alone = communicator.info.world_size == 1
         self._grouper = StepGrouper(state)
         self._vocab_ids = torch.arange(state.vocab_size, dtype=torch.int32, device=state.device)
+        self.device = None if state.tables is None else DeviceSampler(state, communicator)
+        self._known = (0, -1, True)  # epoch, version of the state, whether all of the epoch's rows are plain
 
     def sample(
         self, logits: torch.Tensor, rows: IntArray, positions: IntArray
     ) -> tuple[torch.Tensor, LogprobTensors | None]:
-        """Token ids (n,) int32 on the device, and log-probabilities if any row asks for them.
+        """Token ids (n,) int32 on the device, and rank 0's log-probabilities if any row asks for them.
 
-        ``logits`` (n, vocab), any float type, change only in masked rows.  On the host: ``rows`` (n,), each once, and
-        ``positions`` (n,), the index that the new token will have in its sequence.  Rows that did not ask for
-        log-probabilities hold zeros.
+        This rank's slice ``logits`` (n, width), any float type, changes only in masked rows.  On the host: ``rows``
+        (n,), each once, and ``positions`` (n,), the index that the new token will have in its sequence.  Rows that did
+        not ask for log-probabilities hold zeros.  A collective: all ranks pass the same ``rows`` and ``positions``.
         """
+        kind = None if self.device is None else self.device.kind_of(rows, positions)
+        if self.device is None or kind is None:
+            return self._sample(logits, rows, positions)
+        logits = self._state.masked(logits, rows)
+        last_positions = positions.astype(np.int64) - 1
+        on_device = upload_all((rows.astype(np.int32, copy=False), last_positions), logits.device)
+        return self.device.sample(kind, logits, *on_device), None
+
+    def _sample(
+        self, logits: torch.Tensor, rows: IntArray, positions: IntArray
+    ) -> tuple[torch.Tensor, LogprobTensors | None]:
         state, raw = self._state, logits
-        assert logits.shape == (len(rows), state.vocab_size), f"logits {tuple(logits.shape)} for {len(rows)} rows"
+        assert logits.shape == (len(rows), state.vocab.width), f"logits {tuple(logits.shape)} for {len(rows)} rows"
         logits = state.masked(logits, rows)
         if state.is_plain[rows].all():
-            return row_argmax(logits).to(torch.int32), None
+            return self._best(logits), None
         groups = self._grouper.groups(rows, positions)
         edited = groups.edited_logits(logits, state.penalties)
-        tokens = (
-            row_argmax(logits).to(torch.int32)
-            if groups.is_plain_greedy
-            else self._mixed(logits, edited, groups, rows, positions)
-        )
+        steps = self._steps(logits, edited, groups, rows, positions)
+        self._exchange_maxima(steps)
+        scored = groups.scored_logits(raw, logits, edited)
+        offered = [self._share(step) for step in steps]
+        stacks = exchange(self._communicator, offered if scored is None else [*offered, scored])
+        decided = [self._decide(step, stack) for step, stack in zip(steps, stacks, strict=False)]
+        tokens = decided[0]
+        if len(decided) > 1:
+            tokens = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
+            for step, own in zip(steps, decided, strict=True):
+                tokens.index_copy_(0, step.group.members, own)
         groups.record(tokens, state.penalties)
-        if groups.scored is None:
+        if scored is None or not self._communicator.info.is_first:
             return tokens, None
-        if groups.processed is not None:
-            wanted = groups.processed.logits_of(logits, edited)
-        else:
-            wanted = raw if len(groups.scored) == len(rows) else raw.index_select(0, groups.scored)
-        return tokens, score_rows(wanted, tokens, groups)
+        return tokens, score_rows(vocab_parallel.whole_logits(stacks[-1], state.vocab_size), tokens, groups)
 
-    def _mixed(
+    def _best(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._is_alone:
+            return row_argmax(logits).to(torch.int32)
+        vocab = self._state.vocab
+        (stack,) = exchange(self._communicator, [vocab_parallel.greedy_share(logits[:, : vocab.num_ids], vocab)])
+        return vocab_parallel.merge_best(stack)
+
+    def _steps(
         self,
         logits: torch.Tensor,
         edited: torch.Tensor | None,
         groups: StepGroups,
         rows: IntArray,
         positions: IntArray,
-    ) -> torch.Tensor:
+    ) -> list[_GroupStep]:
         keys = upload(noise_keys(self._state.seed[rows], positions), logits.device) if groups.draws else None
-        tokens = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
-        for group in groups.groups:
-            for start, stop in row_chunks(len(group.members), logits.shape[1], logits.device):
-                part, source = group.part(start, stop), group.logits_of(logits, edited, start, stop)
-                if part.way is Way.GREEDY:
-                    drawn = row_argmax(source).to(torch.int32)
-                else:
-                    assert keys is not None
-                    own_keys = keys.index_select(0, part.members)
-                    drawn = draw(source.to(torch.float32), part, own_keys, self._vocab_ids)
-                tokens.index_copy_(0, part.members, drawn)
+        return [
+            _GroupStep(
+                group=group,
+                raw=logits,
+                edited=edited,
+                keys=None if keys is None else keys.index_select(0, group.members),
+            )
+            for group in groups.groups
+        ]
+
+    def _exchange_maxima(self, steps: list[_GroupStep]) -> None:
+        if self._is_alone:
+            return
+        wanting = [
+            step for step in steps if vocab_parallel.needs_maximum(step.group, self._state.vocab_size, step.raw.device)
+        ]
+        offered = [vocab_parallel.maximum_share(self._held(step)) for step in wanting]
+        for step, stack in zip(wanting, exchange(self._communicator, offered), strict=True):
+            step.maximum = vocab_parallel.decide_maximum(stack)
+
+    def _held(self, step: _GroupStep) -> torch.Tensor:
+        return step.whole[:, : self._state.vocab.num_ids]
+
+    def _share(self, step: _GroupStep) -> torch.Tensor:
+        vocab, group = self._state.vocab, step.group
+        if self._is_alone:
+            return vocab_parallel.decide_from_logits(step.logits, group, step.keys, self._vocab_ids)
+        if group.way in (Way.GREEDY, Way.ANY):
+            return vocab_parallel.best_share(self._held(step), group, step.keys, vocab, step.maximum)
+        if group.way is Way.RANKED:
+            return vocab_parallel.ranked_share(self._held(step), group.largest_top_k, vocab)
+        if step.maximum is not None:
+            return vocab_parallel.nucleus_share(self._held(step), group, vocab, step.maximum)
+        return step.whole
+
+    def _decide(self, step: _GroupStep, stack: torch.Tensor) -> torch.Tensor:
+        if self._is_alone:
+            return stack[0]
+        if step.group.way in (Way.GREEDY, Way.ANY):
+            return vocab_parallel.merge_best(stack)
+        assert step.keys is not None
+        if step.group.way is Way.RANKED:
+            return vocab_parallel.decide_ranked(stack, step.group, step.keys)
+        if step.maximum is not None:
+            return self._decide_nucleus(step, stack, step.keys)
+        return self._decide_from_logits(stack, step.group, step.keys)
+
+    def _decide_nucleus(self, step: _GroupStep, stack: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Decide from the candidates; for rows whose candidates are too few, exchange the logits."""
+        tokens, missing = vocab_parallel.decide_nucleus(stack, step.group, keys, self._state.vocab_size)
+        if len(missing):
+            (logits,) = exchange(self._communicator, [step.whole.index_select(0, missing)])
+            drawn = self._decide_from_logits(logits, step.group.select(missing), keys.index_select(0, missing))
+            tokens.index_copy_(0, missing, drawn)
         return tokens
 
+    def _decide_from_logits(self, stack: torch.Tensor, group: RowGroup, keys: torch.Tensor) -> torch.Tensor:
+        logits = vocab_parallel.whole_logits(stack, self._state.vocab_size)
+        return vocab_parallel.decide_from_logits(lambda start, stop: logits[start:stop], group, keys, self._vocab_ids)
 
-class RecordedSampler(TokenSampler, Protocol):
-    """A sampler whose steps of the ``kinds`` can be recorded, and those of ``advancing`` with the end of the step."""
+    @cached_property
+    def kinds(self) -> tuple[SamplerVariant, ...]:
+        """The kinds of steps whose sampling can be captured: without kernels, greedy ones of a single rank on a CPU."""
+        if self.device is not None:
+            return self.device.kinds
+        return (_GREEDY,) if self._is_alone and self._state.device.type == "cpu" and native_library() else ()
 
-    kinds: tuple[SamplerVariant, ...]
-    advancing: tuple[SamplerVariant, ...]
+    @property
+    def advancing(self) -> tuple[SamplerVariant, ...]:
+        """Those of ``kinds`` that are captured with the end of the step."""
+        return () if self.device is None else self.device.advancing
 
     def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> SamplerVariant | None:
-        """The kind of this step if a recording may sample it, else None.  ``epoch`` is ``StepPlan.rows_epoch``."""
+        """The kind of this step if a recording may sample it, else None.  ``epoch`` is ``StepPlan.rows_epoch``.
 
-    def sample_recorded(
-        self,
-        kind: SamplerVariant,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        *,
-        advanced: RowTables | None = None,
-    ) -> torch.Tensor:
-        """The recorded part: token ids (n,) int32 from ``logits`` (n, width).
-
-        ``rows`` (n,) int32 and the ``positions`` (n,) int64 of their last tokens are read when the recording runs.
-        ``advanced``, for kinds of ``advancing``, are the tables in which the rows advance (``advance_decodes``).
+        Masks come with the step, so a recording cannot hold them.
         """
-
-
-def recorded_sampler(sampler: TokenSampler, state: SamplingState, communicator: Communicator) -> RecordedSampler:
-    """``sampler`` for recorded steps; without kernels, only greedy steps of a single rank can be recorded."""
-    if isinstance(sampler, KernelSampler):
-        return sampler
-    is_alone = communicator.info.world_size == 1 and state.device.type == "cpu"
-    return GreedySampler(sampler, state, native_library() if is_alone else None)
-
-
-class GreedySampler:
-    """``general`` for every step, and ``library``'s argmax for recorded greedy steps; none are recorded without it."""
-
-    def __init__(self, general: TokenSampler, state: SamplingState, library: ctypes.CDLL | None) -> None:
-        self._general, self._state, self._library = general, state, library
-        self.kinds: tuple[SamplerVariant, ...] = () if library is None else (_GREEDY,)
-        self.advancing: tuple[SamplerVariant, ...] = ()
-        self._known = (0, -1, True)  # epoch, version of the state, the answer
-
-    def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> SamplerVariant | None:
-        """See ``RecordedSampler``: greedy, if every row needs nothing else."""
+        if self.device is not None:
+            return None if self._state.masks.any_of(rows) else self.device.kind_of(rows, positions)
         return _GREEDY if self._are_plain(rows, epoch) and not self._state.masks.any_of(rows) else None
 
     def _are_plain(self, rows: IntArray, epoch: int) -> bool:
@@ -179,38 +245,9 @@ class GreedySampler:
         *,
         advanced: RowTables | None = None,
     ) -> torch.Tensor:
-        """See ``RecordedSampler``."""
-        assert self._library is not None and advanced is None
-        return best_tokens(self._library, logits)
-
-    def sample(
-        self, logits: torch.Tensor, rows: IntArray, positions: IntArray
-    ) -> tuple[torch.Tensor, LogprobTensors | None]:
-        """As ``general``."""
-        return self._general.sample(logits, rows, positions)
-
-
-class KernelSampler:
-    """Samples with ``device`` what kernels can sample and with ``general`` the other steps; the tokens are the same."""
-
-    def __init__(self, state: SamplingState, device: DeviceSampler, general: TokenSampler) -> None:
-        self._state = state
-        self.device = device
-        self.kinds, self.advancing, self.sample_recorded = device.kinds, device.advancing, device.sample
-        self._general = general
-
-    def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> SamplerVariant | None:
-        """See ``RecordedSampler``: masks come with the step, so a recording cannot hold them."""
-        return None if self._state.masks.any_of(rows) else self.device.kind_of(rows, positions)
-
-    def sample(
-        self, logits: torch.Tensor, rows: IntArray, positions: IntArray
-    ) -> tuple[torch.Tensor, LogprobTensors | None]:
-        """As ``Sampler.sample`` or ``ParallelSampler.sample``."""
-        kind = self.device.kind_of(rows, positions)
-        if kind is None:
-            return self._general.sample(logits, rows, positions)
-        logits = self._state.masked(logits, rows)
-        last_positions = positions.astype(np.int64) - 1
-        on_device = upload_all((rows.astype(np.int32, copy=False), last_positions), logits.device)
-        return self.device.sample(kind, logits, *on_device), None
+        """The recorded part: token ids (n,) int32 from ``logits`` (n, width); see ``DeviceSampler.sample``."""
+        if self.device is not None:
+            return self.device.sample(kind, logits, rows, positions, advanced=advanced)
+        library = native_library()
+        assert library is not None and advanced is None, kind
+        return best_tokens(library, logits)

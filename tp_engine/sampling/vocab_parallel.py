@@ -15,13 +15,13 @@ One all-gather carries shares of several shapes and types::
     rank r's words (int64)    [ share 0 | share 1 | ... ]        every share a whole number of words
     gathered                  [ rank 0's words | rank 1's words | ... ]
 
-Every decision gives the token that ``Sampler`` draws from the gathered logits: the rank keys of a whole row's best
+Every decision gives the token that a single rank draws from the gathered logits: the rank keys of a whole row's best
 tokens are among the best of the slices, integers are merged exactly, and noise follows from the token's id alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,16 @@ from tp_engine.distributed.collectives import Communicator
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.sampling.filters import NUCLEUS_START, draw, fixed_weights, keep_mask, noisy_scores, pick
 from tp_engine.sampling.groups import RowGroup, Way
-from tp_engine.sampling.ranking import LOWEST_KEY, best_keys, key_ids, largest_keys, row_chunks, top_keys, unpack_keys
+from tp_engine.sampling.ranking import (
+    LOWEST_KEY,
+    best_keys,
+    key_ids,
+    largest_keys,
+    row_argmax,
+    row_chunks,
+    top_keys,
+    unpack_keys,
+)
 
 SHORT_WAY_FROM = 1 << 14  # gloo takes longer for a row of this many logits than for another collective
 
@@ -42,6 +51,8 @@ def exchange(communicator: Communicator, pieces: Sequence[torch.Tensor]) -> list
     """
     if not pieces:
         return []
+    if communicator.info.world_size == 1:
+        return [piece[None] for piece in pieces]
     words = [piece.contiguous().view(torch.int64).reshape(-1) for piece in pieces]
     flat = words[0] if len(words) == 1 else torch.cat(words)
     gathered = communicator.all_gather(flat).view(communicator.info.world_size, -1)
@@ -150,18 +161,22 @@ def decide_nucleus(
 
 def whole_logits(stack: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """(world size, m, width) -> (m, vocab_size)."""
-    return side_by_side(stack)[:, :vocab_size]
+    return stack[0] if len(stack) == 1 else side_by_side(stack)[:, :vocab_size]
 
 
 def decide_from_logits(
-    logits: torch.Tensor, group: RowGroup, keys: torch.Tensor, vocab_ids: torch.Tensor
+    logits: Callable[[int, int], torch.Tensor], group: RowGroup, keys: torch.Tensor | None, vocab_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Token ids (m,) int32 from whole ``logits`` (m, vocab)."""
-    parts = [
-        draw(logits[start:stop].float(), group.part(start, stop), keys[start:stop], vocab_ids)
-        for start, stop in row_chunks(logits.shape[0], logits.shape[1], logits.device)
-    ]
-    return torch.cat(parts)
+    """Token ids (m,) int32 from whole logits: ``logits(start, stop)`` are those of a part of the rows (n, vocab)."""
+    parts = []
+    for start, stop in row_chunks(len(group.members), len(vocab_ids), vocab_ids.device):
+        own = logits(start, stop)
+        if group.way is Way.GREEDY:
+            parts.append(row_argmax(own).to(torch.int32))
+        else:
+            assert keys is not None
+            parts.append(draw(own.float(), group.part(start, stop), keys[start:stop], vocab_ids))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _no_keys(logits: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import StepPlan
 from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.sampling.logprobs import LogprobTensors
-from tp_engine.sampling.sampler import make_sampler, recorded_sampler
+from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.step_inputs import StepInputs
@@ -56,14 +56,14 @@ class ModelRunner:
         self._progress = progress
         self._features = list(features)
         self._bind_hooks()
-        self._sampler = make_sampler(sampling, communicator)
+        self._sampler = Sampler(sampling, communicator)
         self._readback = Readback(len(batch.num_prompt), blocks.raw.device, check)
         self._graph_plan: GraphPlan | None = None
         self.graphs = StepRunner(
             model=model,
             backends=backends,
             batch=batch,
-            sampler=recorded_sampler(self._sampler, sampling, communicator),
+            sampler=self._sampler,
             state_room=self._room,
             keep_rows=self._keep_rows,
         )

@@ -31,7 +31,7 @@ from tp_engine.layers.lora import adapting, group_step
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.plan import FIRST_STEP_ID, MASK_TOKENS, Admission, IntArray, RowSampling, StepPlan
-from tp_engine.sampling.sampler import make_sampler
+from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.speculative import SpeculativeConfig
 from tp_engine.units import ceil_div
@@ -223,4 +223,4 @@ def _sample_all(logits: torch.Tensor, state: SamplingState, communicator: Commun
     for row in rows.tolist():
         state.admit(row, RowSampling(temperature=1.0, top_p=0.9, logprobs=num_logprobs), prompt, 1)
     state.masks.set(rows, np.full((len(rows), ceil_div(state.vocab_size, MASK_TOKENS)), -1, dtype=np.int32))
-    make_sampler(state, communicator).sample(logits, rows, np.ones(len(rows), dtype=np.int32))
+    Sampler(state, communicator).sample(logits, rows, np.ones(len(rows), dtype=np.int32))

@@ -30,7 +30,7 @@ from tp_engine.sampling import noise
 from tp_engine.sampling.device_sampler import SHARE_BYTES, DeviceSampler, SamplerVariant
 from tp_engine.sampling.filters import draw_filtered, draw_ranked
 from tp_engine.sampling.groups import group_rows
-from tp_engine.sampling.sampler import KernelSampler, Sampler, make_sampler
+from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
 
 ONE_AT_A_TIME = threading.Lock()
@@ -84,7 +84,7 @@ def check_tokens(
     """``logits`` (steps, n, vocab); the device's sampler gets its rows out of order, with padding among them."""
     _, count, vocab_size = logits.shape
     rows = 2 * np.random.default_rng(0).permutation(count).astype(np.int32) + 1
-    twin = Sampler(make_state(samplings, vocab_size, device, has_tables=False))
+    twin = Sampler(make_state(samplings, vocab_size, device, has_tables=False), SingleRank())
     padding = padded_vocab_size(vocab_size, world_size) - vocab_size if world_size > 1 else 0
     wide = torch.nn.functional.pad(logits, (0, padding)).to(device)
     positions = [np.full(count, 14 + step, np.int32) for step in range(STEPS)]
@@ -120,9 +120,9 @@ def check_choice(device: str) -> None:
     """Steps with kernels and steps with log-probabilities, in turn, count penalties of the same rows."""
     samplings = [*PENALISED, RowSampling(logprobs=2, presence_penalty=0.5)]
     logits = random_logits(4, 300, torch.float32, 1.0).to(device)
-    mixed = make_sampler(make_state(samplings, 300, device, has_tables=True), SingleRank())
-    twin = make_sampler(make_state(samplings, 300, device, has_tables=False), SingleRank())
-    assert isinstance(mixed, KernelSampler) and isinstance(twin, Sampler)
+    mixed = Sampler(make_state(samplings, 300, device, has_tables=True), SingleRank())
+    twin = Sampler(make_state(samplings, 300, device, has_tables=False), SingleRank())
+    assert mixed.device is not None and twin.device is None
     for step, count in enumerate((4, 3, 4, 3)):
         rows, positions = 2 * np.arange(count, dtype=np.int32) + 1, np.full(count, 14 + step, np.int32)
         found, expected = (sampler.sample(logits[step % STEPS, :count], rows, positions) for sampler in (mixed, twin))

@@ -38,7 +38,7 @@ from tp_engine.model_config.mlp import Activation, ActivationKind
 from tp_engine.models.causal_lm import build_model
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
 from tp_engine.sampling.ranking import row_argmax
-from tp_engine.sampling.sampler import make_sampler, recorded_sampler
+from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.batch.input_batch import InputBatch
@@ -104,7 +104,7 @@ class Rows:
             DecodeShape(self.batch.decodes, sizes),
             model=self.model,
             backends=backends,
-            sampler=recorded_sampler(make_sampler(state, alone), state, alone),
+            sampler=Sampler(state, alone),
             state_room=lambda _: None,
             keep_rows=(lambda _: keep_nothing()) if self.states is None else self.states.keep_rows,
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from tp_engine.distributed.collectives import SingleRank
 from tp_engine.plan import RowSampling
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.sampler import Sampler
@@ -34,7 +35,7 @@ def sampler_for(
     for row, sampling in enumerate(samplings):
         known = ids(0, 1) if tokens is None else tokens[row]
         state.admit(row, sampling, known, 2)
-    return Sampler(state)
+    return Sampler(state, SingleRank())
 
 
 def sample(

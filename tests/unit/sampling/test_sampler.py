@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.unit.sampling.sampler_cases import CPU, ids, mixed_samplings, sample, sampler_for
+from tp_engine.distributed.collectives import SingleRank
 from tp_engine.plan import RowSampling
 from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
@@ -150,7 +151,7 @@ def test_lanes_sample_as_rows_that_have_generated_their_guesses() -> None:
         state.mirror(draft_rows, owners, draft_tokens)
         behind = [(1, draft_tokens[:1]), (1, draft_tokens[:2]), (2, draft_tokens[2:3]), (0, draft_tokens[3:])]
         logits = torch.from_numpy(generator.normal(size=(4, 9)).astype(np.float32))
-        found, _ = sample(Sampler(state), logits, draft_rows.tolist(), 9)
+        found, _ = sample(Sampler(state, SingleRank()), logits, draft_rows.tolist(), 9)
         oracle = sampler_for(
             [samplings[row] for row, _ in behind], 9, [np.concatenate((known[row], own)) for row, own in behind]
         )

@@ -10,12 +10,11 @@ import torch
 
 from tests.simulated_ranks import NotingCommunicator, run_ranks
 from tests.unit.sampling.sampler_cases import CPU, ids, mixed_samplings
-from tp_engine.distributed.collectives import Communicator
+from tp_engine.distributed.collectives import Communicator, SingleRank
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.model_config import padded_vocab_size
 from tp_engine.plan import RowSampling, TokenLogprobs
 from tp_engine.sampling import vocab_parallel
-from tp_engine.sampling.parallel import ParallelSampler
 from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.results.readback import Readback
@@ -30,7 +29,7 @@ def admit_all(state: SamplingState, samplings: Sequence[RowSampling]) -> None:
         state.admit(row, sampling, known, 4)
 
 
-def run_steps(sampler: Sampler | ParallelSampler, make_logits: Callable[[int], torch.Tensor], count: int) -> Answers:
+def run_steps(sampler: Sampler, make_logits: Callable[[int], torch.Tensor], count: int) -> Answers:
     """Some steps of all rows; penalty counts grow by the sampled tokens."""
     answers: Answers = []
     rows = np.arange(count, dtype=np.int32)
@@ -42,11 +41,11 @@ def run_steps(sampler: Sampler | ParallelSampler, make_logits: Callable[[int], t
 
 
 def compare(samplings: Sequence[RowSampling], logits: torch.Tensor, world_size: int) -> list[NotingCommunicator]:
-    """Oracle: ``Sampler`` on the whole ``logits`` (steps, n, vocab).  Returns the ranks' communicators."""
+    """Oracle: a single rank on the whole ``logits`` (steps, n, vocab).  Returns the ranks' communicators."""
     _, count, vocab = logits.shape
     state = SamplingState(max_num_seqs=count, vocab_size=vocab, device=CPU)
     admit_all(state, samplings)
-    expected = run_steps(Sampler(state), lambda step: logits[step], count)
+    expected = run_steps(Sampler(state, SingleRank()), lambda step: logits[step], count)
     padding = padded_vocab_size(vocab, world_size) - vocab
     padded = torch.nn.functional.pad(logits, (0, padding))
 
@@ -57,7 +56,7 @@ def compare(samplings: Sequence[RowSampling], logits: torch.Tensor, world_size: 
         state = SamplingState(max_num_seqs=count, vocab_size=vocab, device=CPU, info=info)
         admit_all(state, samplings)
         part = slice(info.rank * own.width, (info.rank + 1) * own.width)
-        sampler = ParallelSampler(state, counting)
+        sampler = Sampler(state, counting)
         return run_steps(sampler, lambda step: padded[step, :, part].contiguous(), count), counting
 
     results = run_ranks(world_size, body)
@@ -99,7 +98,7 @@ def short_way_from(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize(("vocab", "dtype"), [(1000, torch.float32), (1003, torch.bfloat16), (130, torch.float32)])
 def test_every_kind_of_row_in_one_batch(vocab: int, dtype: torch.dtype, world_size: int) -> None:
-    """Oracle: ``Sampler`` on the whole logits."""
+    """Oracle: a single rank on the whole logits."""
     kinds = [kind for kind in WIDE_KINDS if vocab > 900 or kind.seed != 5]
     kinds = [kind for kind in kinds if vocab > 900 or not (len(kind.allowed_token_ids) or len(kind.stop_token_ids))]
     compare(kinds, random_logits(len(kinds), vocab).to(dtype), world_size)
@@ -107,7 +106,7 @@ def test_every_kind_of_row_in_one_batch(vocab: int, dtype: torch.dtype, world_si
 
 @pytest.mark.parametrize("kind", range(len(WIDE_KINDS)))
 def test_each_kind_of_row_alone(kind: int) -> None:
-    """Oracle: ``Sampler`` on the whole logits, sharp, usual and flat ones."""
+    """Oracle: a single rank on the whole logits, sharp, usual and flat ones."""
     for scale in (20.0, 2.0, 0.01):
         compare([WIDE_KINDS[kind]] * 3, random_logits(3, 1001, scale=scale, seed=kind), 3)
 

@@ -19,8 +19,7 @@ from tp_engine.layers.embedding import VocabSlice
 from tp_engine.model_config import padded_vocab_size
 from tp_engine.plan import NO_IDS, NO_MASKS, IntArray, RowSampling
 from tp_engine.sampling.device_sampler import SamplerVariant
-from tp_engine.sampling.parallel import ParallelSampler
-from tp_engine.sampling.sampler import GreedySampler, KernelSampler, Sampler, make_sampler
+from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
 
 VOCAB = 1003
@@ -71,7 +70,7 @@ def test_tokens_under_masks(world_size: int, share: float, dtype: torch.dtype) -
     written = logits.clone()
     written[torch.from_numpy(rows.astype(np.int64))] = logits[rows].masked_fill(torch.from_numpy(~allowed), -torch.inf)
     plain = filled(SamplingState(max_num_seqs=len(KINDS), vocab_size=VOCAB, device=CPU), KINDS)
-    expected, _ = Sampler(plain).sample(written, everyone, positions)
+    expected, _ = Sampler(plain, SingleRank()).sample(written, everyone, positions)
     padded = torch.nn.functional.pad(logits, (0, padded_vocab_size(VOCAB, world_size) - VOCAB))
 
     def body(communicator: Communicator) -> list[list[int]]:
@@ -79,7 +78,7 @@ def test_tokens_under_masks(world_size: int, share: float, dtype: torch.dtype) -
         own = VocabSlice.of_rank(VOCAB, info)
         state = SamplingState(max_num_seqs=len(KINDS), vocab_size=VOCAB, device=CPU, info=info)
         filled(state, KINDS).masks.set(rows, packed(allowed))
-        sampler = Sampler(state) if world_size == 1 else ParallelSampler(state, communicator)
+        sampler = Sampler(state, communicator)
         part = padded[:, info.rank * own.width :][:, : own.width].clone()
         tokens, scores = sampler.sample(part, everyone, positions)
         if scores is not None:
@@ -97,7 +96,7 @@ def test_tokens_under_masks(world_size: int, share: float, dtype: torch.dtype) -
 def test_a_mask_holds_for_one_step() -> None:
     """Oracle: neither the row's next step, nor its next occupant, nor another row sees the mask."""
     state = filled(SamplingState(max_num_seqs=3, vocab_size=70, device=CPU), [RowSampling()] * 3)
-    sampler, logits = Sampler(state), torch.arange(70.0).repeat(3, 1)
+    sampler, logits = Sampler(state, SingleRank()), torch.arange(70.0).repeat(3, 1)
     rows, positions = ids(0, 1, 2), ids(4, 4, 4)
     allowed = np.zeros((1, 70), dtype=np.bool_)
     allowed[0, [3, 64]] = True
@@ -115,8 +114,8 @@ def test_a_mask_holds_for_one_step() -> None:
 def test_masked_steps_are_not_recorded() -> None:
     """Oracle: no kind of recording fits a step with a masked row; the next step has one again."""
     state = filled(SamplingState(max_num_seqs=2, vocab_size=40, device=CPU, has_tables=True), [RowSampling()] * 2)
-    sampler, both, positions = make_sampler(state, SingleRank()), ids(0, 1), ids(4, 4)
-    assert isinstance(sampler, KernelSampler)
+    sampler, both, positions = Sampler(state, SingleRank()), ids(0, 1), ids(4, 4)
+    assert sampler.device is not None
     state.masks.set(ids(1), packed(np.arange(40)[None] < 5))
     assert sampler.recorded_kind(both, positions) is None
     assert sampler.recorded_kind(ids(0), ids(4)) == SamplerVariant()
@@ -130,7 +129,7 @@ def test_logits_stay_raw_where_somebody_wants_log_probabilities() -> None:
         state = filled(SamplingState(max_num_seqs=1, vocab_size=40, device=CPU), [kind])
         state.masks.set(ids(0), packed(np.arange(40)[None] < 5))
         logits = torch.zeros(1, 40)
-        Sampler(state).sample(logits, ids(0), ids(4))
+        Sampler(state, SingleRank()).sample(logits, ids(0), ids(4))
         assert torch.isfinite(logits).all() == is_copied
 
 
@@ -138,7 +137,7 @@ def test_rows_of_an_epoch_are_judged_once() -> None:
     """Oracle: row 0 is greedy, row 1 draws; rows of the known epoch are not read again until a row enters."""
     state = SamplingState(max_num_seqs=2, vocab_size=40, device=CPU)
     filled(state, [RowSampling(temperature=0.0), RowSampling(temperature=1.0)])
-    sampler, position = GreedySampler(Sampler(state), state, None), ids(4)
+    sampler, position = Sampler(state, SingleRank()), ids(4)
     assert sampler.recorded_kind(ids(0), position, 5) == sampler.recorded_kind(ids(1), position, 5) == SamplerVariant()
     assert sampler.recorded_kind(ids(1), position, 6) is None and sampler.recorded_kind(ids(0), position, 6) is None
     assert (

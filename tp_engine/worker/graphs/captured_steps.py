@@ -31,7 +31,7 @@ from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import FIRST_STEP_ID, IntArray, StepPlan
 from tp_engine.sampling.device_sampler import SamplerVariant
 from tp_engine.sampling.logprobs import LogprobTensors
-from tp_engine.sampling.sampler import RecordedSampler
+from tp_engine.sampling.sampler import Sampler
 from tp_engine.worker.batch.decode_batch import DecodeBatch
 from tp_engine.worker.batch.padded_batch import PaddedBatch, StepSize, StepSizes
 from tp_engine.worker.graphs.recorder import Recorder, Recording
@@ -182,7 +182,7 @@ class CapturedSteps(Generic[Size]):
         *,
         model: CausalLM,
         backends: Backends,
-        sampler: RecordedSampler,
+        sampler: Sampler,
         state_room: Callable[[int], torch.Tensor | None],
         keep_rows: Callable[[torch.Tensor], Callable[[], None]],
     ) -> None:

@@ -12,7 +12,7 @@ from tp_engine.attention.base import Backends
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import StepPlan
 from tp_engine.sampling.logprobs import LogprobTensors
-from tp_engine.sampling.sampler import RecordedSampler
+from tp_engine.sampling.sampler import Sampler
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.padded_batch import StepSize, StepSizes
 from tp_engine.worker.graphs.captured_steps import CapturedSteps, DecodeShape, PromptShape, Size, StepShape
@@ -47,7 +47,7 @@ class StepRunner:
         model: CausalLM,
         backends: Backends,
         batch: InputBatch,
-        sampler: RecordedSampler,
+        sampler: Sampler,
         state_room: Callable[[int], torch.Tensor | None],
         keep_rows: Callable[[torch.Tensor], Callable[[], None]],
     ) -> None:
