@@ -37,10 +37,8 @@ class _Meeting:
         return found
 
 
-class SimulatedCommunicator:
-    """One rank's end of a world of threads; the interface of ``tp_engine.distributed.collectives.Communicator``."""
-
-    can_capture = False
+class SimulatedCommunicator(Communicator):
+    """One rank's end of a world of threads."""
 
     def __init__(self, info: RankInfo, meeting: _Meeting) -> None:
         self.info = info

@@ -29,7 +29,7 @@ from tp_engine.kernels.distributed.gather_triton import MAX_PROGRAMS, all_gather
 from tp_engine.plan import StepPlan
 from tp_engine.units import KIB
 from tp_engine.worker.graphs.captured_steps import CapturedSteps
-from tp_engine.worker.graphs.graph_plan import why_not_capture
+from tp_engine.worker.graphs.graph_plan import sizes_of
 from tp_engine.worker.graphs.step_runner import GraphPlan
 
 BUFFER_BYTES = 64 * KIB
@@ -76,7 +76,7 @@ def run_rank(model: Path, folder: Path) -> None:
 
     def graph_plan(config: object, backend: object, communicator: Any, model: Any, *_: object) -> GraphPlan:
         assert not communicator.can_capture
-        assert why_not_capture(communicator, model, RECORDED.sizes, tp_invariant=False) is None
+        assert communicator.why_not_capture(sizes_of(model, RECORDED.sizes, tp_invariant=False)) is None
         return RECORDED
 
     def note_and_replay(steps: CapturedSteps[Any], plan: StepPlan, *arguments: Any) -> Any:
@@ -95,7 +95,7 @@ def run_rank(model: Path, folder: Path) -> None:
     with (
         triton_ops_on_cpus(),
         gpu_path(),
-        patch("tp_engine.worker.worker.share_memory", share_memory),
+        patch("tp_engine.distributed.all_reduce.set_up", share_memory),
         patch("tp_engine.worker.worker.graph_plan", graph_plan),
         patch.object(CapturedSteps, "run", note_and_replay),
         patch.object(library, "all_reduce", outside(library.all_reduce)),

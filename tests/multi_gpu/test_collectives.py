@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from tp_engine import env
+from tp_engine.config import EngineConfig
 from tp_engine.distributed import groups as process_groups
+from tp_engine.distributed.all_reduce import ReduceDevice, set_up
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.distributed.rank import RankInfo
 from tp_engine.distributed.reduce_plan import why_not
@@ -43,14 +45,9 @@ def both() -> Iterator[tuple[SymmetricCommunicator, Communicator]]:
     )
     nccl = groups.communicator
     device = torch.device("cuda", LAUNCHED.local_rank)
-    groups.use_symmetric_memory(
-        machine,
-        device,
-        largest_bytes=LARGEST_BYTES,
-        shares_devices=False,
-        is_required=True,
-        wait=torch.cuda.synchronize,
-    )
+    config = EngineConfig(device="cuda", dtype="bfloat16", all_reduce="symm_mem", tensor_parallel_size=WORLD_SIZE)
+    on_device = ReduceDevice(torch_device=device, largest_bytes=LARGEST_BYTES, wait=torch.cuda.synchronize)
+    set_up(config, groups, lambda _, phase: phase(), on_device, num_hosts=1)
     assert isinstance(groups.communicator, SymmetricCommunicator)
     yield groups.communicator, nccl
     torch.cuda.synchronize()

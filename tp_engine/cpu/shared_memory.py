@@ -188,7 +188,7 @@ class TorchExchange:
         return parts
 
 
-class SharedMemoryCommunicator:
+class SharedMemoryCommunicator(Communicator):
     """``library``'s collectives, but all-reduces of ``DTYPES``, and all-gathers that fit, go through ``exchange``.
 
     A tape contains an all-reduce as a call of Python, which keeps its phase, its deadline and its time.

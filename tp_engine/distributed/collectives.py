@@ -1,18 +1,18 @@
 """The collectives that layers call, behind one interface.
 
-NCCL on CUDA, gloo on CPU, the identity for one rank.  ``groups.py`` adds gloo through the host, shared memory and
-symmetric memory.
+NCCL on CUDA, gloo on CPU or through the host, the identity for one rank.  ``all_reduce.py`` has the table of the ways
+to add up the ranks' parts, and what puts shared and symmetric memory in front of these.
 """
 
 from __future__ import annotations
 
 from time import monotonic_ns
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from tp_engine.distributed.rank import RankInfo
+from tp_engine.distributed.reduce_plan import RecordedSizes
 from tp_engine.kernels.linear.tree_sum import tree_sum
 from tp_engine.progress import RankProgress
 
@@ -20,29 +20,43 @@ from tp_engine.progress import RankProgress
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Communicator(Protocol):
+class Communicator:
     """Collectives over the tensor-parallel ranks.  Every rank calls the same collectives in the same order.
 
     ``can_capture``: a recorded step may contain them (a CUDA graph, or a tape on CPUs), of any size.
     """
 
     info: RankInfo
-    can_capture: bool
+    can_capture = False
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place; returns ``tensor``."""
+        raise NotImplementedError
 
     def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The ranks' parts, contiguous float32, added as ``tree_sum`` does and rounded once to ``dtype``."""
+        parts = self.all_gather(part.view(-1)).view(self.info.world_size, *part.shape)
+        return tree_sum(parts.unbind(0)).to(dtype)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Concatenate the ranks' tensors along the last dimension, in rank order."""
+        raise NotImplementedError
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Like ``all_gather``, but only rank 0 gets the result; None on other ranks."""
+        raise NotImplementedError
+
+    def why_not_capture(self, sizes: RecordedSizes) -> str | None:
+        """Why a recorded step may not contain the collectives of ``sizes``; None if it may."""
+        if self.can_capture:
+            return None
+        return (
+            "the ranks' collectives can not be captured; they can with NCCL, one GPU per rank, or with "
+            "all_reduce=symm_mem"
+        )
 
 
-class SingleRank:
+class SingleRank(Communicator):
     """A world of one: every collective is the identity."""
 
     can_capture = True
@@ -56,14 +70,10 @@ class SingleRank:
     def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return part.to(dtype)
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        return tensor
+    all_gather = gather = all_reduce
 
 
-class ProcessGroupCommunicator:
+class ProcessGroupCommunicator(Communicator):
     """Collectives through a torch.distributed process group (NCCL or gloo).
 
     gloo's collectives have ended when they return, so their time, including the wait for other ranks, is recorded.
@@ -82,9 +92,6 @@ class ProcessGroupCommunicator:
         dist.all_reduce(tensor, group=self._group)
         self._collected(started_ns)
         return tensor
-
-    def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return tree_of_gathered(self, part, dtype)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         self._progress.collective()
@@ -106,12 +113,6 @@ class ProcessGroupCommunicator:
         dist.gather(tensor.contiguous(), parts, group=self._group, group_dst=0)
         self._collected(started_ns)
         return torch.cat(parts, dim=-1) if parts is not None else None
-
-
-def tree_of_gathered(communicator: Communicator, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``Communicator.tree_reduce`` by an all-gather."""
-    parts = communicator.all_gather(part.view(-1)).view(communicator.info.world_size, *part.shape)
-    return tree_sum(parts.unbind(0)).to(dtype)
 
 
 def _nothing(_started_ns: int) -> None:

@@ -16,13 +16,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from tp_engine import env
-from tp_engine.cpu.shared_memory import Swap, with_shared_memory
 from tp_engine.distributed.collectives import Communicator, ProcessGroupCommunicator, SingleRank
 from tp_engine.distributed.rank import RankInfo
-from tp_engine.distributed.reduce_plan import Machine
 from tp_engine.distributed.store import Store, WatchedStore
-from tp_engine.distributed.symmetric_memory import TorchOwnMemory, with_symmetric_memory
-from tp_engine.distributed.two_level import swap_between
 from tp_engine.errors import RankError
 from tp_engine.log import get_logger
 from tp_engine.progress import RankPhase, RankProgress
@@ -72,13 +68,11 @@ class HostGroup:
         return [int(value) for value in tensor]
 
 
-class StagedCommunicator:
+class StagedCommunicator(Communicator):
     """Collectives of device tensors through the host: they wait for the device, so a CUDA graph can not contain them.
 
     ``host`` runs them with tensors on the CPU.
     """
-
-    can_capture = False
 
     def __init__(self, host: Communicator) -> None:
         self.info = host.info
@@ -86,9 +80,6 @@ class StagedCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.copy_(self._host.all_reduce(tensor.cpu()))
-
-    def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return self._host.tree_reduce(part.cpu(), dtype).to(part.device)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._host.all_gather(tensor.cpu()).to(tensor.device)
@@ -101,7 +92,8 @@ class StagedCommunicator:
 class RankGroups:
     """This rank's membership: its place, its collectives, and the ``progress`` that other ranks see.
 
-    ``close`` leaves the groups.  ``report`` is told of an error that this rank's main thread may be unable to raise.
+    ``device_group`` is that of device tensors, and ``patience_s`` bounds its collectives.  ``close`` leaves the groups.
+    ``report`` is told of an error that this rank's main thread may be unable to raise.
     """
 
     def __init__(
@@ -123,68 +115,12 @@ class RankGroups:
         self.host = host
         self.progress = progress
         self._owns_default = owns_default
-        self._device_group = device_group
+        self.device_group = device_group
         self.report: Callable[[BaseException], None] = lambda error: None
         self._check = check
         self._late: RankError | None = None
-        self._collective_s = collective_s
+        self.patience_s = collective_s + _AFTER_WATCHDOG_S
         self._store = store
-
-    def use_shared_memory(self, *, is_required: bool) -> None:
-        """Let ``communicator`` all-reduce through shared memory, CPUs of one host, if all ranks can.
-
-        A collective.  ``RankError`` if ``is_required`` and a rank can not.
-        """
-        swap = self._join_first_ranks() if self.info.topology.num_hosts > 1 else None
-        self.communicator = with_shared_memory(
-            self.communicator,
-            self.host,
-            self.progress,
-            self.check,
-            timeout_s=self._collective_s + _AFTER_WATCHDOG_S,
-            is_required=is_required,
-            swap=swap,
-        )
-
-    def _join_first_ranks(self) -> Swap | None:
-        """A group of the first ranks of all hosts, and its exchange; None on the other ranks.  A collective."""
-        topology = self.info.topology
-        firsts = [topology.leader_of(host) for host in range(topology.num_hosts)]
-        patience = timedelta(seconds=self._collective_s + _AFTER_WATCHDOG_S)
-        group = dist.new_group(firsts, backend="gloo", timeout=patience)
-        return swap_between(group, len(firsts)) if self.info.local_rank == 0 else None
-
-    def use_symmetric_memory(
-        self,
-        machine: Machine,
-        device: torch.device,
-        *,
-        largest_bytes: int,
-        shares_devices: bool,
-        is_required: bool,
-        wait: Callable[[], None],
-    ) -> None:
-        """Let ``communicator`` all-reduce through symmetric memory if all ranks can.
-
-        A collective.  ``device`` is this rank's current device; ``largest_bytes`` is the size of a step's largest
-        tensor.  ``RankError`` if ``is_required`` and a rank can not.  ``wait`` as in ``with_symmetric_memory``.
-        """
-        group = self._device_group
-        assert group is not None, "a world of one has nothing to share"
-        if shares_devices:
-            env.let_ranks_share_devices()
-        self.communicator = with_symmetric_memory(
-            self.communicator,
-            machine,
-            lambda num_bytes: TorchOwnMemory(num_bytes, device, group),
-            self.host,
-            self.progress,
-            device=device,
-            largest_bytes=largest_bytes,
-            is_required=is_required,
-            wait=wait,
-            within=self._time_limit,
-        )
 
     def check(self) -> None:
         """For waits: ``RankError`` if the job has failed."""
@@ -193,7 +129,7 @@ class RankGroups:
         self._check()
 
     @contextmanager
-    def _time_limit(self, what: str) -> Iterator[None]:
+    def time_limit(self, what: str) -> Iterator[None]:
         """A part of setting up symmetric memory, which may block in the driver: its time limit ends the job."""
 
         def expire() -> None:

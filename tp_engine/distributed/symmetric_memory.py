@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
 from tp_engine import env
-from tp_engine.distributed.collectives import Communicator, tree_of_gathered
+from tp_engine.distributed.collectives import Communicator
 from tp_engine.distributed.rank import Agreeing, RankInfo, all_do
 from tp_engine.distributed.reduce_plan import (
     ALIGNMENT,
@@ -175,7 +175,7 @@ class TorchSymmetricBuffer:
         return self._bytes[: tensor.nbytes].view(tensor.dtype)
 
 
-class SymmetricCommunicator:
+class SymmetricCommunicator(Communicator):
     """``library``'s collectives, but all-reduces and all-gathers of the plan's sizes go through ``buffer``."""
 
     def __init__(
@@ -205,12 +205,13 @@ class SymmetricCommunicator:
         self._run[method](tensor.view(-1))
         return tensor
 
-    def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return tree_of_gathered(self, part, dtype)
-
     def why_not_capture(self, sizes: RecordedSizes) -> str | None:
-        """Why a recorded step may not contain the collectives of ``sizes``; None if it may."""
-        return None if self.can_capture else self.plan.why_not_all(sizes)
+        """See ``Communicator``.  Those in symmetric memory can be captured, so where the library's can not, all of a step
+        must fit."""
+        obstacle = None if self.can_capture else self.plan.why_not_all(sizes)
+        if obstacle is None:
+            return None
+        return f"symmetric memory does not take the ranks' {obstacle}; what their library takes can not be captured"
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         part = tensor.contiguous()

@@ -12,6 +12,7 @@ from tp_engine.attention.base import AttentionNeeds
 from tp_engine.attention.registry import check_backend
 from tp_engine.config import EngineConfig
 from tp_engine.device_map import DeviceMap, map_devices, parse_devices
+from tp_engine.distributed import all_reduce
 from tp_engine.errors import ConfigError
 from tp_engine.kv_codec import is_lossy, may_refuse, pca_settings
 from tp_engine.kv_layout import default_snapshots
@@ -30,7 +31,6 @@ from tp_engine.model_config.pooling import TEXT, PoolingSpec, read_pooling, with
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.tp_invariant import check_tp_invariant
 from tp_engine.speculative import CONFIG_NAME, SpeculativeConfig
-from tp_engine.worker.all_reduce import check_hosts, probe_devices, uses_symmetric_memory
 from tp_engine.worker.gpu_host import choose_device_type
 from tp_engine.worker.graphs.graph_plan import capture_sizes, prefill_sizes
 from tp_engine.worker.profiling import parse_steps
@@ -171,9 +171,8 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     needs = _attention_needs(effective, model, parse_devices(config.devices, local_world_size))
     _check_dtypes(dtype, config.kv_cache_dtype, needs.capability)
     _check_codec(effective, model, needs.capability, num_hosts)
-    check_hosts(effective, num_hosts)
     _check_disk(effective, num_hosts)
-    uses_symmetric_memory(effective, probe_devices(effective, num_hosts))  # raises for impossible choices
+    all_reduce.check(effective, num_hosts)
     effective = dataclasses.replace(effective, attention_backend=check_backend(config.attention_backend, needs))
     if effective.tp_invariant:
         check_tp_invariant(effective, model)

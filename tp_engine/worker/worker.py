@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from tp_engine.attention.registry import select_backend, simd_width
+from tp_engine.distributed import all_reduce
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.distributed.rank import RankInfo
 from tp_engine.kernels.ops import has_triton
@@ -27,7 +28,6 @@ from tp_engine.plan import StepPlan
 from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.sampling.state import SamplingState
 from tp_engine.tier_progress import TierProgress
-from tp_engine.worker.all_reduce import share_memory
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.codecs import make_codec
 from tp_engine.worker.device import Device, check_devices, make_device
@@ -108,14 +108,10 @@ class Worker:
             "first snapshot", lambda: MemoryMeter(device, utilization=effective.gpu_memory_utilization)
         )
         gc.freeze()  # garbage collections skip the libraries' objects from now on
-        share_memory(
-            effective.config,
-            self.groups,
-            start_up.run,
-            device,
-            num_hosts=effective.num_hosts,
-            largest_bytes=effective.largest_sum_bytes,
+        of_sums = all_reduce.ReduceDevice(
+            torch_device=device.torch_device, largest_bytes=effective.largest_sum_bytes, wait=device.synchronize
         )
+        all_reduce.set_up(effective.config, self.groups, start_up.run, of_sums, num_hosts=effective.num_hosts)
         model, head = start_up.run_collective_phase("loading weights", lambda: self._load(device))
         start_up.run_collective_phase("packing weights", model.finish_loading)
         if head is not None:

@@ -28,7 +28,7 @@ from tp_engine.models.causal_lm import build_model
 from tp_engine.progress import RankProgress
 from tp_engine.sampling.device_sampler import SHARE_BYTES
 from tp_engine.units import KIB
-from tp_engine.worker.graphs.graph_plan import graph_plan, sizes_of, why_not_capture
+from tp_engine.worker.graphs.graph_plan import graph_plan, sizes_of
 
 Checkpoint = Callable[..., Path]
 
@@ -111,7 +111,7 @@ def test_ranks_without_shared_memory_record_nothing() -> None:
     """Oracle: the remedies are in the reason."""
 
     def body(staged: Communicator) -> str | None:
-        return why_not_capture(staged, small_model(staged), (1, 2), tp_invariant=False)
+        return staged.why_not_capture(sizes_of(small_model(staged), (1, 2), tp_invariant=False))
 
     for reason in run_ranks(2, body):
         assert reason is not None and "NCCL" in reason and "all_reduce=symm_mem" in reason

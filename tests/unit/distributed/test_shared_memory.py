@@ -10,16 +10,16 @@ import torch
 
 from tests.simulated_ranks import run_ranks
 from tests.unit.distributed.test_symmetric_memory import HostOf
-from tp_engine.config import EngineConfig
+from tp_engine.config import ALL_REDUCES, EngineConfig
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.cpu.shared_memory import SharedMemoryCommunicator, _spin_s, with_shared_memory
+from tp_engine.distributed.all_reduce import STRATEGIES, Ranks, check, choose
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.distributed.rank import RankInfo
 from tp_engine.distributed.reduce_plan import SHARED_SLOT_BYTES, shared_two_shot_bytes
 from tp_engine.errors import ConfigError, RankError
 from tp_engine.ipc.tensor_slots import TensorSlots
 from tp_engine.progress import RankProgress
-from tp_engine.worker.all_reduce import check_hosts, shares_host_memory
 
 ONE_HOST = RankInfo(world_size=4, local_world_size=4)
 TWO_HOSTS = RankInfo(world_size=4, local_world_size=2)
@@ -41,16 +41,23 @@ TWO_HOSTS = RankInfo(world_size=4, local_world_size=2)
 )
 def test_the_option(device: str, all_reduce: str, info: RankInfo, expected: bool) -> None:
     """Oracle: the choice by hand."""
-    assert shares_host_memory(EngineConfig(device=device, all_reduce=all_reduce), info) == expected
+    config = EngineConfig(device=device, all_reduce=all_reduce, tensor_parallel_size=info.world_size)
+    taken = choose(Ranks(config=config, num_hosts=info.topology.num_hosts))
+    assert (taken is STRATEGIES["shm"]) == expected
+
+
+def test_the_option_names_the_rows() -> None:
+    """Oracle: the table; the configuration, which does not import torch, has its names too."""
+    assert sorted(ALL_REDUCES) == sorted(("auto", *STRATEGIES))
 
 
 def test_hosts_share_no_memory_with_each_other() -> None:
     """Oracle: each error names the option, the number of hosts and the remedy."""
-    check_hosts(EngineConfig(device="cpu", all_reduce="shm", tensor_parallel_size=4), 2)
+    check(EngineConfig(device="cpu", all_reduce="shm", tensor_parallel_size=4), 2)
     with pytest.raises(ConfigError, match=r"each host has one rank.*leave it out"):
-        check_hosts(EngineConfig(device="cpu", all_reduce="shm", tensor_parallel_size=2), 2)
-    with pytest.raises(ConfigError, match=r"'symm_mem'.*on 2; leave it out"):
-        check_hosts(EngineConfig(device="cuda", all_reduce="symm_mem", tensor_parallel_size=4), 2)
+        check(EngineConfig(device="cpu", all_reduce="shm", tensor_parallel_size=2), 2)
+    with pytest.raises(ConfigError, match=r"'symm_mem'.*on 2; leave all_reduce out"):
+        check(EngineConfig(device="cuda", all_reduce="symm_mem", tensor_parallel_size=4), 2)
 
 
 def test_two_ranks_never_take_two_shots() -> None:

@@ -16,6 +16,7 @@ from tests.simulated_ranks import run_ranks
 from tp_engine.config import EngineConfig
 from tp_engine.distributed import groups as groups_module
 from tp_engine.distributed import symmetric_memory
+from tp_engine.distributed.all_reduce import STRATEGIES, Ranks, agreed_machine, choose, probe_devices
 from tp_engine.distributed.collectives import Communicator, SingleRank
 from tp_engine.distributed.groups import alone
 from tp_engine.distributed.reduce_plan import Machine, RecordedSizes, ReducePlan, plan_reduces, why_not
@@ -28,7 +29,6 @@ from tp_engine.distributed.symmetric_memory import (
 from tp_engine.errors import ConfigError, RankError
 from tp_engine.progress import RankProgress
 from tp_engine.units import KIB, MIB
-from tp_engine.worker.all_reduce import agreed_machine, probe_devices, uses_symmetric_memory
 
 H200 = Machine(
     world_size=4, capability=(9, 0), has_peer_access=True, has_peer_atomics=True, has_multicast=True, has_triton=True
@@ -233,7 +233,7 @@ CUDA: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "tensor_parallel_
         ({"devices": "0,0,0,0"}, False),
         ({"devices": "0,0,0,0", "all_reduce": "symm_mem"}, True),
         ({"dtype": "float16"}, False),
-        ({"dtype": "float16", "all_reduce": "symm_mem"}, "'symm_mem': .*dtype is float16; .*use nccl"),
+        ({"dtype": "float16", "all_reduce": "symm_mem"}, "'symm_mem', .*dtype is float16; .*use nccl"),
         ({"devices": "0,0,0,0", "all_reduce": "nccl"}, "refuses ranks that share a GPU.*symm_mem"),
         ({"device": "cpu", "all_reduce": "nccl"}, "run on the CPU; leave it out"),
         ({"all_reduce": "shm"}, "'shm', which is for CPUs, but the ranks run on GPUs; leave it out"),
@@ -244,17 +244,18 @@ def test_the_option(options: dict[str, Any], expected: bool | str) -> None:
     """Oracle: the choice by hand, on four GPUs that share memory."""
     config = EngineConfig(**(CUDA | options))
     if isinstance(expected, bool):
-        assert uses_symmetric_memory(config, H200) == expected
+        assert (choose(Ranks(config=config, machine=H200)) is STRATEGIES["symm_mem"]) == expected
     else:
         with pytest.raises(ConfigError, match=expected):
-            uses_symmetric_memory(config, H200)
+            choose(Ranks(config=config, machine=H200))
 
 
 def test_one_rank_and_cpus_have_nothing_to_share() -> None:
     """Oracle: no probe and no sharing."""
     for options in ({"device": "cpu"}, {"tensor_parallel_size": 1}):
         config = EngineConfig(**(CUDA | options))
-        assert probe_devices(config) is None and not uses_symmetric_memory(config, None)
+        taken = choose(Ranks(config=config, machine=probe_devices(config)))
+        assert taken is None or taken is STRATEGIES["shm"]
 
 
 def test_all_reduces_take_their_way() -> None:
@@ -343,7 +344,7 @@ def test_a_gpu_that_does_not_answer_ends_the_job(monkeypatch: pytest.MonkeyPatch
             time.sleep(0.01)
 
     def body(library: Communicator) -> None:
-        set_up(library, lambda _: FakeMemory(FakeBuffer(library)), wait=wait, within=groups._time_limit)
+        set_up(library, lambda _: FakeMemory(FakeBuffer(library)), wait=wait, within=groups.time_limit)
 
     with pytest.raises(RankError, match=r"copying between GPUs has not ended within .* --all-reduce nccl"):
         run_ranks(2, body)
@@ -358,7 +359,7 @@ def set_up(
     wait: Any = lambda: None,
     within: Any = nullcontext,
 ) -> Communicator:
-    """The setup of ``RankGroups.use_symmetric_memory``, for tensors of up to 4 KiB."""
+    """The setup of ``all_reduce.set_up``, for tensors of up to 4 KiB."""
     return with_symmetric_memory(
         library,
         dataclasses.replace(H200, world_size=library.info.world_size),

@@ -20,7 +20,6 @@ from tp_engine.cpu.kernels.library import native_library
 from tp_engine.cpu.tape_recorder import TapeRecorder
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.distributed.reduce_plan import RecordedSizes
-from tp_engine.distributed.symmetric_memory import SymmetricCommunicator
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.ops import has_triton
 from tp_engine.layers.norm import QKNorm
@@ -65,7 +64,7 @@ def graph_plan(
     sizes = capture_sizes(config.cudagraph_capture_sizes, config.max_num_seqs)
     obstacle = _obstacle(config, backend)
     if obstacle is None:
-        obstacle = why_not_capture(communicator, model, sizes, tp_invariant=config.tp_invariant)
+        obstacle = communicator.why_not_capture(sizes_of(model, sizes, tp_invariant=config.tp_invariant))
     if obstacle is not None:
         logger.warning("no CUDA graphs, so decode steps are slower: %s", obstacle)
         return None
@@ -101,32 +100,11 @@ def _prompt_sizes(
         obstacle = "some layers have recurrent states, whose prompts are planned on the host"
     else:
         rows = {count for size in sizes.largest_first for count in (size.num_tokens, size.num_requests)}
-        obstacle = why_not_capture(communicator, model, rows, tp_invariant=config.tp_invariant)
+        obstacle = communicator.why_not_capture(sizes_of(model, rows, tp_invariant=config.tp_invariant))
     if obstacle is None:
         return sizes
     logger.warning("no CUDA graphs of steps with prompts: %s", obstacle)
     return None
-
-
-def why_not_capture(
-    communicator: Communicator, model: CausalLM, row_counts: Iterable[int], *, tp_invariant: bool
-) -> str | None:
-    """Why steps in which ``row_counts`` rows are computed or sampled can not be CUDA graphs; None if they can.
-
-    The library's collectives can be captured or not, of any size.  Those in symmetric memory can, so where the
-    library's can not, all of a step must fit.
-    """
-    if communicator.can_capture:
-        return None
-    if not isinstance(communicator, SymmetricCommunicator):
-        return (
-            "the ranks' collectives can not be captured; they can with NCCL, one GPU per rank, or with "
-            "all_reduce=symm_mem"
-        )
-    obstacle = communicator.why_not_capture(sizes_of(model, row_counts, tp_invariant=tp_invariant))
-    if obstacle is None:
-        return None
-    return f"symmetric memory does not take the ranks' {obstacle}; what their library takes can not be captured"
 
 
 def sizes_of(model: CausalLM, row_counts: Iterable[int], *, tp_invariant: bool) -> RecordedSizes:

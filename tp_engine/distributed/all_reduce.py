@@ -1,0 +1,214 @@
+"""The ways to add up the ranks' parts, one row each: where it can be taken, why not, and how it is made.
+
+::
+
+    symm_mem   GPUs   NCCL, but all but large tensors in memory that the GPUs share: one-shot, two-shot, multimem
+    nccl       GPUs   NCCL alone; ranks that share a GPU have gloo through the host in its place
+    shm        CPUs   gloo, but through memory that a host's ranks share, in one or two shots; with several hosts in two
+                      levels (``two_level.py``)
+    gloo       CPUs   gloo alone
+
+``--all-reduce`` names a row, and ``auto`` takes the first one of the device that can be taken (``config.ALL_REDUCES``
+has the names).  Every row adds trees of parts where layers ask for it (``Communicator.tree_reduce``).  *A new row* is
+here, and its communicator in a file of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from tp_engine import env
+from tp_engine.config import EngineConfig
+from tp_engine.cpu.shared_memory import with_shared_memory
+from tp_engine.device_map import parse_devices, shares_devices
+from tp_engine.distributed.collectives import Communicator
+from tp_engine.distributed.groups import HostGroup, RankGroups
+from tp_engine.distributed.reduce_plan import Machine, why_not
+from tp_engine.distributed.symmetric_memory import TorchOwnMemory, probe_machine, with_symmetric_memory
+from tp_engine.distributed.two_level import swap_between
+from tp_engine.errors import ConfigError
+from tp_engine.log import get_logger
+
+logger = get_logger(__name__)
+
+RunPhase = Callable[[str, Callable[[], None]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """What decides: ``config`` without ``auto`` as device and dtype, and what the ranks' GPUs can do, if it is known."""
+
+    config: EngineConfig
+    num_hosts: int = 1
+    machine: Machine | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceDevice:
+    """This rank's device, the size of a step's largest tensor, and ``wait``, which waits for all launched work."""
+
+    torch_device: torch.device
+    largest_bytes: int
+    wait: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """A row: ``why_not`` says what keeps ranks on its ``device`` from it, None if nothing does; ``remedy`` is for users
+    who asked for it all the same.
+
+    ``make`` gives groups its communicator, a collective; None: they have it already.  The log calls it ``phase``.
+    """
+
+    device: str
+    why_not: Callable[[Ranks], str | None]
+    remedy: str = "leave it out"
+    phase: str = ""
+    make: Callable[[Ranks, RankGroups, ReduceDevice], Communicator] | None = None
+
+
+def _why_not_symmetric(ranks: Ranks) -> str | None:
+    """Ranks that share a GPU run in turns, and their kernels would wait for each other for a whole turn: they use
+    symmetric memory only if it is asked for."""
+    if ranks.num_hosts > 1:
+        return f"symmetric memory is for ranks on one host, and the ranks are on {ranks.num_hosts}"
+    if ranks.machine is None:
+        return "nothing is known of the GPUs"
+    if ranks.config.all_reduce == "auto" and shares_devices(ranks.config.devices):
+        return "ranks that share a GPU run in turns"
+    return why_not(ranks.machine, ranks.config.dtype)
+
+
+def _why_not_nccl(ranks: Ranks) -> str | None:
+    devices = ranks.config.devices
+    return f"NCCL refuses ranks that share a GPU, and devices is {devices!r}" if shares_devices(devices) else None
+
+
+def _why_not_shared(ranks: Ranks) -> str | None:
+    is_alone = ranks.config.tensor_parallel_size == ranks.num_hosts
+    return "each host has one rank, which shares memory with none" if is_alone else None
+
+
+def _make_symmetric(ranks: Ranks, groups: RankGroups, device: ReduceDevice) -> Communicator:
+    group, machine = groups.device_group, ranks.machine
+    assert group is not None and machine is not None, "a world of one has nothing to share"
+    if shares_devices(ranks.config.devices):
+        env.let_ranks_share_devices()
+    return with_symmetric_memory(
+        groups.communicator,
+        machine,
+        lambda num_bytes: TorchOwnMemory(num_bytes, device.torch_device, group),
+        groups.host,
+        groups.progress,
+        device=device.torch_device,
+        largest_bytes=device.largest_bytes,
+        is_required=ranks.config.all_reduce == "symm_mem",
+        wait=device.wait,
+        within=groups.time_limit,
+    )
+
+
+def _make_shared(ranks: Ranks, groups: RankGroups, device: ReduceDevice) -> Communicator:
+    topology, swap = groups.info.topology, None
+    if topology.num_hosts > 1:  # the first ranks of all hosts join the sums
+        firsts = [topology.leader_of(host) for host in range(topology.num_hosts)]
+        group = dist.new_group(firsts, backend="gloo", timeout=timedelta(seconds=groups.patience_s))
+        swap = swap_between(group, len(firsts)) if groups.info.local_rank == 0 else None
+    return with_shared_memory(
+        groups.communicator,
+        groups.host,
+        groups.progress,
+        groups.check,
+        timeout_s=groups.patience_s,
+        is_required=ranks.config.all_reduce == "shm",
+        swap=swap,
+    )
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "symm_mem": Strategy(
+        device="cuda",
+        why_not=_why_not_symmetric,
+        remedy="leave all_reduce out, or use nccl",
+        phase="sharing memory between GPUs",
+        make=_make_symmetric,
+    ),
+    "nccl": Strategy(device="cuda", why_not=_why_not_nccl, remedy="leave all_reduce out, or use symm_mem"),
+    "shm": Strategy(device="cpu", why_not=_why_not_shared, phase="sharing memory", make=_make_shared),
+    "gloo": Strategy(device="cpu", why_not=lambda ranks: None),
+}
+
+
+def choose(ranks: Ranks) -> Strategy | None:
+    """The row that ``ranks`` take; None if they have nothing to add up, or only the library.
+
+    ``ConfigError`` if ``all_reduce`` asks for a row that they can not take.
+    """
+    config, asked = ranks.config, ranks.config.all_reduce
+    row = STRATEGIES.get(asked)
+    if row is not None and row.device != config.device:
+        where = "the CPU" if config.device == "cpu" else "GPUs"
+        of = "GPUs" if row.device == "cuda" else "CPUs"
+        raise ConfigError(f"all_reduce is {asked!r}, which is for {of}, but the ranks run on {where}; leave it out")
+    if config.tensor_parallel_size == 1:
+        return None
+    if row is not None and (obstacle := row.why_not(ranks)) is not None:
+        raise ConfigError(f"all_reduce is {asked!r}, but {obstacle}; {row.remedy}")
+    own = (one for one in STRATEGIES.values() if one.device == config.device and one.why_not(ranks) is None)
+    return row or next(own, None)
+
+
+def check(config: EngineConfig, num_hosts: int = 1) -> None:
+    """Raise ``ConfigError`` if ``all_reduce`` asks for what the ranks can not do, as far as one host can tell."""
+    choose(Ranks(config=config, num_hosts=num_hosts, machine=probe_devices(config, num_hosts)))
+
+
+def probe_devices(config: EngineConfig, num_hosts: int = 1) -> Machine | None:
+    """What the GPUs of all ranks can do; None for one rank, several hosts, and CPUs.  ``config.device`` is not auto."""
+    if config.device != "cuda" or config.tensor_parallel_size == 1 or num_hosts > 1 or not torch.cuda.is_available():
+        return None
+    return probe_machine(parse_devices(config.devices, config.tensor_parallel_size).indices)
+
+
+def set_up(
+    config: EngineConfig, groups: RankGroups, run_phase: RunPhase, device: ReduceDevice, *, num_hosts: int
+) -> None:
+    """Give ``groups`` the communicator of the row that its ranks take; a collective.
+
+    Call it between the first snapshot and the last, so that the ledger counts the buffers.
+    """
+    machine = probe_devices(config, num_hosts)
+    if machine is not None:
+        machine = agreed_machine(machine, groups.host)
+        obstacle = why_not(machine, config.dtype)
+        if groups.info.is_first and config.all_reduce != "nccl" and obstacle is not None:
+            logger.info("all-reduces do not use symmetric memory: %s", obstacle)
+    ranks = Ranks(config=config, num_hosts=num_hosts, machine=machine)
+    row = choose(ranks)
+    if row is None or (make := row.make) is None:
+        return
+
+    def take() -> None:
+        groups.communicator = make(ranks, groups, device)
+
+    run_phase(row.phase, take)
+
+
+def agreed_machine(machine: Machine, host: HostGroup) -> Machine:
+    """What holds on every rank: ranks that chose different collectives would wait for each other for ever."""
+    major, minor = machine.capability
+    facts = (machine.has_peer_access, machine.has_peer_atomics, machine.has_triton)
+    capability, *agreed = host.all_reduce_min([major * 1000 + minor, *map(int, facts)])
+    access, atomics, triton = map(bool, agreed)
+    return replace(
+        machine,
+        capability=divmod(capability, 1000),
+        has_peer_access=access,
+        has_peer_atomics=atomics,
+        has_triton=triton,
+    )
