@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from tp_engine.units import MIB
 from tp_engine.weights.lora import check_all_used, read_adapter
 from tp_engine.worker.batch.step_inputs import BatchLayout, StepInputs
 from tp_engine.worker.feature import RunnerFeature, RunningStep
+from tp_engine.worker.orders import Prepared
 
 # The largest file of an adapter, over the bytes of all slots of a rank: 8 ranks, each with its part in 16 bits of what
 # the file has in 32, and a slot for one adapter alone.
@@ -36,22 +37,13 @@ HostAdapter: TypeAlias = tuple[LocalPair | None, ...]
 """A rank's share of an adapter, layer by layer; None for a layer that it leaves alone."""
 
 
-class LoadedAdapter:
-    """The order to load the adapter in the folder ``path``: this rank can follow if it can make this object.
+def load_adapter(adapters: RankAdapters, *, path: str, generation: int) -> Prepared:
+    """Prepare the order to load the adapter in the folder ``path``: this rank can follow if it can read its share.
 
     ``ConfigError`` or ``WeightError`` if the adapter can not be served.
     """
-
-    def __init__(self, adapters: RankAdapters, *, path: str, generation: int) -> None:
-        self._adapters, self._generation = adapters, generation
-        self._shares = adapters.read(Path(path).expanduser())
-
-    def commit(self) -> dict[str, Any]:
-        """See ``worker.orders.Prepared``."""
-        return {"num_bytes": self._adapters.remember(self._generation, self._shares)}
-
-    def discard(self) -> None:
-        """See ``worker.orders.Prepared``."""
+    shares = adapters.read(Path(path).expanduser())
+    return Prepared(lambda: {"num_bytes": adapters.remember(generation, shares)})
 
 
 class RankAdapters(RunnerFeature):

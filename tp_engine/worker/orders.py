@@ -16,7 +16,8 @@ it needs of the rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -32,14 +33,16 @@ Arguments: TypeAlias = Mapping[str, Any]
 """An order's arguments: values that JSON has."""
 
 
-class Prepared(Protocol):
-    """An order that this rank can follow."""
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An order that this rank can follow.
 
-    def commit(self) -> dict[str, Any]:
-        """Do it; what rank 0 returns goes to the operator, as JSON's types."""
+    ``commit`` does it; what rank 0 returns goes to the operator, as JSON's types.  ``discard`` frees what was prepared,
+    because another rank can not follow.
+    """
 
-    def discard(self) -> None:
-        """Free what was prepared, because another rank can not follow."""
+    commit: Callable[[], dict[str, Any] | None]
+    discard: Callable[[], None] = lambda: None
 
 
 Prepare: TypeAlias = Callable[[Arguments], Prepared]
@@ -76,4 +79,4 @@ def execute_command(data: bytes, orders: Mapping[str, Prepare], groups: RankGrou
         return Outcome(f"rank {rank}: {text}", {})
     assert prepared is not None
     progress.reach(RankPhase.COMMIT)
-    return Outcome("", prepared.commit())
+    return Outcome("", prepared.commit() or {})

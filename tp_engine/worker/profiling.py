@@ -8,10 +8,10 @@ Nsight Systems shows the names through NVTX, without any option.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -52,57 +52,27 @@ def parse_steps(text: str) -> range:
     return range(int(first), int(end))
 
 
-class Trace:
-    """The order to begin or to end a trace of all ranks' steps."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run = run
-
-    def commit(self) -> dict[str, Any]:
-        """See ``worker.orders.Prepared``; a trace that ends is written."""
-        self._run()
-        return {}
-
-    def discard(self) -> None:
-        """See ``worker.orders.Prepared``."""
-
-
-class NoProfiler:
-    """The profiler of a rank that writes no traces."""
-
-    def step(self, _step_id: int) -> AbstractContextManager[object]:
-        """See ``StepProfiler``."""
-        return _NOTHING
-
-    def named(self, otherwise: Named) -> Named:
-        """See ``StepProfiler``."""
-        return otherwise
-
-    def orders(self) -> dict[str, Callable[[Mapping[str, Any]], Trace]]:
-        """Return nothing: rank 0 refuses orders to trace."""
-        return {}
-
-    def close(self) -> None:
-        """See ``StepProfiler``."""
-
-
 class StepProfiler:
     """Writes ``folder/rank<R>_steps<FIRST>-<LAST>.json.gz``, for chrome://tracing or ui.perfetto.dev.
 
-    Creates the folder; raises ``OSError`` if that is not allowed.
+    Creates the folder; raises ``OSError`` if that is not allowed.  Without a folder it does nothing.
     """
 
-    def __init__(self, folder: Path, steps: range, rank: int, device_type: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path | None, steps: range, rank: int, device_type: str) -> None:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._steps, self._rank = folder, steps, rank
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device_type == "cuda" else [])]
         self._trace: profile | None = None
         self._first = self._last = 0
         self._on_demand = False
 
+    def step(self, step_id: int) -> AbstractContextManager[object]:
+        """Return the context of the launch of one step."""
+        return _NOTHING if self._folder is None else self._traced(step_id)
+
     @contextlib.contextmanager
-    def step(self, step_id: int) -> Iterator[None]:
-        """Around the launch of one step."""
+    def _traced(self, step_id: int) -> Iterator[None]:
         if self._trace is None and step_id in self._steps:
             self._begin()
         if self._trace is None:
@@ -116,6 +86,7 @@ class StepProfiler:
 
     def start(self) -> None:
         """Record from the next step until ``stop``; a trace in progress continues until then."""
+        assert self._folder is not None, "rank 0 refuses orders to trace"
         self._on_demand = True
         if self._trace is None:
             self._begin()
@@ -138,7 +109,7 @@ class StepProfiler:
 
     def _write(self) -> None:
         trace, self._trace = self._trace, None
-        if trace is None:
+        if trace is None or self._folder is None:
             return
         trace.stop()  # waits for the device
         if self._first == 0:
@@ -153,17 +124,15 @@ class StepProfiler:
         """Whether a trace has begun and is not written yet."""
         return self._trace is not None
 
-    def orders(self) -> dict[str, Callable[[Mapping[str, Any]], Trace]]:
-        """Return the orders to trace, by name (``worker.orders``)."""
-        return {"start_profile": lambda _: Trace(self.start), "stop_profile": lambda _: Trace(self.stop)}
-
     def named(self, otherwise: Named) -> Named:
         """Names for the trace while one is recorded, else for ``otherwise``."""
+        if self._folder is None:
+            return otherwise
         return lambda name: record_function(name) if self.is_recording else otherwise(name)
 
 
-def make_step_profiler(config: EngineConfig, rank: int) -> StepProfiler | NoProfiler:
+def make_step_profiler(config: EngineConfig, rank: int) -> StepProfiler:
     """This rank's profiler, as ``config`` asks; ``OSError`` if the folder of traces can not be made."""
     if config.profile is None:
-        return NoProfiler()
+        return StepProfiler(None, range(0), rank, config.device)
     return StepProfiler(Path(config.profile), parse_steps(config.profile_steps), rank, config.device)

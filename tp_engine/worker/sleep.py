@@ -14,12 +14,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from tp_engine.errors import RequestError
 from tp_engine.worker.model_runner import ModelRunner
+from tp_engine.worker.orders import Prepared
 from tp_engine.worker.tiers.host_tier import HostTierWorker
 
 
@@ -41,47 +41,37 @@ def take_memory(raw: torch.Tensor) -> None:
         raw.zero_()
 
 
-class Sleep:
-    """The order to sleep."""
+def sleep(runner: ModelRunner, empty_cache: Callable[[], None]) -> Prepared:
+    """Prepare the order to sleep; ``empty_cache`` gives memory that is free in this process back to the device."""
+    if runner.feature(HostTierWorker) is not None:
+        raise RequestError("an engine with a host tier can not sleep: the tier would keep blocks; leave it out")
 
-    def __init__(self, runner: ModelRunner, empty_cache: Callable[[], None]) -> None:
-        """``empty_cache`` gives memory that is free in this process back to the device."""
-        if runner.feature(HostTierWorker) is not None:
-            raise RequestError("an engine with a host tier can not sleep: the tier would keep blocks; leave it out")
-        self._runner, self._empty_cache = runner, empty_cache
-
-    def commit(self) -> dict[str, Any]:
-        """See ``Prepared``."""
-        self._runner.graphs.forget()
-        for raw in self._runner.kv_memory:
+    def commit() -> None:
+        runner.graphs.forget()
+        for raw in runner.kv_memory:
             drop_memory(raw)
-        self._runner.is_asleep = True
-        self._empty_cache()
-        return {}
+        runner.is_asleep = True
+        empty_cache()
 
-    def discard(self) -> None:
-        """See ``Prepared``."""
+    return Prepared(commit)
 
 
-class WakeUp:
-    """The order to wake up."""
+def wake_up(runner: ModelRunner) -> Prepared:
+    """Prepare the order to wake up: take the memory."""
+    memory = runner.kv_memory
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner, self._memory = runner, runner.kv_memory
-        try:
-            for raw in self._memory:
-                take_memory(raw)
-        except BaseException:
-            self.discard()
-            raise
-
-    def commit(self) -> dict[str, Any]:
-        """See ``Prepared``."""
-        self._runner.is_asleep = False
-        self._runner.record_again()
-        return {}
-
-    def discard(self) -> None:
-        """See ``Prepared``."""
-        for raw in self._memory:
+    def discard() -> None:
+        for raw in memory:
             drop_memory(raw)
+
+    def commit() -> None:
+        runner.is_asleep = False
+        runner.record_again()
+
+    try:
+        for raw in memory:
+            take_memory(raw)
+    except BaseException:
+        discard()
+        raise
+    return Prepared(commit, discard)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,6 +30,7 @@ from tp_engine.model_config.pooling import without_head
 from tp_engine.model_config.stored_model import with_head
 from tp_engine.units import format_gib
 from tp_engine.worker.model_loading import weight_bytes
+from tp_engine.worker.orders import Prepared
 
 if TYPE_CHECKING:
     from tp_engine.model_config.spec import ModelSpec
@@ -60,31 +62,21 @@ class Updatable(Protocol):
         """Run ``model`` from the next step on."""
 
 
-class WeightUpdate:
-    """The arguments are ``folder``, that of a checkpoint, or ``files``, shared ones that hold all tensors."""
-
-    def __init__(self, rank: Updatable, arguments: Mapping[str, Any]) -> None:
-        files = msgspec.convert(arguments.get("files", []), list[SharedFile])
-        running = rank.effective
-        if files and running.num_hosts > 1:
-            raise RequestError("tensors in shared memory reach the ranks of one host; update from a shared folder")
-        source: Path | list[Path] = [_opened(file) for file in files]
-        if isinstance(source, list) and source:
-            model = with_head(running.model, CheckpointHeaders(source))
-        else:
-            model, source = _same_model(arguments["folder"], running)
-        self._rank, self._effective = rank, replace(running, model=model)
-        _check_memory(rank, self._effective)
-        self._model = rank.prepare_model(self._effective, source)
-
-    def commit(self) -> dict[str, Any]:
-        """See ``Prepared``."""
-        self._rank.take_model(self._model, self._effective)
-        return {}
-
-    def discard(self) -> None:
-        """See ``Prepared``."""
-        del self._model
+def update_weights(rank: Updatable, arguments: Mapping[str, Any]) -> Prepared:
+    """Prepare the order; its arguments are ``folder``, that of a checkpoint, or ``files``, shared ones that hold all
+    tensors."""
+    files = msgspec.convert(arguments.get("files", []), list[SharedFile])
+    running = rank.effective
+    if files and running.num_hosts > 1:
+        raise RequestError("tensors in shared memory reach the ranks of one host; update from a shared folder")
+    source: Path | list[Path] = [_opened(file) for file in files]
+    if isinstance(source, list) and source:
+        model = with_head(running.model, CheckpointHeaders(source))
+    else:
+        model, source = _same_model(arguments["folder"], running)
+    effective = replace(running, model=model)
+    _check_memory(rank, effective)
+    return Prepared(partial(rank.take_model, rank.prepare_model(effective, source), effective))
 
 
 def _check_memory(rank: Updatable, effective: EffectiveConfig) -> None:

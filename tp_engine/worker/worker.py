@@ -36,21 +36,21 @@ from tp_engine.worker.features import RunnerFeatureParts, RunnerParts, count_byt
 from tp_engine.worker.graphs.graph_plan import graph_plan, measure_graph_bytes
 from tp_engine.worker.graphs.step_runner import GraphPlan
 from tp_engine.worker.input_digests import NoteInputs
-from tp_engine.worker.lora import LoadedAdapter, RankAdapters
+from tp_engine.worker.lora import RankAdapters, load_adapter
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 from tp_engine.worker.memory.ledger import MemoryLedger, memory_lines
 from tp_engine.worker.memory.meter import MemoryMeter, MemoryMonitor, choose_blocks, log_memory, settle_blocks
 from tp_engine.worker.model_loading import load_head, load_model, log_weights
 from tp_engine.worker.model_runner import ModelRunner
-from tp_engine.worker.orders import Outcome, Prepare, execute_command
+from tp_engine.worker.orders import Outcome, Prepare, Prepared, execute_command
 from tp_engine.worker.profiling import make_step_profiler, names_for
 from tp_engine.worker.results.readback import PendingStep
-from tp_engine.worker.sleep import Sleep, WakeUp
+from tp_engine.worker.sleep import sleep, wake_up
 from tp_engine.worker.startup_phases import StartUp
 from tp_engine.worker.tiers.disk_start import DiskStart, open_disk_tier
 from tp_engine.worker.tiers.host_tier import HostTierWorker, settle_host_slots
 from tp_engine.worker.trial_steps import run_largest_decodes, run_largest_step, time_decodes, warm_up, warms_up
-from tp_engine.worker.weight_update import WeightUpdate
+from tp_engine.worker.weight_update import update_weights
 
 logger = get_logger(__name__)
 
@@ -240,11 +240,12 @@ class Worker:
     def _orders(self) -> dict[str, Prepare]:
         """What each order needs of this rank."""
         return {
-            **self._profiler.orders(),
-            "load_lora_adapter": lambda arguments: LoadedAdapter(self._adapters, **arguments),
-            "sleep": lambda _arguments: Sleep(self.runner, self._device.empty_cache),
-            "update_weights": lambda arguments: WeightUpdate(self, arguments),
-            "wake_up": lambda _arguments: WakeUp(self.runner),
+            "load_lora_adapter": lambda arguments: load_adapter(self._adapters, **arguments),
+            "start_profile": lambda _arguments: Prepared(self._profiler.start),
+            "stop_profile": lambda _arguments: Prepared(self._profiler.stop),
+            "sleep": lambda _arguments: sleep(self.runner, self._device.empty_cache),
+            "update_weights": lambda arguments: update_weights(self, arguments),
+            "wake_up": lambda _arguments: wake_up(self.runner),
         }
 
     @property

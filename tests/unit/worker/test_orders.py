@@ -15,7 +15,7 @@ from tp_engine.engine.admin_commands import ADMIN_COMMANDS, act
 from tp_engine.errors import RequestError
 from tp_engine.plan import Order
 from tp_engine.progress import RankPhase, RankProgress
-from tp_engine.worker.orders import Outcome, execute_command
+from tp_engine.worker.orders import Outcome, Prepared, execute_command
 
 NUM_RANKS = 3
 
@@ -40,20 +40,16 @@ class Member:
         return list(self.group.payloads)
 
 
-class Note:
-    """An order that notes what becomes of it."""
+def note(rank: int, arguments: Mapping[str, Any], diary: list[str]) -> Prepared:
+    """Prepare an order that notes what becomes of it."""
+    if rank in arguments["failing"]:
+        raise ValueError(f"can not {arguments['what']}")
 
-    def __init__(self, rank: int, arguments: Mapping[str, Any], diary: list[str]) -> None:
-        if rank in arguments["failing"]:
-            raise ValueError(f"can not {arguments['what']}")
-        self.rank, self.diary = rank, diary
+    def commit() -> dict[str, Any]:
+        diary.append(f"commit {rank}")
+        return {"rank": rank}
 
-    def commit(self) -> dict[str, Any]:
-        self.diary.append(f"commit {self.rank}")
-        return {"rank": self.rank}
-
-    def discard(self) -> None:
-        self.diary.append(f"discard {self.rank}")
+    return Prepared(commit, lambda: diary.append(f"discard {rank}"))
 
 
 def run(failing: list[int]) -> tuple[list[Outcome], list[str], list[RankPhase]]:
@@ -67,7 +63,7 @@ def run(failing: list[int]) -> tuple[list[Outcome], list[str], list[RankPhase]]:
     def rank(number: int) -> None:
         info = SimpleNamespace(is_first=number == 0)
         groups: Any = SimpleNamespace(host=Member(group, number), progress=progresses[number], info=info)
-        outcomes[number] = execute_command(data, {"note": lambda arguments: Note(number, arguments, diary)}, groups)
+        outcomes[number] = execute_command(data, {"note": lambda arguments: note(number, arguments, diary)}, groups)
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(NUM_RANKS)]
     for thread in threads:
