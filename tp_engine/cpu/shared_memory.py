@@ -148,13 +148,11 @@ class Patience:
             raise RankError(rank, f"did not come to a collective within {self._timeout_s:g} s")
 
 
-class TorchExchange:
+class TorchExchange(Exchange):
     """The Python twin of ``NativeExchange``: the same sums, bit for bit.
 
     ``late(rank)`` is called after each ``block_s`` of waiting for that rank, and may raise.
     """
-
-    can_capture = False
 
     def __init__(self, slots: TensorSlots, rank: int, late: Callable[[int], None], *, block_s: float) -> None:
         others = [other for other in range(slots.num_ranks) if other != rank]

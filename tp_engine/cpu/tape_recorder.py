@@ -77,7 +77,6 @@ class TapeRecording:
         self.is_settled = False
 
     def run(self) -> torch.Tensor:
-        """See ``Recording``."""
         if self._run_count == 0:
             self._run_count = 1
             self.output, self._tape = self._recorder.make_tape(self._step)

@@ -135,7 +135,6 @@ class TorchOwnMemory:
         self._group = group
 
     def share(self) -> SymmetricBuffer:
-        """See ``OwnMemory``."""
         return TorchSymmetricBuffer(self._bytes, self._group)
 
 
@@ -167,7 +166,6 @@ class TorchSymmetricBuffer:
         return all_gather_triton(part, buffers=self.addresses, signals=self.signals, rank=self._handle.rank)
 
     def of(self, rank: int) -> torch.Tensor:
-        """See ``SymmetricBuffer``."""
         found: torch.Tensor = self._handle.get_buffer(rank, self._bytes.shape, torch.uint8)
         return found
 

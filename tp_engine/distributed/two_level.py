@@ -31,7 +31,7 @@ class Exchange(Protocol):
     """
 
     slot_bytes: int
-    can_capture: bool
+    can_capture: bool = False
 
     def all_reduce(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         """``out`` = the sum of ``tensor`` over ranks, both contiguous, of types of ``DTYPES`` and of any size.
@@ -62,7 +62,7 @@ class LocalRanks:
         return self._host.all_gather_bytes(payload)[self._first : self._first + self.info.world_size]
 
 
-class TwoLevelExchange:
+class TwoLevelExchange(Exchange):
     """``local`` is the exchange of this host's ranks; ``swap`` gathers a tensor from the first rank of every host.
 
     ``swap`` is None on the other ranks.  ``slot_bytes`` is smaller than that of ``local``, whose slots must hold the
@@ -77,7 +77,6 @@ class TwoLevelExchange:
         self._local, self._swap, self._info = local, swap, info
 
     def all_reduce(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
-        """See ``Exchange``."""
         total = tensor.view(-1).to(torch.float32, copy=True)
         self._local.all_reduce(total, total)
         total = total.zero_() if self._swap is None else tree_sum(self._swap(total))
@@ -85,7 +84,6 @@ class TwoLevelExchange:
         out.view(-1).copy_(total)
 
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
-        """See ``Exchange``."""
         rows, width = tensor.shape
         here = tensor.new_empty((rows, self._info.local_world_size * width))
         self._local.all_gather(tensor, here)

@@ -22,7 +22,6 @@ class InputDigests(RunnerFeature):
         self._note = note
 
     def on_inputs(self, step: RunningStep, inputs: StepInputs) -> None:
-        """See ``RunnerFeature``."""
         self._note(step.plan.step_id, digest_inputs(inputs))
 
 

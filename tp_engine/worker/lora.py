@@ -96,7 +96,6 @@ class RankAdapters(RunnerFeature):
         return bool((slots[plan.decode_rows] >= 0).any() or (slots[plan.prefill_rows] >= 0).any())
 
     def around_model(self, step: RunningStep, inputs: StepInputs) -> AbstractContextManager[object]:
-        """See ``RunnerFeature``."""
         if not self.must_launch(step.plan):
             return nullcontext()
         return adapting(self.group(inputs.layout, step.plan.rows_epoch))

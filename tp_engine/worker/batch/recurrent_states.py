@@ -60,7 +60,6 @@ class RecurrentStatePool(RunnerFeature):
             first = end
 
     def take_model(self, model: CausalLM) -> list[Attention]:
-        """See ``RunnerFeature``."""
         self.bind(model.state_layers)
         return []
 
@@ -70,11 +69,9 @@ class RecurrentStatePool(RunnerFeature):
             copy_rows(self.raw, plan.state_copies)
 
     def memory(self) -> tuple[torch.Tensor, ...]:
-        """See ``RunnerFeature``."""
         return (self.raw,)
 
     def keep_rows(self, rows: torch.Tensor) -> Callable[[], None]:
-        """See ``RunnerFeature``."""
         used = rows[rows >= 0].long()
         kept = self.raw.index_select(0, used)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from tp_engine.cpu.kernels.library import native_library
 from tp_engine.plan import IntArray
 
 
-class Codec(Protocol):
+class Codec:
     """Blocks of a pool (blocks, block_bytes) as *blobs* of ``blob_bytes`` each, both uint8, and back.
 
     A slot of the host tier holds one blob, and a disk keeps it unchanged; plans know nothing of it.  On a CPU ``blobs``
@@ -23,16 +22,10 @@ class Codec(Protocol):
     group of layers.  A block whose group is unknown, -1, must be refused.
     """
 
-    is_copy: bool
+    is_copy = False
     blob_bytes: int
-
-    @property
-    def num_groups(self) -> int:
-        """Groups of layers whose blocks it treats in different ways."""
-
-    @property
-    def work_bytes(self) -> int:
-        """Bytes, at most, of what it keeps and makes while it works."""
+    num_groups = 1
+    work_bytes = 0
 
     def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: IntArray) -> torch.Tensor | None:
         """Write blobs of blocks; ``pairs`` are blocks and places in ``blobs``.
@@ -40,20 +33,21 @@ class Codec(Protocol):
         (n,) bool on the pool's device: the blocks that it refuses, whose blobs must not be used; None: it refuses none,
         ever.
         """
+        raise NotImplementedError
 
     def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: IntArray) -> None:
         """Write the blocks of blobs; ``pairs`` are places in ``blobs`` and blocks."""
+        raise NotImplementedError
 
     def fingerprint(self) -> bytes:
         """16 bytes that differ between codecs that do not read each other's blobs."""
+        raise NotImplementedError
 
 
-class BlockCopy:
+class BlockCopy(Codec):
     """The codec ``none``: a blob is the block."""
 
     is_copy = True
-    work_bytes = 0
-    num_groups = 1
 
     def __init__(self, block_bytes: int, order: str) -> None:
         """``order`` names how K/V lie in a block."""
@@ -61,15 +55,12 @@ class BlockCopy:
         self._order = order
 
     def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: IntArray) -> None:
-        """Copy; see ``Codec``."""
         self._copy(pool, blobs, pairs)
 
     def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: IntArray) -> None:
-        """Copy; see ``Codec``."""
         self._copy(blobs, pool, pairs)
 
     def fingerprint(self) -> bytes:
-        """See ``Codec``."""
         return fingerprint_of("none", self.blob_bytes, self._order)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, pairs: IntArray) -> None:

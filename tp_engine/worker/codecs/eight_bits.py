@@ -14,30 +14,23 @@ from tp_engine.kernels.kv_cache.block_codes import BlockForm, Pairs
 from tp_engine.kernels.ops import op
 from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray
-from tp_engine.worker.codecs.base import fingerprint_of
+from tp_engine.worker.codecs.base import Codec, fingerprint_of
 
 
-class EightBits:
+class EightBits(Codec):
     """Blocks of ``form`` as ``codes``: int8 or float8_e4m3fn."""
-
-    is_copy = False
-    work_bytes = 0
-    num_groups = 1
 
     def __init__(self, form: BlockForm, codes: torch.dtype) -> None:
         self._form, self._codes = form, codes
         self.blob_bytes = form.blob_bytes
 
     def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: IntArray) -> None:
-        """See ``Codec``."""
         op("encode_blocks", pool.device.type)(pool, blobs, _near(pairs, pool), self._form, self._codes)
 
     def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: IntArray) -> None:
-        """See ``Codec``."""
         op("decode_blocks", pool.device.type)(blobs, pool, _near(pairs, pool), self._form, self._codes)
 
     def fingerprint(self) -> bytes:
-        """See ``Codec``."""
         return fingerprint_of(str(self._codes), self._form)
 
 

@@ -33,7 +33,7 @@ from tp_engine.layers.upload import upload
 from tp_engine.log import get_logger
 from tp_engine.plan import IntArray
 from tp_engine.units import ceil_div
-from tp_engine.worker.codecs.base import fingerprint_of
+from tp_engine.worker.codecs.base import Codec, fingerprint_of
 
 logger = get_logger(__name__)
 
@@ -51,10 +51,8 @@ class _Basis:
     synthesis: torch.Tensor
 
 
-class Pca:
+class Pca(Codec):
     """Blocks of ``form`` in ``rank`` coordinates a head, with errors up to ``bound`` of a head's norm."""
-
-    is_copy = False
 
     def __init__(self, form: BlockForm, rank: int, bound: float, group_parts: Sequence[int] = ()) -> None:
         """``group_parts``: parts that the blocks of each group have, if there are several."""
@@ -62,22 +60,13 @@ class Pca:
         self.blob_bytes = form.num_vectors * (rank + SCALE_BYTES)
         self._form, self._rank, self._bound = form, rank, bound
         self._num_heads = [parts * form.num_kv_heads for parts in group_parts or (form.num_parts,)]
+        self.num_groups, dim = len(self._num_heads), form.head_dim
+        self.work_bytes = 4 * sum(self._num_heads) * dim * (dim + 2 * rank) + _WORK_BYTES
         self._num_wanted = ceil_div(TOKENS_PER_DIM * form.head_dim, form.block_size)
         self._portion = max(1, _PORTION_BYTES // (4 * form.num_vectors * form.head_dim))
         self._num_seen = [0] * len(self._num_heads)
         self._moments: dict[int, torch.Tensor] = {}  # (heads, head_dim, head_dim) float32: sums of products
         self._bases: dict[int, _Basis] = {}
-
-    @property
-    def num_groups(self) -> int:
-        """See ``Codec``."""
-        return len(self._num_heads)
-
-    @property
-    def work_bytes(self) -> int:
-        """See ``Codec``."""
-        dim = self._form.head_dim
-        return 4 * sum(self._num_heads) * dim * (dim + 2 * self._rank) + _WORK_BYTES
 
     def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: IntArray) -> torch.Tensor:
         """See ``Codec``: (n,) bool, the blocks that are refused."""
@@ -94,7 +83,6 @@ class Pca:
         return refused
 
     def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: IntArray) -> None:
-        """See ``Codec``."""
         for group, places in self._by_group(pairs):
             basis, heads = self._bases[group], self._num_heads[group]
             size = heads * self._form.block_size

@@ -68,7 +68,6 @@ class HeadDrafter(RunnerFeature):
         self._states = self._room = head.new_states(batch.max_num_seqs)
 
     def take_model(self, model: CausalLM) -> list[Attention]:
-        """See ``RunnerFeature``."""
         self._head.embed_as(model)
         return [self._head.attention_layer]
 

@@ -58,10 +58,11 @@ class StepShape(Protocol[Size]):
     ``advanced`` are the tables that the end of the sampler may advance by itself.
     """
 
-    advanced: RowTables | None
+    advanced: RowTables | None = None
 
     def hidden_room(self, model: CausalLM) -> torch.Tensor | None:
         """Return where the hidden states (B, hidden) of steps of all sizes go; None: each size leaves its own."""
+        return None
 
     def size_for(self, plan: StepPlan) -> Size | None:
         """Return the smallest size that holds the step ``plan``; None if none does."""
@@ -82,52 +83,41 @@ class StepShape(Protocol[Size]):
         """Count the step's tokens, and enter the sampled ``tokens`` (n,) int32, if any, behind them, on the device."""
 
 
-class DecodeShape:
+class DecodeShape(StepShape[int]):
     """Decodes of each of ``sizes`` (rising) rows of ``batch``."""
 
     def __init__(self, batch: DecodeBatch, sizes: Sequence[int]) -> None:
         self._batch, self._sizes = batch, list(sizes)
-        self.advanced: RowTables | None = batch.tables
-
-    def hidden_room(self, model: CausalLM) -> None:
-        """See ``StepShape``."""
+        self.advanced = batch.tables
 
     def size_for(self, plan: StepPlan) -> int | None:
-        """See ``StepShape``."""
         num_rows = len(plan.decode_rows)
         if len(plan.prefill_rows) or num_rows > self._sizes[-1]:
             return None
         return self._sizes[bisect.bisect_left(self._sizes, num_rows)]
 
     def num_sampled(self, size: int) -> int:
-        """See ``StepShape``."""
         return size
 
     def set_step(self, plan: StepPlan, size: int) -> None:
-        """See ``StepShape``."""
         self._batch.set_rows(plan.decode_rows, size, plan.rows_epoch)
 
     def prepare(self, size: int) -> PlacedInputs:
-        """See ``StepShape``."""
         inputs = self._batch.prepare(size)
         attention = self._batch.metadata(inputs, self._batch.recorded_seq_lens(inputs))
         return PlacedInputs(input_ids=inputs.input_ids, positions=inputs.positions, wanted=None, attention=attention)
 
     def sampled(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``StepShape``."""
         inputs = self._batch.inputs(size)
         return inputs.rows, inputs.positions
 
     def advance(self, size: int, tokens: torch.Tensor | None) -> None:
-        """See ``StepShape``."""
         assert tokens is not None, "every row that decodes is sampled"
         self._batch.advance(len(tokens), tokens)
 
 
-class PromptShape:
+class PromptShape(StepShape[StepSize]):
     """Prompts, mixed with decodes or alone, of ``sizes``; the rows are those of ``tables``."""
-
-    advanced: RowTables | None = None
 
     def __init__(self, tables: RowTables, sizes: StepSizes) -> None:
         largest = sizes.largest_first[0]
@@ -135,7 +125,7 @@ class PromptShape:
         self._nothing = torch.zeros(largest.num_requests, dtype=torch.int32, device=self._device)
 
     def hidden_room(self, model: CausalLM) -> torch.Tensor:
-        """See ``StepShape``; so what follows the model depends on the number of decodes alone."""
+        """See ``StepShape``; what follows the model depends on the number of decodes alone."""
         return torch.zeros((len(self._nothing), model.hidden_size), dtype=model.dtype, device=self._device)
 
     def size_for(self, plan: StepPlan) -> StepSize | None:
@@ -143,15 +133,12 @@ class PromptShape:
         return self._sizes.size_for(plan)
 
     def num_sampled(self, size: StepSize) -> int:
-        """See ``StepShape``."""
         return size.num_requests
 
     def set_step(self, plan: StepPlan, size: StepSize) -> None:
-        """See ``StepShape``."""
         self._batch.set_step(plan, size)
 
     def prepare(self, size: StepSize) -> PlacedInputs:
-        """See ``StepShape``."""
         inputs, wanted = self._batch.prepare(size), self._batch.requests(size.decodes).wanted
         return PlacedInputs(
             input_ids=inputs.input_ids,
@@ -161,11 +148,9 @@ class PromptShape:
         )
 
     def sampled(self, size: StepSize) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``StepShape``."""
         return self._batch.requests(size.decodes).sampled_rows, self._batch.sampled_positions(size.decodes)
 
     def advance(self, size: StepSize, tokens: torch.Tensor | None) -> None:
-        """See ``StepShape``."""
         self._batch.advance(size.decodes, self._nothing if tokens is None else tokens)
 
 
@@ -208,7 +193,6 @@ class CapturedSteps(Generic[Size]):
         self._sampling.clear()
 
     def size_for(self, plan: StepPlan) -> Size | None:
-        """See ``StepShape``."""
         return self._shape.size_for(plan)
 
     def run(

@@ -48,7 +48,6 @@ class OutputWatch(RunnerFeature):
         self.settle()
 
     def on_logits(self, step: RunningStep, inputs: StepInputs, hidden: torch.Tensor, logits: torch.Tensor) -> None:
-        """See ``RunnerFeature``."""
         self.look(step.plan.step_id, hidden, logits)
 
     def on_sampled(self, step: RunningStep, inputs: StepInputs | None, token_ids: torch.Tensor | None) -> None:

@@ -73,7 +73,6 @@ class PooledRows(RunnerFeature):
         return len(plan.prefill_rows) > 0 and bool(self._pools[plan.prefill_rows].any())
 
     def on_logits(self, step: RunningStep, inputs: StepInputs, hidden: torch.Tensor, logits: torch.Tensor) -> None:
-        """See ``RunnerFeature``."""
         pooled = self.collect(inputs.layout.sampled_rows, hidden, logits)
         if pooled is not None:
             step.pending.pooled = pooled.to_host(step.fetch)

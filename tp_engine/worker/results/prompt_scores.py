@@ -28,7 +28,6 @@ class ScoredPrompts(RunnerFeature):
         self._num_alternatives = np.full(len(batch.num_prompt), -1, dtype=np.int32)
 
     def take_model(self, model: CausalLM) -> list[Attention]:
-        """See ``RunnerFeature``."""
         self._model = model
         return []
 
@@ -46,7 +45,6 @@ class ScoredPrompts(RunnerFeature):
         return not inputs.layout.is_decode_only and self._any_of(inputs.layout.rows)
 
     def on_hidden(self, step: RunningStep, inputs: StepInputs, hidden: torch.Tensor) -> None:
-        """See ``RunnerFeature``."""
         found = self.score(inputs, hidden)
         step.pending.prompt_logprobs = {row: scores.to_host(step.fetch) for row, scores in found.items()}
 

@@ -25,7 +25,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -80,25 +79,6 @@ class BlockGroups:
         self._of_block[block_ids] = np.arange(len(block_ids), dtype=np.int32) % self._num_groups
 
 
-class BlockMover(Protocol):
-    """Moves blocks between ``pool`` (blocks, block_bytes) and ``slots`` (slots, blob_bytes), both uint8."""
-
-    def move(self, stores: IntArray, loads: IntArray) -> None:
-        """Begin the next batch, counted from 1: pairs (block, slot), then pairs (slot, block), (n, 2) int32.
-
-        With a codec of several groups they have the block's group as a third column.
-        """
-
-    def wait(self, batch: int) -> None:
-        """Let what is launched from now on begin after the moves of all batches up to ``batch``."""
-
-    def past(self) -> Callable[[], None]:
-        """What waits on the host for all moves that have begun."""
-
-    def counters(self) -> MoveCounters:
-        """The moves that have ended; does not wait for others."""
-
-
 class StoreReports:
     """Says which stores have ended, and which of them the codec has refused, to rank 0: the channel ``stores``."""
 
@@ -128,8 +108,8 @@ class StoreReports:
             self._progress.end(len(refused), failed)
 
 
-class CpuMover:
-    """Moves in place, by all threads of this rank."""
+class BlockMover:
+    """Moves blocks between ``pool`` (blocks, block_bytes) and ``slots`` (slots, blob_bytes), both uint8."""
 
     def __init__(
         self, pool: torch.Tensor, slots: torch.Tensor, codec: Codec, reports: StoreReports | None = None
@@ -138,7 +118,28 @@ class CpuMover:
         self._counters = MoveCounters()
 
     def move(self, stores: IntArray, loads: IntArray) -> None:
-        """See ``BlockMover``."""
+        """Begin the next batch, counted from 1: pairs (block, slot), then pairs (slot, block), (n, 2) int32.
+
+        With a codec of several groups they have the block's group as a third column.
+        """
+        raise NotImplementedError
+
+    def wait(self, batch: int) -> None:
+        """Let what is launched from now on begin after the moves of all batches up to ``batch``."""
+
+    def past(self) -> Callable[[], None]:
+        """What waits on the host for all moves that have begun."""
+        return lambda: None
+
+    def counters(self) -> MoveCounters:
+        """The moves that have ended; does not wait for others."""
+        return replace(self._counters)
+
+
+class CpuMover(BlockMover):
+    """Moves in place, by all threads of this rank."""
+
+    def move(self, stores: IntArray, loads: IntArray) -> None:
         counters, blob_bytes = self._counters, self._codec.blob_bytes
         started_s = time.perf_counter()
         if len(stores):
@@ -155,17 +156,6 @@ class CpuMover:
         counters.load_s += ended_s - stored_s
         counters.wait_s += ended_s - started_s
 
-    def wait(self, batch: int) -> None:
-        """Nothing is under way."""
-
-    def past(self) -> Callable[[], None]:
-        """See ``BlockMover``."""
-        return _nothing
-
-    def counters(self) -> MoveCounters:
-        """See ``BlockMover``."""
-        return replace(self._counters)
-
 
 @dataclass(frozen=True, slots=True)
 class _Span:
@@ -177,13 +167,13 @@ class _Span:
     num_bytes: int = 0
 
 
-class CudaMover:
+class CudaMover(BlockMover):
     """Moves on a stream of its own; ``slots`` are pinned memory."""
 
     def __init__(
         self, pool: torch.Tensor, slots: torch.Tensor, codec: Codec, reports: StoreReports | None = None
     ) -> None:
-        self._pool, self._slots, self._codec, self._reports = pool, slots, codec, reports
+        super().__init__(pool, slots, codec, reports)
         self._staging: torch.Tensor | None = None
         if not codec.is_copy:
             self._staging = pool.new_empty((num_staged(codec), codec.blob_bytes))
@@ -191,10 +181,8 @@ class CudaMover:
         self._num_batches = 0
         self._ends: deque[tuple[int, torch.cuda.Event]] = deque()
         self._spans: deque[_Span] = deque()
-        self._counters = MoveCounters()
 
     def move(self, stores: IntArray, loads: IntArray) -> None:
-        """See ``BlockMover``."""
         self._num_batches += 1
         self._stream.wait_event(_mark(torch.cuda.current_stream(self._pool.device)))
         with torch.cuda.stream(self._stream):
@@ -210,7 +198,6 @@ class CudaMover:
         self.counters()  # events that have happened are not kept
 
     def wait(self, batch: int) -> None:
-        """See ``BlockMover``."""
         end = None
         while self._ends and self._ends[0][0] <= batch:
             _, end = self._ends.popleft()
@@ -222,13 +209,11 @@ class CudaMover:
         self._spans.append(_Span("wait", begin, _mark(compute)))
 
     def past(self) -> Callable[[], None]:
-        """See ``BlockMover``."""
         end = torch.cuda.Event(blocking=True)
         end.record(self._stream)
         return end.synchronize
 
     def counters(self) -> MoveCounters:
-        """See ``BlockMover``."""
         found = self._counters
         while self._spans and self._spans[0].end.query():
             span = self._spans.popleft()
@@ -290,10 +275,6 @@ def _portions(pairs: IntArray, size: int) -> Iterator[tuple[IntArray, IntArray]]
     for first in range(0, len(pairs), size):
         part = pairs[first : first + size]
         yield part, np.arange(len(part), dtype=np.int32)
-
-
-def _nothing() -> None:
-    """Moves on a CPU have ended when they have begun."""
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -156,7 +156,6 @@ class HostTierWorker(RunnerFeature):
         self._progress.back(RankPhase.STEP_BEGIN)
 
     def memory(self) -> tuple[torch.Tensor, ...]:
-        """See ``RunnerFeature``."""
         return (self.slots,)
 
     def _move(self, plan: StepPlan) -> None:
