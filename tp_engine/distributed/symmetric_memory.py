@@ -204,8 +204,7 @@ class SymmetricCommunicator(Communicator):
         return tensor
 
     def why_not_capture(self, sizes: RecordedSizes) -> str | None:
-        """See ``Communicator``.  Those in symmetric memory can be captured, so where the library's can not, all of a step
-        must fit."""
+        """See ``Communicator``.  Those in symmetric memory can be captured; if the library's can not, all must fit."""
         obstacle = None if self.can_capture else self.plan.why_not_all(sizes)
         if obstacle is None:
             return None

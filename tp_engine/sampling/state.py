@@ -63,6 +63,8 @@ class SamplingState:
         self.has_lists = np.zeros(max_num_seqs, dtype=np.bool_)  # logit_bias or allowed_token_ids
         self.is_edited = np.zeros(max_num_seqs, dtype=np.bool_)  # these or penalties
         self.is_plain = np.ones(max_num_seqs, dtype=np.bool_)  # greedy, no edits, no log-probabilities
+        self._columns = [one for one in vars(self).values() if isinstance(one, np.ndarray)]
+        self._empty = [column[0] for column in self._columns]
         self._mirrored = (-1, b"", b"")  # the version, the draft rows and their rows
         self.token_lists: dict[int, RowSampling] = {}  # rows with bias, allowed or stop ids
         self.penalties = PenaltyCounts(max_num_seqs, self.vocab, device)
@@ -128,23 +130,7 @@ class SamplingState:
             return
         self.version += 1
         self._mirrored = (self.version, *asked[1:])
-        for column in (
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.log_min_p,
-            self.seed,
-            self.num_logprobs,
-            self.min_tokens,
-            self.num_prompt_tokens,
-            self.presence_penalty,
-            self.frequency_penalty,
-            self.repetition_penalty,
-            self.is_penalised,
-            self.has_lists,
-            self.is_edited,
-            self.is_plain,
-        ):
+        for column in self._columns:
             column[draft_rows] = column[rows]
         for draft_row, row in zip(draft_rows.tolist(), rows.tolist(), strict=True):
             self.token_lists.pop(draft_row, None)
@@ -156,15 +142,9 @@ class SamplingState:
         """Bring a row's parameters into the tables."""
         if self.tables is None:
             return
-        floats = (
-            self.temperature,
-            self.top_p,
-            self.log_min_p,
-            self.repetition_penalty,
-            self.frequency_penalty,
-            self.presence_penalty,
-        )
-        numbers = np.array([column[row] for column in floats], dtype=np.float32)
+        filters = (self.temperature, self.top_p, self.log_min_p)
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
+        numbers = np.array([column[row] for column in (*filters, *penalties)], dtype=np.float32)
         top_k, seed = self.top_k[row : row + 1].copy(), self.seed[row : row + 1].view(np.int64).copy()
         floats_of_row, *others = upload_all((numbers, top_k, seed), self.device)
         self.tables.floats[row] = floats_of_row
@@ -200,12 +180,7 @@ class SamplingState:
     def release(self, rows: IntArray) -> None:
         """Forget ``rows``: until they are admitted again they are greedy and have no edits."""
         self.version += 1
-        self.temperature[rows] = 0.0
-        self.num_logprobs[rows] = -1
-        self.min_tokens[rows] = 0
-        self.is_penalised[rows] = False
-        self.has_lists[rows] = False
-        self.is_edited[rows] = False
-        self.is_plain[rows] = True
+        for column, empty in zip(self._columns, self._empty, strict=True):
+            column[rows] = empty
         for row in rows.tolist():
             self.token_lists.pop(row, None)

@@ -7,7 +7,7 @@ import functools
 import os
 import platform
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -40,32 +40,43 @@ class MemorySnapshot:
     non_torch: int
 
 
-class Device(Protocol):
-    """One rank's device."""
+class Device:
+    """One rank's device; ``local_world_size`` ranks share its host."""
 
     type: str
     torch_device: torch.device
 
+    def __init__(self, local_world_size: int) -> None:
+        self._local_world_size = local_world_size
+
     def snapshot(self) -> MemorySnapshot:
         """Memory now, after all launched work."""
+        raise NotImplementedError
 
     def reset_peak(self) -> None:
         """Restart ``torch_peak``."""
 
     def synchronize(self) -> None:
-        """Wait for all launched work."""
+        """Wait for all launched work; operations on a CPU have ended when they return."""
 
     def empty_cache(self) -> None:
         """Return memory that torch holds but does not use to the device."""
 
     def set_current(self) -> None:
-        """Make this the device of the calling thread, and let torch use this rank's share of the host's cores."""
+        """Make this the device of the calling thread, and let torch use this rank's share of the host's cores.
+
+        A single rank of a host keeps the number of threads that its user chose; for several, torchrun would have set
+        one each.
+        """
+        use_device(self.torch_device)
+        if self._local_world_size > 1:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self._local_world_size))
 
     def enter_thread(self) -> None:
         """Make this the device of the calling thread unless it is already."""
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """The GPU ``index``, or an equal share of its memory if ``num_sharing`` ranks run on it.
 
     ``non_torch`` counts this process only, if the driver reports the memory of each process.  If not (in some
@@ -78,10 +89,9 @@ class CudaDevice:
     type = "cuda"
 
     def __init__(self, index: int, local_world_size: int, num_sharing: int = 1, check: Check = never_fails) -> None:
+        super().__init__(local_world_size)
         self.torch_device = torch.device("cuda", index)
-        self._check = check
-        self._num_sharing = num_sharing
-        self._local_world_size = local_world_size
+        self._check, self._num_sharing = check, num_sharing
 
     def snapshot(self) -> MemorySnapshot:
         self.synchronize()
@@ -107,16 +117,12 @@ class CudaDevice:
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
 
-    def set_current(self) -> None:
-        use_device(self.torch_device)
-        _share_cores(self._local_world_size)
-
     def enter_thread(self) -> None:
         if torch.cuda.current_device() != self.torch_device.index:
             use_device(self.torch_device)
 
 
-class CpuDevice:
+class CpuDevice(Device):
     """This rank's equal share of the host's memory, or of its container's.
 
     Torch does not count its allocations on CPU, so the process's resident memory stands for ``torch_allocated`` and
@@ -124,10 +130,7 @@ class CpuDevice:
     """
 
     type = "cpu"
-
-    def __init__(self, local_world_size: int) -> None:
-        self.torch_device = torch.device("cpu")
-        self._local_world_size = local_world_size
+    torch_device = torch.device("cpu")
 
     def snapshot(self) -> MemorySnapshot:
         host, process = host_memory(), process_memory()
@@ -143,19 +146,10 @@ class CpuDevice:
     def reset_peak(self) -> None:
         reset_peak()
 
-    def synchronize(self) -> None:
-        """Operations on a CPU have ended when they return."""
-
     def empty_cache(self) -> None:
         """Give freed memory back to the system: glibc keeps some, which would count as resident."""
         if hasattr(_LIBC, "malloc_trim"):
             _LIBC.malloc_trim(0)
-
-    def set_current(self) -> None:
-        _share_cores(self._local_world_size)
-
-    def enter_thread(self) -> None:
-        """A thread has no device of its own here."""
 
 
 def make_device(
@@ -215,15 +209,6 @@ def bus_place(device: torch.device) -> str:
     """Where a GPU is on its host's bus, as nvidia-smi writes it: ``0000:3b:00``."""
     found: Any = torch.cuda.get_device_properties(device)  # its type has not all of its attributes
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
-
-
-def _share_cores(local_world_size: int) -> None:
-    """Give each of several ranks of a host an equal share of its cores as threads.
-
-    A single rank keeps the number that its user chose; for several, torchrun would have set one thread each.
-    """
-    if local_world_size > 1:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
 
 
 class _ProcessInfo(ctypes.Structure):
