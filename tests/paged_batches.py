@@ -12,7 +12,7 @@ from tp_engine.cpu.kernels.library import native_library
 from tp_engine.cpu.kernels.paged_attention import in_kernel_order
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, layer_view
 from tp_engine.plan import PAD_SLOT
-from tp_engine.worker.batch.step_inputs import slot_mapping
+from tp_engine.worker.batch.step_inputs import slots_for
 
 
 @dataclass
@@ -104,7 +104,7 @@ def make_batch(
         count = int(num_blocks_each[request])
         table[request, :count], free = free[:count], free[count:]
         kv = torch.randn(2, seq_len, shape.num_kv_heads, shape.head_dim, generator=generator).to(dtype)
-        own_slots = slot_mapping(table[request], np.arange(seq_len), block_size)
+        own_slots = slots_for(table[request : request + 1], np.zeros(seq_len, np.int64), np.arange(seq_len), block_size)
         cached = max(0, seq_len - query_len)
         flat[:, own_slots[:cached]] = kv[:, :cached].to(kv_cache.dtype)
         all_kv.append(kv)

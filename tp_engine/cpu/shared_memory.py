@@ -212,50 +212,43 @@ class SharedMemoryCommunicator(Communicator):
         return out
 
     def _all_reduce(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
-        self._progress.collective()
-        self._patience.started_ns = started_ns = monotonic_ns()
-        try:
-            self._exchange.all_reduce(tensor, out)
-        except BaseException as failure:
-            self._exchange = _Broken(failure)
-            raise
-        self._progress.collected(started_ns)
+        self._run(self._exchange.all_reduce, tensor, out)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         if not 0 < tensor.nbytes <= self._exchange.slot_bytes or tensor.dim() == 0:
             return self._library.all_gather(tensor)
-        self._progress.collective()
-        self._patience.started_ns = started_ns = monotonic_ns()
         *rows, width = tensor.shape
         out = tensor.new_empty((*rows, self.info.world_size * width))
+        self._run(self._exchange.all_gather, tensor.contiguous().view(-1, width), out.view(-1, out.shape[-1]))
+        return out
+
+    def _run(
+        self, collective: Callable[[torch.Tensor, torch.Tensor], None], tensor: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        self._progress.collective()
+        self._patience.started_ns = started_ns = monotonic_ns()
         try:
-            self._exchange.all_gather(tensor.contiguous().view(-1, width), out.view(-1, out.shape[-1]))
+            collective(tensor, out)
         except BaseException as failure:
             self._exchange = _Broken(failure)
             raise
         self._progress.collected(started_ns)
-        return out
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return self._library.gather(tensor)
 
 
-class _Broken:
+class _Broken(Exchange):
     """Refuses all collectives after one that did not end, because the ranks are no longer in step."""
 
     slot_bytes = 1 << 62
-    can_capture = False
 
     def __init__(self, failure: BaseException) -> None:
         self._failure = failure
 
     def all_reduce(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
-        self._raise()
-
-    def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
-        self._raise()
-
-    def _raise(self) -> None:
         if isinstance(self._failure, RankError):
             raise self._failure
         raise RuntimeError("an earlier collective did not end, so the ranks are no longer in step") from self._failure
+
+    all_gather = all_reduce

@@ -41,7 +41,7 @@ RunPhase = Callable[[str, Callable[[], None]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """What decides: ``config`` without ``auto`` as device and dtype, and what the ranks' GPUs can do, if it is known."""
+    """What decides: ``config`` without ``auto`` as device and dtype, and what the ranks' GPUs can do, if known."""
 
     config: EngineConfig
     num_hosts: int = 1

@@ -6,6 +6,7 @@ to add up the ranks' parts, and what puts shared and symmetric memory in front o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import monotonic_ns
 
 import torch
@@ -87,32 +88,31 @@ class ProcessGroupCommunicator(Communicator):
         self._collected = _nothing if self.can_capture else progress.collected
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._progress.collective()
-        started_ns = monotonic_ns()
-        dist.all_reduce(tensor, group=self._group)
-        self._collected(started_ns)
+        self._run(dist.all_reduce, tensor)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._progress.collective()
-        started_ns = monotonic_ns()
         if tensor.dim() == 1:  # 1-D parts need no rearranging, so no copy
             whole = tensor.new_empty(self.info.world_size * len(tensor))
-            _all_gather_flat(whole, tensor.contiguous(), group=self._group)
-            self._collected(started_ns)
+            self._run(_all_gather_flat, whole, tensor.contiguous())
             return whole
-        parts = [torch.empty_like(tensor) for _ in range(self.info.world_size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self._group)
-        self._collected(started_ns)
+        parts = self._parts(tensor)
+        self._run(dist.all_gather, parts, tensor.contiguous())
         return torch.cat(parts, dim=-1)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        parts = self._parts(tensor) if self.info.is_first else None
+        self._run(dist.gather, tensor.contiguous(), parts, group_dst=0)
+        return torch.cat(parts, dim=-1) if parts is not None else None
+
+    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.empty_like(tensor) for _ in range(self.info.world_size)]
+
+    def _run(self, collective: Callable[..., object], *arguments: object, **options: int) -> None:
         self._progress.collective()
         started_ns = monotonic_ns()
-        parts = [torch.empty_like(tensor) for _ in range(self.info.world_size)] if self.info.is_first else None
-        dist.gather(tensor.contiguous(), parts, group=self._group, group_dst=0)
+        collective(*arguments, group=self._group, **options)
         self._collected(started_ns)
-        return torch.cat(parts, dim=-1) if parts is not None else None
 
 
 def _nothing(_started_ns: int) -> None:

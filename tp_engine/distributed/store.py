@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -63,35 +63,19 @@ class WatchedStore(dist.Store):
         self.wait(keys)
         return self._store.multi_get(list(keys))
 
-    def set(self, key: str, value: str | bytes) -> None:
-        self._store.set(key, value)  # type: ignore[arg-type]  # the stub has str only
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
-        self._store.multi_set(list(keys), list(values))  # type: ignore[attr-defined]  # missing in the stub
-
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(key, amount)
-
-    def append(self, key: str, value: str) -> None:
-        self._store.append(key, value)  # type: ignore[attr-defined]  # missing in the stub
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self._store.compare_set(key, expected, desired)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._store.check(list(keys))
-
-    def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(key)
-
-    def num_keys(self) -> int:
-        return self._store.num_keys()
-
-    def has_extended_api(self) -> bool:
-        return self._store.has_extended_api()  # type: ignore[attr-defined,no-any-return]  # missing in the stub
-
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    def act(self: WatchedStore, *arguments: Any) -> Any:
+        return getattr(self._store, name)(*arguments)
+
+    return act
+
+
+for _name in "set multi_set add append compare_set check delete_key num_keys has_extended_api".split():  # noqa: SIM905
+    setattr(WatchedStore, _name, _passed_on(_name))  # in the class, where C++ looks them up
 
 
 def host_store(*, timeout_s: float) -> dist.TCPStore:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -65,21 +66,15 @@ class RunnerParts:
     is_trial: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FeatureBytes:
-    """Memory of the device that is set aside for features, by line of the ledger."""
-
-    table_bytes: int = 0
-    state_bytes: int = 0
-    adapter_bytes: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class FeatureKind:
-    """A row of the table; ``make`` returns None where the feature is switched off."""
+    """A row of the table; ``make`` returns None where the feature is switched off.
+
+    ``num_bytes`` returns what is set aside for it on the device, by line of the ledger.
+    """
 
     make: Callable[[RunnerFeatureParts, RunnerParts], RunnerFeature | None]
-    num_bytes: Callable[[RunnerFeatureParts], FeatureBytes] = lambda _parts: FeatureBytes()
+    num_bytes: Callable[[RunnerFeatureParts], dict[str, int]] = lambda _parts: {}
 
 
 def _digests(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | None:
@@ -103,9 +98,9 @@ def _adapters(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature |
     )
 
 
-def _adapter_bytes(parts: RunnerFeatureParts) -> FeatureBytes:
+def _adapter_bytes(parts: RunnerFeatureParts) -> dict[str, int]:
     """The slots for adapters, which the model has beside its weights."""
-    return FeatureBytes(adapter_bytes=sum(layer.num_bytes for layer in parts.model.adapted_layers))
+    return {"adapters": sum(layer.num_bytes for layer in parts.model.adapted_layers)}
 
 
 def _num_states(effective: EffectiveConfig) -> int:
@@ -121,15 +116,9 @@ def _states(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | N
     return states
 
 
-def _state_bytes(parts: RunnerFeatureParts) -> FeatureBytes:
+def _state_bytes(parts: RunnerFeatureParts) -> dict[str, int]:
     states = parts.layout.states
-    if states is None:
-        return FeatureBytes()
-    return FeatureBytes(state_bytes=(_num_states(parts.effective) + 1) * states.slot_bytes)
-
-
-def _scored_prompts(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature:
-    return ScoredPrompts(parts.model, runner.batch)
+    return {} if states is None else {"states": (_num_states(parts.effective) + 1) * states.slot_bytes}
 
 
 def _pooled_rows(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature:
@@ -142,11 +131,10 @@ def _host_tier(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature 
     return HostTierWorker(runner.pool, runner.num_slots, parts.codec, parts.stores, runner.progress)
 
 
-def _tier_bytes(parts: RunnerFeatureParts) -> FeatureBytes:
+def _tier_bytes(parts: RunnerFeatureParts) -> dict[str, int]:
     if parts.codec is None:
-        return FeatureBytes()
-    staging = staging_bytes(parts.codec) if parts.device.type == "cuda" else 0
-    return FeatureBytes(table_bytes=parts.codec.work_bytes + staging)
+        return {}
+    return {"tables": parts.codec.work_bytes + (staging_bytes(parts.codec) if parts.device.type == "cuda" else 0)}
 
 
 def _head_drafter(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | None:
@@ -156,11 +144,9 @@ def _head_drafter(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeatu
     return HeadDrafter(parts.head, parts.backends, group, runner.batch, parts.groups.communicator)
 
 
-def _head_bytes(parts: RunnerFeatureParts) -> FeatureBytes:
+def _head_bytes(parts: RunnerFeatureParts) -> dict[str, int]:
     """The states that a draft head reads."""
-    if parts.head is None:
-        return FeatureBytes()
-    return FeatureBytes(table_bytes=parts.effective.config.max_num_seqs * parts.head.state_bytes)
+    return {} if parts.head is None else {"tables": parts.effective.config.max_num_seqs * parts.head.state_bytes}
 
 
 # In the order in which their hooks are called.
@@ -169,7 +155,7 @@ FEATURES: tuple[FeatureKind, ...] = (
     FeatureKind(_watch),
     FeatureKind(_adapters, _adapter_bytes),
     FeatureKind(_states, _state_bytes),
-    FeatureKind(_scored_prompts),
+    FeatureKind(lambda parts, runner: ScoredPrompts(parts.model, runner.batch)),
     FeatureKind(_pooled_rows),
     FeatureKind(_host_tier, _tier_bytes),
     FeatureKind(_head_drafter, _head_bytes),
@@ -181,7 +167,9 @@ def make_features(parts: RunnerFeatureParts, runner: RunnerParts) -> list[Runner
     return [feature for kind in FEATURES if (feature := kind.make(parts, runner)) is not None]
 
 
-def count_bytes(parts: RunnerFeatureParts) -> FeatureBytes:
-    """Return the memory to set aside for all features."""
-    counts = [kind.num_bytes(parts) for kind in FEATURES]
-    return FeatureBytes(**{line.name: sum(getattr(one, line.name) for one in counts) for line in fields(FeatureBytes)})
+def count_bytes(parts: RunnerFeatureParts) -> Counter[str]:
+    """Return the memory to set aside for all features, by line of the ledger."""
+    found: Counter[str] = Counter()
+    for kind in FEATURES:
+        found.update(kind.num_bytes(parts))
+    return found

@@ -359,8 +359,9 @@ class Worker:
     def _measure_memory(self, meter: MemoryMeter, cuda_graph_bytes: int) -> MemoryLedger:
         self.groups.progress.reach(RankPhase.PROFILE)
         parts, device = self._parts, self._device
-        of_tables = table_bytes(self.effective, self._layout, self.groups.info, device.type)
-        of_features = count_bytes(parts)
+        reserved = count_bytes(parts)
+        reserved["cuda_graphs"] = cuda_graph_bytes
+        reserved["tables"] += table_bytes(self.effective, self._layout, self.groups.info, device.type)
         with self._trial_runner() if warms_up(device.type) else nullcontext() as runner:
             if runner is not None:
                 meter.steps_begin()
@@ -374,12 +375,7 @@ class Worker:
             )
             if runner is not None:
                 run_largest_decodes(runner, self.effective.config)
-            return meter.finish(
-                table_bytes=of_tables + of_features.table_bytes,
-                cuda_graph_bytes=cuda_graph_bytes,
-                state_bytes=of_features.state_bytes,
-                adapter_bytes=of_features.adapter_bytes,
-            )
+            return meter.finish(**reserved)
 
     def _settle(self, ledger: MemoryLedger) -> int:
         config = self.effective.config

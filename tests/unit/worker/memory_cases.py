@@ -10,10 +10,10 @@ import torch
 
 from tp_engine.distributed.rank import RankInfo
 from tp_engine.units import GIB
-from tp_engine.worker.device import MemorySnapshot
+from tp_engine.worker.device import Device, MemorySnapshot
 
 
-class FakeDevice:
+class FakeDevice(Device):
     """A GPU shared with another process; the test sets how many bytes each holds."""
 
     type = "cuda"

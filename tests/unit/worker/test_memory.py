@@ -111,7 +111,7 @@ def profile(device: FakeDevice, *, utilization: float = 0.9, meanwhile: int = 0,
     device.cached = 3 * GIB
     device.non_torch += GIB
     device.co_tenant += meanwhile
-    return profiler.finish(table_bytes=GIB // 8, cuda_graph_bytes=GIB // 4)
+    return profiler.finish(tables=GIB // 8, cuda_graphs=GIB // 4)
 
 
 def test_ledger_of_a_start() -> None:

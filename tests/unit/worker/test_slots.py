@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 
 from tp_engine.plan import PAD_SLOT
-from tp_engine.worker.batch.step_inputs import slot_mapping, slots_for
+from tp_engine.worker.batch.step_inputs import SlotArray, slots_for
+
+
+def of_one_row(table: np.ndarray, positions: np.ndarray, block_size: int) -> SlotArray:
+    return slots_for(table[np.newaxis], np.zeros_like(positions), positions, block_size)
 
 
 def test_golden_two_blocks_of_256() -> None:
     """Oracle: the documented example, block_size 256, table [5, 12], 300 tokens."""
-    slots = slot_mapping(np.array([5, 12], dtype=np.int32), np.arange(300), 256)
+    slots = of_one_row(np.array([5, 12], dtype=np.int32), np.arange(300), 256)
     assert slots.tolist() == [*range(1280, 1536), *range(3072, 3116)]
 
 
@@ -27,15 +31,15 @@ def test_many_rows_from_any_position() -> None:
 def test_padding_and_nothing() -> None:
     """Oracle: a negative position is padding; no tokens have no slots."""
     table = np.array([3], dtype=np.int32)
-    assert slot_mapping(table, np.array([0, -1, 2], dtype=np.int32), 4).tolist() == [12, PAD_SLOT, 14]
-    assert slot_mapping(table, np.array([], dtype=np.int32), 4).tolist() == []
+    assert of_one_row(table, np.array([0, -1, 2], dtype=np.int32), 4).tolist() == [12, PAD_SLOT, 14]
+    assert of_one_row(table, np.array([], dtype=np.int32), 4).tolist() == []
 
 
 def test_slots_that_do_not_exist() -> None:
     """Oracle: slots fit in 32 bits and lie in blocks that the table holds."""
     with pytest.raises(AssertionError, match="32 bits"):
-        slot_mapping(np.array([2**27], dtype=np.int32), np.array([0]), 16)
+        of_one_row(np.array([2**27], dtype=np.int32), np.array([0]), 16)
     with pytest.raises(AssertionError, match="does not hold"):
-        slot_mapping(np.array([-1], dtype=np.int32), np.array([0]), 16)
+        of_one_row(np.array([-1], dtype=np.int32), np.array([0]), 16)
     with pytest.raises(IndexError):
-        slot_mapping(np.array([1], dtype=np.int32), np.array([16]), 16)
+        of_one_row(np.array([1], dtype=np.int32), np.array([16]), 16)

@@ -151,8 +151,3 @@ def slots_for(
     assert slots.min() >= 0, "a token lies in a block that its table does not hold"
     slots[..., padding] = PAD_SLOT
     return slots
-
-
-def slot_mapping(block_table_row: IntArray, positions: AnyIntArray, block_size: int) -> SlotArray:
-    """Slots (N,) int64 of N tokens of one row, see ``slots_for``."""
-    return slots_for(block_table_row[np.newaxis], np.zeros_like(positions), positions, block_size)

@@ -19,7 +19,7 @@ Every term counts this process only; the memory of other processes is in none of
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from tp_engine.distributed.rank import RankInfo
 from tp_engine.errors import MemoryBudgetError
@@ -37,8 +37,8 @@ class MemoryLedger:
     weights: int
     activations: int
     non_torch: int
-    tables: int
-    cuda_graphs: int
+    tables: int = 0
+    cuda_graphs: int = 0
     states: int = 0
     adapters: int = 0
 
@@ -74,26 +74,20 @@ def compute_ledger(
     after: MemorySnapshot,
     *,
     requested: int,
-    tables: int = 0,
-    cuda_graphs: int = 0,
-    states: int = 0,
-    adapters: int = 0,
     aside: int = 0,
+    **reserved: int,
 ) -> MemoryLedger:
-    """The ledger of the snapshots B0, B1 and A.  A term that decreased counts as zero.
+    """The ledger of the snapshots B0, B1 and A, and of the ``reserved`` lines.  A term that decreased counts as zero.
 
     ``aside``: bytes that torch held in addition to B1 for the trial steps, such as their small KV cache.
     """
     return MemoryLedger(
         total=before.total,
         requested=requested,
-        weights=max(loaded.torch_allocated - before.torch_allocated - adapters, 0),
+        weights=max(loaded.torch_allocated - before.torch_allocated - reserved.get("adapters", 0), 0),
         activations=max(after.torch_peak - loaded.torch_allocated - aside, 0),
         non_torch=max(after.non_torch - before.non_torch, 0),
-        tables=tables,
-        cuda_graphs=cuda_graphs,
-        states=states,
-        adapters=adapters,
+        **reserved,
     )
 
 
@@ -131,18 +125,7 @@ def memory_lines(ledger: MemoryLedger, *, kv_cache_bytes: int, kv_host_bytes: in
 
 
 def _terms(ledger: MemoryLedger) -> dict[str, int]:
-    return {
-        "total": ledger.total,
-        "requested": ledger.requested,
-        "weights": ledger.weights,
-        "activations": ledger.activations,
-        "non_torch": ledger.non_torch,
-        "tables": ledger.tables,
-        "cuda_graphs": ledger.cuda_graphs,
-        "states": ledger.states,
-        "adapters": ledger.adapters,
-        "kv_cache_available": ledger.available,
-    }
+    return {**asdict(ledger), "kv_cache_available": ledger.available}
 
 
 def ledger_table(ledger: MemoryLedger, info: RankInfo) -> str:

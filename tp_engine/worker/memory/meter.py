@@ -57,25 +57,13 @@ class MemoryMeter:
         self._aside = self._device.snapshot().torch_allocated - self._loaded.torch_allocated
         self._device.reset_peak()
 
-    def finish(
-        self, *, table_bytes: int = 0, cuda_graph_bytes: int = 0, state_bytes: int = 0, adapter_bytes: int = 0
-    ) -> MemoryLedger:
-        """The largest steps have run; the other bytes are reserved for later allocations, but those of the slots for
-        adapters, which exist since the weights do."""
+    def finish(self, **reserved: int) -> MemoryLedger:
+        """The largest steps have run; ``reserved`` are the computed lines of the ledger: bytes for later allocations,
+        and those of the slots for adapters, which exist since the weights do."""
         assert self._loaded is not None, "weights_loaded() comes before finish()"
         self._device.synchronize()
-        after = self._device.snapshot()
-        return compute_ledger(
-            self._before,
-            self._loaded,
-            after,
-            requested=self._requested,
-            tables=table_bytes,
-            cuda_graphs=cuda_graph_bytes,
-            states=state_bytes,
-            adapters=adapter_bytes,
-            aside=self._aside,
-        )
+        after, asked = self._device.snapshot(), self._requested
+        return compute_ledger(self._before, self._loaded, after, requested=asked, aside=self._aside, **reserved)
 
     def _settled_snapshot(self) -> MemorySnapshot:
         gc.collect()
