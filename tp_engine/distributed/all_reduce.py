@@ -29,7 +29,7 @@ from tp_engine.device_map import parse_devices, shares_devices
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.distributed.groups import HostGroup, RankGroups
 from tp_engine.distributed.reduce_plan import Machine, why_not
-from tp_engine.distributed.symmetric_memory import TorchOwnMemory, probe_machine, with_symmetric_memory
+from tp_engine.distributed.symmetric_memory import allocate_symmetric, probe_machine, with_symmetric_memory
 from tp_engine.distributed.two_level import swap_between
 from tp_engine.errors import ConfigError
 from tp_engine.log import get_logger
@@ -102,7 +102,7 @@ def _make_symmetric(ranks: Ranks, groups: RankGroups, device: ReduceDevice) -> C
     return with_symmetric_memory(
         groups.communicator,
         machine,
-        lambda num_bytes: TorchOwnMemory(num_bytes, device.torch_device, group),
+        lambda num_bytes: allocate_symmetric(num_bytes, device.torch_device, group),
         groups.host,
         groups.progress,
         device=device.torch_device,

@@ -46,7 +46,7 @@ _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 def with_symmetric_memory(
     library: Communicator,
     machine: Machine,
-    allocate: Callable[[int], OwnMemory],
+    allocate: Callable[[int], Share],
     host: Agreeing,
     progress: RankProgress,
     *,
@@ -58,7 +58,7 @@ def with_symmetric_memory(
 ) -> Communicator:
     """``library`` with its smaller collectives through symmetric memory, or ``library`` itself if a rank can not.
 
-    ``allocate(num_bytes)`` creates a rank's own buffer.  All ranks have one before the first maps those of the others,
+    ``allocate(num_bytes)`` creates a rank's own buffer, and returns what maps those of all ranks.  All ranks have one before the first maps those of the others,
     because mapping waits for a missing rank until torch's store gives up.  ``largest_bytes`` is the size of the largest
     tensor that a step all-reduces.  If ``is_required``, a rank that can not raises ``RankError`` on all ranks.
     ``wait`` waits for the device, and raises if another rank has ended.  ``within(what)`` bounds the time of each part,
@@ -72,7 +72,7 @@ def with_symmetric_memory(
     num_bytes = plan_for(replace(machine, has_multicast=True)).buffer_bytes
     own = together(lambda: allocate(num_bytes))
     with within("mapping the other ranks' memory"):
-        buffer = None if own is None else together(own.share)
+        buffer = None if own is None else together(own)
     if buffer is None:
         return library
     with within("copying between GPUs"):
@@ -117,28 +117,20 @@ class SymmetricBuffer(Protocol):
         """The buffer of ``rank`` (bytes,) uint8, in its own memory."""
 
 
-class OwnMemory(Protocol):
-    """One rank's buffer, before other ranks map it."""
-
-    def share(self) -> SymmetricBuffer:
-        """Map the buffers of all ranks; a collective."""
+Share: TypeAlias = Callable[[], SymmetricBuffer]
+"""Maps the buffers of all ranks; a collective."""
 
 
-class TorchOwnMemory:
-    """``num_bytes`` of ``device``, allocated outside of torch's caching allocator, for the ranks of ``group``."""
-
-    def __init__(self, num_bytes: int, device: torch.device, group: dist.ProcessGroup) -> None:
-        # Its handles have addresses; those of torch's other backends, which the environment may choose, may not.
-        if _symmetric_memory.get_backend(device) != "CUDA":
-            _symmetric_memory.set_backend("CUDA")
-        self._bytes = _symmetric_memory._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
-        self._group = group
-
-    def share(self) -> SymmetricBuffer:
-        return TorchSymmetricBuffer(self._bytes, self._group)
+def allocate_symmetric(num_bytes: int, device: torch.device, group: dist.ProcessGroup) -> Share:
+    """Allocate ``num_bytes`` of ``device``, outside of torch's caching allocator, for the ranks of ``group``."""
+    # Its handles have addresses; those of torch's other backends, which the environment may choose, may not.
+    if _symmetric_memory.get_backend(device) != "CUDA":
+        _symmetric_memory.set_backend("CUDA")
+    own = _symmetric_memory._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+    return lambda: TorchSymmetricBuffer(own, group)
 
 
-class TorchSymmetricBuffer:
+class TorchSymmetricBuffer(SymmetricBuffer):
     """``own`` (bytes,) uint8 of every rank, mapped by all of them.  Making one is a collective."""
 
     def __init__(self, own: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy.typing as npt
 import torch
@@ -18,8 +17,7 @@ Fetch: TypeAlias = Callable[[Sequence[torch.Tensor]], Callable[[], list[npt.NDAr
 """Begins to copy tensors to the host; the returned function waits for them and gives their arrays."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogprobTensors:
+class LogprobTensors(NamedTuple):
     """``TokenLogprobs`` still on the device: ids (n, 1 + k) int32, logprobs (n, 1 + k) float32, ranks (n,) int32."""
 
     token_ids: torch.Tensor
@@ -29,17 +27,11 @@ class LogprobTensors:
     @staticmethod
     def joined(parts: Sequence[LogprobTensors]) -> LogprobTensors:
         """All rows of ``parts``, one or more of the same width, in their order."""
-        if len(parts) == 1:
-            return parts[0]
-        return LogprobTensors(
-            token_ids=torch.cat([part.token_ids for part in parts]),
-            logprobs=torch.cat([part.logprobs for part in parts]),
-            ranks=torch.cat([part.ranks for part in parts]),
-        )
+        return parts[0] if len(parts) == 1 else LogprobTensors(*map(torch.cat, zip(*parts, strict=True)))
 
     def to_host(self, fetch: Fetch) -> Callable[[], TokenLogprobs]:
         """Begin to copy; the returned function waits."""
-        fetched = fetch((self.token_ids, self.logprobs, self.ranks))
+        fetched = fetch(self)
 
         def wait() -> TokenLogprobs:
             token_ids, logprobs, ranks = fetched()
@@ -79,12 +71,8 @@ def _chunk_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Lo
 
 def _spread(scored: LogprobTensors, places: torch.Tensor, num_rows: int) -> LogprobTensors:
     """Put the scored rows at ``places`` (m,) int64 among ``num_rows``; the others are zero and never read."""
-    width = scored.token_ids.shape[1]
-    return LogprobTensors(
-        token_ids=scored.token_ids.new_zeros((num_rows, width)).index_copy_(0, places, scored.token_ids),
-        logprobs=scored.logprobs.new_zeros((num_rows, width)).index_copy_(0, places, scored.logprobs),
-        ranks=scored.ranks.new_zeros(num_rows).index_copy_(0, places, scored.ranks),
-    )
+    wide = ((part, part.new_zeros((num_rows, *part.shape[1:]))) for part in scored)
+    return LogprobTensors(*(room.index_copy_(0, places, part) for part, room in wide))
 
 
 def score_rows(logits: torch.Tensor, token_ids: torch.Tensor, groups: StepGroups) -> LogprobTensors:

@@ -86,7 +86,7 @@ class FakeMemory:
     def __init__(self, buffer: FakeBuffer, *, fault: str = "") -> None:
         self._buffer, self._fault, self.was_shared = buffer, fault, False
 
-    def share(self) -> FakeBuffer:
+    def __call__(self) -> FakeBuffer:
         self.was_shared = True
         if self._fault:
             raise RuntimeError(self._fault)
@@ -206,7 +206,7 @@ def test_memory_is_of_the_backend_whose_handles_have_addresses(
     monkeypatch.setattr(
         torch_module._SymmetricMemory, "empty_strided_p2p", lambda *shape: asked.append("memory"), raising=False
     )
-    symmetric_memory.TorchOwnMemory(64, torch.device("cuda", 0), None)  # type: ignore[arg-type]
+    symmetric_memory.allocate_symmetric(64, torch.device("cuda", 0), None)  # type: ignore[arg-type]
     assert asked == (["memory"] if chosen == "CUDA" else ["CUDA", "memory"])
 
 
