@@ -2,11 +2,11 @@
 
 ::
 
-    source       its draft tokens come from                                          files
-    ngram        the request's own text (prompt lookup)                         draft tokens.py
-    suffix       other requests' answers                                        suffix_proposer.py
-    eagle3       the ranks' draft head                                          draft tokens.py
-    grammar      what a request's grammar forces; with every method             grammar_proposer.py
+    source       its draft tokens come from                                 files
+    ngram        the request's own text (prompt lookup)                     proposer.py
+    suffix       other requests' answers                                    suffix_proposer.py
+    eagle3       the ranks' draft head                                      proposer.py
+    grammar      what a request's grammar forces; with every method         grammar_proposer.py
 
 A source is a ``Proposer`` with a name.  ``_SOURCES`` makes it from the configuration, ``_OF_METHOD`` says which
 sources a method has; of all draft tokens for a row the one is verified of which most is likely to be kept.  What a
