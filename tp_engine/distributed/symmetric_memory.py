@@ -58,9 +58,10 @@ def with_symmetric_memory(
 ) -> Communicator:
     """``library`` with its smaller collectives through symmetric memory, or ``library`` itself if a rank can not.
 
-    ``allocate(num_bytes)`` creates a rank's own buffer, and returns what maps those of all ranks.  All ranks have one before the first maps those of the others,
-    because mapping waits for a missing rank until torch's store gives up.  ``largest_bytes`` is the size of the largest
-    tensor that a step all-reduces.  If ``is_required``, a rank that can not raises ``RankError`` on all ranks.
+    ``allocate(num_bytes)`` creates a rank's own buffer, and returns what maps those of all ranks.  All ranks have one
+    before the first maps those of the others, because mapping waits for a missing rank until torch's store gives up.
+    ``largest_bytes`` is the size of the largest tensor that a step all-reduces.  If ``is_required``, a rank that can
+    not raises ``RankError`` on all ranks.
     ``wait`` waits for the device, and raises if another rank has ended.  ``within(what)`` bounds the time of each part,
     which may wait for another GPU for ever: mapping, copies from GPU to GPU, and only then the first kernels that wait
     for signals, because a kernel that waits can not be ended.

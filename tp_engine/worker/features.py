@@ -121,10 +121,6 @@ def _state_bytes(parts: RunnerFeatureParts) -> dict[str, int]:
     return {} if states is None else {"states": (_num_states(parts.effective) + 1) * states.slot_bytes}
 
 
-def _pooled_rows(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature:
-    return PooledRows(len(runner.batch.num_prompt), parts.model.lm_head.slice, parts.groups.communicator)
-
-
 def _host_tier(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | None:
     if parts.codec is None or not runner.num_slots:
         return None
@@ -155,8 +151,8 @@ FEATURES: tuple[FeatureKind, ...] = (
     FeatureKind(_watch),
     FeatureKind(_adapters, _adapter_bytes),
     FeatureKind(_states, _state_bytes),
-    FeatureKind(lambda parts, runner: ScoredPrompts(parts.model, runner.batch)),
-    FeatureKind(_pooled_rows),
+    FeatureKind(lambda p, r: ScoredPrompts(p.model, r.batch)),
+    FeatureKind(lambda p, r: PooledRows(len(r.batch.num_prompt), p.model.lm_head.slice, p.groups.communicator)),
     FeatureKind(_host_tier, _tier_bytes),
     FeatureKind(_head_drafter, _head_bytes),
 )
