@@ -218,12 +218,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
-class Halves:
+class Halves(Codec):
     """A codec whose blobs are the even bytes of a block; they come back as both."""
-
-    is_copy = False
-    work_bytes = 0
-    num_groups = 1
 
     def __init__(self, block_bytes: int) -> None:
         self.blob_bytes = block_bytes // 2
