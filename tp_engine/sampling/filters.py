@@ -50,11 +50,14 @@ def pick(scaled: torch.Tensor, token_ids: torch.Tensor, keep: torch.Tensor, keys
     return token_ids.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
 
 
-def draw(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor, vocab_ids: torch.Tensor) -> torch.Tensor:
-    """Draw (m,) int32 from ``logits`` (m, vocab) float32, in the group's way, which is not GREEDY.
+def draw(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor | None, vocab_ids: torch.Tensor) -> torch.Tensor:
+    """Draw (m,) int32 from ``logits`` (m, vocab), of any float type, in the group's way.
 
-    ``keys`` (m, 2) int32 are the rows' noise keys, ``vocab_ids`` is arange(vocab) int32.
+    ``keys`` (m, 2) int32 are the rows' noise keys, None for greedy rows; ``vocab_ids`` is arange(vocab) int32.
     """
+    if keys is None or group.way is Way.GREEDY:
+        return row_argmax(logits).to(torch.int32)
+    logits = logits.to(torch.float32)
     if group.way is Way.ANY:
         return row_argmax(noisy_scores(logits, group, keys, vocab_ids)).to(torch.int32)
     if draws_by_kernel(logits.device.type):

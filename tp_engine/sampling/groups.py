@@ -67,7 +67,9 @@ class RowGroup:
         """Rows ``start`` to ``stop`` of the group (m, width): from ``logits`` (n, width) or ``edited`` (e, width)."""
         matrix = edited if self.edited else logits
         assert matrix is not None
-        return matrix[start:stop] if self.source is None else matrix.index_select(0, self.source[start:stop])
+        if self.source is None:
+            return matrix if not start and stop is None else matrix[start:stop]
+        return matrix.index_select(0, self.source[start:stop])
 
     def part(self, start: int, stop: int) -> RowGroup:
         """The rows ``start`` to ``stop`` of the group."""

@@ -97,30 +97,26 @@ class Sampler:
         (n,), each once, and ``positions`` (n,), the index that the new token will have in its sequence.  Rows that did
         not ask for log-probabilities hold zeros.  A collective: all ranks pass the same ``rows`` and ``positions``.
         """
-        kind = None if self.device is None else self.device.kind_of(rows, positions)
-        if self.device is None or kind is None:
-            return self._sample(logits, rows, positions)
-        logits = self._state.masked(logits, rows)
-        last_positions = positions.astype(np.int64) - 1
-        on_device = upload_all((rows.astype(np.int32, copy=False), last_positions), logits.device)
-        return self.device.sample(kind, logits, *on_device), None
-
-    def _sample(
-        self, logits: torch.Tensor, rows: IntArray, positions: IntArray
-    ) -> tuple[torch.Tensor, LogprobTensors | None]:
         state, raw = self._state, logits
+        if self.device is not None and (kind := self.device.kind_of(rows, positions)) is not None:
+            on_host = (rows.astype(np.int32, copy=False), positions.astype(np.int64) - 1)
+            return self.device.sample(kind, state.masked(logits, rows), *upload_all(on_host, logits.device)), None
         assert logits.shape == (len(rows), state.vocab.width), f"logits {tuple(logits.shape)} for {len(rows)} rows"
         logits = state.masked(logits, rows)
         if state.is_plain[rows].all():
-            return self._best(logits), None
+            return row_argmax(logits).to(torch.int32) if self._is_alone else self._exchange_best(logits), None
         groups = self._grouper.groups(rows, positions)
         edited = groups.edited_logits(logits, state.penalties)
         steps = self._steps(logits, edited, groups, rows, positions)
         self._exchange_maxima(steps)
         scored = groups.scored_logits(raw, logits, edited)
-        offered = [self._share(step) for step in steps]
-        stacks = exchange(self._communicator, offered if scored is None else [*offered, scored])
-        decided = [self._decide(step, stack) for step, stack in zip(steps, stacks, strict=False)]
+        shares = [self._share(step) for step in steps]
+        if self._is_alone:
+            decided = shares
+        else:
+            stacks = exchange(self._communicator, shares if scored is None else [*shares, scored])
+            decided = [self._decide(step, stack) for step, stack in zip(steps, stacks, strict=False)]
+            scored = None if scored is None else vocab_parallel.whole_logits(stacks[-1], state.vocab_size)
         tokens = decided[0]
         if len(decided) > 1:
             tokens = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
@@ -129,11 +125,9 @@ class Sampler:
         groups.record(tokens, state.penalties)
         if scored is None or not self._communicator.info.is_first:
             return tokens, None
-        return tokens, score_rows(vocab_parallel.whole_logits(stacks[-1], state.vocab_size), tokens, groups)
+        return tokens, score_rows(scored, tokens, groups)
 
-    def _best(self, logits: torch.Tensor) -> torch.Tensor:
-        if self._is_alone:
-            return row_argmax(logits).to(torch.int32)
+    def _exchange_best(self, logits: torch.Tensor) -> torch.Tensor:
         vocab = self._state.vocab
         (stack,) = exchange(self._communicator, [vocab_parallel.greedy_share(logits[:, : vocab.num_ids], vocab)])
         return vocab_parallel.merge_best(stack)
@@ -172,7 +166,7 @@ class Sampler:
 
     def _share(self, step: _GroupStep) -> torch.Tensor:
         vocab, group = self._state.vocab, step.group
-        if self._is_alone:
+        if self._is_alone:  # the share is the tokens
             return vocab_parallel.decide_from_logits(step.logits, group, step.keys, self._vocab_ids)
         if group.way in (Way.GREEDY, Way.ANY):
             return vocab_parallel.best_share(self._held(step), group, step.keys, vocab, step.maximum)
@@ -183,8 +177,6 @@ class Sampler:
         return step.whole
 
     def _decide(self, step: _GroupStep, stack: torch.Tensor) -> torch.Tensor:
-        if self._is_alone:
-            return stack[0]
         if step.group.way in (Way.GREEDY, Way.ANY):
             return vocab_parallel.merge_best(stack)
         assert step.keys is not None

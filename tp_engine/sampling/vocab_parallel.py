@@ -35,7 +35,6 @@ from tp_engine.sampling.ranking import (
     best_keys,
     key_ids,
     largest_keys,
-    row_argmax,
     row_chunks,
     top_keys,
     unpack_keys,
@@ -51,8 +50,6 @@ def exchange(communicator: Communicator, pieces: Sequence[torch.Tensor]) -> list
     """
     if not pieces:
         return []
-    if communicator.info.world_size == 1:
-        return [piece[None] for piece in pieces]
     words = [piece.contiguous().view(torch.int64).reshape(-1) for piece in pieces]
     flat = words[0] if len(words) == 1 else torch.cat(words)
     gathered = communicator.all_gather(flat).view(communicator.info.world_size, -1)
@@ -161,22 +158,26 @@ def decide_nucleus(
 
 def whole_logits(stack: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """(world size, m, width) -> (m, vocab_size)."""
-    return stack[0] if len(stack) == 1 else side_by_side(stack)[:, :vocab_size]
+    return side_by_side(stack)[:, :vocab_size]
 
 
 def decide_from_logits(
-    logits: Callable[[int, int], torch.Tensor], group: RowGroup, keys: torch.Tensor | None, vocab_ids: torch.Tensor
+    logits: Callable[[int, int | None], torch.Tensor],
+    group: RowGroup,
+    keys: torch.Tensor | None,
+    vocab_ids: torch.Tensor,
 ) -> torch.Tensor:
     """Token ids (m,) int32 from whole logits: ``logits(start, stop)`` are those of a part of the rows (n, vocab)."""
-    parts = []
-    for start, stop in row_chunks(len(group.members), len(vocab_ids), vocab_ids.device):
-        own = logits(start, stop)
-        if group.way is Way.GREEDY:
-            parts.append(row_argmax(own).to(torch.int32))
-        else:
-            assert keys is not None
-            parts.append(draw(own.float(), group.part(start, stop), keys[start:stop], vocab_ids))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if group.way is Way.GREEDY and group.source is None:  # nothing is copied
+        return draw(logits(0, None), group, keys, vocab_ids)
+    chunks = list(row_chunks(len(group.members), len(vocab_ids), vocab_ids.device))
+    if len(chunks) == 1:
+        return draw(logits(0, None), group, keys, vocab_ids)
+    parts = [
+        draw(logits(start, stop), group.part(start, stop), None if keys is None else keys[start:stop], vocab_ids)
+        for start, stop in chunks
+    ]
+    return torch.cat(parts)
 
 
 def _no_keys(logits: torch.Tensor) -> torch.Tensor:
