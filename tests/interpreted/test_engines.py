@@ -137,7 +137,7 @@ def test_groups_of_layers(checkpoint: Callable[..., Path]) -> None:
     """Oracle: the same model with one block table for all layers; tokens and log-probabilities are equal bit by bit."""
     shape: dict[str, Any] = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
     two_layers = {"num_layers": 2, "layer_types": WINDOWED["layer_types"][:2]}
-    folder = checkpoint("qwen3", **shape, **WINDOWED | two_layers)
+    folder = checkpoint(**shape, **WINDOWED | two_layers)
     with triton_ops_on_cpus():
         grouped = Engine(folder, TritonBackend)
         with patch("tp_engine.kv_layout.MAX_GROUPS", 1):

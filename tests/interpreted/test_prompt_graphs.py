@@ -160,7 +160,7 @@ def test_prompts_in_recordings(model: str, checkpoint: Callable[..., Path]) -> N
     if model == "windows":
         shape: dict[str, Any] = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
         layers = {"num_layers": 2, "layer_types": WINDOWED["layer_types"][:2]}
-        folder = checkpoint("qwen3", **shape, **WINDOWED | layers)
+        folder = checkpoint(**shape, **WINDOWED | layers)
         # Lanes, which verify draft tokens (plan.py), follow the rows that decode; most draft tokens are wrong.
         options = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 1, "max_step_rows": 8}'}
     else:
