@@ -11,6 +11,8 @@ from benchmarks.perplexity import OPTIONS, perplexity
 from tests.real_model.test_tokens import TEXT
 from tp_engine import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 PART = TEXT[:2000]  # about 440 tokens
 # Perplexity to that of bfloat16 on this part.  Measured: see docs/benchmarks.md.
 MOST: dict[str, tuple[dict[str, Any], float]] = {
@@ -51,7 +53,6 @@ def test_bfloat16_is_as_exact_as_transformers(smollm2: Path) -> None:
     assert own_error <= 1.1 * their_error, (own_error, their_error)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_perplexity_of_quantised_kinds(smollm2: Path) -> None:
     """Oracle: the model in bfloat16; limits are a little above what was measured."""

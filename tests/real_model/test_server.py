@@ -13,6 +13,8 @@ import pytest
 
 from tests.e2e.serving import serving
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = ("--device", "cpu", "--dtype", "float32", "--max-model-len", "512", "--num-gpu-blocks-override", "64")
 TOOL_OPTIONS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]

@@ -11,6 +11,8 @@ import pytest
 
 from tp_engine import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 TEXT = (Path(__file__).parent / "text.txt").read_text(encoding="utf-8")
 LONG = TEXT[:1000]  # about 220 tokens, more than four chunks
 QUESTIONS = [
