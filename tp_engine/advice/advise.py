@@ -32,7 +32,7 @@ _SMALLER = {True: ("fp8", "int4"), False: ("int8", "int4")}
 
 
 def advise(question: Question) -> Recommendation:
-    """The recommendation, with remedies if nothing fits.
+    """Return the recommendation, with remedies if nothing fits.
 
     Raises ``ConfigError`` for an illegal number of ranks, and for options that contradict the checkpoint.
     """
@@ -50,7 +50,7 @@ def advise(question: Question) -> Recommendation:
 
 
 def legal_sizes(model: ModelSpec) -> list[int]:
-    """All numbers of ranks that can share the model."""
+    """Return all numbers of ranks that can share the model."""
     found = []
     for world_size in range(1, MAX_WORLD_SIZE + 1):
         try:

@@ -66,14 +66,14 @@ class LengthCounter:
         self._prefixes: Counter[int] = Counter()
 
     def observe(self, num_prompt_tokens: int, num_output_tokens: int, num_shared_tokens: int) -> None:
-        """A sequence has finished; ``num_shared_tokens`` of its prompt came from the prefix cache."""
+        """Note that a sequence has finished; ``num_shared_tokens`` of its prompt came from the prefix cache."""
         self.num_requests += 1
         self._num_prompt_tokens += num_prompt_tokens
         self._num_output_tokens += num_output_tokens
         self._prefixes[num_shared_tokens] += 1
 
     def lengths(self, block_size: int) -> Lengths:
-        """The lengths so far, of at least one request; ``block_size`` is that of the prefix cache."""
+        """Return the lengths so far, of at least one request; ``block_size`` is that of the prefix cache."""
         return Lengths(
             prompt=self._num_prompt_tokens / self.num_requests,
             output=self._num_output_tokens / self.num_requests,
@@ -84,12 +84,14 @@ class LengthCounter:
 
 
 def choose_block_size(lengths: Lengths) -> int:
-    """The largest of ``BLOCK_SIZES`` that wastes at most ``MAX_WASTE``, else the smallest, which wastes least."""
+    """Return the largest of ``BLOCK_SIZES`` that wastes at most ``MAX_WASTE``, else the smallest, which wastes
+    least."""
     return max((size for size in BLOCK_SIZES if lengths.waste(size) <= MAX_WASTE), default=BLOCK_SIZES[0])
 
 
 def describe_waste(lengths: Lengths, block_size: int) -> str:
-    """The waste of ``block_size`` and of the other sizes, such as ``16 wastes 1.2% of the 640 tokens that ...``."""
+    """Return the waste of ``block_size`` and of the other sizes, such as ``16 wastes 1.2% of the 640 tokens that
+    ...``."""
     shared = f", of which {lengths.shared_tokens:,.0f} are shared" if lengths.shared_tokens else ""
     first, *others = (f"{size} {lengths.waste(size):.1%}" for size in BLOCK_SIZES if size != block_size)
     return (
@@ -99,7 +101,7 @@ def describe_waste(lengths: Lengths, block_size: int) -> str:
 
 
 def advise_measured(lengths: Lengths) -> str:
-    """The line of a running server: what its block size wastes, over which requests, and the size to choose."""
+    """Return the line of a running server: what its block size wastes, over which requests, and the size to choose."""
     best = choose_block_size(lengths)
     reason = f"the largest with at most {MAX_WASTE:.0%}" if lengths.waste(best) <= MAX_WASTE else "which wastes least"
     return (

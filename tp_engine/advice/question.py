@@ -41,7 +41,7 @@ class Hardware:
 
 
 def find_gpu(name: str) -> Hardware:
-    """The GPU of that name in ``GPU_GIB``.  Raises ``ConfigError`` for an unknown name."""
+    """Return the GPU of that name in ``GPU_GIB``.  Raises ``ConfigError`` for an unknown name."""
     key = name.lower()
     if key not in GPU_GIB:
         known = ", ".join(GPU_GIB)
@@ -99,7 +99,7 @@ WORKLOADS = {
 
 
 def find_workload(name: str) -> Workload:
-    """The workload of that name in ``WORKLOADS``.  Raises ``ConfigError`` for an unknown name."""
+    """Return the workload of that name in ``WORKLOADS``.  Raises ``ConfigError`` for an unknown name."""
     if name not in WORKLOADS:
         known = ", ".join(WORKLOADS)
         raise ConfigError(f"workload is {name!r}; choose one of {known}{did_you_mean(name, WORKLOADS)}")

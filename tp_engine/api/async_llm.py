@@ -95,12 +95,12 @@ class AsyncLLM:
                 raise
 
     async def get_tokenizer(self) -> Any | None:
-        """As ``LLM.get_tokenizer``."""
+        """Do as ``LLM.get_tokenizer``."""
         await self.start()
         return self.tokenizer
 
     async def get_default_sampling_params(self) -> SamplingParams:
-        """As ``LLM.get_default_sampling_params``; raises ``ConfigError`` if the model's file can not be used."""
+        """Do as ``LLM.get_default_sampling_params``; raises ``ConfigError`` if the model's file can not be used."""
         await self.start()
         if self._default_params is None:
             info = self.model_info
@@ -135,8 +135,8 @@ class AsyncLLM:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The request after each step, as ``SamplingParams.output_kind`` says: all until then, what is new, or the end
-        alone.  The last one is ``finished``.  ``stream`` costs less."""
+        """Yield the request after each step, as ``SamplingParams.output_kind`` says: all until then, what is new, or
+        the end alone.  The last one is ``finished``.  ``stream`` costs less."""
         request = await self._prepare(prompt, sampling_params, request_id, priority, lora_request)
         text, kind = prompt_text(prompt), request.params.output_kind
         async with aclosing(self.outputs.stream(request, text)) as updates:
@@ -159,7 +159,7 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
         **template_options: Unpack[ChatTemplateOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As ``generate``, for a conversation, through the model's chat template."""
+        """Do as ``generate``, for a conversation, through the model's chat template."""
         prompt = await self.chat_prompt(messages, **template_options)
         outputs = self.generate(prompt, sampling_params, request_id, priority=priority, lora_request=lora_request)
         async with aclosing(outputs):
@@ -174,7 +174,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> EmbeddingRequestOutput:
-        """As ``LLM.embed``, for one prompt."""
+        """Do as ``LLM.embed``, for one prompt."""
         await self.start()
         params = PoolingParams.of(pooling_params)
         params.check(self.model_info)
@@ -199,7 +199,7 @@ class AsyncLLM:
         instruction: str | None = None,
         priority: int = 0,
     ) -> list[ScoringRequestOutput]:
-        """As ``LLM.score``."""
+        """Do as ``LLM.score``."""
         await self.start()
         pairs = paired(queries, documents)
         scored = await self._preparing.run(
@@ -223,7 +223,7 @@ class AsyncLLM:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> BeamSearchOutput:
-        """As ``LLM.beam_search``, for one prompt.  Cancelling the task ends the search in the engine too."""
+        """Do as ``LLM.beam_search``, for one prompt.  Cancelling the task ends the search in the engine too."""
         request = await self._prepare(prompt, one_token(params), request_id, priority, lora_request)
         search = BeamSearch(request, params, self.model_info)
         await self.run_search(search)
@@ -247,24 +247,24 @@ class AsyncLLM:
     async def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], **template_options: Unpack[ChatTemplateOptions]
     ) -> Prompt:
-        """The prompt of a conversation, by the model's chat template."""
+        """Return the prompt of a conversation, by the model's chat template."""
         await self.start()
         size = sum(len(str(message)) for message in messages)
         token_ids = await self._preparing.run(size, self.input_processor.chat_token_ids, messages, **template_options)
         return {"prompt_token_ids": token_ids}
 
     async def load_lora_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
-        """As ``LLM.load_lora_adapter``."""
+        """Do as ``LLM.load_lora_adapter``."""
         await self._act("load_lora_adapter", name=name, path=path, replaces=load_inplace)
         self.input_processor.adapters[name] = path
 
     async def unload_lora_adapter(self, name: str) -> None:
-        """As ``LLM.unload_lora_adapter``."""
+        """Do as ``LLM.unload_lora_adapter``."""
         await self._act("unload_lora_adapter", name=name)
         self.input_processor.adapters.pop(name, None)
 
     async def reset_prefix_cache(self) -> bool:
-        """As ``LLM.reset_prefix_cache``."""
+        """Do as ``LLM.reset_prefix_cache``."""
         try:
             await self._act("reset_prefix_cache")
         except RequestError:
@@ -274,7 +274,7 @@ class AsyncLLM:
     async def update_weights(
         self, tensors: NamedTensors, *, weight_version: str | None = None, flush_cache: bool = False
     ) -> str:
-        """As ``LLM.update_weights``; ``RequestError`` while requests run, unless the engine is paused."""
+        """Do as ``LLM.update_weights``; ``RequestError`` while requests run, unless the engine is paused."""
         from tp_engine.engine.staged_tensors import StagedTensors  # torch, which a connected frontend may lack
 
         with await asyncio.to_thread(StagedTensors, tensors) as staged:
@@ -283,7 +283,7 @@ class AsyncLLM:
     async def update_weights_from_disk(
         self, path: str | Path, *, weight_version: str | None = None, flush_cache: bool = False, aborts: bool = False
     ) -> str:
-        """As ``LLM.update_weights_from_disk``; if it ``aborts``, unfinished requests end first."""
+        """Do as ``LLM.update_weights_from_disk``; if it ``aborts``, unfinished requests end first."""
         return await self._update_weights(weight_version, flush_cache, folder=str(path), abort_all_requests=aborts)
 
     async def pause(self, mode: str = "keep", *, timeout_s: float = 600.0) -> None:
@@ -305,11 +305,11 @@ class AsyncLLM:
         self.outputs.release()
 
     async def sleep(self, level: int = 1) -> None:
-        """As ``LLM.sleep``."""
+        """Do as ``LLM.sleep``."""
         await self._act("sleep", level=level)
 
     async def wake_up(self) -> None:
-        """As ``LLM.wake_up``."""
+        """Do as ``LLM.wake_up``."""
         await self._act("wake_up")
         self.outputs.release()
 
@@ -318,7 +318,7 @@ class AsyncLLM:
         return await self._act("weight_info")
 
     async def report(self, view: ViewLimits | None = None, *, timeout_s: float = 5.0) -> EngineReport:
-        """How the scheduler and every rank stand; with ``view`` also the KV pool and the running sequences."""
+        """Return how the scheduler and every rank stand; with ``view`` also the KV pool and the running sequences."""
         return await self.engine.report(view, timeout_s=timeout_s)
 
     async def close(self) -> None:
@@ -471,5 +471,5 @@ class AsyncLLM:
 
 
 def new_request_id() -> str:
-    """A unique name."""
+    """Return a unique name."""
     return uuid.uuid4().hex

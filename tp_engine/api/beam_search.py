@@ -70,7 +70,7 @@ class _Candidate:
 
 
 def one_token(params: BeamSearchParams, **fields: object) -> SamplingParams:
-    """The sampling of a search's requests; ``fields`` may set ``cache_salt``, ``logprobs`` and the like."""
+    """Return the sampling of a search's requests; ``fields`` may set ``cache_salt``, ``logprobs`` and the like."""
     return SamplingParams(
         max_tokens=1,
         temperature=0.0,
@@ -117,7 +117,8 @@ class BeamSearch:
         return -(-self._num_prompt_tokens // block_size) + self.num_live * own
 
     def next_requests(self) -> list[EngineRequest]:
-        """One request of one token per live beam; after its first round a search precedes others of its priority."""
+        """Return one request of one token per live beam; after its first round a search precedes others of its
+        priority."""
         priority = self.request.priority - (1 if self._num_rounds else 0)
         return [
             dataclasses.replace(
@@ -153,7 +154,7 @@ class BeamSearch:
         self.done = self._num_rounds == self._max_rounds or not self._live or self._is_decided()
 
     def best(self) -> list[Beam]:
-        """The ``beam_width`` best, complete or not, best first, each with a finish reason."""
+        """Return the ``beam_width`` best, complete or not, best first, each with a finish reason."""
         cut = [dataclasses.replace(beam, finish_reason=self._end) for beam in self._live]
         return sorted(self._complete + cut, key=self._score, reverse=True)[: self.params.beam_width]
 
@@ -214,7 +215,8 @@ async def run_search(search: BeamSearch, generate: Callable[[EngineRequest], Awa
 
 
 async def gather_or_cancel(work: Sequence[Awaitable[Result]]) -> list[Result]:
-    """All results in order.  If one fails, or the caller is cancelled, the others are cancelled before this returns."""
+    """Return all results in order.  If one fails, or the caller is cancelled, the others are cancelled before this
+    returns."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)
@@ -235,12 +237,12 @@ def _that_fit(searches: Sequence[BeamSearch], model: ModelInfo) -> Sequence[Beam
 
 
 def beam_search_output(search: BeamSearch, decoder: TokenDecoder | None) -> BeamSearchOutput:
-    """The best sequences with the prompt before them; texts are empty without a decoder."""
+    """Return the best sequences with the prompt before them; texts are empty without a decoder."""
     return BeamSearchOutput(sequences=[_sequence(search, beam, decoder) for beam in search.best()])
 
 
 def request_output(search: BeamSearch, decoder: TokenDecoder | None) -> RequestOutput:
-    """The ``n`` best sequences, best first, without the prompt.
+    """Return the ``n`` best sequences, best first, without the prompt.
 
     Positions keep the token's own log-probability and as many others as ``search.request`` asked for.
     """

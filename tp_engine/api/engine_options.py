@@ -124,7 +124,7 @@ class Configs(NamedTuple):
 
 
 def read_options(where: str, model: str | PathLike[str], options: Mapping[str, Any]) -> Configs:
-    """The configurations that keywords of ``where`` make, also in the words of vLLM and SGLang.
+    """Return the configurations that keywords of ``where`` make, also in the words of vLLM and SGLang.
 
     Raises ``ConfigError``.
     """

@@ -82,7 +82,7 @@ class InputProcessor:
         adapter: str = "",
         prompt_field: str = "prompt",
     ) -> EngineRequest:
-        """A request that the engine can serve; otherwise raises ``RequestError`` with the reason.
+        """Return a request that the engine can serve; otherwise raises ``RequestError`` with the reason.
 
         The engine itself finds out whether a grammar can be used.
 
@@ -136,7 +136,7 @@ class InputProcessor:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[int]:
-        """The prompt of a conversation, up to the assistant's answer.
+        """Return the prompt of a conversation, up to the assistant's answer.
 
         ``template_options`` and ``chat_template_kwargs`` go to the chat template (``enable_thinking=False``);
         ``continue_final_message=True`` lets the model continue the last message instead.  Templates write the special
@@ -165,7 +165,7 @@ class InputProcessor:
         must_fit: bool = False,
         param: str = "prompt",
     ) -> list[int]:
-        """The token ids of ``text``; raises ``RequestError``, which names the field ``param``.
+        """Return the token ids of ``text``; raises ``RequestError``, which names the field ``param``.
 
         A text that ``must_fit`` into the context, and can not, is refused before it is tokenized; any other if it is
         much longer than that.
@@ -324,7 +324,7 @@ class InputProcessor:
 
 
 def prompt_text(prompt: Prompt) -> str | None:
-    """The prompt's text; None for token ids."""
+    """Return the prompt's text; None for token ids."""
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt", ())
     return prompt if isinstance(prompt, str) else None

@@ -84,11 +84,12 @@ class LLM(Closing):
         self._num_requests = 0
 
     def get_tokenizer(self) -> Any | None:
-        """The tokenizer, of the library transformers; None for a model without one."""
+        """Return the tokenizer, of the library transformers; None for a model without one."""
         return self.input_processor.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Those of requests that give none: of the model's generation_config.json, unless options say otherwise."""
+        """Return those of requests that give none: of the model's generation_config.json, unless options say
+        otherwise."""
         return self._default_params
 
     def generate(
@@ -174,7 +175,8 @@ class LLM(Closing):
         *,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """The embedding of every prompt, in their order, by a model for embeddings (docs/serving.md, Embeddings).
+        """Return the embedding of every prompt, in their order, by a model for embeddings (docs/serving.md,
+        Embeddings).
 
         Raises ``RequestError`` for a bad prompt before any prompt runs, and for a model that gives no embeddings.
         """
@@ -195,7 +197,7 @@ class LLM(Closing):
         instruction: str | None = None,
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
-        """How well each document answers its query, by a reranker or a model for embeddings: one query for all
+        """Return how well each document answers its query, by a reranker or a model for embeddings: one query for all
         documents, or one for each.
 
         ``instruction`` tells a reranker what relevant means.  Raises ``RequestError`` before anything runs.
@@ -207,7 +209,8 @@ class LLM(Closing):
         return scored.outputs(self._run(scored.requests, [None] * len(scored.requests), use_tqdm))
 
     def step(self) -> Processed:
-        """One step of the engine, and what it adds to the requests; those that stop strings ended are aborted."""
+        """Return one step of the engine, and what it adds to the requests; those that stop strings ended are
+        aborted."""
         processed = self.outputs.process(self.engine.step())
         self.engine.abort(processed.aborts)
         return processed
@@ -245,7 +248,7 @@ class LLM(Closing):
     def update_weights_from_disk(
         self, path: str | Path, *, weight_version: str | None = None, flush_cache: bool = False
     ) -> str:
-        """As ``update_weights``, from the folder of a checkpoint that all ranks can read."""
+        """Do as ``update_weights``, from the folder of a checkpoint that all ranks can read."""
         return self._update_weights(weight_version, flush_cache, folder=str(path))
 
     def pause(self, mode: str = "keep") -> None:
@@ -258,7 +261,7 @@ class LLM(Closing):
         self._act("resume")
 
     def sleep(self, level: int = 1) -> None:
-        """As ``pause``; at level 1 all cached prefixes are forgotten, and the memory of the KV cache is free."""
+        """Do as ``pause``; at level 1 all cached prefixes are forgotten, and the memory of the KV cache is free."""
         self._act("sleep", level=level)
 
     def wake_up(self) -> None:

@@ -87,7 +87,7 @@ class Outputs:
         return self._states.pop(request_id, None) is not None
 
     def so_far(self, request_id: str) -> RequestOutput | None:
-        """A copy of what the request has generated until now; None once it has ended."""
+        """Return a copy of what the request has generated until now; None once it has ended."""
         state = self._states.get(request_id)
         with self._lock:
             return None if state is None else self._output(state, time.monotonic())
@@ -120,12 +120,12 @@ class Outputs:
         return output
 
     def open(self, client: EngineClient, tokenizer: Any | None) -> None:
-        """The client is connected: from now on requests can be streamed."""
+        """Note that the client is connected: from now on requests can be streamed."""
         self._client = client
         self.decoder = None if tokenizer is None else TokenDecoder(tokenizer)
 
     async def close(self) -> None:
-        """The client has been closed: hand out what is left, so that the streams end."""
+        """Note that the client has been closed: hand out what is left, so that the streams end."""
         while self._handing_out is not None:
             await asyncio.wait([self._handing_out])
         self._thread.shutdown(wait=False)
@@ -172,7 +172,8 @@ class Outputs:
     async def batches(
         self, request: EngineRequest, prompt: str | None = None
     ) -> AsyncGenerator[list[SequenceUpdate], None]:
-        """As ``stream``, with all updates together that came since the last time; a quick reader gets one at a time."""
+        """Do as ``stream``, with all updates together that came since the last time; a quick reader gets one at a
+        time."""
         request_id = request.request_id
         if request_id in self._mailboxes:
             raise RequestError(f"request_id {request_id!r} is in use; give each request its own", param="request_id")
@@ -210,14 +211,14 @@ class Outputs:
             await asyncio.shield(self._handing_out)
 
     def on_rejected(self, request_id: str, error: RequestError) -> None:
-        """The engine refused a request: its reader gets the error."""
+        """Note that the engine refused a request: its reader gets the error."""
         self.forget(request_id)
         mailbox = self._mailboxes.get(request_id)
         if mailbox is not None:
             mailbox.fail(error)
 
     def on_ended(self, error: EngineDeadError) -> None:
-        """Every reader gets an error of its own, behind the updates that came before."""
+        """Note that every reader gets an error of its own, behind the updates that came before."""
         self.release()
         if self._handing_out is None:
             self._fail_all(error)
@@ -291,7 +292,7 @@ class Mailbox:
         self._wake()
 
     async def take(self) -> list[SequenceUpdate]:
-        """All updates that wait, at least one; raises the error once they have been taken."""
+        """Return all updates that wait, at least one; raises the error once they have been taken."""
         while not self._updates:
             if self._error is not None:
                 raise self._error

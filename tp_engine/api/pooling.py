@@ -90,7 +90,7 @@ class PoolingParams:
             raise RequestError(f"dimensions is {asked}; it must be {rule}", param="dimensions")
 
     def vector(self, pooled: FloatArray) -> FloatArray:
-        """The embedding (n,) float32 of a hidden state (hidden,)."""
+        """Return the embedding (n,) float32 of a hidden state (hidden,)."""
         kept = pooled[: self.dimensions].astype(np.float64)
         if self.use_activation:
             kept /= max(float(np.linalg.norm(kept)), 1e-12)
@@ -107,7 +107,7 @@ def embedding_request(
     priority: int = 0,
     prompt_field: str = "prompt",
 ) -> EngineRequest:
-    """The request for the hidden state of a prompt; raises ``RequestError``, which names ``prompt_field``."""
+    """Return the request for the hidden state of a prompt; raises ``RequestError``, which names ``prompt_field``."""
     return processor.process(
         prompt,
         _one_token(params.cache_salt),
@@ -122,7 +122,7 @@ def embedding_request(
 
 
 def embedding_output(output: RequestOutput, params: PoolingParams) -> EmbeddingRequestOutput:
-    """The embedding of a finished request."""
+    """Return the embedding of a finished request."""
     assert output.pooled is not None
     return EmbeddingRequestOutput(
         request_id=output.request_id,
@@ -217,7 +217,7 @@ class ScorePairs:
         return ScorePairs(pairs=tuple(pairs), requests=tuple(requests), is_reranker=is_reranker, _places=tuple(places))
 
     def scores(self, outputs: Sequence[RequestOutput]) -> list[float]:
-        """The score of each pair; ``outputs`` has one element per request."""
+        """Return the score of each pair; ``outputs`` has one element per request."""
         if self.is_reranker:
             return [_probability(outputs[place].pooled) for place, _ in self._places]
         params = PoolingParams()
@@ -225,7 +225,7 @@ class ScorePairs:
         return [float(vectors[query].astype(np.float64) @ vectors[document]) for query, document in self._places]
 
     def outputs(self, outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
-        """As ``scores``, with what was read for each pair."""
+        """Do as ``scores``, with what was read for each pair."""
         found = []
         for places, score in zip(self._places, self.scores(outputs), strict=True):
             read = [outputs[place] for place in (places[:1] if self.is_reranker else places)]
@@ -243,7 +243,7 @@ class ScorePairs:
 def fields_of(
     queries: str | Sequence[str], documents: str | Sequence[str], names: tuple[str, str]
 ) -> list[tuple[str, str]]:
-    """What a client calls the texts of each pair of ``paired``: ``documents[3]`` for one of a list."""
+    """Return what a client calls the texts of each pair of ``paired``: ``documents[3]`` for one of a list."""
     first, second = (
         [name] if isinstance(texts, str) else [f"{name}[{number}]" for number in range(len(texts))]
         for name, texts in zip(names, (queries, documents), strict=True)
@@ -252,7 +252,7 @@ def fields_of(
 
 
 def paired(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[tuple[str, str]]:
-    """One query with each document, or as many queries as documents, pair by pair; raises ``RequestError``."""
+    """Return one query with each document, or as many queries as documents, pair by pair; raises ``RequestError``."""
     first = [queries] if isinstance(queries, str) else list(queries)
     second = [documents] if isinstance(documents, str) else list(documents)
     if not first or not second:

@@ -49,11 +49,11 @@ class PreparingThreads:
         return await self._small.run(size, partial(self._timed, work))
 
     async def parse(self, size: int, function: Callable[..., Result], *arguments: Any) -> Result:
-        """As ``run``, for a function that keeps the GIL and a large body of ``size`` bytes."""
+        """Do as ``run``, for a function that keeps the GIL and a large body of ``size`` bytes."""
         return await self._bodies.run(size, partial(self._paused, partial(function, *arguments)))
 
     def busy_s(self) -> float:
-        """How long the small request that is prepared now has taken; 0 if none is."""
+        """Return how long the small request that is prepared now has taken; 0 if none is."""
         began_s = self._began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 

@@ -70,7 +70,7 @@ def recommend(
 
 
 def this_machine() -> Hardware:
-    """The GPU with the least memory, or the host's memory if there is no GPU."""
+    """Return the GPU with the least memory, or the host's memory if there is no GPU."""
     import torch
 
     memory = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]

@@ -49,7 +49,7 @@ class SequenceUpdate(CompletionOutput):
         self.num_draft_tokens, self.num_accepted_tokens = later.num_draft_tokens, later.num_accepted_tokens
 
     def as_output(self, request: EngineRequest, prompt: str | None) -> RequestOutput:
-        """What is new, as an output of ``request`` that holds nothing else."""
+        """Return what is new, as an output of ``request`` that holds nothing else."""
         last = self.request_output
         new = CompletionOutput(
             index=self.index,
@@ -84,7 +84,7 @@ class _SequenceState:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
 
     def add(self, delta: SequenceDelta) -> tuple[str, int]:
-        """The new text and the number of new tokens; the delta's other tokens lie behind a stop string."""
+        """Return the new text and the number of new tokens; the delta's other tokens lie behind a stop string."""
         text, num_tokens = self._show(delta)
         self._pieces.append(text)
         self.output.token_ids += delta.new_token_ids[:num_tokens]
@@ -109,7 +109,7 @@ class _SequenceState:
         return new
 
     def so_far(self) -> CompletionOutput:
-        """A copy with all text and tokens until now."""
+        """Return a copy with all text and tokens until now."""
         now = self.output
         logprobs = None if now.logprobs is None else list(now.logprobs)
         return replace(now, text="".join(self._pieces), token_ids=list(now.token_ids), logprobs=logprobs)
@@ -179,7 +179,7 @@ class RequestState:
         return self._num_running > 0
 
     def apply(self, delta: SequenceDelta, now_s: float) -> SequenceUpdate | None:
-        """What a delta adds; None if its sequence had ended before."""
+        """Return what a delta adds; None if its sequence had ended before."""
         if delta.finish_reason is not None:
             self._num_running -= 1
         sequence = self._sequences[delta.index]
@@ -221,7 +221,7 @@ class RequestState:
         return self._prompt_logprobs
 
     def output(self, now_s: float) -> RequestOutput:
-        """The request as it stands."""
+        """Return the request as it stands."""
         completions = [sequence.so_far() for sequence in self._sequences]
         return RequestOutput(
             request_id=self.request.request_id,
@@ -239,7 +239,8 @@ class RequestState:
 def positions(
     logprobs: TokenLogprobs, num_positions: int, num_alternatives: int, texts: TokenTexts | None
 ) -> list[dict[int, Logprob]]:
-    """For each of the first ``num_positions``: token id -> ``Logprob``, the chosen token first, then the likeliest.
+    """Return for each of the first ``num_positions``: token id -> ``Logprob``, the chosen token first, then the
+    likeliest.
 
     ``texts`` is at the first position, and then behind the last one.
     """
@@ -258,7 +259,7 @@ def positions(
 def prompt_positions(
     parts: Sequence[TokenLogprobs], prompt_token_ids: Sequence[int], num_alternatives: int, decoder: TokenDecoder | None
 ) -> list[dict[int, Logprob] | None]:
-    """One entry per prompt token; the first token has no log-probability, only None."""
+    """Return one entry per prompt token; the first token has no log-probability, only None."""
     found: list[dict[int, Logprob] | None] = [None]
     texts = None if decoder is None else TokenTexts(decoder)
     if texts is not None:

@@ -83,12 +83,12 @@ class SamplingDefaultOptions:
         check_fields(self)
 
     def defaults(self, model: str, revision: str | None = None) -> dict[str, Any]:
-        """The fields of ``SamplingParams`` for requests that do not set them; raises ``ConfigError``."""
+        """Return the fields of ``SamplingParams`` for requests that do not set them; raises ``ConfigError``."""
         overrides = self.sampling_overrides
         return load_generation_defaults(model, revision, source=self.generation_config, overrides=overrides)
 
     def params(self, model: str, revision: str | None = None) -> SamplingParams:
-        """The parameters of a request that sets none; raises ``ConfigError``."""
+        """Return the parameters of a request that sets none; raises ``ConfigError``."""
         return SamplingParams(**self.defaults(model, revision))
 
     @property

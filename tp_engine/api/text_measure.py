@@ -32,7 +32,7 @@ class TextMeasure:
         self._tokenizer = tokenizer
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that ``text`` does not fall below; 0 if nothing is known."""
+        """Return a number of tokens that ``text`` does not fall below; 0 if nothing is known."""
         if self._longest_token == 0:
             return 0
         num_bytes = len(text.encode())

@@ -141,13 +141,13 @@ class AttentionNeeds:
     capability: tuple[int, int] | None = None
 
     def why_no_sinks(self) -> str | None:
-        """Why a backend without attention sinks can not be used; None if the model has no sinks."""
+        """Return why a backend without attention sinks can not be used; None if the model has no sinks."""
         if not self.has_sinks:
             return None
         return "the model has attention sinks, which it does not; use attention_backend=torch, native or triton"
 
     def why_too_old(self, least: tuple[int, int]) -> str | None:
-        """Why a GPU below the compute capability ``least`` is too old; None for others, and if it is unknown."""
+        """Return why a GPU below the compute capability ``least`` is too old; None for others, and if it is unknown."""
         if self.capability is None or self.capability >= least:
             return None
         (major, minor), (own_major, own_minor) = least, self.capability

@@ -197,7 +197,7 @@ def attend(
 
 
 def sinks_by_kv_head(shape: AttentionShape) -> torch.Tensor | None:
-    """The layer's sinks as (KV heads, queries per KV head), if it has any."""
+    """Return the layer's sinks as (KV heads, queries per KV head), if it has any."""
     return None if shape.sinks is None else shape.sinks.view(shape.num_kv_heads, -1)
 
 

@@ -154,7 +154,7 @@ def _rule_of(shape: AttentionShape) -> Rule:
 
 
 def best_version(needs: AttentionNeeds) -> int | None:
-    """The best installed version that runs on this GPU, 3 or 2; None if there is none."""
+    """Return the best installed version that runs on this GPU, 3 or 2; None if there is none."""
     is_hopper = needs.capability is None or needs.capability[0] == _HOPPER
     if is_hopper and find_spec("flash_attn_interface") is not None:
         return 3
@@ -162,12 +162,12 @@ def best_version(needs: AttentionNeeds) -> int | None:
 
 
 def make_backend(needs: AttentionNeeds) -> FlashAttnBackend:
-    """A backend with the best version of the package."""
+    """Return a backend with the best version of the package."""
     return FlashAttnBackend(FlashAttn3() if best_version(needs) == 3 else FlashAttn2())
 
 
 def why_not(needs: AttentionNeeds) -> str | None:
-    """Why this backend can not be used, with the remedy; None if it can."""
+    """Return why this backend can not be used, with the remedy; None if it can."""
     if needs.device_type != "cuda":
         return f"it needs a CUDA device, not {needs.device_type}; use attention_backend=torch"
     version = best_version(needs)

@@ -122,7 +122,8 @@ class VisibleKeys:
 def visible_keys(
     group: QueryGroup, window: int | None, metadata: AttentionMetadata, block_size: int, rows_per_block: int
 ) -> VisibleKeys:
-    """The keys that ``group`` reads in every layer of this ``window``; ``rows_per_block`` as ``row_ids`` takes it."""
+    """Return the keys that ``group`` reads in every layer of this ``window``; ``rows_per_block`` as ``row_ids`` takes
+    it."""
     first = np.zeros_like(group.seq_lens)
     if window is not None:
         np.maximum(group.seq_lens - group.query_len - window + 1, 0, out=first)

@@ -138,7 +138,7 @@ def attend_expanded(
 
 
 def split_step(metadata: AttentionMetadata) -> tuple[AttentionMetadata, AttentionMetadata]:
-    """A mixed step's decodes, and its prefills with the padding tokens after them, each as a separate step."""
+    """Return a mixed step's decodes, and its prefills with the padding tokens after them, each as a separate step."""
     first = metadata.num_decodes
     decodes = AttentionMetadata(
         num_decodes=first,

@@ -31,7 +31,7 @@ class _Kind:
     takes_latents: bool = False
 
     def why_not(self, needs: AttentionNeeds) -> str | None:
-        """Why it can not be used, with the remedy, or None."""
+        """Return why it can not be used, with the remedy, or None."""
         if needs.has_latents and not self.takes_latents:
             remedy = " or ".join(name for name, kind in _KINDS.items() if kind.takes_latents)
             return f"the model has latent attention, which it does not; use attention_backend={remedy}"
@@ -53,7 +53,7 @@ _KINDS: dict[str, _Kind] = {
 
 
 def check_backend(name: str, needs: AttentionNeeds) -> str:
-    """The name of the backend to use: ``name``, or for ``auto`` the first usable one in its order.
+    """Return the name of the backend to use: ``name``, or for ``auto`` the first usable one in its order.
 
     Raises ``ConfigError`` if a named backend can not be used.
     """
@@ -68,7 +68,8 @@ def check_backend(name: str, needs: AttentionNeeds) -> str:
 
 
 def obstacles(needs: AttentionNeeds) -> dict[str, str | None]:
-    """Each backend, in the order in which ``auto`` tries them, with the reason why it can not be used, or None."""
+    """Return each backend, in the order in which ``auto`` tries them, with the reason why it can not be used, or
+    None."""
     return {name: kind.why_not(needs) for name, kind in _KINDS.items()}
 
 
@@ -86,7 +87,7 @@ def _choose(needs: AttentionNeeds) -> str:
 
 
 def select_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:
-    """A new backend of the kind that ``check_backend`` returns for the same arguments."""
+    """Return a new backend of the kind that ``check_backend`` returns for the same arguments."""
     backend = _KINDS[check_backend(name, needs)].make(needs)
     return MLABackend(backend) if needs.has_latents else backend
 

@@ -108,14 +108,14 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def why_not(needs: AttentionNeeds) -> str | None:
-    """Why this backend can not be used, with the remedy; None if it can."""
+    """Return why this backend can not be used, with the remedy; None if it can."""
     if needs.device_type == "cuda" and (largest := max(needs.head_dims)) > MAX_HEAD_DIM:
         return f"head_dim is {largest}; it takes at most {MAX_HEAD_DIM}: use attention_backend=torch"
     return why_no_triton(needs)
 
 
 def why_no_triton(needs: AttentionNeeds) -> str | None:
-    """Why no Triton kernel of attention can be used, with the remedy; None if one can."""
+    """Return why no Triton kernel of attention can be used, with the remedy; None if one can."""
     if needs.device_type != "cuda":
         return f"it needs a CUDA device, not {needs.device_type}; use attention_backend=torch"
     if not has_triton():

@@ -99,7 +99,7 @@ def chat_command(argv: Sequence[str]) -> int:
 
 
 def converse(conversation: Conversation, ask: Ask, tell: Callable[[str], None]) -> None:
-    """One line after the other, until ``ask`` raises ``EOFError`` or /exit comes."""
+    """Take one line after the other, until ``ask`` raises ``EOFError`` or /exit comes."""
     for line in map(str.strip, _lines(ask, CHAT_PROMPT, tell)):
         if line == "/exit":
             return
@@ -171,7 +171,7 @@ def _stream(
 
 
 def _lines(ask: Ask, prompt: str, tell: Callable[[str], None]) -> Iterator[str]:
-    """One line after the other, until ``ask`` raises ``EOFError``; Ctrl-C clears a line."""
+    """Take one line after the other, until ``ask`` raises ``EOFError``; Ctrl-C clears a line."""
     while True:
         try:
             line = ask(prompt)
@@ -184,6 +184,6 @@ def _lines(ask: Ask, prompt: str, tell: Callable[[str], None]) -> Iterator[str]:
 
 
 def complete_lines(client: ServerClient, model: str, config: ClientConfig, ask: Ask) -> None:
-    """One line after the other, until the end of the input."""
+    """Take one line after the other, until the end of the input."""
     for line in filter(None, _lines(ask, TEXT_PROMPT, note)):
         _answer(partial(complete, client, model, config, line, show), note)

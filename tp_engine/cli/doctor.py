@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine(config: DoctorConfig) -> Iterator[Finding]:
-    """All findings, packages first: the other checks need them."""
+    """Yield all findings, packages first: the other checks need them."""
     packages = list(check_packages())
     yield from packages
     if any(one.status is Status.MISSING for one in packages):

@@ -45,7 +45,7 @@ class Finding:
 
 
 def as_text(findings: Iterable[Finding]) -> str:
-    """One line per finding, its remedy below."""
+    """Return one line per finding, its remedy below."""
     lines = []
     for one in findings:
         mark = {Status.OK: " ok ", Status.NOTE: "note", Status.MISSING: "MISS"}[one.status]
@@ -84,7 +84,7 @@ def needed_packages() -> dict[str, str]:
 
 
 def installed(name: str) -> str | None:
-    """The version of a package; None where it is not installed."""
+    """Return the version of a package; None where it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

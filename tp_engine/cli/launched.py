@@ -66,7 +66,8 @@ def run_launched_batch(config: EngineConfig, batch_config: BatchConfig) -> int:
 
 
 def exit_code(summary: BatchSummary, errors_exit_code: int | None = None) -> int:
-    """The code for ``summary``; 0 for lines with errors under torchrun, which takes other codes for a failed job."""
+    """Return the code for ``summary``; 0 for lines with errors under torchrun, which takes other codes for a failed
+    job."""
     if summary.status not in (BatchStatus.COMPLETED, BatchStatus.VALIDATED):
         return EXIT_NOT_DONE
     if summary.num_failed == 0:

@@ -45,12 +45,12 @@ _WEIGHT_FORMATS: dict[str, tuple[Codes, bool]] = {
 
 
 def has_gpu() -> bool:
-    """Whether the engine would run on GPUs."""
+    """Return whether the engine would run on GPUs."""
     return torch.cuda.device_count() > 0 and why_no_gpus() is None
 
 
 def check_devices() -> Iterator[Finding]:
-    """The GPUs and their links."""
+    """Yield the GPUs and their links."""
     count = torch.cuda.device_count()
     obstacle, unseen = why_no_gpus(), why_unseen()
     if obstacle is not None or unseen is not None:
@@ -91,7 +91,7 @@ def _between(topic: str, can: Callable[[int, int], bool], good: str, count: int)
 
 
 def check_kernels(*, on_cpu: bool) -> Iterator[Finding]:
-    """The compiled kernels of CPUs, built now unless they exist."""
+    """Yield the compiled kernels of CPUs, built now unless they exist."""
     if not on_cpu:
         return
     if native_library() is not None:
@@ -106,7 +106,7 @@ def check_kernels(*, on_cpu: bool) -> Iterator[Finding]:
 
 
 def check_quantised_products(*, on_cpu: bool) -> Finding:
-    """Which products would be used for each format of quantised weights."""
+    """Return which products would be used for each format of quantised weights."""
     device = "cpu" if on_cpu else "cuda"
     made_by: dict[str, list[str]] = {}
     for name, (kind, quantises) in _WEIGHT_FORMATS.items():
@@ -124,7 +124,7 @@ def check_quantised_products(*, on_cpu: bool) -> Finding:
 
 
 def check_choice(config: EngineConfig) -> Iterator[Finding]:
-    """What ``auto`` chooses for one model on this machine, and why."""
+    """Yield what ``auto`` chooses for one model on this machine, and why."""
     try:
         effective = resolve(config)
     except ConfigError as error:
@@ -194,7 +194,7 @@ def shared_memory(folder: Path, num_ranks: int, *, on_cpu: bool) -> Finding:
 
 
 def open_files() -> Finding:
-    """Every stream needs a socket."""
+    """Check that there are sockets: every stream needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= LEAST_FILES:
         return Finding("open files", Status.OK, f"limit {soft} (hard {hard})")
@@ -222,7 +222,7 @@ def process_handles() -> Finding:
 
 
 def writable(topic: str, folder: Path, remedy: str) -> Finding:
-    """Whether files can be made in a folder, or in its nearest parent that exists."""
+    """Return whether files can be made in a folder, or in its nearest parent that exists."""
     place = folder
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -232,7 +232,8 @@ def writable(topic: str, folder: Path, remedy: str) -> Finding:
 
 
 def allocator(libraries: str, *, on_cpu: bool) -> Finding:
-    """Which malloc this process has; glibc's may return memory and fetch it again in every step of a CPU model."""
+    """Return which malloc this process has; glibc's may return memory and fetch it again in every step of a CPU
+    model."""
     loaded = [name for name in _MALLOCS if name in libraries]
     if loaded or not on_cpu:
         detail = f"{loaded[0]} is loaded" if loaded else "glibc (it hardly matters where a GPU computes)"
@@ -243,7 +244,8 @@ def allocator(libraries: str, *, on_cpu: bool) -> Finding:
 
 
 def huge_pages(setting: Path) -> Finding:
-    """Whether a process that asks gets pages of 2 MiB; ``setting`` holds a line such as "always [madvise] never"."""
+    """Return whether a process that asks gets pages of 2 MiB; ``setting`` holds a line such as "always [madvise]
+    never"."""
     try:
         words = setting.read_text(encoding="utf-8").split()
     except OSError:

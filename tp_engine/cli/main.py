@@ -22,7 +22,7 @@ class Command(NamedTuple):
     summary: str
 
     def load(self) -> Callable[[Sequence[str]], int]:
-        """The command's function."""
+        """Return the command's function."""
         module, _, function = self.place.partition(":")
         run: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
         return run
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """All commands."""
+    """Return all commands."""
     lines = [f"  {name:<12}{command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
         (

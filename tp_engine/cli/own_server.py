@@ -67,7 +67,7 @@ def own_server(engine: Mapping[str, Any]) -> Iterator[OwnServer]:
 
 
 def wait_ready(process: subprocess.Popen[bytes], port_file: Path, *, timeout_s: float | None = None) -> str | None:
-    """The URL of a server on this host that ``process`` starts with ``port_file``, once it is healthy.
+    """Return the URL of a server on this host that ``process`` starts with ``port_file``, once it is healthy.
 
     None if the process has ended.  ``TimeoutError`` after ``timeout_s``; without it the server's own limits count.
     """

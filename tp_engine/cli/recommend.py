@@ -61,7 +61,7 @@ class RecommendConfig:
             raise ConfigError(f"gpu_memory_utilization is {utilization}; it must be above 0 and at most 1")
 
     def lengths(self) -> Workload:
-        """The named workload with the lengths that were given."""
+        """Return the named workload with the lengths that were given."""
         base = find_workload(self.workload)
         prompt, output = self.input_len or base.prompt, self.output_len or base.output
         shared = base.shared_prefix if self.shared_prefix_len is None else self.shared_prefix_len

@@ -57,7 +57,7 @@ class ClientConfig:
 
 
 def parse_client(prog: str, text: str, name: str, kind: type[ClientConfig], argv: Sequence[str]) -> Options:
-    """The options of a client command; with ``--url`` only ``--model`` is allowed of the engine's."""
+    """Return the options of a client command; with ``--url`` only ``--model`` is allowed of the engine's."""
     tables: Mapping[str, type[Any]] = {"engine": EngineConfig, name: kind}
     options = parse_options(prog, text, tables, argv)
     for line in options.notes:
@@ -71,7 +71,7 @@ def parse_client(prog: str, text: str, name: str, kind: type[ClientConfig], argv
 
 @contextlib.contextmanager
 def connected(options: Options, name: str, kind: type[ClientConfig]) -> Iterator[tuple[ServerClient, str]]:
-    """A client and the model's name, from the server at ``--url``, or from one started for this session."""
+    """Yield a client and the model's name, from the server at ``--url``, or from one started for this session."""
     config, engine = options.build(name, kind), options.given["engine"]
     with contextlib.ExitStack() as stack:
         if config.url is not None:
@@ -86,7 +86,7 @@ def connected(options: Options, name: str, kind: type[ClientConfig]) -> Iterator
 
 
 def ask_person(prompt: str) -> str:
-    """A line from the terminal, with its history, or from a file without a prompt."""
+    """Return a line from the terminal, with its history, or from a file without a prompt."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (input() then edits lines and remembers them)
@@ -95,18 +95,18 @@ def ask_person(prompt: str) -> str:
 
 
 def show(text: str) -> None:
-    """A piece of an answer."""
+    """Show a piece of an answer."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def note(text: str) -> None:
-    """A line that belongs to no answer."""
+    """Show a line that belongs to no answer."""
     print(text, file=sys.stderr, flush=True)
 
 
 def finish_note(choice: dict[str, Any]) -> str | None:
-    """A note on an answer that was cut off."""
+    """Return a note on an answer that was cut off."""
     return "(cut off: --max-tokens or the model's length is reached)" if choice["finish_reason"] == "length" else None
 
 
@@ -133,7 +133,7 @@ class ServerClient:
         return wanted or names[0]
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The chunks of a streamed answer; leaving early closes the connection, which ends the answer."""
+        """Yield the chunks of a streamed answer; leaving early closes the connection, which ends the answer."""
         with self._exchange("POST", path, json.dumps({**body, "stream": True}).encode()) as answer:
             for line in answer:
                 if not line.startswith(b"data:"):

@@ -46,7 +46,7 @@ class TapeRecorder:
         self._known_objections: set[str] = set()
 
     def record(self, step: Step, keep: Keep = keep_nothing) -> TapeRecording:
-        """A recording of ``step``, made in its first run."""
+        """Return a recording of ``step``, made in its first run."""
         return TapeRecording(step, self, keep)
 
     def make_tape(self, step: Step) -> tuple[torch.Tensor, Tape | None]:
@@ -57,7 +57,7 @@ class TapeRecorder:
         return output, tape if self.agree(watch.objection) else None
 
     def agree(self, objection: str | None) -> bool:
-        """Whether all ranks are without objection; logs each objection of this rank once.  A collective."""
+        """Return whether all ranks are without objection; logs each objection of this rank once.  A collective."""
         if objection is not None and objection not in self._known_objections:
             self._known_objections.add(objection)
             _logger.warning("decode steps are not recorded, so they are slower: %s", objection)
@@ -119,7 +119,7 @@ class TapeMemory:
         return sum(slab.nbytes for slab in self._slabs)
 
     def allocate(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised, contiguous tensor."""
+        """Return an uninitialised, contiguous tensor."""
         num_bytes = shape.numel() * dtype.itemsize
         room = round_up(max(num_bytes, 1), _ALIGNMENT)
         index = next((i for i, (_, first, end) in enumerate(self._free) if end - first >= room), None)

@@ -145,7 +145,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def choose(ranks: Ranks) -> Strategy | None:
-    """The row that ``ranks`` take; None if they have nothing to add up, or only the library.
+    """Return the row that ``ranks`` take; None if they have nothing to add up, or only the library.
 
     ``ConfigError`` if ``all_reduce`` asks for a row that they can not take.
     """
@@ -169,7 +169,8 @@ def check(config: EngineConfig, num_hosts: int = 1) -> None:
 
 
 def probe_devices(config: EngineConfig, num_hosts: int = 1) -> Machine | None:
-    """What the GPUs of all ranks can do; None for one rank, several hosts, and CPUs.  ``config.device`` is not auto."""
+    """Return what the GPUs of all ranks can do; None for one rank, several hosts, and CPUs.  ``config.device`` is not
+    auto."""
     if config.device != "cuda" or config.tensor_parallel_size == 1 or num_hosts > 1 or not torch.cuda.is_available():
         return None
     return probe_machine(parse_devices(config.devices, config.tensor_parallel_size).indices)
@@ -200,7 +201,7 @@ def set_up(
 
 
 def agreed_machine(machine: Machine, host: HostGroup) -> Machine:
-    """What holds on every rank: ranks that chose different collectives would wait for each other for ever."""
+    """Return what holds on every rank: ranks that chose different collectives would wait for each other for ever."""
     major, minor = machine.capability
     facts = (machine.has_peer_access, machine.has_peer_atomics, machine.has_triton)
     capability, *agreed = host.all_reduce_min([major * 1000 + minor, *map(int, facts)])

@@ -35,7 +35,7 @@ class Communicator:
         raise NotImplementedError
 
     def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The ranks' parts, contiguous float32, added as ``tree_sum`` does and rounded once to ``dtype``."""
+        """Return the ranks' parts, contiguous float32, added as ``tree_sum`` does and rounded once to ``dtype``."""
         parts = self.all_gather(part.view(-1)).view(self.info.world_size, *part.shape)
         return tree_sum(parts.unbind(0)).to(dtype)
 
@@ -48,7 +48,7 @@ class Communicator:
         raise NotImplementedError
 
     def why_not_capture(self, sizes: RecordedSizes) -> str | None:
-        """Why a recorded step may not contain the collectives of ``sizes``; None if it may."""
+        """Return why a recorded step may not contain the collectives of ``sizes``; None if it may."""
         if self.can_capture:
             return None
         return (

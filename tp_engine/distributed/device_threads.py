@@ -20,7 +20,7 @@ def use_device(device: torch.device) -> None:
 
 
 def device_thread(device: torch.device, body: Callable[[], None], *, name: str) -> threading.Thread:
-    """A daemon thread, not yet started, that runs ``body`` with ``device``."""
+    """Return a daemon thread, not yet started, that runs ``body`` with ``device``."""
 
     def run() -> None:
         use_device(device)
@@ -30,5 +30,5 @@ def device_thread(device: torch.device, body: Callable[[], None], *, name: str) 
 
 
 def device_pool(device: torch.device, num_threads: int, *, name: str) -> ThreadPoolExecutor:
-    """A pool whose threads work with ``device``."""
+    """Return a pool whose threads work with ``device``."""
     return ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=use_device, initargs=(device,))

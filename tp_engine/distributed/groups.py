@@ -47,7 +47,7 @@ class HostGroup:
         return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, in rank order."""
+        """Return every rank's payload, in rank order."""
         if self._group is None:
             return [payload]
         longest = self.all_reduce_max([len(payload)])[0]
@@ -123,14 +123,15 @@ class RankGroups:
         self._store = store
 
     def check(self) -> None:
-        """For waits: ``RankError`` if the job has failed."""
+        """Raise ``RankError`` if the job has failed; for waits."""
         if self._late is not None:
             raise self._late
         self._check()
 
     @contextmanager
     def time_limit(self, what: str) -> Iterator[None]:
-        """A part of setting up symmetric memory, which may block in the driver: its time limit ends the job."""
+        """Limit the time of a part of setting up symmetric memory, which may block in the driver: the limit ends the
+        job."""
 
         def expire() -> None:
             self._late = RankError(
@@ -165,7 +166,7 @@ class RankGroups:
 
 
 def alone(progress: RankProgress) -> RankGroups:
-    """The groups of a world of one: no sockets, no collectives."""
+    """Return the groups of a world of one: no sockets, no collectives."""
     communicator = SingleRank()
     progress.reach(RankPhase.GROUP_INIT)
     return RankGroups(communicator.info, communicator, HostGroup(communicator.info, None), progress, owns_default=False)

@@ -41,11 +41,11 @@ class Agreeing(Protocol):
     info: RankInfo
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, in rank order."""
+        """Return every rank's payload, in rank order."""
 
 
 def all_do(host: Agreeing, what: str, option: str, body: Callable[[], Result], *, is_required: bool) -> Result | None:
-    """The result of ``body``, which is never None; None on every rank if ``body`` fails on any rank.
+    """Return the result of ``body``, which is never None; None on every rank if ``body`` fails on any rank.
 
     The reason is logged, or raised as ``RankError`` if ``is_required``: ``what`` has failed, ``option`` asked for it.
     """

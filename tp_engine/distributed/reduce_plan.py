@@ -97,11 +97,11 @@ class ReducePlan:
         return max(self.reduce_bytes, self.gather_bytes)
 
     def gathers(self, num_bytes: int) -> bool:
-        """Whether parts of ``num_bytes`` are all-gathered in symmetric memory, the same on every rank."""
+        """Return whether parts of ``num_bytes`` are all-gathered in symmetric memory, the same on every rank."""
         return 0 < num_bytes <= self.gather_bytes and num_bytes % WORD_BYTES == 0
 
     def why_not_all(self, sizes: RecordedSizes) -> str | None:
-        """Which collectives of ``sizes`` go to the library, and why; None if none does."""
+        """Return which collectives of ``sizes`` go to the library, and why; None if none does."""
         reduced = [size for size in sizes.all_reduces if self.choose(size) == Method.LIBRARY]
         gathered = [size for size in sizes.all_gathers if not self.gathers(size)]
         for name, others, unit, largest in (
@@ -113,7 +113,7 @@ class ReducePlan:
         return None
 
     def choose(self, num_bytes: int) -> Method:
-        """The method for a tensor of ``num_bytes``, the same on every rank."""
+        """Return the method for a tensor of ``num_bytes``, the same on every rank."""
         if num_bytes % ALIGNMENT or num_bytes == 0:
             return Method.LIBRARY
         if num_bytes <= self.one_shot_bytes:
@@ -124,7 +124,7 @@ class ReducePlan:
 
 
 def plan_reduces(machine: Machine, largest_bytes: int, *, gathers: bool = True) -> ReducePlan:
-    """The plan for all-reduces of up to ``largest_bytes``, and for all-gathers if it ``gathers``.
+    """Return the plan for all-reduces of up to ``largest_bytes``, and for all-gathers if it ``gathers``.
 
     ``machine`` is one for which ``why_not`` is None.
     """
@@ -148,7 +148,8 @@ def shared_two_shot_bytes(world_size: int) -> int:
 
 
 def why_not(machine: Machine, dtype: str) -> str | None:
-    """Why these ranks can not use symmetric memory for tensors of ``dtype`` (such as ``float32``); None if they can."""
+    """Return why these ranks can not use symmetric memory for tensors of ``dtype`` (such as ``float32``); None if they
+    can."""
     if machine.world_size not in _ONE_SHOT_LIMITS:
         sizes = ", ".join(map(str, _ONE_SHOT_LIMITS))
         return f"symmetric memory is for {sizes} ranks, and there are {machine.world_size}"

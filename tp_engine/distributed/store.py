@@ -79,17 +79,17 @@ for _name in "set multi_set add append compare_set check delete_key num_keys has
 
 
 def host_store(*, timeout_s: float) -> dist.TCPStore:
-    """The store of ranks that rank 0 starts, on a free port of the loopback interface."""
+    """Return the store of ranks that rank 0 starts, on a free port of the loopback interface."""
     return _serve(_LOOPBACK, 0, timeout_s=timeout_s)
 
 
 def join_store(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
-    """The store of ``host_store``, on another rank."""
+    """Return the store of ``host_store``, on another rank."""
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
 def launched_store(*, timeout_s: float) -> Store:
-    """The store of this process's torchrun job, with a prefix of its own for each engine.
+    """Return the store of this process's torchrun job, with a prefix of its own for each engine.
 
     The engines of one job are numbered in the order of their creation, which is the same on every rank.
     """
@@ -97,7 +97,7 @@ def launched_store(*, timeout_s: float) -> Store:
 
 
 def job_store(*, timeout_s: float) -> Store:
-    """The store of this process's torchrun job, for what outlives one engine."""
+    """Return the store of this process's torchrun job, for what outlives one engine."""
     return dist.PrefixStore("tp_engine", _store_of_job(timeout_s))
 
 

@@ -115,7 +115,7 @@ class SymmetricBuffer(Protocol):
     def all_gather(self, part: torch.Tensor) -> torch.Tensor: ...
 
     def of(self, rank: int) -> torch.Tensor:
-        """The buffer of ``rank`` (bytes,) uint8, in its own memory."""
+        """Return the buffer of ``rank`` (bytes,) uint8, in its own memory."""
 
 
 Share: TypeAlias = Callable[[], SymmetricBuffer]
@@ -197,7 +197,8 @@ class SymmetricCommunicator(Communicator):
         return tensor
 
     def why_not_capture(self, sizes: RecordedSizes) -> str | None:
-        """See ``Communicator``.  Those in symmetric memory can be captured; if the library's can not, all must fit."""
+        """Do as ``Communicator``.  Those in symmetric memory can be captured; if the library's can not, all must
+        fit."""
         obstacle = None if self.can_capture else self.plan.why_not_all(sizes)
         if obstacle is None:
             return None
@@ -225,7 +226,7 @@ def _is_aligned(tensor: torch.Tensor, num_bytes: int) -> bool:
 
 
 def probe_machine(indices: Sequence[int]) -> Machine:
-    """What the ranks' GPUs ``indices`` can do; asks the driver and allocates nothing."""
+    """Return what the ranks' GPUs ``indices`` can do; asks the driver and allocates nothing."""
     distinct = sorted(set(indices))
     pairs = [(a, b) for a in distinct for b in distinct if a != b]
     return Machine(
@@ -238,7 +239,7 @@ def probe_machine(indices: Sequence[int]) -> Machine:
 
 
 def has_native_atomics(source: int, target: int) -> bool:
-    """Whether GPU ``source`` can change a word of GPU ``target`` in one indivisible operation; False if unknown.
+    """Return whether GPU ``source`` can change a word of GPU ``target`` in one indivisible operation; False if unknown.
 
     Torch does not tell, so this asks the driver, which counts GPUs as torch does (CUDA Driver API,
     cuDeviceGetP2PAttribute).

@@ -58,7 +58,7 @@ class LocalRanks:
         )
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """The payloads of this host's ranks."""
+        """Return the payloads of this host's ranks."""
         return self._host.all_gather_bytes(payload)[self._first : self._first + self.info.world_size]
 
 
@@ -105,7 +105,8 @@ def swap_between(group: dist.ProcessGroup, num_hosts: int) -> Callable[[torch.Te
 
 
 def ordered_sum(parts: Sequence[torch.Tensor], local_world_size: int) -> torch.Tensor:
-    """The all-reduce of ``parts``, one per rank: a tree over each host's ranks, then over hosts, rounded once."""
+    """Return the all-reduce of ``parts``, one per rank: a tree over each host's ranks, then over hosts, rounded
+    once."""
     wide = [part.float() for part in parts]
     sums = [tree_sum(wide[first : first + local_world_size]) for first in range(0, len(wide), local_world_size)]
     return tree_sum(sums).to(parts[0].dtype)

@@ -41,11 +41,11 @@ class JournalFile:
         self._thread = threading.Thread(target=self._run, name="disk_journal", daemon=True)
 
     def append(self, records: bytes) -> None:
-        """See ``JournalSink``."""
+        """Do as ``JournalSink``."""
         self._queue.put((records, False))
 
     def rewrite(self, data: bytes) -> None:
-        """See ``JournalSink``.  The first call, at the start, returns when the journal is on disk.
+        """Do as ``JournalSink``.  The first call, at the start, returns when the journal is on disk.
 
         Serials go on behind those that slots have, which may be less than those of the old journal, if slots have been
         cleared since.  So the old one has to be gone before the first write.

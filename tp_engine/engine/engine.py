@@ -116,7 +116,7 @@ class Engine:
         return self._scheduler.abort(request_ids)
 
     def expect(self, session: str, salt: str) -> None:
-        """See ``Scheduler.expect``."""
+        """Do as ``Scheduler.expect``."""
         self._scheduler.expect(session, salt)
 
     def step(self) -> StepOutput:

@@ -16,7 +16,7 @@ _RANK_HEADER = ("rank", "pid", "state", "phase", "step started", "step done", "l
 
 
 def report_lines(record: FlightRecord, *, num_steps: int) -> list[str]:
-    """The whole report, with the last ``num_steps`` steps of each rank."""
+    """Return the whole report, with the last ``num_steps`` steps of each rank."""
     rows = [_rank_row(rank, one) for rank, one in zip(record.ranks, standings(record), strict=True)]
     return [
         f"Cause: {record.cause}",

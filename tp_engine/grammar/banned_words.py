@@ -43,19 +43,19 @@ class TokenSpellings:
 
     @classmethod
     def of(cls, vocabulary: GrammarVocabulary) -> TokenSpellings:
-        """Those of a model's vocabulary; with the tables below a second for 150,000 tokens."""
+        """Return those of a model's vocabulary; with the tables below a second for 150,000 tokens."""
         library, ids = vocabulary.tokens, range(min(vocabulary.tokens.vocab_size, vocabulary.num_words * MASK_TOKENS))
         return cls([library.decode_bytes([one]) for one in ids], [one for one in ids if library.is_special_token(one)])
 
     def beginning_with(self, start: bytes) -> IntArray:
-        """The tokens whose spelling begins with ``start``."""
+        """Return the tokens whose spelling begins with ``start``."""
         places = self._places(start)
         owners = self._owners[places]
         found: IntArray = owners[places == self._ends[owners] - self._lengths[owners]]
         return found
 
     def writing(self, word: str) -> IntArray:
-        """The tokens that have ``word`` in them, but not as a part of a longer word."""
+        """Return the tokens that have ``word`` in them, but not as a part of a longer word."""
         first = self._places(word.encode())
         last = first + len(word.encode())
         owners = self._owners[first]
@@ -144,7 +144,7 @@ class WordRulesMaker:
         self._lock = threading.Lock()
 
     def rules(self, request: EngineRequest) -> SpelledWords | TokenWords:
-        """Those of ``request``, which has words; takes up to a second, and a second more at the first call."""
+        """Return those of ``request``, which has words; takes up to a second, and a second more at the first call."""
         if self._vocabulary is None:
             return TokenWords(request.banned_words)
         with self._lock:
@@ -167,11 +167,11 @@ class TokenWords:
         self._kept = max((len(before) for before, _ in self._longer), default=0)
 
     def after(self, place: tuple[int, ...], token_id: int) -> tuple[int, ...]:
-        """The place behind one more token."""
+        """Return the place behind one more token."""
         return (*place, token_id)[-self._kept :] if self._kept else ()
 
     def completing(self, place: tuple[int, ...]) -> list[IntArray]:
-        """The tokens that would complete a word which has begun."""
+        """Return the tokens that would complete a word which has begun."""
         return [last for before, last in self._longer if place[-len(before) :] == before]
 
 
@@ -193,13 +193,13 @@ class SpelledWords:
         self._tokens = {rest: spellings.beginning_with(rest) for rest in set().union(*self._rests.values())}
 
     def after(self, place: bytes, token_id: int) -> bytes:
-        """The place behind one more token."""
+        """Return the place behind one more token."""
         if token_id in self._unseen:
             return place
         text = place + self._spellings.tokens[token_id]
         return text[max(0, len(text) - self._kept) :]
 
     def completing(self, place: bytes) -> list[IntArray]:
-        """The tokens that would complete a word which has begun."""
+        """Return the tokens that would complete a word which has begun."""
         begun = (place[first:] for first in range(len(place)))
         return [self._tokens[rest] for one in begun for rest in self._rests.get(one, ())]

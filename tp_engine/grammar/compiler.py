@@ -53,7 +53,7 @@ class CompiledGrammar:
         self.pace = pace or Pace()
 
     def start(self, *, ignore_eos: bool = False) -> GrammarMatcher:
-        """A matcher before its first token; takes microseconds."""
+        """Return a matcher before its first token; takes microseconds."""
         return GrammarMatcher(self._matcher.deep_copy(), self._vocabulary, self.pace, ignore_eos=ignore_eos)
 
 
@@ -88,7 +88,8 @@ class GrammarCompiler:
         )
 
     def known(self, params: StructuredOutputsParams) -> CompiledGrammar | None:
-        """The grammar if it is among the last ones; ``RequestError`` if it is among the last that were refused."""
+        """Return the grammar if it is among the last ones; ``RequestError`` if it is among the last that were
+        refused."""
         with self._lock:
             if (words := self._refused.get(params)) is not None:
                 raise RequestError(words, param=PARAM, code=INVALID_GRAMMAR)
@@ -98,7 +99,7 @@ class GrammarCompiler:
         return found
 
     def submit(self, params: StructuredOutputsParams) -> Future[CompiledGrammar]:
-        """The grammar, tried out and compiled unless it is known.  The future may be cancelled until it is done.
+        """Return the grammar, tried out and compiled unless it is known.  The future may be cancelled until it is done.
 
         Its exception is a ``RequestError`` for unusable ``params``, with ``CODE_UNAVAILABLE`` if too many that take
         long, or too much memory, are there already.
@@ -108,7 +109,7 @@ class GrammarCompiler:
         return found
 
     def compile(self, params: StructuredOutputsParams, num_bytes: int = 0) -> CompiledGrammar:
-        """The grammar, compiled in this thread unless it is known; it may need ``num_bytes``."""
+        """Return the grammar, compiled in this thread unless it is known; it may need ``num_bytes``."""
         grammar = self.known(params)
         if grammar is None:
             pace = self._reserved(num_bytes)
@@ -204,7 +205,7 @@ class _Lane:
         return True
 
     def try_out(self, params: StructuredOutputsParams) -> int:
-        """See ``CompilerProcess``; for a job."""
+        """Do as ``CompilerProcess``; for a job."""
         trial: Trial = self._of_thread.trial
         return trial.try_out(params, cpu_s=self._cpu_s, niceness=self._niceness)
 

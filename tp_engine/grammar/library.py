@@ -28,7 +28,7 @@ _NO_SPACE = 'space: ""\n'
 
 
 def llguidance() -> Any:
-    """The library.  ``RequestError`` if it can not be imported; requests for free text are served without it."""
+    """Return the library.  ``RequestError`` if it can not be imported; requests for free text are served without it."""
     try:
         import llguidance as library
     except ImportError as error:
@@ -52,7 +52,7 @@ _BYTES_ALONE = SpecialTokens(num_tokens=_NUM_BYTES + 1, tokens=((_NUM_BYTES, "<e
 
 
 def byte_tokens(special: SpecialTokens = _BYTES_ALONE) -> Any:
-    """The library's tokenizer of one token per byte and the ``special`` ones: enough to try a grammar out."""
+    """Return the library's tokenizer of one token per byte and the ``special`` ones: enough to try a grammar out."""
     texts = dict(special.tokens) or {max(special.num_tokens, _NUM_BYTES): "<end>"}
     free = (token_id for token_id in itertools.count() if token_id not in texts)
     texts_of = {next(free): bytes((value,)) for value in range(_NUM_BYTES)}
@@ -72,7 +72,7 @@ def byte_tokens(special: SpecialTokens = _BYTES_ALONE) -> Any:
 
 
 def new_matcher(params: StructuredOutputsParams, tokens: Any) -> Any:
-    """The library's matcher before the first token, for its tokenizer ``tokens``.
+    """Return the library's matcher before the first token, for its tokenizer ``tokens``.
 
     Takes milliseconds for ordinary schemas, mostly without the GIL.  ``RequestError`` for unusable ``params``; also if
     they allow no output: no first token, and no empty output.
@@ -96,7 +96,8 @@ def parser_limits() -> Any:
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:
-    """The constraint ``params`` as a grammar of the library.  ``RequestError`` if the library can not read it."""
+    """Return the constraint ``params`` as a grammar of the library.  ``RequestError`` if the library can not read
+    it."""
     try:
         text = _grammar_text(params)
         if params.preamble is None:
@@ -128,7 +129,7 @@ def _grammar_text(params: StructuredOutputsParams) -> str:
 
 
 def refusal(params: StructuredOutputsParams, reason: str) -> RequestError:
-    """The error for a grammar that the library refuses, with the library's reason."""
+    """Return the error for a grammar that the library refuses, with the library's reason."""
     what = {"json": "the JSON schema", "choice": "the choice", "json_object": "the white space"}.get(params.kind)
     brief = " ".join(_explained(params, reason).replace("<non-verbose/>", "").split())[:500]
     return RequestError(f"{what or f'the {params.kind}'} can not be used: {brief}", param=PARAM, code=INVALID_GRAMMAR)
@@ -146,7 +147,8 @@ def _explained(params: StructuredOutputsParams, reason: str) -> str:
 
 
 def inner_schema(schema: Mapping[str, Any], like: StructuredOutputsParams) -> str:
-    """A JSON ``schema`` as ``%json`` of a Lark grammar takes it, with white space and properties as ``like`` says."""
+    """Return a JSON ``schema`` as ``%json`` of a Lark grammar takes it, with white space and properties as ``like``
+    says."""
     found = normal_schema(schema)
     return json.dumps(
         {"x-guidance": _json_options(like), **(_closed(found) if like.disable_additional_properties else found)}

@@ -90,7 +90,7 @@ class GrammarMatcher:
         return True
 
     def forced(self) -> list[int]:
-        """The tokens that must follow, as the tokenizer writes their text; others may write the same text.
+        """Return the tokens that must follow, as the tokenizer writes their text; others may write the same text.
 
         A copy is asked, so that no limit of the library is reached for it.
         """
@@ -101,7 +101,7 @@ class GrammarMatcher:
         return found
 
     def copy(self) -> GrammarMatcher:
-        """The same place, which goes its own way from here; takes microseconds."""
+        """Return the same place, which goes its own way from here; takes microseconds."""
         with self._pace.timed():
             matcher = self._matcher.deep_copy() if self._is_sound() else None
         other = GrammarMatcher(matcher, self._vocabulary, self._pace, ignore_eos=self._ignore_eos)
@@ -122,7 +122,7 @@ class GrammarMatcher:
                 self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
     def give_up(self) -> None:
-        """The mask takes too long: this grammar is not followed any further."""
+        """Note that the mask takes too long: this grammar is not followed any further."""
         self._pace.fail()
 
     def settle_mask(self, mask: IntArray) -> None:

@@ -71,7 +71,7 @@ class _Branch:
         )
 
     def excludes(self, other: _Branch) -> bool:
-        """Whether no value fits both."""
+        """Return whether no value fits both."""
         if self.types is not None and other.types is not None and not self.types & other.types:
             return True
         if self.values is not None and other.values is not None and not self.values & other.values:

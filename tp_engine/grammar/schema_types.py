@@ -16,7 +16,7 @@ _MAX_LOOKS = 64
 
 
 def allowed_types(schema: Any, root: Any, seen: set[int] | None = None) -> frozenset[str] | None:
-    """The types of the values that a schema allows, as far as it says so; None if it does not.
+    """Return the types of the values that a schema allows, as far as it says so; None if it does not.
 
     Looks at ``_MAX_LOOKS`` schemas at most.
     """
@@ -43,7 +43,7 @@ def allowed_types(schema: Any, root: Any, seen: set[int] | None = None) -> froze
 
 
 def given_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
-    """The types that ``type`` names."""
+    """Return the types that ``type`` names."""
     given = schema.get("type")
     names = [given] if isinstance(given, str) else given
     if not isinstance(names, list) or not all(isinstance(name, str) and name in TYPES for name in names):
@@ -58,7 +58,7 @@ def _numbers_alike(names: Iterable[str]) -> frozenset[str]:
 
 
 def types_of(value: Any) -> tuple[str, ...]:
-    """The types that a JSON value has."""
+    """Return the types that a JSON value has."""
     match value:
         case None:
             return ("null",)
@@ -76,7 +76,7 @@ def types_of(value: Any) -> tuple[str, ...]:
 
 
 def referenced(root: Any, reference: str) -> Any:
-    """What a reference such as ``#/$defs/city`` means, None if it can not be found."""
+    """Return what a reference such as ``#/$defs/city`` means, None if it can not be found."""
     found = root
     if reference == "#":
         return root

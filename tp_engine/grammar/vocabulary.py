@@ -43,7 +43,7 @@ def check_tokenizer(tokenizer: Any | None) -> None:
 
 
 def make_vocabulary(tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarVocabulary:
-    """The tokens of a fast Hugging Face tokenizer, for a model of ``vocab_size`` logits.
+    """Return the tokens of a fast Hugging Face tokenizer, for a model of ``vocab_size`` logits.
 
     ``tokenizer_json`` is the text of its ``tokenizer.json``.  This takes about a second for 150,000 tokens and holds
     the GIL, so call it when no step waits.  ``RequestError`` for a tokenizer that the library does not know.
@@ -71,7 +71,7 @@ def _num_tokens(written: Mapping[str, Any]) -> int:
 
 
 def byte_vocabulary() -> GrammarVocabulary:
-    """One token per byte and an end token: enough to check whether a grammar can be used."""
+    """Return one token per byte and an end token: enough to check whether a grammar can be used."""
     tokens = byte_tokens()
     return _vocabulary(tokens, tokens.vocab_size, SpecialTokens(num_tokens=tokens.vocab_size, tokens=()))
 

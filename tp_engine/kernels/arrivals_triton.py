@@ -15,8 +15,8 @@ from tp_engine.kernels.jit import jit
 
 @jit
 def arrives_last(arrived, num_programs):
-    """Whether this program is the last of ``num_programs`` to come here; if so, what the others have stored can be
-    read, past the first-level cache (``.cg``), which does not see what other multiprocessors have written.
+    """Return whether this program is the last of ``num_programs`` to come here; if so, what the others have stored can
+    be read, past the first-level cache (``.cg``), which does not see what other multiprocessors have written.
 
     The counter is at ``arrived``.
     """

@@ -34,7 +34,7 @@ LINE_BYTES = 128
 
 @jit
 def let_next_begin(PDL: tl.constexpr):
-    """The next kernel may be set up from now on, as soon as the GPU has room beside this one."""
+    """Let the next kernel be set up from now on, as soon as the GPU has room beside this one."""
     if PDL:
         gdc_launch_dependents()
 
@@ -79,7 +79,8 @@ def prefetch_weights(place, PDL: tl.constexpr):
 
 
 def prefetched_columns(columns: int, rows: int, itemsize: int, block_in: int) -> int:
-    """How many of the next ``columns`` of ``rows`` of weights a program sends for: whole blocks, within its share."""
+    """Return how many of the next ``columns`` of ``rows`` of weights a program sends for: whole blocks, within its
+    share."""
     return min(columns, _MOST_PREFETCHED // (rows * itemsize)) // block_in * block_in
 
 
@@ -101,5 +102,5 @@ def launch_row_blocks(
 
 @cache
 def can_launch_early(device: torch.device) -> bool:
-    """Whether ``device`` is a GPU with programmatic dependent launch."""
+    """Return whether ``device`` is a GPU with programmatic dependent launch."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY

@@ -23,7 +23,7 @@ _SMALL = tl.constexpr(0.2)
 
 @jit
 def gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """The activated ``gate`` times ``up``, both float32.  NaN stays NaN.
+    """Return the activated ``gate`` times ``up``, both float32.  NaN stays NaN.
 
     With tanh: (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z)), which neither overflows nor cancels.
     """
@@ -69,7 +69,7 @@ def gate_triton(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def activation_constants(activation: Activation | None) -> dict[str, Any]:
-    """The constants of ``gated``; for None, those of a kernel that does not call it."""
+    """Return the constants of ``gated``; for None, those of a kernel that does not call it."""
     if activation is None:
         return {"KIND": 0, "ALPHA": 0.0, "LIMIT": 0.0}
     return {"KIND": activation.code, "ALPHA": activation.alpha, "LIMIT": activation.limit}
@@ -149,7 +149,8 @@ def cap_logits_triton(logits: torch.Tensor, scale: float, cap: float | None) -> 
 
 @jit
 def tanh(x):
-    """The hyperbolic tangent of float32, within a few units in the last place; nothing overflows, and NaN stays NaN."""
+    """Return the hyperbolic tangent of float32, within a few units in the last place; nothing overflows, and NaN stays
+    NaN."""
     magnitude = tl.abs(x)
     shrunk = tl.exp2(magnitude * -_TWO_LOG2_E)
     far = (1.0 - shrunk) / (1.0 + shrunk)

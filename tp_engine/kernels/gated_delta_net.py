@@ -81,7 +81,8 @@ class Chunk(NamedTuple):
 def gated_delta_net_decode(
     mixed: torch.Tensor, gates: torch.Tensor, rule: DeltaRule, states: LayerStates, slots: torch.Tensor
 ) -> torch.Tensor:
-    """One token of each of B rows: ``mixed`` (B, ...), ``gates`` (B, 2 VH) -> (B, VH DV), of the type of ``mixed``.
+    """Return one token of each of B rows: ``mixed`` (B, ...), ``gates`` (B, 2 VH) -> (B, VH DV), of the type of
+    ``mixed``.
 
     Row i changes the states in ``slots[i]`` (B,) int32, which are distinct, and not the last slot of all.  A slot of -1
     is padding: its output is arbitrary, and it may change the last slot, which no row has.  Nothing waits for the
@@ -141,7 +142,8 @@ def attend_in_chunks(
     beta: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs (T, VH, DV) of T tokens that follow ``state`` (VH, DK, DV), and the state behind them; float32.
+    """Return the outputs (T, VH, DV) of T tokens that follow ``state`` (VH, DK, DV), and the state behind them;
+    float32.
 
     ``query``, ``key`` (T, KH, DK), of their length; ``value`` (T, VH, DV); ``decay`` (g), ``beta`` (T, VH).
     """

@@ -58,7 +58,7 @@ class _Shelf:
         self._used = 0
 
     def zeros(self, num_bytes: int) -> torch.Tensor:
-        """The next ``num_bytes``, aligned to a cache line."""
+        """Return the next ``num_bytes``, aligned to a cache line."""
         with self._lock:
             pages = self._pages() if self._pages is not None else None
             if pages is None or self._used + num_bytes > _SHARED_BYTES:

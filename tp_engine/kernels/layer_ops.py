@@ -75,7 +75,7 @@ def add_norm(
 
 
 def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """The two halves of a gated MLP multiplied: (N, 2 * size), gate then up, -> (N, size).
+    """Return the two halves of a gated MLP multiplied: (N, 2 * size), gate then up, -> (N, size).
 
     The activated gate is rounded before the product, as the models' own code does; ``swiglu_clamped`` is rounded once.
     """

@@ -42,7 +42,7 @@ def begin_norm(weight, SIZE: tl.constexpr, BLOCK: tl.constexpr, OFFSET: tl.const
 
 @jit
 def normalised(values, gain, inside, eps, SIZE: tl.constexpr, CENTRED: tl.constexpr):
-    """The normalised row of ``values``: SIZE elements, float32, then zeros."""
+    """Return the normalised row of ``values``: SIZE elements, float32, then zeros."""
     if CENTRED:
         values = tl.where(inside, values - tl.sum(values, axis=0) / SIZE, 0.0)
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
@@ -54,8 +54,8 @@ def normalised_row(
     x, residual, gain, token, column, inside, x_stride, residual_stride, eps, stream_scale,
     SIZE: tl.constexpr, ADDS: tl.constexpr, SCALE: tl.constexpr, SCALES_STREAM: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """The row ``token`` normalised, in float32; with ADDS, SCALE times the row is added to the residual first, and with
-    SCALES_STREAM the sum is multiplied by ``stream_scale``, which differs between layers."""
+    """Return the row ``token`` normalised, in float32; with ADDS, SCALE times the row is added to the residual first,
+    and with SCALES_STREAM the sum is multiplied by ``stream_scale``, which differs between layers."""
     if ADDS:
         rounded = added_to_stream(
             x + token * x_stride, residual + token * residual_stride, column, inside, stream_scale, SCALE, SCALES_STREAM
@@ -146,7 +146,7 @@ def add_triton(x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0, stre
 
 
 def row_constants(size: int, rule: NormRule) -> dict[str, Any]:
-    """The constants of a kernel in which each program normalises a row of ``size`` elements at a time."""
+    """Return the constants of a kernel in which each program normalises a row of ``size`` elements at a time."""
     assert rule.weight.shape == (size,) and rule.weight.is_contiguous(), (rule.weight.shape, size)
     assert size <= MAX_SIZE, f"rows of {size} elements; one program holds at most {MAX_SIZE}"
     block = int(triton.next_power_of_2(size))

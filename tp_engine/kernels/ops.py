@@ -75,7 +75,7 @@ OPS: dict[str, Op] = {
 
 @cache
 def op(name: str, device_type: str) -> Callable[..., Any]:
-    """The implementation of ``name`` that runs on tensors of ``device_type``."""
+    """Return the implementation of ``name`` that runs on tensors of ``device_type``."""
     return implementation(name, kind_of(name, device_type))
 
 
@@ -91,12 +91,12 @@ def kind_of(name: str, device_type: str) -> Kind:
 
 @cache
 def is_recordable(name: str, device_type: str) -> bool:
-    """Whether a recorded step may use ``name``: a CUDA graph holds every operation, a tape (on a CPU) only C."""
+    """Return whether a recorded step may use ``name``: a CUDA graph holds every operation, a tape (on a CPU) only C."""
     return device_type == "cuda" or kind_of(name, device_type) == "native"
 
 
 def implementation(name: str, kind: Kind) -> Callable[..., Any]:
-    """The implementation of ``name`` of one ``kind``; an assertion fails if there is none."""
+    """Return the implementation of ``name`` of one ``kind``; an assertion fails if there is none."""
     entry = OPS[name]
     if kind == "twin":
         return entry.twin
@@ -111,12 +111,13 @@ def implementation(name: str, kind: Kind) -> Callable[..., Any]:
 
 
 def has_triton() -> bool:
-    """Whether the ``triton`` package is installed; asked without importing it, which costs each rank 0.2 s."""
+    """Return whether the ``triton`` package is installed; asked without importing it, which costs each rank 0.2 s."""
     return find_spec("triton") is not None
 
 
 @cache
 def int8_rows() -> Int8Rows:
-    """What linear layers with int8 weights do to rows on a CPU: in C if it can be compiled, else in plain PyTorch."""
+    """Return what linear layers with int8 weights do to rows on a CPU: in C if it can be compiled, else in plain
+    PyTorch."""
     library = native_library()
     return TorchInt8Rows() if library is None else NativeInt8Rows(library)

@@ -34,14 +34,14 @@ def forward_context(metadata: Sequence[AttentionMetadata]) -> Iterator[None]:
 
 
 def current_metadata(group: int = 0) -> AttentionMetadata:
-    """This step's metadata for a group of layers; asserts that ``forward_context`` is active."""
+    """Return this step's metadata for a group of layers; asserts that ``forward_context`` is active."""
     metadata = _metadata.get(None)
     assert metadata is not None, "the model was called outside of forward_context"
     return metadata[group]
 
 
 def only(wanted: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-    """The ``wanted`` (n,) int64 of ``tokens`` (N, ...); all of them if it is None."""
+    """Return the ``wanted`` (n,) int64 of ``tokens`` (N, ...); all of them if it is None."""
     return tokens if wanted is None else tokens.index_select(0, wanted)
 
 

@@ -36,7 +36,7 @@ class LayerContext:
     adapters: AdapterLimits | None = None
 
     def at(self, name: str) -> LayerContext:
-        """The context of the module ``name`` inside of this one; without a name, this one."""
+        """Return the context of the module ``name`` inside of this one; without a name, this one."""
         return replace(self, path=".".join(part for part in (self.path, name) if part))
 
     @property
@@ -45,24 +45,25 @@ class LayerContext:
         return replace(self, adapters=None)
 
     def op(self, name: str) -> Callable[..., Any]:
-        """The operation ``name`` of ``kernels.ops``, for this device."""
+        """Return the operation ``name`` of ``kernels.ops``, for this device."""
         return op(name, self.device.type)
 
     def can_record(self, *names: str) -> bool:
-        """Whether recordings can hold all of these operations."""
+        """Return whether recordings can hold all of these operations."""
         return all(is_recordable(name, self.device.type) for name in names)
 
     def parameter(
         self, shape: Sequence[int], *sources: Sequence[Source], dtype: torch.dtype | None = None
     ) -> nn.Parameter:
-        """An uninitialised weight on the device, which the loader fills from one of the alternative ``sources``."""
+        """Return an uninitialised weight on the device, which the loader fills from one of the alternative
+        ``sources``."""
         values = torch.empty(tuple(shape), dtype=self.dtype if dtype is None else dtype, device=self.device)
         parameter = nn.Parameter(values, requires_grad=False)
         set_sources(parameter, *sources)
         return parameter
 
     def output(self, part: torch.Tensor) -> torch.Tensor:
-        """What a row-parallel layer returns, given the ``part`` of this rank; ``joins`` adds that up.
+        """Return what a row-parallel layer returns, given the ``part`` of this rank; ``joins`` adds that up.
 
         With ``tp_invariant`` the ranks' sum of their float32 parts, in the model's type: what is made of it afterwards
         is then the same on all ranks, and on any number of them.  A collective.

@@ -47,7 +47,7 @@ class VocabSlice:
 
     @staticmethod
     def of_rank(vocab_size: int, info: RankInfo) -> VocabSlice:
-        """The slice of one rank; a world of one holds the vocabulary without padding."""
+        """Return the slice of one rank; a world of one holds the vocabulary without padding."""
         if info.world_size == 1:
             return VocabSlice(vocab_size=vocab_size, first=0, num_ids=vocab_size, width=vocab_size)
         width = padded_vocab_size(vocab_size, info.world_size) // info.world_size
@@ -56,11 +56,11 @@ class VocabSlice:
         return VocabSlice(vocab_size=vocab_size, first=first, num_ids=num_ids, width=width)
 
     def holds(self, token_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """Which of ``token_ids`` (c,) belong to the slice."""
+        """Return which of ``token_ids`` (c,) belong to the slice."""
         return (token_ids >= self.first) & (token_ids < self.first + self.num_ids)
 
     def columns_of(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The columns of the ``token_ids`` (c,) that belong to the slice, in their order."""
+        """Return the columns of the ``token_ids`` (c,) that belong to the slice, in their order."""
         return token_ids[self.holds(token_ids)] - self.first
 
 
@@ -137,7 +137,7 @@ class ParallelLMHead(LocalLinear):
         return logits
 
     def gather(self, local_logits: torch.Tensor) -> torch.Tensor | None:
-        """All ranks' slices (n, width) -> (n, vocab_size) on rank 0, None elsewhere.  A collective."""
+        """Return all ranks' slices (n, width) -> (n, vocab_size) on rank 0, None elsewhere.  A collective."""
         logits = self._communicator.gather(local_logits)
         return logits[:, : self.slice.vocab_size] if logits is not None else None
 

@@ -89,7 +89,7 @@ class GatedDeltaNet(Layer):
 
 
 def chunks_of(batch: AttentionMetadata) -> list[Chunk]:
-    """The prefills of a step."""
+    """Return the prefills of a step."""
     lengths = batch.host_query_lens[batch.num_decodes :]
     computed = batch.host_seq_lens[batch.num_decodes :] - lengths
     starts = lengths.cumsum() - lengths
@@ -112,7 +112,7 @@ class HeadShares:
         self._value_size = spec.num_value_heads * spec.value_dim
 
     def input_parts(self, context: LayerContext) -> tuple[Part, ...]:
-        """The rows of q, k, v and z."""
+        """Return the rows of q, k, v and z."""
         spec, keys, values = self._spec, self._key_rows, self._value_rows
         if not spec.is_fused:
             stored = 2 * self._key_size + self._value_size
@@ -134,7 +134,7 @@ class HeadShares:
         )
 
     def gate_parts(self, context: LayerContext) -> tuple[Part, ...]:
-        """The rows of b and a."""
+        """Return the rows of b and a."""
         spec = self._spec
         if not spec.is_fused:
             names = ("in_proj_b", "in_proj_a")
@@ -144,7 +144,7 @@ class HeadShares:
         return tuple(_part(name, stored, self.value, first=first, count=count, step=2 * count) for first in (0, count))
 
     def conv_sources(self, context: LayerContext) -> tuple[Source, ...]:
-        """The convolution's weights, stored (channels, 1, taps) and kept (taps, channels)."""
+        """Return the convolution's weights, stored (channels, 1, taps) and kept (taps, channels)."""
         spec, first, sources = self._spec, 0, []
         stored = (2 * self._key_size + self._value_size, 1, spec.taps)
         rows = self._key_rows, _behind(self._key_size, self._key_rows), _behind(2 * self._key_size, self._value_rows)

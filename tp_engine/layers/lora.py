@@ -39,12 +39,12 @@ class StepAdapters:
     of_wanted: AdapterRows
 
     def among(self, num_rows: int) -> AdapterRows:
-        """The rows with an adapter among those that a layer computes."""
+        """Return the rows with an adapter among those that a layer computes."""
         return self.of_tokens if num_rows == self.num_tokens else self.of_wanted
 
 
 def group_step(of_tokens: IntArray, of_wanted: IntArray | None, device: torch.device) -> StepAdapters:
-    """The grouping of a step whose tokens have adapters in the slots ``of_tokens`` (N,), from 0 on; -1 for none.
+    """Return the grouping of a step whose tokens have adapters in the slots ``of_tokens`` (N,), from 0 on; -1 for none.
 
     ``of_wanted`` (n,) are the slots of those whose outputs are read; None: all, in order.
     """
@@ -71,12 +71,12 @@ def adapting(step: StepAdapters | None) -> Iterator[None]:
 
 
 def has_adapters() -> bool:
-    """Whether a row of this step has an adapter."""
+    """Return whether a row of this step has an adapter."""
     return _step.get() is not None
 
 
 def rows_of_step(num_rows: int) -> AdapterRows | None:
-    """The rows of this step with an adapter among those that a layer computes; None if there are none."""
+    """Return the rows of this step with an adapter among those that a layer computes; None if there are none."""
     step = _step.get()
     rows = None if step is None else step.among(num_rows)
     return rows if rows is not None and rows.num_rows else None
@@ -110,10 +110,10 @@ class LoRALayerSlots(Protocol):
         """Bytes of all slots on the device."""
 
     def take(self, pairs: Mapping[str, AdapterPair], used: set[str], names: Mapping[str, str]) -> LocalPair | None:
-        """See ``LinearAdapters.take``."""
+        """Do as ``LinearAdapters.take``."""
 
     def put(self, slot: int, pair: LocalPair | None) -> None:
-        """See ``LinearAdapters.put``."""
+        """Do as ``LinearAdapters.put``."""
 
 
 class LinearAdapters:
@@ -149,7 +149,7 @@ class LinearAdapters:
         return out
 
     def take(self, pairs: Mapping[str, AdapterPair], used: set[str], names: Mapping[str, str]) -> LocalPair | None:
-        """This rank's share of an adapter's ``pairs``; None if it leaves this layer alone.
+        """Return this rank's share of an adapter's ``pairs``; None if it leaves this layer alone.
 
         ``names`` are the pairs' modules by their usual names; those that are ``used`` are entered there.
         ``WeightError`` for a pair of another shape than the layer's.

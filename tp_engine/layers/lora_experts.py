@@ -59,8 +59,8 @@ class StackAdapters:
         return self.weights.a.nbytes + self.weights.b.nbytes + self.weights.ranks.nbytes
 
     def take(self, pairs: Mapping[str, AdapterPair], used: set[str], names: Mapping[str, str]) -> LocalPair | None:
-        """This rank's share of the one of ``pairs`` that is of this stack by its sizes, as ``LinearAdapters.take``:
-        ``a`` (experts, r, in) and ``b`` (experts, r, out)."""
+        """Return this rank's share of the one of ``pairs`` that is of this stack by its sizes, as
+        ``LinearAdapters.take``: ``a`` (experts, r, in) and ``b`` (experts, r, out)."""
         found = [names[name] for name in self.modules if name in names and self._fits(pairs[names[name]])]
         if not found:
             return None
@@ -108,7 +108,7 @@ class ExpertAdapters:
     def mix(
         self, product: SeparateExperts, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """What ``product`` makes of these, with the adapters of this step's rows."""
+        """Return what ``product`` makes of these, with the adapters of this step's rows."""
         rows = rows_of_step(len(x))
         if rows is None:
             return product(x, expert_ids, weights)

@@ -34,12 +34,12 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("query_scale", scale, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Rotation:
-        """The rotation of the heads of tokens at ``positions`` (N,) int64."""
+        """Return the rotation of the heads of tokens at ``positions`` (N,) int64."""
         return Rotation(self.table, positions, self.query_scale)
 
 
 def order_of(spec: RopeSpec | None, head_dim: int) -> Decode:
-    """The decoding of the stored rows of query and key heads."""
+    """Return the decoding of the stored rows of query and key heads."""
     if spec is not None and spec.is_interleaved:
         return partial(interleaved_to_halves, head_dim=head_dim, rotary_dim=spec.rotary_dim)
     if spec is not None and 2 * spec.num_pairs < spec.rotary_dim:

@@ -29,7 +29,7 @@ def upload(array: Array, device: torch.device) -> torch.Tensor:
 
 
 def upload_all(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
-    """Each of ``arrays`` as by ``upload``; to CUDA all of them in one copy, each at a multiple of 16 bytes."""
+    """Return each of ``arrays`` as by ``upload``; to CUDA all of them in one copy, each at a multiple of 16 bytes."""
     if device.type == "cuda":
         return copy_together(arrays, device, _arena(device))
     return [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays]
@@ -59,7 +59,7 @@ def copy_together(arrays: Sequence[Array], device: torch.device, arena: Arena) -
 
 
 def torch_type(array: Array) -> torch.dtype:
-    """The type of a tensor of ``array``."""
+    """Return the type of a tensor of ``array``."""
     return torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
 
 
@@ -74,7 +74,7 @@ class Stream(Protocol):
     """Where copies are enqueued."""
 
     def record_event(self) -> StreamEvent:
-        """The point behind all that has been enqueued so far."""
+        """Return the point behind all that has been enqueued so far."""
 
 
 class Arena:

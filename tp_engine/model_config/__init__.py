@@ -76,7 +76,7 @@ def _says_eos(values: Mapping[str, Any]) -> bool:
 
 
 def resolve_dtype(model: ModelSpec, asked: str, *, is_gpu: bool, has_bfloat16: bool = True) -> str:
-    """The type of weights and activations: ``asked``, or for ``auto`` the checkpoint's.
+    """Return the type of weights and activations: ``asked``, or for ``auto`` the checkpoint's.
 
     A float32 checkpoint runs in 16 bits on GPUs, as in vLLM: bfloat16 has its range, and GPUs their speed.
     """
@@ -88,7 +88,7 @@ def resolve_dtype(model: ModelSpec, asked: str, *, is_gpu: bool, has_bfloat16: b
 
 
 def resolve_max_model_len(model: ModelSpec, requested: int | None) -> int:
-    """The longest prompt plus output in tokens: ``requested``, or all of the model's positions."""
+    """Return the longest prompt plus output in tokens: ``requested``, or all of the model's positions."""
     if requested is None:
         return model.max_position
     if requested > model.max_position:
@@ -137,7 +137,7 @@ def check_tensor_parallel(model: ModelSpec, world_size: int) -> None:
 
 
 def split_problem(model: ModelSpec, world_size: int) -> str | None:
-    """What forbids this world size.  The vocabulary is padded, so it fits every size."""
+    """Return what forbids this world size.  The vocabulary is padded, so it fits every size."""
     if world_size < 1:
         return "it must be at least 1"
     for layer in model.distinct_layers:

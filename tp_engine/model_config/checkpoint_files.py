@@ -34,8 +34,8 @@ class TensorInfo(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: those that the index names, or ``model.safetensors``, or all but copies
-    for other programs.
+    """Return the safetensors files of a checkpoint: those that the index names, or ``model.safetensors``, or all but
+    copies for other programs.
 
     Raises ``WeightError`` for an index that is broken or names absent files, ``ConfigError`` if there are no weights.
     """
@@ -100,7 +100,7 @@ class CheckpointHeaders:
         return self._file_of.keys()
 
     def find(self, name: str) -> TensorInfo | None:
-        """The tensor of that name; None if there is none, or if its file can not be read."""
+        """Return the tensor of that name; None if there is none, or if its file can not be read."""
         with contextlib.suppress(OSError, ValueError):
             return self._header(self._file_of[name]).get(name) if name in self._file_of else None
         return None
@@ -135,7 +135,7 @@ def _tensor(path: Path, entry: Any, first_byte: int) -> TensorInfo:
 
 
 def are_equal(one: TensorInfo, other: TensorInfo) -> bool:
-    """Whether two tensors have the same type, shape and bytes.  Ends at the first difference."""
+    """Return whether two tensors have the same type, shape and bytes.  Ends at the first difference."""
     if (one.dtype, one.shape, one.end - one.begin) != (other.dtype, other.shape, other.end - other.begin):
         return False
     with contextlib.closing(_chunks(one)) as ones, contextlib.closing(_chunks(other)) as others:

@@ -66,7 +66,8 @@ class ConfigJson:
         self._can_override = can_override
 
     def text_part(self) -> ConfigJson:
-        """The text part of a model with several parts: ``text_config``, or, in older files, keys beside the others'.
+        """Return the text part of a model with several parts: ``text_config``, or, in older files, keys beside the
+        others'.
 
         Embeddings are tied if either of the whole and the text part says so; false in the text part alone means the
         default of the whole, as in transformers.
@@ -99,11 +100,12 @@ class ConfigJson:
         return ConfigJson(values, self._file, path=path, unread=self.unread, can_override=how)
 
     def changed(self, changes: Mapping[str, Any]) -> ConfigJson:
-        """The same object with other values of some keys, of which none has been taken."""
+        """Return the same object with other values of some keys, of which none has been taken."""
         return self.below({**self._values, **changes})
 
     def take(self, name: str, kind: type[T], default: T | None = None) -> T | None:
-        """The value of ``name``; ``default`` where it is absent or null.  Raises ``ConfigError`` for a wrong type."""
+        """Return the value of ``name``; ``default`` where it is absent or null.  Raises ``ConfigError`` for a wrong
+        type."""
         self._taken.add(name)
         value = self._values.get(name)
         if value is None:
@@ -125,7 +127,7 @@ class ConfigJson:
         return listed[0]
 
     def peek(self, name: str) -> Any:
-        """The value of ``name``, of any type, without taking it; None if it is absent."""
+        """Return the value of ``name``, of any type, without taking it; None if it is absent."""
         return self._values.get(name)
 
     @property
@@ -134,7 +136,7 @@ class ConfigJson:
         return list(self._values)
 
     def has(self, name: str) -> bool:
-        """Whether the key is present, even as null."""
+        """Return whether the key is present, even as null."""
         return name in self._values
 
     def skip(self, *names: str) -> None:
@@ -149,11 +151,11 @@ class ConfigJson:
         return value
 
     def require_positive(self, name: str) -> int:
-        """A size: a whole number above zero."""
+        """Return a size: a whole number above zero."""
         return self._positive(name, self.require(name, int))
 
     def take_positive(self, name: str, default: int) -> int:
-        """A size with a default."""
+        """Return a size with a default."""
         value = self.take(name, int)
         return default if value is None else self._positive(name, value)
 
@@ -168,7 +170,7 @@ class ConfigJson:
             raise ConfigError(f"{self.origin}: {name} is {shown(value)}; no model has more than {largest:,}")
 
     def take_token_ids(self, name: str) -> tuple[int, ...]:
-        """A token id or a list of them, as a tuple; empty where the key is absent or null."""
+        """Return a token id or a list of them, as a tuple; empty where the key is absent or null."""
         self._taken.add(name)
         value = self._values.get(name)
         listed = value if isinstance(value, list) else [] if value is None else [value]
@@ -177,7 +179,7 @@ class ConfigJson:
         return tuple(listed)
 
     def take_floats(self, name: str) -> tuple[float, ...]:
-        """A list of numbers; empty where the key is absent or null."""
+        """Return a list of numbers; empty where the key is absent or null."""
         values = self.take(name, list, [])
         for value in values or []:
             if type(value) not in (int, float):
@@ -186,16 +188,17 @@ class ConfigJson:
         return tuple(float(value) for value in values or [])
 
     def take_object(self, name: str) -> ConfigJson | None:
-        """The object under ``name``; None where it is absent, null or empty."""
+        """Return the object under ``name``; None where it is absent, null or empty."""
         values = self.take(name, dict)
         return self.below(values, name) if values else None
 
     def objects(self) -> dict[str, ConfigJson]:
-        """All values, which must be objects."""
+        """Return all values, which must be objects."""
         return {name: self.below(self.require(name, dict), name) for name in self._values}
 
     def take_names(self, *names: str) -> tuple[str, ...]:
-        """The texts in the lists ``names``, which are spellings of one key; empty where all are absent or null."""
+        """Return the texts in the lists ``names``, which are spellings of one key; empty where all are absent or
+        null."""
         found: dict[str, None] = {}
         for name in names:
             listed = self.take(name, list, []) or []
@@ -205,7 +208,7 @@ class ConfigJson:
         return tuple(found)
 
     def take_either(self, kind: type[T], *names: str) -> T | None:
-        """The first value that is present under ``names``, which are spellings of one key."""
+        """Return the first value that is present under ``names``, which are spellings of one key."""
         found = [self.take(name, kind) for name in names]
         return next((value for value in found if value is not None), None)
 
@@ -219,7 +222,7 @@ class ConfigJson:
         return listed[0], listed[1]
 
     def refusal(self, name: str, value: object, rule: str, remedy: str) -> ConfigError:
-        """The error for a value that is not supported."""
+        """Return the error for a value that is not supported."""
         return ConfigError(f"{self.origin}: {name} is {shown(value)}; {rule}: {remedy}")
 
     def expect(self, name: str, kind: type[T], supported: T) -> None:
@@ -233,7 +236,7 @@ class ConfigJson:
         self._refuse(self.unread.sort(self._untaken, self._path))
 
     def finish_strictly(self, *ignored: str) -> None:
-        """The same for an object in which every key matters, but for ``ignored``: a rotation, or a quantisation."""
+        """Do the same for an object in which every key matters, but for ``ignored``: a rotation, or a quantisation."""
         self._refuse(
             {name: one for name, one in self._untaken.items() if name not in ignored and not is_nothing(name, one)}
         )

@@ -58,31 +58,31 @@ class DecoderReader:
         self.activation = self._read_activation(activation_key, activation)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """A key that is true or false."""
+        """Return a key that is true or false."""
         return bool(self.config.take(name, bool, default))
 
     def number(self, name: str, default: float) -> float:
-        """A number with a default."""
+        """Return a number with a default."""
         value = self.config.take(name, float, default)
         assert value is not None
         return value
 
     def factor(self, name: str, default: float) -> float:
-        """A number above zero, with a default."""
+        """Return a number above zero, with a default."""
         value = self.number(name, default)
         if value <= 0:
             raise ConfigError(f"{self.config.origin}: {name} is {value}; it must be above 0")
         return value
 
     def cap(self, name: str, default: float | None = None) -> float | None:
-        """A soft cap, above zero; None: there is none."""
+        """Return a soft cap, above zero; None: there is none."""
         value = self.config.take(name, float, default)
         if value is not None and value <= 0:
             raise ConfigError(f"{self.config.origin}: {name} is {value}; it must be above 0, or null for none")
         return value
 
     def norm(self, name: str, **changes: Any) -> NormSpec:
-        """A norm with the model's epsilon; ``name`` is the checkpoint's."""
+        """Return a norm with the model's epsilon; ``name`` is the checkpoint's."""
         return NormSpec(name=name, eps=self.eps, **changes)
 
     def attention(self, **changes: Any) -> AttentionSpec:
@@ -96,7 +96,7 @@ class DecoderReader:
         return AttentionSpec(**{**usual, **changes})
 
     def mlp(self, **changes: Any) -> MlpSpec:
-        """A gated MLP with the model's sizes and activation."""
+        """Return a gated MLP with the model's sizes and activation."""
         return MlpSpec(inner_size=self.inner_size, activation=self.activation, **changes)
 
     def experts(
@@ -113,8 +113,8 @@ class DecoderReader:
         return ExpertsSpec(num_experts=num_experts, rule=rule, **{**usual, **changes})
 
     def take_first(self, *names: str, default: int = 0) -> int:
-        """The size with the spellings ``names``.  Raises ``ConfigError`` if two of them differ, and if there is none,
-        unless there is a ``default``."""
+        """Return the size with the spellings ``names``.  Raises ``ConfigError`` if two of them differ, and if there is
+        none, unless there is a ``default``."""
         found = {name: self.config.take_positive(name, 0) for name in names}
         given = {name: value for name, value in found.items() if value}
         if len(set(given.values())) > 1:
@@ -142,7 +142,7 @@ class DecoderReader:
         )
 
     def rope(self, rules: RopeRules = PLAIN) -> RopeSpec:
-        """The one rotation of the model."""
+        """Return the one rotation of the model."""
         return read_rope(self.config, head_dim=self.head_dim, max_position=self.max_position, rules=rules)
 
     def take_window(self, default: int | None = None) -> int | None:
@@ -167,7 +167,8 @@ class DecoderReader:
     def windows(
         self, window: int | None, is_windowed: Callable[[int], bool], *, is_free: bool = True
     ) -> tuple[int | None, ...]:
-        """Each layer's window: ``window`` for the layers that ``is_windowed`` selects, or as ``layer_types`` says.
+        """Return each layer's window: ``window`` for the layers that ``is_windowed`` selects, or as ``layer_types``
+        says.
 
         ``layer_types`` may depart from ``is_windowed`` only if ``is_free``.
         """
@@ -196,7 +197,7 @@ class DecoderReader:
         eos: tuple[int, ...] = (),
         **changes: Any,
     ) -> ModelSpec:
-        """The whole model; refuses keys that were not taken.
+        """Return the whole model; refuses keys that were not taken.
 
         ``tied`` and ``eos`` are transformers' defaults of ``tie_word_embeddings`` and ``eos_token_id``.
         """

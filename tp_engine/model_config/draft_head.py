@@ -72,7 +72,7 @@ class DraftHeadSpec:
 
 
 def load_draft_head(name: str, target: ModelSpec) -> tuple[DraftHeadSpec, Path]:
-    """The head in folder or hub repository ``name``, which must fit the model ``target``, and its local folder.
+    """Return the head in folder or hub repository ``name``, which must fit the model ``target``, and its local folder.
 
     Raises ``ConfigError`` for anything that is missing, wrong or not supported.
     """
@@ -135,7 +135,8 @@ class _Options:
         self.norm_output = whole.take("norm_output", bool)
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
-        """The layers whose inputs the head reads; rising, because their states are side by side in this order."""
+        """Return the layers whose inputs the head reads; rising, because their states are side by side in this
+        order."""
         name = "eagle_aux_hidden_state_layer_ids"
         found = self._nested.take(name, list) or self.whole.take(name, list)
         self.whole.skip(name)

@@ -86,18 +86,19 @@ class AdapterSpec:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
 
     def rank_of(self, module: str) -> int:
-        """The rank of the pair of ``module``."""
+        """Return the rank of the pair of ``module``."""
         return _of_pattern(self.rank_pattern, module, self.r)
 
     def scale_of(self, module: str) -> float:
-        """What the product of the pair is multiplied by: alpha / r, or alpha / sqrt(r) with rank-stabilised LoRA
+        """Return what the product of the pair is multiplied by: alpha / r, or alpha / sqrt(r) with rank-stabilised LoRA
         (https://arxiv.org/abs/2312.03732)."""
         rank, alpha = self.rank_of(module), _of_pattern(self.alpha_pattern, module, self.alpha)
         return alpha / rank**0.5 if self.uses_rslora else alpha / rank
 
 
 def read_adapter_config(folder: Path) -> AdapterSpec:
-    """The spec of the adapter in ``folder``.  ``ConfigError`` names what is missing, malformed or not supported."""
+    """Return the spec of the adapter in ``folder``.  ``ConfigError`` names what is missing, malformed or not
+    supported."""
     path = folder / ADAPTER_CONFIG
     try:
         given: Any = read_json(path)

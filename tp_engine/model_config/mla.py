@@ -42,5 +42,6 @@ class MLASpec:
         return self.nope_dim + self.value_dim
 
     def down_rows(self, num_heads: int) -> int:
-        """What ``num_heads`` queries, or their latent, take of a token's first projection, beside the cached row."""
+        """Return what ``num_heads`` queries, or their latent, take of a token's first projection, beside the cached
+        row."""
         return num_heads * self.query_dim if self.query_rank is None else self.query_rank

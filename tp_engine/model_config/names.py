@@ -19,8 +19,8 @@ class CheckpointNames:
     skipped: tuple[str, ...] = ()
 
     def mtp_names(self, names: Collection[str], num_layers: int) -> set[str]:
-        """Those of ``names``, a checkpoint's tensors, that are of multi-token prediction: they begin with ``mtp``, or
-        are in a layer behind the last of ``num_layers`` that has tensors which no other layer has.
+        """Return those of ``names``, a checkpoint's tensors, that are of multi-token prediction: they begin with
+        ``mtp``, or are in a layer behind the last of ``num_layers`` that has tensors which no other layer has.
 
         A further layer like the others is not of multi-token prediction: config.json is another model's.
         """
@@ -38,7 +38,7 @@ class CheckpointNames:
         return found.union(*(own for own in further if not usual.issuperset(own.values())))
 
     def spell(self, module: str) -> tuple[str, ...]:
-        """All names that ``module``, a name in the usual spelling, may have, the usual one first."""
+        """Return all names that ``module``, a name in the usual spelling, may have, the usual one first."""
         found = dict.fromkeys((module, *(_spelled(module, one) for one in self.spellings)))
         return tuple(found)
 

@@ -31,7 +31,7 @@ TEXT = PoolingSpec(convert="none")
 
 
 def read_pooling(model: str, folder: Path, convert: str) -> PoolingSpec:
-    """What the model in ``folder`` is for; ``model`` is what the user calls it, ``convert`` ``EngineConfig``'s.
+    """Return what the model in ``folder`` is for; ``model`` is what the user calls it, ``convert`` ``EngineConfig``'s.
 
     Raises ``ConfigError`` for a model whose embeddings are not those of its last token.
     """
@@ -54,7 +54,7 @@ def read_pooling(model: str, folder: Path, convert: str) -> PoolingSpec:
 
 
 def without_head(spec: ModelSpec) -> ModelSpec:
-    """The decoder of a model for embeddings: its checkpoint needs no output head and no prefix of names."""
+    """Return the decoder of a model for embeddings: its checkpoint needs no output head and no prefix of names."""
     names = CheckpointNames(spellings=(*spec.names.spellings, _BARE_NAMES), skipped=spec.names.skipped)
     return dataclasses.replace(spec, tie_word_embeddings=True, has_own_head=False, names=names)
 

@@ -78,12 +78,12 @@ class QuantizationSpec:
     is_found_by_tensors: bool = False
 
     def scheme_of(self, *names: str) -> WeightScheme | None:
-        """The scheme of a module, by any of its ``names`` (usual spelling, checkpoint's spelling)."""
+        """Return the scheme of a module, by any of its ``names`` (usual spelling, checkpoint's spelling)."""
         index = min(self._matcher.first(name) for name in names)
         return self.rules[index][1] if index < len(self.rules) else None
 
     def scheme_of_parts(self, parts: Sequence[Sequence[str]]) -> WeightScheme | None:
-        """The scheme that the ``parts`` of one product share, each given by its names.
+        """Return the scheme that the ``parts`` of one product share, each given by its names.
 
         Raises ``ConfigError`` if two differ.
         """
@@ -99,7 +99,7 @@ class QuantizationSpec:
         return scheme
 
     def found_among(self, names: Set[str]) -> QuantizationSpec:
-        """The same, without the modules that have a plain weight among the tensors ``names``.
+        """Return the same, without the modules that have a plain weight among the tensors ``names``.
 
         For specs with ``is_found_by_tensors``; a quantised module has ``qweight``.
         """
@@ -131,7 +131,7 @@ class _Matcher:
         self._lengths = sorted({name.count(".") + 1 for name in self._plain})
 
     def first(self, name: str) -> int:
-        """The pattern's index; the number of patterns if none matches."""
+        """Return the pattern's index; the number of patterns if none matches."""
         index = self._found.get(name)
         if index is None:
             index = self._found[name] = self._search(name)

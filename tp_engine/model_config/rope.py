@@ -77,7 +77,7 @@ class _Reading(NamedTuple):
     rotary_dim: int
 
     def positive(self, key: str) -> float:
-        """A required factor, above 0."""
+        """Return a required factor, above 0."""
         value = self.config.require(key, float)
         if value <= 0:
             raise ConfigError(f"{self.config.origin} has {key} {value}; it must be above 0")
@@ -105,13 +105,13 @@ def read_rope(config: ConfigJson, *, head_dim: int, max_position: int, rules: Ro
 
 
 def take_rope(config: ConfigJson) -> ConfigJson:
-    """The object that describes the rotation; an empty one if there is none."""
+    """Return the object that describes the rotation; an empty one if there is none."""
     scaling, parameters = config.take_object("rope_scaling"), config.take_object("rope_parameters")
     return scaling or parameters or config.below({}, "rope_parameters")
 
 
 def take_ropes(config: ConfigJson) -> tuple[ConfigJson, ConfigJson]:
-    """Those of layers without a window, and of layers with one: ``rope_parameters`` has both, by kind of layer;
+    """Return those of layers without a window, and of layers with one: ``rope_parameters`` has both, by kind of layer;
     ``rope_scaling`` is of the first alone."""
     scaling, parameters = config.take_object("rope_scaling"), config.take_object("rope_parameters")
     by_kind = parameters or config.below({}, "rope_parameters")
@@ -121,7 +121,7 @@ def take_ropes(config: ConfigJson) -> tuple[ConfigJson, ConfigJson]:
 
 
 def parse_rope(config: ConfigJson, *, head_dim: int, max_position: int, rules: RopeRules = PLAIN) -> RopeSpec:
-    """One rotation's object.  Raises ``ConfigError`` for what is wrong or not supported."""
+    """Return one rotation's object.  Raises ``ConfigError`` for what is wrong or not supported."""
     kind = _read_kind(config, rules)
     theta = config.take("rope_theta", float, rules.theta)
     partial = _read_partial(config, rules)

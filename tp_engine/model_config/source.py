@@ -17,7 +17,8 @@ _HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
 def resolve_model_folder(model: str, revision: str | None = None, patterns: Sequence[str] = MODEL_FILES) -> Path:
-    """The local folder of ``model``; a hub name's files with such names are downloaded, or found in the hub's cache.
+    """Return the local folder of ``model``; a hub name's files with such names are downloaded, or found in the hub's
+    cache.
 
     Raises ``ConfigError``.
     """
@@ -39,7 +40,7 @@ def resolve_model_folder(model: str, revision: str | None = None, patterns: Sequ
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model.  Raises ``ConfigError``."""
+    """Return the JSON object in a file of a model.  Raises ``ConfigError``."""
     try:
         values = files.read_json(path)
     except OSError as error:

@@ -126,7 +126,7 @@ class GatedDeltaNetSpec:
 
     @property
     def heads(self) -> tuple[tuple[str, int], tuple[str, int]]:
-        """See ``AttentionSpec.heads``."""
+        """Do as ``AttentionSpec.heads``."""
         return ("linear-attention value", self.num_value_heads), ("linear-attention key", self.num_key_heads)
 
     @property
@@ -227,7 +227,7 @@ class ModelSpec:
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
     def scheme_of(self, *modules: str) -> WeightScheme | None:
-        """How the checkpoint stores ``modules``, the parts of one product, named in the usual spelling.
+        """Return how the checkpoint stores ``modules``, the parts of one product, named in the usual spelling.
 
         None: not quantised.  Raises ``ConfigError`` if two differ.
         """
@@ -253,7 +253,7 @@ class ModelSpec:
         return counts
 
     def kv_layout_on(self, world_size: int) -> KvLayout:
-        """Which layers share block tables, on each of ``world_size`` ranks."""
+        """Return which layers share block tables, on each of ``world_size`` ranks."""
         return lay_out([layer.attention.kv_kind for layer in self.layers], world_size, self.beside)
 
     @property

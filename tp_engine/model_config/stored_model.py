@@ -37,7 +37,7 @@ def with_head(spec: ModelSpec, headers: CheckpointHeaders) -> ModelSpec:
 
 
 def has_own_head(names: CheckpointNames, headers: CheckpointHeaders) -> bool:
-    """Whether the checkpoint stores an output head that is no copy of its embedding."""
+    """Return whether the checkpoint stores an output head that is no copy of its embedding."""
     heads = tuple(dict.fromkeys(head for _, head in names.spellings))
     stored = [name for name in headers.names if name.startswith(heads)]
     embedding = next(filter(None, map(headers.find, names.spell(_EMBEDDING))), None)
@@ -49,6 +49,6 @@ def has_own_head(names: CheckpointNames, headers: CheckpointHeaders) -> bool:
 
 
 def says_dtype(values: Mapping[str, Any]) -> bool:
-    """Whether a config.json names the type of the weights."""
+    """Return whether a config.json names the type of the weights."""
     parts = (values, values.get("text_config"))
     return any(isinstance(part, dict) and bool(part.get("dtype") or part.get("torch_dtype")) for part in parts)

@@ -137,12 +137,12 @@ class UnreadKeys:
 
 
 def is_nothing(name: str, value: Any) -> bool:
-    """Whether the key asks for nothing: its value is null, false or empty."""
+    """Return whether the key asks for nothing: its value is null, false or empty."""
     return value is None or value in ([], {}, "") or (value is False and not _FALSE_ASKS.fullmatch(name))
 
 
 def override_without(names: Sequence[str], path: Sequence[str]) -> str:
-    """The value of ``--hf-overrides`` that removes the keys ``names`` of the object under ``path``."""
+    """Return the value of ``--hf-overrides`` that removes the keys ``names`` of the object under ``path``."""
     removed: dict[str, Any] = dict.fromkeys(names)
     for name in reversed(path):
         removed = {name: removed}

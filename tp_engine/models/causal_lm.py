@@ -201,7 +201,7 @@ def build_model(
     state_layers: Sequence[int] = (),
     adapters: AdapterLimits | None = None,
 ) -> CausalLM:
-    """This rank's part of the model, its weights allocated on ``device`` but not yet set.  ``adapters``: if any.
+    """Return this rank's part of the model, its weights allocated on ``device`` but not yet set.  ``adapters``: if any.
 
     ``quantization`` and the two after it are ``EngineConfig``'s; the model's ``finish_loading`` quantises.
     """

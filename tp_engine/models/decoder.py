@@ -143,7 +143,7 @@ class DecoderLayer(Layer):
     def forward(
         self, x: Rows, residual: torch.Tensor, rotations: Sequence[Rotation], wanted: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ``readers`` read ``x`` (N, hidden); ``residual`` is the stream, which changes in place.
+        """Return the ``readers`` read ``x`` (N, hidden); ``residual`` is the stream, which changes in place.
 
         Returns this rank's part of the layer's last output, not yet added, or if it ``returns_sum`` all of the output;
         and the stream.  With ``wanted`` (n,) int64, both are of these tokens only:

@@ -120,7 +120,7 @@ class DraftHead(nn.Module):
                 raise WeightError(f"d2t of the draft head leads to tokens outside of the vocabulary of {size}")
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
-        """The model's ``states`` (N, layers * hidden) -> (N, hidden), in the place of the head's own output."""
+        """Return the model's ``states`` (N, layers * hidden) -> (N, hidden), in the place of the head's own output."""
         if self.states_norm is not None:
             states = self.states_norm(states)
         if len(self.state_norms):
@@ -147,7 +147,7 @@ class DraftHead(nn.Module):
         return out, out if self._spec.norm_output else residual
 
     def tokens_of(self, drafts: torch.Tensor) -> torch.Tensor:
-        """The model's tokens (n,) of the same type for ids ``drafts`` (n,) of the drafts' vocabulary."""
+        """Return the model's tokens (n,) of the same type for ids ``drafts`` (n,) of the drafts' vocabulary."""
         return drafts if self.d2t is None else drafts + self.d2t[drafts].to(drafts.dtype)
 
 
@@ -162,7 +162,7 @@ def build_draft_head(
     group: int,
     max_model_len: int,
 ) -> DraftHead:
-    """This rank's part of the head, its weights allocated on ``device`` but not yet set."""
+    """Return this rank's part of the head, its weights allocated on ``device`` but not yet set."""
     context = LayerContext(
         communicator=communicator, dtype=dtype, device=device, format_of=choose_formats(None, spec.model)
     )

@@ -112,7 +112,7 @@ class MlpBesideExperts(Layer):
 
 
 def make_mlp(spec: LayerSpec, hidden_size: int, *, context: LayerContext) -> GatedMLP | ExpertsMLP | MlpBesideExperts:
-    """The MLP block of the layer at ``context``."""
+    """Return the MLP block of the layer at ``context``."""
     mlp = spec.mlp
     if spec.beside is not None:
         assert isinstance(mlp, MlpSpec), "experts stand beside a dense MLP"

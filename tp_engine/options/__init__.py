@@ -40,14 +40,14 @@ class Options:
     _built: dict[str, Any] = field(default_factory=dict)
 
     def build(self, table: str, kind: type[Config]) -> Config:
-        """The configuration of one table.  Raises ``ConfigError`` if a value breaks a rule."""
+        """Return the configuration of one table.  Raises ``ConfigError`` if a value breaks a rule."""
         assert self.tables[table] is kind
         config: Config = kind(**self.given[table])
         self._built[table] = config
         return config
 
     def effective_toml(self) -> str:
-        """The tables built so far, as a file for ``--config``, without secrets."""
+        """Return the tables built so far, as a file for ``--config``, without secrets."""
         return "\n".join(dump_table(name, config) for name, config in self._built.items())
 
 
@@ -71,7 +71,7 @@ def parse_options(
 
 
 def fields_of(kind: type[Any], taken: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the options ``taken`` that are fields of the dataclass ``kind``."""
+    """Return those of the options ``taken`` that are fields of the dataclass ``kind``."""
     return {spec.name: taken[spec.name] for spec in dataclasses.fields(kind) if spec.name in taken}
 
 
@@ -137,7 +137,7 @@ def _yaml(text: str) -> dict[Any, Any]:
 
 
 def dump_table(name: str, config: Any) -> str:
-    """One ``[name]`` table with every field.  Fields without a value, and secrets, are comments."""
+    """Return one ``[name]`` table with every field.  Fields without a value, and secrets, are comments."""
     lines = [f"[{name}]"]
     for spec in dataclasses.fields(config):
         value = getattr(config, spec.name)

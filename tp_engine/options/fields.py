@@ -20,7 +20,7 @@ _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "int": (i
 
 
 def option(default: Any, help_text: str, **metadata: Any) -> Any:
-    """A field.  ``metadata`` says more about it:
+    """Return a field.  ``metadata`` says more about it:
 
     * ``choices``: its only values, which ``--help`` shows and errors name
     * ``flags``: other spellings of the flag; ``negative_flags``: spellings of its opposite
@@ -50,12 +50,12 @@ def check_fields(config: Any) -> None:
 
 
 def is_switch(spec: dataclasses.Field[Any]) -> bool:
-    """Whether the field is on or off."""
+    """Return whether the field is on or off."""
     return base_type(spec) == "bool"
 
 
 def base_type(spec: dataclasses.Field[Any]) -> str:
-    """The field's annotation without None: ``str``, ``bool``, ``int``, ``float`` or ``tuple[str, ...]``."""
+    """Return the field's annotation without None: ``str``, ``bool``, ``int``, ``float`` or ``tuple[str, ...]``."""
     return str(spec.type).removesuffix(" | None")
 
 

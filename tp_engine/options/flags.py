@@ -63,7 +63,7 @@ class OptionsParser(argparse.ArgumentParser):
         return flag if is_on else opposite
 
     def help_on(self, word: str) -> str:
-        """The options that have ``word`` in their names or in their section's, also those of other servers."""
+        """Return the options that have ``word`` in their names or in their section's, also those of other servers."""
         word, formatter = word.replace("_", "-").lower(), self._get_formatter()
         for group in self._action_groups:
             actions = [one for one in group._group_actions if one.help != argparse.SUPPRESS]
@@ -124,7 +124,8 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 def make_parser(prog: str, description: str, tables: Mapping[str, type[Any]]) -> OptionsParser:
-    """A parser whose namespace holds only the given values, keyed by field name, ``config`` and ``print_config``."""
+    """Return a parser whose namespace holds only the given values, keyed by field name, ``config`` and
+    ``print_config``."""
     takes_model = any(spec.metadata.get("positional") for kind in tables.values() for spec in dataclasses.fields(kind))
     # A later table overrides a flag of the same name: the -q of ``tp-engine chat`` overrides the engine's.
     parser = OptionsParser(
@@ -156,7 +157,7 @@ def make_parser(prog: str, description: str, tables: Mapping[str, type[Any]]) ->
 
 
 def plain_spelling(words: Sequence[str]) -> list[str]:
-    """The command line with dashes in the names of flags, and each JSON object in one piece."""
+    """Return the command line with dashes in the names of flags, and each JSON object in one piece."""
     plain: list[str] = []
     objects: dict[str, Any] = {}
     rest = iter(words)

@@ -53,7 +53,7 @@ class ForeignValue:
     is_file: bool = False
 
     def matches(self, value: str) -> bool:
-        """Whether ``value`` is one of them."""
+        """Return whether ``value`` is one of them."""
         found = any(fnmatchcase(value.lower(), pattern) for pattern in self.patterns.split())
         return found and not (self.is_file and Path(value).is_file())
 
@@ -89,7 +89,7 @@ def translated(become: Become, names: str, reason: str = "", *, yields: bool = F
 
 
 def to_option(name: str, of: Callable[[Any], Any] = lambda value: value) -> Become:
-    """The option ``name``, with the value ``of`` the given one, if that is not None."""
+    """Return the option ``name``, with the value ``of`` the given one, if that is not None."""
 
     def become(value: Any) -> Mapping[str, Any]:
         meant = of(value)
@@ -104,7 +104,7 @@ def to_key(name: str, key: str, of: Callable[[Any], Any] = lambda value: value) 
 
 
 def to_choice(name: str, choices: Mapping[str, str]) -> Become:
-    """The option ``name``, by a table of values."""
+    """Return the option ``name``, by a table of values."""
 
     def become(value: Any) -> Mapping[str, Any]:
         if value not in choices:
@@ -130,7 +130,7 @@ def to_adapters(value: Any) -> Mapping[str, Any]:
 
 
 def to_graphs(value: Any) -> Mapping[str, Any]:
-    """What ``compilation_config`` says of CUDA graphs; the rest of it is for torch.compile."""
+    """Return what ``compilation_config`` says of CUDA graphs; the rest of it is for torch.compile."""
     given = value if isinstance(value, Mapping) else {}
     if str(given.get("cudagraph_mode", "")).upper() in ("NONE", "0") or given.get("use_cudagraph") is False:
         return {"enforce_eager": True}
@@ -139,6 +139,6 @@ def to_graphs(value: Any) -> Mapping[str, Any]:
 
 
 def to_attention(value: Any) -> Mapping[str, Any]:
-    """The backend that ``attention_config`` names; the rest of it is how others compute."""
+    """Return the backend that ``attention_config`` names; the rest of it is how others compute."""
     backend = value.get("backend") if isinstance(value, Mapping) else None
     return {"attention_backend": backend} if backend else {}

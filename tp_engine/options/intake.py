@@ -30,8 +30,8 @@ def take_options(
     spelled: Callable[[str], str] = str,
     note: Callable[[str], None] = logger.info,
 ) -> dict[str, Any]:
-    """The fields of the dataclasses ``kinds`` that ``given`` sets: by their names, by other spellings of their flags,
-    and by options and values of other servers.
+    """Return the fields of the dataclasses ``kinds`` that ``given`` sets: by their names, by other spellings of their
+    flags, and by options and values of other servers.
 
     ``note`` gets a line for what is translated or without an effect; by default the log does.  Raises ``ConfigError``
     for a name that is none of them, with the nearest one, and for an option that is refused, with the remedy;
@@ -47,7 +47,8 @@ def take_options(
 def takes_names_of_others(
     rows: Iterable[tuple[str, ForeignOption]] = (),
 ) -> Callable[[type[Parameters]], type[Parameters]]:
-    """A decorator of dataclasses whose constructor takes names of other servers too, by a table such as ``OPTIONS``.
+    """Return a decorator of dataclasses whose constructor takes names of other servers too, by a table such as
+    ``OPTIONS``.
 
     ``RequestError`` for a name that is refused, and for an unknown one, with the nearest name.
     """
@@ -79,7 +80,8 @@ def flag_of(name: str) -> str:
 
 
 def parsed_text(value: Any) -> Any:
-    """What a text of the command line stands for: JSON, in which True, False and None may stand, else the text."""
+    """Return what a text of the command line stands for: JSON, in which True, False and None may stand, else the
+    text."""
     if not isinstance(value, str):
         return value
     try:
@@ -89,7 +91,7 @@ def parsed_text(value: Any) -> Any:
 
 
 def known_value(name: str, value: Any) -> ForeignValue | None:
-    """What stands for ``value`` of the option ``name``, if another server has it."""
+    """Return what stands for ``value`` of the option ``name``, if another server has it."""
     rows = VALUES.get(name, ()) if isinstance(value, str) else ()
     return next((row for row in rows if row.matches(value)), None)
 
@@ -134,7 +136,7 @@ class _Intake:
         return self._taken
 
     def notes(self) -> list[str]:
-        """What became of options and values of other servers."""
+        """Return what became of options and values of other servers."""
         return [f"{self._where}{', '.join(names)}: {reason}" for reason, names in self._reasons.items()]
 
     def _is_own(self, name: str) -> bool:

@@ -79,7 +79,7 @@ class DeviceSampler:
         return (SamplerVariant(),) if self._communicator.info.world_size == 1 else ()
 
     def kind_of(self, rows: IntArray, positions: IntArray) -> SamplerVariant | None:
-        """The kind of a step that samples ``rows`` (n,) at ``positions`` (n,).
+        """Return the kind of a step that samples ``rows`` (n,) at ``positions`` (n,).
 
         None if this sampler does not sample it.
         """

@@ -29,7 +29,8 @@ def fixed_weights(scaled: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
 
 
 def keep_mask(scaled: torch.Tensor, group: RowGroup, total: torch.Tensor | None = None) -> torch.Tensor:
-    """Which of the ranked candidates may be drawn (m, c), given ``scaled`` (m, c): logits over temperature, in order.
+    """Return which of the ranked candidates may be drawn (m, c), given ``scaled`` (m, c): logits over temperature, in
+    order.
 
     ``total`` (m, 1) is the weight of all tokens if the candidates are only some of the tokens that top_k leaves.
     """
@@ -75,7 +76,8 @@ def draw_ranked(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor, count
 
 
 def filtered(logits: torch.Tensor, group: RowGroup) -> torch.Tensor:
-    """The logits (m, vocab) float32 from which the rows are drawn: over the temperature, -inf for filtered tokens."""
+    """Return the logits (m, vocab) float32 from which the rows are drawn: over the temperature, -inf for filtered
+    tokens."""
     parts = []
     for start, stop in row_chunks(logits.shape[0], logits.shape[1], logits.device):
         part, own = group.part(start, stop), logits[start:stop]

@@ -72,7 +72,7 @@ class RowGroup:
         return matrix.index_select(0, self.source[start:stop])
 
     def part(self, start: int, stop: int) -> RowGroup:
-        """The rows ``start`` to ``stop`` of the group."""
+        """Return the rows ``start`` to ``stop`` of the group."""
         return self.select(slice(start, stop))
 
     def select(self, rows: slice | torch.Tensor) -> RowGroup:
@@ -103,8 +103,8 @@ class ProcessedRows:
     sources: torch.Tensor
 
     def logits_of(self, logits: torch.Tensor, edited: torch.Tensor | None) -> torch.Tensor:
-        """The scored rows (s, width) float32 after edits and penalties, from ``logits`` (n, width) after the masks and
-        ``edited`` (e, width); a copy."""
+        """Return the scored rows (s, width) float32 after edits and penalties, from ``logits`` (n, width) after the
+        masks and ``edited`` (e, width); a copy."""
         found = logits.index_select(0, self.group.members).to(torch.float32)
         if edited is not None:
             found.index_copy_(0, self.targets, edited.index_select(0, self.sources))
@@ -133,7 +133,8 @@ class StepGroups:
         return any(group.way is not Way.GREEDY for group in self.groups)
 
     def edited_logits(self, logits: torch.Tensor, counts: PenaltyCounts) -> torch.Tensor | None:
-        """A float32 copy (e, width) of the rows of ``logits`` (n, width) that need edits or penalties, after both.
+        """Return a float32 copy (e, width) of the rows of ``logits`` (n, width) that need edits or penalties, after
+        both.
 
         None if no row needs them.
         """
@@ -149,8 +150,8 @@ class StepGroups:
     def scored_logits(
         self, raw: torch.Tensor, logits: torch.Tensor, edited: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """The logits (s, width) of the rows that want log-probabilities, from those (n, width) before and after the
-        masks and ``edited`` (e, width); None if no row wants any."""
+        """Return the logits (s, width) of the rows that want log-probabilities, from those (n, width) before and after
+        the masks and ``edited`` (e, width); None if no row wants any."""
         if self.processed is not None:
             return self.processed.logits_of(logits, edited)
         if self.scored is None or len(self.scored) == len(raw):
@@ -268,7 +269,7 @@ class StepGrouper:
         self._groups: StepGroups | None = None
 
     def groups(self, rows: IntArray, positions: IntArray) -> StepGroups:
-        """The groups of ``rows`` (n,), which sample the tokens at ``positions`` (n,)."""
+        """Return the groups of ``rows`` (n,), which sample the tokens at ``positions`` (n,)."""
         state = self._state
         is_short = positions - state.num_prompt_tokens[rows] < state.min_tokens[rows]
         key = (state.version, rows.tobytes(), is_short.tobytes())

@@ -26,7 +26,7 @@ class LogprobTensors(NamedTuple):
 
     @staticmethod
     def joined(parts: Sequence[LogprobTensors]) -> LogprobTensors:
-        """All rows of ``parts``, one or more of the same width, in their order."""
+        """Return all rows of ``parts``, one or more of the same width, in their order."""
         return parts[0] if len(parts) == 1 else LogprobTensors(*map(torch.cat, zip(*parts, strict=True)))
 
     def to_host(self, fetch: Fetch) -> Callable[[], TokenLogprobs]:

@@ -54,11 +54,11 @@ class GrammarBitmasks:
         self._rows, self._masks = rows, masks
 
     def any_of(self, rows: IntArray) -> bool:
-        """Whether any of ``rows`` (n,) is masked in this step."""
+        """Return whether any of ``rows`` (n,) is masked in this step."""
         return bool(len(self._rows)) and bool((self._place[rows] >= 0).any())
 
     def apply(self, logits: torch.Tensor, rows: IntArray, *, in_place: bool) -> torch.Tensor:
-        """The logits (n, width) of ``rows`` (n,) with -inf for forbidden tokens; a copy unless ``in_place``."""
+        """Return the logits (n, width) of ``rows`` (n,) with -inf for forbidden tokens; a copy unless ``in_place``."""
         masked = logits if in_place else logits.clone()
         places = np.flatnonzero(self._place[rows] >= 0)
         bits = upload(self._bytes_of(self._place[rows[places]]), self._device)
@@ -208,8 +208,8 @@ class PenaltyCounts:
         output_counts.view(-1).index_add_(0, flat, is_mine.to(torch.int32))
 
     def mirror(self, draft_rows: IntArray, rows: IntArray, tokens: IntArray) -> None:
-        """Each of ``draft_rows`` (n,) has the tokens of its row of ``rows`` (n,), grouped, and those of ``tokens`` (n,)
-        that stand at its own place and at those of the same row before it."""
+        """Note that each of ``draft_rows`` (n,) has the tokens of its row of ``rows`` (n,), grouped, and those of
+        ``tokens`` (n,) that stand at its own place and at those of the same row before it."""
         targets, sources = upload_all([draft_rows.astype(np.int64), rows.astype(np.int64)], self._device)
         for counts in self._tensors():
             counts.index_copy_(0, targets, counts.index_select(0, sources))

@@ -58,7 +58,7 @@ def pack_keys(values: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def key_ids(keys: torch.Tensor) -> torch.Tensor:
-    """The token ids int32 of rank keys."""
+    """Return the token ids int32 of rank keys."""
     return ((-keys) & 0xFFFFFFFF).to(torch.int32)
 
 
@@ -88,7 +88,7 @@ def top_keys(logits: torch.Tensor, count: int, first_id: int = 0) -> torch.Tenso
 
 
 def largest_keys(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``count`` largest of ``keys`` (m, c) int64 in falling order, (m, count).
+    """Return the ``count`` largest of ``keys`` (m, c) int64 in falling order, (m, count).
 
     On CPU numpy's vectorised partition and sort are 10 to 20 times faster than torch's.
     """
@@ -102,7 +102,7 @@ def largest_keys(keys: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def rank_candidates(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``count`` likeliest tokens of ``logits`` (m, vocab) float32 in order: values float32 and ids int32."""
+    """Return the ``count`` likeliest tokens of ``logits`` (m, vocab) float32 in order: values float32 and ids int32."""
     return unpack_keys(top_keys(logits, count))
 
 

@@ -212,7 +212,7 @@ class Sampler:
         return () if self.device is None else self.device.advancing
 
     def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> SamplerVariant | None:
-        """The kind of this step if a recording may sample it, else None.  ``epoch`` is ``StepPlan.rows_epoch``.
+        """Return the kind of this step if a recording may sample it, else None.  ``epoch`` is ``StepPlan.rows_epoch``.
 
         Masks come with the step, so a recording cannot hold them.
         """
@@ -237,7 +237,7 @@ class Sampler:
         *,
         advanced: RowTables | None = None,
     ) -> torch.Tensor:
-        """The recorded part: token ids (n,) int32 from ``logits`` (n, width); see ``DeviceSampler.sample``."""
+        """Return the recorded part: token ids (n,) int32 from ``logits`` (n, width); see ``DeviceSampler.sample``."""
         if self.device is not None:
             return self.device.sample(kind, logits, rows, positions, advanced=advanced)
         library = native_library()

@@ -44,7 +44,7 @@ SHORT_WAY_FROM = 1 << 14  # gloo takes longer for a row of this many logits than
 
 
 def exchange(communicator: Communicator, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Every rank's ``pieces``, stacked: (m, c) -> (world size, m, c).  A collective, unless there are no pieces.
+    """Return every rank's ``pieces``, stacked: (m, c) -> (world size, m, c).  A collective, unless there are no pieces.
 
     Pieces have the same shapes and types on every rank, and rows of a whole number of 8-byte words.
     """
@@ -68,7 +68,7 @@ def side_by_side(stack: torch.Tensor) -> torch.Tensor:
 
 
 def needs_maximum(group: RowGroup, vocab_size: int, device: torch.device) -> bool:
-    """Whether a share of the group depends on the largest logit of the whole row."""
+    """Return whether a share of the group depends on the largest logit of the whole row."""
     return (group.way is Way.ANY and group.uses_min_p) or _has_short_way(group, vocab_size, device)
 
 
@@ -78,7 +78,7 @@ def _has_short_way(group: RowGroup, vocab_size: int, device: torch.device) -> bo
 
 
 def maximum_share(logits: torch.Tensor) -> torch.Tensor:
-    """The largest logit (m, 1) as a key; the largest key of all slices holds the largest logit of the row."""
+    """Return the largest logit (m, 1) as a key; the largest key of all slices holds the largest logit of the row."""
     if logits.shape[1] == 0:
         return _no_keys(logits)
     return best_keys(logits.amax(-1, keepdim=True), 0)[:, None]

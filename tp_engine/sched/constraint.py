@@ -104,7 +104,7 @@ class WordGuard:
         return [] if self.inner is None else self.inner.forced()
 
     def copy(self) -> TokenConstraint:
-        """See ``TokenConstraint``."""
+        """Do as ``TokenConstraint``."""
         return WordGuard(self._rules, self._place, None if self.inner is None else self.inner.copy())
 
     def banned(self) -> IntArray:

@@ -80,7 +80,7 @@ class LoRASlots(SchedulerFeature):
         self._named[name], self._num_requests[generation] = generation, 0
 
     def retire(self, name: str) -> None:
-        """No new request will have it."""
+        """Let no new request have it."""
         generation = self._named.pop(name)
         self._retired.add(generation)
         self._forget_unused(generation)
@@ -98,22 +98,22 @@ class LoRASlots(SchedulerFeature):
         return replace(request, adapter_generation=self._named[request.adapter])
 
     def on_add(self, group: RequestGroup) -> None:
-        """See ``SchedulerFeature``: the request keeps its adapter loaded."""
+        """Do as ``SchedulerFeature``: the request keeps its adapter loaded."""
         if (generation := group.request.adapter_generation) != NO_ADAPTER:
             self._num_requests[generation] += 1
 
     def on_request_end(self, group: RequestGroup) -> None:
-        """See ``SchedulerFeature``."""
+        """Do as ``SchedulerFeature``."""
         if (generation := group.request.adapter_generation) != NO_ADAPTER:
             self._num_requests[generation] -= 1
             self._forget_unused(generation)
 
     def begin_admission(self, step_id: int) -> None:
-        """See ``SchedulerFeature``."""
+        """Do as ``SchedulerFeature``."""
         self._step_id, self._must_drain = step_id, False
 
     def may_enter(self, sequence: Sequence) -> bool:
-        """See ``SchedulerFeature``: whether its adapter has a slot, or can get one, if it has an adapter."""
+        """Do as ``SchedulerFeature``: whether its adapter has a slot, or can get one, if it has an adapter."""
         generation = sequence.adapter
         if generation == NO_ADAPTER:
             return True
@@ -126,7 +126,7 @@ class LoRASlots(SchedulerFeature):
         return False
 
     def on_enter(self, sequence: Sequence) -> None:
-        """See ``SchedulerFeature``: the sequence gets its adapter's slot."""
+        """Do as ``SchedulerFeature``: the sequence gets its adapter's slot."""
         generation = sequence.adapter
         if generation == NO_ADAPTER:
             return
@@ -140,7 +140,7 @@ class LoRASlots(SchedulerFeature):
         sequence.adapter_slot = self._slot_of[generation]
 
     def on_leave(self, sequence: Sequence) -> None:
-        """See ``SchedulerFeature``."""
+        """Do as ``SchedulerFeature``."""
         generation = sequence.adapter
         if generation == NO_ADAPTER:
             return
@@ -161,7 +161,7 @@ class LoRASlots(SchedulerFeature):
         )
 
     def stats(self) -> dict[str, AdapterStats]:
-        """See ``SchedulerFeature``."""
+        """Do as ``SchedulerFeature``."""
         running, waiting = (
             tuple(sorted(name for name, generation in self._named.items() if generation in of))
             for of in (self._num_rows, self._waiting_since)

@@ -60,7 +60,7 @@ class StepPlanBuilder(msgspec.Struct):
         self.block_rows, self.block_ids = rows, block_ids
 
     def add_copies(self, sources: BlockIds, targets: IntArray) -> None:
-        """Each target (G,) begins as its source; no copy is needed where the source itself was free and is the
+        """Let each target (G,) begin as its source; no copy is needed where the source itself was free and is the
         target."""
         pairs = zip(sources.tolist(), targets.tolist(), strict=True)
         self.copies += [(source, target) for source, target in pairs if source != target]
@@ -159,7 +159,7 @@ class StepScheduler:
         self._blocks = state.blocks
 
     def schedule_decodes(self, builder: StepPlanBuilder) -> None:
-        """One token for each row in DECODE, as far as the budget goes."""
+        """Schedule one token for each row in DECODE, as far as the budget goes."""
         chosen = self._ready_rows(builder)
         if builder.stalled:
             return
@@ -174,7 +174,7 @@ class StepScheduler:
         builder.budget -= len(chosen.rows)
 
     def schedule_prefills(self, builder: StepPlanBuilder) -> None:
-        """The next chunk of each row in PREFILL, first in order first, as far as budget and blocks go."""
+        """Schedule the next chunk of each row in PREFILL, first in order first, as far as budget and blocks go."""
         for sequence in self._rows.prefilling():
             if builder.budget == 0:
                 break
@@ -185,7 +185,7 @@ class StepScheduler:
             builder.drop_preempted(self._rows)
 
     def schedule_chunk(self, builder: StepPlanBuilder, sequence: Sequence, longest: int) -> None:
-        """The next tokens of a row in PREFILL, at most ``longest``, if there are blocks for them."""
+        """Schedule the next tokens of a row in PREFILL, at most ``longest``, if there are blocks for them."""
         start = int(self._rows.num_scheduled[sequence.row])
         longest = min(longest, self._blocks.next_chunk_limit(sequence.row))
         end = min(int(self._rows.num_tokens[sequence.row]), start + longest)

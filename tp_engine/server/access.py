@@ -50,7 +50,7 @@ class Caller:
     remedy: str = ""
 
     def may_end(self, owner: bytes | None) -> bool:
-        """Whether the caller may end a request of ``owner``."""
+        """Return whether the caller may end a request of ``owner``."""
         return self.acts or self.owner == owner
 
     def check_admin(self, what: str) -> None:
@@ -68,7 +68,7 @@ def current_caller() -> Caller:
 
 
 async def admins_only(request: Request) -> None:
-    """A dependency of routes that act on the engine."""
+    """Guard routes that act on the engine, as their dependency."""
     current_caller().check_admin(f"{request.method} {request.url.path}")
 
 

@@ -213,7 +213,7 @@ def _add_adapters(admin: APIRouter, state: ServerState) -> None:
 
 
 def public_fields(config: Any) -> dict[str, Any]:
-    """A configuration by field; a secret shows only whether it is set."""
+    """Return a configuration by field; a secret shows only whether it is set."""
     fields = {}
     for spec in dataclasses.fields(config):
         value = getattr(config, spec.name)

@@ -31,7 +31,7 @@ _CLIENT_GONE = 499
 
 
 def create_app(state: ServerState) -> FastAPI:
-    """The application; ``state`` gets its engine when that is ready."""
+    """Return the application; ``state`` gets its engine when that is ready."""
     config = state.config
     described = not config.disable_fastapi_docs
     app = FastAPI(

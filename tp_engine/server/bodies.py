@@ -26,7 +26,7 @@ _NUM_BYTES = "num_body_bytes"  # of the request, in its scope's state
 
 
 async def read_body(kind: type[Body], request: Request, state: ServerState) -> Body:
-    """The whole body, parsed; raises ``RequestError`` for a bad one, and what ``read_data`` does."""
+    """Return the whole body, parsed; raises ``RequestError`` for a bad one, and what ``read_data`` does."""
     return await parsed(kind, await read_data(request, state.config), request, state)
 
 
@@ -50,7 +50,8 @@ async def in_thread(
 
 
 def query_choice(request: Request, name: str, values: Mapping[str, Result], default: str) -> Result:
-    """What a query parameter means, in any case of letters; ``RequestError`` for a text that is not in ``values``."""
+    """Return what a query parameter means, in any case of letters; ``RequestError`` for a text that is not in
+    ``values``."""
     text = request.query_params.get(name, default)
     if text.lower() not in values:
         raise RequestError(f"{name} is {text[:80]}; it must be {' or '.join(values)}", param=name)
@@ -58,7 +59,7 @@ def query_choice(request: Request, name: str, values: Mapping[str, Result], defa
 
 
 async def read_data(request: Request, config: ServerConfig) -> bytes:
-    """The whole body.
+    """Return the whole body.
 
     ``HttpError`` 413 as soon as it is known to be too large, 408 if it does not come in time, 415 if it is compressed.
     """

@@ -60,7 +60,7 @@ class _Wait:
     num_bytes: int
 
     def is_over(self, num_bytes: int) -> bool:
-        """Whether the client has done something since: ``num_bytes`` wait for it now."""
+        """Return whether the client has done something since: ``num_bytes`` wait for it now."""
         return bool(num_bytes) != bool(self.num_bytes) or self.num_bytes - num_bytes >= _LEAST_READ_BYTES
 
 

@@ -73,7 +73,7 @@ class EngineWatch:
         return await self._ask(None)
 
     async def view(self) -> EngineReport:
-        """A report with the pool and the running sequences, at most a fifth of a second old.
+        """Return a report with the pool and the running sequences, at most a fifth of a second old.
 
         All clients share one question to the engine.
         """

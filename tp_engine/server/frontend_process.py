@@ -42,7 +42,7 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str | None = None
 
     def server_config(self) -> ServerConfig:
-        """The configuration that ``start`` was given."""
+        """Return the configuration that ``start`` was given."""
         return ServerConfig(**self.server)
 
 

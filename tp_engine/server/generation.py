@@ -32,7 +32,7 @@ async def answer(state: ServerState, request: Request, kind: type[Body]) -> Resp
 
 
 async def answer_body(state: ServerState, request: Request, body: Body) -> Response:
-    """As ``answer``, for a body that has been read."""
+    """Do as ``answer``, for a body that has been read."""
     model, receive = state.model_name(body.model), request.receive
     if isinstance(body, GenerationBody) and body.prompt_cache_key is not None:
         await state.llm.prefetch(body.prompt_cache_key, body.cache_salt)  # while the prompt is tokenized
@@ -58,7 +58,7 @@ async def answer_body(state: ServerState, request: Request, body: Body) -> Respo
 
 
 async def whole_outputs(num_prompts: int, batches: Batches) -> list[RequestOutput]:
-    """The output of each prompt, when all have ended; closes ``batches``, pairs of prompt number and updates."""
+    """Return the output of each prompt, when all have ended; closes ``batches``, pairs of prompt number and updates."""
     outputs: dict[int, RequestOutput] = {}
     async with contextlib.aclosing(batches):
         async for number, updates in batches:
@@ -71,7 +71,7 @@ async def whole_outputs(num_prompts: int, batches: Batches) -> list[RequestOutpu
 async def update_batches(
     state: ServerState, request: EngineRequest, named: Callable[[RequestError], RequestError]
 ) -> AsyncGenerator[list[SequenceUpdate], None]:
-    """The engine's updates of one prompt, in batches: all that came while the client did not read.
+    """Yield the engine's updates of one prompt, in batches: all that came while the client did not read.
 
     Times the prompt; raises ``HttpError`` or ``RequestError``, the latter with the name that ``named`` gives it, for a
     sequence that failed.

@@ -77,7 +77,7 @@ def serve(config: EngineConfig, server_config: ServerConfig) -> int:
 
 
 def start_engine(config: EngineConfig, *, ends_process: bool, pulse: Pulse) -> Engine:
-    """As ``start.start_engine``, which is imported here and not above: it imports torch, which takes seconds.
+    """Do as ``start.start_engine``, which is imported here and not above: it imports torch, which takes seconds.
 
     The frontend process imports its own modules meanwhile.
     """
@@ -134,7 +134,7 @@ class _Leftovers:
         self._removals.append(removal)
 
     def leave(self, last_words: str = _STOPPED) -> None:
-        """The last act of a process that ends without unwinding: kill its children, remove its files."""
+        """End a process without unwinding: kill its children, remove its files."""
         kill_children()
         self._remove()
         logger.info("%s", last_words)

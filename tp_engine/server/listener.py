@@ -68,7 +68,7 @@ def listener_url(listener: socket.socket, root_path: str = "", *, scheme: str = 
 
 
 def is_local(config: ServerConfig) -> bool:
-    """Whether only programs on this machine reach the server."""
+    """Return whether only programs on this machine reach the server."""
     return config.uds is not None or is_loopback(str(_address(config)[2][0]))
 
 
@@ -119,7 +119,7 @@ def _listen_on_path(path: str) -> socket.socket:
 
 
 def is_listened_on(path: str) -> bool:
-    """Whether a process listens on a Unix socket, a file or an abstract name."""
+    """Return whether a process listens on a Unix socket, a file or an abstract name."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_PROBE_S)
         try:

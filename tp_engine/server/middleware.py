@@ -167,7 +167,7 @@ class RequestIds:
 
 
 def name_request(state: dict[str, str | None], of_body: str | None) -> str:
-    """The id of a request that has a body: the header's goes before the body's, as in vLLM."""
+    """Return the id of a request that has a body: the header's goes before the body's, as in vLLM."""
     name = state["client_request_id"] or of_body or state["request_id"]
     assert name is not None
     state["request_id"] = name
@@ -176,7 +176,7 @@ def name_request(state: dict[str, str | None], of_body: str | None) -> str:
 
 
 def trace_carrier() -> Mapping[str, str]:
-    """Those of the headers ``traceparent`` and ``tracestate`` that the request of this task has."""
+    """Return those of the headers ``traceparent`` and ``tracestate`` that the request of this task has."""
     return _CARRIER.get()
 
 

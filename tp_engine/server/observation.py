@@ -48,7 +48,7 @@ class Observation:
         self._output: RequestOutput | None = None
 
     def note(self, update: SequenceUpdate) -> None:
-        """The next update of the engine."""
+        """Note the next update of the engine."""
         self.tick(update.index, len(update.token_ids), update.finish_reason)
         if update.request_output is not None:
             self._output = update.request_output

@@ -57,12 +57,12 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def json_reply(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON answer."""
+    """Return a JSON answer."""
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
 def error_reply(error: BaseException) -> Response:
-    """The OpenAI-shaped answer to any exception; unforeseen ones are logged with their traceback."""
+    """Return the OpenAI-shaped answer to any exception; unforeseen ones are logged with their traceback."""
     status, body = describe_error(error)
     if status == 500:
         logger.error("a request failed: %s", error, exc_info=error)
@@ -75,7 +75,7 @@ def error_reply(error: BaseException) -> Response:
 
 
 def event(body: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 

@@ -52,7 +52,7 @@ class ServerState:
         self._llm: AsyncLLM | None = None
 
     async def open(self, llm: AsyncLLM) -> None:
-        """The engine is ready: load its model's sampling defaults, and serve."""
+        """Note that the engine is ready: load its model's sampling defaults, and serve."""
         info = llm.model_info
         self.sampling_defaults = await asyncio.to_thread(self.config.defaults, info.model, info.revision)
         self.attach(llm)
@@ -86,7 +86,7 @@ class ServerState:
         )
 
     def healthy_llm(self) -> AsyncLLM:
-        """The engine, which may be draining; ``HttpError`` 503 while it loads, and if it failed or hangs."""
+        """Return the engine, which may be draining; ``HttpError`` 503 while it loads, and if it failed or hangs."""
         if self._llm is None:
             doing = "" if self.pulse is None else self.pulse.doing()
             text = f"the model is still loading ({doing})" if doing else "the model is still loading"
@@ -110,7 +110,7 @@ class ServerState:
         self.limit.check_room()
 
     def model_name(self, asked: str | None) -> str:
-        """The name to answer with; ``RequestError`` (404) for a model that is not served."""
+        """Return the name to answer with; ``RequestError`` (404) for a model that is not served."""
         if not asked or asked in self.model_names:
             return asked or self.model_names[0]
         adapters = self.adapters
@@ -218,12 +218,12 @@ class RunningRequests:
             del self._owners[engine_id]
 
     def all(self, caller: Caller | None = None) -> list[str]:
-        """The engine ids that run; only those that ``caller`` may end, if one is given."""
+        """Return the engine ids that run; only those that ``caller`` may end, if one is given."""
         owners = self._owners.items()
         return sorted(engine_id for engine_id, owner in owners if caller is None or caller.may_end(owner))
 
     def of(self, name: str, caller: Caller) -> list[str]:
-        """Those of an answer, by its ``id`` (``cmpl-ID``, ``resp_ID``) or the client's request id (``ID``)."""
+        """Return those of an answer, by its ``id`` (``cmpl-ID``, ``resp_ID``) or the client's request id (``ID``)."""
         name, found = name.removeprefix("resp_"), []
         for engine_id in self.all(caller):
             answer_id = engine_id.rsplit("-", 2)[0]

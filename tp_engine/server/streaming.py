@@ -55,7 +55,8 @@ class ChunkWriter:
         self._found_templates: dict[tuple[int, int, type[ChatEvent], int], ChunkTemplate] = {}
 
     async def events(self, batches: Batches) -> AsyncGenerator[bytes, None]:
-        """All events of the stream, those of one batch together; closes ``batches`` of (prompt number, updates)."""
+        """Yield all events of the stream, those of one batch together; closes ``batches`` of (prompt number,
+        updates)."""
         async with contextlib.aclosing(batches):
             async for number, updates in batches:
                 data = b"".join([self._events(number, update) for update in self._released(number, updates)])
@@ -66,7 +67,7 @@ class ChunkWriter:
         yield DONE_EVENT
 
     def failure(self, error: Exception) -> bytes:
-        """The last events after an error."""
+        """Return the last events after an error."""
         return event(describe_error(error)[1]) + DONE_EVENT
 
     def _events(self, number: int, update: SequenceUpdate) -> bytes:
@@ -106,7 +107,7 @@ class ChunkWriter:
         return template.event(update.text) if update.text else b""
 
     def choices(self, number: int, update: SequenceUpdate) -> Iterator[JsonObject]:
-        """The chunks of one update: none while its text is held back, two for the first of a sequence."""
+        """Yield the chunks of one update: none while its text is held back, two for the first of a sequence."""
         place = (number, update.index)
         ids = {"prompt_token_ids": self._prepared.requests[number].prompt_token_ids}
         first = ids if place not in self._text_offsets and self._body.return_token_ids else {}
@@ -198,7 +199,7 @@ class ChunkTemplate:
         self._parts = whole.split(_encode_text(_MARK))
 
     def event(self, text: str) -> bytes:
-        """The server-sent event of a chunk with ``text``."""
+        """Return the server-sent event of a chunk with ``text``."""
         return _encode_text(text).join(self._parts)
 
 
@@ -211,7 +212,7 @@ class ResponseStream:
         self._begun = False
 
     async def events(self, batches: Batches) -> AsyncGenerator[bytes, None]:
-        """All events of the stream, those of one batch together; closes ``batches``."""
+        """Yield all events of the stream, those of one batch together; closes ``batches``."""
         async with contextlib.aclosing(batches):
             async for number, updates in batches:
                 events = self._beginning()
@@ -223,7 +224,7 @@ class ResponseStream:
         yield _data([*self._beginning(), *self._writer.finish(self._chunks.usage.as_json())])
 
     def failure(self, error: Exception) -> bytes:
-        """The last events after an error: those up to ``response.failed``."""
+        """Return the last events after an error: those up to ``response.failed``."""
         return _data([*self._beginning(), *self._writer.fail(describe_error(error)[1]["error"]["message"])])
 
     def _beginning(self) -> list[JsonObject]:

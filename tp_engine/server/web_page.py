@@ -144,7 +144,7 @@ def _engine_json(info: ModelInfo, name: str, report: EngineReport, watch: Engine
 
 
 def tiers(stats: SchedulerStats) -> JsonObject:
-    """The tiers below the pool: how many blocks each may hold, and holds; None for one that is not there."""
+    """Return the tiers below the pool: how many blocks each may hold, and holds; None for one that is not there."""
     host = {"slots": stats.num_host_slots, "used": stats.num_used_host_slots}
     disk = {"slots": stats.num_disk_slots, "used": stats.num_used_disk_slots}
     return {"host": host if host["slots"] else None, "disk": disk if disk["slots"] else None}

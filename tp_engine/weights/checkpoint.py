@@ -68,21 +68,21 @@ class Checkpoint:
             self._files[name] = file
 
     def names(self) -> set[str]:
-        """All tensors of the files."""
+        """Return all tensors of the files."""
         return set(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole tensor's shape."""
+        """Return the whole tensor's shape."""
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype | str:
-        """The tensor's type as stored; if PyTorch lacks the type, its name in the file."""
+        """Return the tensor's type as stored; if PyTorch lacks the type, its name in the file."""
         stored = str(self._files[name].get_slice(name).get_dtype())
         return _DTYPES.get(stored, stored)
 
     def read(self, name: str, source: Source) -> torch.Tensor:
-        """The part of tensor ``name`` that ``source`` takes, as stored: a view of the mapped file, read page by page on
-        access."""
+        """Return the part of tensor ``name`` that ``source`` takes, as stored: a view of the mapped file, read page by
+        page on access."""
         window = tuple(slice(span.start, span.start + span.size) for span in source.taken)
         tensor: torch.Tensor = self._files[name].get_slice(name)[window]
         return tensor

@@ -46,15 +46,15 @@ class DummyWeights:
         return set(self._sources)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole tensor's shape."""
+        """Return the whole tensor's shape."""
         return self._sources[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type that the source asks for, or the model's."""
+        """Return the type that the source asks for, or the model's."""
         return self._sources[name].dtype or self._dtype
 
     def read(self, name: str, source: Source) -> torch.Tensor:
-        """The values that ``source`` takes, on the device."""
+        """Return the values that ``source`` takes, on the device."""
         dtype = self.dtype(name)
         if source.init is not None:
             return self._pool.new_full([span.size for span in source.taken], source.init).to(dtype)

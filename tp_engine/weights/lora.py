@@ -44,7 +44,7 @@ class AdapterPair:
 
 
 def read_adapter(folder: Path, max_rank: int, max_bytes: int = 1 << 40) -> dict[str, AdapterPair]:
-    """The pairs of the adapter in ``folder``, by the name of their module; no tensor of the file is left out.
+    """Return the pairs of the adapter in ``folder``, by the name of their module; no tensor of the file is left out.
 
     A file of more than ``max_bytes`` is not read.
 

@@ -45,12 +45,12 @@ Decode: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 def as_stored(values: torch.Tensor) -> torch.Tensor:
-    """No change."""
+    """Return no change."""
     return values
 
 
 def whole(shape: Sequence[int]) -> Spans:
-    """All of every dimension."""
+    """Return all of every dimension."""
     return tuple(Span(0, size) for size in shape)
 
 
@@ -84,7 +84,8 @@ def set_sources(parameter: nn.Parameter, *alternatives: Sequence[Source]) -> Non
 
 
 def sources_of(parameter: torch.Tensor, is_stored: Callable[[Source], bool] | None = None) -> tuple[Source, ...]:
-    """The first alternative whose sources all satisfy ``is_stored``; the first one if none does, or if it is None."""
+    """Return the first alternative whose sources all satisfy ``is_stored``; the first one if none does, or if it is
+    None."""
     alternatives: tuple[tuple[Source, ...], ...] = parameter._sources  # type: ignore[attr-defined]
     if is_stored is None or len(alternatives) == 1:
         return alternatives[0]
@@ -98,36 +99,36 @@ def keep_stored_type(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def keeps_stored_type(parameter: torch.Tensor) -> bool:
-    """Whether ``keep_stored_type`` was called for it."""
+    """Return whether ``keep_stored_type`` was called for it."""
     return getattr(parameter, "_keeps_stored_type", False)
 
 
 def equal_share(size: int, rank: int, world_size: int) -> Span:
-    """One of ``world_size`` equal parts; the configuration checks ensure that ``size`` divides."""
+    """Return one of ``world_size`` equal parts; the configuration checks ensure that ``size`` divides."""
     assert size % world_size == 0, f"{size} is not divisible by {world_size}"
     share = size // world_size
     return Span(rank * share, share)
 
 
 def block_share(size: int, rank: int, world_size: int, *, block: int = 1) -> Span:
-    """One of the parts of ``block_bounds``; some are empty if there are more ranks than elements."""
+    """Return one of the parts of ``block_bounds``; some are empty if there are more ranks than elements."""
     start, end = block_bounds(size, world_size, block=block)[rank : rank + 2]
     return Span(start, end - start)
 
 
 def kv_head_share(num_kv_heads: int, rank: int, world_size: int) -> Span:
-    """The KV heads of one rank.  Ranks that share a head count as one part."""
+    """Return the KV heads of one rank.  Ranks that share a head count as one part."""
     num_parts = min(num_kv_heads, world_size)
     assert world_size % num_parts == 0, f"{num_kv_heads} KV heads on {world_size} ranks"
     return equal_share(num_kv_heads, rank * num_parts // world_size, num_parts)
 
 
 def vocab_share(vocab_size: int, rank: int, num_rows: int) -> Span:
-    """The token ids of one rank, which holds up to ``num_rows``."""
+    """Return the token ids of one rank, which holds up to ``num_rows``."""
     start = min(rank * num_rows, vocab_size)
     return Span(start, min(num_rows, vocab_size - start))
 
 
 def times(heads: Span, head_dim: int) -> Span:
-    """The rows of ``heads``, each of ``head_dim``."""
+    """Return the rows of ``heads``, each of ``head_dim``."""
     return Span(heads.start * head_dim, heads.size * head_dim)

@@ -62,14 +62,14 @@ def copy_directly(values: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def num_threads_for(device: torch.device, local_world_size: int) -> int:
-    """How many threads load to ``device``: for CUDA this rank's share of the cores, up to 8."""
+    """Return how many threads load to ``device``: for CUDA this rank's share of the cores, up to 8."""
     if device.type != "cuda":
         return 1
     return min(max(len(os.sched_getaffinity(0)) // local_world_size, 1), _MAX_THREADS)
 
 
 def for_each(items: Iterable[Item], act: Callable[[Item, Copy], int], device: torch.device, num_threads: int) -> int:
-    """The sum of ``act(item, copy)`` over ``items``, which the threads take in order; raises the first failure.
+    """Return the sum of ``act(item, copy)`` over ``items``, which the threads take in order; raises the first failure.
 
     With one thread the caller copies directly.
     """

@@ -155,15 +155,16 @@ class CpuDevice(Device):
 def make_device(
     device_type: str, devices: DeviceMap, *, local_rank: int, local_world_size: int, check: Check = never_fails
 ) -> Device:
-    """The device of a rank: ``device_type`` is ``cuda`` or ``cpu``; ``devices`` says which GPU; ``check`` as there."""
+    """Return the device of a rank: ``device_type`` is ``cuda`` or ``cpu``; ``devices`` says which GPU; ``check`` as
+    there."""
     if device_type == "cpu":
         return CpuDevice(local_world_size)
     return CudaDevice(devices.indices[local_rank], local_world_size, devices.num_sharing(local_rank), check)
 
 
 def kind_of_device(device: torch.device) -> str:
-    """The hardware of ``device`` as text: devices of one kind compute the same bits.  A GPU without an index is the
-    current one.
+    """Return the hardware of ``device`` as text: devices of one kind compute the same bits.  A GPU without an index is
+    the current one.
     """
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -206,7 +207,7 @@ def check_places(host: Agreeing, place: str) -> None:
 
 
 def bus_place(device: torch.device) -> str:
-    """Where a GPU is on its host's bus, as nvidia-smi writes it: ``0000:3b:00``."""
+    """Return where a GPU is on its host's bus, as nvidia-smi writes it: ``0000:3b:00``."""
     found: Any = torch.cuda.get_device_properties(device)  # its type has not all of its attributes
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
 

@@ -46,7 +46,8 @@ def choose_device_type(asked: str) -> str:
 
 
 def why_no_gpus() -> str | None:
-    """Why the GPUs that torch counts can not be used, with the remedy; None if they can, or if it counts none."""
+    """Return why the GPUs that torch counts can not be used, with the remedy; None if they can, or if it counts
+    none."""
     count = torch.cuda.device_count()
     if not count:
         return None
@@ -73,7 +74,7 @@ def why_no_gpus() -> str | None:
 
 
 def why_unseen() -> str | None:
-    """Why torch sees no GPU on a host that has NVIDIA GPUs, with the remedy; None on other hosts, and if
+    """Return why torch sees no GPU on a host that has NVIDIA GPUs, with the remedy; None on other hosts, and if
     ``CUDA_VISIBLE_DEVICES`` hides all of them on purpose."""
     visible = env.visible_devices()
     if torch.cuda.device_count() or visible in ("", "-1") or not is_gpu_host():
@@ -88,12 +89,13 @@ def why_unseen() -> str | None:
 
 
 def is_gpu_host() -> bool:
-    """Whether NVIDIA's kernel module is loaded, or has made a device."""
+    """Return whether NVIDIA's kernel module is loaded, or has made a device."""
     return _DRIVER_FILE.exists() or any(_DEVICE_FOLDER.glob("nvidia[0-9]*"))
 
 
 def driver_version() -> str:
-    """The version of the NVIDIA driver, such as ``580.65.06``; ``of unknown version`` if the kernel does not tell."""
+    """Return the version of the NVIDIA driver, such as ``580.65.06``; ``of unknown version`` if the kernel does not
+    tell."""
     try:
         text = _DRIVER_FILE.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -103,7 +105,7 @@ def driver_version() -> str:
 
 
 def cuda_of_driver() -> tuple[int, int] | None:
-    """The newest CUDA that the driver takes, such as (12, 2); None without a driver.
+    """Return the newest CUDA that the driver takes, such as (12, 2); None without a driver.
 
     Torch does not tell, so this asks the driver (CUDA Driver API, cuDriverGetVersion).
     """

@@ -64,7 +64,8 @@ class RankAdapters(RunnerFeature):
         self._last: tuple[int, StepAdapters | None] = (0, None)  # of decodes: epoch and grouping
 
     def read(self, folder: Path) -> HostAdapter:
-        """This rank's share of the adapter in ``folder``.  ``ConfigError`` or ``WeightError`` if there can be none."""
+        """Return this rank's share of the adapter in ``folder``.  ``ConfigError`` or ``WeightError`` if there can be
+        none."""
         pairs = read_adapter(folder, self._max_rank, _MAX_TIMES * sum(layer.num_bytes for layer in self._layers) + MIB)
         usual = {spelled: name for name in self._modules() for spelled in self._names.spell(name)}
         names = {usual[stored]: stored for stored in pairs if stored in usual}
@@ -79,7 +80,7 @@ class RankAdapters(RunnerFeature):
         return sum(pair.num_bytes for pair in adapter if pair is not None)
 
     def apply(self, plan: StepPlan) -> None:
-        """The plan's loads, admissions, draft rows and drops."""
+        """Apply the plan's loads, admissions, draft rows and drops."""
         for generation, slot in plan.adapter_loads.tolist():
             for layer, pair in zip(self._layers, self._kept[generation], strict=True):
                 layer.put(slot - 1, pair)
@@ -101,7 +102,7 @@ class RankAdapters(RunnerFeature):
         return adapting(self.group(inputs.layout, step.plan.rows_epoch))
 
     def group(self, layout: BatchLayout, epoch: int) -> StepAdapters:
-        """The rows of a step with adapters; ``epoch`` is ``StepPlan.rows_epoch``."""
+        """Return the rows of a step with adapters; ``epoch`` is ``StepPlan.rows_epoch``."""
         if layout.is_decode_only and epoch and epoch == self._last[0] and self._last[1] is not None:
             return self._last[1]
         of_request = self._slots[layout.rows]

@@ -30,7 +30,7 @@ def load_model(
     source: Path | Sequence[Path] | None = None,
     note_read: Callable[[], None] = lambda: None,
 ) -> CausalLM:
-    """The model with the weights of the checkpoint ``source``, by default the configured one; no collective.
+    """Return the model with the weights of the checkpoint ``source``, by default the configured one; no collective.
 
     ``finish_loading`` comes next.  ``source`` and ``note_read`` are those of ``load_weights``, which says what it
     raises.
@@ -65,7 +65,7 @@ def load_model(
 def load_head(
     effective: EffectiveConfig, groups: RankGroups, backends: Backends, device: Device, model: CausalLM
 ) -> DraftHead | None:
-    """The configured draft head of ``model``, if there is one; ``finish_loading`` comes next."""
+    """Return the configured draft head of ``model``, if there is one; ``finish_loading`` comes next."""
     head, config = effective.draft_head, effective.config
     if head is None:
         return None

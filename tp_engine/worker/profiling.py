@@ -30,7 +30,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def unnamed(_name: str) -> AbstractContextManager[object]:
-    """No name, for devices without NVTX."""
+    """Return no name, for devices without NVTX."""
     return _NOTHING
 
 
@@ -132,7 +132,7 @@ class StepProfiler:
 
 
 def make_step_profiler(config: EngineConfig, rank: int) -> StepProfiler:
-    """This rank's profiler, as ``config`` asks; ``OSError`` if the folder of traces can not be made."""
+    """Return this rank's profiler, as ``config`` asks; ``OSError`` if the folder of traces can not be made."""
     if config.profile is None:
         return StepProfiler(None, range(0), rank, config.device)
     return StepProfiler(Path(config.profile), parse_steps(config.profile_steps), rank, config.device)

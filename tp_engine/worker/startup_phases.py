@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 def failures(failure: Exception | None, group: HostGroup, progress: RankProgress) -> dict[int, str]:
-    """The ranks on which a phase has failed, each with the text of its error; a collective.
+    """Return the ranks on which a phase has failed, each with the text of its error; a collective.
 
     ``failure`` is this rank's own error.
     """

@@ -52,7 +52,7 @@ _KINDS = ((_PENALISED,), (_MIN_P,), (_PENALISED, _MIN_P), (_RANKED,), (_NUCLEUS,
 
 
 def warms_up(device_type: str) -> bool:
-    """Whether the first steps on such a device are slow; a CPU's kernels are compiled before they are loaded."""
+    """Return whether the first steps on such a device are slow; a CPU's kernels are compiled before they are loaded."""
     return device_type == "cuda"
 
 

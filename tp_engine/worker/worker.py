@@ -155,7 +155,8 @@ class Worker:
         return execute_command(order, self._orders, self.groups)
 
     def prepare_model(self, effective: EffectiveConfig, source: Path | Sequence[Path]) -> CausalLM:
-        """A model of the same kind (``effective``) with the weights of ``source``, ready; nothing else changes."""
+        """Return a model of the same kind (``effective``) with the weights of ``source``, ready; nothing else
+        changes."""
         model = load_model(
             effective, self.groups, self._backends, self._device, source=source, note_read=self.groups.progress.done
         )
@@ -211,16 +212,16 @@ class Worker:
         return self.effective.config.device == "cuda"
 
     def expert_token_counts(self) -> list[npt.NDArray[np.int64]]:
-        """For each layer with experts (experts,): the tokens that went to each expert.  Waits for the device."""
+        """Return for each layer with experts (experts,): the tokens that went to each expert.  Waits for the device."""
         return [] if self._runner is None else [one.cpu().numpy() for one in self._runner.model.expert_token_counts]
 
     def moves(self) -> MoveCounters | None:
-        """What this rank has moved to and from its host tier; None without one."""
+        """Return what this rank has moved to and from its host tier; None without one."""
         tier = None if self._runner is None else self._runner.feature(HostTierWorker)
         return None if tier is None else tier.counters
 
     def disk_moves(self) -> DiskCounters | None:
-        """What this rank has read from and written to disk; None without a disk tier."""
+        """Return what this rank has read from and written to disk; None without a disk tier."""
         return None if self.disk is None else self.disk.tier.counters
 
     def memory_growth_bytes(self) -> int:

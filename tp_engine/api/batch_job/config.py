@@ -26,7 +26,7 @@ class InputShard:
     count: int = 1
 
     def takes(self, number: int) -> bool:
-        """Whether line ``number``, counted from 1, belongs to this shard."""
+        """Return whether line ``number``, counted from 1, belongs to this shard."""
         return number % self.count == self.index % self.count
 
     def __str__(self) -> str:

@@ -132,7 +132,7 @@ class PlainPrompt:
     output: RequestOutput | None = None
 
     def next_requests(self) -> list[EngineRequest]:
-        """The requests to run now."""
+        """Return the requests to run now."""
         return [self.request]
 
     def take(self, output: RequestOutput) -> bool:
@@ -152,7 +152,7 @@ class SearchedPrompt:
     _given: dict[str, RequestOutput] = field(default_factory=dict)
 
     def next_requests(self) -> list[EngineRequest]:
-        """The requests to run now."""
+        """Return the requests to run now."""
         requests = self.search.next_requests()
         self._asked = [request.request_id for request in requests]
         self._given = {}

@@ -44,7 +44,7 @@ class ResultLine(msgspec.Struct):
     error: dict[str, Any] | None
 
     def encode(self) -> bytes:
-        """The line with its line end."""
+        """Return the line with its line end."""
         return msgspec.json.encode(self) + b"\n"
 
 
@@ -58,23 +58,23 @@ class BatchRequest:
     raw_body: bytes
 
     def result(self, status: int, body: dict[str, Any]) -> ResultLine:
-        """The line's result; if ``status`` is not 200, the error in ``body`` is also the line's error."""
+        """Return the line's result; if ``status`` is not 200, the error in ``body`` is also the line's error."""
         error = None if status == 200 else {key: body["error"][key] for key in ("code", "message", "param")}
         response = {"status_code": status, "request_id": self.line_id, "body": body}
         return ResultLine(self.line_id, self.custom_id, response, error)
 
     def failure(self, error: Exception) -> ResultLine:
-        """The result of a request that was refused or failed."""
+        """Return the result of a request that was refused or failed."""
         return self.result(*describe_error(error))
 
 
 def line_id(number: int) -> str:
-    """The ``id`` of the result of line ``number``, counted from 1."""
+    """Return the ``id`` of the result of line ``number``, counted from 1."""
     return f"{_LINE_ID}{number}"
 
 
 def line_number(result_id: str) -> int | None:
-    """The inverse of ``line_id``; None for any other text."""
+    """Return the inverse of ``line_id``; None for any other text."""
     match = _LINE_ID_NUMBER.fullmatch(result_id)
     return int(match[1]) if match else None
 
@@ -104,17 +104,17 @@ def read_line(number: int, text: bytes | None, urls: Collection[str]) -> BatchRe
 
 
 def repeated_line(number: int, first: int) -> LineError:
-    """The error of a line that has the ``custom_id`` of line ``first``."""
+    """Return the error of a line that has the ``custom_id`` of line ``first``."""
     return LineError(f"line {number} repeats the custom_id of line {first}; give each its own", "duplicate_custom_id")
 
 
 def problem_code(error: Exception) -> str:
-    """The kind of a line's problem: the code of ``error``, if it has one."""
+    """Return the kind of a line's problem: the code of ``error``, if it has one."""
     return getattr(error, "code", None) or describe_error(error)[1]["error"]["code"] or "invalid_request"
 
 
 def bad_line(number: int, text: bytes | None, error: LineError) -> ResultLine:
-    """The result of a line that is not a request, with its ``custom_id`` if that can be read."""
+    """Return the result of a line that is not a request, with its ``custom_id`` if that can be read."""
     return ResultLine(
         line_id(number),
         readable_custom_id(text),
@@ -124,7 +124,7 @@ def bad_line(number: int, text: bytes | None, error: LineError) -> ResultLine:
 
 
 def readable_custom_id(text: bytes | None) -> str | None:
-    """The ``custom_id`` of a line; None if it has no readable one."""
+    """Return the ``custom_id`` of a line; None if it has no readable one."""
     try:
         line = msgspec.json.decode(text or b"")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -48,7 +48,7 @@ class ResultOrder(Generic[Result]):
         self._next = 0
 
     def has_room(self, ordinal: int) -> bool:
-        """Whether the work with this number may start."""
+        """Return whether the work with this number may start."""
         return not self._keeps_order or ordinal - self._next < self._window
 
     def put(self, ordinal: int, result: Result) -> None:
@@ -72,7 +72,7 @@ class Outcomes(ResultOrder[LineOutcome]):
         self._results = results
 
     def step(self, num_tokens: int) -> None:
-        """The engine has made a step and generated ``num_tokens``."""
+        """Note that the engine has made a step and generated ``num_tokens``."""
         self._progress.tokens(num_tokens)
         self._results.sync_if_due()
 
@@ -103,7 +103,7 @@ class Progress:
         )
 
     def tokens(self, number: int) -> None:
-        """One step generated ``number`` tokens."""
+        """Note that one step generated ``number`` tokens."""
         self._num_tokens += number
         now_s = time.monotonic()
         if now_s - self._rated_s >= _RATE_PERIOD_S:
@@ -115,12 +115,12 @@ class Progress:
                 logger.info("%s", self.text(now_s))
 
     def line(self) -> None:
-        """One more line has its result."""
+        """Note that one more line has its result."""
         self._num_done += 1
         self._bar.update(1)
 
     def text(self, now_s: float) -> str:
-        """One line for the log; ``now_s`` is time.monotonic()."""
+        """Return one line for the log; ``now_s`` is time.monotonic()."""
         done = self._initial + self._num_done
         share = 100 * done / self._total if self._total else 100.0
         left_s = (now_s - self._started_s) * (self._total - done) / self._num_done if self._num_done else None

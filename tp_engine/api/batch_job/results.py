@@ -251,7 +251,7 @@ class CustomIds:
         return order[same], order[starts]
 
     def positions_in(self, others: CustomIds) -> npt.NDArray[np.int64]:
-        """For each id its position in ``others``, or -1."""
+        """Return for each id its position in ``others``, or -1."""
         if not len(self) or not len(others):
             return np.full(len(self), -1, dtype=np.int64)
         words, other_words = self._words(), others._words()

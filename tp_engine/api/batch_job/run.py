@@ -82,7 +82,7 @@ def run_batch(
 def run_job(
     config: EngineConfig, batch_config: BatchConfig, *, stop_requested: Callable[[], bool] = lambda: False
 ) -> BatchSummary:
-    """As ``run_batch``; the job stops between two steps when ``stop_requested`` returns True."""
+    """Do as ``run_batch``; the job stops between two steps when ``stop_requested`` returns True."""
     _serve_if_follower(config, batch_config)
     run = BatchRun(config, batch_config, stop_requested)
     try:

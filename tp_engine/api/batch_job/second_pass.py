@@ -215,7 +215,7 @@ class ReadAhead(Closing):
             return self._ended and not self._ready and self._error is None
 
     def get(self, timeout_s: float) -> Work | None:
-        """The next item; None at the end, or if no item is ready within ``timeout_s``."""
+        """Return the next item; None at the end, or if no item is ready within ``timeout_s``."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._ready) or self._ended, timeout_s)
             if self._ready:

@@ -92,7 +92,7 @@ class BatchSummary:
         return self.completion_tokens / self.running_s if self.running_s else 0.0
 
     def as_json(self) -> dict[str, object]:
-        """All fields and the rates."""
+        """Return all fields and the rates."""
         rates = {
             "prompt_tokens_per_s": self.prompt_tokens_per_s,
             "completion_tokens_per_s": self.completion_tokens_per_s,
@@ -100,7 +100,7 @@ class BatchSummary:
         return {**dataclasses.asdict(self), **{name: round(rate, 3) for name, rate in rates.items()}}
 
     def as_text(self) -> str:
-        """A few lines for people."""
+        """Return a few lines for people."""
         if self.status is BatchStatus.VALIDATED:
             lines = [f"{self.status}: {self.num_lines:,} lines, {self.num_failed:,} of them bad"]
         else:
@@ -122,7 +122,7 @@ class BatchSummary:
     def of(
         cls, batch: BatchConfig, status: BatchStatus, survey: Survey, tally: Tally, error: BaseException | None
     ) -> BatchSummary:
-        """The sum of ``tally`` and of earlier runs; times are still 0."""
+        """Return the sum of ``tally`` and of earlier runs; times are still 0."""
         num_done, num_done_failed = survey.count(LineState.DONE), survey.count(LineState.DONE_FAILED)
         num_bad = survey.count(LineState.BAD, LineState.REPEATED)
         validated = status is BatchStatus.VALIDATED

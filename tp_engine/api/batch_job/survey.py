@@ -81,7 +81,7 @@ class Survey:
         return self.count(LineState.RUN, LineState.BAD, LineState.REPEATED)
 
     def first_line(self, number: int) -> int:
-        """The first line with the ``custom_id`` of line ``number``, which is REPEATED."""
+        """Return the first line with the ``custom_id`` of line ``number``, which is REPEATED."""
         return int(self._first[np.searchsorted(self._repeated, number)])
 
     def note_repeated(self, repeated: LineNumbers, first: LineNumbers) -> None:

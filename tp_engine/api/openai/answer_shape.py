@@ -86,7 +86,7 @@ class AnswerShape:
 
     @classmethod
     def of(cls, body: CompletionBody | ChatBody, model: str) -> AnswerShape:
-        """The shape that ``body`` asks for, with its id or a fresh one, and the current time."""
+        """Return the shape that ``body`` asks for, with its id or a fresh one, and the current time."""
         is_chat = isinstance(body, ChatBody)
         echo = isinstance(body, CompletionBody) and bool(body.echo)
         num_top = num_top_logprobs(body)
@@ -106,7 +106,7 @@ class AnswerShape:
         )
 
     def envelope(self, choices: list[JsonObject], usage: Usage | None, *, chunk: bool) -> JsonObject:
-        """A body with these ``choices``; without ``usage`` it has no such field."""
+        """Return a body with these ``choices``; without ``usage`` it has no such field."""
         body: JsonObject = {
             "id": self.response_id,
             "object": _OBJECTS[self.kind, chunk],
@@ -123,7 +123,8 @@ class AnswerShape:
         return Usage(reasoning_tokens=0 if self.parsing is not None and self.parsing.reasoning is not None else None)
 
     def answer(self, outputs: Sequence[RequestOutput], echoes: Sequence[str] | None = None) -> JsonObject:
-        """The whole answer, one ``RequestOutput`` per prompt; ``echoes`` are texts to repeat before the answers."""
+        """Return the whole answer, one ``RequestOutput`` per prompt; ``echoes`` are texts to repeat before the
+        answers."""
         choices = []
         usage = self.new_usage()
         for number, output in enumerate(outputs):
@@ -147,12 +148,14 @@ class AnswerShape:
         return body
 
     def chunk_choice(self, number: int, part: CompletionOutput, text_offset: int = 0) -> JsonObject:
-        """What one update adds to a sequence of prompt ``number``; ``part`` holds the new text and tokens only."""
+        """Return what one update adds to a sequence of prompt ``number``; ``part`` holds the new text and tokens
+        only."""
         content = {"delta": {"content": part.text}} if self.kind == "chat" else {"text": part.text}
         return self._choice(number, part, content, text_offset)
 
     def event_choices(self, number: int, part: CompletionOutput, events: Sequence[ChatEvent]) -> list[JsonObject]:
-        """As ``chunk_choice`` for parsed texts: a choice per event; the last has the tokens and the end of ``part``."""
+        """Do as ``chunk_choice`` for parsed texts: a choice per event; the last has the tokens and the end of
+        ``part``."""
         shows_tokens = self.return_token_ids or (self.num_top_logprobs is not None and part.logprobs)
         deltas = [delta_json(event) for event in events]
         if not deltas and (part.finish_reason or shows_tokens):
@@ -163,7 +166,8 @@ class AnswerShape:
     def first_choice(
         self, number: int, index: int, echo: str = "", echoed_logprobs: JsonObject | None = None
     ) -> JsonObject | None:
-        """The choice before a sequence's first update: the role in a chat, the prompt in an echoed completion."""
+        """Return the choice before a sequence's first update: the role in a chat, the prompt in an echoed
+        completion."""
         empty = emptied(index)
         if self.kind == "chat":
             return self._choice(number, empty, {"delta": {"role": self.role, "content": echo}}, 0)
@@ -174,7 +178,8 @@ class AnswerShape:
     def echoed_logprobs(
         self, number: int, token_ids: Sequence[int], positions: Sequence[Position | None], echo: str
     ) -> JsonObject:
-        """Those of a prompt that is repeated as ``echo``, which lacks special tokens that the tokenizer added."""
+        """Return those of a prompt that is repeated as ``echo``, which lacks special tokens that the tokenizer
+        added."""
         return completion_logprobs(
             token_ids,
             positions,
@@ -184,7 +189,7 @@ class AnswerShape:
         )
 
     def num_characters(self, part: CompletionOutput) -> int:
-        """How far the tokens of ``part``, which have log-probabilities, move the offset of the next token."""
+        """Return how far the tokens of ``part``, which have log-probabilities, move the offset of the next token."""
         texts = zip(part.token_ids, part.logprobs or (), strict=False)
         return sum(
             len(token_text(token_id, position[token_id]))
@@ -248,12 +253,12 @@ class AnswerShape:
 
 
 def emptied(index: int, finish_reason: str | None = None) -> CompletionOutput:
-    """A sequence without tokens."""
+    """Return a sequence without tokens."""
     return CompletionOutput(index=index, text="", token_ids=[], finish_reason=finish_reason)
 
 
 def message_json(parsing: ChatParsing, parsed: ParsedMessage, role: str, echo: str = "") -> dict[str, Any]:
-    """The message of a whole answer; ``echo`` is a text to repeat before its content.
+    """Return the message of a whole answer; ``echo`` is a text to repeat before its content.
 
     Content is null if there are only calls.  Reasoning has its newer name too; it is null if there is none.
     """
@@ -268,7 +273,7 @@ def message_json(parsing: ChatParsing, parsed: ParsedMessage, role: str, echo: s
 
 
 def delta_json(event: ChatEvent) -> dict[str, Any]:
-    """What one event adds to a message that is streamed."""
+    """Return what one event adds to a message that is streamed."""
     match event:
         case ReasoningText(text):
             return {"reasoning_content": text, "reasoning": text}

@@ -17,7 +17,8 @@ Body: TypeAlias = ChatBody | CompletionBody | ResponsesBody | AnyPooledBody
 
 
 def num_prompts(body: Body) -> tuple[int, str]:
-    """The number of prompts, inputs or pairs of ``body``, if its fields fit together, and the field that has them."""
+    """Return the number of prompts, inputs or pairs of ``body``, if its fields fit together, and the field that has
+    them."""
     match body:
         case CompletionBody():
             return len(completion_prompts(body)), "prompt"

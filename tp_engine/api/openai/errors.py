@@ -45,14 +45,14 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
 
 
 def sequence_error(error: str, code: str | None) -> RequestError | HttpError:
-    """The exception for a sequence that ended with ``error``; with a ``code``, its own grammar is the cause."""
+    """Return the exception for a sequence that ended with ``error``; with a ``code``, its own grammar is the cause."""
     if code is None:
         return HttpError(500, error, code="generation_failed")
     return RequestError(error, param=PARAM, code=code)
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The body of an answer with ``status``."""
+    """Return the body of an answer with ``status``."""
     return {"error": {"message": message, "type": _TYPES.get(status, "server_error"), "param": param, "code": code}}
 
 

@@ -24,7 +24,7 @@ def completion_logprobs(
     as_ids: bool = False,
     first_text: str = "",
 ) -> dict[str, list[Any]]:
-    """The shape of ``/v1/completions``; ``text_offset`` is the number of characters before the first token.
+    """Return the shape of ``/v1/completions``; ``text_offset`` is the number of characters before the first token.
 
     The first token of an echoed prompt has no log-probability, only ``first_text``.
     """
@@ -46,7 +46,7 @@ def completion_logprobs(
 def chat_logprobs(
     token_ids: Sequence[int], positions: Sequence[Position], num_top: int, *, as_ids: bool = False
 ) -> dict[str, list[dict[str, Any]]]:
-    """The shape of ``/v1/chat/completions`` with ``num_top`` alternatives per token; -1 for all."""
+    """Return the shape of ``/v1/chat/completions`` with ``num_top`` alternatives per token; -1 for all."""
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
         tops = _likeliest_first(position)[: None if num_top == -1 else num_top]
@@ -69,7 +69,7 @@ def prompt_logprobs_json(positions: Sequence[Position | None]) -> list[dict[str,
 
 
 def token_text(token_id: int, entry: Logprob) -> str:
-    """What the token adds to the text, or its id if it was not decoded."""
+    """Return what the token adds to the text, or its id if it was not decoded."""
     return _id_text(token_id) if entry.decoded_token is None else entry.decoded_token
 
 

@@ -177,7 +177,7 @@ def parse_body(kind: type[Body], raw: bytes | str) -> Body:
 
 
 def request_error(error: ValidationError, *, shows_value: bool = True) -> RequestError:
-    """The first complaint in one line; for a union of types, the complaints of all its members."""
+    """Return the first complaint in one line; for a union of types, the complaints of all its members."""
     complaints = error.errors(include_url=False, include_context=False, include_input=shows_value)
     first = complaints[0]
     if first["type"] == "json_invalid":

@@ -60,7 +60,7 @@ class ReasoningFormat:
     message: MessageFormat | None = None
 
     def beginning(self, prompt: str, *, continued: str | None = None, thinking_disabled: bool = False) -> Beginning:
-        """What a text that follows ``prompt`` begins with.
+        """Return what a text that follows ``prompt`` begins with.
 
         Templates write the opening mark at the prompt's end, or both marks if thinking is off.  ``continued`` is the
         message that the model continues, if any.
@@ -78,11 +78,12 @@ class ReasoningFormat:
         return Beginning.REASONING if self.always else Beginning.EITHER
 
     def new_parser(self, begins: Beginning, calls: CallsInReasoning | None = None) -> ReasoningParser:
-        """A parser for one sequence; ``calls`` finds calls that end its reasoning."""
+        """Return a parser for one sequence; ``calls`` finds calls that end its reasoning."""
         return ReasoningParser(self, begins, calls)
 
     def preamble(self, writing: TokenWriting, begins: Beginning) -> str | None:
-        """What comes before an answer that must follow a grammar (``StructuredOutputsParams.preamble``), if anything.
+        """Return what comes before an answer that must follow a grammar (``StructuredOutputsParams.preamble``), if
+        anything.
 
         White space comes behind reasoning only: in front of it, it would leave the model no choice but to think.
         """
@@ -93,7 +94,7 @@ class ReasoningFormat:
         return f"start: {start}\n{writing.text_until('thought', *self.closes)}\n"
 
     def tokens(self, tokenizer: Any) -> ReasoningTokens:
-        """A counter of reasoning tokens, by the tokenizer's own vocabulary."""
+        """Return a counter of reasoning tokens, by the tokenizer's own vocabulary."""
         token_ids = tokenizer.encode(self.closes[0], add_special_tokens=False)
         is_token = len(token_ids) == len(self.closes) == 1
         return ReasoningTokens(self.closes, token_ids[0] if is_token else None, tokenizer.decode)
@@ -145,7 +146,7 @@ class CallsInReasoning(ToolParser):
         return _content(events[:started]), self._is_late
 
     def end(self) -> str:
-        """The reasoning has ended without a call; returns what was held back."""
+        """End the reasoning without a call; returns what was held back."""
         events, self._parser = self._parser.finish(cut_off=False), self._new_parser()
         return _content(events)
 
@@ -243,7 +244,8 @@ class ReasoningParser:
         return reasoning, self._read_answer() if self.in_answer else ""
 
     def finish(self, *, cut_off: bool) -> tuple[str, str]:
-        """The reasoning and the answer that were held back.  ``cut_off``: a limit ended the text; drop half a mark."""
+        """Return the reasoning and the answer that were held back.  ``cut_off``: a limit ended the text; drop half a
+        mark."""
         reasoning, answer = self._rest(cut_off=cut_off)
         if self._unwrap is not None:
             answer = self._unwrap.feed(answer) + self._unwrap.finish(cut_off=cut_off)
@@ -346,7 +348,7 @@ class ReasoningTokens:
         return self._first(ids, lambda text: any(mark in text for mark in self.closes))
 
     def count_piece(self, token_ids: Sequence[int]) -> int:
-        """As ``count``, for one piece of a text that has not reached its answer."""
+        """Do as ``count``, for one piece of a text that has not reached its answer."""
         if self.close_id is not None and self.close_id in token_ids:
             return list(token_ids).index(self.close_id) + 1
         return len(token_ids)

@@ -55,7 +55,7 @@ class PreparedAnswer(PreparedBody):
 
 
 def default_model_name(model: str) -> str:
-    """The default name of ``model`` for clients: the folder's own name, or the hub name."""
+    """Return the default name of ``model`` for clients: the folder's own name, or the hub name."""
     folder = Path(model)
     return folder.name if folder.is_dir() else model
 

@@ -36,7 +36,7 @@ _GUIDED = {
 
 
 def structured_outputs_of(body: GenerationBody) -> StructuredOutputsParams | None:
-    """The constraint that a body asks for; None for free text.  Raises ``RequestError`` if it asks for two."""
+    """Return the constraint that a body asks for; None for free text.  Raises ``RequestError`` if it asks for two."""
     found = {
         "response_format": _of_response_format(body.response_format),
         "structured_outputs": _of_structured_outputs(body.structured_outputs),
@@ -125,20 +125,20 @@ class TokenWriting:
         self._tokenizer = tokenizer
 
     def special_id(self, mark: str) -> int | None:
-        """The special token that is ``mark``, None if there is none."""
+        """Return the special token that is ``mark``, None if there is none."""
         return None if self._tokenizer is None else _special_ids(self._tokenizer).get(mark)
 
     def is_special(self, mark: str) -> bool:
-        """Whether ``mark`` is a special token, which texts leave out by default."""
+        """Return whether ``mark`` is a special token, which texts leave out by default."""
         return self.special_id(mark) is not None
 
     def mark(self, mark: str) -> str:
-        """See ``Writing``."""
+        """Do as ``Writing``."""
         token_id = self.special_id(mark)
         return json.dumps(mark, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
 
     def text_until(self, rule: str, *marks: str) -> str:
-        """See ``Writing``.  A suffix ends the shortest text that has it; text can not hold a special token."""
+        """Do as ``Writing``.  A suffix ends the shortest text that has it; text can not hold a special token."""
         if self.is_special(marks[0]):
             return f"{rule}: /(?s:.*)/ ({' | '.join(map(self.mark, marks))})"
         suffix = json.dumps(marks[0], ensure_ascii=False)

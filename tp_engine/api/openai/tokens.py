@@ -44,7 +44,7 @@ class DetokenizeBody(RequestBody):
 
 
 def tokenize(body: TokenizeBody, processor: InputProcessor) -> dict[str, Any]:
-    """The answer: the prompt's token ids of a generation request with the same fields."""
+    """Return the answer: the prompt's token ids of a generation request with the same fields."""
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt" if body.prompt is None else "messages")
     if body.prompt is not None:
@@ -61,7 +61,7 @@ def tokenize(body: TokenizeBody, processor: InputProcessor) -> dict[str, Any]:
 
 
 def detokenize(body: DetokenizeBody, processor: InputProcessor) -> dict[str, Any]:
-    """The answer: the text of ``tokens``, special tokens included."""
+    """Return the answer: the text of ``tokens``, special tokens included."""
     if processor.tokenizer is None:
         raise RequestError("the model has no tokenizer", param="tokens")
     processor.check_size("tokens", len(body.tokens), "tokens")

@@ -42,7 +42,7 @@ class BuildError(RuntimeError):
 
 
 def built_library(openmp: Path) -> Path:
-    """The compiled library, which uses the OpenMP runtime at ``openmp``; compiled now unless the cache has it.
+    """Return the compiled library, which uses the OpenMP runtime at ``openmp``; compiled now unless the cache has it.
 
     Raises ``BuildError``.
     """
@@ -65,7 +65,7 @@ def built_library(openmp: Path) -> Path:
 
 
 def is_intact(path: Path) -> bool:
-    """Whether ``path`` is a whole file that ``built_library`` has written."""
+    """Return whether ``path`` is a whole file that ``built_library`` has written."""
     try:
         content = path.read_bytes()
     except OSError:

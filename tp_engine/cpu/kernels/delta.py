@@ -22,7 +22,7 @@ def gated_delta_net_decode(
     states: LayerStates,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """See ``gated_delta_net.gated_delta_net_decode``."""
+    """Compute ``gated_delta_net.gated_delta_net_decode`` in C."""
     if not _takes(mixed, gates, rule):
         return delta_twins.gated_delta_net_decode(mixed, gates, rule, states, slots)
     assert slots.dtype == torch.int32 and slots.is_contiguous()
@@ -37,7 +37,7 @@ def gated_delta_net_prefill(
     states: LayerStates | None,
     chunks: list[Chunk],
 ) -> torch.Tensor:
-    """See ``gated_delta_net.gated_delta_net_prefill``; token by token, so the results are bit by bit those of
+    """Compute ``gated_delta_net.gated_delta_net_prefill`` in C; token by token, so the results are bit by bit those of
     ``gated_delta_net_decode``."""
     if not _takes(mixed, gates, rule):
         return delta_twins.gated_delta_net_prefill(mixed, gates, rule, states, chunks)
@@ -82,7 +82,7 @@ def _run(
 
 
 def sigmoid_gate(library: ctypes.CDLL, x: torch.Tensor, gate: torch.Tensor) -> None:
-    """See ``layer_ops.sigmoid_gate``."""
+    """Compute ``layer_ops.sigmoid_gate`` in C."""
     dtype = DTYPE_CODES.get(x.dtype)
     if dtype is None or gate.dtype is not x.dtype or not x.is_contiguous() or gate.stride(1) != 1:
         twins.sigmoid_gate(x, gate)

@@ -66,7 +66,7 @@ class NativeExperts(_InPanels):
         super().__init__(library, experts, dtype, top_k)
 
     def gate_up(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
-        """See ``SeparateExperts``; a row's result is the same, bit by bit, for any other rows."""
+        """Do as ``SeparateExperts``; a row's result is the same, bit by bit, for any other rows."""
         _, panels, _, width = self._gate_up.shape
         both = self._multiply(x, self._gate_up, panels * width, runs)
         # Half of each panel is gate rows, the other half up rows.
@@ -74,7 +74,7 @@ class NativeExperts(_InPanels):
         return apart[..., : self._sizes[0]].reshape(len(x), -1)
 
     def down(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
-        """See ``SeparateExperts``; a row's result is the same, bit by bit, for any other rows."""
+        """Do as ``SeparateExperts``; a row's result is the same, bit by bit, for any other rows."""
         return self._multiply(x, self._down, self._sizes[1], runs)
 
     def _multiply(self, x: torch.Tensor, panels: torch.Tensor, out_size: int, runs: list[ExpertRun]) -> torch.Tensor:
@@ -119,7 +119,7 @@ def _experts(weights: ExpertWeights | QuantisedExpertWeights, dtype: torch.dtype
 
 
 def takes_experts(weights: ExpertWeights) -> bool:
-    """Whether ``NativeExperts`` takes ``weights``."""
+    """Return whether ``NativeExperts`` takes ``weights``."""
     return fits_panels(weights.gate_up[0]) and fits_panels(weights.down[0])
 
 
@@ -144,7 +144,7 @@ def route(
     load: routing.ExpertLoad | None = None,
     expert_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``routing.route``."""
+    """Compute ``routing.route`` in C."""
     dtype, (rows, num_experts) = DTYPE_CODES.get(logits.dtype), logits.shape
     is_too_large = num_experts > MAX_EXPERTS or rule.num_groups > MAX_GROUPS
     if dtype is None or logits.stride(1) != 1 or is_too_large:
@@ -162,7 +162,7 @@ def route(
 
 
 def to_float32(library: ctypes.CDLL, x: torch.Tensor) -> torch.Tensor:
-    """See ``routing.to_float32``."""
+    """Compute ``routing.to_float32`` in C."""
     dtype = DTYPE_CODES.get(x.dtype)
     if dtype is None or not x.is_contiguous():
         return routing.to_float32(x)
@@ -172,7 +172,7 @@ def to_float32(library: ctypes.CDLL, x: torch.Tensor) -> torch.Tensor:
 
 
 def add_gated(library: ctypes.CDLL, total: torch.Tensor, x: torch.Tensor, gates: torch.Tensor) -> None:
-    """See ``experts.add_gated``."""
+    """Compute ``experts.add_gated`` in C."""
     if not (are_dense(total, x) and gates.dtype is x.dtype):
         expert_twins.add_gated(total, x, gates)
         return

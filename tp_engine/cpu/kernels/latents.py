@@ -23,7 +23,7 @@ def prepare_latents(
     kv: LayerKv | None,
     slot_mapping: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See ``latents.prepare_latents``; both are overwritten, nothing is stored."""
+    """Compute ``latents.prepare_latents`` in C; both are overwritten, nothing is stored."""
     dtype, table, scale = DTYPE_CODES.get(query.dtype), rotation.table, rotation.query_scale
     is_plain = not (rule.offset or rule.is_centred) and rule.weight.dtype == rows.dtype == query.dtype == table.dtype
     if dtype is None or not is_plain or rotation.rotary_dim > MAX_ROPE_DIM or not _has_dense_tokens(query):
@@ -41,7 +41,7 @@ def prepare_latents(
 
 
 def absorb_w_uk(library: ctypes.CDLL, query: torch.Tensor, up: torch.Tensor, nope_dim: int) -> torch.Tensor:
-    """See ``latents.absorb_w_uk``."""
+    """Compute ``latents.absorb_w_uk`` in C."""
     dtype = _dtype_of(query, up, nope_dim)
     if dtype is None or not _has_dense_tokens(query):
         return twins.absorb_w_uk(query, up, nope_dim)
@@ -55,7 +55,7 @@ def absorb_w_uk(library: ctypes.CDLL, query: torch.Tensor, up: torch.Tensor, nop
 
 
 def project_w_uv(library: ctypes.CDLL, attended: torch.Tensor, up: torch.Tensor, nope_dim: int) -> torch.Tensor:
-    """See ``latents.project_w_uv``."""
+    """Compute ``latents.project_w_uv`` in C."""
     dtype = _dtype_of(attended, up, nope_dim)
     if dtype is None or not attended.is_contiguous():
         return twins.project_w_uv(attended, up, nope_dim)

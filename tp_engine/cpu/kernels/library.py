@@ -95,7 +95,8 @@ _UNRECORDED = (
 
 @cache
 def native_library() -> ctypes.CDLL | None:
-    """The kernels, compiled if need be; None, with one line in the log, if they are unavailable or switched off."""
+    """Return the kernels, compiled if need be; None, with one line in the log, if they are unavailable or switched
+    off."""
     if not env.wants_native_kernels():
         _logger.info("native CPU kernels are switched off by TP_ENGINE_NATIVE")
         return None

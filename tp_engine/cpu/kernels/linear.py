@@ -14,7 +14,7 @@ _WIDENED_ALIGNMENT = 16  # numbers of the longest vector
 
 
 def fits_panels(weight: torch.Tensor) -> bool:
-    """Whether ``PackedWeight`` takes ``weight`` (out, in): a type of ``DTYPE_CODES``, 16 bits in pairs."""
+    """Return whether ``PackedWeight`` takes ``weight`` (out, in): a type of ``DTYPE_CODES``, 16 bits in pairs."""
     return weight.dtype in DTYPE_CODES and weight.shape[1] * weight.itemsize % 4 == 0
 
 
@@ -44,7 +44,7 @@ class Panels:
         return self._multiply(x, bias, self._kind, self._out_size // self._num_parts)
 
     def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The product without the activation, bit by bit that of a weight without one: (N, out)."""
+        """Return the product without the activation, bit by bit that of a weight without one: (N, out)."""
         return self._multiply(x, bias, self._kind_before, self._out_size)
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, kind: int, width: int) -> torch.Tensor:
@@ -99,7 +99,7 @@ class PackedWeight(Panels):
         )  # fmt: skip
 
     def rows(self, token_ids: torch.Tensor, first_id: int | None, scale: float = 1.0) -> torch.Tensor:
-        """The weight's rows for ``token_ids`` (N,) times ``scale``, as ``layer_ops.embed``: (N, in)."""
+        """Return the weight's rows for ``token_ids`` (N,) times ``scale``, as ``layer_ops.embed``: (N, in)."""
         token_ids = token_ids.to(torch.int32).contiguous()
         out = torch.empty((len(token_ids), self._items * 4 // self._dtype.itemsize), dtype=self._dtype)
         self._library.embed_panels(

@@ -25,7 +25,7 @@ MAX_HEAD_DIM = 512
 def embed(
     library: ctypes.CDLL, token_ids: torch.Tensor, weight: torch.Tensor, first_id: int | None, scale: float = 1.0
 ) -> torch.Tensor:
-    """See ``layer_ops.embed``."""
+    """Compute ``layer_ops.embed`` in C."""
     is_dense = token_ids.is_contiguous() and weight.is_contiguous()
     if token_ids.dtype != torch.int32 or not is_dense or weight.dtype not in DTYPE_CODES:
         return twins.embed(token_ids, weight, first_id, scale)
@@ -39,7 +39,7 @@ def embed(
 
 
 def norm(library: ctypes.CDLL, x: torch.Tensor, rule: NormRule) -> torch.Tensor:
-    """See ``layer_ops.norm``."""
+    """Compute ``layer_ops.norm`` in C."""
     if not (x.stride(-1) == 1 and x.dtype is rule.weight.dtype and x.dtype in DTYPE_CODES):
         return twins.norm(x, rule)
     return _normalise(library, x, None, rule, 1.0, 1.0)
@@ -53,7 +53,7 @@ def add_norm(
     scale: float = 1.0,
     stream_scale: float = 1.0,
 ) -> torch.Tensor:
-    """See ``layer_ops.add_norm``."""
+    """Compute ``layer_ops.add_norm`` in C."""
     if not (are_dense(x, residual) and x.dtype is rule.weight.dtype):
         return twins.add_norm(x, residual, rule, scale, stream_scale)
     return _normalise(library, x, residual.data_ptr(), rule, scale, stream_scale)
@@ -75,7 +75,7 @@ def _normalise(
 def add(
     library: ctypes.CDLL, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0, stream_scale: float = 1.0
 ) -> None:
-    """See ``layer_ops.add``."""
+    """Compute ``layer_ops.add`` in C."""
     if not are_dense(x, residual):
         twins.add(x, residual, scale, stream_scale)
         return
@@ -84,7 +84,7 @@ def add(
 
 
 def copy_rows(library: ctypes.CDLL, rows: torch.Tensor, target: torch.Tensor) -> None:
-    """See ``layer_ops.copy_rows``."""
+    """Compute ``layer_ops.copy_rows`` in C."""
     if not (rows.stride(1) == target.stride(1) == 1 and rows.dtype is target.dtype):
         twins.copy_rows(rows, target)
         return
@@ -94,7 +94,7 @@ def copy_rows(library: ctypes.CDLL, rows: torch.Tensor, target: torch.Tensor) ->
 
 
 def gate(library: ctypes.CDLL, gate_up: torch.Tensor, rule: Activation) -> torch.Tensor:
-    """See ``layer_ops.gate``."""
+    """Compute ``layer_ops.gate`` in C."""
     dtype = DTYPE_CODES.get(gate_up.dtype)
     if dtype is None or not gate_up.is_contiguous():
         return twins.gate(gate_up, rule)
@@ -116,7 +116,7 @@ def qk_norm_rope_store(
     kv: LayerKv | None,
     slot_mapping: torch.Tensor,
 ) -> Heads:
-    """See ``heads.qk_norm_rope_store``; the heads are overwritten, nothing is stored."""
+    """Compute ``heads.qk_norm_rope_store`` in C; the heads are overwritten, nothing is stored."""
     dtype = DTYPE_CODES.get(heads.dtype)
     num_tokens, num_all, head_dim = heads.shape
     if dtype is None or heads.stride()[1:] != (head_dim, 1) or head_dim > MAX_HEAD_DIM:
@@ -135,7 +135,7 @@ def qk_norm_rope_store(
 
 
 def head_squares(library: ctypes.CDLL, heads: torch.Tensor, num_heads: int, num_kv_heads: int) -> torch.Tensor:
-    """See ``heads.head_squares``."""
+    """Compute ``heads.head_squares`` in C."""
     dtype = DTYPE_CODES.get(heads.dtype)
     if dtype is None or not heads.is_contiguous():
         return head_twins.head_squares(heads, num_heads, num_kv_heads)
@@ -158,7 +158,7 @@ def norm_width(
     widths: tuple[int, int],
     eps: float,
 ) -> None:
-    """See ``heads.norm_width``."""
+    """Compute ``heads.norm_width`` in C."""
     is_dense = heads.is_contiguous() and squares.is_contiguous() and weights.is_contiguous()
     if not is_dense or heads.dtype not in DTYPE_CODES or heads.dtype is not weights.dtype:
         head_twins.norm_width(heads, num_heads, num_kv_heads, squares, weights, widths, eps)
@@ -172,7 +172,7 @@ def norm_width(
 
 
 def cap_logits(library: ctypes.CDLL, scores: torch.Tensor, scale: float, cap: float | None) -> None:
-    """See ``layer_ops.cap_logits``."""
+    """Compute ``layer_ops.cap_logits`` in C."""
     dtype = DTYPE_CODES.get(scores.dtype)
     if dtype is None or scores.stride(1) != 1:
         twins.cap_logits(scores, scale, cap)
@@ -182,7 +182,7 @@ def cap_logits(library: ctypes.CDLL, scores: torch.Tensor, scale: float, cap: fl
 
 
 def prepare_decodes(library: ctypes.CDLL, tables: RowTables, inputs: DecodeInputs) -> None:
-    """See ``decode_inputs.prepare_decodes``."""
+    """Compute ``decode_inputs.prepare_decodes`` in C."""
     source, target = tables.block_table, inputs.block_table
     num_columns = source.stride(1)
     assert target.stride(1) == num_columns
@@ -195,7 +195,8 @@ def prepare_decodes(library: ctypes.CDLL, tables: RowTables, inputs: DecodeInput
 
 
 def advance_decodes(library: ctypes.CDLL, tables: RowTables, inputs: DecodeInputs, sampled: torch.Tensor) -> None:
-    """See ``decode_inputs.advance_decodes``; the lengths are those of ``inputs``, so a second call changes nothing."""
+    """Compute ``decode_inputs.advance_decodes`` in C; the lengths are those of ``inputs``, so a second call changes
+    nothing."""
     assert sampled.dtype == torch.int32 and sampled.is_contiguous()
     library.advance_decodes(
         inputs.rows.data_ptr(), inputs.seq_lens.data_ptr(), sampled.data_ptr(), len(inputs.rows),
@@ -204,7 +205,7 @@ def advance_decodes(library: ctypes.CDLL, tables: RowTables, inputs: DecodeInput
 
 
 def best_tokens(library: ctypes.CDLL, logits: torch.Tensor) -> torch.Tensor:
-    """The first maximum of each row of ``logits`` (n, width), of a type of ``DTYPE_CODES``, as (n,) int32.
+    """Return the first maximum of each row of ``logits`` (n, width), of a type of ``DTYPE_CODES``, as (n,) int32.
 
     A NaN is above all numbers, as for its twin ``ranking.row_argmax`` of ``sampling``.
     """
@@ -218,7 +219,7 @@ def best_tokens(library: ctypes.CDLL, logits: torch.Tensor) -> torch.Tensor:
 def add_adapters(
     library: ctypes.CDLL, out: torch.Tensor, x: torch.Tensor, weights: AdapterWeights, rows: AdapterRows
 ) -> None:
-    """See ``adapters.add_adapters``."""
+    """Compute ``adapters.add_adapters`` in C."""
     dtype = DTYPE_CODES.get(out.dtype)
     is_taken = out.is_contiguous() and out.dtype is x.dtype is weights.a.dtype and x.stride(1) == 1
     if dtype is None or not is_taken or len(weights.part_sizes) > MAX_ADAPTED_PARTS:
@@ -232,7 +233,7 @@ def add_adapters(
 
 
 def are_dense(x: torch.Tensor, residual: torch.Tensor) -> bool:
-    """Whether C takes both: contiguous, of one type of ``DTYPE_CODES``."""
+    """Return whether C takes both: contiguous, of one type of ``DTYPE_CODES``."""
     is_dense = x.is_contiguous() and residual.is_contiguous()
     return is_dense and x.dtype is residual.dtype and x.dtype in DTYPE_CODES
 

@@ -14,7 +14,8 @@ _LayerPointer: TypeAlias = "ctypes._Pointer[AttentionLayer]"
 
 
 def in_kernel_order(library: ctypes.CDLL, kv_cache: torch.Tensor) -> torch.Tensor:
-    """A copy of ``kv_cache`` (2, blocks, block_size, KV heads, head_dim) as ``attention.c`` keeps it, in that shape.
+    """Return a copy of ``kv_cache`` (2, blocks, block_size, KV heads, head_dim) as ``attention.c`` keeps it, in that
+    shape.
 
     Inside a block the heads come first; values are rows of head_dim, and keys columns: the first 4 bytes of some tokens
     side by side, then the next 4 bytes of them.  A cache with one part has rows only.

@@ -69,7 +69,7 @@ class QuantisedPanels(Panels):
 
 
 def pack_quantised(library: ctypes.CDLL, weights: QuantisedWeight, dtype: torch.dtype, num_parts: int) -> PackedCodes:
-    """A stack of weights in panels, for x of ``dtype``; ``num_parts`` 2 for gate and up."""
+    """Return a stack of weights in panels, for x of ``dtype``; ``num_parts`` 2 for gate and up."""
     num_weights, out_size, num_columns = weights.shape
     assert out_size % num_parts == 0, f"gate and up have {out_size} rows, an odd number"
     weights = _in_short_groups(weights, library.max_group())

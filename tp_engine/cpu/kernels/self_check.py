@@ -64,7 +64,7 @@ Check: TypeAlias = tuple[str, torch.Tensor, torch.Tensor]
 
 
 def disagreement(library: ctypes.CDLL) -> str | None:
-    """The first kernel of ``library`` with a wrong result, as a sentence, or None.  Takes a few milliseconds."""
+    """Return the first kernel of ``library`` with a wrong result, as a sentence, or None.  Takes a few milliseconds."""
     for dtype in DTYPE_CODES:
         generator = torch.Generator().manual_seed(0)
         for name, found, expected in (

@@ -134,7 +134,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def is_recording() -> bool:
-    """Whether calls go on a tape now; not within ``call``."""
+    """Return whether calls go on a tape now; not within ``call``."""
     return _recorded.get() is not None
 
 
@@ -149,7 +149,7 @@ def entry_type(max_words: int) -> type[ctypes.Structure]:
 
 
 def word_of(argument: Any) -> int:
-    """The eight bytes of an argument: an integer, a float32, an address or a pointer."""
+    """Return the eight bytes of an argument: an integer, a float32, an address or a pointer."""
     if argument is None:
         return 0
     if isinstance(argument, float):

@@ -135,7 +135,7 @@ def split_of(
     length, usual_splits, num_splits,
     QUERY_LEN: tl.constexpr, TILE: tl.constexpr, LONG_TILES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The first position that is read, a multiple of TILE; tiles from there on; tiles of each split."""
+    """Return the first position that is read, a multiple of TILE; tiles from there on; tiles of each split."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - QUERY_LEN - WINDOW + 1, 0) // TILE * TILE
@@ -227,5 +227,5 @@ def decode_sizes(
 
 
 def power_of_two_splits(wanted: int) -> int:
-    """The largest one up to ``wanted`` and ``MAX_SPLITS``; at least 1."""
+    """Return the largest one up to ``wanted`` and ``MAX_SPLITS``; at least 1."""
     return min(MAX_SPLITS, 1 << max(0, wanted.bit_length() - 1))

@@ -115,7 +115,8 @@ def paged_prefill_kernel(
 
 @jit
 def request_of(program, query_start, first_request, num_requests, BLOCK_Q: tl.constexpr):
-    """The request of a program, and which of its blocks of queries: the last request that begins at or before it."""
+    """Return the request of a program, and which of its blocks of queries: the last request that begins at or before
+    it."""
     origin = tl.load(query_start + first_request)
     low, high = first_request, num_requests - 1
     while low < high:

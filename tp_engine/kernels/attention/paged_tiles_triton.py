@@ -30,14 +30,14 @@ def cache_arguments(kv: LayerKv) -> tuple[torch.Tensor, ...]:
 
 
 def score_scale(scale: float, softcap: float | None) -> float:
-    """The factor of products in ``attend_tile``: to units of log 2, or with a soft cap to parts of the cap."""
+    """Return the factor of products in ``attend_tile``: to units of log 2, or with a soft cap to parts of the cap."""
     return scale * LOG2_E if softcap is None else scale / softcap
 
 
 def layer_constants(
     query: torch.Tensor, kv: LayerKv, window: int | None, softcap: float | None, sinks: torch.Tensor | None
 ) -> dict[str, Any]:
-    """The constants of both kernels: the shapes of ``query`` (N, heads, head_dim) and of the cache."""
+    """Return the constants of both kernels: the shapes of ``query`` (N, heads, head_dim) and of the cache."""
     _, num_heads, head_dim = query.shape
     _, _, block_size, num_kv_heads, _ = kv.cache.shape
     assert query.stride(2) == 1 and query.stride(1) == head_dim, "a token's heads must be contiguous"
@@ -102,7 +102,7 @@ def attend_tile(
     SCALE_STRIDE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     WINDOW: tl.constexpr, QUANTISED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: the keys at positions ``start`` to ``start`` + TILE of one request.
+    """Return one step of the online softmax: the keys at positions ``start`` to ``start`` + TILE of one request.
 
     ``query`` (ROWS, HEAD_PAD); ``accumulated`` (ROWS, HEAD_PAD), ``total`` and ``peak`` (ROWS,) float32; ``own``
     (ROWS,) positions of the queries; ``scale`` as ``score_scale`` makes it; SOFTCAP, in units of log 2, bounds the
@@ -135,7 +135,7 @@ def attend_tile(
 
 @jit
 def add_tile(scores, values, scales, accumulated, total, peak, QUANTISED: tl.constexpr):
-    """The state of the online softmax after a tile: ``scores`` (ROWS, TILE), -inf where hidden, of ``values``
+    """Return the state of the online softmax after a tile: ``scores`` (ROWS, TILE), -inf where hidden, of ``values``
     (TILE, width), which have ``scales`` (TILE,) where QUANTISED.
     """
     new_peak = tl.maximum(peak, tl.max(scores, axis=1))
@@ -157,7 +157,7 @@ def add_tile(scores, values, scales, accumulated, total, peak, QUANTISED: tl.con
 
 @jit
 def with_sinks(accumulated, total, peak, sinks, head, counts):
-    """The state of the online softmax after one more score, that of ``sinks`` (heads,) at ``head`` (ROWS,).
+    """Return the state of the online softmax after one more score, that of ``sinks`` (heads,) at ``head`` (ROWS,).
 
     Only if it ``counts``: a sink counts in one split of each row.
     """

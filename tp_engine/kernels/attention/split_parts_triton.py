@@ -73,5 +73,6 @@ def join_splits(
 
 
 def joined_parts(num_rows: int, head_pad: int, num_warps: int) -> int:
-    """How many parts of ``num_rows`` heads ``join_splits`` takes at a time; a power of two, if the others are."""
+    """Return how many parts of ``num_rows`` heads ``join_splits`` takes at a time; a power of two, if the others
+    are."""
     return max(1, min(_MAX_JOINED_PARTS, num_warps * 32 * _JOINED_PER_THREAD // (num_rows * head_pad)))

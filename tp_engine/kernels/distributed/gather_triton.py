@@ -78,7 +78,7 @@ def gather_kernel(part, whole, buffers, signals, num_words, rank, BLOCK: tl.cons
 
 
 def all_gather_triton(part: torch.Tensor, *, buffers: torch.Tensor, signals: torch.Tensor, rank: int) -> torch.Tensor:
-    """The parts (n,) int64 of all ranks, contiguous, as (world size, n); a collective.
+    """Return the parts (n,) int64 of all ranks, contiguous, as (world size, n); a collective.
 
     ``buffers`` and ``signals`` (world size,) int64 hold the addresses of the ranks' buffers, with room for ``part``,
     and of their signals, all 0.

@@ -78,14 +78,14 @@ class GroupedExperts:
 
 
 def dense_grouped_experts(weights: ExpertWeights) -> GroupedExperts:
-    """The products of ``weights``, without looking whether the device has them."""
+    """Return the products of ``weights``, without looking whether the device has them."""
     return GroupedExperts(DenseGrouped(weights.gate_up), DenseGrouped(weights.down), weights.activation, weights.first)
 
 
 def grouped_experts(
     weights: ExpertWeights | QuantisedExpertWeights, *, quantises_activations: bool = False
 ) -> GroupedExperts | None:
-    """The grouped products of these experts on their device; None if there are none.
+    """Return the grouped products of these experts on their device; None if there are none.
 
     ``quantises_activations``: rows may be rounded to 8 bits.
     """

@@ -34,7 +34,8 @@ class ExpertPairs:
 
 
 def pair_up(local_ids: IntArray, num_experts: int) -> ExpertPairs:
-    """The pairs of rows whose experts are ``local_ids`` (n, k) among the rank's ``num_experts``, or outside of them."""
+    """Return the pairs of rows whose experts are ``local_ids`` (n, k) among the rank's ``num_experts``, or outside of
+    them."""
     flat = local_ids.ravel()
     here = np.flatnonzero((flat >= 0) & (flat < num_experts))
     order = here[np.argsort(flat[here], kind="stable")]

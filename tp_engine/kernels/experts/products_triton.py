@@ -49,7 +49,7 @@ TILES = (
 
 
 def tiles_for(num_pairs: int, num_experts: int) -> Tiles:
-    """The tiles of ``TILES`` for ``num_pairs``."""
+    """Return the tiles of ``TILES`` for ``num_pairs``."""
     return next(tiles for most, tiles in TILES if num_pairs <= most * num_experts)
 
 

@@ -55,7 +55,7 @@ def route(
 def score(
     logits: torch.Tensor, rule: RoutingRule, correction: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each expert's score, and what decides the choice, both (N, experts) float32."""
+    """Return each expert's score, and what decides the choice, both (N, experts) float32."""
     scores = logits.float()
     if rule.scores == "softmax":
         scores = scores.softmax(1)

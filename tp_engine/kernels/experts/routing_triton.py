@@ -18,7 +18,7 @@ _LOWEST = tl.constexpr(float("-inf"))
 
 @jit
 def take_largest(values, index, COUNT: tl.constexpr):
-    """The first ``index`` with the largest of ``values``; COUNT - 1 if all are NaN."""
+    """Return the first ``index`` with the largest of ``values``; COUNT - 1 if all are NaN."""
     return tl.minimum(tl.min(tl.where(values == tl.max(values, 0), index, COUNT), 0), COUNT - 1)
 
 

@@ -79,7 +79,7 @@ def sort_kernel(
 
 
 def sort_pairs(expert_ids: torch.Tensor, first: int, num_experts: int, block_m: int) -> PairOrder:
-    """The pairs of ``expert_ids`` (N, k) int32 whose experts are among the ``num_experts`` from ``first`` on."""
+    """Return the pairs of ``expert_ids`` (N, k) int32 whose experts are among the ``num_experts`` from ``first`` on."""
     num_pairs, pdl = expert_ids.numel(), dependent_launch(expert_ids.device)
     num_blocks = num_pairs // block_m + min(num_experts, num_pairs)
     counts = expert_ids.new_empty(num_experts)

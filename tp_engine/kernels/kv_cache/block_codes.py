@@ -77,7 +77,7 @@ class BlockForm:
         return self._exchanged(blocks, self._columns, self._rows)
 
     def blocks_of(self, vectors: torch.Tensor) -> torch.Tensor:
-        """The inverse of ``vectors_of``."""
+        """Return the inverse of ``vectors_of``."""
         blocks = vectors.contiguous().view(len(vectors), -1).view(torch.uint8)
         if not self.lanes:
             return blocks
@@ -143,6 +143,6 @@ def round_up(scales: torch.Tensor) -> torch.Tensor:
 
 
 def pair_ids(pairs: Pairs, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The two columns of ``pairs`` as int64 on ``device``."""
+    """Return the two columns of ``pairs`` as int64 on ``device``."""
     on_device = pairs if isinstance(pairs, torch.Tensor) else torch.from_numpy(pairs).to(device)
     return on_device.long().unbind(1)

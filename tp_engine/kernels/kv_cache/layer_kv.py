@@ -71,7 +71,8 @@ class LayerKv:
 
 
 def layer_view(blocks: torch.Tensor, place: int) -> torch.Tensor:
-    """The layer at ``place`` of ``blocks`` (blocks, layers, parts, ...) as (parts, blocks, ...), without a copy."""
+    """Return the layer at ``place`` of ``blocks`` (blocks, layers, parts, ...) as (parts, blocks, ...), without a
+    copy."""
     return blocks[:, place].transpose(0, 1)
 
 
@@ -110,7 +111,7 @@ def scatter_kv(new: KeyValue, kv: LayerKv, slots: torch.Tensor) -> None:
 
 
 def is_quantised(dtype: torch.dtype) -> bool:
-    """Whether a cache of ``dtype`` has scales beside it."""
+    """Return whether a cache of ``dtype`` has scales beside it."""
     return dtype in LARGEST_VALUE
 
 
@@ -129,7 +130,7 @@ def quantise(states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
 
 
 def dequantise(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The states (..., head_dim) float32 of values (..., head_dim) and scales (...)."""
+    """Return the states (..., head_dim) float32 of values (..., head_dim) and scales (...)."""
     return values.float() * scales.unsqueeze(-1)
 
 

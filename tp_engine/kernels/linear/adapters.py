@@ -75,7 +75,7 @@ class AdapterWeights:
         return self.b.shape[1]
 
     def parts(self) -> Iterator[tuple[slice, slice]]:
-        """Of each part its rows of A, and its columns of B."""
+        """Yield of each part its rows of A, and its columns of B."""
         first = 0
         for part, size in enumerate(self.part_sizes):
             yield slice(part * self.max_rank, (part + 1) * self.max_rank), slice(first, first + size)

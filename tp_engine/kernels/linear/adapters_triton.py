@@ -69,7 +69,7 @@ def expand_kernel(
 
 
 def add_adapters_triton(out: torch.Tensor, x: torch.Tensor, weights: AdapterWeights, rows: AdapterRows) -> None:
-    """See ``adapters.add_adapters``; ``out`` is contiguous, and so are the rows of ``x``."""
+    """Launch ``adapters.add_adapters``; ``out`` is contiguous, and so are the rows of ``x``."""
     a, b, parts, rank = weights.a, weights.b, len(weights.part_sizes), weights.max_rank
     assert out.is_contiguous() and x.stride(1) == 1 and out.dtype is x.dtype is a.dtype
     num_tiles, room = len(rows.tiles), max(triton.next_power_of_2(rank), _MIN_RANK)

@@ -84,7 +84,7 @@ def one_row_linear_kernel(
 
 
 def takes_weight(weight: torch.Tensor, *, is_gated: bool = False) -> bool:
-    """Whether ``one_row_linear_triton`` takes a weight of this shape."""
+    """Return whether ``one_row_linear_triton`` takes a weight of this shape."""
     num_rows, size = weight.shape
     block_in, block_out = _blocks(size, is_gated)
     is_whole = num_rows % (2 * block_out if is_gated else block_out) == 0

@@ -66,7 +66,8 @@ def tree_linear_kernel(
 def tree_linear_triton(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_shards: int, *, keeps_sums: bool
 ) -> torch.Tensor:
-    """See ``tree_sum.tree_linear``; ``num_shards`` is a power of two up to ``NUM_SHARDS`` that divides the columns."""
+    """Launch ``tree_sum.tree_linear``; ``num_shards`` is a power of two up to ``NUM_SHARDS`` that divides the
+    columns."""
     (num_rows, size), num_out = x.shape, len(weight)
     assert weight.is_contiguous() and weight.shape[1] == size and x.stride(1) == 1, (x.shape, weight.shape)
     assert num_shards in (1, 2, 4, NUM_SHARDS) and size % num_shards == 0, (size, num_shards)

@@ -19,7 +19,7 @@ from tp_engine.kernels.experts.experts import ExpertWeights, mix_experts
 
 
 def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of ``parts``, float32, as a balanced tree; a part without a partner waits for the next level."""
+    """Return the sum of ``parts``, float32, as a balanced tree; a part without a partner waits for the next level."""
     while len(parts) > 1:
         pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
         parts = [*pairs, parts[-1]] if len(parts) % 2 else pairs

@@ -36,7 +36,7 @@ class CodeRule:
     scale: torch.Tensor | None = None
 
     def is_same(self, other: CodeRule) -> bool:
-        """Whether both give the same codes, as far as can be told without reading the device's memory."""
+        """Return whether both give the same codes, as far as can be told without reading the device's memory."""
         return self.group == other.group and self.scale is other.scale
 
 
@@ -87,7 +87,7 @@ def norm_codes(
 
 
 def rounded_rows(x: torch.Tensor, group: int = 0, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """The values of ``quantise_rows``, (N, in) float32."""
+    """Return the values of ``quantise_rows``, (N, in) float32."""
     codes, scales = quantise_rows(x, group, scale)
     width = group or x.shape[1]
     padded = F.pad(codes.float(), (0, -x.shape[1] % width)).reshape(len(x), -1, width)

@@ -153,7 +153,8 @@ def quantised_row_kernel(
 
 
 def takes_row(weight: QuantisedWeight) -> bool:
-    """Whether ``quantised_row_triton`` takes ``weight``: its rows are whole words, and each word has one scale."""
+    """Return whether ``quantised_row_triton`` takes ``weight``: its rows are whole words, and each word has one
+    scale."""
     per_word = _WORD_BYTES * values_per_byte(weight.kind)
     has_whole_words = weight.shape[-1] % per_word == 0 and weight.codes.is_contiguous()
     return has_whole_words and (num_groups(weight) < 2 or weight.group % per_word == 0)

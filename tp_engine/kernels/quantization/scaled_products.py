@@ -130,12 +130,12 @@ class ScaledGroupedProduct:
 
 @cache
 def has_fp8_units(device: torch.device) -> bool:
-    """Whether ``device`` is a GPU that converts and multiplies 8-bit floats."""
+    """Return whether ``device`` is a GPU that converts and multiplies 8-bit floats."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
 
 
 def row_scales(weight: QuantisedWeight) -> torch.Tensor:
-    """The scale of each row, float32 (out,) or (experts, out), of a weight with at most one group of columns."""
+    """Return the scale of each row, float32 (out,) or (experts, out), of a weight with at most one group of columns."""
     found = torch.ones(weight.shape[:-1], dtype=torch.float32, device=weight.codes.device)
     if weight.scales is not None:
         scales = weight.scales.float().squeeze(-1).repeat_interleave(weight.row_block, -1)
@@ -144,7 +144,7 @@ def row_scales(weight: QuantisedWeight) -> torch.Tensor:
 
 
 def scaled_product(weight: QuantisedWeight, input_scale: torch.Tensor | None = None) -> ScaledProduct | None:
-    """The product of codes for ``weight`` on its device, or None if there is none, or if it is wrong."""
+    """Return the product of codes for ``weight`` on its device, or None if there is none, or if it is wrong."""
     device = weight.codes.device
     if not _has_aligned_codes(weight):
         return None
@@ -157,7 +157,8 @@ def scaled_product(weight: QuantisedWeight, input_scale: torch.Tensor | None = N
 
 
 def grouped_scaled_product(stack: QuantisedWeight) -> ScaledGroupedProduct | None:
-    """The product of codes for ``stack`` (E, out, in) on its device, or None if there is none, or if it is wrong."""
+    """Return the product of codes for ``stack`` (E, out, in) on its device, or None if there is none, or if it is
+    wrong."""
     if not (_has_aligned_codes(stack) and _has_row_scales(stack) and _is_right("stack", stack.codes.device)):
         return None
     return ScaledGroupedProduct(stack)
@@ -181,7 +182,7 @@ def _is_right(kind: Kind, device: torch.device) -> bool:
 
 
 def agrees_with_twin(kind: Kind, device: torch.device) -> bool:
-    """Whether a small product on ``device`` equals the twin up to the rounding of bfloat16."""
+    """Return whether a small product on ``device`` equals the twin up to the rounding of bfloat16."""
     generator = torch.Generator().manual_seed(0)
     weight = random_codes(generator, 3 * BLOCK, 2 * BLOCK, has_blocks=kind == "blocks").map(lambda one: one.to(device))
     x = torch.randn(70, 2 * BLOCK, generator=generator).to(device, torch.bfloat16)
@@ -203,7 +204,7 @@ def agrees_with_twin(kind: Kind, device: torch.device) -> bool:
 
 
 def random_codes(generator: torch.Generator, out_size: int, in_size: int, *, has_blocks: bool) -> QuantisedWeight:
-    """A weight of random e4m3 codes with scales of different sizes, on the CPU."""
+    """Return a weight of random e4m3 codes with scales of different sizes, on the CPU."""
     codes = torch.randn(out_size, in_size, generator=generator).to(CODE_DTYPE).view(torch.uint8)
     if not has_blocks:
         factors = torch.rand(out_size, generator=generator) + 0.5

@@ -105,7 +105,7 @@ def block_columns(weight: QuantisedWeight, dtype: torch.dtype) -> int:
 
 
 def scales_fit_values(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
-    """Whether each value times its scale is exact in ``dtype``: IN_VALUES.
+    """Return whether each value times its scale is exact in ``dtype``: IN_VALUES.
 
     A value of e2m1 has two bits of mantissa and e4m3 four, so six are needed; powers of two also need the range.
     """

@@ -68,7 +68,7 @@ def _minus(signed, zeros, DTYPE: tl.constexpr, HAS_ZEROS: tl.constexpr):
 
 @jit
 def load_scales(place, mask, SCALES: tl.constexpr, FP8_UNITS: tl.constexpr):
-    """The scales at ``place`` in float32; where ``mask`` is false, any number but NaN."""
+    """Return the scales at ``place`` in float32; where ``mask`` is false, any number but NaN."""
     raw = tl.load(place, mask=mask, other=0)
     if SCALES == _E4M3_SCALES:
         scales = e4m3_values(raw, tl.float32, FP8_UNITS)
@@ -86,7 +86,8 @@ def num_groups(weight: QuantisedWeight) -> int:
 
 
 def weight_constants(weight: QuantisedWeight) -> dict[str, Any]:
-    """What kernels must know of a weight: constants of ``code_values``, of ``load_scales`` and of their places."""
+    """Return what kernels must know of a weight: constants of ``code_values``, of ``load_scales`` and of their
+    places."""
     size, groups = weight.shape[-1], num_groups(weight)
     assert weight.group % values_per_byte(weight.kind) == 0, (weight.kind, weight.group)
     return {

@@ -71,11 +71,11 @@ class QuantisedWeight:
         return sum(one.nbytes for one in (self.codes, self.scales, self.zeros, self.factors) if one is not None)
 
     def expert(self, index: int) -> QuantisedWeight:
-        """One weight of a stack."""
+        """Return one weight of a stack."""
         return self.map(lambda one: one[index])
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantisedWeight:
-        """The same weight with each tensor changed alike."""
+        """Return the same weight with each tensor changed alike."""
         return replace(
             self,
             codes=change(self.codes),
@@ -103,7 +103,7 @@ def code_values(kind: Codes, codes: torch.Tensor) -> torch.Tensor:
 
 
 def dequantise(weight: QuantisedWeight) -> torch.Tensor:
-    """The weight's values, (out, in) or (experts, out, in), float32."""
+    """Return the weight's values, (out, in) or (experts, out, in), float32."""
     values = code_values(weight.kind, weight.codes)
     num_rows, num_columns = values.shape[-2:]
     if weight.scales is not None:

@@ -117,7 +117,7 @@ def best_tokens_triton(
     noise_keys: torch.Tensor | None = None,
     advanced: RowTables | None = None,
 ) -> BestTokens:
-    """The best tokens of ``logits`` (n, num_ids), whose column 0 is token ``first_id``.
+    """Return the best tokens of ``logits`` (n, num_ids), whose column 0 is token ``first_id``.
 
     ``rows`` (n,) int32 on the device, a negative one is padding, and ``positions`` (n,) int64 of their last tokens, or
     ``noise_keys`` (n, 2) int32 instead of these and of the seeds.  ``counts`` where rows may be penalised.  ``maxima``

@@ -43,7 +43,7 @@ NO_TOP_K = tl.constexpr(2**31 - 1)
 
 @jit
 def begin_ranked_row(rows, floats, top_ks, NUM_FLOATS: tl.constexpr, PDL: tl.constexpr):
-    """How each of these kernels begins: the program's step row and row of the batch, and its top_k.
+    """Return how each of these kernels begins: the program's step row and row of the batch, and its top_k.
 
     Of rows that are greedy, padding among them, top_k is that of no filter.
     """

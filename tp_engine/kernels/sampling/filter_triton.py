@@ -54,13 +54,13 @@ def fixed_weights(values, temperature, highest):
 
 @jit
 def amounts_of(values, temperature, highest, WEIGHTED: tl.constexpr):
-    """The amount that each value counts, int64: its weight, or 1."""
+    """Return the amount that each value counts, int64: its weight, or 1."""
     return fixed_weights(values, temperature, highest) if WEIGHTED else tl.full(values.shape, 1, tl.int64)
 
 
 @jit
 def measure_above(logits, num_ids, threshold, temperature, highest, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
-    """The number, or the weight, of the values above ``threshold`` (ordered bits)."""
+    """Return the number, or the weight, of the values above ``threshold`` (ordered bits)."""
     total = tl.full((BLOCK,), 0, tl.int64)
     for start in range(0, num_ids, BLOCK):
         _, inside, values, ordered = load_block(logits, start, num_ids, BLOCK)
@@ -71,7 +71,7 @@ def measure_above(logits, num_ids, threshold, temperature, highest, WEIGHTED: tl
 
 @jit
 def search(logits, num_ids, target, floor, temperature, highest, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest t (ordered bits) with at least ``target`` (int64) in the values that are >= t and > ``floor``.
+    """Return the largest t (ordered bits) with at least ``target`` (int64) in the values that are >= t and > ``floor``.
 
     The lowest number of all if there is none.
     """
@@ -99,7 +99,7 @@ def search(logits, num_ids, target, floor, temperature, highest, WEIGHTED: tl.co
 
 @jit
 def find_top_k(logits, num_ids, top_k, BLOCK: tl.constexpr):
-    """The k-th largest value (ordered bits), and how many of the values equal to it belong to the top k."""
+    """Return the k-th largest value (ordered bits), and how many of the values equal to it belong to the top k."""
     wanted = top_k.to(tl.int64)
     threshold = search(logits, num_ids, wanted, MIN_INT32, 1.0, 0.0, False, BLOCK)
     return threshold, wanted - measure_above(logits, num_ids, threshold, 1.0, 0.0, False, BLOCK)
@@ -155,7 +155,7 @@ def top_keys_kernel(
 
 @jit
 def draw(logits, num_ids, parameters, top_k, word_1, word_2, BLOCK: tl.constexpr):
-    """The token of a row with top_k, by all three filters and noise."""
+    """Return the token of a row with top_k, by all three filters and noise."""
     temperature, top_p, log_min_p = tl.load(parameters), tl.load(parameters + 1), tl.load(parameters + 2)
     largest = tl.full((BLOCK,), MIN_INT32, tl.int32)
     for start in range(0, num_ids, BLOCK):
@@ -236,7 +236,7 @@ def search_registers(ordered, counted, amounts, target, WEIGHTED: tl.constexpr):
 
 @jit
 def narrow(values, ordered, exists, top_k, top_p, temperature, highest, cut):
-    """The threshold (ordered bits) and how many of the values equal to it are kept: top_k, then top_p.
+    """Return the threshold (ordered bits) and how many of the values equal to it are kept: top_k, then top_p.
 
     Also whether it is the threshold of the whole row, whose other values are all below ``cut``.
     """

@@ -46,20 +46,20 @@ _BLOCK = 4096
 
 @jit
 def is_nucleus(temperature, top_p, top_k, num_ids):
-    """Whether these kernels draw a row."""
+    """Return whether these kernels draw a row."""
     return (temperature > 0.0) & (top_p < 1.0) & (top_k >= num_ids)
 
 
 @jit
 def weights_above(values, column, inside, key, temperature, highest):
-    """The weights (BLOCK,) int64 of the tokens that exist, and of those that rank above the rank key ``key``."""
+    """Return the weights (BLOCK,) int64 of the tokens that exist, and of those that rank above the rank key ``key``."""
     weights = tl.where(inside, fixed_weights(values, temperature, highest), 0)
     return weights, tl.where(pack_keys(values, column) > key, weights, 0)
 
 
 @jit
 def is_likely(value, maximum, temperature, log_min_p):
-    """Whether min_p keeps a token of this logit."""
+    """Return whether min_p keeps a token of this logit."""
     relative = tl.math.div_rn(value, temperature) - tl.math.div_rn(maximum, temperature)
     return (relative >= log_min_p) | (value == maximum)
 

@@ -25,7 +25,7 @@ _HALF_STEP = tl.constexpr(2.0**-32)
 
 @jit
 def row_of(rows, floats, top_ks, place, NUM_FLOATS: tl.constexpr):
-    """The row of the batch at ``place`` (64 bits) of the step, its temperature and its top_k.
+    """Return the row of the batch at ``place`` (64 bits) of the step, its temperature and its top_k.
 
     A padding row is greedy: row 0, for which it stands, may be one that many programs would have to search.
     """
@@ -37,7 +37,7 @@ def row_of(rows, floats, top_ks, place, NUM_FLOATS: tl.constexpr):
 
 @jit
 def drawn_scores(scores, token_ids, temperature, word_1, word_2):
-    """The scores of rows with a temperature over it, with noise; those of greedy rows as they are."""
+    """Return the scores of rows with a temperature over it, with noise; those of greedy rows as they are."""
     draws = temperature > 0
     scaled = tl.math.div_rn(scores, tl.where(draws, temperature, 1.0))
     return tl.where(draws, gumbel_noise(token_ids, word_1, word_2) + scaled, scores)
@@ -45,13 +45,13 @@ def drawn_scores(scores, token_ids, temperature, word_1, word_2):
 
 @jit
 def id_of(key):
-    """The token id int32 of a rank key."""
+    """Return the token id int32 of a rank key."""
     return ((-key) & 0xFFFFFFFF).to(tl.int32)
 
 
 @jit
 def value_of(ordered):
-    """The float32 of ordered bits."""
+    """Return the float32 of ordered bits."""
     return ordered_bits(ordered.to(tl.float32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
@@ -65,7 +65,7 @@ def mix64(x):
 
 @jit
 def noise_key(seed, position):
-    """The two 31-bit words (int32) of a row's int64 ``seed`` and the position that it samples."""
+    """Return the two 31-bit words (int32) of a row's int64 ``seed`` and the position that it samples."""
     counter = (position.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
     key = mix64(mix64(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15) + counter)
     return (key & 0x7FFFFFFF).to(tl.int32), ((key >> 32) & 0x7FFFFFFF).to(tl.int32)
@@ -73,7 +73,8 @@ def noise_key(seed, position):
 
 @jit
 def noise_words(noise_keys, seeds, positions, place, row, HAS_KEYS: tl.constexpr):
-    """The two words of the noise of a row's next token: of the step's ``noise_keys``, or from seed and position."""
+    """Return the two words of the noise of a row's next token: of the step's ``noise_keys``, or from seed and
+    position."""
     if HAS_KEYS:
         word_1, word_2 = tl.load(noise_keys + 2 * place), tl.load(noise_keys + 2 * place + 1)
     else:

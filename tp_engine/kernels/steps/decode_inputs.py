@@ -79,7 +79,7 @@ class DecodeInputs:
         return sum(getattr(self, field.name).nbytes for field in fields(self))
 
     def first(self, num_requests: int) -> DecodeInputs:
-        """The first ``num_requests``, in the same memory."""
+        """Return the first ``num_requests``, in the same memory."""
         return DecodeInputs(
             rows=self.rows[:num_requests],
             input_ids=self.input_ids[:num_requests],

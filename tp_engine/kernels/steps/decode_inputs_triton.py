@@ -49,8 +49,8 @@ def prepare_request(
     count, is_decode,
     NUM_COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The length and the block table of ``request`` of ``count`` tokens, and its token if it is a decode; tables are
-    the group's."""
+    """Return the length and the block table of ``request`` of ``count`` tokens, and its token if it is a decode; tables
+    are the group's."""
     row = tl.load(rows + request).to(tl.int64)
     is_row = row >= 0
     own_table = block_table + row * NUM_COLUMNS
@@ -69,7 +69,7 @@ def prepare_request(
 
 @jit
 def copy_table(own_table, target, num_used, BLOCK: tl.constexpr):
-    """The first ``num_used`` columns of a row's block table, for its request."""
+    """Return the first ``num_used`` columns of a row's block table, for its request."""
     for start in range(0, num_used, BLOCK):
         column = start + tl.arange(0, BLOCK)
         in_use = column < num_used
@@ -111,7 +111,7 @@ def prepare_decodes_triton(tables: RowTables, inputs: DecodeInputs) -> None:
 
 
 def row_arguments(tables: RowTables, rows: torch.Tensor, inputs: DecodeInputs | PaddedInputs) -> tuple[Any, ...]:
-    """The arguments of kernels that fill ``inputs``, up to the strides."""
+    """Return the arguments of kernels that fill ``inputs``, up to the strides."""
     assert tables.block_table.is_contiguous()
     assert inputs.block_table.stride()[1:] == (tables.block_table.shape[2], 1)
     assert tables.token_ids.stride(1) == inputs.slot_mapping.stride(1) == 1

@@ -72,7 +72,7 @@ class PaddedInputs:
         )
 
     def first(self, num_tokens: int, num_requests: int) -> PaddedInputs:
-        """The inputs of a smaller step, in the same memory."""
+        """Return the inputs of a smaller step, in the same memory."""
         return PaddedInputs(
             input_ids=self.input_ids[:num_tokens],
             positions=self.positions[:num_tokens],

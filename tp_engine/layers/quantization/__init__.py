@@ -35,7 +35,7 @@ def check_quantization(name: str | None, device_type: str) -> None:
 def choose_formats(
     quantization: str | None, spec: ModelSpec | None = None, *, tp_invariant: bool = False
 ) -> Callable[[Sequence[str]], LinearFormat]:
-    """The format of each linear layer, by the names of the stored modules that it is made of."""
+    """Return the format of each linear layer, by the names of the stored modules that it is made of."""
     if spec is not None and spec.quantization is not None:
         return _formats_of_checkpoint(spec)
     if quantization is None:

@@ -82,18 +82,18 @@ class LinearFormat(Protocol):
         """At least 1."""
 
     def create(self, context: ParameterFactory, shape: LinearShape) -> Mapping[str, nn.Parameter]:
-        """The parameters of a layer of ``shape``, by name."""
+        """Return the parameters of a layer of ``shape``, by name."""
 
     def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:
-        """The product of the loaded ``parameters``, on their device, for rows of ``dtype``.
+        """Return the product of the loaded ``parameters``, on their device, for rows of ``dtype``.
 
         If ``shape`` has an activation, it is a ``GatedProduct``.  Raises ``ConfigError`` if it can not be made.
         """
 
     def create_experts(self, context: ParameterFactory, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
-        """The parameters of a layer's experts, by name."""
+        """Return the parameters of a layer's experts, by name."""
 
     def finish_experts(
         self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype
     ) -> ExpertsProduct:
-        """The product of the loaded ``parameters`` of experts, for rows of ``dtype``."""
+        """Return the product of the loaded ``parameters`` of experts, for rows of ``dtype``."""

@@ -92,7 +92,7 @@ class Dense:
 
 
 def expert_biases(context: ParameterFactory, shape: ExpertsShape) -> dict[str, nn.Parameter]:
-    """The parameters of experts' biases, in the model's type: (experts, 2 * room) and (experts, hidden)."""
+    """Return the parameters of experts' biases, in the model's type: (experts, 2 * room) and (experts, hidden)."""
     if not shape.spec.bias:
         return {}
     count = shape.experts.size
@@ -207,7 +207,7 @@ _trusted: dict[tuple[torch.dtype, torch.Size], bool] = {}
 
 
 def choose_product(weight: torch.Tensor, activation: Activation | None = None) -> Product:
-    """The fastest product that works for this weight (out, in).  Call it once its values are final.
+    """Return the fastest product that works for this weight (out, in).  Call it once its values are final.
 
     With an ``activation``, the weight is gate and up, one above the other, and the product applies it to both.
     """
@@ -227,7 +227,7 @@ def choose_product(weight: torch.Tensor, activation: Activation | None = None) -
 
 
 def choose_experts(weights: ExpertWeights, top_k: int) -> ExpertsProduct:
-    """The fastest product of a layer's experts: C on CPUs, Triton on GPUs, plain PyTorch if there is neither."""
+    """Return the fastest product of a layer's experts: C on CPUs, Triton on GPUs, plain PyTorch if there is neither."""
     if runs_triton(weights.gate_up.device.type) and has_triton():
         from tp_engine.kernels.experts.experts_triton import TritonExperts
 
@@ -237,7 +237,8 @@ def choose_experts(weights: ExpertWeights, top_k: int) -> ExpertsProduct:
 
 
 def invariant_product(weight: torch.Tensor, shape: LinearShape) -> Product:
-    """The product of ``weight`` for ``shape`` in which a row's bits depend on no other row, nor on the number of ranks.
+    """Return the product of ``weight`` for ``shape`` in which a row's bits depend on no other row, nor on the number of
+    ranks.
 
     The libraries' results may depend on the number of rows, so C computes all products, or Triton.
     """
@@ -250,7 +251,7 @@ def invariant_product(weight: torch.Tensor, shape: LinearShape) -> Product:
 
 
 def runs_triton(device_type: str) -> bool:
-    """Whether Triton's kernels run on ``device_type``."""
+    """Return whether Triton's kernels run on ``device_type``."""
     return device_type == "cuda"
 
 

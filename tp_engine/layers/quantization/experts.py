@@ -50,13 +50,13 @@ class ExpertsShape:
         return self.num_shards > 0 and self.inner.size < self.spec.inner_size
 
     def rest_of(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """All that ``ExpertWeights`` of loaded ``parameters`` have beside the two stacks."""
+        """Return all that ``ExpertWeights`` of loaded ``parameters`` have beside the two stacks."""
         down_bias = parameters.get("down_bias") if self.adds_down_bias else None
         biases = {"gate_up_bias": parameters.get("gate_up_bias"), "down_bias": down_bias}
         return {**biases, "first": self.experts.start, "activation": self.spec.activation}
 
     def gate_up(self, stored: StoredExperts) -> LinearShape:
-        """One expert's gate and up: (2 * room, hidden); {} in the names of its parts is for its number."""
+        """Return one expert's gate and up: (2 * room, hidden); {} in the names of its parts is for its number."""
         size, inner = self.spec.inner_size, self.inner
         parts = []
         for index, name in enumerate((stored.gate, stored.up)):
@@ -70,23 +70,23 @@ class ExpertsShape:
         return LinearShape(stored_columns=self.hidden_size, columns=whole_rows, parts=tuple(parts))
 
     def down(self, stored: StoredExperts) -> LinearShape:
-        """One expert's down: (hidden, room)."""
+        """Return one expert's down: (hidden, room)."""
         rows = Span(0, self.hidden_size)
         part = Part(name=f"{self.path}.{stored.down}", stored_rows=rows.size, rows=rows, room=rows.size)
         return LinearShape(stored_columns=self.spec.inner_size, columns=self.inner, parts=(part,), room=self.room)
 
     def weight_sources(self, stored: StoredExperts, of_one: LinearShape) -> tuple[Source, ...]:
-        """The sources of a parameter (experts, rows, columns), in the model's own type."""
+        """Return the sources of a parameter (experts, rows, columns), in the model's own type."""
         tensor = replace(WEIGHT, suffix=stored.weight_suffix, is_turned=stored.kind == "transposed")
         return self.of_all(stored, of_one.sources(tensor), is_view=True)
 
     def bias_sources(self, stored: StoredExperts, of_one: LinearShape) -> tuple[Source, ...]:
-        """The sources of a parameter (experts, rows)."""
+        """Return the sources of a parameter (experts, rows)."""
         return self.of_all(stored, of_one.vector_sources(stored.bias_suffix), is_view=True)
 
     def of_all(self, stored: StoredExperts, of_one: Sequence[Source], *, is_view: bool = False) -> tuple[Source, ...]:
-        """What the sources ``of_one`` expert are for all experts; ``is_view``: decoding only chooses and turns rows and
-        columns, so that a stack is decoded at once, without a copy."""
+        """Return what the sources ``of_one`` expert are for all experts; ``is_view``: decoding only chooses and turns
+        rows and columns, so that a stack is decoded at once, without a copy."""
         if stored.kind == "each":
             return tuple(self._numbered(one, number) for number in range(self.spec.num_experts) for one in of_one)
         return tuple(self._stacked(one, is_view) for one in of_one)
@@ -131,7 +131,8 @@ def share_experts(
     block: int = 1,
     num_shards: int = 0,
 ) -> ExpertsShape:
-    """This rank's experts: a part of each if ``splits``, in whole blocks of ``block``, else some of them whole."""
+    """Return this rank's experts: a part of each if ``splits``, in whole blocks of ``block``, else some of them
+    whole."""
     if splits:
         experts, inner = Span(0, spec.num_experts), block_share(spec.inner_size, rank, world_size, block=block)
     else:

@@ -83,7 +83,7 @@ def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make_int8_linear(codes: torch.Tensor, scales: torch.Tensor) -> Int8Linear:
-    """The product of a weight, compared with plain arithmetic once per shape.  Raises ``ConfigError``.
+    """Return the product of a weight, compared with plain arithmetic once per shape.  Raises ``ConfigError``.
 
     ``codes`` (out, in) int8, ``scales`` (out,) float32.
     """
@@ -100,7 +100,8 @@ def make_int8_linear(codes: torch.Tensor, scales: torch.Tensor) -> Int8Linear:
 
 
 def takes_int8_products(device_type: str) -> bool:
-    """Whether this machine's products of 8-bit integers are exact, so that checkpoints with them can be served so."""
+    """Return whether this machine's products of 8-bit integers are exact, so that checkpoints with them can be served
+    so."""
     return device_type == "cpu" and _problem() is None
 
 

@@ -55,12 +55,12 @@ class Tensors:
 
 
 def tensors_of(scheme: WeightScheme, num_columns: int) -> Tensors:
-    """The tensors of a module with ``num_columns`` input columns."""
+    """Return the tensors of a module with ``num_columns`` input columns."""
     return PACKINGS[scheme.packing](scheme, scheme.group or num_columns)
 
 
 def pack_codes(kind: Codes, columns: int) -> tuple[Codes, int, Decode]:
-    """How ``columns`` codes of ``kind`` are kept: the kind, codes per byte and the packing.
+    """Return how ``columns`` codes of ``kind`` are kept: the kind, codes per byte and the packing.
 
     An odd number of codes of 4 bits is kept in 8 bits, which hold the same values.
     """

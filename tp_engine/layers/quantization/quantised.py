@@ -42,11 +42,11 @@ class WeightLayout(NamedTuple):
     suffix: Callable[[str], str] = str
 
     def sources(self, tensor: StoredTensor, unit: Unit, pack: Decode = as_stored) -> tuple[Source, ...]:
-        """The sources of a parameter in ``unit``."""
+        """Return the sources of a parameter in ``unit``."""
         return self.of_all(self.shape.sources(replace(tensor, suffix=self.suffix(tensor.suffix)), unit, pack))
 
     def scalar_sources(self, scalar: Scalar) -> list[tuple[Source, ...]]:
-        """The alternatives of a parameter (rows, 1)."""
+        """Return the alternatives of a parameter (rows, 1)."""
         found = self.shape.scalar_sources(self.suffix(scalar.suffix), scalar.decode, init=0.01)
         return [self.of_all(sources) for sources in found]
 
@@ -104,11 +104,11 @@ class Quantised:
         )
 
     def weight(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape) -> QuantisedWeight:
-        """The loaded ``parameters`` as one weight."""
+        """Return the loaded ``parameters`` as one weight."""
         return self._weight(parameters, [WeightLayout(shape)])
 
     def experts(self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape) -> QuantisedExpertWeights:
-        """The loaded ``parameters`` as the weights of experts."""
+        """Return the loaded ``parameters`` as the weights of experts."""
         sides = {}
         for side, ways in _sides(shape).items():
             own = {

@@ -146,7 +146,7 @@ def choose_quantised_product(
     input_scale: torch.Tensor | None = None,
     quantises_activations: bool,
 ) -> Product:
-    """The fastest product for ``x`` of type ``dtype``.  Call it once the weight's values are final.
+    """Return the fastest product for ``x`` of type ``dtype``.  Call it once the weight's values are final.
 
     With an ``activation``, the weight is gate rows, then up rows, and the product applies it to both.
     ``quantises_activations``: rows of ``x`` may be rounded to 8 bits, each by its largest value, or all by
@@ -165,14 +165,14 @@ def choose_quantised_product(
 
 
 def gated_pair(gate_up: Product, down: Product) -> GatedPair | None:
-    """Both products as one, if ``down`` multiplies codes."""
+    """Return both products as one, if ``down`` multiplies codes."""
     if not (isinstance(gate_up, TritonQuantised) and isinstance(down, TritonQuantised)) or down.scaled is None:
         return None
     return GatedPair(gate_up, down, down.scaled)
 
 
 def wanted_codes(products: Sequence[Product]) -> WantedCodes | None:
-    """The codes that all ``products`` want; None if one multiplies values, or if they round differently."""
+    """Return the codes that all ``products`` want; None if one multiplies values, or if they round differently."""
     scaled: list[ScaledProduct] = []
     for product in products:
         if not isinstance(product, TritonQuantised) or product.scaled is None:
@@ -186,7 +186,7 @@ def wanted_codes(products: Sequence[Product]) -> WantedCodes | None:
 def choose_quantised_experts(
     weights: QuantisedExpertWeights, *, dtype: torch.dtype, top_k: int, quantises_activations: bool
 ) -> ExpertsProduct:
-    """The fastest product of a layer's quantised experts for ``x`` of type ``dtype``.
+    """Return the fastest product of a layer's quantised experts for ``x`` of type ``dtype``.
 
     ``quantises_activations``: rows of ``x`` may be rounded to 8 bits, each by its largest value.
     """

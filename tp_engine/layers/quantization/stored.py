@@ -84,7 +84,7 @@ class Part:
         return Span(turns.start * self.step, turns.size * self.step)
 
     def decode(self, values: torch.Tensor, unit: int = 1) -> torch.Tensor:
-        """The rows of this part from the rows that were read; a value is for ``unit`` rows, and none is cut."""
+        """Return the rows of this part from the rows that were read; a value is for ``unit`` rows, and none is cut."""
         if self.step == 1:
             return self.order(values)
         step, first, count, size = (one // unit for one in (self.step, self.first, self.count, self.rows.size))
@@ -125,7 +125,7 @@ class LinearShape:
         return self.columns.size if self.room is None else self.room
 
     def placed_parts(self) -> list[tuple[Part, int]]:
-        """Each part and its first row in the product."""
+        """Return each part and its first row in the product."""
         found, first = [], 0
         for part in self.parts:
             found.append((part, first))
@@ -133,7 +133,8 @@ class LinearShape:
         return found
 
     def refine(self, block: Unit) -> Unit:
-        """The largest unit that divides ``block`` and begins anew where this rank's rows, parts and columns begin.
+        """Return the largest unit that divides ``block`` and begins anew where this rank's rows, parts and columns
+        begin.
 
         Scales of blocks that a shard cuts are repeated down to it, which changes no value.
         """
@@ -145,7 +146,8 @@ class LinearShape:
         return Unit(rows, gcd(block.columns, start, 0 if end == self.stored_columns else end))
 
     def sources(self, tensor: StoredTensor = WEIGHT, unit: Unit = ONE, pack: Decode = as_stored) -> tuple[Source, ...]:
-        """The sources of a parameter (rows, columns) in ``unit``; ``pack`` joins values that are one element of it."""
+        """Return the sources of a parameter (rows, columns) in ``unit``; ``pack`` joins values that are one element of
+        it."""
         return tuple(self._source(part, first, tensor, unit, pack) for part, first in self.placed_parts())
 
     def _source(self, part: Part, first: int, tensor: StoredTensor, unit: Unit, pack: Decode) -> Source:
@@ -182,7 +184,7 @@ class LinearShape:
         )
 
     def vector_sources(self, suffix: str) -> tuple[Source, ...]:
-        """The sources of a parameter (rows,), of tensors with one value for each row: biases."""
+        """Return the sources of a parameter (rows,), of tensors with one value for each row: biases."""
         return tuple(
             Source(
                 name=part.name + suffix,
@@ -195,8 +197,8 @@ class LinearShape:
         )
 
     def scalar_sources(self, suffix: str, decode: Decode, init: float) -> list[tuple[Source, ...]]:
-        """The alternatives of a parameter (rows, 1), of tensors with one value for a whole module, of shape () or (1,),
-        or with one for each of the parts that a module has."""
+        """Return the alternatives of a parameter (rows, 1), of tensors with one value for a whole module, of shape ()
+        or (1,), or with one for each of the parts that a module has."""
         names = [part.name for part in self.parts]
 
         def alternative(shape: tuple[int, ...], is_joint: bool) -> tuple[Source, ...]:
@@ -220,7 +222,7 @@ def _spread(value: torch.Tensor, decode: Decode, count: int) -> torch.Tensor:
 
 
 def cover(span: Span, unit: int) -> tuple[Span, int]:
-    """The elements of ``unit`` that ``span`` touches, and how far into the first one it begins."""
+    """Return the elements of ``unit`` that ``span`` touches, and how far into the first one it begins."""
     first = span.start // unit
     end = ceil_div(span.start + span.size, unit) if span.size else first
     return Span(first, end - first), span.start - first * unit

@@ -17,7 +17,7 @@ from tp_engine.model_config.spec import ModelSpec
 
 @cache
 def families() -> dict[str, Callable[[ConfigJson], ModelSpec]]:
-    """The reader of each architecture, by its name in config.json."""
+    """Return the reader of each architecture, by its name in config.json."""
     readers: dict[str, Callable[[ConfigJson], ModelSpec]] = {}
     for found in sorted(module.name for module in pkgutil.iter_modules(__path__)):
         module = importlib.import_module(f"{__name__}.{found}")
@@ -26,7 +26,8 @@ def families() -> dict[str, Callable[[ConfigJson], ModelSpec]]:
 
 
 def read_spec(config: ConfigJson) -> ModelSpec:
-    """The model that ``config`` describes.  Raises ``ConfigError`` if the engine does not run its architecture."""
+    """Return the model that ``config`` describes.  Raises ``ConfigError`` if the engine does not run its
+    architecture."""
     name = config.architecture
     reader = families().get(name)
     if reader is None:

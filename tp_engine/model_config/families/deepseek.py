@@ -37,7 +37,8 @@ def read(config: ConfigJson) -> ModelSpec:
 
 
 def latent_reader(config: ConfigJson, sizes: Mapping[str, int], *, eps: float = 1e-6) -> tuple[DecoderReader, MLASpec]:
-    """A reader of a model with latent attention, and its sizes; ``sizes`` are the family's values for absent ones."""
+    """Return a reader of a model with latent attention, and its sizes; ``sizes`` are the family's values for absent
+    ones."""
     config.skip("index_n_heads", "index_head_dim")
     config.expect("attention_bias", bool, False)
     config.expect("moe_layer_freq", int, 1)
@@ -104,7 +105,7 @@ def latent_model(
 
 
 def take_dense_layers(reader: DecoderReader, default: int) -> list[bool]:
-    """Which layers have no experts: as ``mlp_layer_types`` lists, or the first ``first_k_dense_replace``."""
+    """Return which layers have no experts: as ``mlp_layer_types`` lists, or the first ``first_k_dense_replace``."""
     config, count = reader.config, reader.num_layers
     num_dense = config.take("first_k_dense_replace", int, default) or 0
     types = config.take("mlp_layer_types", list)

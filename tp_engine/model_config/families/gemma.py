@@ -20,7 +20,7 @@ _FULL, _WINDOW = 0, 1  # Gemma 3's two rotations
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Both refuse attention to later tokens."""
+    """Refuse attention to later tokens, by both names."""
     return _read_gemma2(config) if config.architecture == "Gemma2ForCausalLM" else _read_gemma3(config)
 
 

@@ -28,7 +28,7 @@ _NAMES = CheckpointNames(
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Of every six layers five have a window; the last layer never has.  Absent keys are as in transformers."""
+    """Return of every six layers five have a window; the last layer never has.  Absent keys are as in transformers."""
     is_wrapped = config.architecture == "Gemma4ForConditionalGeneration"
     config = config.text_part() if is_wrapped else config
     _refuse_parts_of_small_models(config)

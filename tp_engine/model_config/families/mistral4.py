@@ -12,7 +12,7 @@ _LATENT = {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_rope_head_dim": 64, "qk
 
 
 def read(config: ConfigJson, names: CheckpointNames = USUAL_NAMES) -> ModelSpec:
-    """The share of a head that turns is given too, and follows from the sizes."""
+    """Check the share of a head that turns, which follows from the sizes."""
     reader, latent = latent_reader(config, _LATENT)
     if not (config.peek("rope_parameters") or config.peek("rope_scaling")):
         config.require("rope_parameters", dict)

@@ -10,7 +10,7 @@ ARCHITECTURES = ("MixtralForCausalLM",)
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """The experts' weights are the softmax of the chosen ones' logits."""
+    """Return a router whose weights are the softmax of the chosen experts' logits."""
     reader = DecoderReader(config, eps=1e-5)
     experts = reader.experts(
         config.take_positive("num_local_experts", 8),

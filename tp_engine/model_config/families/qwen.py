@@ -34,7 +34,8 @@ def read(config: ConfigJson) -> ModelSpec:
 
 
 def take_windows(reader: DecoderReader) -> tuple[int | None, ...]:
-    """With ``use_sliding_window``, layers from ``max_window_layers`` on have a window; defaults as in transformers."""
+    """Return with ``use_sliding_window``, layers from ``max_window_layers`` on have a window; defaults as in
+    transformers."""
     window = reader.take_window(4096)
     enabled = reader.flag("use_sliding_window")
     first = reader.config.take("max_window_layers", int, 28) or 0

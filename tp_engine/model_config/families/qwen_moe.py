@@ -13,7 +13,7 @@ ARCHITECTURES = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3VLMoeForCon
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """The two generations differ in their attention, windows and shared MLP."""
+    """Return the two generations differ in their attention, windows and shared MLP."""
     return _read_qwen2(config) if config.architecture == "Qwen2MoeForCausalLM" else _read_qwen3(config)
 
 
@@ -68,7 +68,7 @@ def _read_qwen3(config: ConfigJson) -> ModelSpec:
 
 
 def take_sparse_layers(reader: DecoderReader) -> list[bool]:
-    """Which layers have experts: every ``decoder_sparse_step``-th one, but for ``mlp_only_layers``."""
+    """Return which layers have experts: every ``decoder_sparse_step``-th one, but for ``mlp_only_layers``."""
     step = reader.config.take_positive("decoder_sparse_step", 1)
     dense = reader.config.take("mlp_only_layers", list, []) or []
     if not all(type(index) is int and 0 <= index < reader.num_layers for index in dense):

@@ -42,7 +42,7 @@ REFUSED = {
 
 @cache
 def quant_methods() -> dict[str, Callable[[ConfigJson], QuantizationSpec]]:
-    """The reader of each ``quant_method``."""
+    """Return the reader of each ``quant_method``."""
     readers: dict[str, Callable[[ConfigJson], QuantizationSpec]] = {}
     for found in sorted(module.name for module in pkgutil.iter_modules(__path__)):
         module = importlib.import_module(f"{__name__}.{found}")
@@ -51,7 +51,7 @@ def quant_methods() -> dict[str, Callable[[ConfigJson], QuantizationSpec]]:
 
 
 def read_quantization(config: ConfigJson) -> QuantizationSpec | None:
-    """The quantisation that ``config`` describes; None without one.
+    """Return the quantisation that ``config`` describes; None without one.
 
     Raises ``ConfigError`` for a method, a value or a key that the engine does not serve.
     """

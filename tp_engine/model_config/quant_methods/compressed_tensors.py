@@ -91,7 +91,7 @@ def read(config: ConfigJson) -> QuantizationSpec:
 
 
 def has_kv_scales(config: ConfigJson) -> bool:
-    """Whether ``kv_cache_scheme`` says that the checkpoint has scales for an fp8 KV cache."""
+    """Return whether ``kv_cache_scheme`` says that the checkpoint has scales for an fp8 KV cache."""
     scheme = config.take_object("kv_cache_scheme")
     if scheme is None:
         return False

@@ -96,7 +96,7 @@ class BlockPool:
         self.num_available += len(left)
 
     def release_repeated(self, blocks: BlockIds) -> None:
-        """As ``release``, by several holders at once: each block is listed once for each of them."""
+        """Do as ``release``, by several holders at once: each block is listed once for each of them."""
         while len(blocks) and self._ref_count[blocks].max() > 1:
             _, places = np.unique(blocks, return_index=True)
             places.sort()

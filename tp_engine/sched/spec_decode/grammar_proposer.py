@@ -34,7 +34,7 @@ class GrammarProposer(Proposer):
     most_matched = 0
 
     def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> Proposal:
-        """See ``Proposer``."""
+        """Do as ``Proposer``."""
         forced = [] if sequence.constraint is None else sequence.constraint.forced()
         return Proposal(np.array(forced[:count], dtype=np.int32), 0) if forced else NO_PROPOSAL
 

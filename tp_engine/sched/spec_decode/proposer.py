@@ -57,7 +57,7 @@ class NgramProposer(Proposer):
         self.most_matched = longest
 
     def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> Proposal:
-        """See ``Proposer``."""
+        """Do as ``Proposer``."""
         length, matched = len(tokens), 1
         found = ends = np.flatnonzero(tokens[:-1] == tokens[-1])
         while matched < self.most_matched and len(ends):
@@ -84,10 +84,10 @@ class DraftHeadProposer(Proposer):
         self._drafts: dict[int, Drafts] = {}
 
     def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> Proposal:
-        """See ``Proposer``."""
+        """Do as ``Proposer``."""
         drafts = None if sequence.constraint is not None else self._drafts.get(sequence.row)
         return NO_PROPOSAL if drafts is None else Proposal(drafts.tokens[:count], drafts.matched)
 
     def take(self, result: StepResult) -> None:
-        """See ``Proposer``."""
+        """Do as ``Proposer``."""
         self._drafts = result.drafts

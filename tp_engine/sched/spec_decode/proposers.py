@@ -81,7 +81,7 @@ class Acceptance:
         return found
 
     def note(self, matched: int, count: int, num_right: int) -> None:
-        """Of a run of ``count`` draft tokens the first ``num_right`` were right."""
+        """Note that of a run of ``count`` draft tokens the first ``num_right`` were right."""
         self._right[matched, :num_right] += 1.0
         self._tried[matched, : min(num_right + 1, count)] += 1.0
 
@@ -175,7 +175,7 @@ class Proposers:
         )
 
     def note(self, parts: list[DraftPart], num_tokens: int, num_right: int) -> None:
-        """Of a run of ``parts``, cut to ``num_tokens``, the first ``num_right`` draft tokens were right."""
+        """Note that of a run of ``parts``, cut to ``num_tokens``, the first ``num_right`` draft tokens were right."""
         first = 0
         for part in parts:
             count = min(part.num_tokens, num_tokens - first)

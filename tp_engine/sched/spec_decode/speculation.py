@@ -115,13 +115,13 @@ class Speculation(SchedulerFeature):
         self.counters = SpeculationCounters(accepted_at=[0] * self._most_tokens)
 
     def stats(self) -> dict[str, SpeculationCounters]:
-        """See ``SchedulerFeature``: a copy of the counters."""
+        """Do as ``SchedulerFeature``: a copy of the counters."""
         own = self.counters
         copy = replace(own, accepted_at=own.accepted_at.copy(), by_source=self.sources.counts.copy())
         return {"speculation": copy}
 
     def must_wait(self) -> bool:
-        """See ``SchedulerFeature``: the next plan may have draft tokens, or a step in flight has some."""
+        """Do as ``SchedulerFeature``: the next plan may have draft tokens, or a step in flight has some."""
         if self._verifying:
             return True
         return 0 < len(self._rows.decoding().rows) <= self._most_decodes
@@ -217,7 +217,7 @@ class Speculation(SchedulerFeature):
         return int(self._rows.capacity[row]) - end
 
     def on_result(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
-        """See ``SchedulerFeature``."""
+        """Do as ``SchedulerFeature``."""
         self.sources.take(result)
         if not len(plan.draft_base_rows):
             return plan, result
@@ -266,7 +266,7 @@ class Speculation(SchedulerFeature):
             sequence.num_accepted_tokens += num_right
 
     def extend_output(self, output: StepOutput) -> list[Sequence]:
-        """See ``SchedulerFeature``: the tokens behind the rows' own are entered, with a record for each row."""
+        """Do as ``SchedulerFeature``: the tokens behind the rows' own are entered, with a record for each row."""
         verified, self._verified = self._verified, None
         if verified is None:
             return []
@@ -327,7 +327,7 @@ class Speculation(SchedulerFeature):
         return slice_logprobs(verified.logprobs, first, first + len(run.kept), asked)
 
     def on_end(self, sequence: Sequence) -> None:
-        """See ``SchedulerFeature``: later requests may go on as this one did."""
+        """Do as ``SchedulerFeature``: later requests may go on as this one did."""
         self.sources.learn(sequence)
 
     def finish_plan(self, plan: StepPlan) -> StepPlan:

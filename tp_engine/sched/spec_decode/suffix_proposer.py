@@ -61,7 +61,7 @@ class SuffixProposer(Proposer):
         self._ring[1], self._head = _GAP, 2
 
     def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> Proposal:
-        """See ``Proposer``."""
+        """Do as ``Proposer``."""
         if not self._starts or len(tokens) < self._anchors[-1]:
             return NO_PROPOSAL
         cache_key, recent = _root(sequence.group.cache_key), tokens[: -self.most_matched - 1 : -1]
@@ -118,7 +118,7 @@ class SuffixProposer(Proposer):
         return Proposal(path[:length].copy(), most) if length else NO_PROPOSAL
 
     def learn(self, sequence: Sequence) -> None:
-        """See ``Proposer``."""
+        """Do as ``Proposer``."""
         depth, first = self.most_matched, sequence.num_prompt_tokens
         if len(sequence.token_ids) <= first + 1:  # one token teaches nothing, and may be that behind a pooled prompt
             return

@@ -111,7 +111,7 @@ class DiskSlots:
         self._give_back(queued)
 
     def clear(self) -> None:
-        """No content is of use."""
+        """Forget all: no content is of use."""
         self.forget(np.flatnonzero(self.copy_of != NO_COPY))
         self._give_back(self._soles.pop(len(self._soles)))
 

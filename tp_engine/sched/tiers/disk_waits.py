@@ -76,11 +76,12 @@ class DiskWaits(SchedulerFeature):
         return plan
 
     def cache_salt(self, salt: str) -> str:
-        """See ``SchedulerFeature``."""
+        """Do as ``SchedulerFeature``."""
         return self._disk.salt(salt)
 
     def review_hits(self, sequence: Sequence, hits: Hits) -> Hits | None:
-        """See ``SchedulerFeature``: a sequence with hits on disk is parked until a read has ended, or does without."""
+        """Do as ``SchedulerFeature``: a sequence with hits on disk is parked until a read has ended, or does
+        without."""
         if not sequence.reads_disk:
             return hits
         if self._must_wait(sequence, hits.shared.held):

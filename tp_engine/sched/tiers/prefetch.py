@@ -102,7 +102,7 @@ class Prefetcher(SchedulerFeature):
         return bool(self._state.waiting or self._early)
 
     def announce(self, session: str, cache_key: str, step_id: int) -> None:
-        """See ``SchedulerFeature``; nothing happens for a session that is not known."""
+        """Do as ``SchedulerFeature``; nothing happens for a session that is not known."""
         key = session, cache_key
         token_ids = self._sessions.last(key)
         if token_ids is not None:
@@ -110,7 +110,7 @@ class Prefetcher(SchedulerFeature):
             self._add(key, Returning(key[1], token_ids, step_id + _PATIENCE_STEPS))
 
     def on_add(self, group: RequestGroup) -> None:
-        """See ``SchedulerFeature``; the first sequence of the request stands for all."""
+        """Do as ``SchedulerFeature``; the first sequence of the request stands for all."""
         sequence = group.sequences[0]
         if (key := session_of(sequence)) is not None:
             announced = self._early.pop(key, None)
@@ -121,7 +121,7 @@ class Prefetcher(SchedulerFeature):
             self._add(sequence.request_id, sequence)
 
     def on_end(self, sequence: Sequence) -> None:
-        """See ``SchedulerFeature``."""
+        """Do as ``SchedulerFeature``."""
         if (key := session_of(sequence)) is not None:
             self._sessions.note(key, sequence.token_ids)
 

@@ -58,7 +58,7 @@ class TierChannel:
         return self.num_ordered - self.num_ended
 
     def order(self, host: BlockIds, slots: BlockIds, records: bytes = b"") -> None:
-        """One more batch; see ``TierBatch``."""
+        """Order one more batch; see ``TierBatch``."""
         if not self.num_open:
             self._news_s = self._clock()
         self._batches.append(TierBatch(self.num_ordered + 1, host, slots, records))

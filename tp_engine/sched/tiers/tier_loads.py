@@ -51,13 +51,13 @@ class TierLoads(SchedulerFeature):
             builder.drop_preempted(self._rows)
 
     def must_send(self) -> bool:
-        """See ``SchedulerFeature``: what the disk tier must order now."""
+        """Do as ``SchedulerFeature``: what the disk tier must order now."""
         return self._tier.disk is not None and self._tier.disk.must_send
 
     def finish_plan(self, plan: StepPlan) -> StepPlan:
-        """See ``SchedulerFeature``."""
+        """Do as ``SchedulerFeature``."""
         return self._tier.finish(plan)
 
     def stats(self) -> dict[str, int]:
-        """See ``SchedulerFeature``."""
+        """Do as ``SchedulerFeature``."""
         return self._tier.stats()

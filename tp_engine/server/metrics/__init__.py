@@ -68,12 +68,12 @@ class ServerMetrics:
         self._info: ModelInfo | None = None
 
     def attach(self, info: ModelInfo) -> None:
-        """The engine is ready; no request has been accepted yet."""
+        """Note that the engine is ready; no request has been accepted yet."""
         self._info = info
         self.requests.set_max_model_len(info.max_model_len)
 
     def exposition(self, report: EngineReport | None, peak_usage: float = 0.0) -> bytes:
-        """The text that Prometheus scrapes, all of it once per prefix.
+        """Return the text that Prometheus scrapes, all of it once per prefix.
 
         ``report`` is None if the engine does not answer.  ``peak_usage`` is the allocation monitor's largest share of
         used blocks, 0 to 1.

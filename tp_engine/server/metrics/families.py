@@ -54,7 +54,7 @@ class MetricFamily:
     buckets: tuple[float, ...] | None = ()
 
     def bounds(self, max_model_len: int) -> tuple[float, ...]:
-        """The upper bounds of the buckets."""
+        """Return the upper bounds of the buckets."""
         return token_buckets(max_model_len) if self.buckets is None else self.buckets
 
 
@@ -214,7 +214,7 @@ _KINDS: dict[str, type[Any]] = {
 
 
 def samples(family: MetricFamily, model_name: str, rows: Iterable[tuple[Any, ...]]) -> Metric:
-    """A metric with its samples, rows of label values and a number; of a summary, count and sum."""
+    """Return a metric with its samples, rows of label values and a number; of a summary, count and sum."""
     metric = _KINDS[family.kind](family.name, family.text, labels=("model_name", *family.labels))
     for labels, *values in rows:
         metric.add_metric((model_name, *labels), *values)
@@ -223,7 +223,7 @@ def samples(family: MetricFamily, model_name: str, rows: Iterable[tuple[Any, ...
 
 
 def number(family: MetricFamily, model_name: str, value: float) -> Metric:
-    """A counter or a gauge of one number."""
+    """Return a counter or a gauge of one number."""
     return samples(family, model_name, [((), value)])
 
 
@@ -232,7 +232,7 @@ def histograms(
     model_name: str,
     rows: Iterable[tuple[tuple[str, ...], Sequence[float], Sequence[int], float]],
 ) -> Metric:
-    """A histogram with its samples: label values, bounds, counts by bucket, sum."""
+    """Return a histogram with its samples: label values, bounds, counts by bucket, sum."""
     found = []
     for labels, bounds, counts, total in rows:
         names = (*map(repr, map(float, bounds)), "+Inf")
@@ -241,7 +241,8 @@ def histograms(
 
 
 def prefixed(metrics: Iterable[Metric], prefix: str) -> Iterator[Metric]:
-    """The metrics as ``prefix:NAME``; below vLLM's prefix some of them also have the names that they had before."""
+    """Yield the metrics as ``prefix:NAME``; below vLLM's prefix some of them also have the names that they had
+    before."""
     for metric in metrics:
         yield _renamed(metric, f"{prefix}:{metric.name}")
         if prefix == VLLM_PREFIX and metric.name in OLDER_NAMES:

@@ -42,11 +42,11 @@ class RequestFigures:
                 self._histograms[family] = Histogram(family.bounds(max_model_len))
 
     def histogram(self, family: f.MetricFamily) -> Histogram:
-        """Where to observe values of ``family``."""
+        """Return where to observe values of ``family``."""
         return self._histograms[family]
 
     def observe_request(self, num_prompt_tokens: int, params: SamplingParams, times: RequestMetrics | None) -> None:
-        """All ``n`` sequences of a request have finished; ``times`` are None where they are unknown."""
+        """Note that all ``n`` sequences of a request have finished; ``times`` are None where they are unknown."""
         self.histogram(f.REQUEST_PROMPT).observe(num_prompt_tokens)
         self.histogram(f.PARAMS_N).observe(params.n)
         if params.max_tokens is not None:
@@ -59,7 +59,7 @@ class RequestFigures:
         self.histogram(f.INFERENCE).observe(times.e2e_s - times.queue_s)
 
     def metrics(self, model_name: str) -> Iterator[Metric]:
-        """For the exposition."""
+        """Yield the exposition's lines."""
         yield number(f.PROMPT_TOKENS, model_name, self.num_prompt_tokens)
         yield number(f.GENERATION_TOKENS, model_name, self.num_generation_tokens)
         yield samples(f.SUCCESS, model_name, [((reason,), count) for reason, count in self.ends.items()])
@@ -80,7 +80,7 @@ class HttpFigures:
     def observe(
         self, handler: str, method: str, status: int, *, seconds: float, request_bytes: int, response_bytes: int
     ) -> None:
-        """An exchange has ended; ``handler`` is the route's path."""
+        """Note that an exchange has ended; ``handler`` is the route's path."""
         self._requests[handler, method, f"{status // 100}xx"] += 1
         self._seconds[handler, method].observe(seconds)
         self._fine_seconds.observe(seconds)
@@ -89,7 +89,7 @@ class HttpFigures:
             sizes[handler][1] += size
 
     def metrics(self, model_name: str) -> Iterator[Metric]:
-        """For the exposition."""
+        """Yield the exposition's lines."""
         yield samples(f.HTTP_REQUESTS, model_name, self._requests.items())
         by_route = [(labels, one.bounds, one.counts, one.total) for labels, one in self._seconds.items()]
         yield histograms(f.HTTP_SECONDS, model_name, by_route)
@@ -113,6 +113,6 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """The same value, ``count`` times."""
+        """Observe the same value, ``count`` times."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.total += value * count

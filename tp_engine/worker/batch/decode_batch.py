@@ -59,7 +59,8 @@ class DecodeBatch:
         return self._inputs.num_bytes
 
     def set_rows(self, rows: IntArray, size: int, epoch: int = 0) -> None:
-        """The next step is of ``rows`` (n,), padded to ``size`` requests; ``epoch`` is ``StepPlan.rows_epoch``."""
+        """Note that the next step is of ``rows`` (n,), padded to ``size`` requests; ``epoch`` is
+        ``StepPlan.rows_epoch``."""
         if epoch and self._given == (epoch, size):
             return
         self._given = epoch, size
@@ -101,7 +102,7 @@ class DecodeBatch:
         return whole.seq_lens
 
     def inputs(self, size: int) -> DecodeInputs:
-        """Where the inputs of a step of ``size`` requests are."""
+        """Return where the inputs of a step of ``size`` requests are."""
         inputs = self._inputs_of_size.get(size)
         if inputs is None:
             assert size <= len(self._rows), f"a step of {size} requests; there is room for {len(self._rows)}"
@@ -109,18 +110,18 @@ class DecodeBatch:
         return inputs
 
     def advance(self, size: int, sampled: torch.Tensor) -> None:
-        """Each row has one more computed token, and ``sampled`` (size,) int32 follow."""
+        """Note that each row has one more computed token, and ``sampled`` (size,) int32 follow."""
         self._advance(self.tables, self.inputs(size), sampled)
 
     def recorded_seq_lens(self, inputs: DecodeInputs) -> IntArray:
-        """The host's lengths while a step is recorded: on a CPU the device's own, else zeros."""
+        """Return the host's lengths while a step is recorded: on a CPU the device's own, else zeros."""
         if inputs.seq_lens.device.type == "cpu":
             lengths: IntArray = inputs.seq_lens.numpy()
             return lengths
         return np.zeros(len(inputs.seq_lens), dtype=np.int32)
 
     def groups(self, size: int) -> GroupViews:
-        """The groups' parts of ``inputs(size)``."""
+        """Return the groups' parts of ``inputs(size)``."""
         views = self._groups_of_size.get(size)
         if views is None:
             inputs = self.inputs(size)
@@ -129,7 +130,7 @@ class DecodeBatch:
         return views
 
     def metadata(self, inputs: DecodeInputs, host_seq_lens: IntArray) -> tuple[AttentionMetadata, ...]:
-        """Each group's metadata for ``inputs``; ``host_seq_lens`` (size,) int32 are 0 for padding."""
+        """Return each group's metadata for ``inputs``; ``host_seq_lens`` (size,) int32 are 0 for padding."""
         size = len(host_seq_lens)
         is_padded = bool(size and host_seq_lens.min() == 0)
         return tuple(

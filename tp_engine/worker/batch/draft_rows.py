@@ -41,7 +41,7 @@ class MirroredTable:
 
 
 def places_in_runs(rows: IntArray) -> npt.NDArray[np.int64]:
-    """The place of each of ``rows`` (n,), which are grouped, in its group: 0 0 1 2 0 for rows 3 7 7 7 4."""
+    """Return the place of each of ``rows`` (n,), which are grouped, in its group: 0 0 1 2 0 for rows 3 7 7 7 4."""
     first_of_run = np.flatnonzero(np.diff(rows, prepend=-1))
     lengths = np.diff(first_of_run, append=len(rows))
     return np.arange(len(rows)) - np.repeat(first_of_run, lengths)

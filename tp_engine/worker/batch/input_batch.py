@@ -67,7 +67,7 @@ class InputBatch:
         return sum(tensor.nbytes for tensor in own) + self.decodes.num_bytes
 
     def row_tables(self) -> RowTables:
-        """The rows as the device sees them."""
+        """Return the rows as the device sees them."""
         return RowTables(
             token_ids=self._token_ids,
             num_computed=self._computed.device,
@@ -76,7 +76,7 @@ class InputBatch:
         )
 
     def apply(self, plan: StepPlan) -> None:
-        """What was kept, then released rows, admissions, new blocks, and draft rows (plan.py)."""
+        """Apply what was kept, then released rows, admissions, new blocks, and draft rows (plan.py)."""
         if len(plan.kept_rows):
             self._draft_rows.keep(plan.kept_rows, plan.kept_tokens)
         if len(plan.released):
@@ -115,7 +115,7 @@ class InputBatch:
         self._block_table.push(rows, columns)
 
     def prepare(self, plan: StepPlan) -> StepInputs:
-        """The inputs of this step, in a few array operations for any number of rows."""
+        """Return the inputs of this step, in a few array operations for any number of rows."""
         layout = self._layout_of(plan)
         seq_lens = self.num_computed[layout.rows] + layout.query_lens
         if not layout.is_decode_only:
@@ -187,7 +187,8 @@ class InputBatch:
         return self._token_ids[row, first : first + count]
 
     def advance(self, inputs: StepInputs, sampled: torch.Tensor | None) -> None:
-        """The step's tokens are computed; ``sampled`` (n,) int32 become the next known tokens of their rows."""
+        """Note that the step's tokens are computed; ``sampled`` (n,) int32 become the next known tokens of their
+        rows."""
         layout, num_decodes = inputs.layout, inputs.layout.num_decodes
         if num_decodes:
             assert sampled is not None

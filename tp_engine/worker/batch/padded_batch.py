@@ -60,7 +60,7 @@ class StepSizes:
         ]
 
     def size_for(self, plan: StepPlan) -> StepSize | None:
-        """The smallest size that holds the step ``plan``, which has prompts.
+        """Return the smallest size that holds the step ``plan``, which has prompts.
 
         None if none does, or if padding would double the work.
         """
@@ -91,12 +91,12 @@ class PaddedBatch:
         self._inputs = PaddedInputs.allocate(room.num_tokens, room.num_requests, tables)
 
     def set_step(self, plan: StepPlan, size: StepSize) -> None:
-        """The next step is ``plan``, padded to ``size``."""
+        """Note that the next step is ``plan``, padded to ``size``."""
         packed = pack_requests(plan, size)
         upload_into(self._requests[: len(packed)], packed)
 
     def requests(self, num_decodes: int) -> PaddedRequests:
-        """What ``set_step`` has said of a step with room for ``num_decodes``."""
+        """Return what ``set_step`` has said of a step with room for ``num_decodes``."""
         count = num_decodes + MAX_CHUNKS
         rows, wanted, sampled_rows, sampled_places = self._requests[: 4 * count].view(4, count).unbind()
         return PaddedRequests(
@@ -109,7 +109,7 @@ class PaddedBatch:
         )
 
     def inputs(self, size: StepSize) -> PaddedInputs:
-        """Where the inputs of a step of ``size`` are."""
+        """Return where the inputs of a step of ``size`` are."""
         return self._inputs.first(size.num_tokens, size.num_requests)
 
     def prepare(self, size: StepSize) -> PaddedInputs:
@@ -119,15 +119,16 @@ class PaddedBatch:
         return inputs
 
     def advance(self, num_decodes: int, sampled: torch.Tensor) -> None:
-        """The step's tokens are computed, and ``sampled`` (n,) int32, of which padding may follow, come behind them."""
+        """Note that the step's tokens are computed, and ``sampled`` (n,) int32, of which padding may follow, come
+        behind them."""
         self._advance(self._tables, self.requests(num_decodes), sampled)
 
     def sampled_positions(self, num_decodes: int) -> torch.Tensor:
-        """The positions (B,) int64 of the tokens whose outputs are sampled; those of padding are arbitrary."""
+        """Return the positions (B,) int64 of the tokens whose outputs are sampled; those of padding are arbitrary."""
         return self._inputs.positions.index_select(0, self.requests(num_decodes).wanted)
 
     def metadata(self, size: StepSize) -> tuple[AttentionMetadata, ...]:
-        """Each group's metadata for a step of ``size``; for the host, one chunk has all tokens of prompts."""
+        """Return each group's metadata for a step of ``size``; for the host, one chunk has all tokens of prompts."""
         requests, inputs = self.requests(size.decodes), self.inputs(size)
         query_lens: IntArray = np.zeros(size.num_requests, dtype=np.int32)
         query_lens[: size.decodes], query_lens[size.decodes] = 1, size.tokens
@@ -147,7 +148,7 @@ class PaddedBatch:
 
 
 def pack_requests(plan: StepPlan, size: StepSize) -> IntArray:
-    """The parts of ``PaddedRequests`` (5 B + 1,), one behind the other, for ``plan`` padded to ``size``."""
+    """Return the parts of ``PaddedRequests`` (5 B + 1,), one behind the other, for ``plan`` padded to ``size``."""
     room, count = size.decodes, size.num_requests
     packed: IntArray = np.zeros(5 * count + 1, dtype=np.int32)
     rows, wanted, sampled_rows, sampled_places = packed[: 4 * count].reshape(4, count)

@@ -98,7 +98,7 @@ class BatchLayout:
 
 
 def make_layout(plan: StepPlan, device: torch.device) -> BatchLayout:
-    """The layout of ``plan``: its decodes, then its prefills."""
+    """Return the layout of ``plan``: its decodes, then its prefills."""
     num_decodes, chunks = len(plan.decode_rows), plan.prefill_tokens
     num_requests = num_decodes + len(chunks)
     query_lens, samples = np.empty(num_requests, dtype=np.int32), np.empty(num_requests, dtype=np.bool_)

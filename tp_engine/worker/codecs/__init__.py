@@ -24,7 +24,8 @@ _CODECS: dict[str, Callable[[BlockForm], Codec]] = {
 
 
 def make_codec(name: str, shape: KvCacheShape, lanes: int) -> Codec:
-    """The codec ``name`` for a pool of blocks of ``shape``, whose keys are columns of ``lanes`` tokens, or rows (0)."""
+    """Return the codec ``name`` for a pool of blocks of ``shape``, whose keys are columns of ``lanes`` tokens, or rows
+    (0)."""
     if not is_lossy(name):
         return BlockCopy(shape.block_bytes, repr((shape, lanes)))
     assert shape.layout.is_uniform, "the configuration refuses layers of several shapes"

@@ -207,13 +207,13 @@ class HeadDrafter(RunnerFeature):
 
 
 def drafted_rows(plan: StepPlan) -> IntArray:
-    """The rows (m,) of the requests that the step samples, without draft rows, in batch order."""
+    """Return the rows (m,) of the requests that the step samples, without draft rows, in batch order."""
     num_own = len(plan.decode_rows) - len(plan.draft_base_rows)
     return np.concatenate((plan.decode_rows[:num_own], plan.prefill_rows[plan.prefill_samples]))
 
 
 def right_draft_rows(plan: StepPlan, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which draft tokens of a step with draft rows were right, by ``sampled`` (n,); nothing waits for it.
+    """Return which draft tokens of a step with draft rows were right, by ``sampled`` (n,); nothing waits for it.
 
     Returns for each request that decodes the places in ``sampled`` of its own token, then of its draft rows' (m, 1 +
     most) int64, those behind the last draft row arbitrary; and the number of its draft tokens that were right (m, 1)
@@ -233,8 +233,8 @@ def right_draft_rows(plan: StepPlan, sampled: torch.Tensor) -> tuple[torch.Tenso
 
 
 def by_row(rows: IntArray, tokens: IntArray, matched: IntArray) -> dict[int, Drafts]:
-    """For each of ``rows`` (m,) its ``tokens`` (m, count) up to the first ``NO_DRAFT``, and how many were ``matched``
-    (m,)."""
+    """Return for each of ``rows`` (m,) its ``tokens`` (m, count) up to the first ``NO_DRAFT``, and how many were
+    ``matched`` (m,)."""
     counts = (tokens != NO_DRAFT).sum(1).tolist()
     return {
         row: Drafts(own[:count], length)

@@ -125,11 +125,11 @@ class PromptShape(StepShape[StepSize]):
         self._nothing = torch.zeros(largest.num_requests, dtype=torch.int32, device=self._device)
 
     def hidden_room(self, model: CausalLM) -> torch.Tensor:
-        """See ``StepShape``; what follows the model depends on the number of decodes alone."""
+        """Do as ``StepShape``; what follows the model depends on the number of decodes alone."""
         return torch.zeros((len(self._nothing), model.hidden_size), dtype=model.dtype, device=self._device)
 
     def size_for(self, plan: StepPlan) -> StepSize | None:
-        """See ``StepShape``; None too if padding would double the work."""
+        """Do as ``StepShape``; None too if padding would double the work."""
         return self._sizes.size_for(plan)
 
     def num_sampled(self, size: StepSize) -> int:

@@ -53,7 +53,7 @@ def graph_plan(
     model: CausalLM,
     check: Check = never_fails,
 ) -> GraphPlan | None:
-    """What to record, the same on every rank; None if steps are launched one kernel after another.
+    """Return what to record, the same on every rank; None if steps are launched one kernel after another.
 
     On CUDA the reason is logged.  ``check`` raises if another rank has ended, while a recording waits for the device.
     """
@@ -108,7 +108,7 @@ def _prompt_sizes(
 
 
 def sizes_of(model: CausalLM, row_counts: Iterable[int], *, tp_invariant: bool) -> RecordedSizes:
-    """The collectives of steps in which ``row_counts`` rows are computed or sampled."""
+    """Return the collectives of steps in which ``row_counts`` rows are computed or sampled."""
     reduced = {model.hidden_size * model.dtype.itemsize}
     reduced |= {module.reduced_bytes for module in model.modules() if isinstance(module, QKNorm)} - {0}
     gathered = {*SHARE_BYTES}

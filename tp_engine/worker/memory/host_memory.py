@@ -26,7 +26,7 @@ class ProcessMemory:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """The machine's memory, or the tightest cgroup limit above this process.
+    """Return the machine's memory, or the tightest cgroup limit above this process.
 
     Page cache that the kernel would reclaim counts as free.  ``root`` is where /proc and /sys are mounted.
     """
@@ -38,7 +38,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def process_memory(root: Path = Path("/")) -> ProcessMemory:
-    """This process's resident memory (VmRSS) and its high-water mark (VmHWM)."""
+    """Return this process's resident memory (VmRSS) and its high-water mark (VmHWM)."""
     fields = _fields(root / "proc/self/status")
     resident = fields["VmRSS"] * _KIB
     return ProcessMemory(resident=resident, peak=max(resident, fields["VmHWM"] * _KIB))

@@ -58,7 +58,7 @@ class KvCacheShape:
         return self.layout.block_bytes(self.block_size, self.dtype.itemsize, has_scales=is_quantised(self.dtype))
 
     def views_of(self, raw: torch.Tensor, group: int = 0) -> GroupViews:
-        """What a group's layers see of ``raw`` (n, block_bytes), contiguous.
+        """Return what a group's layers see of ``raw`` (n, block_bytes), contiguous.
 
         Strides do not depend on n, so kernels that are compiled for one block suit any number.
         """

@@ -50,7 +50,7 @@ class MemoryLedger:
 
 
 def requested_bytes(before: MemorySnapshot, utilization: float, *, is_shared: bool) -> int:
-    """The bytes that this engine may use of the device, as found in B0.
+    """Return the bytes that this engine may use of the device, as found in B0.
 
     Raises ``MemoryBudgetError`` if they are not free.  A host's memory (``is_shared``) is used by other programs and
     rarely free to 90 %: there the engine takes the same share of the free memory instead.
@@ -77,7 +77,8 @@ def compute_ledger(
     aside: int = 0,
     **reserved: int,
 ) -> MemoryLedger:
-    """The ledger of the snapshots B0, B1 and A, and of the ``reserved`` lines.  A term that decreased counts as zero.
+    """Return the ledger of the snapshots B0, B1 and A, and of the ``reserved`` lines.  A term that decreased counts as
+    zero.
 
     ``aside``: bytes that torch held in addition to B1 for the trial steps, such as their small KV cache.
     """
@@ -120,7 +121,7 @@ def check_longest_request(capacity: KvCapacity, *, num_blocks: int, block_bytes:
 
 
 def memory_lines(ledger: MemoryLedger, *, kv_cache_bytes: int, kv_host_bytes: int) -> dict[str, int]:
-    """The ledger, and the cache and the host tier that the ranks agreed on, in bytes by name."""
+    """Return the ledger, and the cache and the host tier that the ranks agreed on, in bytes by name."""
     return {**_terms(ledger), "kv_cache": kv_cache_bytes, "kv_host": kv_host_bytes}
 
 
@@ -129,12 +130,12 @@ def _terms(ledger: MemoryLedger) -> dict[str, int]:
 
 
 def ledger_table(ledger: MemoryLedger, info: RankInfo) -> str:
-    """One rank's ledger as a table of GiB."""
+    """Return one rank's ledger as a table of GiB."""
     rows = (f"  {name.replace('_', ' '):<20}{format_gib(value):>14}" for name, value in _terms(ledger).items())
     return "\n".join((f"Memory of {info.topology.named(info.rank)}:", *rows))
 
 
 def ledger_json(ledger: MemoryLedger, info: RankInfo, *, num_blocks: int, kv_cache_bytes: int) -> str:
-    """One rank's ledger as one line of JSON, in bytes, with the cache that the ranks agreed on."""
+    """Return one rank's ledger as one line of JSON, in bytes, with the cache that the ranks agreed on."""
     place = {"rank": info.rank, "host": info.topology.host_of(info.rank)}
     return json.dumps({**place, **_terms(ledger), "num_kv_blocks": num_blocks, "kv_cache_bytes": kv_cache_bytes})

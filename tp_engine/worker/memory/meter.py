@@ -47,18 +47,18 @@ class MemoryMeter:
         self._requested = requested_bytes(self._before, utilization, is_shared=device.type == "cpu")
 
     def weights_loaded(self) -> None:
-        """The weights are in place; the largest steps come next."""
+        """Note that the weights are in place; the largest steps come next."""
         self._loaded = self._settled_snapshot()
         self._device.reset_peak()
 
     def steps_begin(self) -> None:
-        """The largest steps come next; what was allocated since ``weights_loaded`` is only for them."""
+        """Note that the largest steps come next; what was allocated since ``weights_loaded`` is only for them."""
         assert self._loaded is not None, "weights_loaded() comes before steps_begin()"
         self._aside = self._device.snapshot().torch_allocated - self._loaded.torch_allocated
         self._device.reset_peak()
 
     def finish(self, **reserved: int) -> MemoryLedger:
-        """The largest steps have run; ``reserved`` are the computed lines of the ledger: bytes for later allocations,
+        """End the largest steps; ``reserved`` are the computed lines of the ledger: bytes for later allocations,
         and those of the slots for adapters, which exist since the weights do."""
         assert self._loaded is not None, "weights_loaded() comes before finish()"
         self._device.synchronize()
@@ -79,7 +79,7 @@ def choose_blocks(
     num_blocks_override: int | None = None,
     cache_bytes_override: int | None = None,
 ) -> int:
-    """This rank's number of KV blocks: the override in blocks or in bytes, or what the ledger leaves."""
+    """Return this rank's number of KV blocks: the override in blocks or in bytes, or what the ledger leaves."""
     if num_blocks_override is not None:
         wanted = num_blocks_override * shape.block_bytes
         if wanted > ledger.available:
@@ -102,7 +102,7 @@ def settle_blocks(
     *,
     is_override: bool,
 ) -> int:
-    """The number of KV blocks of every rank.  ``choose`` finds this rank's own; if it fails, every rank fails.
+    """Return the number of KV blocks of every rank.  ``choose`` finds this rank's own; if it fails, every rank fails.
 
     A user's number of blocks may be too small for ``max_model_len``: requests are then at most as long as the blocks
     allow (``engine/build.py``).  Otherwise too few blocks raise ``MemoryBudgetError``.
@@ -116,7 +116,7 @@ def settle_blocks(
 def log_memory(
     ledger: MemoryLedger, shape: KvCacheShape, capacity: KvCapacity, info: RankInfo, *, num_blocks: int
 ) -> None:
-    """The report: each rank's ledger as a table and as JSON, then rank 0's three lines on the cache."""
+    """Log the report: each rank's ledger as a table and as JSON, then rank 0's three lines on the cache."""
     logger.info("%s", ledger_table(ledger, info))
     num_bytes = num_blocks * shape.block_bytes
     report = ledger_json(ledger, info, num_blocks=num_blocks, kv_cache_bytes=num_bytes)
@@ -159,7 +159,7 @@ class AgreementGroup(Protocol):
         """Element-wise minimum over ranks, int64."""
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, in rank order."""
+        """Return every rank's payload, in rank order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,8 @@ class Agreement:
 
 
 def settle_slots(choose: Callable[[], int], group: AgreementGroup, *, of: str = "host tier") -> int:
-    """The number of slots of a tier of every rank.  ``choose`` finds this rank's own; its failure is every rank's."""
+    """Return the number of slots of a tier of every rank.  ``choose`` finds this rank's own; its failure is every
+    rank's."""
     return agree_on_blocks(_result_of(choose), group, of=of).num_blocks
 
 

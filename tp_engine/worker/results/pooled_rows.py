@@ -78,7 +78,7 @@ class PooledRows(RunnerFeature):
             step.pending.pooled = pooled.to_host(step.fetch)
 
     def collect(self, rows: IntArray, hidden: torch.Tensor, logits: torch.Tensor) -> PooledTensors | None:
-        """What those of the sampled ``rows`` (n,) return that pool; None if there are none, and on other ranks.
+        """Return what those of the sampled ``rows`` (n,) return that pool; None if there are none, and on other ranks.
 
         ``hidden`` (n, hidden) are their outputs after the final norm, ``logits`` (n, width) this rank's slices.  A
         collective if one of them wants logits.

@@ -41,7 +41,7 @@ class PendingStep:
     drafts: Callable[[], dict[int, Drafts]] | None = None
 
     def result(self) -> StepResult:
-        """The step's ids and log-probabilities on the host."""
+        """Return the step's ids and log-probabilities on the host."""
         ids = NO_IDS if self.token_ids is None else self.token_ids()
         return StepResult(
             step_id=self.step_id,
@@ -57,11 +57,11 @@ class Event(Protocol):
     """What the device will reach."""
 
     def query(self) -> bool:
-        """Whether the device has reached it."""
+        """Return whether the device has reached it."""
 
 
 def never_fails() -> None:
-    """The check of a rank that has no others."""
+    """Do nothing: the check of a rank that has no others."""
 
 
 def wait_for(event: Event, check: Check) -> None:
@@ -136,7 +136,7 @@ class Readback:
 
 
 def record_event() -> Event:
-    """An event behind everything that the current stream has been given."""
+    """Return an event behind everything that the current stream has been given."""
     event: Any = torch.cuda.Event()
     event.record()
     found: Event = event

@@ -58,7 +58,7 @@ class BlockGroups:
         self._of_slot: npt.NDArray[np.int32] = np.full(num_slots, UNKNOWN_GROUP, dtype=np.int32)
 
     def moves(self, plan: StepPlan) -> tuple[IntArray, IntArray]:
-        """The plan's stores and loads (n, 3): the third column is the block's group.  Before ``note``."""
+        """Return the plan's stores and loads (n, 3): the third column is the block's group.  Before ``note``."""
         stored = self._of_block[plan.stores[:, 0]]
         self._of_slot[plan.stores[:, 1]] = stored
         loaded = self._of_slot[plan.loads[:, 0]]
@@ -92,7 +92,7 @@ class StoreReports:
         return len(self._open)
 
     def add(self, refused: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
-        """The next stores, ``refused`` (n,) bool: on the CPU, or made by ``stream``, which is the current one."""
+        """Add the next stores, ``refused`` (n,) bool: on the CPU, or made by ``stream``, which is the current one."""
         if stream is None:
             self._open.append((refused, None))
             return
@@ -128,11 +128,11 @@ class BlockMover:
         """Let what is launched from now on begin after the moves of all batches up to ``batch``."""
 
     def past(self) -> Callable[[], None]:
-        """What waits on the host for all moves that have begun."""
+        """Return what waits on the host for all moves that have begun."""
         return lambda: None
 
     def counters(self) -> MoveCounters:
-        """The moves that have ended; does not wait for others."""
+        """Return the moves that have ended; does not wait for others."""
         return replace(self._counters)
 
 

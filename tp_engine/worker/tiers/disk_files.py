@@ -86,7 +86,7 @@ def lock_directory(path: Path) -> int:
 def choose_disk_slots(
     path: Path, size_gib: float, slot_bytes: int, *, rank: int, world_size: int, local_world_size: int
 ) -> int:
-    """This rank's number of slots for ``kv_disk_size``, of which all ranks have equal parts.
+    """Return this rank's number of slots for ``kv_disk_size``, of which all ranks have equal parts.
 
     Raises ``MemoryBudgetError`` if not one slot fits into the size, or the size into the file system.
     """

@@ -40,7 +40,8 @@ def make_identity(
     *,
     codec: Codec,
 ) -> Identity:
-    """The identity of this rank's blocks, which ``codec`` writes into slots; ``backends`` are those of the groups."""
+    """Return the identity of this rank's blocks, which ``codec`` writes into slots; ``backends`` are those of the
+    groups."""
     config = effective.config
     parts = {
         "weights": _weights(effective.model_path, config.load_format, config.seed),

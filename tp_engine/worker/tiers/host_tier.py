@@ -51,7 +51,7 @@ def choose_slots(
     promised_bytes: int,
     memory: HostMemory,
 ) -> int:
-    """This rank's number of slots of ``slot_bytes`` for ``kv_offloading_size``.
+    """Return this rank's number of slots of ``slot_bytes`` for ``kv_offloading_size``.
 
     ``memory`` is what this host's ranks share; of the free part each rank will use ``promised_bytes`` otherwise: on a
     CPU its pool, whose pages are not yet in use.  Raises ``MemoryBudgetError`` if not one block fits into the size, or
@@ -85,7 +85,8 @@ def settle_host_slots(
     block_bytes: int,
     promised_bytes: int,
 ) -> int:
-    """The number of slots in every rank's host tier; ``promised_bytes`` is as in ``choose_slots``.  A collective."""
+    """Return the number of slots in every rank's host tier; ``promised_bytes`` is as in ``choose_slots``.  A
+    collective."""
     info = groups.info
     num_slots = settle_slots(
         lambda: choose_slots(

@@ -25,7 +25,7 @@ _NOT_IN_KWARGS = ("messages", "tools", *_TEMPLATE_FIELDS[:3])
 
 
 def chat_prompt(body: ChatBody, processor: InputProcessor) -> ChatPrompt:
-    """The prompt of a chat as text; raises ``RequestError``."""
+    """Return the prompt of a chat as text; raises ``RequestError``."""
     if len(body.messages) > processor.max_model_len:  # rendering so many would take long
         raise RequestError(
             f"there are {len(body.messages)} messages; the model's context has {processor.max_model_len} tokens",
@@ -59,7 +59,7 @@ def _template_options(body: ChatBody) -> dict[str, Any]:
 def chat_parsing(
     body: ChatBody, prompt: ChatPrompt, processor: InputProcessor, *, constrained: bool = False
 ) -> ChatParsing | None:
-    """What to find in the answer's text; None for a plain answer.  Raises ``RequestError``.
+    """Return what to find in the answer's text; None for a plain answer.  Raises ``RequestError``.
 
     ``constrained``: a grammar decides what the answer is.
     """

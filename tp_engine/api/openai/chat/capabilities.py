@@ -55,7 +55,7 @@ class ContentForm:
     takes_parts: bool = False
 
     def content(self, given: str | Sequence[str]) -> Content:
-        """The content for the template; ``given`` is a text, or the texts of several parts."""
+        """Return the content for the template; ``given`` is a text, or the texts of several parts."""
         if self.takes_parts and given and not isinstance(given, str):
             return [_part(text) for text in given]
         text = given if isinstance(given, str) else "\n".join(given)
@@ -118,7 +118,7 @@ class TemplateCapabilities:
         return found
 
     def form(self, role: str) -> ContentForm:
-        """How contents of ``role`` are given."""
+        """Return how contents of ``role`` are given."""
         return self.contents.get(role, self.contents.get("user", ContentForm()))
 
 
@@ -138,7 +138,7 @@ class _Probes:
         return time.monotonic() > self._deadline_s
 
     def form(self, role: str) -> ContentForm:
-        """The form of ``role``'s contents: text if the template shows the sentinel in neither form."""
+        """Return the form of ``role``'s contents: text if the template shows the sentinel in neither form."""
         takes_text, takes_parts = False, []
         for place, tools in itertools.product(self._places(role), (None, [_TOOL])):
             text, one = (self._shown(role, content, place, tools) for content in (_FIRST, [_part(_FIRST)]))
@@ -152,13 +152,13 @@ class _Probes:
         return ContentForm(takes_text or not takes_parts, bool(takes_parts) and all(takes_parts))
 
     def shows(self, role: str) -> bool:
-        """Whether the template shows contents of ``role`` anywhere."""
+        """Return whether the template shows contents of ``role`` anywhere."""
         content = self.forms[role].content(_FIRST)
         places = itertools.product(self._places(role), (None, [_TOOL]))
         return any(_FIRST in self._shown(role, content, place, tools) for place, tools in places)
 
     def call_form(self) -> CallForm:
-        """How calls are given: an object and a text beside it, unless the template shows another form only."""
+        """Return how calls are given: an object and a text beside it, unless the template shows another form only."""
         written = f'{{"{_KEY}": "{_FIRST}"}}'
         for null_content in (False, True):
             for tools in ([_TOOL], None):

@@ -172,7 +172,7 @@ def _part_text(where: str, role: str, part: object) -> str:
 
 
 def omitted(kind: str) -> str:
-    """What stands for a part of a tool's answer that is no text; the log says so once for each kind."""
+    """Return what stands for a part of a tool's answer that is no text; the log says so once for each kind."""
     warn_once(
         logger, "parts of the type %s in tools' answers are left out: the model reads text", shown(kind, _MAX_SHOWN)
     )

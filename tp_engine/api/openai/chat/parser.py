@@ -81,7 +81,7 @@ class ChatParsing:
     reasoning_tokens: ReasoningTokens | None = None
 
     def new_parser(self) -> ChatParser:
-        """A parser for one sequence."""
+        """Return a parser for one sequence."""
         return ChatParser(self)
 
     def parse(self, text: str, token_ids: Sequence[int], finish_reason: str | None) -> ParsedMessage:
@@ -98,7 +98,7 @@ class ChatParsing:
         return message
 
     def message_parser(self) -> MessageParser:
-        """The parser for the text of one sequence."""
+        """Return the parser for the text of one sequence."""
         if self.message is not None:
             return self.message.new_parser(self.tools, self.prompt)
         if self.reasoning is None or (self.constrained and self.begins is Beginning.ANSWER):
@@ -168,7 +168,7 @@ class ChatParser:
             self._num_unsure_tokens = 0
 
     def finish(self, finish_reason: str | None) -> list[ChatEvent]:
-        """The text has ended for this reason; returns the events that were held back."""
+        """End the text for this reason; returns the events that were held back."""
         self._num_reasoning_tokens += self._num_unsure_tokens
         self._num_unsure_tokens = 0
         return self._allowed(self.message.finish(cut_off=finish_reason in _CUT_OFF))

@@ -50,7 +50,7 @@ class ChatFormat:
     def render(
         self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None = None
     ) -> ChatPrompt:
-        """The prompt, up to the assistant's answer.  Raises ``RequestError``.
+        """Return the prompt, up to the assistant's answer.  Raises ``RequestError``.
 
         ``add_generation_prompt``, ``continue_final_message``, ``tools``, ``documents`` and ``chat_template`` (a text,
         or the name of one of the tokenizer's) among ``template_options`` mean the same as in transformers; the

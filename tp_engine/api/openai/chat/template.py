@@ -46,7 +46,7 @@ class ChatTemplate:
         self._text = text
 
     def render(self, variables: Mapping[str, Any], *, deadline_s: float | None = None) -> str:
-        """The text; raises ``TemplateRefusal`` if the template raises, takes too long or writes too much.
+        """Return the text; raises ``TemplateRefusal`` if the template raises, takes too long or writes too much.
 
         ``deadline_s`` (time.monotonic()) may end it before ``MAX_RENDER_S``.
         """
@@ -67,7 +67,7 @@ class ChatTemplate:
         return "".join(pieces)
 
     def mentions(self, word: str) -> bool:
-        """Whether the template's source has the word."""
+        """Return whether the template's source has the word."""
         return word in self._text
 
 

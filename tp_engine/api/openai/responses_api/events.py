@@ -48,7 +48,7 @@ class ResponseShape:
 
     @classmethod
     def of(cls, body: ResponsesBody, prepared: PreparedAnswer, tools: ResponseTools) -> ResponseShape:
-        """The shape for ``body`` and its prepared chat; the ids of the two differ only in the prefix."""
+        """Return the shape for ``body`` and its prepared chat; the ids of the two differ only in the prefix."""
         params = prepared.requests[0].params
         return cls(
             response_id=f"resp_{prepared.shape.response_id.removeprefix('chatcmpl-')}",
@@ -61,11 +61,11 @@ class ResponseShape:
         )
 
     def running(self) -> JsonObject:
-        """The response before its first item."""
+        """Return the response before its first item."""
         return self._response("in_progress", [], None)
 
     def finished(self, items: list[JsonObject], finish_reason: str | None, usage: Mapping[str, Any]) -> JsonObject:
-        """The response at its end; ``finish_reason`` and ``usage`` are the chat's."""
+        """Return the response at its end; ``finish_reason`` and ``usage`` are the chat's."""
         status, reason = _STATUS.get(finish_reason or "", ("completed", None))
         response = self._response(status, items, response_usage(usage))
         if reason is not None:
@@ -75,7 +75,7 @@ class ResponseShape:
         return response
 
     def failed(self, items: list[JsonObject], message: str) -> JsonObject:
-        """The response after an error that came after its first event."""
+        """Return the response after an error that came after its first event."""
         return self._response("failed", items, None) | {"error": {"code": "server_error", "message": message}}
 
     def _response(self, status: str, items: list[JsonObject], usage: JsonObject | None) -> JsonObject:
@@ -115,7 +115,7 @@ class ResponseShape:
 
 
 def response_usage(usage: Mapping[str, Any]) -> JsonObject:
-    """The ``usage`` of a chat, under the names of the Responses API."""
+    """Return the ``usage`` of a chat, under the names of the Responses API."""
     prompt_details = usage.get("prompt_tokens_details") or {}
     completion_details = usage.get("completion_tokens_details") or {}
     return {
@@ -135,7 +135,7 @@ def _text_options(body: ResponsesBody) -> JsonObject:
 
 
 def whole_response(shape: ResponseShape, chat: Mapping[str, Any]) -> JsonObject:
-    """The response for the whole chat answer ``chat``."""
+    """Return the response for the whole chat answer ``chat``."""
     writer = ResponseWriter(shape)
     choice = chat["choices"][0]
     writer.take(choice | {"delta": choice["message"]})
@@ -155,12 +155,12 @@ class ResponseWriter:
         self._num_events = 0
 
     def begin(self) -> list[JsonObject]:
-        """The events before the first item."""
+        """Return the events before the first item."""
         names = ("response.created", "response.in_progress")
         return self._numbered({"type": name, "response": self._shape.running()} for name in names)
 
     def take(self, choice: Mapping[str, Any]) -> list[JsonObject]:
-        """The events of a choice of a chunk; its ``delta`` may have reasoning, content and tool calls."""
+        """Return the events of a choice of a chunk; its ``delta`` may have reasoning, content and tool calls."""
         delta = choice["delta"]
         self._logprobs += (choice.get("logprobs") or {}).get("content") or []
         events: list[JsonObject] = []
@@ -175,7 +175,7 @@ class ResponseWriter:
         return self._numbered(events)
 
     def finish(self, usage: Mapping[str, Any]) -> list[JsonObject]:
-        """The last events, with the chat's ``usage``; an empty answer gets an empty message."""
+        """Return the last events, with the chat's ``usage``; an empty answer gets an empty message."""
         events = [] if self._items or self._open else self._switch(MessageItem())
         if isinstance(self._open, MessageItem):
             self._open.add("", self._logprobs)
@@ -185,7 +185,7 @@ class ResponseWriter:
         return self._numbered([*events, {"type": name, "response": response}])
 
     def fail(self, message: str) -> list[JsonObject]:
-        """The last event after an error that came after ``begin``."""
+        """Return the last event after an error that came after ``begin``."""
         if self._open is not None:
             self._items.append(self._open.json("incomplete"))
         response = self._shape.failed(self._items, message)
@@ -247,11 +247,11 @@ class OutputItem(ABC):
         return "".join(self._pieces)
 
     def opened(self) -> list[JsonObject]:
-        """The item appears, empty."""
+        """Begin the item, empty."""
         return [{"type": "response.output_item.added", "item": self.json("in_progress")}]
 
     def add(self, text: str, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[JsonObject]:
-        """The text grows; a message keeps the log-probabilities."""
+        """Add to the text; a message keeps the log-probabilities."""
         self._pieces.append(text)
         return [self._delta(text)] if text else []
 
@@ -260,11 +260,11 @@ class OutputItem(ABC):
 
     @abstractmethod
     def closed(self) -> list[JsonObject]:
-        """The text is complete."""
+        """End the text."""
 
     @abstractmethod
     def json(self, status: str) -> JsonObject:
-        """The item as it stands."""
+        """Return the item as it stands."""
 
 
 class TextItem(OutputItem):

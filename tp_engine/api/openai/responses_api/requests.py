@@ -30,7 +30,7 @@ NAMES = {
 
 
 def chat_body(body: ResponsesBody) -> ChatBody:
-    """The chat that answers ``body``; raises ``RequestError`` that names a field of ``body``."""
+    """Return the chat that answers ``body``; raises ``RequestError`` that names a field of ``body``."""
     check_responses_body(body)
     shared = GenerationBody.model_fields.keys() - {"n", "stream_options"}
     fields = {name: value for name in shared if (value := getattr(body, name)) is not None}
@@ -79,7 +79,7 @@ class PreparedResponse(PreparedBody):
 def prepare_response(
     body: ResponsesBody, processor: InputProcessor, model: str, defaults: Mapping[str, Any] | None = None
 ) -> PreparedResponse:
-    """As ``requests.prepare``; raises ``RequestError`` that names a field of ``body``."""
+    """Do as ``requests.prepare``; raises ``RequestError`` that names a field of ``body``."""
     chat = chat_body(body)
     try:
         prepared = prepare(chat, processor, model, defaults)

@@ -44,7 +44,7 @@ class CallableTool:
     is_custom: bool = False
 
     def within(self, namespace: str | None) -> CallableTool:
-        """The tool as one of ``namespace``; as it is for None."""
+        """Return the tool as one of ``namespace``; as it is for None."""
         if namespace is None:
             return self
         return replace(self, function={**self.function, "name": flat_name(namespace, self.name)}, namespace=namespace)
@@ -59,7 +59,7 @@ class ResponseTools:
 
     @classmethod
     def of(cls, tools: Iterable[Mapping[str, Any]]) -> ResponseTools:
-        """The tools of a body.  Raises ``RequestError``."""
+        """Return the tools of a body.  Raises ``RequestError``."""
         found: list[CallableTool] = []
         left_out: dict[str, None] = {}
         for number, tool in enumerate(tools):
@@ -79,7 +79,7 @@ class ResponseTools:
         return cls(tuple(found), tuple(left_out))
 
     def called(self, name: str) -> CallableTool:
-        """The tool that the model calls by ``name``; one that the body lacks is a function of that name."""
+        """Return the tool that the model calls by ``name``; one that the body lacks is a function of that name."""
         found = next((tool for tool in self.tools if tool.function["name"] == name), None)
         return found or CallableTool(function={"name": name}, name=name)
 
@@ -140,17 +140,18 @@ class ResponseTools:
 
 
 def flat_name(namespace: object, name: object) -> str:
-    """What the model sees as the name of a function of a namespace, as in vLLM."""
+    """Return what the model sees as the name of a function of a namespace, as in vLLM."""
     return f"{namespace}__{name}"
 
 
 def custom_arguments(text: str) -> str:
-    """The arguments of the function that stands for a custom tool which is called with ``text``."""
+    """Return the arguments of the function that stands for a custom tool which is called with ``text``."""
     return json.dumps({_INPUT: text}, ensure_ascii=False)
 
 
 def custom_input(arguments: str) -> str:
-    """The text that a custom tool was called with, as far as it has come; arguments of another form are the text."""
+    """Return the text that a custom tool was called with, as far as it has come; arguments of another form are the
+    text."""
     try:
         text = from_json(arguments, allow_partial="trailing-strings")[_INPUT]
     except (ValueError, LookupError, TypeError):

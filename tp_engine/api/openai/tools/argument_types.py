@@ -22,7 +22,7 @@ class ArgumentTypes:
         self._parameters = parameters
 
     def of(self, key: str) -> Types | None:
-        """The JSON types that argument ``key`` may have; None if the schema does not say."""
+        """Return the JSON types that argument ``key`` may have; None if the schema does not say."""
         properties = self._parameters.get("properties")
         schema = properties.get(key) if isinstance(properties, Mapping) else None
         return self._types(schema, set())
@@ -49,12 +49,12 @@ class ArgumentTypes:
 
 
 def is_text(types: Types | None) -> bool:
-    """Whether a value of ``types`` is text, however it looks."""
+    """Return whether a value of ``types`` is text, however it looks."""
     return types == _STRING
 
 
 def json_value(text: str, types: Types | None) -> str:
-    """The JSON text of a value that the model wrote as ``text``; what does not fit ``types`` is a string."""
+    """Return the JSON text of a value that the model wrote as ``text``; what does not fit ``types`` is a string."""
     as_string = json.dumps(text, ensure_ascii=False)
     if is_text(types):
         return as_string

@@ -52,7 +52,7 @@ class ResponseMarks:
         return shown
 
     def finish(self, *, cut_off: bool) -> str:
-        """The text that was held back.  ``cut_off``: a limit ended the text; drop half a mark."""
+        """Return the text that was held back.  ``cut_off``: a limit ended the text; drop half a mark."""
         pending, self._pending = self._pending, ""
         return "" if cut_off or self._state is _State.BEHIND else pending
 

@@ -53,7 +53,7 @@ ChatEvent: TypeAlias = ReasoningText | ContentText | CallStarted | CallArguments
 
 
 def openai_call_id() -> str:
-    """A fresh id of a call, as OpenAI's API writes it."""
+    """Return a fresh id of a call, as OpenAI's API writes it."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
@@ -64,7 +64,7 @@ class ToolParser(Protocol):
         """Take the next piece of text; returns the events that are certain now."""
 
     def finish(self, *, cut_off: bool) -> list[ChatEvent]:
-        """The text has ended.  ``cut_off``: a limit ended it; drop half a mark at its end, instead of showing it."""
+        """End the text.  ``cut_off``: a limit ended it; drop half a mark at its end, instead of showing it."""
 
 
 class MessageParser(ToolParser, Protocol):
@@ -149,7 +149,7 @@ class EventSink:
         self._add(text, index)
 
     def take(self) -> list[ChatEvent]:
-        """The events since the last time."""
+        """Return the events since the last time."""
         self._settle()
         events, self._events = self._events, []
         return events

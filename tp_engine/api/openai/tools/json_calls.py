@@ -50,7 +50,7 @@ class CallBlock:
     def format(
         self, models: str, *, aliases: tuple[str, ...] = (), new_call_id: Callable[[], str] = openai_call_id
     ) -> ToolFormat:
-        """The format of ``models`` that write calls so."""
+        """Return the format of ``models`` that write calls so."""
         marks = (*self.opens, self.close, *self.between, self.arguments, *self.in_head)
         return ToolFormat(
             models=models,

@@ -56,12 +56,12 @@ class ToolRequest:
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
     def parameters(self) -> dict[str, dict[str, Any]]:
-        """The JSON schema of each tool's arguments as the client gave it, by the tool's name."""
+        """Return the JSON schema of each tool's arguments as the client gave it, by the tool's name."""
         given = {tool["function"]["name"]: tool["function"].get("parameters") for tool in self.tools}
         return {name: dict(schema) if isinstance(schema, Mapping) else {} for name, schema in given.items()}
 
     def argument_schemas(self) -> list[tuple[str, dict[str, Any]]]:
-        """The schemas that forced arguments follow, with the names of the tools that the choice allows.
+        """Return the schemas that forced arguments follow, with the names of the tools that the choice allows.
 
         All are for objects.  Those of tools that are not ``strict`` leave out what a grammar can not keep; others raise
         ``RequestError``.
@@ -73,7 +73,7 @@ class ToolRequest:
         ]
 
     def schema(self) -> dict[str, Any] | None:
-        """The JSON schema of the whole output if the choice forces a call, else None.
+        """Return the JSON schema of the whole output if the choice forces a call, else None.
 
         ``named``: the function's arguments; ``required``: a list of ``{"name": ..., "parameters": ...}``.
         """

@@ -47,7 +47,7 @@ class TextParser:
         return self._sink.take()
 
     def finish(self, *, cut_off: bool) -> list[ChatEvent]:
-        """The text has ended.  ``cut_off``: a limit ended it; drop half a mark at its end, instead of showing it."""
+        """End the text.  ``cut_off``: a limit ended it; drop half a mark at its end, instead of showing it."""
         if not cut_off:
             self._end()
         self._pending = self._raw = ""
@@ -103,7 +103,7 @@ class TextParser:
 
 
 def first_mark(text: str, marks: Iterable[str], start: int = 0) -> tuple[int, str] | None:
-    """The place and the mark of the first of ``marks`` in ``text`` from ``start`` on; None if there is none."""
+    """Return the place and the mark of the first of ``marks`` in ``text`` from ``start`` on; None if there is none."""
     found = [(place, mark) for mark in marks if (place := text.find(mark, start)) >= 0]
     return min(found, default=None)
 
