@@ -18,7 +18,7 @@ from importlib.util import find_spec
 LAST_PROCESS_S = 30.0
 _PR_SET_CHILD_SUBREAPER = 36
 # Tests wait about half of the time for other processes, so a worker that has no test left takes one from another.
-PYTEST = ("-m", "pytest", "-n", "auto", "--dist", "worksteal", "--expected-skips", "tests/expected_skips.txt")
+PYTEST = ("-m", "pytest", "-q", "-n", "auto", "--dist", "worksteal", "--expected-skips", "tests/expected_skips.txt")
 SESSIONS = ("tests", "tests/interpreted") if find_spec("triton") else ("tests",)
 
 
