@@ -21,6 +21,7 @@ from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.step_inputs import StepInputs
 from tp_engine.worker.feature import RunnerFeature, RunningStep
+from tp_engine.worker.graphs.captured_steps import StepParts
 from tp_engine.worker.graphs.step_runner import Captured, GraphPlan, StepRunner
 from tp_engine.worker.memory.kv_cache import KvBlocks
 from tp_engine.worker.profiling import Named, unnamed
@@ -59,14 +60,14 @@ class ModelRunner:
         self._sampler = Sampler(sampling, communicator)
         self._readback = Readback(len(batch.num_prompt), blocks.raw.device, check)
         self._graph_plan: GraphPlan | None = None
-        self.graphs = StepRunner(
+        steps = StepParts(
             model=model,
             backends=backends,
-            batch=batch,
             sampler=self._sampler,
             state_room=self._room,
             keep_rows=self._keep_rows,
         )
+        self.graphs = StepRunner(batch, steps)
 
     def _bind_hooks(self) -> None:
         """Keep the hooks that any feature overrides (``RunnerFeature``)."""

@@ -43,7 +43,7 @@ from tp_engine.sampling.state import SamplingState
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.recurrent_states import RecurrentStatePool
-from tp_engine.worker.graphs.captured_steps import CapturedSteps, DecodeShape
+from tp_engine.worker.graphs.captured_steps import CapturedSteps, DecodeShape, StepParts
 from tp_engine.worker.graphs.recorder import keep_nothing
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 
@@ -100,14 +100,14 @@ class Rows:
         self.batch.apply(StepPlan(step_id=1, admitted=tuple(map(admission, range(NUM_ROWS), lengths, blocks))))
         state = SamplingState(max_num_seqs=NUM_ROWS, vocab_size=config.vocab_size, device=CPU, info=RankInfo())
         sizes = range(1, NUM_ROWS + 1)
-        self.captured = CapturedSteps(
-            DecodeShape(self.batch.decodes, sizes),
+        parts = StepParts(
             model=self.model,
             backends=backends,
             sampler=Sampler(state, alone),
             state_room=lambda _: None,
             keep_rows=(lambda _: keep_nothing()) if self.states is None else self.states.keep_rows,
         )
+        self.captured = CapturedSteps(DecodeShape(self.batch.decodes, sizes), parts)
         self.captured.capture(sizes[::-1], TapeRecorder(LIBRARY, alone))
 
     @property

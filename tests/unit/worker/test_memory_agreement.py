@@ -12,25 +12,33 @@ import pytest
 from tests.unit.worker.memory_cases import SimulatedGroup, on_ranks
 from tp_engine.distributed.rank import RankInfo
 from tp_engine.errors import MemoryBudgetError
-from tp_engine.worker.memory.meter import Agreement, agree_on_blocks
+from tp_engine.worker.memory.meter import settle_slots
 
 
 def agree(locals_: Sequence[int | Exception]) -> list[Any]:
-    """``agree_on_blocks`` on one rank per entry."""
+    """``settle_slots`` on one rank per entry, which chooses that number or raises that error."""
 
-    def act(group: SimulatedGroup) -> Agreement:
-        return agree_on_blocks(locals_[group.info.rank], group)
+    def act(group: SimulatedGroup) -> int:
+        def choose() -> int:
+            own = locals_[group.info.rank]
+            if isinstance(own, Exception):
+                raise own
+            return own
+
+        return settle_slots(choose, group, of="KV cache")
 
     return on_ranks(len(locals_), act)
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_agreement_is_the_minimum(seed: int) -> None:
-    """Oracle: min, max and index of the minimum."""
+def test_agreement_is_the_minimum(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Oracle: the minimum; in the log the maximum, and the first rank that has the minimum."""
     generator = random.Random(seed)
     blocks = [generator.choice([1, 5, 10**6, 2**40]) for _ in range(generator.randint(1, 8))]
-    wanted = Agreement(num_blocks=min(blocks), largest=max(blocks), limiting_rank=blocks.index(min(blocks)))
-    assert agree(blocks) == [wanted] * len(blocks)
+    with caplog.at_level(logging.INFO, logger="tp_engine"):
+        assert agree(blocks) == [min(blocks)] * len(blocks)
+    wanted = f"(limited by rank {blocks.index(min(blocks))}; the roomiest has {max(blocks)})"
+    assert len(blocks) == 1 or wanted in caplog.text
 
 
 def test_ranks_of_several_hosts_are_named_with_their_host() -> None:

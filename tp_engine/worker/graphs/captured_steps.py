@@ -154,28 +154,29 @@ class PromptShape(StepShape[StepSize]):
         self._batch.advance(size.decodes, self._nothing if tokens is None else tokens)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """What a step runs; ``state_room`` and ``keep_rows`` are hooks of ``RunnerFeature``."""
+
+    model: CausalLM
+    backends: Backends
+    sampler: Sampler
+    state_room: Callable[[int], torch.Tensor | None]
+    keep_rows: Callable[[torch.Tensor], Callable[[], None]]
+
+
 class CapturedSteps(Generic[Size]):
     """Captured steps of one shape; made on all ranks in the same order.
 
-    ``state_room`` and ``keep_rows`` are hooks of ``RunnerFeature``.  The model's part has a recording for each size,
+    The model's part has a recording for each size,
     and sampling has one for each number of sampled tokens and each kind.
     """
 
-    def __init__(
-        self,
-        shape: StepShape[Size],
-        *,
-        model: CausalLM,
-        backends: Backends,
-        sampler: Sampler,
-        state_room: Callable[[int], torch.Tensor | None],
-        keep_rows: Callable[[torch.Tensor], Callable[[], None]],
-    ) -> None:
-        self._shape, self._model, self._backends, self._sampler = shape, model, backends, sampler
-        self._state_room, self._keep = state_room, keep_rows
+    def __init__(self, shape: StepShape[Size], parts: StepParts) -> None:
+        self._shape, self._model, self._sampler, self._parts = shape, parts.model, parts.sampler, parts
         self._forward: dict[Size, Recording] = {}
         self._sampling: dict[tuple[SamplerVariant | None, int], Recording] = {}
-        self._hidden = shape.hidden_room(model)
+        self._hidden = shape.hidden_room(parts.model)
 
     def capture(self, sizes: Sequence[Size], recorder: Recorder) -> None:
         """Capture steps of ``sizes``, the largest first, and the sampling behind those for which there is none yet."""
@@ -222,13 +223,13 @@ class CapturedSteps(Generic[Size]):
         return tokens, logprobs
 
     def _keep_rows(self, size: Size) -> Callable[[], None]:
-        return self._keep(self._shape.sampled(size)[0])
+        return self._parts.keep_rows(self._shape.sampled(size)[0])
 
     def _run_model(self, size: Size) -> torch.Tensor:
         """Return the hidden states (B, hidden) of the wanted tokens; those of padding are arbitrary."""
         inputs = self._shape.prepare(size)
-        prepare_groups(self._backends, inputs.attention)
-        room = self._state_room(len(inputs.input_ids))
+        prepare_groups(self._parts.backends, inputs.attention)
+        room = self._parts.state_room(len(inputs.input_ids))
         with forward_context(inputs.attention):
             hidden: torch.Tensor = self._model(inputs.input_ids, inputs.positions, inputs.wanted, room)
         return hidden if self._hidden is None else self._hidden[: len(hidden)].copy_(hidden)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from tp_engine.attention.base import Backends
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import StepPlan
 from tp_engine.sampling.logprobs import LogprobTensors
-from tp_engine.sampling.sampler import Sampler
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.padded_batch import StepSize, StepSizes
-from tp_engine.worker.graphs.captured_steps import CapturedSteps, DecodeShape, PromptShape, Size, StepShape
+from tp_engine.worker.graphs.captured_steps import CapturedSteps, DecodeShape, PromptShape, StepParts
 from tp_engine.worker.graphs.recorder import CudaRecorder, Recorder
 
 
@@ -36,23 +34,10 @@ class Captured(NamedTuple):
 
 
 class StepRunner:
-    """Captures steps of a model runner's ``batch``, and replays them.
+    """Captures steps of a model runner's ``batch``, and replays them; all captures are collectives."""
 
-    All captures are collectives.  ``state_room`` and ``keep_rows`` are hooks of ``RunnerFeature``.
-    """
-
-    def __init__(
-        self,
-        *,
-        model: CausalLM,
-        backends: Backends,
-        batch: InputBatch,
-        sampler: Sampler,
-        state_room: Callable[[int], torch.Tensor | None],
-        keep_rows: Callable[[torch.Tensor], Callable[[], None]],
-    ) -> None:
-        self._model, self._backends, self._batch, self._sampler = model, backends, batch, sampler
-        self._state_room, self._keep_rows = state_room, keep_rows
+    def __init__(self, batch: InputBatch, parts: StepParts) -> None:
+        self._batch, self._parts = batch, parts
         self._decodes: CapturedSteps[int] | None = None
         self._prompts: CapturedSteps[StepSize] | None = None
         self._captured: list[CapturedSteps[Any]] = []
@@ -60,7 +45,7 @@ class StepRunner:
     def take_model(self, model: CausalLM) -> None:
         """Capture steps of ``model`` from now on; there are no recordings any more."""
         self.forget()
-        self._model = model
+        self._parts = replace(self._parts, model=model)
 
     def capture(self, plan: GraphPlan, most_rows: int | None = None) -> None:
         """Capture all of ``plan``, or only the decodes that serve up to ``most_rows`` rows."""
@@ -74,26 +59,16 @@ class StepRunner:
     def capture_decodes(self, sizes: Sequence[int], recorder: Recorder, part: Sequence[int]) -> None:
         """Capture those decode steps of ``sizes`` (rising) rows that are in ``part``."""
         if self._decodes is None:
-            self._decodes = self._captured_steps(DecodeShape(self._batch.decodes, sizes))
+            self._decodes = CapturedSteps(DecodeShape(self._batch.decodes, sizes), self._parts)
             self._captured.insert(0, self._decodes)
         self._decodes.capture(part, recorder)
 
     def capture_prompts(self, sizes: StepSizes, recorder: Recorder, part: Sequence[StepSize]) -> None:
         """Capture those steps with prompts of ``sizes`` that are in ``part``."""
         if self._prompts is None:
-            self._prompts = self._captured_steps(PromptShape(self._batch.row_tables(), sizes))
+            self._prompts = CapturedSteps(PromptShape(self._batch.row_tables(), sizes), self._parts)
             self._captured.append(self._prompts)
         self._prompts.capture(part, recorder)
-
-    def _captured_steps(self, shape: StepShape[Size]) -> CapturedSteps[Size]:
-        return CapturedSteps(
-            shape,
-            model=self._model,
-            backends=self._backends,
-            sampler=self._sampler,
-            state_room=self._state_room,
-            keep_rows=self._keep_rows,
-        )
 
     def forget(self) -> None:
         """Destroy the recordings, if there are any; from now on every step is launched."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -107,7 +106,7 @@ def settle_blocks(
     A user's number of blocks may be too small for ``max_model_len``: requests are then at most as long as the blocks
     allow (``engine/build.py``).  Otherwise too few blocks raise ``MemoryBudgetError``.
     """
-    num_blocks = agree_on_blocks(_result_of(choose), group).num_blocks
+    num_blocks = settle_slots(choose, group, of="KV cache")
     if not is_override:
         check_longest_request(capacity, num_blocks=num_blocks, block_bytes=shape.block_bytes)
     return num_blocks
@@ -162,32 +161,10 @@ class AgreementGroup(Protocol):
         """Return every rank's payload, in rank order."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
-    """``num_blocks`` is the smallest number of all ranks, on ``limiting_rank`` first; ``largest`` is the largest."""
-
-    num_blocks: int
-    largest: int
-    limiting_rank: int
-
-
 def settle_slots(choose: Callable[[], int], group: AgreementGroup, *, of: str = "host tier") -> int:
-    """Return the number of slots of a tier of every rank.  ``choose`` finds this rank's own; its failure is every
-    rank's."""
-    return agree_on_blocks(_result_of(choose), group, of=of).num_blocks
+    """Return the smallest number of blocks, or of a tier's slots, of all ranks; ``choose`` finds this rank's own.
 
-
-def _result_of(choose: Callable[[], int]) -> int | Exception:
-    try:
-        return choose()
-    except Exception as error:
-        return error
-
-
-def agree_on_blocks(local: int | Exception, group: AgreementGroup, *, of: str = "KV cache") -> Agreement:
-    """Take the smallest ``local`` number of blocks.  Every rank calls this, a rank that failed with its exception.
-
-    One all-reduce MIN carries three numbers::
+    Every rank calls this.  One all-reduce MIN carries three numbers::
 
         status              FAILED is less than FINE: one failure fails every rank
         blocks << 20 | rank the smallest number, and the first rank that has it
@@ -195,40 +172,26 @@ def agree_on_blocks(local: int | Exception, group: AgreementGroup, *, of: str = 
 
     Raises ``MemoryBudgetError`` naming every rank that failed, with its cause, on all ranks alike.
     """
-    failure = _failure(local)
-    blocks = local if isinstance(local, int) and failure is None else 0
+    failure, reason, blocks = None, "", 0
+    try:
+        blocks = choose()
+        if not 0 < blocks <= _MAX_BLOCKS:
+            reason, blocks = f"it counted {blocks} KV blocks, where 1 to {_MAX_BLOCKS} are possible", 0
+    except Exception as error:
+        failure, reason = error, f"{type(error).__name__}: {error}"
+    info, named = group.info, group.info.topology.named
     status, smallest, minus_largest = group.all_reduce_min(
-        [_FINE if failure is None else _FAILED, blocks << _RANK_BITS | group.info.rank, -blocks]
+        [_FAILED if reason else _FINE, blocks << _RANK_BITS | info.rank, -blocks]
     )
     if status == _FINE:
-        agreement = Agreement(
-            num_blocks=smallest >> _RANK_BITS, largest=-minus_largest, limiting_rank=smallest & (1 << _RANK_BITS) - 1
-        )
-        _log(agreement, group.info, of)
-        return agreement
-    causes = group.all_gather_bytes((failure or "").encode())
-    failed = [f"{group.info.topology.named(rank)}: {cause.decode()}" for rank, cause in enumerate(causes) if cause]
+        num_blocks, limiting = smallest >> _RANK_BITS, named(smallest & (1 << _RANK_BITS) - 1)
+        if info.is_first and info.world_size > 1:
+            text = "blocks of the %s: %d on every rank (limited by %s; the roomiest has %d)"
+            logger.info(text, of, num_blocks, limiting, -minus_largest)
+        return num_blocks
+    causes = group.all_gather_bytes(reason.encode())
+    failed = [f"{named(rank)}: {cause.decode()}" for rank, cause in enumerate(causes) if cause]
     raise MemoryBudgetError(
-        f"{len(failed)} of {group.info.world_size} ranks could not provide a {of}: {'; '.join(failed)}",
+        f"{len(failed)} of {info.world_size} ranks could not provide a {of}: {'; '.join(failed)}",
         rank=next(rank for rank, cause in enumerate(causes) if cause),
-    ) from (local if isinstance(local, Exception) else None)
-
-
-def _failure(local: int | Exception) -> str | None:
-    """Why ``local`` can not be agreed on, or None."""
-    if isinstance(local, Exception):
-        return f"{type(local).__name__}: {local}"
-    if not 0 < local <= _MAX_BLOCKS:
-        return f"it counted {local} KV blocks, where 1 to {_MAX_BLOCKS} are possible"
-    return None
-
-
-def _log(agreement: Agreement, info: RankInfo, of: str) -> None:
-    if info.is_first and info.world_size > 1:
-        logger.info(
-            "blocks of the %s: %d on every rank (limited by %s; the roomiest has %d)",
-            of,
-            agreement.num_blocks,
-            info.topology.named(agreement.limiting_rank),
-            agreement.largest,
-        )
+    ) from failure
