@@ -77,17 +77,14 @@ class RowGroup:
 
     def select(self, rows: slice | torch.Tensor) -> RowGroup:
         """Some rows of the group: a range, or places (int64)."""
-        return RowGroup(
-            way=self.way,
-            edited=self.edited,
+        return replace(
+            self,
             members=self.members[rows],
             source=None if self.source is None else self.source[rows],
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],
             top_p=self.top_p[rows],
             log_min_p=self.log_min_p[rows],
-            largest_top_k=self.largest_top_k,
-            uses_min_p=self.uses_min_p,
         )
 
 
@@ -220,14 +217,8 @@ def _group(
     state: SamplingState, rows: IntArray, members: IndexArray, way: Way, edited: bool, source: torch.Tensor | None
 ) -> RowGroup:
     own = rows[members]
-    numbers = np.stack(
-        (
-            state.temperature[own].astype(np.float64),
-            state.top_k[own].astype(np.float64),
-            state.top_p[own].astype(np.float64),
-            state.log_min_p[own].astype(np.float64),
-        )
-    )
+    columns = (state.temperature, state.top_k, state.top_p, state.log_min_p)
+    numbers = np.stack([column[own].astype(np.float64) for column in columns])
     temperature, top_k, top_p, log_min_p = upload(numbers[:, :, None], state.device).unbind()
     return RowGroup(
         way=way,
