@@ -74,7 +74,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -158,11 +158,8 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One step.  All arrays are int32 unless said otherwise; see the module's text for the order of application.
-
-    Every rank makes one per step.  It and its parts are msgspec structs, which take a tenth of a frozen dataclass's
-    time.
-    """
+    """One step.  All arrays are int32 unless said otherwise; see the module's text for the order of application.  Every
+    rank makes one per step.  It and its parts are msgspec structs, which take a tenth of a frozen dataclass's time."""
 
     step_id: int
     control: Control = Control.NONE
@@ -217,22 +214,13 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Log-probabilities of a run of positions, before penalties and temperature.
-
-    ``token_ids`` (n, 1 + k) int32 and ``logprobs`` (n, 1 + k) float32: column 0 is the chosen token (for a prompt: the
-    actual next token), the others the k likeliest in order.  ``ranks`` (n,) int32: 1-based rank of column 0.
-    """
+    """Log-probabilities of a run of positions, before penalties and temperature.  ``token_ids`` (n, 1 + k) int32 and
+    ``logprobs`` (n, 1 + k) float32: column 0 is the chosen token (for a prompt: the actual next token), the others the
+    k likeliest in order.  ``ranks`` (n,) int32: 1-based rank of column 0."""
 
     token_ids: IntArray
     logprobs: FloatArray
     ranks: IntArray
-
-
-class Drafts(NamedTuple):
-    """``tokens`` (n,) int32, found by a match of ``matched`` tokens, or by a draft head, which has no match: 0."""
-
-    tokens: IntArray
-    matched: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +231,7 @@ class StepResult:
     asked.  ``prompt_logprobs`` maps a row to the log-probabilities of the prompt positions that this step computed:
     entry i scores the token that follows computed position ``first + i`` of the chunk.  ``pooled`` maps the rows that
     pool to their hidden states (hidden,), or to logits, one for each of their ``pooled_token_ids``.  ``drafts`` maps
-    rows to what the ranks draft behind the row's last token that counts, up to ``StepPlan.num_drafts`` tokens.
+    rows to what the draft head made behind the row's last token that counts, up to ``StepPlan.num_drafts`` tokens.
     """
 
     step_id: int
@@ -251,4 +239,4 @@ class StepResult:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     pooled: dict[int, FloatArray] = field(default_factory=dict)
-    drafts: dict[int, Drafts] = field(default_factory=dict)
+    drafts: dict[int, IntArray] = field(default_factory=dict)

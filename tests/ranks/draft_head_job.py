@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from tests.ranks.speculation_job import run_once
@@ -15,16 +16,16 @@ from tp_engine.sched.spec_decode.speculation import Speculation
 class Watched(DraftHeadProposer):
     """Keeps all drafts that are looked for: the tokens before them, and the drafts."""
 
-    def __init__(self, name: str, most_matched: int) -> None:
-        super().__init__(name, most_matched)
+    def __init__(self) -> None:
+        super().__init__()
         self.seen: list[tuple[list[int], list[int]]] = []
 
-    def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> Proposal:
+    def proposals(self, sequence: Sequence, tokens: IntArray, count: int) -> Iterable[Proposal]:
         """See ``Proposer``."""
         drafts = None if sequence.constraint is not None else self._drafts.get(sequence.row)
         if drafts is not None:
-            self.seen.append((tokens.tolist(), drafts.tokens.tolist()))
-        return super().propose(sequence, tokens, count)
+            self.seen.append((tokens.tolist(), drafts.tolist()))
+        return super().proposals(sequence, tokens, count)
 
 
 def run(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
@@ -34,6 +35,6 @@ def run(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
         return run_once(llm, case)
     (source,) = speculation.sources._sources
     assert isinstance(source, DraftHeadProposer)
-    watched = Watched(source.name, source.most_matched)
+    watched = Watched()
     speculation.sources._sources = [watched]
     return {**run_once(llm, case), "drafts": watched.seen}

@@ -24,14 +24,12 @@ KINDS = (*OWN, "right", "wrong", "random", "longest", "partly right")
 class Replay(Proposer):
     """Draft tokens from ``known``, all tokens of sequences that the engine has generated before."""
 
-    name = "replay"
-    most_matched = 3
-
     def __init__(self, kind: str, known: list[list[int]], vocab_size: int) -> None:
+        self.most_matched = {"replay": 3}
         self._kind, self._known, self._vocab_size = kind, known, vocab_size
         self._random = random.Random(len(kind))
 
-    def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> Proposal:
+    def proposals(self, sequence: Sequence, tokens: IntArray, count: int) -> list[Proposal]:
         """See ``Proposer``."""
         own, rng = tokens.tolist(), self._random
         found: list[int] = next((one[len(own) :][:count] for one in self._known if one[: len(own)] == own), [])
@@ -45,7 +43,7 @@ class Replay(Proposer):
             "longest": [*found, *noise[len(found) :]],
             "partly right": [*found[:place], *wrong[place:]],
         }[self._kind]
-        return Proposal(np.array(made, dtype=np.int32), rng.randint(0, self.most_matched))
+        return [Proposal(np.array(made, dtype=np.int32), rng.randint(0, 3), "replay")]
 
 
 def _params(case: dict[str, Any]) -> SamplingParams:

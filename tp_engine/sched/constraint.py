@@ -13,7 +13,7 @@ that plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -23,10 +23,8 @@ from tp_engine.units import ceil_div
 
 
 class WordRules(Protocol):
-    """Which tokens write a request's banned words.  A place is what matters of the output's last tokens.
-
-    ``start`` is the place before the first token; ``never`` (n,) are the token ids that are banned at every place.
-    """
+    """Which tokens write a request's banned words.  A place is what matters of the output's last tokens.  ``start`` is
+    the place before the first token; ``never`` (n,) are the token ids that are banned at every place."""
 
     @property
     def start(self) -> Any: ...
@@ -37,11 +35,8 @@ class WordRules(Protocol):
 
 
 class TokenConstraint(Protocol):
-    """One sequence's place in its grammar.
-
-    ``is_over``: no token may follow.  ``error``: why the grammar cannot be followed further, though the output is not
-    complete.
-    """
+    """One sequence's place in its grammar.  ``is_over``: no token may follow.  ``error``: why the grammar cannot be
+    followed further, though the output is not complete."""
 
     is_over: bool
     error: str | None
@@ -71,8 +66,7 @@ class BannedWords:
     """A request's banned words, with or without a grammar; implements ``Grammar``."""
 
     def __init__(self, rules: WordRules, grammar: Grammar | None = None) -> None:
-        self._rules = rules
-        self._grammar = grammar
+        self._rules, self._grammar = rules, grammar
 
     def start(self, *, ignore_eos: bool) -> TokenConstraint:
         """The place before the first token."""
@@ -87,8 +81,7 @@ class WordGuard:
         self.inner = inner
         self.is_over = False
         self.error: str | None = None
-        self._rules = rules
-        self._place = place
+        self._rules, self._place = rules, place
 
     def accept(self, token_id: int) -> bool:
         """One more token; False if the grammar refuses it."""
@@ -140,3 +133,35 @@ def _clear(mask: IntArray, token_ids: IntArray) -> None:
     np.bitwise_and.at(cleared, token_ids // MASK_TOKENS, ~bits)
     if cleared.any():
         mask.view(np.uint32)[:] = cleared
+
+
+def follow(constraint: TokenConstraint, draft_tokens: Iterable[int]) -> list[TokenConstraint]:
+    """Copies of ``constraint`` behind each of ``draft_tokens``, up to the first that it refuses or that ends the
+    output.
+
+    A draft row (plan.py) is sampled under the mask that its position has if the draft tokens before it are right::
+
+        constraint          the row's own, behind its last known token      mask of the row's next token, as always
+        copies[0]           a copy that has accepted draft token 0          mask of draft row 0
+        copies[1]           a copy of that, and draft token 1               mask of draft row 1
+
+    The row's own constraint never sees a draft token: it accepts what is kept, token by token.  So a draft token that
+    is wrong has nothing to take back, and an error of a copy ends the draft tokens before it, not the request.
+    """
+    copies: list[TokenConstraint] = []
+    for token_id in draft_tokens:
+        constraint = constraint.copy()
+        if not constraint.accept(token_id) or constraint.is_over:
+            break
+        copies.append(constraint)
+    return copies
+
+
+def masks_of(places: list[list[TokenConstraint]], fill_masks: FillMasks) -> list[IntArray]:
+    """For each list of ``follow`` the masks (n, words) of its first n: of those before one that has come to a limit."""
+    masks, first, found = fill_masks([one for copies in places for one in copies]), 0, list[IntArray]()
+    for copies in places:
+        count = next((place for place, one in enumerate(copies) if one.error is not None), len(copies))
+        found.append(masks[first : first + count])
+        first += len(copies)
+    return found

@@ -20,8 +20,8 @@ from tp_engine.errors import ConfigError
 from tp_engine.plan import IntArray, StepResult
 from tp_engine.request import FinishReason
 from tp_engine.sched.sequence import Sequence
-from tp_engine.sched.spec_decode.proposer import NO_PROPOSAL, NgramProposer, Proposal, Proposer
-from tp_engine.sched.spec_decode.proposers import Acceptance, DraftPart, Proposers, make_sources
+from tp_engine.sched.spec_decode.proposer import Proposal, Proposer
+from tp_engine.sched.spec_decode.proposers import Acceptance, DraftPart, Proposers, make_source
 from tp_engine.sched.spec_decode.speculation import SpeculationCounters
 from tp_engine.speculative import METHODS, SpeculativeConfig
 from tp_engine.worker.effective_config import resolve
@@ -33,18 +33,16 @@ PROMPT = [8, 36, 48, 4, 16, 7, 31, 48, 28]  # the fake model answers with differ
 class ScriptedSource(Proposer):
     """``make`` turns the tokens that are right, and how many are wanted, into the draft token."""
 
-    name = "scripted"
-    most_matched = 3
-
     def __init__(self, make: Callable[[list[int], int, random.Random], list[int]]) -> None:
         self.simulation: Simulation
+        self.most_matched = {"scripted": 3}
         self._make = make
         self._random = random.Random(5)
 
-    def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> Proposal:
+    def proposals(self, sequence: Sequence, tokens: IntArray, count: int) -> list[Proposal]:
         """See ``Proposer``."""
         made = self._make(self._right(tokens.tolist(), count), count, self._random)
-        return Proposal(np.array(made[:count], dtype=np.int32), self._random.randint(0, self.most_matched))
+        return [Proposal(np.array(made[:count], dtype=np.int32), self._random.randint(0, 3), "scripted")]
 
     def _right(self, tokens: list[int], count: int) -> list[int]:
         for request in self.simulation.requests.values():
@@ -167,35 +165,32 @@ def test_rows_never_exceed_the_budget() -> None:
 
 def test_ngrams() -> None:
     """By hand: the longest match, the last of equal ones, a period at the end, and none."""
-    source = NgramProposer(2, 3)
+    source = make_source(SpeculativeConfig(prompt_lookup_min=2, prompt_lookup_max=3))
 
     def look(text: str, count: int = 4) -> tuple[str, int]:
-        found = source.propose(ANY, np.array([ord(c) for c in text], dtype=np.int32), count)
+        (found,) = source.proposals(ANY, np.array([ord(c) for c in text], dtype=np.int32), count)
         return "".join(map(chr, found.tokens)), found.matched
 
     assert look("abcdefgabc") == ("defg", 3)
     assert look("abcd-xbce-ybc") == ("e-yb", 2)
     assert look("xyxyx") == ("yxyx", 3)
     assert look("zzzz", 3) == ("zzz", 3)
-    assert source.propose(ANY, np.array([1, 2, 3], dtype=np.int32), 4) is NO_PROPOSAL
-    assert source.propose(ANY, np.array([1, 2, 4, 2], dtype=np.int32), 4) is NO_PROPOSAL
-    assert source.propose(ANY, np.array([1], dtype=np.int32), 4) is NO_PROPOSAL
+    for none in ([1, 2, 3], [1, 2, 4, 2], [1]):
+        assert not [*source.proposals(ANY, np.array(none, dtype=np.int32), 4)]
 
 
 class Fixed(Proposer):
     """Always draft tokens ``tokens``, and keeps what it is told."""
 
-    most_matched = 3
-
     def __init__(self, name: str, tokens: list[int]) -> None:
-        self.name = name
+        self.most_matched = {name: 3}
         self.tokens = np.array(tokens, dtype=np.int32)
         self.results: list[int] = []
         self.ended: list[list[int]] = []
 
-    def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> Proposal:
+    def proposals(self, sequence: Sequence, tokens: IntArray, count: int) -> list[Proposal]:
         """See ``Proposer``."""
-        return Proposal(self.tokens[:count], 2)
+        return [Proposal(self.tokens[:count], 2, *self.most_matched)]
 
     def take(self, result: StepResult) -> None:
         """See ``Proposer``."""
@@ -212,7 +207,7 @@ FREE: Any = SimpleNamespace(constraint=None)
 def test_the_likelier_source_is_verified() -> None:
     """By hand: the longer draft token at first, and the other source once the first one has been wrong."""
     sources = Proposers([Fixed("long", [1, 2, 3, 4]), Fixed("short", [8, 9])], most_tokens=4)
-    assert sources.names == ["grammar", "long", "short"]
+    assert list(sources.counts) == ["grammar", "long", "short"]
     tokens = np.array([5], dtype=np.int32)
     found = sources.propose(FREE, tokens, 4)
     assert found.parts == [DraftPart("long", 2, 4)] and len(found.tokens) == len(found.likelihoods) == 4
@@ -262,10 +257,38 @@ def test_past_answers_are_guessed() -> None:
     assert num_steps[1] <= num_steps[0] / 2, num_steps
 
 
-def test_every_method_has_sources() -> None:
-    """Oracle: the option's methods."""
-    for method in METHODS:
-        assert make_sources(SpeculativeConfig(method=method, model="a head" if method == "eagle3" else None))
+def test_every_method_has_a_source() -> None:
+    """Oracle: the option's methods; ``suffix`` drafts from past answers and, as ``ngram`` does, from the own text."""
+    made = {
+        method: make_source(SpeculativeConfig(method=method, model="a head" if method == "eagle3" else None))
+        for method in METHODS
+    }
+    assert {method: list(source.most_matched) for method, source in made.items()} == {
+        "ngram": ["ngram"],
+        "suffix": ["suffix", "ngram"],
+        "eagle3": ["eagle3"],
+    }
+    assert type(made["ngram"]) is type(made["suffix"])
+
+
+def test_suffix_guesses_all_that_ngram_does() -> None:
+    """Oracle: ``ngram``, beside which ``suffix`` also draft tokens from answers that it has seen, and only it."""
+    rng = random.Random(7)
+    own, both = (make_source(SpeculativeConfig(method=method)) for method in ("ngram", "suffix"))
+    num_own = num_more = 0
+    for _ in range(200):
+        text = np.array([rng.randrange(4) for _ in range(rng.randint(1, 40))], dtype=np.int32)
+        sequence: Any = SimpleNamespace(token_ids=text, num_prompt_tokens=0, group=SimpleNamespace(cache_key=""))
+        expected, found = ([*one.proposals(sequence, text, 6)] for one in (own, both))
+        assert [proposal.source for proposal in expected] in ([], ["ngram"])
+        assert [(one.tokens.tolist(), one.matched) for one in found if one.source == "ngram"] == [
+            (one.tokens.tolist(), one.matched) for one in expected
+        ]
+        num_own += len(expected)
+        num_more += len(found) - len(expected)
+        for source in (own, both):
+            source.learn(sequence)
+    assert num_own > 100 and num_more > 100
 
 
 def test_acceptance_falls_with_failures_and_is_forgotten() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tp_engine.sched.spec_decode.proposer import NO_PROPOSAL, Proposal
+from tp_engine.sched.spec_decode.proposer import Proposal
 from tp_engine.sched.spec_decode.suffix_proposer import SuffixProposer
 from tp_engine.speculative import SpeculativeConfig
 
@@ -26,8 +26,14 @@ def source(bits: int = 12, **changes: Any) -> SuffixProposer:
     return SuffixProposer(config, bits)
 
 
-def look(found: SuffixProposer, text: list[int], count: int = 4, salt: str = "") -> Proposal:
-    return found.propose(ended([], salt=salt), np.array(text, dtype=np.int32), count)
+def look(found: SuffixProposer, text: list[int], count: int = 4, salt: str = "") -> Proposal | None:
+    """What is found in past answers."""
+    draft_tokens = found.proposals(ended([], salt=salt), np.array(text, dtype=np.int32), count)
+    return next((proposal for proposal in draft_tokens if proposal.source == "suffix"), None)
+
+
+def tokens_of(proposal: Proposal | None) -> list[int]:
+    return [] if proposal is None else proposal.tokens.tolist()
 
 
 def search(texts: list[list[int]], query: list[int]) -> tuple[int, list[list[int]]]:
@@ -56,7 +62,7 @@ def test_the_longest_match_and_its_likeliest_path() -> None:
         query = [rng.randrange(5) for _ in range(6)] + rng.choice(kept)[: rng.randint(3, 24)]
         proposal = look(found, query)
         matched, behind = search(kept, query)
-        if proposal is NO_PROPOSAL:
+        if proposal is None:
             assert not any(behind)
             continue
         assert proposal.matched == matched
@@ -74,15 +80,16 @@ def test_what_is_kept_and_how_much_is_guessed() -> None:
     """By hand: the prompt's end and the answer; as many tokens as the match has, times the factor; rare ones not."""
     found = source(suffix_decoding_max_spec_factor=0.5, suffix_decoding_min_token_prob=0.4)
     found.learn(ended([*range(100, 140), 1, 2, 3, 4, 5, 6, 7, 8, 9], num_prompt_tokens=40))
-    assert look(found, [*range(50), 138, 139, 1, 2, 3, 4, 5]).tokens.tolist() == [6, 7, 8]
-    assert look(found, [*range(50), 137, 138, 139]).tokens.tolist() == [1]
-    assert look(found, [*range(50), 101, 102, 103]) is NO_PROPOSAL, "the prompt's begin is not kept"
-    assert look(found, [*range(50), 7, 8, 9]) is NO_PROPOSAL, "nothing follows"
+    assert tokens_of(look(found, [*range(50), 138, 139, 1, 2, 3, 4, 5])) == [6, 7, 8]
+    assert tokens_of(look(found, [*range(50), 137, 138, 139])) == [1]
+    assert look(found, [*range(50), 101, 102, 103]) is None, "the prompt's begin is not kept"
+    assert look(found, [*range(50), 7, 8, 9]) is None, "nothing follows"
     found.learn(ended([0, 0, 9, 9, 1, 2, 3, 50, 60]))
     found.learn(ended([0, 0, 8, 9, 1, 2, 3, 50, 70]))
     proposal = look(found, [60, 61, 62, 63, 64, 65, 9, 1, 2, 3])
+    assert proposal is not None
     assert (proposal.tokens.tolist(), proposal.matched) == ([50, 70], 4), "of equal ones the newest"
-    assert look(found, [60, 61, 62, 63, 64, 65, 66, 9, 9, 1, 2, 3], 1).tokens.tolist() == [50]
+    assert tokens_of(look(found, [60, 61, 62, 63, 64, 65, 66, 9, 9, 1, 2, 3], 1)) == [50]
 
 
 def test_roots_do_not_see_each_other() -> None:
@@ -90,11 +97,11 @@ def test_roots_do_not_see_each_other() -> None:
     found = source()
     text = list(range(20))
     found.learn(ended(text, salt="a"))
-    assert look(found, text[:12], salt="b") is NO_PROPOSAL
-    assert look(found, text[:12], salt="a").tokens.tolist() == [12, 13, 14, 15]
+    assert look(found, text[:12], salt="b") is None
+    assert tokens_of(look(found, text[:12], salt="a")) == [12, 13, 14, 15]
     found.learn(ended([*text[:12], 7, 7, 7], salt="b"))
-    assert look(found, text[:12], salt="b").tokens.tolist() == [7, 7, 7]
-    assert look(found, text[:12], salt="a").tokens.tolist() == [12, 13, 14, 15]
+    assert tokens_of(look(found, text[:12], salt="b")) == [7, 7, 7]
+    assert tokens_of(look(found, text[:12], salt="a")) == [12, 13, 14, 15]
 
 
 def test_old_answers_go_and_long_ones_are_cut() -> None:
@@ -102,9 +109,9 @@ def test_old_answers_go_and_long_ones_are_cut() -> None:
     found = source(8, suffix_decoding_max_cached_requests=2)
     for first in (0, 100, 200):
         found.learn(ended(list(range(first, first + 20))))
-    assert look(found, list(range(12))) is NO_PROPOSAL
-    assert len(look(found, list(range(100, 112))).tokens) == 4
+    assert look(found, list(range(12))) is None
+    assert len(tokens_of(look(found, list(range(100, 112))))) == 4
     found.learn(ended(list(range(1000, 3000))))
-    assert look(found, list(range(1000, 1100))) is NO_PROPOSAL
-    assert look(found, list(range(2900, 2950))).tokens.tolist() == [2950, 2951, 2952, 2953]
-    assert look(found, list(range(100, 112))) is NO_PROPOSAL
+    assert look(found, list(range(1000, 1100))) is None
+    assert tokens_of(look(found, list(range(2900, 2950)))) == [2950, 2951, 2952, 2953]
+    assert look(found, list(range(100, 112))) is None

@@ -1,36 +1,34 @@
-"""What a draft token is, what makes draft tokens, and the simplest sources: the request's own text (prompt lookup), and
-drafts of the ranks."""
+"""A proposal of draft tokens, what makes some, and the simplest sources: what a grammar forces, and the draft head."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from tp_engine.plan import NO_IDS, Drafts, IntArray, StepResult
+from tp_engine.plan import IntArray, StepResult
 from tp_engine.sched.sequence import Sequence
 
 
 class Proposal(NamedTuple):
-    """``tokens`` (n,) that may follow; they are as likely as others of the same source that were found by a match of so
-    many tokens."""
+    """``tokens`` (n,), n >= 1, that may follow; they are as likely as others of the same ``source`` that were found by
+    a match of so many tokens."""
 
     tokens: IntArray
     matched: int
-
-
-NO_PROPOSAL = Proposal(NO_IDS, 0)
+    source: str
 
 
 class Proposer(ABC):
-    """Drafts how texts go on.  ``matched`` of its draft tokens is at most ``most_matched``."""
+    """Drafts how texts go on.  ``most_matched`` has the names of its proposals' sources, and their longest matches."""
 
-    name: str
-    most_matched: int
+    most_matched: Mapping[str, int]
 
     @abstractmethod
-    def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> Proposal:
+    def proposals(self, sequence: Sequence, tokens: IntArray, count: int) -> Iterable[Proposal]:
         """Up to ``count`` tokens that may follow ``tokens`` (n,), n >= 1, all known ones of ``sequence``."""
 
     def take(self, result: StepResult) -> None:  # noqa: B027  # most sources need nothing of it
@@ -40,53 +38,32 @@ class Proposer(ABC):
         """A sequence has ended, with ``sequence.token_ids``."""
 
 
-class NgramProposer(Proposer):
-    """What followed the last tokens where they stood before in the same text::
+class GrammarProposer(Proposer):
+    """Drafts what the grammar forces, such as the keys of a schema, as a tokenizer would write it.  Where tokens could
+    be cut otherwise too, that is a draft token like any other."""
 
-        tokens   a b c d e f a b c          the last 3 stand at the beginning too
-                       ^^^^^                draft token: d e f, and behind the end of the text again a b c ...
+    most_matched = MappingProxyType({"grammar": 0})
 
-    It looks the last ``longest`` tokens up, or fewer down to ``shortest``; of equal matches it takes the last.  It
-    keeps nothing: one look costs a comparison of all tokens with the last one, and of the few found with those before.
-    """
-
-    name = "ngram"
-
-    def __init__(self, shortest: int, longest: int) -> None:
-        self._shortest = shortest
-        self.most_matched = longest
-
-    def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> Proposal:
-        """Do as ``Proposer``."""
-        length, matched = len(tokens), 1
-        found = ends = np.flatnonzero(tokens[:-1] == tokens[-1])
-        while matched < self.most_matched and len(ends):
-            ends = ends[ends >= matched]
-            ends = ends[tokens[ends - matched] == tokens[length - 1 - matched]]
-            if len(ends):
-                found, matched = ends, matched + 1
-        if not len(found) or matched < self._shortest:
-            return NO_PROPOSAL
-        end = int(found[-1])
-        # A draft token that reaches the end of the text goes on with itself: the text repeats with this period.
-        places = end + 1 + np.arange(count) % (length - 1 - end)
-        return Proposal(tokens[places], matched)
+    def proposals(self, sequence: Sequence, tokens: IntArray, count: int) -> Iterable[Proposal]:
+        """See ``Proposer``."""
+        if sequence.constraint is not None and (forced := sequence.constraint.forced()):
+            yield Proposal(np.array(forced[:count], dtype=np.int32), 0, "grammar")
 
 
 class DraftHeadProposer(Proposer):
-    """What the ranks drafted in the last step behind each row's newest token, by a head or by prompt lookup.
+    """What the ranks' draft head made in the last step behind each row's newest token.  Nothing for a request with a
+    grammar: what that forces comes first, so these drafts are behind another token."""
 
-    Nothing for a request with a grammar: what that forces comes first, so these drafts are behind another token.
-    """
+    most_matched = MappingProxyType({"eagle3": 0})
 
-    def __init__(self, name: str, most_matched: int = 0) -> None:
-        self.name, self.most_matched = name, most_matched
-        self._drafts: dict[int, Drafts] = {}
+    def __init__(self) -> None:
+        self._drafts: dict[int, IntArray] = {}
 
-    def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> Proposal:
-        """Do as ``Proposer``."""
+    def proposals(self, sequence: Sequence, tokens: IntArray, count: int) -> Iterable[Proposal]:
+        """See ``Proposer``."""
         drafts = None if sequence.constraint is not None else self._drafts.get(sequence.row)
-        return NO_PROPOSAL if drafts is None else Proposal(drafts.tokens[:count], drafts.matched)
+        if drafts is not None and len(drafts):
+            yield Proposal(drafts[:count], 0, "eagle3")
 
     def take(self, result: StepResult) -> None:
         """Do as ``Proposer``."""

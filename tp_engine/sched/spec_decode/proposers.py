@@ -2,22 +2,20 @@
 
 ::
 
-    source       its draft tokens come from                                 files
-    ngram        the request's own text (prompt lookup)                     proposer.py
-    suffix       other requests' answers                                    suffix_proposer.py
-    eagle3       the ranks' draft head                                      proposer.py
-    grammar      what a request's grammar forces; with every method         grammar_proposer.py
+    source           its draft tokens come from                                             file
+    ngram, suffix    the request's own text (prompt lookup), other requests' answers        suffix_proposer.py
+    eagle3           the ranks' draft head                                                  proposer.py
+    grammar          what a request's grammar forces; with every method                     proposer.py
 
-A source is a ``Proposer`` with a name.  ``_SOURCES`` makes it from the configuration, ``_OF_METHOD`` says which
-sources a method has; of all draft tokens for a row the one is verified of which most is likely to be kept.  What a
-grammar forces comes first, and the others draft what follows it.
+Of all proposals for a row the one is verified of which most is likely to be kept.  What a grammar forces comes first,
+and the others draft what follows it.
 
-*A new source* is a class in a file of its own, a line in ``_SOURCES``, and its method in ``_OF_METHOD`` and in
+*A new source* is a ``Proposer`` in a file of its own, and its method in ``_SOURCES`` and in
 ``tp_engine.speculative.METHODS``.  One whose draft tokens are made by the ranks, and come with a step's result,
 overrides ``take``: it reads there what the ranks drafted behind each row's newest token, keeps it by row in place of
-all that it kept before, and ``propose`` hands it out.  That is in time: a plan that may have draft tokens is made when
-no step is in flight (``Speculation.must_wait``), and a row's occupant only changes to one that must compute its prompt
-first, in a step whose result replaces the old drafts.
+all that it kept before, and ``proposals`` hands it out.  That is in time: a plan that may have draft tokens is made
+when no step is in flight (``Speculation.must_wait``), and a row's occupant only changes to one that must compute its
+prompt first, in a step whose result replaces the old drafts.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ import numpy.typing as npt
 
 from tp_engine.plan import NO_IDS, IntArray, StepResult
 from tp_engine.sched.sequence import Sequence
-from tp_engine.sched.spec_decode.grammar_proposer import GrammarProposer
-from tp_engine.sched.spec_decode.proposer import DraftHeadProposer, NgramProposer, Proposal, Proposer
+from tp_engine.sched.spec_decode.proposer import DraftHeadProposer, GrammarProposer, Proposal, Proposer
 from tp_engine.sched.spec_decode.suffix_proposer import SuffixProposer
 from tp_engine.speculative import SpeculativeConfig
 
@@ -42,31 +39,20 @@ _LEAST_LIKELIHOOD = 0.15
 _PRIOR_RIGHT, _PRIOR_TRIED = 2.0, 2.5
 _KEPT = 1 - 1 / 64  # of what was measured, when a draft token of the kind is considered again
 
-
 _SOURCES: Mapping[str, Callable[[SpeculativeConfig], Proposer]] = MappingProxyType(
-    {
-        "ngram": lambda config: NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max),
-        "suffix": SuffixProposer,
-        "eagle3": lambda config: DraftHeadProposer("eagle3"),
-    }
-)
-_OF_METHOD: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"ngram": ("ngram",), "suffix": ("suffix", "ngram"), "eagle3": ("eagle3",)}
+    {"ngram": SuffixProposer, "suffix": SuffixProposer, "eagle3": lambda config: DraftHeadProposer()}
 )
 
 
-def make_sources(config: SpeculativeConfig) -> list[Proposer]:
-    """The sources of the configuration's method."""
-    return [_SOURCES[name](config) for name in _OF_METHOD[config.method]]
+def make_source(config: SpeculativeConfig) -> Proposer:
+    """The source of the configuration's method."""
+    return _SOURCES[config.method](config)
 
 
 class Acceptance:
-    """How often draft tokens of a source were right, by the length of their match and by their place in the run.
-
-    Both counts, of right and of tried ones, fade, so that what was bad once is tried again.
-
-    A draft token is tried only where all before it in its run were right: the share is that of a single place.
-    """
+    """How often draft tokens of a source were right, by the length of their match and by their place in the run.  Both
+    counts, of right and of tried ones, fade, so that what was bad once is tried again.  A draft token is tried only
+    where all before it in its run were right: the share is that of a single place."""
 
     def __init__(self, most_matched: int, most_tokens: int) -> None:
         self._right: npt.NDArray[np.float64] = np.zeros((most_matched + 1, most_tokens))
@@ -111,11 +97,10 @@ class Proposers:
     row."""
 
     def __init__(self, sources: Iterable[Proposer], most_tokens: int) -> None:
-        self._sources, self._most_tokens = list(sources), most_tokens
-        self._forced = GrammarProposer()
-        every = (self._forced, *self._sources)
-        self._acceptance = {one.name: Acceptance(one.most_matched, most_tokens) for one in every}
-        self.counts = {one.name: (0, 0) for one in every}  # draft tokens that were verified, and those that were right
+        self._sources, self._most_tokens, self._forced = list(sources), most_tokens, GrammarProposer()
+        longest = {name: most for one in (self._forced, *self._sources) for name, most in one.most_matched.items()}
+        self._acceptance = {name: Acceptance(most, most_tokens) for name, most in longest.items()}
+        self.counts = dict.fromkeys(longest, (0, 0))  # draft tokens that were verified, and those that were right
 
     @property
     def are_drafted(self) -> bool:
@@ -123,55 +108,46 @@ class Proposers:
         return any(isinstance(one, DraftHeadProposer) for one in self._sources)
 
     def num_drafts(self) -> int:
-        """Tokens that the ranks are to draft behind each row of a step: of a head, whose drafts cost a pass each, as
-        many as were likely to pay of late."""
-        drafted = next(one for one in self._sources if isinstance(one, DraftHeadProposer))
-        if drafted.most_matched:
-            return self._most_tokens
-        found = self._acceptance[drafted.name].likelihoods(0, self._most_tokens)
+        """Tokens that the draft head is to make behind each row of a step: each costs a pass, so as many as were likely
+        to pay of late."""
+        found = self._acceptance["eagle3"].likelihoods(0, self._most_tokens)
         return int((found >= _LEAST_LIKELIHOOD).sum())
 
-    @property
-    def names(self) -> list[str]:
-        """The sources' names."""
-        return list(self._acceptance)
-
     def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> Candidate:
-        """Up to ``count`` tokens for ``sequence``, which has ``tokens`` (n,), n >= 1.
-
-        Of the sources' draft tokens it is the one that is likely to give most tokens, of equal ones the first source's.
-        """
+        """Up to ``count`` tokens for ``sequence``, which has ``tokens`` (n,), n >= 1.  Of the sources' draft tokens it
+        is the one that is likely to give most tokens, of equal ones the first source's."""
         if sequence.constraint is None:
-            return self._best(sequence, tokens, count, 1.0)
-        forced = self._weighed(self._forced, self._forced.propose(sequence, tokens, count), 1.0)
+            return self._best(self._sources, sequence, tokens, count, 1.0)
+        forced = self._best([self._forced], sequence, tokens, count, 1.0)
         if not (left := count - len(forced.tokens)):
             return forced
         behind = np.concatenate((tokens, forced.tokens))
-        others = self._best(sequence, behind, left, forced.likelihoods[-1] if forced.parts else 1.0)
+        others = self._best(self._sources, sequence, behind, left, forced.likelihoods[-1] if forced.parts else 1.0)
         return Candidate(
             np.concatenate((forced.tokens, others.tokens)),
             forced.parts + others.parts,
             forced.likelihoods + others.likelihoods,
         )
 
-    def _best(self, sequence: Sequence, tokens: IntArray, count: int, likelihood: float) -> Candidate:
-        """That of all sources but the grammar, behind tokens that are right with ``likelihood``."""
+    def _best(
+        self, sources: Iterable[Proposer], sequence: Sequence, tokens: IntArray, count: int, likelihood: float
+    ) -> Candidate:
+        """That of ``sources``, behind tokens that are right with ``likelihood``."""
         best, most = NO_CANDIDATE, 0.0
-        for source in self._sources:
-            found = self._weighed(source, source.propose(sequence, tokens, count), likelihood)
-            if (expected := sum(found.likelihoods)) > most:
-                best, most = found, expected
+        for source in sources:
+            for proposal in source.proposals(sequence, tokens, count):
+                found = self._weighed(proposal, likelihood)
+                if (expected := sum(found.likelihoods)) > most:
+                    best, most = found, expected
         return best
 
-    def _weighed(self, source: Proposer, proposal: Proposal, likelihood: float) -> Candidate:
-        if not len(proposal.tokens):
-            return NO_CANDIDATE
-        found = self._acceptance[source.name].likelihoods(proposal.matched, len(proposal.tokens)) * likelihood
+    def _weighed(self, proposal: Proposal, likelihood: float) -> Candidate:
+        found = self._acceptance[proposal.source].likelihoods(proposal.matched, len(proposal.tokens)) * likelihood
         paying: list[float] = found[found >= _LEAST_LIKELIHOOD].tolist()
         if not paying:
             return NO_CANDIDATE
         return Candidate(
-            proposal.tokens[: len(paying)], [DraftPart(source.name, proposal.matched, len(paying))], paying
+            proposal.tokens[: len(paying)], [DraftPart(proposal.source, proposal.matched, len(paying))], paying
         )
 
     def note(self, parts: list[DraftPart], num_tokens: int, num_right: int) -> None:

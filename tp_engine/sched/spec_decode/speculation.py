@@ -34,15 +34,14 @@ import numpy as np
 
 from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
 from tp_engine.request import SequenceDelta, StepOutput
-from tp_engine.sched.constraint import FillMasks, TokenConstraint
+from tp_engine.sched.constraint import FillMasks, TokenConstraint, follow, masks_of
 from tp_engine.sched.feature import SchedulerFeature
 from tp_engine.sched.outcome import FinishDetails, StopChecker, accept, ending, slice_logprobs
 from tp_engine.sched.running_batch import RunningBatch
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import Sequence
-from tp_engine.sched.spec_decode.grammar_proposer import follow, masks_of
 from tp_engine.sched.spec_decode.proposer import Proposer
-from tp_engine.sched.spec_decode.proposers import DraftPart, Proposers, make_sources
+from tp_engine.sched.spec_decode.proposers import DraftPart, Proposers, make_source
 from tp_engine.sched.spec_decode.step_costs import StepCosts
 from tp_engine.sched.step_scheduler import StepPlanBuilder
 from tp_engine.speculative import SpeculativeConfig
@@ -104,9 +103,8 @@ class Speculation(SchedulerFeature):
             self._most_decodes = min(self._most_decodes, self._costs.most_decodes)
         self._state = state
         self._rows: RunningBatch = state.rows
-        self._stops = stops
-        self._fill_masks = fill_masks
-        self.sources = Proposers(make_sources(config) if sources is None else sources, self._most_tokens)
+        self._stops, self._fill_masks = stops, fill_masks
+        self.sources = Proposers([make_source(config)] if sources is None else sources, self._most_tokens)
         self._num_drafts = self._most_tokens if self.sources.are_drafted else 0
         self._found: list[DraftRun] = []
         self._verifying: list[DraftRun] = []
@@ -183,9 +181,7 @@ class Speculation(SchedulerFeature):
 
     def extend_plan(self, builder: StepPlanBuilder) -> None:
         """Give the rows that run in this step draft rows for what was found, as far as tokens and blocks are left.
-
-        With its draft rows a step has at most ``max_num_seqs`` rows: a rank's inputs have room for no more.
-        """
+        With its draft rows a step has at most ``max_num_seqs`` rows: a rank's inputs have room for no more."""
         if not self._found or not builder.may_preempt:
             return
         decoding = set(builder.decodes.rows.tolist())

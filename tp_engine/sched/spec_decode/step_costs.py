@@ -36,19 +36,15 @@ class StepCosts:
 
     @property
     def most_decodes(self) -> int:
-        """Most rows that get draft tokens, because one for each of them pays; at least 1.
-
-        A step of fewer rows may have more draft tokens than rows, where they are likely: ``num_paying`` tells.
-        """
+        """Most rows that get draft tokens, because one for each of them pays; at least 1.  A step of fewer rows may
+        have more draft tokens than rows, where they are likely: ``num_paying`` tells."""
         decodes = np.arange(1, len(self._seconds) // 2 + len(self._seconds) % 2)
         pays = (1 + _LEAST_LIKELY) * self._seconds[decodes] >= self._seconds[2 * decodes]
         return int(max(decodes[pays], default=1))
 
     def num_paying(self, num_decodes: int, likelihoods: npt.NDArray[np.float64]) -> int:
         """How many draft tokens to verify beside ``num_decodes`` rows, the likeliest first: ``likelihoods`` (n,) fall.
-
-        There are measured times for ``num_decodes`` + n rows.
-        """
+        There are measured times for ``num_decodes`` + n rows."""
         tokens = num_decodes + np.concatenate(([0.0], likelihoods.cumsum()))
         seconds = self._seconds[num_decodes : num_decodes + len(tokens)].copy()
         seconds[1:] += _VERIFYING_S

@@ -30,7 +30,7 @@ from tp_engine.layers.attention import Attention, forward_context, only
 from tp_engine.layers.upload import upload_all
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
-from tp_engine.plan import PAD_SLOT, Drafts, IntArray, StepPlan
+from tp_engine.plan import PAD_SLOT, IntArray, StepPlan
 from tp_engine.sampling import vocab_parallel
 from tp_engine.worker.batch.draft_rows import places_in_runs
 from tp_engine.worker.batch.input_batch import InputBatch
@@ -127,8 +127,8 @@ class HeadDrafter(RunnerFeature):
         table = self._tables.block_table[self._group].index_select(0, on_rows)
         tokens = self._draft(plan.num_drafts, only(last, out), only(last, fed), position, table, on_limits)
         if self._communicator.info.is_first:
-            wait, no_match = running.fetch([tokens]), np.zeros(len(rows), dtype=np.int32)
-            running.pending.drafts = lambda: by_row(rows, wait()[0], no_match)
+            wait = running.fetch([tokens])
+            running.pending.drafts = lambda: by_row(rows, wait()[0])
 
     def _tokens_behind(self, inputs: StepInputs, sampled: torch.Tensor | None) -> torch.Tensor:
         """The token (N,) int32 behind each of the step's tokens, in the rows' table or just ``sampled`` (n,)."""
@@ -232,11 +232,7 @@ def right_draft_rows(plan: StepPlan, sampled: torch.Tensor) -> tuple[torch.Tenso
     return on_chains, (sampled[on_chains[:, :-1]] == on_drafts).cumprod(1).sum(1, keepdim=True)
 
 
-def by_row(rows: IntArray, tokens: IntArray, matched: IntArray) -> dict[int, Drafts]:
-    """Return for each of ``rows`` (m,) its ``tokens`` (m, count) up to the first ``NO_DRAFT``, and how many were
-    ``matched`` (m,)."""
+def by_row(rows: IntArray, tokens: IntArray) -> dict[int, IntArray]:
+    """For each of ``rows`` (m,) its ``tokens`` (m, count) up to the first ``NO_DRAFT``."""
     counts = (tokens != NO_DRAFT).sum(1).tolist()
-    return {
-        row: Drafts(own[:count], length)
-        for row, own, count, length in zip(rows.tolist(), tokens, counts, matched.tolist(), strict=True)
-    }
+    return {row: own[:count] for row, own, count in zip(rows.tolist(), tokens, counts, strict=True)}

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy.typing as npt
 import torch
 
-from tp_engine.plan import NO_IDS, Drafts, FloatArray, IntArray, StepResult, TokenLogprobs
+from tp_engine.plan import NO_IDS, FloatArray, IntArray, StepResult, TokenLogprobs
 
 Check: TypeAlias = Callable[[], None]
 """Raises if another rank has died, failed or hung."""
@@ -38,7 +38,7 @@ class PendingStep:
     logprobs: Callable[[], TokenLogprobs] | None = None
     prompt_logprobs: dict[int, Callable[[], TokenLogprobs]] = field(default_factory=dict)
     pooled: Callable[[], dict[int, FloatArray]] | None = None
-    drafts: Callable[[], dict[int, Drafts]] | None = None
+    drafts: Callable[[], dict[int, IntArray]] | None = None
 
     def result(self) -> StepResult:
         """Return the step's ids and log-probabilities on the host."""
