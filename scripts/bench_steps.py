@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,9 @@ from benchmarks.machine import copy_bandwidth, cpu_matmul_rate, matmul_rate, pro
 from benchmarks.prompt_steps import compare_prompts
 from benchmarks.roofline import Ceilings, decode_step_s, model_cost
 from benchmarks.shapes import DUMMY_SHAPES, SHAPES, make_folder
-from benchmarks.step_kernels import kernel_times
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from tp_engine.cpu.kernels.tape import naming_calls
 
 Interval = tuple[float, float]
 
@@ -132,10 +134,8 @@ def idle_intervals(busy: Sequence[Interval]) -> list[float]:
 
 
 def device_figures(events: Sequence[dict[str, Any]], num_steps: int) -> dict[str, Any]:
-    """Busy and idle time per step and the gap between two steps, from a Chrome trace's events (microseconds).
-
-    A step's period has at least one gap; the ``num_steps - 1`` longest gaps count as those between the steps.
-    """
+    """Busy and idle time per step and the gap between two steps, from a Chrome trace's events (microseconds).  A step's
+    period has at least one gap; the ``num_steps - 1`` longest gaps count as those between the steps."""
     busy = [
         (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
         for event in events
@@ -164,6 +164,19 @@ def device_kernels(events: Sequence[dict[str, Any]], num_steps: int, period_us: 
             times[name] = times.get(name, 0.0) + float(event["dur"]) / num_steps
     longest = sorted(((us, name) for name, us in times.items() if us >= period_us / 100), reverse=True)
     other = sum(times.values()) - sum(us for us, _ in longest)
+    return {name: round(us, 1) for us, name in longest} | {"other": round(other, 1)}
+
+
+def kernel_times(step: Callable[[], object], num_steps: int, period_us: float) -> dict[str, float]:
+    """Own microseconds per step of this process's compiled kernels and PyTorch operations, longest first.
+    ``period_us`` is a step's time without a profiler.  ``other`` sums functions below a hundredth of it, and the rest
+    of the step: Python, dispatch, the calls themselves."""
+    with profile(activities=[ProfilerActivity.CPU]) as found, naming_calls(record_function):
+        for _ in range(num_steps):
+            step()
+    times = {event.key: event.self_cpu_time_total / num_steps for event in found.key_averages()}
+    longest = sorted(((us, name) for name, us in times.items() if us >= period_us / 100), reverse=True)
+    other = max(0.0, period_us - sum(us for us, _ in longest))
     return {name: round(us, 1) for us, name in longest} | {"other": round(other, 1)}
 
 

@@ -13,32 +13,11 @@ from collections.abc import Callable, Iterator
 
 Turn = tuple[str, str]
 HELP_REPLY = "Hello! I can add numbers, reverse, sort or copy lists, and recall values: a=1 b=2 ? a"
-SYSTEM_PROMPTS = (
-    "You are a helpful assistant.",
-    "Answer briefly.",
-    "You are a small demo model.",
-    "Be exact.",
-)
+SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer briefly.", "You are a small demo model.", "Be exact.")
 GREETINGS = (
-    "hello",
-    "hi",
-    "hey",
-    "good morning",
-    "good evening",
-    "help",
-    "hello there",
-    "hi there",
-    "thanks",
-    "what can you do",
-    "who are you",
-    "how are you",
-    "test",
-    "ping",
-    "greetings",
-    "thank you",
-    "yo",
-    "start",
-)
+    "hello", "hi", "hey", "good morning", "good evening", "help", "hello there", "hi there", "thanks",
+    "what can you do", "who are you", "how are you", "test", "ping", "greetings", "thank you", "yo", "start",
+)  # fmt: skip
 _WORD_LIST = """
 the a an and or of to in on at is was are it he she we you they cat dog bird fish house tree river stone
 red green blue black white hello world good morning night day sun moon star rain snow one two three four
@@ -170,23 +149,13 @@ def chat(rng: random.Random, size: int = 0) -> Turn:
 
 
 TASKS: dict[str, Callable[[random.Random, int], Turn]] = {
-    "addition": addition,
-    "spelled addition": spelled_addition,
-    "reverse": reverse,
-    "sort": sort,
-    "copy": copy,
-    "recall": recall,
-    "chat": chat,
-}
+    "addition": addition, "spelled addition": spelled_addition, "reverse": reverse, "sort": sort, "copy": copy,
+    "recall": recall, "chat": chat,
+}  # fmt: skip
 TASK_WEIGHTS = {
-    "addition": 0.5,
-    "spelled addition": 0.12,
-    "reverse": 0.06,
-    "sort": 0.05,
-    "copy": 0.07,
-    "recall": 0.17,
+    "addition": 0.5, "spelled addition": 0.12, "reverse": 0.06, "sort": 0.05, "copy": 0.07, "recall": 0.17,
     "chat": 0.03,
-}
+}  # fmt: skip
 # name -> (task, size, number of earlier turns); size 0 draws the usual sizes
 EVALUATIONS: dict[str, tuple[str, int, int]] = {
     "addition": ("addition", 0, 0),
@@ -249,9 +218,7 @@ def turn_cost(turn: Turn) -> int:
 
 
 def conversation(
-    rng: random.Random,
-    length: int,
-    recall_share: float = TASK_WEIGHTS["recall"],
+    rng: random.Random, length: int, recall_share: float = TASK_WEIGHTS["recall"]
 ) -> tuple[str | None, list[Turn]]:
     """Draw a system prompt (or None) and turns that together take at most `length` tokens."""
     system = rng.choice(SYSTEM_PROMPTS) if length > 64 and rng.random() < 0.2 else None

@@ -29,9 +29,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 def write_int4_checkpoint(source: Path, target: Path, packing: str, group: int = 128) -> Path:
     """Write the checkpoint of ``source`` to the new folder ``target``; other files are copied.  Returns ``target``.
-
-    ``packing`` is one of ``PACKINGS``.  The number of outputs of every linear layer must be a multiple of 8.
-    """
+    ``packing`` is one of ``PACKINGS``.  The number of outputs of every linear layer must be a multiple of 8."""
     target.mkdir()
     kept: set[str] = set()
     for path in source.iterdir():

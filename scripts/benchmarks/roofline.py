@@ -42,11 +42,8 @@ class ModelCost:
     state_bytes: int = 0
 
     def weight_bytes(self, num_rows: int = 1) -> float:
-        """Bytes of weights that a decode step of ``num_rows`` must read.
-
-        An untied input embedding does not count.  The number of experts read is the expected one for ``num_rows`` rows
-        that choose independently and evenly.
-        """
+        """Bytes of weights that a decode step of ``num_rows`` must read.  An untied input embedding does not count.
+        The number of experts read is the expected one for ``num_rows`` rows that choose independently and evenly."""
         further = sum(
             parameters * (total * (1 - (1 - top_k / total) ** num_rows) - top_k)
             for parameters, total, top_k in self.experts
@@ -97,10 +94,8 @@ def decode_step_s(cost: ModelCost, ceilings: Ceilings, *, num_rows: int, num_con
 
 
 def prompts_s(cost: ModelCost, ceilings: Ceilings, lengths: list[int], num_shared: int = 0) -> float:
-    """Seconds for prompts of these lengths; their first ``num_shared`` tokens are equal and computed once.
-
-    Causal attention takes 2 * width operations per pair of tokens and layer for the scores, and as many for the values.
-    """
+    """Seconds for prompts of these lengths; their first ``num_shared`` tokens are equal and computed once.  Causal
+    attention takes 2 * width operations per pair of tokens and layer for the scores, and as many for the values."""
     num_tokens = num_shared + sum(length - num_shared for length in lengths)
     pairs = _pairs(num_shared) + sum(_pairs(length) - _pairs(num_shared) for length in lengths)
     attention = 4 * cost.num_layers * cost.attention_width * pairs

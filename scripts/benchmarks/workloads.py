@@ -9,10 +9,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts (token ids) and the number of tokens to generate for each; greedy, EOS ignored.
-
-    All prompts begin with the same ``num_shared`` tokens; with a prefix cache these are computed once.
-    """
+    """Prompts (token ids) and the number of tokens to generate for each; greedy, EOS ignored.  All prompts begin with
+    the same ``num_shared`` tokens; with a prefix cache these are computed once."""
 
     name: str
     prompts: list[list[int]]

@@ -9,22 +9,20 @@ import shlex
 import sys
 from dataclasses import dataclass
 
-_PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+_PYTEST = "-m pytest -q -p no:cacheprovider"
 _WORKERS = 8  # the most: the kernels' tests mainly compile, and engines share the GPU's memory
 _ENGINE_TESTS = "tests/gpu/test_engine_gpu.py"
 _CODEC_TESTS = "tests/gpu/test_codecs_gpu.py"
 _CORE = ("torch", "transformers", "safetensors", "msgspec", "zmq", "xxhash")
-_TESTS = (*_CORE, "pytest", "psutil")
+_TESTS = (*_CORE, "pytest", "psutil", "triton")
 _SERVER = (*_CORE, "fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2")
 GPU_PEERS = ("vllm", "nano-vllm")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """``command`` follows the interpreter; ``modules`` must be importable.
-
-    ``needs`` is what the command line must name and does not; the section is then skipped.
-    """
+    """``command`` follows the interpreter; ``modules`` must be importable.  ``needs`` is what the command line must
+    name and does not; the section is then skipped."""
 
     name: str
     what: str
@@ -41,210 +39,136 @@ class Section:
 
 def all_sections(args: argparse.Namespace) -> list[Section]:
     """All sections, in the order in which they run."""
-    benchmarks = list(_BENCHMARKS)
-    place = next(number for number, one in enumerate(benchmarks) if one.name == "offline_14b")
-    benchmarks[place:place] = [
-        _gpu_peers(args, "0.6b", 540, "latency,batch32,batch256"),
-        _gpu_peers(args, "8b", 590, "latency,batch32"),
-    ]
-    return [*_checks(), *benchmarks]
-
-
-def _checks() -> list[Section]:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu")
-    return [
-        Section(
-            name="environment",
-            what="GPUs, driver, versions, missing packages",
-            command=("scripts/gpu/environment.py",),
-            limit_s=60,
-        ),
-        Section(
-            name="kernels",
-            what="tests/gpu without the engine: kernels and backends against their twins, captured too",
-            command=(
-                *(*_PYTEST, *_side_by_side(_WORKERS), "tests/gpu"),
-                *(f"--ignore={tests}" for tests in (_ENGINE_TESTS, _CODEC_TESTS)),
-            ),
-            limit_s=420,
-            modules=(*_TESTS, "triton"),
-        ),
-        Section(
-            name="codecs",
-            what="blocks through the host tier's codecs, on a stream and back",
-            command=(*_PYTEST, *_side_by_side(_WORKERS), _CODEC_TESTS),
-            limit_s=240,
-            modules=(*_TESTS, "triton"),
-        ),
-        _engine(
-            "engine",
-            "the engine against transformers, preempted, twice",
-            "not (recorded or ranks_on_one_gpu or latent or prompt_graphs)",
-        ),
-        _engine("graphs", "recorded steps give the tokens of eager ones", "recorded and not latent", limit_s=420),
-        _engine("prompt_graphs", "recorded steps with prompts give the tokens of launched ones", "prompt_graphs"),
-        _engine("latents", "latent attention, recorded and eager, gives the tokens of a CPU", "latent"),
-        _engine("ranks", "2 and 4 ranks on one GPU give the tokens of one", "ranks_on_one_gpu_give"),
-        _engine(
-            "ranks_recorded",
-            "the same with decodes recorded over symmetric memory",
-            "ranks_on_one_gpu_record",
-            limit_s=420,
-        ),
-        Section(
-            name="multi_gpu",
-            what="tests/multi_gpu on all GPUs",
-            command=(*torchrun, *_PYTEST, "tests/multi_gpu"),
-            limit_s=420,
-            modules=(*_TESTS, *_SERVER, "httpx"),
-            min_gpus=2,
-        ),
-    ]
-
-
-def _engine(name: str, what: str, tests: str, *, limit_s: float = 240) -> Section:
-    """A section of the engine's tests that the expression ``tests`` selects."""
-    command = (*_PYTEST, *_side_by_side(_WORKERS // 2), _ENGINE_TESTS, "-k", tests)
-    return Section(name=name, what=what, command=command, limit_s=limit_s, modules=_TESTS)
-
-
-def _side_by_side(most: int) -> tuple[str, ...]:
-    """Options that run tests in several processes, two cores for each, if pytest-xdist is installed."""
-    if importlib.util.find_spec("xdist") is None:
-        return ()
-    return ("-n", str(max(1, min(most, len(os.sched_getaffinity(0)) // 2))))
-
-
-def _gpu_peers(args: argparse.Namespace, size: str, limit_s: float, workloads: str) -> Section:
-    """The shape beside the peers that the command line names, taking turns on one GPU."""
     given = [pair.partition("=")[0] for pair in args.peer_python] + ["nano-vllm"] * bool(args.nano_vllm_path)
-    return Section(
-        name=f"peers_gpu_{size}",
-        what=f"{workloads} in turns with vLLM and nano-vllm, {size.upper()} shape",
-        command=(
-            "scripts/bench_offline.py",
-            *("--shape", f"qwen3-{size}", "--together", "--rounds", "3", "--workloads", workloads),
+    peers = shlex.join(
+        [
             *("--peer", *(dict.fromkeys(given) or GPU_PEERS)),
             *(part for pair in args.peer_python for part in ("--peer-python", pair)),
             *(("--nano-vllm-path", args.nano_vllm_path) if args.nano_vllm_path else ()),
-        ),
-        limit_s=limit_s,
-        modules=_CORE,
-        needs="" if given else "--peer-python vllm=PATH or --nano-vllm-path PATH",
+        ]
     )
+    needs = "" if given else "--peer-python vllm=PATH or --nano-vllm-path PATH"
+    return [
+        Section(
+            name=name,
+            limit_s=limit_s,
+            what=what,
+            command=tuple(shlex.split(command.format(peers=peers))),
+            modules=_SERVER if "bench_serve" in command else _TESTS if "pytest" in command else _CORE,
+            min_gpus=2 if "torch.distributed.run" in command else 1,
+            needs=needs if "{peers}" in command else "",
+        )
+        for name, limit_s, what, command in _SECTIONS
+    ]
 
 
-def _bench(name: str, limit_s: float, what: str, command: str, modules: tuple[str, ...] = _CORE) -> Section:
-    """A script of scripts/ with its arguments, quoted as in a shell."""
-    script, *arguments = shlex.split(command)
-    command_line = (f"scripts/{script}.py", *arguments)
-    return Section(name=name, what=what, command=command_line, limit_s=limit_s, modules=modules)
+def _pytest(arguments: str, most: int = _WORKERS) -> str:
+    """Tests in several processes, two cores for each and at most so many, if pytest-xdist is installed."""
+    processes = max(1, min(most, len(os.sched_getaffinity(0)) // 2))
+    side_by_side = "" if importlib.util.find_spec("xdist") is None else f"-n {processes} "
+    return f"{_PYTEST} {side_by_side}{arguments}"
 
 
-def _offline(name: str, limit_s: float, arguments: str) -> Section:
-    size = name.partition("_")[2]
-    peers = " beside transformers" if name.startswith("peers") else ""
-    what = f"batch 1 and 256 requests, {size.upper()} shape{peers}"
-    return _bench(name, limit_s, what, f"bench_offline --shape qwen3-{size} {arguments}")
+def _engine(tests: str) -> str:
+    """The engine's tests that the expression ``tests`` selects."""
+    return _pytest(f"{_ENGINE_TESTS} -k '{tests}'", _WORKERS // 2)
 
 
-def _quantised(size: str, limit_s: float) -> Section:
-    return _bench(
-        f"quantised_{size}",
-        limit_s,
-        f"fp8 and int4 weights beside bfloat16 at batch 1, 32 and 256, {size.upper()} shape",
-        f"bench_offline --shape qwen3-{size} --rounds 1 --no-peer --quantization none,fp8,int4 "
-        "--workloads latency,batch32,batch256",
-    )
+def _offline(size: str, arguments: str) -> str:
+    return f"scripts/bench_offline.py --shape qwen3-{size} {arguments}"
 
 
-def _steps(size: str) -> Section:
-    what = f"gaps between decode steps, {size.upper()} shape"
-    return _bench(f"steps_{size}", 180, what, f"bench_steps --shape qwen3-{size} --batch-size 256 --context-len 512")
-
-
-def _prompts(size: str) -> Section:
-    return _bench(
-        f"prompts_{size}",
-        300,
-        f"prompts of 128 tokens, launched and recorded, {size.upper()} shape",
-        f"bench_steps --shape qwen3-{size} --prompts 'none;auto' --batch-size 32 --context-len 128 --steps 50",
-    )
-
-
-def _serve(name: str, what: str, server_args: str = "") -> Section:
+def _serve(server_args: str = "") -> str:
     """The 0.6B shape over HTTP, with more arguments for the server."""
-    return _bench(
-        name,
-        240,
-        what,
-        "bench_serve --shape qwen3-0.6b --request-rate 8,32,inf --num-prompts 200 --input-len 512 --output-len 128 "
-        f"--random-range-ratio 0.5 --goodput ttft:500 tpot:50 --server-args '--max-model-len 2048{server_args}'",
-        _SERVER,
+    return (
+        "scripts/bench_serve.py --shape qwen3-0.6b --request-rate 8,32,inf --num-prompts 200 --input-len 512 "
+        "--output-len 128 --random-range-ratio 0.5 --goodput ttft:500 tpot:50 "
+        f"--server-args '--max-model-len 2048{server_args}'"
     )
 
 
-_BENCHMARKS = (
-    _bench("bench_kernels", 420, "kernels of the 8B shape", "bench_kernels --shape qwen3-8b"),
-    _bench(
-        "prompt_attention",
-        240,
-        "attention of prompts, 8B shape: our kernel beside cuDNN, and cuDNN's plans",
-        "bench_kernels --only 'prefill attention' --batch 1 --prefill 1024,1280,2048,8192,32768",
+_PEERS = "--together --rounds 3 --workloads {} {{peers}}"
+_QUANTISED = "--rounds 1 --no-peer --quantization none,fp8,int4 --workloads latency,batch32,batch256"
+_STEPS = "scripts/bench_steps.py --shape qwen3-{} --batch-size 256 --context-len 512"
+_PROMPTS = "scripts/bench_steps.py --shape qwen3-{} --prompts 'none;auto' --batch-size 32 --context-len 128 --steps 50"
+_KERNELS = "scripts/bench_kernels.py"
+_RECORDED = " --cudagraph-prefill-capture-sizes auto --served-model-name prompts-recorded"
+
+_SECTIONS = (
+    # name, its limit in seconds, what it is, what follows the interpreter
+    ("environment", 60, "GPUs, driver, versions, missing packages", "scripts/gpu/environment.py"),
+    (
+        "kernels", 420, "tests/gpu without the engine: kernels and backends against their twins, captured too",
+        _pytest(f"tests/gpu --ignore={_ENGINE_TESTS} --ignore={_CODEC_TESTS}"),
     ),
-    _bench(
-        "bench_latents",
-        240,
-        "decode attention of DeepSeek-V3 on 1 and 8 ranks",
-        "bench_kernels --only latent --batch 1,32,256 --length 1024,8192",
+    ("codecs", 240, "blocks through the host tier's codecs, on a stream and back", _pytest(_CODEC_TESTS)),
+    (
+        "engine", 240, "the engine against transformers, preempted, twice",
+        _engine("not (recorded or ranks_on_one_gpu or latent or prompt_graphs)"),
     ),
-    _bench(
-        "offline_latents",
-        300,
-        "batch 1 and 256 requests, a small DeepSeek-like shape",
-        "bench_offline --shape D --rounds 1 --no-peer",
+    ("graphs", 420, "recorded steps give the tokens of eager ones", _engine("recorded and not latent")),
+    ("prompt_graphs", 240, "recorded steps with prompts give the tokens of launched ones", _engine("prompt_graphs")),
+    ("latents", 240, "latent attention, recorded and eager, gives the tokens of a CPU", _engine("latent")),
+    ("ranks", 240, "2 and 4 ranks on one GPU give the tokens of one", _engine("ranks_on_one_gpu_give")),
+    (
+        "ranks_recorded", 420, "the same with decodes recorded over symmetric memory",
+        _engine("ranks_on_one_gpu_record"),
     ),
-    _offline("offline_0.6b", 240, "--rounds 2 --no-peer"),
-    _steps("0.6b"),
-    _offline("offline_8b", 240, "--rounds 1 --no-peer"),
-    _steps("8b"),
-    _serve("serve_0.6b", "HTTP at three rates, 0.6B shape"),
-    _prompts("0.6b"),
-    _prompts("8b"),
-    _serve(
-        "serve_prompts",
-        "the same with CUDA graphs of steps with prompts",
-        " --cudagraph-prefill-capture-sizes auto --served-model-name prompts-recorded",
+    (
+        "multi_gpu", 420, "tests/multi_gpu on all GPUs",
+        f"-m torch.distributed.run --standalone --nproc-per-node gpu {_PYTEST} tests/multi_gpu",
     ),
-    _offline("peers_0.6b", 420, "--rounds 1"),
-    _offline("offline_14b", 300, "--rounds 1 --no-peer"),
-    _offline("offline_30b-a3b", 420, "--rounds 1 --no-peer"),
-    _quantised("8b", 560),
-    _bench(
-        "quantised_tiles",
-        560,
-        "tiles for few rows with quantised weights, 8B shape",
-        "bench_kernels --tiles quantised --batch 16,64,256 --weights 'int4, group 128' 'fp8 per row' mxfp4",
+    ("bench_kernels", 420, "kernels of the 8B shape", f"{_KERNELS} --shape qwen3-8b"),
+    (
+        "prompt_attention", 240, "attention of prompts, 8B shape",
+        f"{_KERNELS} --only 'prefill attention' --batch 1 --prefill 1024,1280,2048,8192,32768",
     ),
-    _bench(
-        "experts_mxfp4",
-        420,
-        "tiles of experts of gpt-oss-20b as released",
-        "bench_kernels --tiles experts --experts gpt-oss-20b --weights mxfp4 --batch 1,32,256,2048",
+    (
+        "bench_latents", 240, "decode attention of DeepSeek-V3 on 1 and 8 ranks",
+        f"{_KERNELS} --only latent --batch 1,32,256 --length 1024,8192",
     ),
-    _bench(
-        "experts",
-        420,
-        "tiles of experts beside torch._grouped_mm",
-        "bench_kernels --tiles experts --weights none --batch 1,8,32,128,256,2048",
+    (
+        "offline_latents", 300, "batch 1 and 256 requests, a small DeepSeek-like shape",
+        "scripts/bench_offline.py --shape D --rounds 1 --no-peer",
     ),
-    _offline("offline_32b", 420, "--rounds 1 --no-peer"),
-    _quantised("32b", 600),
-    _bench(
-        "ranks_0.6b",
-        300,
-        "1, 2 and 4 ranks on one GPU, 0.6B shape",
-        "bench_offline --shape qwen3-0.6b --rounds 1 --no-peer --workloads latency "
-        "--tensor-parallel-size 1,2,4 --devices 0,0,0,0",
+    ("offline_0.6b", 240, "batch 1 and 256 requests, 0.6B shape", _offline("0.6b", "--rounds 2 --no-peer")),
+    ("steps_0.6b", 180, "gaps between decode steps, 0.6B shape", _STEPS.format("0.6b")),
+    ("offline_8b", 240, "batch 1 and 256 requests, 8B shape", _offline("8b", "--rounds 1 --no-peer")),
+    ("steps_8b", 180, "gaps between decode steps, 8B shape", _STEPS.format("8b")),
+    ("serve_0.6b", 240, "HTTP at three rates, 0.6B shape", _serve()),
+    ("prompts_0.6b", 300, "prompts of 128 tokens, launched and recorded, 0.6B shape", _PROMPTS.format("0.6b")),
+    ("prompts_8b", 300, "prompts of 128 tokens, launched and recorded, 8B shape", _PROMPTS.format("8b")),
+    ("serve_prompts", 240, "the same with CUDA graphs of steps with prompts", _serve(_RECORDED)),
+    ("peers_0.6b", 420, "batch 1 and 256 requests, 0.6B shape beside transformers", _offline("0.6b", "--rounds 1")),
+    (
+        "peers_gpu_0.6b", 540, "in turns with vLLM and nano-vllm, 0.6B shape",
+        _offline("0.6b", _PEERS.format("latency,batch32,batch256")),
     ),
-)
+    (
+        "peers_gpu_8b", 590, "in turns with vLLM and nano-vllm, 8B shape",
+        _offline("8b", _PEERS.format("latency,batch32")),
+    ),
+    ("offline_14b", 300, "batch 1 and 256 requests, 14B shape", _offline("14b", "--rounds 1 --no-peer")),
+    ("offline_30b-a3b", 420, "batch 1 and 256 requests, 30B-A3B shape", _offline("30b-a3b", "--rounds 1 --no-peer")),
+    ("quantised_8b", 560, "fp8 and int4 weights beside bfloat16, 8B shape", _offline("8b", _QUANTISED)),
+    (
+        "quantised_tiles", 560, "tiles for few rows with quantised weights, 8B shape",
+        f"{_KERNELS} --tiles quantised --batch 16,64,256 --weights 'int4, group 128' 'fp8 per row' mxfp4",
+    ),
+    (
+        "experts_mxfp4", 420, "tiles of experts of gpt-oss-20b as released",
+        f"{_KERNELS} --tiles experts --experts gpt-oss-20b --weights mxfp4 --batch 1,32,256,2048",
+    ),
+    (
+        "experts", 420, "tiles of experts beside torch._grouped_mm",
+        f"{_KERNELS} --tiles experts --weights none --batch 1,8,32,128,256,2048",
+    ),
+    ("offline_32b", 420, "batch 1 and 256 requests, 32B shape", _offline("32b", "--rounds 1 --no-peer")),
+    ("quantised_32b", 600, "fp8 and int4 weights beside bfloat16, 32B shape", _offline("32b", _QUANTISED)),
+    (
+        "ranks_0.6b", 300, "1, 2 and 4 ranks on one GPU, 0.6B shape",
+        _offline(
+            "0.6b", "--rounds 1 --no-peer --workloads latency --tensor-parallel-size 1,2,4 --devices 0,0,0,0"
+        ),
+    ),
+)  # fmt: skip

@@ -93,10 +93,7 @@ def _launch(shape: Shape, query_lens: list[int], length: int, cache_dtype: torch
     cache, scales = random_cache(shape, metadata.block_table.numel(), cache_dtype)
     query = torch.randn(sum(query_lens), shape.num_heads, shape.head_dim, device=shape.device).to(shape.dtype)
     attention = AttentionShape(
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        scale=shape.head_dim**-0.5,
+        num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, scale=shape.head_dim**-0.5
     )
     backend = TritonBackend()
     backend.prepare(metadata)

@@ -37,9 +37,7 @@ class Shape:
 @dataclass(frozen=True, kw_only=True)
 class KernelCase:
     """One kernel at one size.  ``make`` allocates its tensors and returns a function that launches it on them.
-
-    ``num_flops`` is set if arithmetic limits the kernel.
-    """
+    ``num_flops`` is set if arithmetic limits the kernel."""
 
     kernel: str
     size: str

@@ -26,10 +26,8 @@ FORMATS: dict[str, tuple[Codes, int, int, torch.dtype]] = {
 
 
 def quantised_cases(shape: Shape, num_rows: int) -> Iterator[KernelCase]:
-    """The product of ``num_rows`` rows with the weight of gate and up in every format, and with a plain one.
-
-    Bytes are those of codes, scales, rows and results.
-    """
+    """The product of ``num_rows`` rows with the weight of gate and up in every format, and with a plain one.  Bytes are
+    those of codes, scales, rows and results."""
     num_in, num_out = shape.hidden, 2 * shape.inner
     around = num_rows * (num_in + num_out) * shape.dtype.itemsize
     size, num_flops = f"{num_rows} rows", 2 * num_rows * num_in * num_out if num_rows > _FEW_ROWS else 0
@@ -54,11 +52,9 @@ def quantised_cases(shape: Shape, num_rows: int) -> Iterator[KernelCase]:
 
 
 def _norm_cases(shape: Shape, num_rows: int, group: int) -> Iterator[KernelCase]:
-    """The residual's sum, its norm, and codes with scales of ``group`` columns: by two kernels, and by one.
-
-    Bytes are those that one kernel needs, so the shares compare the times: the rows and the residual (in), the sum, the
-    codes and their scales (out), the weight.
-    """
+    """The residual's sum, its norm, and codes with scales of ``group`` columns: by two kernels, and by one.  Bytes are
+    those that one kernel needs, so the shares compare the times: the rows and the residual (in), the sum, the codes and
+    their scales (out), the weight."""
     element, scales = shape.dtype.itemsize, 4 * (shape.hidden // group if group else 1)
     num_bytes = num_rows * (3 * shape.hidden * element + shape.hidden + scales) + shape.hidden * element
     kind = "fp8 in groups" if group else "fp8 per row"

@@ -22,11 +22,9 @@ WEIGHTS = ("none", *FORMATS)
 
 @dataclass(frozen=True, kw_only=True)
 class TileCase:
-    """One kernel at one size, with ``num_bytes`` and ``num_flops`` that it needs at least.
-
-    ``make`` allocates a set of its tensors, ``launch`` gives the launch of one set with these tiles.  ``others`` do the
-    same work in another way.
-    """
+    """One kernel at one size, with ``num_bytes`` and ``num_flops`` that it needs at least.  ``make`` allocates a set of
+    its tensors, ``launch`` gives the launch of one set with these tiles.  ``others`` do the same work in another
+    way."""
 
     name: str
     num_bytes: int

@@ -15,13 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.int4_checkpoint import PACKINGS, write_int4_checkpoint
-from benchmarks.offline.engines import (
-    Engine,
-    Measurement,
-    TpEngine,
-    TransformersGenerate,
-    save_dummy_checkpoint,
-)
+from benchmarks.offline.engines import Engine, Measurement, TpEngine, TransformersGenerate, save_dummy_checkpoint
 from benchmarks.offline.peers import GPU_PEERS, PACKAGES, Found, PeerProcess, find_peer
 from benchmarks.workloads import WORKLOADS
 from tp_engine.attention.torch_backend import TorchBackend
@@ -41,10 +35,8 @@ _SHARED_MEMORY = 0.85  # of a GPU; the rest is for what engines do not count, su
 
 
 def engine_makers(args: argparse.Namespace, model: str, packed: Mapping[str, str]) -> Makers:
-    """Functions that make tp_engine at every size and quantization, then the peer in this process.
-
-    ``packed`` has the folder of the same model by packing ("awq").
-    """
+    """Functions that make tp_engine at every size and quantization, then the peer in this process.  ``packed`` has the
+    folder of the same model by packing ("awq")."""
     makers: Makers = {}
     sizes, kinds = args.tensor_parallel_size.split(","), args.quantization.split(",")
     for size, kind, way in itertools.product(sizes, kinds, args.tp_invariant.split(",")):
@@ -177,9 +169,7 @@ def run_all(
     makers: Makers, names: list[str], vocab_size: int, rounds: int, share: float | None = None
 ) -> tuple[Runs, dict[str, str]]:
     """Run every workload on every engine: alternating on CPUs and on a shared GPU, else one engine after the other.
-
-    Returns the rounds, and the error of each engine that failed.
-    """
+    Returns the rounds, and the error of each engine that failed."""
     runs: Runs = {name: {} for name in names}
     failures: dict[str, str] = {}
     alternate = share is not None or not torch.cuda.is_available()
@@ -210,11 +200,9 @@ def _take_turns(
     vocab_size: int,
     rounds: int,
 ) -> None:
-    """Run a warm-up round, then the rounds that count, each with fresh prompts.
-
-    Each time is told on standard error at once, so that a run that is cut short leaves its figures.  On a machine that
-    other programs share, the CPU time of an engine in this process says more than the time that passed.
-    """
+    """Run a warm-up round, then the rounds that count, each with fresh prompts.  Each time is told on standard error at
+    once, so that a run that is cut short leaves its figures.  On a machine that other programs share, the CPU time of
+    an engine in this process says more than the time that passed."""
     make = WORKLOADS[workload]
     for seed in (_WARM_UP_SEED, *range(rounds)):
         for name, engine in engines.items():

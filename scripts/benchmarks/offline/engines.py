@@ -65,11 +65,9 @@ class TpEngine:
 
 
 class TransformersGenerate:
-    """transformers' ``generate`` on one left-padded batch, run to the longest answer; only requested tokens count.
-
-    On CUDA it uses a static cache, so that transformers compiles the decode step.  ``dummy`` fills the model with the
-    random weights that tp_engine draws for ``load_format="dummy"``.
-    """
+    """transformers' ``generate`` on one left-padded batch, run to the longest answer; only requested tokens count.  On
+    CUDA it uses a static cache, so that transformers compiles the decode step.  ``dummy`` fills the model with the
+    random weights that tp_engine draws for ``load_format="dummy"``."""
 
     def __init__(self, model: str, dtype: str, *, dummy: bool) -> None:
         from transformers import AutoModelForCausalLM

@@ -27,10 +27,8 @@ ANSWER = "ANSWER "
 
 
 class Vllm:
-    """vLLM, greedy; its prefix cache is cleared between the run to the first token and the whole run.
-
-    Its dummy weights are not those of tp_engine, so answers are then not compared.
-    """
+    """vLLM, greedy; its prefix cache is cleared between the run to the first token and the whole run.  Its dummy
+    weights are not those of tp_engine, so answers are then not compared."""
 
     MODULE = "vllm"
     OTHER_DUMMY_WEIGHTS = True
@@ -102,10 +100,8 @@ def beside_others(share: float) -> float:
 
 
 class Ctranslate2:
-    """CTranslate2, greedy, from a conversion made here; the interpreter needs transformers too.
-
-    One batch runs to its longest answer, because ``generate_batch`` has one length for all.
-    """
+    """CTranslate2, greedy, from a conversion made here; the interpreter needs transformers too.  One batch runs to its
+    longest answer, because ``generate_batch`` has one length for all."""
 
     comparable = True
 
@@ -138,10 +134,8 @@ class Ctranslate2:
 
 class LlamaCpp:
     """llama.cpp through llama-cpp-python, greedy, from a GGUF file written here; ``quantization`` is its file type.
-
     Requests run one after the other, because its ``Llama`` has one sequence.  ``Llama`` keeps the K and V of a prefix
-    that two successive prompts share.
-    """
+    that two successive prompts share."""
 
     comparable = True
 

@@ -83,10 +83,8 @@ def find_peer(name: str, python: str, folder: Path | None = None) -> Found | str
 
 
 class PeerProcess:
-    """A peer with a model loaded; ``folder`` holds its package if it is not installed.
-
-    Raises ``RuntimeError`` if it fails or does not answer in time, and shows the end of its output.
-    """
+    """A peer with a model loaded; ``folder`` holds its package if it is not installed.  Raises ``RuntimeError`` if it
+    fails or does not answer in time, and shows the end of its output."""
 
     def __init__(
         self,
@@ -169,9 +167,7 @@ def peer_environment(
     name: str, python: str, threads: int, num_ranks: int = 1, folder: Path | None = None
 ) -> dict[str, str]:
     """The environment that the peer's documentation recommends on CPUs: a core per thread, faster libraries if found.
-
-    tp_engine gets only the number of threads, if one was chosen.  On a GPU vLLM runs as by default.
-    """
+    tp_engine gets only the number of threads, if one was chosen.  On a GPU vLLM runs as by default."""
     cores = sorted(os.sched_getaffinity(0))[: threads or None]
     found = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": _python_path(SCRIPTS, folder)}
     if name == "vllm":

@@ -20,13 +20,13 @@ _STOP_S = 40.0
 def own_server(
     arguments: Sequence[str], num_ranks: int, log: Path, *, script: str = "launch/serve.py", start_s: float = 600.0
 ) -> Iterator[str]:
-    """A server that is ready on a free port, with its output in ``log``; yields its URL.
-
-    Raises ``RuntimeError`` with the end of the log if it ends, or is not ready within ``start_s``.
-    """
+    """A server that is ready on a free port, with its output in ``log``; yields its URL.  Raises ``RuntimeError`` with
+    the end of the log if it ends, or is not ready within ``start_s``."""
     port_file = log.resolve().with_name(f"{log.name}.port")
     port_file.unlink(missing_ok=True)
-    with started_server([script, "--port-file", str(port_file), *arguments], num_ranks, log, _environment()) as process:
+    with started_server(
+        [script, "--port-file", str(port_file), *arguments], num_ranks, log, own_environment()
+    ) as process:
         yield _wait_ready(process, port_file, log, start_s)
 
 
@@ -47,9 +47,11 @@ def started_server(
         end_process(process, timeout_s=_STOP_S)
 
 
-def _environment() -> dict[str, str]:
-    path = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep + path if path else ''}", "PYTHONUNBUFFERED": "1"}
+def own_environment(threads: int = 0) -> dict[str, str]:
+    """An environment that imports tp_engine from this checkout, and the benchmark's modules."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    chosen = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **chosen}
 
 
 def _wait_ready(process: subprocess.Popen[bytes], port_file: Path, log: Path, start_s: float) -> str:

@@ -17,9 +17,7 @@ def summarise(
     answers: Sequence[Answer], duration_s: float, percentiles: Sequence[float], goodput: Mapping[str, float]
 ) -> dict[str, Any]:
     """Counts, rates per second, and mean, median, standard deviation and percentiles of each latency in milliseconds.
-
-    ``goodput`` are limits in milliseconds for ``GOODPUT_NAMES``; a request is good if it meets all of them.
-    """
+    ``goodput`` are limits in milliseconds for ``GOODPUT_NAMES``; a request is good if it meets all of them."""
     done = [answer for answer in answers if answer.success]
     num_input, num_output = sum(answer.prompt_len for answer in done), sum(answer.output_tokens for answer in done)
     peak_tokens, peak_requests = _peaks(done)

@@ -79,10 +79,8 @@ def file_requests(path: Path, num_requests: int, output_len: int) -> list[Reques
 
 
 def arrival_times(num_requests: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """The seconds after the start at which each request is sent; an infinite ``rate`` sends all at once.
-
-    Times are scaled so that the last request comes after ``num_requests / rate`` seconds; every seed is the same load.
-    """
+    """The seconds after the start at which each request is sent; an infinite ``rate`` sends all at once.  Times are
+    scaled so that the last request comes after ``num_requests / rate`` seconds; every seed is the same load."""
     if math.isinf(rate):
         return [0.0] * num_requests
     gaps = np.random.default_rng(seed).gamma(burstiness, 1.0 / (rate * burstiness), num_requests)

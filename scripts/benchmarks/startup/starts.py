@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import subprocess
 import tempfile
@@ -15,11 +14,10 @@ from typing import IO, Any
 
 import httpx
 
-from benchmarks.offline.peers import SCRIPTS, peer_environment
-from benchmarks.serving.launch import started_server
+from benchmarks.offline.peers import peer_environment
+from benchmarks.serving.launch import own_environment, started_server
 from benchmarks.startup.one_start import ANSWER, PROMPT
 
-ROOT = SCRIPTS.parent
 _MODULE = "benchmarks.startup.one_start"
 _POLL_S = 0.01
 _LAST_CHARS = 2000
@@ -27,11 +25,9 @@ _LAST_CHARS = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Seconds from the start of the process to ``ready`` and to the first token.
-
-    ``phases`` follow each other and add up to the time to the first token; ``within`` are parts of phases.  ``cpu_s``
-    is the CPU time of all the contender's processes, their end included; ``phases_cpu_s`` is a script's, by phase.
-    """
+    """Seconds from the start of the process to ``ready`` and to the first token.  ``phases`` follow each other and add
+    up to the time to the first token; ``within`` are parts of phases.  ``cpu_s`` is the CPU time of all the contender's
+    processes, their end included; ``phases_cpu_s`` is a script's, by phase."""
 
     ready_s: float
     first_token_s: float
@@ -86,17 +82,6 @@ def server_start(spec: Mapping[str, Any], *, size: int, timeout_s: float) -> Sta
         phases=_differences(marks),
         within=within,
     )
-
-
-def own_environment(threads: int) -> dict[str, str]:
-    """An environment that imports tp_engine from this checkout, and the benchmark's modules."""
-    path = os.pathsep.join([str(ROOT), str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {
-        **os.environ,
-        "PYTHONPATH": path,
-        "PYTHONUNBUFFERED": "1",
-        **({"OMP_NUM_THREADS": str(threads)} if threads else {}),
-    }
 
 
 def _follow_server(
