@@ -60,10 +60,8 @@ def start_child(
 
 
 def kill_children() -> None:
-    """Kill this process's children, from any thread, before it ends without closing anything.
-
-    Otherwise they would end seconds later, and log that their parent has gone.
-    """
+    """Kill this process's children, from any thread, before it ends without closing anything.  Otherwise they would end
+    seconds later, and log that their parent has gone."""
     for child in list(_children):
         child.kill()
 

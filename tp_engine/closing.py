@@ -28,11 +28,9 @@ class Closing(ABC):
 
 
 class Ending:
-    """The end of one engine; ``failure`` is the error that ended it.
-
-    The engine belongs to the process that made it.  In a process forked from that one, its copy counts as closed: it
-    can be neither used nor closed there, so the end of a forked process stops no rank of its parent.
-    """
+    """The end of one engine; ``failure`` is the error that ended it.  The engine belongs to the process that made it.
+    In a process forked from that one, its copy counts as closed: it can be neither used nor closed there, so the end of
+    a forked process stops no rank of its parent."""
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None

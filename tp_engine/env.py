@@ -25,10 +25,8 @@ class LaunchedRank:
 
 
 def launched_rank(environ: Mapping[str, str] | None = None) -> LaunchedRank | None:
-    """This process's place in a torchrun job, or None for a process that torchrun did not start.
-
-    ``ConfigError`` if the ranks can not meet with these variables.
-    """
+    """This process's place in a torchrun job, or None for a process that torchrun did not start.  ``ConfigError`` if
+    the ranks can not meet with these variables."""
     env = os.environ if environ is None else environ
     if "RANK" not in env or "WORLD_SIZE" not in env or "MASTER_ADDR" not in env:
         return None
@@ -142,11 +140,9 @@ def is_peer_access_off() -> bool:
 
 
 def leave_hangs_to_the_engine() -> None:
-    """Set ``TORCH_NCCL_ENABLE_MONITORING`` to 0 unless it is set.
-
-    Torch's monitor aborts a process whose NCCL thread was silent for 8 minutes, idle jobs of several hosts included,
-    and names no cause.  The engine's own watchdog ends hangs by its limits.
-    """
+    """Set ``TORCH_NCCL_ENABLE_MONITORING`` to 0 unless it is set.  Torch's monitor aborts a process whose NCCL thread
+    was silent for 8 minutes, idle jobs of several hosts included, and names no cause.  The engine's own watchdog ends
+    hangs by its limits."""
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
 
 

@@ -24,15 +24,12 @@ class ConfigError(ValueError):
 
 
 class RequestError(ValueError):
-    """A request that can not be served; the engine is unchanged.
-
-    ``param`` names the offending field and ``code`` is the OpenAI error code (``context_length_exceeded``), if any.
-    """
+    """A request that can not be served; the engine is unchanged.  ``param`` names the offending field and ``code`` is
+    the OpenAI error code (``context_length_exceeded``), if any."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
-        self.code = code
+        self.param, self.code = param, code
 
 
 class WeightError(RuntimeError):
@@ -52,10 +49,8 @@ class RankError(RuntimeError):
 
 
 class MemoryBudgetError(RuntimeError):
-    """The device has too little memory for the configuration; the message has the numbers and the remedy.
-
-    All ranks raise the same error; ``rank`` is the first rank with too little, or None if all ranks are alike.
-    """
+    """The device has too little memory for the configuration; the message has the numbers and the remedy.  All ranks
+    raise the same error; ``rank`` is the first rank with too little, or None if all ranks are alike."""
 
     def __init__(self, message: str, *, rank: int | None = None) -> None:
         super().__init__(message)

@@ -84,9 +84,7 @@ def parse_json(text: bytes) -> Any:
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """The header of a safetensors file, by tensor, and its bytes: 8 with its length, little-endian, then JSON.
-
-    ``OSError`` or ``ValueError``.
-    """
+    ``OSError`` or ``ValueError``."""
     with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
@@ -98,10 +96,8 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def check_folder(folder: Path) -> None:
-    """``OSError`` if a file that a library may open in the folder of a model or tokenizer is none to be opened.
-
-    The library transformers opens such files by itself, one level deep.
-    """
+    """``OSError`` if a file that a library may open in the folder of a model or tokenizer is none to be opened.  The
+    library transformers opens such files by itself, one level deep."""
     for path in sorted((*folder.iterdir(), *folder.glob("*/*"))):
         if any(fnmatch(path.name, pattern) for pattern in _READ_BY_LIBRARIES) and path.exists() and not path.is_dir():
             check_regular(path, MAX_TOKENIZER_BYTES)

@@ -30,10 +30,8 @@ def parse_overrides(text: str | None) -> dict[str, Any]:
 
 def overridden(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """``values`` with the changes of ``overrides``: an object changes the keys that it has, and any other value takes
-    the place of the old one.  Null does so too: a key that is null counts as absent, or asks for no such part.
-
-    Two spellings of one key are the same key: an override changes the one that the file has.  Raises ``ConfigError``.
-    """
+    the place of the old one.  Null does so too: a key that is null counts as absent, or asks for no such part.  Two
+    spellings of one key are the same key: an override changes the one that the file has.  Raises ``ConfigError``."""
     found = dict(values)
     for given, value in overrides.items():
         name = _spelled(given, found)

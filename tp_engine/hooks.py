@@ -24,3 +24,15 @@ def hooks(features: Iterable[object], name: str) -> list[Callable[..., Any]]:
 def _overrides(kind: type, name: str) -> bool:
     base = next(one for one in reversed(kind.__mro__) if name in vars(one))
     return getattr(kind, name) is not vars(base)[name]
+
+
+class Hooks:
+    """The hooks of ``features``: each attribute is what ``hooks`` gives for its name."""
+
+    def __init__(self, features: Iterable[object]) -> None:
+        self._features = features
+
+    def __getattr__(self, name: str) -> list[Callable[..., Any]]:
+        found = hooks(self._features, name)
+        setattr(self, name, found)
+        return found

@@ -55,9 +55,8 @@ def local_num_kv_heads(num_kv_heads: int, world_size: int) -> int:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvKind:
     """What the layers of one group have in common.  ``window`` counts the visible keys, self included; None: all.
-
-    ``num_kv_heads`` are the whole model's.  ``num_parts``: 2, keys and values; 1 where values are a part of the keys.
-    """
+    ``num_kv_heads`` are the whole model's.  ``num_parts``: 2, keys and values; 1 where values are a part of the
+    keys."""
 
     window: int | None
     num_kv_heads: int
@@ -67,10 +66,8 @@ class KvKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvGroup:
-    """``layers`` in rising order; blocks wholly behind ``window`` are given back, None keeps them all.
-
-    Each layer keeps ``num_parts`` (keys and values) of ``local_num_kv_heads`` heads, this rank's, of ``head_dim``.
-    """
+    """``layers`` in rising order; blocks wholly behind ``window`` are given back, None keeps them all.  Each layer
+    keeps ``num_parts`` (keys and values) of ``local_num_kv_heads`` heads, this rank's, of ``head_dim``."""
 
     layers: tuple[int, ...]
     window: int | None
@@ -95,9 +92,7 @@ class KvGroup:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateKind:
     """The state of one layer with the gated delta rule (``kernels/gated_delta_net.py``); heads are the whole model's.
-
-    ``taps`` are those of its convolution, which keeps the ``taps - 1`` last inputs of each channel.
-    """
+    ``taps`` are those of its convolution, which keeps the ``taps - 1`` last inputs of each channel."""
 
     num_key_heads: int
     num_value_heads: int
@@ -179,10 +174,8 @@ class KvLayout:
         return self.windows == (None,)
 
     def block_bytes(self, block_size: int, itemsize: int, *, has_scales: bool = False) -> int:
-        """Bytes of one block on one rank: of the largest group, with its padding.
-
-        A whole number of any group's tokens, so that kernels can count from block to block in tokens.
-        """
+        """Bytes of one block on one rank: of the largest group, with its padding.  A whole number of any group's
+        tokens, so that kernels can count from block to block in tokens."""
         largest = max(
             group.value_bytes(block_size, itemsize) + (group.scale_bytes(block_size) if has_scales else 0)
             for group in self.groups
@@ -190,11 +183,9 @@ class KvLayout:
         return largest if has_scales else round_up(largest, lcm(*(group.width for group in self.groups)) * itemsize)
 
     def blocks_for(self, num_tokens: int, block_size: int, chunk_tokens: int) -> int:
-        """The most blocks of all groups that a sequence of up to ``num_tokens`` holds at once.
-
-        A group with a window holds the window, what kernels may read before it, the chunk of up to ``chunk_tokens``
-        that is computed, and one block more, because none of these need begin with a block.
-        """
+        """The most blocks of all groups that a sequence of up to ``num_tokens`` holds at once.  A group with a window
+        holds the window, what kernels may read before it, the chunk of up to ``chunk_tokens`` that is computed, and one
+        block more, because none of these need begin with a block."""
         whole = ceil_div(num_tokens, block_size)
         return sum(
             whole if window is None else min(whole, ceil_div(window + TILE_TOKENS + chunk_tokens, block_size) + 1)
@@ -298,10 +289,8 @@ def _merge_windows(layers_of: dict[KvKind, list[int]]) -> dict[KvKind, list[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCapacity:
-    """What blocks of ``block_size`` tokens hold of requests of up to ``max_model_len`` tokens.
-
-    ``chunk_tokens``: the most tokens of a request that one step computes.
-    """
+    """What blocks of ``block_size`` tokens hold of requests of up to ``max_model_len`` tokens.  ``chunk_tokens``: the
+    most tokens of a request that one step computes."""
 
     layout: KvLayout
     block_size: int
@@ -349,10 +338,8 @@ class DiskCounters:
 
 
 def kv_cache_lines(*, num_bytes: int, num_tokens: int, max_model_len: int) -> tuple[str, str, str]:
-    """The log lines that users look for: the cache in bytes, in tokens, and in requests of the greatest length.
-
-    Bytes are one rank's.
-    """
+    """The log lines that users look for: the cache in bytes, in tokens, and in requests of the greatest length.  Bytes
+    are one rank's."""
     return (
         f"Available KV cache memory: {format_gib(num_bytes)}",
         f"GPU KV cache size: {num_tokens:,} tokens",

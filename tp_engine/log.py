@@ -55,10 +55,8 @@ def bind_request(request_id: str | None, trace_id: str | None = None) -> None:
 
 
 def warn_once(logger: logging.Logger, text: str, *arguments: object) -> None:
-    """Log a warning, once per process for the same ``text`` and ``arguments``.
-
-    Clients choose arguments, so only the first ``_MAX_SAID`` warnings are remembered, and later ones are not logged.
-    """
+    """Log a warning, once per process for the same ``text`` and ``arguments``.  Clients choose arguments, so only the
+    first ``_MAX_SAID`` warnings are remembered, and later ones are not logged."""
     if (text, *arguments) not in _said and len(_said) < _MAX_SAID:
         _said.add((text, *arguments))
         logger.warning(text, *arguments)

@@ -14,10 +14,8 @@ from tp_engine.options.intake import takes_names_of_others
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterLimits:
-    """``max_loras`` adapters have a slot on the devices at once, of ranks up to ``max_rank``.
-
-    If ``of_experts``, the slots have room for matrices of routed experts too.
-    """
+    """``max_loras`` adapters have a slot on the devices at once, of ranks up to ``max_rank``.  If ``of_experts``, the
+    slots have room for matrices of routed experts too."""
 
     max_loras: int
     max_rank: int
@@ -28,10 +26,8 @@ class AdapterLimits:
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
     """The adapter of a call of ``LLM.generate`` or ``LLM.chat``: loaded from ``lora_path`` at its first use.
-
     ``lora_name`` names it from then on.  A call with another path under the same name loads that one in its place.
-    ``lora_int_id`` is not used: it is here for calls that are written for vLLM.
-    """
+    ``lora_int_id`` is not used: it is here for calls that are written for vLLM."""
 
     lora_name: str
     lora_int_id: int = 0
@@ -40,9 +36,7 @@ class LoRARequest:
 
 def load_for(request: LoRARequest, loaded: Mapping[str, str]) -> dict[str, Any] | None:
     """The arguments of the load that ``request`` needs; None if its adapter is ``loaded`` (name -> folder).
-
-    ``RequestError`` for a request without a folder whose name is not loaded.
-    """
+    ``RequestError`` for a request without a folder whose name is not loaded."""
     known = loaded.get(request.lora_name)
     if known is not None and request.lora_path in ("", known):
         return None
@@ -69,9 +63,7 @@ class AdapterSource:
 
 def parse_modules(values: Sequence[str]) -> tuple[AdapterSource, ...]:
     """The adapters of ``--lora-modules``: each NAME=PATH, or a JSON object with name and path (vLLM's two forms).
-
-    ``base_model_name`` may be there; it is not used, because there is one base model.  Raises ``ConfigError``.
-    """
+    ``base_model_name`` may be there; it is not used, because there is one base model.  Raises ``ConfigError``."""
     found = tuple(map(_parse_module, values))
     names = [one.name for one in found]
     if repeated := next((name for name in names if names.count(name) > 1), None):

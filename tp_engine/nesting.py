@@ -20,10 +20,8 @@ _BRACKET = re.compile(r"[()\[\]{}]")
 
 
 def is_schema_deeper(schema: Any, limit: int) -> bool:
-    """Whether a way down a JSON schema is longer than ``limit``: objects, lists and references within the schema.
-
-    Each part is looked at once; definitions count where they are referred to.
-    """
+    """Whether a way down a JSON schema is longer than ``limit``: objects, lists and references within the schema.  Each
+    part is looked at once; definitions count where they are referred to."""
     seen = set[int]()
     open_parts: list[tuple[Any, int]] = [(schema, 1)]
     while open_parts:
@@ -45,10 +43,8 @@ def is_schema_deeper(schema: Any, limit: int) -> bool:
 
 
 def is_grammar_deeper(text: str, limit: int) -> bool:
-    """Whether a chain of rules of a Lark or GBNF grammar is longer than ``limit``, or its brackets are deeper.
-
-    A rule is followed once, from the first rule on.
-    """
+    """Whether a chain of rules of a Lark or GBNF grammar is longer than ``limit``, or its brackets are deeper.  A rule
+    is followed once, from the first rule on."""
     bare = _QUOTED.sub(" ", text)
     rules = list(_RULE.finditer(bare))
     ends = [*(rule.start() for rule in rules[1:]), len(bare)]

@@ -11,11 +11,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
-    """Log-probability of one token at one position; ``rank`` 1 is the likeliest.
-
-    ``decoded_token`` is what the token adds to the text before it: nothing if it leaves a character incomplete, and all
-    of the character if it completes one.  ``token_bytes`` are the token's own bytes.
-    """
+    """Log-probability of one token at one position; ``rank`` 1 is the likeliest.  ``decoded_token`` is what the token
+    adds to the text before it: nothing if it leaves a character incomplete, and all of the character if it completes
+    one.  ``token_bytes`` are the token's own bytes."""
 
     logprob: float
     rank: int | None = None
@@ -36,10 +34,8 @@ class RequestMetrics:
 
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
-    """One generated sequence of a request.
-
-    Of ``num_draft_tokens`` that speculation verified for it, ``num_accepted_tokens`` were right.
-    """
+    """One generated sequence of a request.  Of ``num_draft_tokens`` that speculation verified for it,
+    ``num_accepted_tokens`` were right."""
 
     index: int
     text: str
@@ -72,10 +68,8 @@ class RequestOutput:
 @dataclass(slots=True, kw_only=True)
 class BeamSearchSequence:
     """One beam: ``tokens`` are the prompt and what was generated, a final EOS included; ``text`` is all of it.
-
-    ``logprobs`` has one mapping per generated token, with the candidates that the search looked at.
-    ``finish_reason`` is ``stop`` after an EOS and ``length`` at the limit.
-    """
+    ``logprobs`` has one mapping per generated token, with the candidates that the search looked at.  ``finish_reason``
+    is ``stop`` after an EOS and ``length`` at the limit."""
 
     tokens: list[int]
     logprobs: list[dict[int, Logprob]]

@@ -70,10 +70,8 @@ class RankProgress:
         self._in_step = False
 
     def show_on(self, words: Words, index: int, wait_index: int | None = None) -> None:
-        """Write to ``words[index]`` of the board from now on.
-
-        ``words[wait_index]`` gets the sum of the nanoseconds that ``collected`` measures.
-        """
+        """Write to ``words[index]`` of the board from now on.  ``words[wait_index]`` gets the sum of the nanoseconds
+        that ``collected`` measures."""
         words[index] = self._words[self._index]
         self._words, self._index = words, index
         if wait_index is not None:

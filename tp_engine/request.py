@@ -23,10 +23,8 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pooling:
-    """What a request returns that generates nothing: the hidden state of its last token, after the final norm.
-
-    With ``token_ids``: instead of it the logits of these tokens as the next one.
-    """
+    """What a request returns that generates nothing: the hidden state of its last token, after the final norm.  With
+    ``token_ids``: instead of it the logits of these tokens as the next one."""
 
     token_ids: tuple[int, ...] = ()
 

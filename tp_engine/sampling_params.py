@@ -48,16 +48,6 @@ def _wrong_type(name: str, value: object, rule: str) -> RequestError:
     return RequestError(f"{name} is {shown(value)} of type {type(value).__name__}; it must be {rule}", param=name)
 
 
-def _token_id_of(key: object) -> object:
-    """The number that a key of a JSON object stands for; anything else is left for the check."""
-    return int(key) if isinstance(key, str) and key.isdecimal() else key
-
-
-def _flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise _wrong_type(name, value, "True or False")
-
-
 def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
     """A user's list, None for an empty one, as a tuple that can not change after the checks."""
     if value is None:
@@ -184,13 +174,12 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **fields: Any) -> Self:
-        """As the constructor; None leaves a field at its default, but ``max_tokens`` None is as it says.
-
-        The keys of ``logit_bias`` may be texts, as in JSON.
-        """
+        """As the constructor; None leaves a field at its default, but ``max_tokens`` None is as it says.  The keys of
+        ``logit_bias`` may be texts, as in JSON."""
         given = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
         if isinstance(bias := given.get("logit_bias"), Mapping):
-            given["logit_bias"] = {_token_id_of(key): value for key, value in bias.items()}
+            is_id = {key: isinstance(key, str) and key.isdecimal() for key in bias}  # other keys are left for the check
+            given["logit_bias"] = {int(key) if is_id[key] else key: value for key, value in bias.items()}
         return cls(**given)
 
     def clone(self, **changes: Any) -> Self:
@@ -206,7 +195,8 @@ class SamplingParams:
         if not isinstance(self.output_kind, RequestOutputKind):
             raise _wrong_type("output_kind", self.output_kind, "a RequestOutputKind")
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
-            _flag(name, getattr(self, name))
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong_type(name, getattr(self, name), "True or False")
 
     def _check_ranges(self) -> None:
         _whole("n", self.n, 1, f"a whole number from 1 to {MAX_N}", MAX_N)

@@ -80,11 +80,9 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, text: str | None) -> SpeculativeConfig | None:
-        """Parse the option's JSON text; None is no speculation.  Raises ``ConfigError``.
-
-        If only one of ``prompt_lookup_min`` and ``prompt_lookup_max`` is given, the other one follows it where its
-        default does not fit.
-        """
+        """Parse the option's JSON text; None is no speculation.  Raises ``ConfigError``.  If only one of
+        ``prompt_lookup_min`` and ``prompt_lookup_max`` is given, the other one follows it where its default does not
+        fit."""
         if text is None:
             return None
         try:

@@ -96,10 +96,8 @@ class StructuredOutputsParams:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsDefaults:
     """The engine's ``structured_outputs_config``: defaults of the JSON fields of ``StructuredOutputsParams``, and the
-    seconds of processor time that a grammar may take to compile.
-
-    Raises ``ConfigError`` for faults that can be found without the grammar library.
-    """
+    seconds of processor time that a grammar may take to compile.  Raises ``ConfigError`` for faults that can be found
+    without the grammar library."""
 
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False

@@ -22,7 +22,8 @@ from tests.unit.kernels.kernel_harness import triton_ops_on_cpus
 from tp_engine import LLM, SamplingParams
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.sched.sequence import Sequence
-from tp_engine.sched.spec_decode.proposer import NgramProposer, Proposal
+from tp_engine.sched.spec_decode.proposer import Proposal
+from tp_engine.sched.spec_decode.suffix_proposer import SuffixProposer
 from tp_engine.worker.batch.padded_batch import StepSize, StepSizes
 from tp_engine.worker.graphs.recorder import Keep, Recording, Step, keep_nothing
 from tp_engine.worker.graphs.step_runner import Captured, GraphPlan, StepRunner
@@ -71,9 +72,9 @@ class StrictRecorder:
         return StrictRecording(step)
 
 
-def propose_the_last(self: NgramProposer, sequence: Sequence, tokens: IntArray, count: int) -> Proposal:
+def propose_the_last(self: SuffixProposer, sequence: Sequence, tokens: IntArray, count: int) -> list[Proposal]:
     """The last token, again and again."""
-    return Proposal(np.full(count, tokens[-1]), self.most_matched)
+    return [Proposal(np.full(count, tokens[-1]), self.most_matched["ngram"], "ngram")]
 
 
 def launches_of(step: Step) -> tuple[list[Launch], torch.Tensor]:
@@ -113,7 +114,7 @@ def recorded_prompts(seen_of_steps: set[SeenStep], is_measured: bool) -> Iterato
         stack.enter_context(patch("tp_engine.worker.batch.padded_batch.MAX_CHUNKS", 4))  # less to interpret
         stack.enter_context(patch("tp_engine.worker.worker.warms_up", lambda device_type: is_measured))
         stack.enter_context(patch.object(StepRunner, "replay", replay_and_note))
-        stack.enter_context(patch.object(NgramProposer, "propose", propose_the_last))
+        stack.enter_context(patch.object(SuffixProposer, "proposals", propose_the_last))
         yield
 
 

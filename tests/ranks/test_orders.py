@@ -33,13 +33,13 @@ def test_a_rank_that_can_not_follow_is_named_and_nothing_changes(
     with LLM(str(checkpoint("qwen3")), **options) as llm:
         expected = tokens(llm)
         with pytest.raises(RequestError, match=rf"^rank {rank}: RuntimeError: injected .* rank {rank} in prepare"):
-            act(llm.engine, "start_profile", {})
+            act(llm.engine.operator, "start_profile", {})
         assert tokens(llm) == expected
-        act(llm.engine, "stop_profile", {})
+        act(llm.engine.operator, "stop_profile", {})
         assert not list(tmp_path.iterdir())
-        act(llm.engine, "start_profile", {})
+        act(llm.engine.operator, "start_profile", {})
         assert tokens(llm) == expected
-        act(llm.engine, "stop_profile", {})
+        act(llm.engine.operator, "stop_profile", {})
         traces = [[name for name in names_in(path) if name.startswith("step ")] for path in sorted(tmp_path.iterdir())]
         assert len(traces) == 2 and traces[0] == traces[1] != []
 
@@ -56,7 +56,7 @@ def test_results_of_steps_in_flight_are_kept(checkpoint: Callable[..., Path], tm
         found: dict[str, list[int]] = {}
         while llm.engine.has_unfinished:
             found |= {one.request_id: one.outputs[0].token_ids for one in llm.step().finished}
-            act(llm.engine, "stop_profile", {})
+            act(llm.engine.operator, "stop_profile", {})
         assert [found[request.request_id] for request in requests] == expected
 
 
@@ -70,6 +70,6 @@ def test_a_rank_that_dies_ends_the_job(
     monkeypatch.setenv("TP_ENGINE_FAULT", f"1:{phase}:kill")
     with LLM(str(checkpoint("qwen3")), **TWO_RANKS, profile=str(tmp_path), profile_steps="none") as llm:
         with pytest.raises(RankError, match="rank 1"):
-            act(llm.engine, "start_profile", {})
+            act(llm.engine.operator, "start_profile", {})
         with pytest.raises(EngineDeadError):
             tokens(llm)

@@ -221,12 +221,12 @@ class LLM(Closing):
         ``RequestError``, and nothing has changed, if it can not be served, or if the name is taken and not
         ``load_inplace``.
         """
-        act(self.engine, "load_lora_adapter", {"name": name, "path": path, "replaces": load_inplace})
+        act(self.engine.operator, "load_lora_adapter", {"name": name, "path": path, "replaces": load_inplace})
         self.input_processor.adapters[name] = path
 
     def unload_lora_adapter(self, name: str) -> None:
         """Forget an adapter; ``RequestError`` for an unknown name."""
-        act(self.engine, "unload_lora_adapter", {"name": name})
+        act(self.engine.operator, "unload_lora_adapter", {"name": name})
         self.input_processor.adapters.pop(name, None)
 
     def reset_prefix_cache(self) -> bool:
@@ -279,7 +279,7 @@ class LLM(Closing):
         self._close()
 
     def _act(self, action: str, **arguments: Any) -> dict[str, Any]:
-        return act(self.engine, action, arguments)
+        return act(self.engine.operator, action, arguments)
 
     def _update_weights(self, weight_version: str | None, flush_cache: bool, **source: Any) -> str:
         done = self._act("update_weights", weight_version=weight_version, flush_cache=flush_cache, **source)

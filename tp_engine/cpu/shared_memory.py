@@ -20,7 +20,7 @@ from tp_engine.distributed.rank import Agreeing, all_do
 from tp_engine.distributed.reduce_plan import SHARED_SLOT_BYTES, shared_two_shot_bytes
 from tp_engine.distributed.two_level import Exchange, LocalRanks, TwoLevelExchange, ordered_sum
 from tp_engine.errors import RankError
-from tp_engine.ipc.tensor_slots import TensorSlots
+from tp_engine.ipc.tensor_slots import SEMAPHORES_OFFSET, TensorSlots
 from tp_engine.kernels.linear.tree_sum import tree_sum
 from tp_engine.log import get_logger
 from tp_engine.progress import RankProgress
@@ -96,7 +96,7 @@ def _make_exchange(slots: TensorSlots, host: Agreeing, late: Callable[[int], Non
         return TorchExchange(slots, rank, late, block_s=_BLOCK_S)
     layout = native.ExchangeLayout(
         slots=slots.base + slots.slots_offset, results=slots.base + slots.results_offset,
-        semaphores=slots.base + slots.semaphores_offset, rank=rank, num_ranks=slots.num_ranks,
+        semaphores=slots.base + SEMAPHORES_OFFSET, rank=rank, num_ranks=slots.num_ranks,
         slot_bytes=slots.slot_bytes, two_shot_bytes=shared_two_shot_bytes(slots.num_ranks), spin_ns=int(spin_s * 1e9),
         block_ns=int(_BLOCK_S * 1e9),
     )  # fmt: skip

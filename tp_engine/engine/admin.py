@@ -45,12 +45,8 @@ class EngineAdmin:
         self.is_paused = self.is_asleep = False
         self.weight_version = ""
         self._num_updates = 0
-        self._scheduler = scheduler
-        self._grammars = grammars
-        self._worker = worker
-        self._job = job
-        self._standstill = standstill
-        self._execute_command = execute_command
+        self._scheduler, self._grammars, self._worker, self._job = scheduler, grammars, worker, job
+        self._standstill, self._execute_command = standstill, execute_command
 
     @property
     def has_requests(self) -> bool:
@@ -68,9 +64,7 @@ class EngineAdmin:
 
     def order(self, kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Let all ranks follow an order (``worker/orders.py``) when nothing is in flight; what rank 0 made of it.
-
-        ``RequestError`` if a rank can not: then nothing has changed on any.
-        """
+        ``RequestError`` if a rank can not: then nothing has changed on any."""
         with self._standstill():
             order = msgspec.json.encode(Order(kind, dict(arguments)))
             plan = StepPlan(step_id=self._scheduler.skip_step(), order=order)
@@ -82,9 +76,7 @@ class EngineAdmin:
 
     def pause(self, *, aborts: bool) -> None:
         """Run no step until ``resume``: requests end now if it ``aborts``, or wait and are computed again later.
-
-        ``drained`` has what they end with.  New requests wait.
-        """
+        ``drained`` has what they end with.  New requests wait."""
         with self._standstill():
             if aborts:
                 self._grammars.forget(None)
@@ -98,9 +90,7 @@ class EngineAdmin:
 
     def weights_changed(self, version: str | None) -> None:
         """The ranks have new weights, called ``version`` or by their number: nothing that was cached is found any more.
-
-        No request may be running.
-        """
+        No request may be running."""
         self._scheduler.renew_cache_keys()
         self._num_updates += 1
         self.weight_version = version or str(self._num_updates)

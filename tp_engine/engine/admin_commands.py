@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 from tp_engine.errors import RequestError
+from tp_engine.request import StepOutput
 from tp_engine.sched.lora import LoRASlots
 
 
@@ -32,19 +33,13 @@ class EngineAdminLike(Protocol):
     def configuration(self) -> dict[str, Any]: ...
     @property
     def adapters(self) -> LoRASlots | None: ...
+    def take_drained(self) -> list[StepOutput]: ...
 
 
 PAUSE_MODES = ("keep", "abort")
 SLEEP_LEVELS = (0, 1)
 FIRST_VERSION = "default"
 """What the weights of the start are called."""
-
-
-class HasAdmin(Protocol):
-    """``Engine``, or a stand-in."""
-
-    @property
-    def operator(self) -> EngineAdminLike: ...
 
 
 Arguments: TypeAlias = Mapping[str, Any]
@@ -136,10 +131,8 @@ def wake_up(engine: EngineAdminLike, _arguments: Arguments) -> dict[str, Any]:
 
 def update_weights(engine: EngineAdminLike, arguments: Arguments) -> dict[str, Any]:
     """New weights on all ranks or on none (``worker/weight_update.py``), from a ``folder`` or from shared ``files``.
-
     Refused while requests run or wait, unless the engine is paused; ``abort_all_requests`` ends them first.
-    ``flush_cache`` frees the blocks of the old weights, which are not found any more anyway.
-    """
+    ``flush_cache`` frees the blocks of the old weights, which are not found any more anyway."""
     was_paused = engine.is_paused
     if arguments.get("abort_all_requests"):
         engine.pause(aborts=True)
@@ -160,10 +153,8 @@ def update_weights(engine: EngineAdminLike, arguments: Arguments) -> dict[str, A
 
 
 def load_lora_adapter(engine: EngineAdminLike, arguments: Arguments) -> dict[str, Any]:
-    """Load the adapter in the folder ``path`` under ``name``; ``replaces`` one that has the name.
-
-    Requests that came before keep what they had.  The ``num_bytes`` that rank 0 keeps of it on the host.
-    """
+    """Load the adapter in the folder ``path`` under ``name``; ``replaces`` one that has the name.  Requests that came
+    before keep what they had.  The ``num_bytes`` that rank 0 keeps of it on the host."""
     adapters, name = _adapters(engine), arguments["name"]
     if name in adapters and not arguments.get("replaces"):
         raise RequestError(
@@ -207,8 +198,8 @@ ADMIN_COMMANDS: dict[str, Act] = {
 }
 
 
-def act(engine: HasAdmin, name: str, arguments: Arguments) -> dict[str, Any]:
+def act(engine: EngineAdminLike, name: str, arguments: Arguments) -> dict[str, Any]:
     """Do what ``ADMIN_COMMANDS`` has under ``name``."""
     if name not in ADMIN_COMMANDS:
         raise RequestError(f"{name!r} is nothing that an engine can do; it can {', '.join(ADMIN_COMMANDS)}")
-    return ADMIN_COMMANDS[name](engine.operator, arguments)
+    return ADMIN_COMMANDS[name](engine, arguments)

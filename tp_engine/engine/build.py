@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.engine.admin_commands import act
-from tp_engine.engine.disk_writer import DiskWriter, JournalFile, read_contents
+from tp_engine.engine.disk_writer import DiskWriter, read_contents
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.grammar_queue import GrammarQueue, make_compiler
 from tp_engine.engine.job import Job
@@ -23,7 +23,7 @@ from tp_engine.plan import NO_IDS
 from tp_engine.progress import RankPhase
 from tp_engine.sched.limits import TierReports
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
-from tp_engine.sched.tiers.disk_journal import DiskContents
+from tp_engine.sched.tiers.disk_tier import TierLinks
 from tp_engine.tier_progress import TIER_CHANNELS, TierProgressReader
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.worker import Worker
@@ -42,11 +42,9 @@ def build_engine(
     links: Callable[[], Sequence[PlanLink]] = tuple,
     leave: Callable[[bool], None],
 ) -> Engine:
-    """Start this rank's worker, open the plan channel to the other ranks, and add the scheduler.
-
-    ``links`` gives the connections to other hosts.  ``leave`` waits for the ranks that this process started to end; its
-    argument says whether the job has failed.
-    """
+    """Start this rank's worker, open the plan channel to the other ranks, and add the scheduler.  ``links`` gives the
+    connections to other hosts.  ``leave`` waits for the ranks that this process started to end; its argument says
+    whether the job has failed."""
     with contextlib.ExitStack() as undo:
         undo.callback(groups.close)
         undo.enter_context(job.reporting())  # reports before the groups close: a closed group looks like a death
@@ -55,8 +53,13 @@ def build_engine(
         worker = Worker(effective, groups, job.slot.tier_progress(), note_inputs=note_inputs)
         undo.callback(worker.close)
         num_blocks = worker.start()
-        contents, journal = _disk_contents(effective, worker)
-        if journal is not None:
+        contents = journal = None
+        if worker.disk is not None:
+            num_groups, block_bytes = (
+                len(effective.model.kv_layout.groups),
+                effective.config.block_size * NO_IDS.itemsize,
+            )
+            contents, journal = read_contents(worker.disk, block_bytes=block_bytes, num_groups=num_groups)
             undo.callback(journal.close)
         job.slot.note_memory(worker.memory)
         job.slot.note_startup(worker.startup_s)
@@ -79,7 +82,9 @@ def build_engine(
             limits.max_sequence_tokens,  # the last token of an answer is never computed
             effective.max_model_len,
         )
-    scheduler = Scheduler(limits, grammars.fill_masks, _tier_reports(job), contents)
+    words = {name: [slot.channels[name] for slot in job.board.slots] for name in TIER_CHANNELS}
+    reports: TierReports = {name: TierProgressReader(own).poll for name, own in words.items()}
+    scheduler = Scheduler(limits, grammars.fill_masks, TierLinks(reports, contents))
     engine = Engine(
         worker=worker,
         scheduler=scheduler,
@@ -101,7 +106,7 @@ def _load_adapters(engine: Engine, effective: EffectiveConfig) -> None:
     """Load those of ``lora_modules``; ``ConfigError``, and the engine is closed, if one can not be served."""
     for source in parse_modules(effective.config.lora_modules):
         try:
-            act(engine, "load_lora_adapter", {"name": source.name, "path": source.path})
+            act(engine.operator, "load_lora_adapter", {"name": source.name, "path": source.path})
         except RequestError as error:
             engine.close()
             raise ConfigError(f"lora_modules has {source.name}={source.path}: {error}") from error
@@ -113,19 +118,6 @@ def _leave(groups: RankGroups, job: Job, leave: Callable[[bool], None]) -> None:
         stack.callback(groups.close)
         stack.callback(leave, job.has_failed)
         job.leave()
-
-
-def _tier_reports(job: Job) -> TierReports:
-    return {name: TierProgressReader([slot.channels[name] for slot in job.board.slots]).poll for name in TIER_CHANNELS}
-
-
-def _disk_contents(effective: EffectiveConfig, worker: Worker) -> tuple[DiskContents | None, JournalFile | None]:
-    """What the disk tier has, and the file of its journal, if there is such a tier."""
-    if worker.disk is None:
-        return None, None
-    num_groups = len(effective.model.kv_layout.groups)
-    block_bytes = effective.config.block_size * NO_IDS.itemsize
-    return read_contents(worker.disk, block_bytes=block_bytes, num_groups=num_groups)
 
 
 def _limits(effective: EffectiveConfig, num_blocks: int, worker: Worker) -> SchedulerLimits:

@@ -40,10 +40,8 @@ class EngineEvents(Protocol):
 
 
 class EngineClient:
-    """One connection to an ``EngineService``; create it with ``connect``, in a running event loop.
-
-    ``error`` is None while the engine lives, and then says how it ended; ``stopped`` is True if it was told to stop.
-    """
+    """One connection to an ``EngineService``; create it with ``connect``, in a running event loop.  ``error`` is None
+    while the engine lives, and then says how it ended; ``stopped`` is True if it was told to stop."""
 
     model_info: ModelInfo
 

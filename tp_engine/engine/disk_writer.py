@@ -45,11 +45,9 @@ class JournalFile:
         self._queue.put((records, False))
 
     def rewrite(self, data: bytes) -> None:
-        """Do as ``JournalSink``.  The first call, at the start, returns when the journal is on disk.
-
-        Serials go on behind those that slots have, which may be less than those of the old journal, if slots have been
-        cleared since.  So the old one has to be gone before the first write.
-        """
+        """See ``JournalSink``.  The first call, at the start, returns when the journal is on disk.  Serials go on
+        behind those that slots have, which may be less than those of the old journal, if slots have been cleared since.
+        So the old one has to be gone before the first write."""
         if self._thread.ident is not None:
             self._queue.put((data, True))
             return
@@ -103,10 +101,8 @@ class JournalFile:
 
 
 def read_contents(start: DiskStart, *, block_bytes: int, num_groups: int) -> tuple[DiskContents, JournalFile]:
-    """What the scheduler gets of the disk tier, and what writes its journal from now on.
-
-    ``block_bytes`` is the size of a block's token ids.
-    """
+    """What the scheduler gets of the disk tier, and what writes its journal from now on.  ``block_bytes`` is the size
+    of a block's token ids."""
     try:
         data = (start.path / _NAME).read_bytes()
     except FileNotFoundError:

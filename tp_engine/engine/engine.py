@@ -63,22 +63,15 @@ class Engine:
         leave: Callable[[], None],
         upkeep: DiskWriter | None = None,
     ) -> None:
-        self.model_info = model_info
-        self._worker = worker
-        self._scheduler = scheduler
-        self._grammars = grammars
-        self._publisher = publisher
-        self._plan_timeout_s = plan_timeout_s
-        self._num_ahead = num_ahead
+        self.model_info, self._worker, self._scheduler, self._grammars = model_info, worker, scheduler, grammars
+        self._publisher, self._plan_timeout_s, self._num_ahead = publisher, plan_timeout_s, num_ahead
         self._held: StepPlan | None = None
         self._sent: deque[StepPlan] = deque()
         self._launched: deque[tuple[StepPlan, PendingStep]] = deque()
         self._job = job
         self._recorder = StepRecorder(job.slot)
         self._statistics = StepStatistics(job.board)
-        self._echoes = echoes
-        self._leave = leave
-        self._disk_writer = upkeep
+        self._echoes, self._leave, self._disk_writer = echoes, leave, upkeep
         self._ending = Ending()
         self.operator = EngineAdmin(
             scheduler=scheduler,
@@ -120,14 +113,12 @@ class Engine:
         self._scheduler.expect(session, salt)
 
     def step(self) -> StepOutput:
-        """Run one step on all ranks and return its output, which is empty if there is nothing to do.
-
-        If all requests wait for their grammars or for the disk tier, this waits a few milliseconds at most.
-        """
+        """Run one step on all ranks and return its output, which is empty if there is nothing to do.  If all requests
+        wait for their grammars or for the disk tier, this waits a few milliseconds at most."""
         self._enter()
         if self.operator.drained:
             return self.operator.drained.popleft()
-        try:
+        try:  # not ``_failing``, which costs a generator for each step
             if failed := self._grammars.settle(self._scheduler):
                 return StepOutput(deltas=failed)
             self._send_plans()
@@ -141,8 +132,7 @@ class Engine:
                 self._call_ranks()
             return self._update(plan, result)
         except BaseException as error:
-            self._ending.failure = error
-            self._job.blame(error)
+            self._fail(error)
             raise
 
     def stats(self) -> SchedulerStats:
@@ -150,11 +140,9 @@ class Engine:
         return self._scheduler.stats()
 
     def report(self, view: ViewLimits | None = None) -> EngineReport:
-        """The scheduler and every rank's steps and memory; with ``view`` also the pool and the running sequences.
-
-        This costs a fraction of a millisecond; steps pay nothing, because they record their times anyway.  For a
-        model with experts on a GPU it waits for the launched steps, whose counts are on the device.
-        """
+        """The scheduler and every rank's steps and memory; with ``view`` also the pool and the running sequences.  This
+        costs a fraction of a millisecond; steps pay nothing, because they record their times anyway.  For a model with
+        experts on a GPU it waits for the launched steps, whose counts are on the device."""
         self._worker.enter_thread()
         return self._statistics.report(
             self._scheduler.stats(),
@@ -207,9 +195,12 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            self._ending.failure = error
-            self._job.blame(error)
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        self._ending.failure = error
+        self._job.blame(error)
 
     @contextmanager
     def _standing_still(self) -> Iterator[None]:
@@ -255,11 +246,9 @@ class Engine:
         return len(self._sent) + len(self._launched) + (self._held is not None)
 
     def _send_plans(self) -> None:
-        """Make and send plans, up to ``num_ahead`` ahead.
-
-        A plan that may not fit into the ring is held back until no step is in flight: ranks that run a step do not read
-        the ring, and could not end the step while rank 0 waits for room.
-        """
+        """Make and send plans, up to ``num_ahead`` ahead.  A plan that may not fit into the ring is held back until no
+        step is in flight: ranks that run a step do not read the ring, and could not end the step while rank 0 waits for
+        room."""
         self._send_held()
         if self.operator.is_paused:
             return
@@ -288,18 +277,16 @@ class Engine:
         """Run the oldest plan on this rank, as the other ranks do, and wait for its result."""
         self._send_held()
         while self._sent and (self._worker.runs_by_itself or not self._launched):
-            self._launch(self._sent.popleft())
+            plan = self._sent.popleft()
+            self._recorder.begin(plan.step_id)
+            self._launched.append((plan, self._worker.execute(plan)))
+            self._recorder.launched(plan.step_id)
         plan, pending = self._launched.popleft()
         result = pending.result()
         if len(result.token_ids):
             self._echoes.check(plan.step_id)
         self._recorder.done(plan.step_id)
         return plan, result
-
-    def _launch(self, plan: StepPlan) -> None:
-        self._recorder.begin(plan.step_id)
-        self._launched.append((plan, self._worker.execute(plan)))
-        self._recorder.launched(plan.step_id)
 
     def _publish(self, plan: StepPlan) -> None:
         num_bytes = checksum = 0

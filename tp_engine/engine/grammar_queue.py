@@ -55,10 +55,8 @@ def make_compiler(effective: EffectiveConfig) -> GrammarCompiler | RequestError:
 
 
 class GrammarQueue:
-    """The requests of a scheduler that wait for their grammars.  ``fill_masks`` is for that scheduler.
-
-    Only the engine's own thread calls the methods.
-    """
+    """The requests of a scheduler that wait for their grammars.  ``fill_masks`` is for that scheduler.  Only the
+    engine's own thread calls the methods."""
 
     def __init__(self, compiler: GrammarCompiler | RequestError, vocab_size: int) -> None:
         self._compiler = compiler
@@ -71,10 +69,8 @@ class GrammarQueue:
         self._is_done = threading.Event()
 
     def add(self, request: EngineRequest, scheduler: Scheduler) -> None:
-        """Queue a request with a grammar or banned words.
-
-        ``RequestError``, without any change, if the request can not be served.
-        """
+        """Queue a request with a grammar or banned words.  ``RequestError``, without any change, if the request can not
+        be served."""
         known: Grammar | None = None
         params = request.params.structured_outputs
         if params is not None:
@@ -97,14 +93,17 @@ class GrammarQueue:
             return
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="banned-words")
-        self._wait_for(request.request_id, self._threads.submit(self._banned, request, grammar))
-
-    def _banned(self, request: EngineRequest, grammar: Grammar | None) -> Grammar:
-        return BannedWords(self._words.rules(request), grammar)
+        self._wait_for(
+            request.request_id, self._threads.submit(lambda: BannedWords(self._words.rules(request), grammar))
+        )
 
     def _wait_for(self, request_id: str, future: Future[Any]) -> None:
+        def notify(_future: Future[Any]) -> None:
+            self._done.put(request_id)
+            self._is_done.set()
+
         self._waiting[request_id] = future
-        future.add_done_callback(self._notifier(request_id))
+        future.add_done_callback(notify)
 
     def forget(self, request_ids: Iterable[str] | None) -> None:
         """These requests have been aborted, all if None."""
@@ -162,10 +161,3 @@ class GrammarQueue:
             self._compiler.close()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _notifier(self, request_id: str) -> Callable[[Future[Any]], None]:
-        def notify(_future: Future[Any]) -> None:
-            self._done.put(request_id)
-            self._is_done.set()
-
-        return notify

@@ -43,10 +43,8 @@ class HangLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """``culprits``: the ranks that hold up the others, empty if that is not known.
-
-    At the age ``hard_s`` the hang ends the job.
-    """
+    """``culprits``: the ranks that hold up the others, empty if that is not known.  At the age ``hard_s`` the hang ends
+    the job."""
 
     culprits: tuple[int, ...]
     age_s: float
@@ -71,10 +69,7 @@ class HangWatch:
         now_ns: int,
         vitals: Callable[[int], tuple[str, int]] = process_vitals,
     ) -> None:
-        self._board = board
-        self._vitals = vitals
-        self._rank = rank
-        self._limits = limits
+        self._board, self._vitals, self._rank, self._limits = board, vitals, rank, limits
         self._begin(now_ns)
 
     def look(self, now_ns: int) -> Hang | None:
@@ -112,10 +107,8 @@ class HangWatch:
         self._signature, self._cpu_ns, self._looked_ns = signature, cpu_ns, now_ns
 
     def _note_life(self, now_ns: int) -> None:
-        """Ask the kernel about processes without a recent beat: a process that uses CPU time lives.
-
-        A starting rank may also wait for a disk while it holds its interpreter; the limit of the start covers that.
-        """
+        """Ask the kernel about processes without a recent beat: a process that uses CPU time lives.  A starting rank
+        may also wait for a disk while it holds its interpreter; the limit of the start covers that."""
         far = self._board.far_slots
         for slot in self._board.slots:
             if slot.pid and now_ns - slot.heartbeat_ns > _LATE_S * 1e9:

@@ -71,11 +71,6 @@ class ClockOffset:
         """Nanoseconds; None before the first round trip."""
         return min(self._rounds)[1] if self._rounds else None
 
-    @property
-    def round_trip_ns(self) -> int:
-        """The shortest round trip."""
-        return min(self._rounds)[0] if self._rounds else 0
-
 
 class _Link:
     """The connection to one other host."""
@@ -96,16 +91,13 @@ class _Link:
 
 
 class HostLinks:
-    """The connections of one first rank, and the thread that serves them.
-
-    ``wake`` is called when another host's rank has failed or ended; ``mirrored`` with every slot that has arrived.
-    """
+    """The connections of one first rank, and the thread that serves them.  ``wake`` is called when another host's rank
+    has failed or ended; ``mirrored`` with every slot that has arrived."""
 
     def __init__(self, board: JobBoard, rank: int) -> None:
         self.wake: Callable[[], None] = lambda: None
         self.mirrored: Mirrored = lambda slot, records: None
-        self._board = board
-        self._rank = rank
+        self._board, self._rank = board, rank
         self._links: dict[int, _Link] = {}
         self._lock = threading.RLock()
         self._over = threading.Event()
@@ -126,12 +118,6 @@ class HostLinks:
                 return
             self._links[host] = _Link(host, connection, mine)
             self.poke()
-
-    @property
-    def round_trips_s(self) -> dict[int, float]:
-        """The shortest round trip of late to each host, in seconds."""
-        with self._lock:
-            return {host: link.clock.round_trip_ns / 1e9 for host, link in self._links.items()}
 
     def poke(self) -> None:
         """Let the thread send a beat now."""
@@ -297,9 +283,7 @@ class HostLinks:
 
     def _close_gently(self, link: _Link, deadline_s: float) -> None:
         """Close after the other end has closed, or at the deadline: what it still sends must not reset the connection.
-
-        A beat that had to wait is sent before.
-        """
+        A beat that had to wait is sent before."""
         with contextlib.suppress(OSError):
             link.socket.settimeout(max(0.01, deadline_s - time.monotonic()))
             if not link.is_over:
@@ -313,10 +297,8 @@ class HostLinks:
 
 
 def _cut_connections(address: str) -> None:
-    """Shut down this process's connections to a host that is lost, gloo's too.
-
-    A collective that waits to receive from that host would wait until its timeout: no packet tells it.  Now it raises.
-    """
+    """Shut down this process's connections to a host that is lost, gloo's too.  A collective that waits to receive from
+    that host would wait until its timeout: no packet tells it.  Now it raises."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.stat(int(name)).st_mode):

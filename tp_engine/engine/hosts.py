@@ -65,9 +65,7 @@ class Hosts:
     """This rank's connections to other hosts; ``link_hosts`` makes them."""
 
     def __init__(self, job: Job, store: Store, timeout_s: float) -> None:
-        self._job = job
-        self._store = store
-        self._timeout_s = timeout_s
+        self._job, self._store, self._timeout_s = job, store, timeout_s
         self._looked_s = 0.0
         self._plans: dict[int, socket.socket] = {}
         self._listener: Listener | None = None
@@ -161,9 +159,7 @@ class Hosts:
 
 def link_hosts(effective: EffectiveConfig, launched: env.LaunchedRank, store: Store, job: Job) -> Hosts:
     """Connect this rank's host with rank 0's; does nothing on ranks that are not the first of their host.
-
-    ``RankError`` if a host differs from rank 0's, or can not be reached.
-    """
+    ``RankError`` if a host differs from rank 0's, or can not be reached."""
     hosts, topology = Hosts(job, store, effective.config.host_timeout_s), job.board.topology
     if topology.num_hosts == 1:
         return hosts
@@ -191,22 +187,14 @@ def identity_of(effective: EffectiveConfig) -> dict[str, str]:
     return {name: str(getattr(effective.config, name)) for name in shared} | {
         "tp_engine": __version__,
         "torch": str(torch.__version__),
-        "weights": _weights(effective),
+        "weights": "dummy" if effective.config.load_format == "dummy" else checkpoint_fingerprint(effective.model_path),
         "kind of device": kind_of_device(torch.device(effective.config.device)),
     }
 
 
-def _weights(effective: EffectiveConfig) -> str:
-    if effective.config.load_format == "dummy":
-        return "dummy"
-    return checkpoint_fingerprint(effective.model_path)
-
-
 def _own_address(store: Store, launched: env.LaunchedRank, topology: Topology) -> str:
-    """This host's address on the network of the rendezvous.
-
-    On the host of the rendezvous itself that route may be the loopback; there the route to another host counts.
-    """
+    """This host's address on the network of the rendezvous.  On the host of the rendezvous itself that route may be the
+    loopback; there the route to another host counts."""
     own = address_towards(launched.master_addr, launched.master_port)
     host = topology.host_of(launched.rank)
     if topology.is_leader(launched.rank):

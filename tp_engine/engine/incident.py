@@ -120,18 +120,14 @@ class FlightRecorder:
     """Writes at most one record of one engine, from any thread of one process, which ``writer`` names."""
 
     def __init__(self, board: JobBoard, config: EngineConfig, *, writer: str) -> None:
-        self._board = board
-        self._config = config
-        self._writer = writer
+        self._board, self._config, self._writer = board, config, writer
         self._lock = threading.Lock()
         self._written = False
         self._path: Path | None = None
 
     def write(self, cause: str, culprit: int | None = None) -> Path | None:
-        """Save the board and log the path; later calls only return the path of the first.
-
-        Never raises, and takes seconds at most.  None if no record is wanted or if it could not be written.
-        """
+        """Save the board and log the path; later calls only return the path of the first.  Never raises, and takes
+        seconds at most.  None if no record is wanted or if it could not be written."""
         with self._lock:
             if self._written:
                 return self._path
@@ -202,8 +198,7 @@ def _steps(slot: RankSlot, digests: dict[int, int]) -> list[StepRecord]:
     rows = sorted((row for row in rows if row["step_id"] > max(0, last - NUM_RECORDS)), key=lambda row: row["step_id"])
     return [
         StepRecord(
-            **row | {"plan_checksum": row["plan_checksum"] & (1 << 64) - 1},
-            input_digest=digests.get(row["step_id"], 0),
+            **row | {"plan_checksum": row["plan_checksum"] & (1 << 64) - 1}, input_digest=digests.get(row["step_id"], 0)
         )
         for row in rows
     ]

@@ -40,10 +40,8 @@ _OWN_FAULT = (WeightError, PlanError)
 
 class Job:
     """Created by ``create`` or ``attach`` and ended by ``close``; ``progress`` takes the rank's phases.
-
     ``ends_process``: this process belongs to the engine alone.  ``same_parent``: torchrun started all ranks, so each
-    may end the others; otherwise rank 0 started them, and only rank 0 may.
-    """
+    may end the others; otherwise rank 0 started them, and only rank 0 may."""
 
     def __init__(
         self,
@@ -56,8 +54,7 @@ class Job:
         same_parent: bool,
         pulse: Pulse | None = None,
     ) -> None:
-        self.board = board
-        self.rank = rank
+        self.board, self.rank = board, rank
         self.slot = board.slots[rank]
         self.progress = progress
         progress.show_on(self.slot.words, PHASE_WORD, COLLECTIVE_WORD)
@@ -175,10 +172,8 @@ class Job:
         self._tell_hosts()
 
     def blame(self, error: BaseException) -> None:
-        """Raise ``RankError`` if another rank caused this rank's ``error``; return if it is this rank's own.
-
-        A collective fails as soon as a dying peer's sockets close, shortly before its process has ended.
-        """
+        """Raise ``RankError`` if another rank caused this rank's ``error``; return if it is this rank's own.  A
+        collective fails as soon as a dying peer's sockets close, shortly before its process has ended."""
         self.report(error)
         if not isinstance(error, Exception):  # a requested stop: no rank caused it
             return
@@ -186,7 +181,7 @@ class Job:
             self._record_own(error, self.rank if error.rank is None else error.rank)
             return
         may_follow = isinstance(error, RuntimeError) and not isinstance(error, _OWN_FAULT)
-        if self._is_explained(error):
+        if isinstance(error, RankError) and self.watchdog.incident is not None:
             return
         patience_s = _DYING_S if self.rank == 0 else _FOLLOWER_DYING_S
         deadline_s = monotonic() + (patience_s if may_follow else 0.0)
@@ -210,11 +205,9 @@ class Job:
             raise
 
     def leave(self) -> None:
-        """Leave in order: mark this rank as left, and wait until the others have left.
-
-        ``RankError`` for a rank that failed meanwhile or has not left after some seconds.  Such a rank hangs; it is
-        killed where this rank may, because torchrun, as the parent of all ranks, would not do it.
-        """
+        """Leave in order: mark this rank as left, and wait until the others have left.  ``RankError`` for a rank that
+        failed meanwhile or has not left after some seconds.  Such a rank hangs; it is killed where this rank may,
+        because torchrun, as the parent of all ranks, would not do it."""
         if self.slot.state == State.FAILED:
             return
         self.slot.state = State.LEFT
@@ -255,9 +248,6 @@ class Job:
     def _tell_hosts(self) -> None:
         if self.links is not None:
             self.links.tell()
-
-    def _is_explained(self, error: BaseException) -> bool:
-        return isinstance(error, RankError) and self.watchdog.incident is not None
 
 
 class _Reporting(contextlib.AbstractContextManager[None]):

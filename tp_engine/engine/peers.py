@@ -27,9 +27,7 @@ _LOOK_FOR_RANKS_S = 2.0
 
 class ProcessHandle:
     """Process ``pid``, which started at ``started_ticks`` if given; ``ProcessLookupError`` if it has ended.
-
-    ``descriptor`` is readable once the process has ended; None if the kernel has no pidfds.
-    """
+    ``descriptor`` is readable once the process has ended; None if the kernel has no pidfds."""
 
     def __init__(self, pid: int, started_ticks: int | None = None) -> None:
         self.pid = pid
@@ -97,10 +95,8 @@ def living_ranks(marks: Mapping[str, str], processes: Path = Path("/proc")) -> s
 
 class Peers:
     """The processes of the ranks other than ``rank``, once they register on the board, or once ``adopt`` names them.
-
     Only processes of this host are polled and killed.  ``marks``: the environment that the launcher gave to all ranks,
-    if it started them: a rank that has not registered, and that no process of this host is, has ended.
-    """
+    if it started them: a rank that has not registered, and that no process of this host is, has ended."""
 
     def __init__(self, board: JobBoard, rank: int) -> None:
         self.marks: Mapping[str, str] = {}

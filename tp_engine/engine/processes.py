@@ -22,10 +22,8 @@ _watched_parents: set[int] = set()
 
 def die_with_parent(parent_pid: int, *, grace_s: float = 0.0) -> None:
     """End this process with exit code 1 when ``parent_pid`` has ended, ``grace_s`` later; the second call does nothing.
-
     A thread waits for the parent's end in the kernel.  The kernel's own parent-death signal does not help: it fires
-    when the parent's *thread* ends, and a program may start engines in threads.
-    """
+    when the parent's *thread* ends, and a program may start engines in threads."""
     if parent_pid in _watched_parents:
         return
     _watched_parents.add(parent_pid)
@@ -45,10 +43,8 @@ def die_with_parent(parent_pid: int, *, grace_s: float = 0.0) -> None:
 
 
 def die_with_launcher(*, grace_s: float = 0.0) -> None:
-    """``die_with_parent`` for a rank that torchrun or another launcher started.
-
-    If the agent was killed while this process still imported, the parent is process 1, which never ends.
-    """
+    """``die_with_parent`` for a rank that torchrun or another launcher started.  If the agent was killed while this
+    process still imported, the parent is process 1, which never ends."""
     parent_pid = os.getppid()
     if parent_pid == 0:  # this process is the first of a container
         return
@@ -78,11 +74,9 @@ def end_process(process: subprocess.Popen[bytes], *, timeout_s: float) -> None:
 
 
 class ChildRanks:
-    """Processes of ranks that this process started: each runs a module and reads its spec from standard input.
-
-    The module's main begins with ``ignore_interrupts``.  The first of ``inputs`` is for ``first_rank``, the others for
-    the ranks after it.
-    """
+    """Processes of ranks that this process started: each runs a module and reads its spec from standard input.  The
+    module's main begins with ``ignore_interrupts``.  The first of ``inputs`` is for ``first_rank``, the others for the
+    ranks after it."""
 
     def __init__(self, module: str, inputs: Sequence[bytes], *, first_rank: int = 1) -> None:
         self._first_rank = first_rank

@@ -22,10 +22,8 @@ from tp_engine.worker.worker import Worker
 
 
 def serve_own_rank(rank: int, store_address: tuple[str, int], config: EngineConfig, job: Job) -> None:
-    """Be a rank that rank 0 started: run rank 0's plans until the stop plan.
-
-    ``store_address``: host and port of the store that rank 0 keeps.
-    """
+    """Be a rank that rank 0 started: run rank 0's plans until the stop plan.  ``store_address``: host and port of the
+    store that rank 0 keeps."""
     effective = resolve(config)
     world_size = config.tensor_parallel_size
     info = RankInfo(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
@@ -52,10 +50,8 @@ def join_ranks(
 
 
 def run_worker(effective: EffectiveConfig, groups: RankGroups, job: Job, hosts: Hosts | None = None) -> None:
-    """Load the model, run each plan until the stop plan, and leave the job.
-
-    ``hosts``: the connections to other hosts, if there are any.
-    """
+    """Load the model, run each plan until the stop plan, and leave the job.  ``hosts``: the connections to other hosts,
+    if there are any."""
     with contextlib.ExitStack() as stack:
         stack.callback(groups.close)
         stack.enter_context(job.reporting())  # reports before the groups close: a closed group looks like a death

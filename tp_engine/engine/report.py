@@ -53,11 +53,9 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertBalance:
-    """How evenly tokens have gone to experts since the start.
-
-    An expert's load is its number of tokens over the mean of its layer.  ``num_experts`` counts the experts of all
-    layers by load, in the buckets of ``EXPERT_LOAD``; ``largest_load`` is the largest load.
-    """
+    """How evenly tokens have gone to experts since the start.  An expert's load is its number of tokens over the mean
+    of its layer.  ``num_experts`` counts the experts of all layers by load, in the buckets of ``EXPERT_LOAD``;
+    ``largest_load`` is the largest load."""
 
     num_experts: list[int]
     largest_load: float

@@ -52,10 +52,8 @@ class SequenceText:
 
     def push(self, token_ids: Sequence[int], *, ends_with_stop_token: bool, is_last: bool) -> tuple[str, int]:
         """Add tokens; returns the new text and how many of the tokens belong to the sequence (a stop string cuts it).
-
         ``ends_with_stop_token``: the last one is an EOS or stop token, whose text is shown only with
-        ``include_stop_str_in_output``.  ``is_last``: no token follows, so the text held back is returned as it is.
-        """
+        ``include_stop_str_in_output``.  ``is_last``: no token follows, so the text held back is returned as it is."""
         shown, num_hidden = [], int(ends_with_stop_token and not self._show_stop_token)
         for count, token_id in enumerate(token_ids[: len(token_ids) - num_hidden], start=1):
             self._num_tokens += 1
@@ -121,11 +119,9 @@ class IncrementalDetokenizer:
 
 
 class StopStrings:
-    """Searches the text for ``stops``; holds back text that may be the beginning of one.
-
-    The stop string that ends first counts, and of those that end together the longest, so the result does not depend on
-    how the text is cut into pieces.
-    """
+    """Searches the text for ``stops``; holds back text that may be the beginning of one.  The stop string that ends
+    first counts, and of those that end together the longest, so the result does not depend on how the text is cut into
+    pieces."""
 
     def __init__(self, stops: Sequence[str], *, include_in_output: bool) -> None:
         self.matched: str | None = None
@@ -134,10 +130,8 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str, *, may_match: bool = True) -> str:
-        """Add text; returns what may be shown of it and of the held text: up to the stop string if one ``matched``.
-
-        A stop string that ends in text pushed with ``may_match`` False does not count.
-        """
+        """Add text; returns what may be shown of it and of the held text: up to the stop string if one ``matched``.  A
+        stop string that ends in text pushed with ``may_match`` False does not count."""
         num_before, pending = len(self._held), self._held + text
         for offset, character in enumerate(text, start=1):
             ended = [pattern.text for pattern in self._patterns if pattern.advance(character)]

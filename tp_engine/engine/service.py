@@ -34,18 +34,11 @@ _IDLE_SLICE_S = 1.0
 _IDLE_WORK_SLICE_S = 0.001
 
 
-class ServedAdmin(EngineAdminLike, Protocol):
-    """``EngineAdmin``, or a stand-in."""
-
-    def take_drained(self) -> list[StepOutput]: ...
-
-
 class EngineLike(Protocol):
     """What the service drives: ``Engine``, or a stand-in."""
 
     @property
-    def operator(self) -> ServedAdmin: ...
-
+    def operator(self) -> EngineAdminLike: ...
     @property
     def model_info(self) -> ModelInfo: ...
     @property
@@ -61,11 +54,9 @@ class EngineLike(Protocol):
 
 
 class EngineService:
-    """Serves one frontend at ``address`` (from ``new_address``) until it is told to stop.
-
-    ``drain`` and ``request_stop`` may be called from any thread and from a signal handler.  The frontend must
-    connect within ``connect_timeout_s``.  The caller closes the engine.
-    """
+    """Serves one frontend at ``address`` (from ``new_address``) until it is told to stop.  ``drain`` and
+    ``request_stop`` may be called from any thread and from a signal handler.  The frontend must connect within
+    ``connect_timeout_s``.  The caller closes the engine."""
 
     def __init__(self, engine: EngineLike, address: str, *, connect_timeout_s: float = 120.0) -> None:
         self._engine = engine
@@ -79,11 +70,9 @@ class EngineService:
         self._unfinished: dict[str, int] = {}  # request id -> number of its sequences that still run
 
     def drain(self, timeout_s: float) -> None:
-        """Stop when the frontend has gone, or after ``timeout_s``.
-
-        The frontend has been told to accept no new requests.  The engine still accepts them, because only the frontend
-        knows which belong to work that it has accepted: a beam search goes on with requests that are new here.
-        """
+        """Stop when the frontend has gone, or after ``timeout_s``.  The frontend has been told to accept no new
+        requests.  The engine still accepts them, because only the frontend knows which belong to work that it has
+        accepted: a beam search goes on with requests that are new here."""
         self._drain_s = timeout_s
         self._socket.wake()
 
@@ -93,17 +82,14 @@ class EngineService:
         self._socket.wake()
 
     def run(self) -> None:
-        """Serve until told to stop.
-
-        Raises what the engine raised, after telling the frontend; ``RuntimeError`` if the frontend did not
-        connect, or went away without asking for a stop.
-        """
+        """Serve until told to stop.  Raises what the engine raised, after telling the frontend; ``RuntimeError`` if the
+        frontend did not connect, or went away without asking for a stop."""
         connect_deadline_s = time.monotonic() + self._connect_timeout_s
         while not self._is_over():
             self._turn()
             if self._socket.peer_gone:
                 self._abort_all()
-                if self._leaving:
+                if self._stop_requested or self._drain_s is not None:
                     return
                 raise RuntimeError("the frontend process went away; its requests were aborted")
             if not self._connected and time.monotonic() > connect_deadline_s:
@@ -115,21 +101,19 @@ class EngineService:
         """Close the socket."""
         self._socket.close()
 
-    @property
-    def _leaving(self) -> bool:
-        return self._stop_requested or self._drain_s is not None
-
     def _is_over(self) -> bool:
-        if self._stop_requested:
-            return True
-        return self._deadline_s is not None and time.monotonic() >= self._deadline_s
+        return self._stop_requested or (self._deadline_s is not None and time.monotonic() >= self._deadline_s)
 
     def _turn(self) -> None:
         """One round: handle all messages that have arrived, then run one step."""
         try:
-            for data in self._socket.receive(self._patience_s()):
+            idle_s = _IDLE_WORK_SLICE_S if self._has_idle_work else _IDLE_SLICE_S
+            for data in self._socket.receive(0.0 if self._engine.has_unfinished else idle_s):
                 self._handle(data)
-            self._begin_serving_out()
+            if self._drain_s is not None and self._deadline_s is None:
+                self._deadline_s = time.monotonic() + self._drain_s
+                if num_running := len(self._unfinished):
+                    logger.info("draining: %d requests may finish within %g s", num_running, self._drain_s)
             if self._engine.has_unfinished:
                 self._publish(self._engine.step())
                 self._has_idle_work = True
@@ -139,17 +123,6 @@ class EngineService:
         except Exception as error:
             self._socket.send(messages.EngineDead(reason=f"{type(error).__name__}: {error}"))
             raise
-
-    def _patience_s(self) -> float:
-        if self._engine.has_unfinished:
-            return 0.0
-        return _IDLE_WORK_SLICE_S if self._has_idle_work else _IDLE_SLICE_S
-
-    def _begin_serving_out(self) -> None:
-        if self._drain_s is not None and self._deadline_s is None:
-            self._deadline_s = time.monotonic() + self._drain_s
-            if num_running := len(self._unfinished):
-                logger.info("draining: %d requests may finish within %g s", num_running, self._drain_s)
 
     def _handle(self, data: bytes) -> None:
         try:
@@ -192,7 +165,7 @@ class EngineService:
         result: dict[str, Any] = {}
         refusal = None
         try:
-            result = act(self._engine, action, arguments)
+            result = act(self._engine.operator, action, arguments)
         except RequestError as error:
             refusal = str(error)
         for output in self._engine.operator.take_drained():
@@ -220,13 +193,10 @@ class EngineService:
             return
         for delta in output.deltas:
             if delta.finish_reason is not None:
-                self._note_finished(delta.request_id)
+                num_running = self._unfinished.pop(delta.request_id, 1) - 1
+                if num_running:
+                    self._unfinished[delta.request_id] = num_running
         self._socket.send(messages.Added(output=output))
-
-    def _note_finished(self, request_id: str) -> None:
-        num_running = self._unfinished.pop(request_id, 1) - 1
-        if num_running:
-            self._unfinished[request_id] = num_running
 
     def _abort_all(self) -> None:
         self._abort(list(self._unfinished))

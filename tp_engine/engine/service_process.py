@@ -38,16 +38,11 @@ class ServiceSpec(msgspec.Struct, kw_only=True):
 
 
 class ServiceHandle:
-    """A running service; its one client connects to ``address``.
-
-    Rank 0 counts as hung if it gives no sign of life for ``hard_limit_s``.
-    """
+    """A running service; its one client connects to ``address``.  Rank 0 counts as hung if it gives no sign of life for
+    ``hard_limit_s``."""
 
     def __init__(self, process: ChildRanks, address: str, pulse: Pulse, hard_limit_s: float) -> None:
-        self.address = address
-        self._process = process
-        self._pulse = pulse
-        self._hard_limit_s = hard_limit_s
+        self.address, self._process, self._pulse, self._hard_limit_s = address, process, pulse, hard_limit_s
 
     def is_alive(self) -> bool:
         """Whether rank 0's process runs."""
@@ -71,11 +66,9 @@ class ServiceHandle:
 
 
 def spawn_service(config: EngineConfig) -> ServiceHandle:
-    """Start rank 0, which starts the other ranks; returns when rank 0 is ready for its client.
-
-    Raises ``ConfigError`` before a process is started, under torchrun too, whose other ranks could not take part, and
-    ``RankError`` if rank 0 ends during its start.
-    """
+    """Start rank 0, which starts the other ranks; returns when rank 0 is ready for its client.  Raises ``ConfigError``
+    before a process is started, under torchrun too, whose other ranks could not take part, and ``RankError`` if rank 0
+    ends during its start."""
     launched = env.launched_rank()
     if launched is not None and launched.world_size > 1:
         raise ConfigError(

@@ -65,9 +65,7 @@ class ServiceSocket:
 
     def receive(self, timeout_s: float) -> list[bytes]:
         """All messages that have arrived; waits up to ``timeout_s`` for the first, for ``wake`` or for the peer's end.
-
-        ``peer_gone`` is set once the peer has left and all that it sent has been returned.
-        """
+        ``peer_gone`` is set once the peer has left and all that it sent has been returned."""
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
         if self._woken.fileno() in ready:
             with contextlib.suppress(BlockingIOError):

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import torch
 
 from tp_engine.errors import RequestError
+from tp_engine.weights.checkpoint import DTYPES
 from tp_engine.worker.memory.host_memory import host_memory
 
 NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
@@ -28,22 +29,7 @@ NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 
 _FILE_BYTES = 512 << 20
 _HEADER_ALIGNMENT = 8
-# Types -> names of safetensors.
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class StagedTensors(AbstractContextManager["StagedTensors"]):

@@ -60,10 +60,8 @@ _have_left: list[bool] = []  # not empty once this rank 0 has had an engine, or 
 
 def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pulse | None = None) -> Engine:
     """Rank 0's engine, with all ranks ready.  ``ConfigError`` is raised before any process or device is touched.
-
     ``ends_process``: this process belongs to the engine alone, so the watchdog may end it if the job has failed and the
-    main thread does not return.  The watchdog keeps ``pulse`` beating, for a frontend.
-    """
+    main thread does not return.  The watchdog keeps ``pulse`` beating, for a frontend."""
     launched, effective, faults = env.launched_rank(), _with_tokenizer_eos(check_config(config)), configured_faults()
     _log_model(config, effective)
     adopts = launched is not None and launched.world_size > 1
@@ -164,9 +162,7 @@ def leave_after_engine() -> None:
 
 def check_ranks_stay() -> None:
     """On rank 0: ``ConfigError`` if other ranks of this torchrun job ended with an engine, so that none waits for them.
-
-    Their scripts may also go on, and serve one engine after the other.
-    """
+    Their scripts may also go on, and serve one engine after the other."""
     if _have_left and job_store(timeout_s=_CONNECT_S).check([_LEAVING_KEY]):
         raise ConfigError(
             "the other ranks of this torchrun job end with the first engine of its script; use one LLM or run_batch in "
@@ -183,9 +179,7 @@ def let_ranks_go() -> None:
 
 def tell_ranks(is_needed: bool) -> None:
     """Rank 0 of a torchrun job tells the other ranks whether to start an engine or to end; once per ``ask_rank0``.
-
-    Does nothing in a job of one rank.
-    """
+    Does nothing in a job of one rank."""
     launched = env.launched_rank()
     if launched is not None and launched.world_size > 1:
         launched_store(timeout_s=_CONNECT_S).set(_NEEDED_KEY, "yes" if is_needed else "no")

@@ -23,10 +23,8 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 @dataclass(slots=True)
 class TokenTexts:
-    """The texts of one sequence's tokens: ``of`` any that may come next, ``take`` for the one that comes.
-
-    Tokens in ``hidden`` are left out of the sequence's text.
-    """
+    """The texts of one sequence's tokens: ``of`` any that may come next, ``take`` for the one that comes.  Tokens in
+    ``hidden`` are left out of the sequence's text."""
 
     decoder: TokenDecoder
     hidden: frozenset[int] = frozenset()

@@ -31,9 +31,7 @@ _LATIN = {chr(byte): byte for byte in range(256)}
 
 def load_tokenizer(source: str, revision: str | None = None) -> Any | None:
     """The tokenizer of a folder or hub name; None for a folder without one.  ``ConfigError`` if it can not be loaded.
-
-    Code that comes with a model is never run.
-    """
+    Code that comes with a model is never run."""
     folder = Path(source).expanduser()
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         return None
@@ -63,11 +61,9 @@ def load_tokenizer(source: str, revision: str | None = None) -> Any | None:
 
 
 def _plain_config(folder: Path) -> Any | None:
-    """The fields of config.json that choose a tokenizer, if the tokenizer's own files name its class; else None.
-
-    With these fields ``AutoTokenizer`` does not import the model's configuration class, which would import
-    transformers' modelling code and torch's compiler: that takes longer than the import of torch itself.
-    """
+    """The fields of config.json that choose a tokenizer, if the tokenizer's own files name its class; else None.  With
+    these fields ``AutoTokenizer`` does not import the model's configuration class, which would import transformers'
+    modelling code and torch's compiler: that takes longer than the import of torch itself."""
     try:
         named = read_json(folder / "tokenizer_config.json")
         model = read_json(folder / "config.json")
@@ -92,10 +88,8 @@ def _own_code(folder: Path) -> str | None:
 
 
 def load_tokenizer_json(source: str, revision: str | None = None) -> str | None:
-    """The text of a fast tokenizer's ``tokenizer.json``; None for a model without a tokenizer, or with a slow one.
-
-    If there is no such file, the tokenizer writes the text.
-    """
+    """The text of a fast tokenizer's ``tokenizer.json``; None for a model without a tokenizer, or with a slow one.  If
+    there is no such file, the tokenizer writes the text."""
     path = Path(source).expanduser() / "tokenizer.json"
     if path.is_file():
         return read_text(path, MAX_TOKENIZER_BYTES)
@@ -104,10 +98,8 @@ def load_tokenizer_json(source: str, revision: str | None = None) -> str | None:
 
 
 def tokenizer_eos_ids(source: str, revision: str | None = None) -> tuple[int, ...]:
-    """The tokenizer's token that ends an output, if it has one.  ``ConfigError`` if it can not be loaded.
-
-    The tokenizer itself is loaded only if its files do not say it: that takes longer.
-    """
+    """The tokenizer's token that ends an output, if it has one.  ``ConfigError`` if it can not be loaded.  The
+    tokenizer itself is loaded only if its files do not say it: that takes longer."""
     folder = Path(source).expanduser()
     named = _json_object(folder / "tokenizer_config.json") | _json_object(folder / "special_tokens_map.json")
     token = named.get("eos_token")
@@ -151,10 +143,8 @@ class TokenDecoder:
         self._token_bytes: dict[tuple[int, bool], bytes] = {}
 
     def token_bytes(self, token_id: int, *, begins_text: bool = False) -> bytes:
-        """The bytes that one token adds to a text, which may be part of a character.
-
-        Some decoders drop a space from the first token of a text, the one that ``begins_text``.
-        """
+        """The bytes that one token adds to a text, which may be part of a character.  Some decoders drop a space from
+        the first token of a text, the one that ``begins_text``."""
         data = self._token_bytes.get((token_id, begins_text))
         if data is None:
             data = self._token_bytes[token_id, begins_text] = self._read_bytes(token_id, begins_text)

@@ -63,8 +63,7 @@ class Watchdog:
         self._forget_owner()
         self._board = board
         self._slot = board.slots[rank]
-        self._ends_process = ends_process
-        self._may_kill = may_kill
+        self._ends_process, self._may_kill = ends_process, may_kill
         self._hangs = HangWatch(board, rank, limits, now_ns=time.monotonic_ns())
         self._lock = threading.RLock()
         self._over = threading.Event()
@@ -171,10 +170,8 @@ class Watchdog:
             self._end_job(incident)
 
     def _find(self) -> Incident | None:
-        """The incident, once there is one.
-
-        The first thing noticed may be a consequence, and a rank that has failed takes a moment to end: so look twice.
-        """
+        """The incident, once there is one.  The first thing noticed may be a consequence, and a rank that has failed
+        takes a moment to end: so look twice."""
         with self._lock:
             if self.incident is None and not self._over.is_set() and (seen := self._look_around()) is not None:
                 time.sleep(_SETTLE_S)

@@ -61,10 +61,8 @@ class SlotPacker:
 
 def unpack_slots(board: JobBoard, data: memoryview, ahead_ns: int, mirrored: Mirrored) -> bool:
     """Write slots of other hosts to ``board``; returns whether a rank's state changed, or its end became known.
-
     ``ahead_ns``: how far the sender's clock is ahead.  Slots of this host's ranks, which write them themselves, are
-    skipped.
-    """
+    skipped."""
     offset, has_news = 0, False
     while offset < len(data):
         rank, num_text, num_records = _SLOT.unpack_from(data, offset)

@@ -73,9 +73,7 @@ def differences(identity: Mapping[str, str], far: Mapping[str, str], host: int) 
 
 class Listener:
     """Rank 0's end: accepts a connection of each purpose from each of ``hosts``, then closes its port.
-
-    ``accepted(hello, connection)`` and ``refused(host, text)`` are called from threads.
-    """
+    ``accepted(hello, connection)`` and ``refused(host, text)`` are called from threads."""
 
     def __init__(
         self,
@@ -169,14 +167,7 @@ class Listener:
 
 
 def connect(
-    address: str,
-    port: int,
-    key: bytes,
-    hello: HostHello,
-    *,
-    rank: int,
-    timeout_s: float,
-    check: Callable[[], None],
+    address: str, port: int, key: bytes, hello: HostHello, *, rank: int, timeout_s: float, check: Callable[[], None]
 ) -> socket.socket:
     """The other host's end.  ``RankError`` (``rank``) if rank 0 refuses it; ``RankError`` (0) if it does not answer."""
     deadline_s = time.monotonic() + timeout_s

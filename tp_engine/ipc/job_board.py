@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from tp_engine.errors import PlanError, RankError
 from tp_engine.ipc.rank_slot import NUM_ECHOES, RECORD_FIELDS, SLOT_WORDS, RankSlot, echo_word, split_echo
-from tp_engine.ipc.segment import Segment, create_segment, open_segment
+from tp_engine.ipc.segment import Segment, SharedMemory, create_segment, open_segment
 from tp_engine.topology import Topology
 
 Echoes: TypeAlias = "Sequence[memoryview[int]]"
@@ -34,11 +34,11 @@ _STEP, _CHECKSUM = RECORD_FIELDS.index("step_id"), RECORD_FIELDS.index("plan_che
 _MAX_AHEAD: Final = 4  # at most so many plans beyond the step whose result rank 0 takes have been sent
 
 
-class JobBoard:
+class JobBoard(SharedMemory):
     """The board of ``host`` in one process; ``create`` makes it on the host's first rank, ``open`` maps it."""
 
     def __init__(self, memory: mmap.mmap, segment: Segment | None = None) -> None:
-        self._segment = segment
+        super().__init__(memory, segment)
         words = memoryview(memory).cast("q")
         table = np.frombuffer(memory, np.int64)
         self.created_wall_ns, self.created_ns = words[2], words[3]
@@ -75,17 +75,6 @@ class JobBoard:
         header = memoryview(memory).cast("q")
         assert header[0] == _MAGIC, f"{address} is not a board: its magic is {header[0]:#x}, not {_MAGIC:#x}"
         return cls(memory)
-
-    @property
-    def address(self) -> str:
-        """Where other processes of the host find it; on the host's first rank only."""
-        assert self._segment is not None, "only a host's first rank shares its board"
-        return self._segment.address
-
-    def stop_sharing(self) -> None:
-        """No further process can map it.  The memory is freed when the last process ends."""
-        if self._segment is not None:
-            self._segment.stop_sharing()
 
 
 class EchoCheck:
@@ -124,9 +113,7 @@ class EchoCheck:
 
     def compare_far(self, slot: RankSlot, records: npt.NDArray[np.int64]) -> None:
         """``slot``, of another host's rank, has just arrived with ``records`` (steps, fields) of steps that have ended.
-
-        Plans are compared in every step, inputs in the last few before each arrival.
-        """
+        Plans are compared in every step, inputs in the last few before each arrival."""
         own = self._own.records[records[:, _STEP] % len(self._own.records)]
         sent, received = own[:, _CHECKSUM], records[:, _CHECKSUM]
         differs = (own[:, _STEP] == records[:, _STEP]) & (sent != received) & (own[:, _STEP] <= self._own.step_done)

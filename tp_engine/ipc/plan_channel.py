@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tp_engine.errors import PlanError
-from tp_engine.ipc.plan_codec import decode_plan, encode_plan, encoded_size, plan_checksum
-from tp_engine.ipc.plan_sections import Buffer
+from tp_engine.ipc.plan_codec import decode_plan, encode_plan, plan_checksum
 from tp_engine.ipc.relay import PlanLink
 from tp_engine.ipc.ring_buffer import Alive, RingWriter
 from tp_engine.plan import NO_IDS, StepPlan
@@ -18,10 +17,8 @@ from tp_engine.plan import NO_IDS, StepPlan
 
 class PlanPublisher:
     """Rank 0's end of the channel, for ``num_readers`` other ranks of its host; see ``RingWriter`` for the options.
-
-    ``links``: connections to other hosts.
-    ``last_checksum`` and ``last_num_bytes`` are those of the last plan sent, to compare with what each rank received.
-    """
+    ``links``: connections to other hosts.  ``last_checksum`` and ``last_num_bytes`` are those of the last plan sent, to
+    compare with what each rank received."""
 
     def __init__(
         self,
@@ -39,18 +36,9 @@ class PlanPublisher:
         self._links = tuple(links)
         self._ample_bytes = min([num_slots * slot_bytes // 2, *(link.room_bytes for link in links)])
         self.name = "" if self._ring is None else self._ring.name
-        self._last: Buffer = b""
+        self.last_num_bytes = self.last_checksum = 0
         self._epoch = 0
-
-    @property
-    def last_checksum(self) -> int:
-        """The checksum in the last plan sent; 0 before the first."""
-        return plan_checksum(self._last) if self._last else 0
-
-    @property
-    def last_num_bytes(self) -> int:
-        """Size of the last plan sent, encoded; 0 before the first."""
-        return len(self._last)
+        self._encoded: tuple[StepPlan, bytes] | None = None  # the last plan that was asked for, and its bytes
 
     def wait_attached(self, timeout_s: float) -> None:
         """Wait for all ranks of the host, then stop sharing the ring; ``RankError`` names those that are missing."""
@@ -59,7 +47,8 @@ class PlanPublisher:
 
     def may_block(self, plan: StepPlan) -> bool:
         """Whether ``publish`` may have to wait for room although every plan before has been read."""
-        return encoded_size(plan) > self._ample_bytes
+        self._encoded = plan, encode_plan(plan, self._epoch)
+        return len(self._encoded[1]) > self._ample_bytes
 
     def call(self) -> None:
         """Wake the ranks of this host that are blocked, while rank 0 makes the plan that they wait for."""
@@ -68,15 +57,15 @@ class PlanPublisher:
 
     def publish(self, plan: StepPlan, timeout_s: float) -> None:
         """Send ``plan``, to other hosts first; returns when it is in the ring, usually long before a rank reads it.
-
-        ``RankError`` names a rank that has not read for ``timeout_s`` while the ring was full.
-        """
-        data = encode_plan(plan, self._epoch)
+        ``RankError`` names a rank that has not read for ``timeout_s`` while the ring was full."""
+        encoded, self._encoded = self._encoded, None
+        data = encoded[1] if encoded is not None and encoded[0] is plan else encode_plan(plan, self._epoch)
         for link in self._links:
             link.send(data, timeout_s)
         if self._ring is not None:
             self._ring.write(data, timeout_s)
-        self._last, self._epoch = data, plan.rows_epoch or self._epoch
+        self.last_num_bytes, self.last_checksum = len(data), plan_checksum(data)
+        self._epoch = plan.rows_epoch or self._epoch
 
     def close(self) -> None:
         """Unmap the ring and close the connections."""
@@ -88,9 +77,7 @@ class PlanPublisher:
 
 class MessageSource(Protocol):
     """Where plans come from, as bytes: ``RingReader``, or ``RelayReader`` on the first rank of another host.
-
-    ``has_alive``: a wait without a deadline ends when rank 0's process is known to be gone.
-    """
+    ``has_alive``: a wait without a deadline ends when rank 0's process is known to be gone."""
 
     has_alive: bool
 
@@ -107,25 +94,13 @@ class PlanSubscriber:
     def __init__(self, source: MessageSource, *, first_step_id: int = 1) -> None:
         self._source = source
         self._expected_step_id = first_step_id
-        self._last: Buffer = b""
+        self.last_num_bytes = self.last_checksum = 0
         self._epoch, self._rows = 0, NO_IDS  # of the last plan that had an epoch
-
-    @property
-    def last_checksum(self) -> int:
-        """The checksum in the last plan received, which its bytes agreed with; 0 before the first."""
-        return plan_checksum(self._last) if self._last else 0
-
-    @property
-    def last_num_bytes(self) -> int:
-        """Size of the last plan received, encoded; 0 before the first."""
-        return len(self._last)
 
     def receive(self, timeout_s: float = math.inf) -> StepPlan:
         """The next plan.  An idle engine sends none for hours; without a deadline only rank 0's end ends the wait.
-
         ``RankError`` (rank 0) if none comes within ``timeout_s``; ``PlanError`` for a corrupted plan, with the step and
-        both checksums, and for one that does not follow the last, with the expected and the received step id.
-        """
+        both checksums, and for one that does not follow the last, with the expected and the received step id."""
         assert self._source.has_alive or timeout_s < math.inf, (
             "a wait needs a deadline or a way to see that rank 0 is gone"
         )
@@ -138,7 +113,7 @@ class PlanSubscriber:
             fault = "repeated" if plan.step_id < self._expected_step_id else "lost"
             raise PlanError(f"step plan {fault}: expected step {self._expected_step_id}, received step {plan.step_id}")
         self._expected_step_id += 1
-        self._last = data
+        self.last_num_bytes, self.last_checksum = len(data), plan_checksum(data)
         if plan.rows_epoch:
             self._epoch, self._rows = plan.rows_epoch, plan.decode_rows
         return plan

@@ -54,8 +54,7 @@ class PlanCodec:
 
     def __init__(self, sections: Sequence[Section], plan_type: type[StepPlan] = StepPlan) -> None:
         names = [section.name for section in sections]
-        self._sections = sections
-        self._plan_type = plan_type
+        self._sections, self._plan_type = sections, plan_type
         self._values = attrgetter(*names)
         arrays = [section for section in sections if isinstance(section, ArraySection) and section.per]
         self._related = [(array, names.index(array.name), names.index(array.per)) for array in arrays]
@@ -68,10 +67,8 @@ class PlanCodec:
         self._present = cache(self._sections_of)
 
     def encode(self, plan: StepPlan, known_epoch: int = 0) -> bytes:
-        """The plan's bytes, laid out as drawn above.  ``TypeError`` for arrays of another dtype.
-
-        ``known_epoch``: that of the last plan before that had one, or 0 for a plan that must stand alone.
-        """
+        """The plan's bytes, laid out as drawn above.  ``TypeError`` for arrays of another dtype.  ``known_epoch``: that
+        of the last plan before that had one, or 0 for a plan that must stand alone."""
         values = self._values(plan)
         counts = self._counts(values)
         for array, index, owner in self._related:
@@ -97,13 +94,6 @@ class PlanCodec:
         parts[0] = head.pack(total, plan.control, plan.step_id, plan.rows_epoch, present, *sizes)
         summed = b"".join(parts)  # type: ignore[arg-type]  # arrays are buffers, which their stubs say from 3.12 on
         return _UNSUMMED.pack(MAGIC, VERSION, xxhash.xxh3_64_intdigest(summed)) + summed
-
-    def encoded_size(self, plan: StepPlan) -> int:
-        """Bytes that ``encode`` makes of a plan that stands alone."""
-        values = self._values(plan)
-        counts = self._counts(values)
-        sizes = [self._sections[index].num_bytes(values[index]) for index, count in enumerate(counts) if count]
-        return _SUMMED_FROM + _head(len(sizes)).size + sum(size + -size % _ALIGNMENT for size in sizes)
 
     def decode(self, buffer: Buffer, known_epoch: int = 0, known_rows: IntArray = NO_IDS) -> StepPlan:
         """The plan in ``buffer``; its arrays are views, so ``buffer`` must outlive it unchanged.
@@ -153,10 +143,8 @@ class PlanCodec:
     def _decode_steady(
         self, buffer: Buffer, present: int, step_id: int, epoch: int, known_rows: IntArray
     ) -> StepPlan | None:
-        """As ``decode``, for known rows and new blocks alone, as in most steps; None for anything unusual.
-
-        A reader that has just been woken finds little in its caches: the general way takes it 10 us longer.
-        """
+        """As ``decode``, for known rows and new blocks alone, as in most steps; None for anything unusual.  A reader
+        that has just been woken finds little in its caches: the general way takes it 10 us longer."""
         total = len(buffer)
         if not present:
             is_usual = total == _SUMMED_FROM + _head(0).size
@@ -195,7 +183,6 @@ class PlanCodec:
 _CODEC = PlanCodec(SECTIONS)
 encode_plan = _CODEC.encode
 decode_plan = _CODEC.decode
-encoded_size = _CODEC.encoded_size
 
 
 def plan_checksum(data: Buffer) -> int:

@@ -36,39 +36,25 @@ class Section(Protocol):
     def name(self) -> str:
         """The field."""
 
-    def num_bytes(self, value: Any) -> int:
-        """The size of a value that is not empty, encoded."""
-
     def encode(self, value: Any, parts: list[Part]) -> int:
         """Append what the value consists of, to be joined; its size in bytes.  ``TypeError`` for another dtype."""
 
     def decode(self, buffer: Buffer, offset: int, size: int, fields: Mapping[str, Any]) -> Any:
         """The value in ``size`` bytes from ``offset`` on, as views; ``fields`` are those decoded before it.
-
-        ``PlanError`` for anything that ``encode`` did not write.
-        """
+        ``PlanError`` for anything that ``encode`` did not write."""
 
 
 class ArraySection:
-    """An array of ``dtype`` with one dimension, or two where it has ``columns``.
-
-    ``per`` names an earlier section, for each item of which this one has equally many: 1 up to ``most``.
-    """
+    """An array of ``dtype`` with one dimension, or two where it has ``columns``.  ``per`` names an earlier section, for
+    each item of which this one has equally many: 1 up to ``most``."""
 
     def __init__(
         self, name: str, dtype: np.dtype[Any] = INT, *, columns: int = 0, per: str = "", most: int = 1
     ) -> None:
-        self.name = name
-        self.dtype = dtype
-        self.per = per
-        self._most = most
+        self.name, self.dtype, self.per, self._most = name, dtype, per, most
         self._columns = columns
         self._num_dimensions = 2 if columns else 1
         self._item_bytes = dtype.itemsize * max(columns, 1)
-
-    def num_bytes(self, value: AnyArray) -> int:
-        """Do as ``Section``."""
-        return value.nbytes
 
     def encode(self, value: AnyArray, parts: list[Part]) -> int:
         """Do as ``Section``."""
@@ -103,15 +89,12 @@ class ArraySection:
 
 
 class AdmissionSection:
-    """The admissions: a record of fixed size for each, then the arrays of all of them.
-
-    ``scalars`` maps fields to struct's codes; each of ``arrays`` has items of 4 bytes and one dimension.  Fields of
-    ``Admission.sampling`` begin with ``sampling.`` and come last.
-    """
+    """The admissions: a record of fixed size for each, then the arrays of all of them.  ``scalars`` maps fields to
+    struct's codes; each of ``arrays`` has items of 4 bytes and one dimension.  Fields of ``Admission.sampling`` begin
+    with ``sampling.`` and come last."""
 
     def __init__(self, name: str, scalars: Mapping[str, str], arrays: Sequence[ArraySection]) -> None:
-        self.name = name
-        self._arrays = arrays
+        self.name, self._arrays = name, arrays
         self._record = struct.Struct(f"<{''.join(scalars.values())}{len(arrays)}I")
         self._get_scalars = attrgetter(*scalars)
         self._get_arrays = attrgetter(*(array.name for array in arrays))
@@ -121,11 +104,6 @@ class AdmissionSection:
         own, sampling = _split(names)
         dtypes = [array.dtype for array in arrays]
         self._named_arrays = [*zip(own, dtypes, strict=False)], [*zip(sampling, dtypes[len(own) :], strict=True)]
-
-    def num_bytes(self, value: Sequence[Admission]) -> int:
-        """Do as ``Section``."""
-        num_items = sum(len(array) for admission in value for array in self._get_arrays(admission))
-        return _COUNT.size + len(value) * self._record.size + num_items * INT.itemsize
 
     def encode(self, value: Sequence[Admission], parts: list[Part]) -> int:
         """Do as ``Section``."""
@@ -185,10 +163,6 @@ class BytesSection:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def num_bytes(self, value: bytes) -> int:
-        """Do as ``Section``."""
-        return len(value)
-
     def encode(self, value: bytes, parts: list[Part]) -> int:
         """Do as ``Section``."""
         parts.append(value)
@@ -206,10 +180,6 @@ class NumberSection:
 
     def __init__(self, name: str) -> None:
         self.name = name
-
-    def num_bytes(self, value: int) -> int:
-        """Do as ``Section``."""
-        return _NUMBER.size
 
     def encode(self, value: int, parts: list[Part]) -> int:
         """Do as ``Section``."""

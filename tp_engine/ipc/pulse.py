@@ -14,7 +14,7 @@ from __future__ import annotations
 import mmap
 import time
 
-from tp_engine.ipc.segment import Segment, create_segment, open_segment
+from tp_engine.ipc.segment import Segment, SharedMemory, create_segment, open_segment
 
 _NUM_BYTES = 4096
 _TEXT_BYTES = 400
@@ -22,13 +22,13 @@ _TEXT_START = 24
 _SILENT_S = 5.0
 
 
-class Pulse:
+class Pulse(SharedMemory):
     """Created by ``create`` in one process and mapped by ``open`` in the other; either end may beat."""
 
     def __init__(self, memory: mmap.mmap, segment: Segment | None = None) -> None:
+        super().__init__(memory, segment)
         self._words = memoryview(memory).cast("q")
         self._text = memoryview(memory)[_TEXT_START : _TEXT_START + _TEXT_BYTES]
-        self._segment = segment
 
     @classmethod
     def create(cls) -> Pulse:
@@ -40,12 +40,6 @@ class Pulse:
     def open(cls, address: str) -> Pulse:
         """The pulse at ``address``; ``FileNotFoundError`` if its creator has ended."""
         return cls(open_segment(address))
-
-    @property
-    def address(self) -> str:
-        """Where the other process finds it."""
-        assert self._segment is not None, "only the creator shares it"
-        return self._segment.address
 
     def beat(self, *, hangs: bool) -> None:
         """Show that rank 0 lives, and whether it believes that the job hangs."""
@@ -74,8 +68,3 @@ class Pulse:
         if silence_s > _SILENT_S:
             return f"rank 0 has shown no sign of life for {silence_s:.0f} s"
         return "the engine hangs" if self._words[1] else None
-
-    def stop_sharing(self) -> None:
-        """No further process can map it."""
-        if self._segment is not None:
-            self._segment.stop_sharing()

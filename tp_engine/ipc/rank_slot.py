@@ -106,19 +106,37 @@ class State(IntEnum):
     FAILED = 5
 
 
+class _Word:
+    """A word of a slot as it is."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __get__(self, slot: RankSlot, owner: type) -> int:
+        return slot.words[self._index]
+
+
 class RankSlot:
     """One rank's slot.  The rank itself writes, all processes read; ``words`` is the slot as 8-byte integers.
-
     ``echoes`` and ``inputs``: 16 words each, see ``echo_word``.  ``channels``: those of ``tier_progress``, by name.
-    ``head``: the words before the failure text.
-    """
+    ``head``: the words before the failure text."""
 
     TIME_WORDS: Final = (2, 4, 13)
     ENDED_WORD: Final = _HOST
 
+    pid = _Word(0)  # of the process; 0 before it has registered
+    started_ticks = _Word(1)  # when the process started, which tells it from a later process with the same pid
+    heartbeat_ns = _Word(2)  # the last sign of life
+    cpu_ns = _Word(3)  # CPU time of the process at its last sign of life
+    failed_ns = _Word(4)  # when it failed; 0 if it has not
+    step_started = _Word(10)  # the last step that it began; 0 before the first
+    step_done = _Word(11)  # the last step that it ended
+    step_received = _Word(12)  # the last step whose plan it has received
+    busy_since_ns = _Word(13)  # when its current step began; 0 while it waits for a plan
+    collective_ns = _Word(COLLECTIVE_WORD)  # time in collectives of host tensors, with the wait for the other ranks
+
     def __init__(self, rank: int, words: memoryview[int], table: npt.NDArray[np.int64]) -> None:
-        self.rank = rank
-        self.words = words
+        self.rank, self.words = rank, words
         self.echoes = words[_ECHO : _ECHO + NUM_ECHOES]
         self.inputs = words[_INPUTS : _INPUTS + NUM_ECHOES]
         self.channels = {
@@ -160,18 +178,17 @@ class RankSlot:
 
     def note_memory(self, lines: Mapping[str, int]) -> None:
         """Show this rank's memory ledger: the bytes of each of ``MEMORY_LINES``, and the sum of all others."""
-        words = [lines[name] for name in MEMORY_LINES]
-        words.append(sum(size for name, size in lines.items() if name not in MEMORY_LINES))
-        for index, word in enumerate(words):
-            self.words[_MEMORY + index] = word
+        others = sum(size for name, size in lines.items() if name not in MEMORY_LINES)
+        for index, word in enumerate((*(lines[name] for name in MEMORY_LINES), others), start=_MEMORY):
+            self.words[index] = word
 
     def note_startup(self, seconds: Mapping[str, float]) -> None:
         """Show how long this rank's start took: seconds of its ``STARTUP_PHASES``, and the sum of all others."""
         words = [max(1, round(seconds[name] * 1e6)) if name in seconds else 0 for name in STARTUP_PHASES]
         others = [taken_s for name, taken_s in seconds.items() if name not in STARTUP_PHASES]
         words.append(max(1, round(sum(others) * 1e6)) if others else 0)
-        for index, word in enumerate(words):
-            self.words[_STARTUP + index] = word
+        for index, word in enumerate(words, start=_STARTUP):
+            self.words[index] = word
 
     def begin_step(self, step_id: int) -> None:
         """The step begins on this rank."""
@@ -185,10 +202,8 @@ class RankSlot:
             self.words[13] = 0
 
     def fail(self, text: str, *, failed_rank: int | None = None) -> None:
-        """Record this rank's failure and the end of ``text``; later calls do nothing.
-
-        ``failed_rank``: another rank whose failure caused this one.
-        """
+        """Record this rank's failure and the end of ``text``; later calls do nothing.  ``failed_rank``: another rank
+        whose failure caused this one."""
         if self.state == State.FAILED:
             return
         raw = np.frombuffer(text.encode(errors="replace")[-_TEXT_BYTES:], np.uint8)
@@ -203,26 +218,6 @@ class RankSlot:
         self.words[14] = code + _EXIT_BIAS
 
     # Read by all processes.
-
-    @property
-    def pid(self) -> int:
-        """The process; 0 before it has registered."""
-        return self.words[0]
-
-    @property
-    def started_ticks(self) -> int:
-        """When the process started, which tells it from a later process with the same pid."""
-        return self.words[1]
-
-    @property
-    def heartbeat_ns(self) -> int:
-        """The last sign of life."""
-        return self.words[2]
-
-    @property
-    def cpu_ns(self) -> int:
-        """CPU time of the process at its last sign of life."""
-        return self.words[3]
 
     @property
     def state(self) -> State:
@@ -244,21 +239,6 @@ class RankSlot:
         return split_phase(self.words[PHASE_WORD])[1]
 
     @property
-    def step_started(self) -> int:
-        """The last step that it began; 0 before the first."""
-        return self.words[10]
-
-    @property
-    def step_done(self) -> int:
-        """The last step that it ended."""
-        return self.words[11]
-
-    @property
-    def step_received(self) -> int:
-        """The last step whose plan it has received."""
-        return self.words[12]
-
-    @property
     def memory(self) -> dict[str, int]:
         """Bytes of each of ``MEMORY_LINES``, then of ``OTHER`` if there are any; empty before they are known."""
         *words, other = self.words[_MEMORY:_STARTUP].tolist()
@@ -271,21 +251,6 @@ class RankSlot:
         words = self.words[_STARTUP:_TIERS].tolist()
         names = (*STARTUP_PHASES, OTHER)
         return {name: taken_us * 1e-6 for name, taken_us in zip(names, words, strict=True) if taken_us}
-
-    @property
-    def collective_ns(self) -> int:
-        """Time in collectives of host tensors, including the wait for the other ranks."""
-        return self.words[COLLECTIVE_WORD]
-
-    @property
-    def busy_since_ns(self) -> int:
-        """When its current step began; 0 while it waits for a plan."""
-        return self.words[13]
-
-    @property
-    def failed_ns(self) -> int:
-        """When it failed; 0 if it has not."""
-        return self.words[4]
 
     @property
     def failed_rank(self) -> int | None:
@@ -358,9 +323,7 @@ def process_start(pid: int) -> int:
 
 def process_vitals(pid: int) -> tuple[str, int]:
     """The kernel's letter for its state (``T``: stopped, ``Z``: ended), and the CPU time it has used, in clock ticks.
-
-    ``("X", 0)`` if there is no such process.
-    """
+    ``("X", 0)`` if there is no such process."""
     try:
         fields = _stat(pid)
     except ProcessLookupError:

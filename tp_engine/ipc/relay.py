@@ -35,16 +35,13 @@ _GONE = "its connection for step plans is closed"
 
 
 class PlanLink:
-    """Rank 0's end of one connection; ``rank`` is the first rank of the host at the other end.
-
-    ``room_bytes``: a plan of that size never has to wait, if the other end has read all but one plan before it.
-    """
+    """Rank 0's end of one connection; ``rank`` is the first rank of the host at the other end.  ``room_bytes``: a plan
+    of that size never has to wait, if the other end has read all but one plan before it."""
 
     def __init__(self, connection: socket.socket, rank: int, *, alive: Alive) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         connection.setblocking(True)
         self.rank = rank
-        self.num_sent = 0
         # The kernel counts its own overhead in the buffer: half of it is surely room for data, in two messages.
         self.room_bytes = connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 4
         self._socket = connection
@@ -53,7 +50,6 @@ class PlanLink:
     def send(self, message: bytes | bytearray | memoryview, timeout_s: float) -> None:
         """Send ``message``; ``RankError`` if the other end takes nothing for ``timeout_s``, or is gone."""
         data = _LENGTH.pack(len(message)) + message
-        self.num_sent += 1
         try:
             sent = self._socket.send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -85,11 +81,9 @@ class PlanLink:
 
 
 class RelayReader:
-    """The first rank's end, with the interface of ``RingReader``.
-
-    ``ring`` is the host's, for its other ranks (None if there are none); ``alive`` is asked every half second of a
-    wait.  A rank that makes no room in the ring for ``ring_timeout_s`` is named by a ``RankError``.
-    """
+    """The first rank's end, with the interface of ``RingReader``.  ``ring`` is the host's, for its other ranks (None if
+    there are none); ``alive`` is asked every half second of a wait.  A rank that makes no room in the ring for
+    ``ring_timeout_s`` is named by a ``RankError``."""
 
     has_alive = True
 
@@ -98,9 +92,7 @@ class RelayReader:
     ) -> None:
         connection.setblocking(True)
         self._socket = connection
-        self._ring = ring
-        self._alive = alive
-        self._ring_timeout_s = ring_timeout_s
+        self._ring, self._alive, self._ring_timeout_s = ring, alive, ring_timeout_s
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._arrived = bytearray()
@@ -108,10 +100,8 @@ class RelayReader:
         self._has_ended = False
 
     def read(self, timeout_s: float) -> bytearray:
-        """The next message.  Everything that has arrived is in the ring before this returns.
-
-        ``RankError`` (rank 0) if nothing comes within ``timeout_s``, or if the connection is closed.
-        """
+        """The next message.  Everything that has arrived is in the ring before this returns.  ``RankError`` (rank 0) if
+        nothing comes within ``timeout_s``, or if the connection is closed."""
         self._take()
         if not self._messages:
             self._wait(timeout_s)

@@ -104,10 +104,8 @@ def _wait_for(
 
 class RingWriter:
     """The writer's end.  Creates the segment, whose address is ``name``; readers 0..N-1 are ranks ``first_rank`` on.
-
     ``spin_s``: how long a wait spins before it blocks (None: ``default_spin_s``).  A wait calls ``alive`` every half
-    second.  ``RuntimeError`` if /dev/shm is too small.
-    """
+    second.  ``RuntimeError`` if /dev/shm is too small."""
 
     def __init__(
         self,
@@ -123,8 +121,7 @@ class RingWriter:
         assert num_slots >= 1, "a ring needs a slot"
         assert slot_bytes > _SLOT_HEADER.size, f"a slot of {slot_bytes} bytes has no room for a payload"
         self._first_slot = _slots_offset(num_readers)
-        self._num_slots = num_slots
-        self._slot_bytes = slot_bytes
+        self._num_slots, self._slot_bytes = num_slots, slot_bytes
         self._room = slot_bytes - _SLOT_HEADER.size
         self._spin_s = default_spin_s(num_readers + 1) if spin_s is None else spin_s
         self._alive = alive
@@ -142,10 +139,8 @@ class RingWriter:
         _HEADER.pack_into(self._memory, 0, _MAGIC, num_readers, num_slots, slot_bytes)
 
     def wait_attached(self, timeout_s: float) -> None:
-        """Wait for all readers, then stop sharing the segment, so no other process can attach.
-
-        ``RankError`` at the deadline names the first reader that is missing and lists the others.
-        """
+        """Wait for all readers, then stop sharing the segment, so no other process can attach.  ``RankError`` at the
+        deadline names the first reader that is missing and lists the others."""
         deadline = time.monotonic() + timeout_s
         while self._missing:
             reader = self._missing[0]
@@ -167,12 +162,9 @@ class RingWriter:
             )
 
     def write(self, message: bytes | bytearray | memoryview, timeout_s: float) -> None:
-        """Copy ``message`` to all readers; ``timeout_s`` bounds each wait for room.
-
-        ``RankError`` names a reader that makes no room.  Some readers may then have a part of the message, so every
-        later write raises the same error.  After a write that a signal handler interrupted, later writes raise
-        ``RuntimeError`` for the same reason.
-        """
+        """Copy ``message`` to all readers; ``timeout_s`` bounds each wait for room.  ``RankError`` names a reader that
+        makes no room.  Some readers may then have a part of the message, so every later write raises the same error.
+        After a write that a signal handler interrupted, later writes raise ``RuntimeError`` for the same reason."""
         if self._failure is not None:
             self._refuse(self._failure)
         try:
@@ -191,11 +183,8 @@ class RingWriter:
         raise RuntimeError("an earlier step plan was interrupted: the ranks may have a part of it") from failure
 
     def call(self) -> None:
-        """Wake the blocked readers, which then spin for a moment for the message that follows at once.
-
-        Does nothing if the ring is full, after a failure, or if ranks share cores, because a spin could then take the
-        writer's core.
-        """
+        """Wake the blocked readers, which then spin for a moment for the message that follows at once.  Does nothing if
+        the ring is full, after a failure, or if ranks share cores, because a spin could then take the writer's core."""
         if self._failure is not None or self._spin_s == 0.0:
             return
         try:
@@ -242,20 +231,11 @@ class RingWriter:
 
 
 class RingReader:
-    """One reader's end: maps the segment ``name`` as reader ``index`` and says so.
+    """One reader's end: maps the segment ``name`` as reader ``index`` and says so.  ``alive()`` is asked every half
+    second of a wait, so that the reader leaves when the writer's process is gone.  ``RankError`` (rank 0) if the
+    segment does not exist."""
 
-    ``alive()`` is asked every half second of a wait, so that the reader leaves when the writer's process is gone.
-    ``RankError`` (rank 0) if the segment does not exist.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        index: int,
-        *,
-        spin_s: float | None = None,
-        alive: WriterAlive | None = None,
-    ) -> None:
+    def __init__(self, name: str, index: int, *, spin_s: float | None = None, alive: WriterAlive | None = None) -> None:
         self._memory = _open(name)
         magic, num_readers, self._num_slots, self._slot_bytes = _HEADER.unpack_from(self._memory, 0)
         assert magic == _MAGIC, f"{name} is not a ring: its magic is {magic:#x}, not {_MAGIC:#x}"
@@ -272,11 +252,9 @@ class RingReader:
         self._self.attached.post()
 
     def read(self, timeout_s: float) -> bytearray:
-        """The next message, the caller's own copy; ``timeout_s`` bounds the wait for each of its pieces
-        (if infinite, ``alive`` ends the wait).
-
-        ``RankError`` (rank 0) at the deadline or when the writer has ended; a later read continues from there.
-        """
+        """The next message, the caller's own copy; ``timeout_s`` bounds the wait for each of its pieces (if infinite,
+        ``alive`` ends the wait).  ``RankError`` (rank 0) at the deadline or when the writer has ended; a later read
+        continues from there."""
         has_piece, spin_s = self._self.filled.try_wait, self._spin_s
         if not has_piece():
             self._wait_piece(timeout_s, spin_s)

@@ -39,6 +39,24 @@ class Segment:
             self._descriptor = -1
 
 
+class SharedMemory:
+    """What lies in a segment; its creator alone has the ``segment``, and so the address."""
+
+    def __init__(self, memory: mmap.mmap, segment: Segment | None) -> None:
+        self.memory, self._segment = memory, segment
+
+    @property
+    def address(self) -> str:
+        """Where other processes of the host find it."""
+        assert self._segment is not None, "only its creator shares this memory"
+        return self._segment.address
+
+    def stop_sharing(self) -> None:
+        """No further process can map it; existing mappings stay."""
+        if self._segment is not None:
+            self._segment.stop_sharing()
+
+
 def needed_bytes(num_ranks: int, *, has_gpus: bool = True) -> int:
     """Bytes of /dev/shm that suffice for ``num_ranks`` ranks of a host, with what NCCL may take for GPUs."""
     return _LEAST_BYTES + has_gpus * _NCCL_BYTES * num_ranks * (num_ranks - 1)
@@ -50,10 +68,8 @@ def shm_option(num_ranks: int) -> str:
 
 
 def create_segment(num_bytes: int, *, num_ranks: int = 1) -> Segment:
-    """A new segment of zeros, for processes of this user only; ``num_ranks`` will share it.
-
-    ``RuntimeError``, with the needed and the available bytes, if /dev/shm is too small.
-    """
+    """A new segment of zeros, for processes of this user only; ``num_ranks`` will share it.  ``RuntimeError``, with the
+    needed and the available bytes, if /dev/shm is too small."""
     descriptor = _anonymous_file()
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)

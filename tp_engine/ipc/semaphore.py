@@ -74,10 +74,8 @@ class Semaphore:
         return True
 
     def wait(self, timeout_s: float, spin_s: float = 0.0) -> bool:
-        """Take one; False if none came within ``timeout_s``.  Spins for ``spin_s`` at most, then blocks.
-
-        A signal does not shorten the wait, but its Python handler runs at once and may raise.
-        """
+        """Take one; False if none came within ``timeout_s``.  Spins for ``spin_s`` at most, then blocks.  A signal does
+        not shorten the wait, but its Python handler runs at once and may raise."""
         if self.try_wait():
             return True
         now = time.monotonic()

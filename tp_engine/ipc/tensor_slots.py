@@ -31,25 +31,25 @@ import ctypes
 import mmap
 import struct
 
-from tp_engine.ipc.segment import Segment, create_segment, open_segment
+from tp_engine.ipc.segment import Segment, SharedMemory, create_segment, open_segment
 from tp_engine.ipc.semaphore import SEMAPHORE_BYTES, Semaphore
 
 _MAGIC = 0x31746F6C73707474  # "ttpslot1"
 _HEADER = struct.Struct("<QII")
-_FIRST_SEMAPHORE = 64
+SEMAPHORES_OFFSET = 64
 _PAGE = 4096
 
 
-class TensorSlots:
+class TensorSlots(SharedMemory):
     """The memory, mapped by this process; one rank calls ``create``, the others ``attach``."""
 
     def __init__(self, memory: mmap.mmap, segment: Segment | None = None) -> None:
+        super().__init__(memory, segment)
         magic, num_ranks, slot_bytes = _HEADER.unpack_from(memory)
         if magic != _MAGIC:
             raise RuntimeError("the shared memory of the ranks' collectives holds something else")
         self.num_ranks, self.slot_bytes = int(num_ranks), int(slot_bytes)
-        self.memory = memory
-        self._segment = segment
+        self.memory, self._segment = memory, segment
 
     @classmethod
     def create(cls, num_ranks: int, slot_bytes: int) -> TensorSlots:
@@ -69,25 +69,9 @@ class TensorSlots:
         return cls(open_segment(address))
 
     @property
-    def address(self) -> str:
-        """The argument of ``attach``; only its creator has it."""
-        assert self._segment is not None, "another rank created this memory"
-        return self._segment.address
-
-    def stop_sharing(self) -> None:
-        """No further process can attach; existing mappings stay."""
-        if self._segment is not None:
-            self._segment.stop_sharing()
-
-    @property
     def base(self) -> int:
         """The address of the memory in this process, valid as long as ``memory`` lives."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-
-    @property
-    def semaphores_offset(self) -> int:
-        """The offset of the first semaphore."""
-        return _FIRST_SEMAPHORE
 
     @property
     def slots_offset(self) -> int:
@@ -106,9 +90,9 @@ class TensorSlots:
     def semaphore(self, sender: int, receiver: int) -> Semaphore:
         """The semaphore that ``sender`` posts and ``receiver`` waits for."""
         index = sender * self.num_ranks + receiver
-        return Semaphore(self.memory, _FIRST_SEMAPHORE + index * SEMAPHORE_BYTES)
+        return Semaphore(self.memory, SEMAPHORES_OFFSET + index * SEMAPHORE_BYTES)
 
 
 def _slots_offset(num_ranks: int) -> int:
-    end = _FIRST_SEMAPHORE + num_ranks * num_ranks * SEMAPHORE_BYTES
+    end = SEMAPHORES_OFFSET + num_ranks * num_ranks * SEMAPHORE_BYTES
     return -(-end // _PAGE) * _PAGE

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Iterable
 
-from tp_engine.hooks import hooks
-from tp_engine.plan import Admission, IntArray
+from tp_engine.hooks import Hooks
+from tp_engine.plan import Admission
 from tp_engine.sched.blocks.block_manager import Donation, Hits
 from tp_engine.sched.blocks.prefix_cache import BlockName, identity
 from tp_engine.sched.blocks.snapshots import Snapshots
-from tp_engine.sched.feature import SchedulerFeature
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import NO_ROW, Entry, Sequence, SequencePhase
@@ -32,19 +30,15 @@ class Verdict(enum.Enum):
 
 
 class Admitter:
-    """Fills the rest of a step from the queue, in order; only sequences that wait for a sibling's prompt, or for
-    a slot of their adapter, are passed.
+    """Fills the rest of a step from the queue, in order; only sequences that wait for a sibling's prompt, or for a slot
+    of their adapter, are passed.  It decides one sequence after the other, and gives rows and blocks to many at
+    once."""
 
-    It decides one sequence after the other, and gives rows and blocks to many at once.
-    """
-
-    def __init__(self, state: SchedulerState, features: Iterable[SchedulerFeature] = ()) -> None:
+    def __init__(self, state: SchedulerState, feature_hooks: Hooks) -> None:
         self._state = state
         self._rows = state.rows
         self._blocks = state.blocks
-        self._begin_admission = hooks(features, "begin_admission")
-        self._may_enter, self._on_enter = hooks(features, "may_enter"), hooks(features, "on_enter")
-        self._review_hits = hooks(features, "review_hits")
+        self._hooks = feature_hooks
         self._entries: list[Entry] = []  # of this step, not seated yet
         self._names: set[BlockName] = set()  # of what they will publish
         self._num_owed = 0  # blocks that they will take
@@ -57,7 +51,7 @@ class Admitter:
         if not self._rows.readiness.num_blocked:
             self._loading.clear()
         self._blocks.expire_all()
-        for begin in self._begin_admission:
+        for begin in self._hooks.begin_admission:
             begin(builder.step_id)
         deferred: list[Sequence] = []
         while builder.budget > 0 and self._rows.num_vacant > len(self._entries) and len(deferred) < _MAX_DEFERRED:
@@ -75,7 +69,7 @@ class Admitter:
             self._state.waiting.push(sequence)
 
     def _consider(self, builder: StepPlanBuilder, sequence: Sequence) -> Verdict:
-        if not all(may_enter(sequence) for may_enter in self._may_enter):
+        if not all(may_enter(sequence) for may_enter in self._hooks.may_enter):
             return Verdict.DEFERRED
         siblings = sequence.group.running
         if siblings and sequence.can_fork:
@@ -88,7 +82,7 @@ class Admitter:
         if hits.next_name in self._names:
             self._seat(builder)
             hits = self._blocks.find_hits(sequence)
-        for review in self._review_hits:
+        for review in self._hooks.review_hits:
             if (hits := review(sequence, hits)) is None:
                 return Verdict.PARKED
         if self._loading and self._is_loading(hits.next_name):
@@ -152,7 +146,7 @@ class Admitter:
 
     def _enter(self, builder: StepPlanBuilder, entry: Entry) -> None:
         """The decision is made; siblings must see at once that one of them runs."""
-        for on_enter in self._on_enter:
+        for on_enter in self._hooks.on_enter:
             on_enter(entry.sequence)
         if len(entry.shared.held):
             entry.shared, entry.must_load = self._blocks.hold(entry.shared)
@@ -177,7 +171,18 @@ class Admitter:
                 builder.add_copies(entry.source, table[len(entry.shared.table)])
             if entry.state_source is not None:
                 builder.state_copies.append((entry.state_source, entry.sequence.row))
-            builder.admitted.append(_admission(entry, table))
+            sequence = entry.sequence
+            builder.admitted.append(
+                Admission(
+                    row=sequence.row,
+                    token_ids=sequence.token_ids,
+                    num_prompt_tokens=sequence.num_prompt_tokens,
+                    num_computed_tokens=entry.num_computed,
+                    block_ids=table.reshape(-1),
+                    sampling=sequence.sampling,
+                    adapter=sequence.adapter_slot,
+                )
+            )
             if entry.must_load:
                 self._rows.readiness.block(entry.sequence.row, Blocked.LOADING)
         self._blocks.publish((entry.sequence, entry.end) for entry in entries if not entry.must_load)
@@ -230,17 +235,3 @@ class Admitter:
             counters.num_disk_hit_tokens += num_read
             counters.num_host_hit_tokens += max(0, min(num_loaded, num_hit_tokens) - num_read)
             sequence.num_cached_tokens = num_hit_tokens
-
-
-def _admission(entry: Entry, table: IntArray) -> Admission:
-    """``table`` (n, G)."""
-    sequence = entry.sequence
-    return Admission(
-        row=sequence.row,
-        token_ids=sequence.token_ids,
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        num_computed_tokens=entry.num_computed,
-        block_ids=table.reshape(-1),
-        sampling=sequence.sampling,
-        adapter=sequence.adapter_slot,
-    )

@@ -15,11 +15,9 @@ DEFAULT_HISTORY = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationSample:
-    """The pool at one moment; ``time_s`` is time.monotonic().
-
-    ``fragmentation`` is 1 - live tokens / (used blocks * block size): the share of the used blocks' slots that holds
-    no token, 0 when no block is used.  Live tokens count in each group of layers that holds them.
-    """
+    """The pool at one moment; ``time_s`` is time.monotonic().  ``fragmentation`` is 1 - live tokens / (used blocks *
+    block size): the share of the used blocks' slots that holds no token, 0 when no block is used.  Live tokens count in
+    each group of layers that holds them."""
 
     time_s: float
     num_free_blocks: int
@@ -52,10 +50,8 @@ class AllocationSummary:
 
 
 class AllocationMonitor:
-    """Keeps the last ``max_samples`` samples, at most one per ``interval_s``; older ones are forgotten.
-
-    A sample costs rank 0 what ``Scheduler.stats`` costs, some microseconds.
-    """
+    """Keeps the last ``max_samples`` samples, at most one per ``interval_s``; older ones are forgotten.  A sample costs
+    rank 0 what ``Scheduler.stats`` costs, some microseconds."""
 
     def __init__(self, *, max_samples: int = DEFAULT_HISTORY, interval_s: float = 0.0) -> None:
         if max_samples < 1:

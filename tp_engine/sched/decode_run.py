@@ -23,9 +23,7 @@ class RowSet:
     """
 
     def __init__(self, rows: IntArray, sequences: list[Sequence], *, epoch: int = 0, is_rising: bool = False) -> None:
-        self.rows = rows
-        self.sequences = sequences
-        self.epoch = epoch
+        self.rows, self.sequences, self.epoch = rows, sequences, epoch
         first, count = int(rows[0]) if len(rows) else 0, len(rows)
         follow = is_rising and (count == 0 or int(rows[-1]) - first + 1 == count)
         self.place: slice | npt.NDArray[np.intp] = slice(first, first + count) if follow else rows.astype(np.intp)
@@ -91,11 +89,6 @@ class DecodeRun:
     def is_full(self) -> bool:
         """Whether the notes must be entered before more are taken."""
         return self.num_planned == min(_MOST_STEPS, len(self._growing)) or self.num_results == _MOST_STEPS
-
-    @property
-    def has_notes(self) -> bool:
-        """Whether anything is noted that has not been entered."""
-        return self.num_planned > 0 or self.num_results > 0
 
     def forget_notes(self) -> None:
         """All notes have been entered."""

@@ -19,7 +19,7 @@ from tp_engine.sched.tiers.prefetch import Prefetcher
 from tp_engine.sched.tiers.tier_loads import TierLoads
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FeatureParts:
     """What features are made of.  ``proposers`` replace those of the configuration, for tests; ``made`` are the
     features before this one in the table."""

@@ -83,22 +83,18 @@ class SchedulerLimits:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens of the longest sequence that the pool can hold if it has it to itself.
-
-        With windows it must be computed in small enough chunks, down to one block (``BlockManager.chunk_limit``).  No
-        more than ``max_model_len`` are counted, because a longer sequence need not hold more blocks.
-        """
+        """Tokens of the longest sequence that the pool can hold if it has it to itself.  With windows it must be
+        computed in small enough chunks, down to one block (``BlockManager.chunk_limit``).  No more than
+        ``max_model_len`` are counted, because a longer sequence need not hold more blocks."""
         if not any(self.windows):
             return self.num_blocks // self.num_groups * self.block_size
         return _most_logical_blocks(self) * self.block_size
 
     @property
     def max_chunk_tokens(self) -> int:
-        """Tokens of one sequence in one step.
-
-        A group with a window needs room for a whole chunk, most of which it gives back one step later.  A chunk takes
-        at most a quarter of the pool, so that other sequences need not wait or be preempted for it.
-        """
+        """Tokens of one sequence in one step.  A group with a window needs room for a whole chunk, most of which it
+        gives back one step later.  A chunk takes at most a quarter of the pool, so that other sequences need not wait
+        or be preempted for it."""
         if not any(self.windows):
             return self.max_num_batched_tokens
         num_blocks = max(1, self.num_blocks // (_CHUNKS_PER_POOL * self.num_groups))

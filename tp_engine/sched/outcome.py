@@ -19,11 +19,9 @@ from tp_engine.sched.sequence import RequestGroup, Sequence
 
 @dataclass(frozen=True, slots=True)
 class FinishDetails:
-    """Why a sequence ended; ``stop_reason`` is the id among ``stop_token_ids`` that ended it.
-
-    ``by_grammar``: its grammar allows no more, so that its last token is no stop token; ``error``: why the grammar can
-    not be followed any further.
-    """
+    """Why a sequence ended; ``stop_reason`` is the id among ``stop_token_ids`` that ended it.  ``by_grammar``: its
+    grammar allows no more, so that its last token is no stop token; ``error``: why the grammar can not be followed any
+    further."""
 
     reason: FinishReason
     stop_reason: int | None = None
@@ -39,11 +37,9 @@ class FinishDetails:
 
 
 class StepOutcome(msgspec.Struct, gc=False):
-    """The new token of each of ``sequences``, in the step's batch order.
-
-    ``endings`` and ``logprobs`` are by position, for the few sequences that have one; ``first`` are the positions of
-    the sequences that got their first token, ``dropped`` of those that end without the token that they got.
-    """
+    """The new token of each of ``sequences``, in the step's batch order.  ``endings`` and ``logprobs`` are by position,
+    for the few sequences that have one; ``first`` are the positions of the sequences that got their first token,
+    ``dropped`` of those that end without the token that they got."""
 
     rows: RowSet
     token_ids: IntArray
@@ -58,10 +54,8 @@ class StepOutcome(msgspec.Struct, gc=False):
         return self.rows.sequences
 
     def advance_constraints(self, is_constrained: BoolArray) -> None:
-        """Give each constrained sequence's grammar its new token; ``is_constrained`` is over all rows.
-
-        Some sequences end with the token, or without it, if the grammar refuses it.
-        """
+        """Give each constrained sequence's grammar its new token; ``is_constrained`` is over all rows.  Some sequences
+        end with the token, or without it, if the grammar refuses it."""
         for position in np.flatnonzero(is_constrained[self.rows.rows]).tolist():
             constraint = self.sequences[position].constraint
             assert constraint is not None
@@ -104,11 +98,9 @@ class StepOutcome(msgspec.Struct, gc=False):
 
 
 class StopChecker:
-    """Finds the few rows that may end by array operations; ``ending`` then looks at those alone.
-
-    ``_watched`` is a table over token ids: True where the id can end *some* request.  It reaches one beyond the
-    largest such id and stays False there, so that larger ids can be clipped to it.
-    """
+    """Finds the few rows that may end by array operations; ``ending`` then looks at those alone.  ``_watched`` is a
+    table over token ids: True where the id can end *some* request.  It reaches one beyond the largest such id and stays
+    False there, so that larger ids can be clipped to it."""
 
     def __init__(self) -> None:
         self._count: Counter[int] = Counter()
@@ -148,10 +140,8 @@ class StopChecker:
 
 
 def ending(sequence: Sequence, token_id: int, num_tokens: int, max_tokens: int) -> FinishDetails | None:
-    """How the sequence ends with ``token_id``, its ``num_tokens``-th token; None if it goes on.
-
-    A stop token counts once ``min_tokens`` generated tokens precede it, and before the limit of length.
-    """
+    """How the sequence ends with ``token_id``, its ``num_tokens``-th token; None if it goes on.  A stop token counts
+    once ``min_tokens`` generated tokens precede it, and before the limit of length."""
     group = sequence.group
     num_before = num_tokens - sequence.num_prompt_tokens - 1
     if num_before >= sequence.sampling.min_tokens:
@@ -164,10 +154,8 @@ def ending(sequence: Sequence, token_id: int, num_tokens: int, max_tokens: int) 
 
 def accept(constraint: TokenConstraint, token_id: int, end: FinishDetails | None) -> tuple[bool, FinishDetails | None]:
     """Give a grammar its next token: whether it accepts it, and how the sequence ends; ``end``: how without a grammar.
-
     A token that is refused, which happens only where min_tokens or allowed_token_ids ban all that the grammar allows,
-    ends the sequence without it.  A stop token is a better reason than the grammar's end.
-    """
+    ends the sequence without it.  A stop token is a better reason than the grammar's end."""
     is_accepted = constraint.accept(token_id)
     if is_accepted and (not constraint.is_over or (end is not None and end.reason is FinishReason.STOP)):
         return True, end

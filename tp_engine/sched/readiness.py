@@ -33,11 +33,8 @@ class Blocked(enum.IntFlag):
 
 
 class Readiness:
-    """``bits`` (rows,) uint8 of each row; ``num_blocked`` rows have any.
-
-    ``is_constrained`` (rows,) says which rows have a grammar, which is asked for a mask whenever they are sampled;
-    ``num_constrained`` rows have one.
-    """
+    """``bits`` (rows,) uint8 of each row; ``num_blocked`` rows have any.  ``is_constrained`` (rows,) says which rows
+    have a grammar, which is asked for a mask whenever they are sampled; ``num_constrained`` rows have one."""
 
     def __init__(self, num_rows: int) -> None:
         self.bits: npt.NDArray[np.uint8] = np.zeros(num_rows, dtype=np.uint8)

@@ -11,7 +11,6 @@ import xxhash
 from tp_engine.errors import RequestError
 from tp_engine.plan import NO_FLOATS, NO_IDS, IntArray, RowSampling
 from tp_engine.request import EngineRequest
-from tp_engine.sampling_params import SamplingParams
 from tp_engine.sched.blocks.cache_keys import CacheKeys
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.sequence import RequestGroup, Sequence
@@ -34,7 +33,9 @@ def build_group(request: EngineRequest, limits: SchedulerLimits, number: int, ca
         stop_token_ids=frozenset(params.stop_token_ids),
         num_unfinished=params.n,
     )
-    seed = _base_seed(params, limits.seed, number)
+    # Where the user gives no seed, it follows from the engine's and the request's number: equal in every run.
+    drawn = xxhash.xxh3_64_intdigest(f"{limits.seed}:{number}".encode()) % _INT64_HALF
+    seed = drawn if params.seed is None else params.seed
     longest = limits.max_sequence_tokens
     max_tokens = longest if params.max_tokens is None else min(longest, len(prompt) + params.max_tokens)
     if request.pooling is not None:  # its one token is never read, and may lie behind the context
@@ -84,19 +85,9 @@ def _check_length(request: EngineRequest, limits: SchedulerLimits) -> None:
         )
 
 
-def _base_seed(params: SamplingParams, engine_seed: int, request_number: int) -> int:
-    """The user's seed, or one drawn from the engine's seed and the number of the request: equal in every run."""
-    if params.seed is not None:
-        return params.seed
-    return xxhash.xxh3_64_intdigest(f"{engine_seed}:{request_number}".encode()) % _INT64_HALF
-
-
 def _row_sampling(request: EngineRequest, index: int, seed: int, stop_ids: Collection[int]) -> RowSampling:
     """What the sampler needs to know of sequence ``index``: its seed is ``seed + index``; only the first reports prompt
-    logprobs.
-
-    ``stop_ids`` (EOS ids included) travel only where ``min_tokens`` makes the sampler suppress them.
-    """
+    logprobs.  ``stop_ids`` (EOS ids included) travel only where ``min_tokens`` makes the sampler suppress them."""
     params, pooling = request.params, request.pooling
     bias = params.logit_bias or {}
     prompt_logprobs = -1 if params.prompt_logprobs is None or index > 0 else params.prompt_logprobs

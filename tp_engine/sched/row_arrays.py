@@ -19,6 +19,9 @@ asked for, so that they always look complete from outside.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
 import numpy as np
 import numpy.typing as npt
 
@@ -31,10 +34,32 @@ from tp_engine.sched.limits import SchedulerLimits
 ONE = np.ones((), dtype=np.int64)  # numpy adds an array in two thirds of the time that it takes for a Python number
 
 
+_Array = TypeVar("_Array", bound=npt.NDArray[Any])
+
+
+class _Noted(Generic[_Array]):
+    """An array that notes are for, which are entered before it is read."""
+
+    def __init__(self, array: Callable[[RowArrays], _Array]) -> None:
+        self._array = array
+
+    def __get__(self, rows: RowArrays, owner: type) -> _Array:
+        if rows._noted is not None:
+            rows._settle()
+        return self._array(rows)
+
+
 class RowArrays:
     """All counters are int64 (rows,); ``tokens`` is int32 (rows, width), ``block_table`` int32 (rows, logical blocks,
-    G), ``first_block`` int64 (rows, G).
-    """
+    G), ``first_block`` int64 (rows, G)."""
+
+    tokens = _Noted[IntArray](lambda rows: rows._tokens)  # ids of each row, of which the first num_tokens are known
+    block_table = _Noted[IntArray](lambda rows: rows._block_table)  # logical block by logical block: num_blocks count
+    num_tokens = _Noted[Counts](lambda rows: rows._num_tokens)  # that the host knows
+    num_scheduled = _Noted[Counts](lambda rows: rows._num_scheduled)  # that have K/V once all plans have run
+    num_computed = _Noted[Counts](lambda rows: rows._num_computed)  # that have K/V, as far as results have come
+    num_blocks = _Noted[Counts](lambda rows: rows._num_blocks)  # logical blocks in the row's tables
+    capacity = _Noted[Counts](lambda rows: rows._capacity)  # tokens that num_blocks hold
 
     def __init__(self, limits: SchedulerLimits) -> None:
         rows = limits.max_num_seqs
@@ -44,66 +69,15 @@ class RowArrays:
         self._flat_tokens = self._tokens.reshape(-1)
         self._first_tokens = np.arange(rows, dtype=np.int64) * width
         self._block_table: IntArray = np.empty((rows, limits.max_blocks_per_row, limits.num_groups), dtype=np.int32)
-        self._num_tokens = np.zeros(rows, dtype=np.int64)
-        self._num_scheduled = np.zeros(rows, dtype=np.int64)
-        self._num_computed = np.zeros(rows, dtype=np.int64)
-        self._num_blocks = np.zeros(rows, dtype=np.int64)
-        self._capacity = np.zeros(rows, dtype=np.int64)
+        self._num_tokens: Counts = np.zeros(rows, dtype=np.int64)
+        self._num_scheduled: Counts = np.zeros(rows, dtype=np.int64)
+        self._num_computed: Counts = np.zeros(rows, dtype=np.int64)
+        self._num_blocks: Counts = np.zeros(rows, dtype=np.int64)
+        self._capacity: Counts = np.zeros(rows, dtype=np.int64)
         self.first_block = np.zeros((rows, limits.num_groups), dtype=np.int64)
         self._windows = limits.kv_windows
         self.block_size = self._block_size = limits.block_size
         self._noted: DecodeRun | None = None  # the run that has notes
-
-    # The arrays that notes are for.
-
-    @property
-    def tokens(self) -> IntArray:
-        """Token ids of each row, of which the first ``num_tokens`` are known."""
-        if self._noted is not None:
-            self._settle()
-        return self._tokens
-
-    @property
-    def block_table(self) -> IntArray:
-        """Each row's tables, logical block by logical block; the first ``num_blocks`` of them count."""
-        if self._noted is not None:
-            self._settle()
-        return self._block_table
-
-    @property
-    def num_tokens(self) -> Counts:
-        """Tokens that the host knows."""
-        if self._noted is not None:
-            self._settle()
-        return self._num_tokens
-
-    @property
-    def num_scheduled(self) -> Counts:
-        """Tokens that have K/V once all plans have run."""
-        if self._noted is not None:
-            self._settle()
-        return self._num_scheduled
-
-    @property
-    def num_computed(self) -> Counts:
-        """Tokens that have K/V, as far as results have come."""
-        if self._noted is not None:
-            self._settle()
-        return self._num_computed
-
-    @property
-    def num_blocks(self) -> Counts:
-        """Logical blocks in the row's tables."""
-        if self._noted is not None:
-            self._settle()
-        return self._num_blocks
-
-    @property
-    def capacity(self) -> Counts:
-        """Tokens that ``num_blocks`` hold."""
-        if self._noted is not None:
-            self._settle()
-        return self._capacity
 
     def append(self, chosen: RowSet, token_ids: IntArray) -> Counts:
         """Each row of ``chosen`` has one more token, and all before it are computed; how many each has now."""
@@ -125,34 +99,22 @@ class RowArrays:
             self._settle()
         self._add_blocks(rows, blocks)
 
-    def note_plan(self, run: DecodeRun, grown: IntArray, blocks: IntArray) -> None:
-        """One more token of each row of ``run``, the present one, is scheduled; the rows ``grown`` took ``blocks``."""
-        run.note_plan(grown, blocks)
-        self._noted = run
-        if run.is_full:
-            self._settle()
-
-    def note_result(self, run: DecodeRun, token_ids: IntArray) -> None:
-        """Each row of ``run``, the present one, has one more token, and all before it are computed."""
-        run.note_result(token_ids)
+    def note(self, run: DecodeRun) -> None:
+        """The present ``run`` has one more note."""
         self._noted = run
         if run.is_full:
             self._settle()
 
     def ends_of_full(self, rows: IntArray) -> Counts:
-        """The position of the next token of each of ``rows``, which have filled their last block.
-
-        It is their capacity.  Notes do not change it: they are of fewer steps than a block has tokens, so the last
-        block of such a row has been entered.
-        """
+        """The position of the next token of each of ``rows``, which have filled their last block.  It is their
+        capacity.  Notes do not change it: they are of fewer steps than a block has tokens, so the last block of such a
+        row has been entered."""
         ends: Counts = self._capacity[rows]
         return ends
 
     def left_behind(self, rows: npt.NDArray[np.integer], first: Counts) -> BlockIds:
         """Each of ``rows`` (n,), distinct, gives back its blocks before ``first`` (n, G); these, with repetitions.
-
-        Notes need not be entered for that: no window leaves a block behind that is only noted.
-        """
+        Notes need not be entered for that: no window leaves a block behind that is only noted."""
         old = self.first_block[rows]
         counts = first - old
         which, groups = np.nonzero(counts)

@@ -80,7 +80,7 @@ class RunningBatch(RowArrays):
             self._prefilling.pop(row).phase = SequencePhase.DECODE
         for sequence in self._look_up(rows[self.num_scheduled[rows] + ONE >= self.max_tokens[rows]]):
             self._end(sequence)
-        self._end_run()
+        self.end_run()
 
     def advance_decodes(self, chosen: RowSet) -> None:
         """One more token of each of ``chosen``, which are in DECODE, is scheduled; some reach their end with it."""
@@ -92,11 +92,7 @@ class RunningBatch(RowArrays):
         ending = chosen.rows[self.num_scheduled[chosen.place] + 1 >= self.max_tokens[chosen.place]]
         for sequence in self._look_up(ending):
             self._end(sequence)
-        self._end_run()
-
-    def end_run(self) -> None:
-        """Some rows have taken another number of tokens or blocks than the others."""
-        self._end_run()
+        self.end_run()
 
     def at_block_end(self, chosen: RowSet) -> IntArray:
         """Those of the rows ``chosen`` whose next token needs a new block."""
@@ -108,7 +104,7 @@ class RunningBatch(RowArrays):
 
     def vacate(self, sequence: Sequence, phase: SequencePhase) -> None:
         """The sequence leaves its row, to wait again or for good; its tokens go with it."""
-        self._end_run()
+        self.end_run()
         row = sequence.row
         self.num_departures += 1
         self.num_ending -= sequence.phase is SequencePhase.ENDING
@@ -209,7 +205,8 @@ class RunningBatch(RowArrays):
             block_size=self._block_size,
         )
 
-    def _end_run(self) -> None:
+    def end_run(self) -> None:
+        """Some rows have taken another number of tokens or blocks than the others."""
         if self._noted is not None:
             self._settle()
         self.run = None

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.errors import RequestError
-from tp_engine.hooks import Feature, find_feature, hooks
+from tp_engine.hooks import Feature, Hooks, find_feature
 from tp_engine.plan import IntArray, StepPlan, StepResult
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.admission import Admitter
@@ -38,15 +38,8 @@ from tp_engine.sched.blocks.cache_keys import CacheKeys
 from tp_engine.sched.constraint import FillMasks, Grammar
 from tp_engine.sched.decode_run import RowSet
 from tp_engine.sched.features import FeatureParts, make_features
-from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports
-from tp_engine.sched.outcome import (
-    StepOutcome,
-    StopChecker,
-    aborted,
-    collect_of_prompts,
-    ending,
-    slice_logprobs,
-)
+from tp_engine.sched.limits import SchedulerLimits
+from tp_engine.sched.outcome import StepOutcome, StopChecker, aborted, collect_of_prompts, ending, slice_logprobs
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.request_validation import build_group
 from tp_engine.sched.scheduler_state import SchedulerState
@@ -54,8 +47,7 @@ from tp_engine.sched.sequence import RequestGroup, Sequence, SequencePhase
 from tp_engine.sched.spec_decode.proposer import Proposer
 from tp_engine.sched.steady_steps import SteadySteps
 from tp_engine.sched.step_scheduler import StepPlanBuilder, StepScheduler
-from tp_engine.sched.tiers.disk_journal import DiskContents
-from tp_engine.sched.tiers.disk_tier import TierLinks
+from tp_engine.sched.tiers.disk_tier import NO_LINKS, TierLinks
 from tp_engine.sched.view import SchedulerStats, SchedulerView, ViewLimits, stats_of, view_scheduler
 
 __all__ = ["Scheduler", "SchedulerLimits"]
@@ -68,47 +60,26 @@ class Scheduler:
         self,
         limits: SchedulerLimits,
         fill_masks: FillMasks | None = None,
-        reports: TierReports = NO_REPORTS,
-        contents: DiskContents | None = None,
+        links: TierLinks = NO_LINKS,
         proposers: Iterable[Proposer] | None = None,
     ) -> None:
-        """``fill_masks`` is for requests with grammars, ``reports`` for tiers that wait for some, ``contents`` for a
-        disk tier: what it has; ``proposers`` are for speculation, instead of its own."""
-        self._limits = limits
-        self._fill_masks = fill_masks
-        self._state = SchedulerState(limits, TierLinks(reports, contents))
+        """``fill_masks`` is for requests with grammars, ``links`` for the tiers; ``proposers`` are for speculation,
+        instead of its own."""
+        self._limits, self._fill_masks = limits, fill_masks
+        self._state = SchedulerState(limits, links)
         self._builder = StepScheduler(self._state)
         self._stops = StopChecker()
         self._steady = SteadySteps(self._state, self._stops)
-        self._features = make_features(
-            FeatureParts(
-                state=self._state,
-                builder=self._builder,
-                stops=self._stops,
-                fill_masks=fill_masks,
-                proposers=proposers,
-            )
-        )
-        self._state.on_leave = hooks(self._features, "on_leave")
-        self._cache_keys = CacheKeys(hooks(self._features, "cache_salt"))
-        self._admitter = Admitter(self._state, self._features)
-        self._bind_hooks()
+        parts = FeatureParts(self._state, self._builder, self._stops, fill_masks, proposers)
+        self._features = make_features(parts)
+        self._hooks = Hooks(self._features)
+        self._state.on_leave = self._hooks.on_leave
+        self._cache_keys = CacheKeys(self._hooks.cache_salt)
+        self._admitter = Admitter(self._state, self._hooks)
         self._groups: dict[str, RequestGroup] = {}
         self._num_requests = 0
         self._step_id = 0
         self._departures: deque[int] = deque()  # of each step in flight, before it was made
-
-    def _bind_hooks(self) -> None:
-        """Keep the hooks that any feature overrides (``SchedulerFeature``)."""
-        features = self._features
-        self._resolve, self._on_add = hooks(features, "resolve"), hooks(features, "on_add")
-        self._announce, self._poll = hooks(features, "announce"), hooks(features, "poll")
-        self._must_wait, self._wants_step = hooks(features, "must_wait"), hooks(features, "wants_step")
-        self._begin_plan, self._extend_plan = hooks(features, "begin_plan"), hooks(features, "extend_plan")
-        self._must_send, self._finish_plan = hooks(features, "must_send"), hooks(features, "finish_plan")
-        self._after_plan, self._on_result = hooks(features, "after_plan"), hooks(features, "on_result")
-        self._extend_output, self._stats = hooks(features, "extend_output"), hooks(features, "stats")
-        self._on_end, self._on_request_end = hooks(features, "on_end"), hooks(features, "on_request_end")
 
     @property
     def has_unfinished(self) -> bool:
@@ -130,16 +101,14 @@ class Scheduler:
         return find_feature(self._features, kind)
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request; one with a grammar waits for ``constrain`` first.
-
-        Raises ``RequestError``, and changes nothing, for one that can never be served.
-        """
+        """Queue a request; one with a grammar waits for ``constrain`` first.  Raises ``RequestError``, and changes
+        nothing, for one that can never be served."""
         if request.request_id in self._groups:
             raise RequestError(
                 f"request id {request.request_id!r} is in use; choose one that no unfinished request has",
                 param="request_id",
             )
-        for resolve in self._resolve:
+        for resolve in self._hooks.resolve:
             request = resolve(request)
         group = build_group(request, self._limits, self._num_requests, self._cache_keys)
         self._num_requests += 1
@@ -151,13 +120,13 @@ class Scheduler:
                 self._state.num_parked += 1
             else:
                 self._state.waiting.push(sequence)
-        for on_add in self._on_add:
+        for on_add in self._hooks.on_add:
             on_add(group)
 
     def expect(self, session: str, salt: str, adapter_generation: int = 0) -> None:
         """A client's session (``SamplingParams.prompt_cache_key``) will go on soon: what it ended with is brought back
         from the host or the disk, as far as there is room."""
-        for announce in self._announce:
+        for announce in self._hooks.announce:
             announce(session, self._cache_keys.of(salt, adapter_generation), self.next_step_id)
 
     def constrain(self, request_id: str, grammar: Grammar) -> None:
@@ -171,10 +140,8 @@ class Scheduler:
     def abort(
         self, request_ids: Iterable[str] | None, error: str | None = None, error_code: str | None = None
     ) -> list[SequenceDelta]:
-        """End these requests now, because of an ``error`` if there is one; unknown ids are ignored.  None: all.
-
-        One last record per unfinished sequence.
-        """
+        """End these requests now, because of an ``error`` if there is one; unknown ids are ignored.  None: all.  One
+        last record per unfinished sequence."""
         deltas: list[SequenceDelta] = []
         for request_id in list(self._groups) if request_ids is None else request_ids:
             group = self._groups.get(request_id)
@@ -196,14 +163,12 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step; None if there is nothing to run, or nothing until a result of the steps in flight is there.
-
-        The next plan releases the rows that were left meanwhile.
-        """
-        for poll in self._poll:
+        The next plan releases the rows that were left meanwhile."""
+        for poll in self._hooks.poll:
             poll()
-        if self._departures and any(must_wait() for must_wait in self._must_wait):
+        if self._departures and any(must_wait() for must_wait in self._hooks.must_wait):
             return None
-        wanted = [] if self._departures else [wants() for wants in self._wants_step]
+        wanted = [] if self._departures else [wants() for wants in self._hooks.wants_step]
         plan = None if any(wanted) else self._steady.schedule(self.next_step_id)
         if plan is None:
             plan = self._schedule_any()
@@ -213,7 +178,7 @@ class Scheduler:
         builder = StepPlanBuilder(
             self.next_step_id, self._limits.max_num_batched_tokens, may_preempt=not self._departures
         )
-        for begin in self._begin_plan:
+        for begin in self._hooks.begin_plan:
             begin(builder)
         self._builder.schedule_decodes(builder)
         if builder.stalled:
@@ -221,20 +186,20 @@ class Scheduler:
         self._builder.schedule_prefills(builder)
         if self._state.waiting and not builder.short:
             self._admitter.admit(builder)
-        for extend in self._extend_plan:
+        for extend in self._hooks.extend_plan:
             extend(builder)
         plan = builder.advance(self._state, self._fill_masks)
-        if plan is None and not self._departures and any(must_send() for must_send in self._must_send):
+        if plan is None and not self._departures and any(must_send() for must_send in self._hooks.must_send):
             plan = StepPlan(step_id=builder.step_id)
         return plan
 
     def _send(self, plan: StepPlan) -> StepPlan:
         """The plan with what the features have for the ranks; its step is in flight."""
-        for finish in self._finish_plan:
+        for finish in self._hooks.finish_plan:
             plan = finish(plan)
         self._step_id = plan.step_id
         self._departures.append(self._state.rows.num_departures)
-        for after in self._after_plan:
+        for after in self._hooks.after_plan:
             after(self._step_id)
         return plan
 
@@ -262,12 +227,12 @@ class Scheduler:
             f"result {result.step_id} of plan {plan.step_id}: {expected} is due"
         )
         may_have_left = self._departures.popleft() != self._state.rows.num_departures
-        for on_result in self._on_result:
+        for on_result in self._hooks.on_result:
             plan, result = on_result(plan, result)
         output = self._steady.update(plan, result)
         if output is None:
             output = self._update_any(plan, result, may_have_left)
-        for extend in self._extend_output:
+        for extend in self._hooks.extend_output:
             for sequence in extend(output):
                 self._finish(sequence)
         return output
@@ -280,22 +245,24 @@ class Scheduler:
             sampled, epoch = plan.sampled_rows, 0
             self._confirm_prefills(plan, result)
         assert len(token_ids) == len(sampled), f"{len(token_ids)} tokens for {len(sampled)} sampled rows"
+        num_decodes = len(plan.decode_rows)
         if may_have_left:
             positions = np.flatnonzero(rows.since_step[sampled] <= plan.step_id)
             sampled, token_ids, epoch = sampled[positions], token_ids[positions], 0
-        num_decodes = len(plan.decode_rows)
-        if may_have_left:
             num_decodes = int((rows.since_step[plan.decode_rows] <= plan.step_id).sum())
         outcome = self._append(num_decodes, rows.row_set(sampled, epoch), token_ids)
         if result.logprobs is not None:
-            self._add_logprobs(outcome, sampled, positions, result)
+            asked = rows.num_logprobs[sampled]
+            for position in np.flatnonzero(asked >= 0).tolist():
+                source = position if positions is None else int(positions[position])
+                outcome.logprobs[position] = slice_logprobs(result.logprobs, source, source + 1, int(asked[position]))
         for position in outcome.endings:
             self._finish(outcome.sequences[position])
         return outcome.output()
 
     def stats(self) -> SchedulerStats:
         """A snapshot of queue, pool and totals."""
-        return stats_of(self._state, {name: value for stats in self._stats for name, value in stats().items()})
+        return stats_of(self._state, {name: value for stats in self._hooks.stats for name, value in stats().items()})
 
     def view(self, limits: ViewLimits) -> SchedulerView:
         """The pool and the running sequences for people to look at; costs nothing until it is called."""
@@ -342,28 +309,16 @@ class Scheduler:
         if rows.num_ending:
             may_end |= rows.phase[sampled.rows] == SequencePhase.ENDING
         if np.count_nonzero(may_end):
-            self._find_endings(outcome, np.flatnonzero(may_end).tolist(), lengths)
+            for position in np.flatnonzero(may_end).tolist():
+                sequence = outcome.sequences[position]
+                max_tokens = int(rows.max_tokens[sequence.row])
+                end = ending(sequence, int(token_ids[position]), int(lengths[position]), max_tokens)
+                if end is not None:
+                    outcome.endings[position] = end
         if rows.readiness.num_constrained:
             rows.readiness.clear(sampled.rows, Blocked.TOKEN)
             outcome.advance_constraints(rows.readiness.is_constrained)
         return outcome
-
-    def _find_endings(self, outcome: StepOutcome, positions: list[int], lengths: npt.NDArray[np.int64]) -> None:
-        for position in positions:
-            sequence = outcome.sequences[position]
-            max_tokens = int(self._state.rows.max_tokens[sequence.row])
-            end = ending(sequence, int(outcome.token_ids[position]), int(lengths[position]), max_tokens)
-            if end is not None:
-                outcome.endings[position] = end
-
-    def _add_logprobs(
-        self, outcome: StepOutcome, sampled: IntArray, positions: npt.NDArray[np.intp] | None, result: StepResult
-    ) -> None:
-        assert result.logprobs is not None
-        asked = self._state.rows.num_logprobs[sampled]
-        for position in np.flatnonzero(asked >= 0).tolist():
-            source = position if positions is None else int(positions[position])
-            outcome.logprobs[position] = slice_logprobs(result.logprobs, source, source + 1, int(asked[position]))
 
     def _finish(self, sequence: Sequence) -> None:
         """The sequence ends for good; with its last one the request is forgotten."""
@@ -376,12 +331,12 @@ class Scheduler:
                 self._state.waiting.forget(sequence)
         else:
             self._state.leave(sequence, SequencePhase.FINISHED)
-            for on_end in self._on_end:
+            for on_end in self._hooks.on_end:
                 on_end(sequence)
         group = sequence.group
         group.num_unfinished -= 1
         if group.num_unfinished == 0:
             del self._groups[group.request.request_id]
             self._stops.unwatch(group)
-            for on_request_end in self._on_request_end:
+            for on_request_end in self._hooks.on_request_end:
                 on_request_end(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,9 +12,8 @@ from tp_engine.sched.blocks.block_manager import BlockManager
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.running_batch import RunningBatch
-from tp_engine.sched.sequence import NO_ROW, Entry, Sequence, SequencePhase
+from tp_engine.sched.sequence import NO_ROW, Entry, OrderKey, Sequence, SequencePhase
 from tp_engine.sched.tiers.disk_tier import NO_LINKS, TierLinks
-from tp_engine.sched.waiting_queue import WaitingQueue
 
 _logger = get_logger(__name__)
 
@@ -32,12 +32,56 @@ class SchedulerCounters:
     num_recomputed_tokens: int = 0
 
 
-class SchedulerState:
-    """Rows, blocks and the queue, shared by all parts of the scheduler.
+class WaitingQueue:
+    """Sequences that wait for a row: a heap by ``Sequence.key``, so push and pop cost O(log n).  An aborted sequence
+    stays in it and is only counted as dead; it goes when it comes up, or when half of the heap is dead."""
 
-    ``released`` are the rows left since the last plan, in order of leaving.  ``num_parked`` sequences have no row, are
-    not in the queue, and have a bit of ``Blocked``.  ``on_leave`` are hooks of the scheduler's features.
-    """
+    def __init__(self) -> None:
+        self._heap: list[tuple[OrderKey, Sequence]] = []
+        self._num_dead = 0
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._num_dead
+
+    def push(self, sequence: Sequence) -> None:
+        """Add at its place, which for a preempted sequence is before all that arrived later."""
+        assert sequence.phase is SequencePhase.WAITING
+        heapq.heappush(self._heap, (sequence.key, sequence))
+
+    def pop(self) -> Sequence | None:
+        """Remove and return the first living one; None if there is none."""
+        while self._heap:
+            sequence = heapq.heappop(self._heap)[1]
+            if sequence.phase is SequencePhase.WAITING:
+                return sequence
+            self._num_dead -= 1
+        return None
+
+    def first(self, count: int) -> list[Sequence]:
+        """The first ``count`` of the queue, without those among them that were aborted.  They are on the first
+        ``count`` levels of the heap."""
+        items = heapq.nsmallest(count, self._heap[: (1 << count) - 1])
+        return [sequence for _, sequence in items if sequence.phase is SequencePhase.WAITING]
+
+    def forget(self, sequence: Sequence) -> None:
+        """A queued sequence has been aborted."""
+        assert sequence.phase is SequencePhase.FINISHED
+        self._num_dead += 1
+        if self._num_dead * 2 > len(self._heap):
+            self._heap = [item for item in self._heap if item[1].phase is SequencePhase.WAITING]
+            heapq.heapify(self._heap)
+            self._num_dead = 0
+
+    def check_integrity(self) -> None:
+        """Assert that the count of the dead is right and that nothing is queued twice."""
+        assert sum(item[1].phase is not SequencePhase.WAITING for item in self._heap) == self._num_dead
+        assert len({item[0] for item in self._heap}) == len(self._heap)
+
+
+class SchedulerState:
+    """Rows, blocks and the queue, shared by all parts of the scheduler.  ``released`` are the rows left since the last
+    plan, in order of leaving.  ``num_parked`` sequences have no row, are not in the queue, and have a bit of
+    ``Blocked``.  ``on_leave`` are hooks of the scheduler's features."""
 
     def __init__(self, limits: SchedulerLimits, links: TierLinks = NO_LINKS) -> None:
         self.limits = limits
@@ -59,10 +103,8 @@ class SchedulerState:
         return self.blocks.seat(entries)
 
     def leave(self, sequence: Sequence, phase: SequencePhase) -> None:
-        """The sequence gives back row and blocks; its full blocks stay cached until their room is needed.
-
-        So does its last block, if partly filled, of a request that others will continue.
-        """
+        """The sequence gives back row and blocks; its full blocks stay cached until their room is needed.  So does its
+        last block, if partly filled, of a request that others will continue."""
         self.blocks.publish([(sequence, int(self.rows.num_computed[sequence.row]))])
         if sequence.group.request.will_continue:
             self.blocks.publish_tail(sequence)
@@ -84,11 +126,9 @@ class SchedulerState:
                 self.waiting.push(sequence)
 
     def chunk_end(self, sequence: Sequence, start: int, end: int) -> int:
-        """Where a chunk from token ``start`` on ends that could go to ``end``.
-
-        A recurrent state can not be taken back.  So a chunk ends before the last token of a prompt whose siblings wait:
-        with the state there they compute that token themselves.  It also ends where a snapshot is taken.
-        """
+        """Where a chunk from token ``start`` on ends that could go to ``end``.  A recurrent state can not be taken
+        back.  So a chunk ends before the last token of a prompt whose siblings wait: with the state there they compute
+        that token themselves.  It also ends where a snapshot is taken."""
         if not self.limits.has_states:
             return end
         stops = [position for position in sequence.snapshots_at if start < position < end]

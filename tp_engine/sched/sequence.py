@@ -53,10 +53,8 @@ class SequencePhase(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """A request and its sequences; ``running`` are those with a row, in order of admission.
-
-    ``cache_key`` is what precedes the first block of its sequences in the prefix cache (``CacheKeys``).
-    """
+    """A request and its sequences; ``running`` are those with a row, in order of admission.  ``cache_key`` is what
+    precedes the first block of its sequences in the prefix cache (``CacheKeys``)."""
 
     request: EngineRequest
     number: int

@@ -48,14 +48,11 @@ class SteadySteps:
             if count > self._blocks.pool.num_available:
                 return None
             block_ids = self._blocks.allocate(count)
-        rows.note_plan(run, growing, block_ids)
+        run.note_plan(growing, block_ids)
+        rows.note(run)
         chosen = run.rows
         return StepPlan(
-            step_id=step_id,
-            rows_epoch=chosen.epoch,
-            block_rows=growing,
-            block_ids=block_ids,
-            decode_rows=chosen.rows,
+            step_id=step_id, rows_epoch=chosen.epoch, block_rows=growing, block_ids=block_ids, decode_rows=chosen.rows
         )
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput | None:
@@ -71,6 +68,7 @@ class SteadySteps:
         ):
             return None
         assert len(result.token_ids) == len(plan.decode_rows), "one token for each row"
-        self._rows.note_result(run, result.token_ids)
+        run.note_result(result.token_ids)
+        self._rows.note(run)
         request_ids, indices = run.rows.names
         return StepOutput(request_ids=request_ids, indices=indices, token_ids=result.token_ids.tolist())

@@ -164,7 +164,8 @@ class StepScheduler:
         if builder.stalled:
             return
         if len(chosen.rows) > builder.budget:
-            chosen = self._first_in_order(chosen, builder.budget)
+            first = sorted(chosen.sequences, key=lambda sequence: sequence.key)[: builder.budget]
+            chosen = self._rows.row_set(np.array(sorted(sequence.row for sequence in first), dtype=np.int32))
         if len(chosen.rows) == 0:
             return
         crossing = self._rows.at_block_end(chosen)
@@ -200,17 +201,11 @@ class StepScheduler:
 
     def _ready_rows(self, builder: StepPlanBuilder) -> RowSet:
         """The rows in DECODE, without those whose grammar must see a token first that a step in flight computes
-        (``Blocked.TOKEN``, the only reason that a row in DECODE can have).
-
-        If these are half of the rows or more, the step waits for that token: running the others alone would cost more.
-        """
+        (``Blocked.TOKEN``, the only reason that a row in DECODE can have).  If these are half of the rows or more, the
+        step waits for that token: running the others alone would cost more."""
         chosen, num_decoding = self._rows.ready_decodes(), len(self._rows.decoding().rows)
         builder.stalled = 2 * len(chosen.rows) <= num_decoding > len(chosen.rows)
         return chosen
-
-    def _first_in_order(self, chosen: RowSet, count: int) -> RowSet:
-        first = sorted(chosen.sequences, key=lambda sequence: sequence.key)[:count]
-        return self._rows.row_set(np.array(sorted(sequence.row for sequence in first), dtype=np.int32))
 
     def _give_blocks(self, builder: StepPlanBuilder, chosen: RowSet, crossing: IntArray) -> RowSet:
         """A logical block for each of ``crossing``; ``chosen`` without the rows that were preempted for it, none if the

@@ -12,7 +12,7 @@ A view is bounded, whatever the size of the pool and the batch, and costs nothin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -78,10 +78,8 @@ class ViewLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolGrid:
-    """States of all blocks in the order of their ids, two bits each, as drawn above; ``num_cells`` of them count.
-
-    A cell stands for ``blocks_per_cell`` neighbouring blocks and has the highest of their states.
-    """
+    """States of all blocks in the order of their ids, two bits each, as drawn above; ``num_cells`` of them count.  A
+    cell stands for ``blocks_per_cell`` neighbouring blocks and has the highest of their states."""
 
     num_blocks: int
     blocks_per_cell: int
@@ -124,7 +122,7 @@ class SchedulerView:
 
 def stats_of(state: SchedulerState, of_features: Mapping[str, Any]) -> SchedulerStats:
     """The statistics of ``state``, which is not changed, and ``of_features`` by field."""
-    blocks, counters = state.blocks, state.counters
+    blocks = state.blocks
     held_slots = blocks.pool.num_used * blocks.block_size
     num_live = state.rows.num_live_tokens(blocks.pool.num_used, blocks.block_size)
     return SchedulerStats(
@@ -135,12 +133,7 @@ def stats_of(state: SchedulerState, of_features: Mapping[str, Any]) -> Scheduler
         num_used_blocks=blocks.pool.num_used,
         num_live_tokens=num_live,
         fragmentation=1 - num_live / held_slots if held_slots else 0.0,
-        num_prefix_query_tokens=counters.num_prefix_query_tokens,
-        num_prefix_hit_tokens=counters.num_prefix_hit_tokens,
-        num_preemptions=counters.num_preemptions,
-        num_recomputed_tokens=counters.num_recomputed_tokens,
-        num_host_hit_tokens=counters.num_host_hit_tokens,
-        num_disk_hit_tokens=counters.num_disk_hit_tokens,
+        **asdict(state.counters),
         **of_features,
     )
 

@@ -16,7 +16,7 @@ from tp_engine.model_config.checkpoint_files import weight_files
 from tp_engine.weights.source import Source
 
 # Names of safetensors -> types.
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -78,7 +78,7 @@ class Checkpoint:
     def dtype(self, name: str) -> torch.dtype | str:
         """Return the tensor's type as stored; if PyTorch lacks the type, its name in the file."""
         stored = str(self._files[name].get_slice(name).get_dtype())
-        return _DTYPES.get(stored, stored)
+        return DTYPES.get(stored, stored)
 
     def read(self, name: str, source: Source) -> torch.Tensor:
         """Return the part of tensor ``name`` that ``source`` takes, as stored: a view of the mapped file, read page by

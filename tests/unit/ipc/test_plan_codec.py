@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from tp_engine.errors import PlanError
-from tp_engine.ipc.plan_codec import PlanCodec, decode_plan, encode_plan, encoded_size
+from tp_engine.ipc.plan_codec import PlanCodec, decode_plan, encode_plan
 from tp_engine.ipc.plan_sections import SECTIONS, ArraySection, NumberSection
 from tp_engine.plan import NO_PAIRS, Admission, Control, IntArray, RowSampling, StepPlan
 
@@ -265,13 +265,6 @@ def test_rows_that_are_known(plan: StepPlan) -> None:
         decode_plan(data)
 
 
-@settings(max_examples=200, deadline=None)
-@given(plans())
-def test_the_encoded_size_is_known_before(plan: StepPlan) -> None:
-    """Oracle: the length of the plan's bytes."""
-    assert encoded_size(plan) == len(encode_plan(plan))
-
-
 def test_rows_without_an_epoch_are_always_sent() -> None:
     """Oracle: epoch 0 means no set of rows; a plan whose epoch is not the known one has its own rows."""
     for epoch, known in ((0, 0), (0, 5), (6, 5)):
@@ -296,7 +289,6 @@ def test_a_new_section_is_a_field_and_a_line() -> None:
     data = codec.encode(plan)
     assert_equal(codec.decode(data), plan)
     assert codec.encode(WiderPlan(**fields)) == encode_plan(small_plan())
-    assert codec.encoded_size(plan) == len(data)
     wider = PlanCodec((*SECTIONS, NumberSection("step_id")))
     with pytest.raises(PlanError, match="malformed step plan: it has sections 0x20004ff, 25 are known"):
         decode_plan(wider.encode(small_plan()))

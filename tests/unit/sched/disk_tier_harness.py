@@ -16,6 +16,7 @@ from tests.unit.sched.host_tier_harness import Lag, TierSimulation, TierWorker
 from tp_engine.plan import NO_IDS, StepPlan, StepResult
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.sched.tiers.disk_journal import DiskContents, JournalHeader, read_header, read_nodes
+from tp_engine.sched.tiers.disk_tier import TierLinks
 from tp_engine.sched.tiers.disk_waits import DiskWaits
 from tp_engine.tier_progress import CHANNEL_WORDS, TIER_CHANNELS, TierProgress, TierProgressReader
 
@@ -136,7 +137,7 @@ class DiskSimulation(TierSimulation):
         self.disk_worker = DiskWorker(given, lag, self.disk, pace, fails)
         self.worker = self.tier_worker = self.disk_worker
         contents = self.disk.contents(given, lambda: self.now_s)
-        self.scheduler = Scheduler(given, None, self.disk_worker.readers, contents)
+        self.scheduler = Scheduler(given, links=TierLinks(self.disk_worker.readers, contents))
         waits = self.scheduler.feature(DiskWaits)
         assert waits is not None
         self.waits = waits

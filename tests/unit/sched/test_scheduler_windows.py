@@ -115,7 +115,8 @@ def test_a_window_that_lost_a_block_shortens_the_hit_to_where_it_suffices() -> N
     lost = known[3:4, 1].copy()
     pool._kept.remove(lost)
     pool._content[lost] = 0
-    pool._push_free(lost)
+    pool._free[pool.num_free : pool.num_free + 1] = lost
+    pool.num_free += 1
     cache.evict(lost)
     simulation.scheduler.check_integrity()
     for expected in (12, 20):

@@ -134,7 +134,7 @@ def started(shape: SchedulerLimits, *, ahead: int = 0) -> Simulation:
     for _ in range(20):
         simulation.step()
     run = simulation.scheduler._state.rows.run
-    assert run is not None and run.has_notes
+    assert run is not None and run.num_planned
     return simulation
 
 

@@ -12,7 +12,7 @@ from tests.unit.sched.host_tier_harness import Lag, RefusingSimulation
 from tests.unit.sched.scheduler_harness import RandomLoad
 from tests.unit.sched.test_host_tier_cases import POOL, one_after_the_other
 from tests.unit.sched.test_scheduler_properties import LAYOUTS, SCALE, SHAPES
-from tp_engine.sched.tiers.store_checks import StoreChecks
+from tp_engine.sched.tiers.tier_channel import StoreChecks
 from tp_engine.tier_progress import TierReport
 
 

@@ -99,7 +99,7 @@ def test_an_unknown_order_is_refused() -> None:
 def test_an_unknown_act_is_refused_with_those_that_are_known() -> None:
     """Oracle: the table."""
     with pytest.raises(RequestError, match=r"'fly' is nothing that an engine can do; it can describe, .*profile"):
-        act(FakeEngine(), "fly", {})
+        act(FakeEngine().operator, "fly", {})
 
 
 def _undocumented(table: Mapping[str, Callable[..., Any]]) -> list[str]:

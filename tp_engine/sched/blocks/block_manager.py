@@ -107,10 +107,8 @@ class BlockManager:
 
     def chunk_limit(self, num_held: int, num_logical: int, start: int) -> int:
         """The most tokens from ``start`` on that a sequence can be given in one step, with the whole pool to itself.
-
         It holds ``num_held`` blocks, and its tables have ``num_logical`` logical blocks.  Without windows a chunk may
-        be as long as the rest of the prompt: smaller chunks would need as many blocks.
-        """
+        be as long as the rest of the prompt: smaller chunks would need as many blocks."""
         if not self._has_windows:
             return self._max_chunk
         spare = (self.pool.num_blocks - num_held) // self.num_groups
@@ -151,7 +149,8 @@ class BlockManager:
         num_tokens = len(blocks) * self.block_size
         name = self.cache.next_name(place, token_bytes, num_tokens)
         tail, found = None, self.cache.match_tail(place, token_bytes, num_tokens)
-        if found is not None and not self._must_load(blocks):  # a load might overwrite the tail before it is copied
+        must_load = self.tier is not None and self.tier.must_load(blocks)  # it might overwrite the tail before the copy
+        if found is not None and not must_load:
             tail, num_in_tail = found
             num_tokens += num_in_tail
         shared = self._share(blocks, num_tokens) if len(blocks) else self._nothing
@@ -200,10 +199,8 @@ class BlockManager:
         return tables
 
     def donation(self, row: int, num_tokens: int) -> Donation | None:
-        """What a fork gets that goes on after the first ``num_tokens`` of ``row``.
-
-        None if a window left it behind, or if a block to copy has not been loaded yet.
-        """
+        """What a fork gets that goes on after the first ``num_tokens`` of ``row``.  None if a window left it behind, or
+        if a block to copy has not been loaded yet."""
         if (self._rows.first_block[row] > self.windows.first_needed(num_tokens)).any():
             return None
         num_full, num_in_last = divmod(num_tokens, self.block_size)
@@ -237,10 +234,8 @@ class BlockManager:
 
     def expire(self, rows: npt.NDArray[np.integer], positions: Counts) -> None:
         """Windows of ``rows`` (n,), distinct, give back what lies behind them when the next token is at ``positions``.
-
         The plan in the making is the first that does not read these blocks.  It may give them to other rows, because
-        all plans before it have run when it runs.
-        """
+        all plans before it have run when it runs."""
         if not self._has_windows:
             return
         left = self._rows.left_behind(rows, self.windows.first_needed(positions))
@@ -258,11 +253,9 @@ class BlockManager:
         return taken.astype(np.int32)
 
     def publish(self, chunks: Iterable[tuple[Sequence, int]]) -> None:
-        """Offer the full blocks of each sequence's first so many tokens to the prefix cache.
-
-        They are computed, or will be in a step that is already decided.  Requests of that same step may use them,
-        because each layer stores the keys and values of all its tokens before any attention.
-        """
+        """Offer the full blocks of each sequence's first so many tokens to the prefix cache.  They are computed, or
+        will be in a step that is already decided.  Requests of that same step may use them, because each layer stores
+        the keys and values of all its tokens before any attention."""
         if not self._caching:
             return
         added, size = [NO_BLOCKS], self.block_size
@@ -282,8 +275,8 @@ class BlockManager:
                 sequence.num_published = end
                 added.append(new)
         self.pool.mark_full(published := np.concatenate(added))
-        if self.tier is not None:
-            self.tier.publish(published)
+        if self.tier is not None and self.tier.disk is not None:
+            self.tier.disk.published(published)
 
     def publish_tail(self, sequence: Sequence) -> None:
         """Offer the computed tokens in the last, partly filled block of a sequence that is about to be released."""
@@ -343,9 +336,6 @@ class BlockManager:
             self.tier.check_integrity()
         for block, group in self.cache.groups().items():
             assert group_of.get(block, group) == group, f"block {block} is cached in another group than it is held in"
-
-    def _must_load(self, blocks: BlockIds) -> bool:
-        return self.tier is not None and self.tier.must_load(blocks)
 
     def _share(self, blocks: BlockIds, num_tokens: int) -> Shared:
         """The part of ``blocks`` (n, G) that a row needs whose next token is at ``num_tokens``."""

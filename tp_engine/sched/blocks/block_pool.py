@@ -65,7 +65,8 @@ class BlockPool:
         from_free = min(count, self.num_free)
         taken = lost = NO_BLOCKS
         if from_free:
-            taken = self._pop_free(from_free)
+            self.num_free -= from_free
+            taken = self._free[self.num_free : self.num_free + from_free][::-1].copy()
         if from_free < count:
             lost = self._pop_cached(count - from_free)
             self._content[lost] = _NOTHING
@@ -90,7 +91,9 @@ class BlockPool:
         self._ref_count[table] = counts - _ONE
         left = table[counts == _ONE][::-1]
         content = self._content[left]
-        self._push_free(left[content == _NOTHING])
+        free = left[content == _NOTHING]
+        self._free[self.num_free : self.num_free + len(free)] = free
+        self.num_free += len(free)
         self._kept.append(left[content == _FULL])
         self._tails.extend(left[content == _TAIL].tolist())
         self.num_available += len(left)
@@ -158,16 +161,6 @@ class BlockPool:
         expected = [_NOTHING] * self.num_free + [_TAIL] * len(self._tails) + [_FULL] * len(self._kept)
         assert contents == expected, "a block is in the wrong queue"
         assert self.num_free + self.num_cached + self.num_used == self.num_blocks
-
-    def _pop_free(self, count: int) -> BlockIds:
-        top = self.num_free
-        self.num_free = top - count
-        return self._free[top - count : top][::-1].copy()
-
-    def _push_free(self, blocks: BlockIds) -> None:
-        top = self.num_free + len(blocks)
-        self._free[self.num_free : top] = blocks
-        self.num_free = top
 
     def _pop_cached(self, count: int) -> BlockIds:
         """Tails first, then the full blocks that have been unused for longest."""

@@ -30,18 +30,15 @@ _ENDLESS = 1 << 62
 
 class KvWindows:
     """The rules of a model's groups.  ``windows`` (G,): visible keys, self included, None for a group that keeps all.
-
     ``is_full`` (G,) bool says which groups keep all blocks, ``has_full`` and ``has_windows`` whether the model has
-    groups of either kind.
-    """
+    groups of either kind."""
 
     def __init__(self, windows: Sequence[int | None], block_size: int, tile_tokens: int) -> None:
         self.num_groups = len(windows)
         self.is_full: BoolArray = np.array([window is None for window in windows])
         self.has_full = bool(self.is_full.any())
         self.has_windows = not self.is_full.all()
-        self._block_size = block_size
-        self._tile_tokens = tile_tokens
+        self._block_size, self._tile_tokens = block_size, tile_tokens
         self._keys_before: Counts = np.array([_ENDLESS if window is None else window - 1 for window in windows])
 
     def first_needed(self, positions: Counts | int) -> Counts:

@@ -57,10 +57,8 @@ _ONE_FULL_GROUP: BoolArray = np.array([True])
 
 
 class PrefixCache:
-    """Exact map from prefixes to blocks.
-
-    ``block_bytes`` is the size of one block's int32 token ids; ``is_full`` (G,) says which groups keep all blocks.
-    """
+    """Exact map from prefixes to blocks.  ``block_bytes`` is the size of one block's int32 token ids; ``is_full`` (G,)
+    says which groups keep all blocks."""
 
     def __init__(self, num_blocks: int, block_bytes: int, is_full: BoolArray = _ONE_FULL_GROUP) -> None:
         self._block_bytes = block_bytes
@@ -78,10 +76,8 @@ class PrefixCache:
         self._next_serial = 1
 
     def match(self, salt: str, token_bytes: bytes, max_blocks: int) -> tuple[BlockIds, Place]:
-        """The known logical blocks, at most ``max_blocks``, with a sequence's first tokens; the place behind them.
-
-        (n, G); a block that is not there, which happens in groups with a window, is ``NO_BLOCK``.
-        """
+        """The known logical blocks, at most ``max_blocks``, with a sequence's first tokens; the place behind them.  (n,
+        G); a block that is not there, which happens in groups with a window, is ``NO_BLOCK``."""
         parts, _, place = self._walk(salt, token_bytes, max_blocks)
         if not parts:
             return self._no_blocks, place
@@ -103,8 +99,7 @@ class PrefixCache:
 
     def match_tail(self, place: Place, token_bytes: bytes, num_tokens: int) -> tuple[BlockIds, int] | None:
         """The longest tail at ``place`` that follows a sequence's first ``num_tokens``: its block of each group (G,),
-        the number of its tokens.  At least one token is left to compute.
-        """
+        the number of its tokens.  At least one token is left to compute."""
         if not self._tail_named:
             return None
         parent, start = identity(place), num_tokens * TOKEN_BYTES

@@ -39,10 +39,8 @@ class Snapshots:
         return len(self._slot_of)
 
     def longest(self, known: list[tuple[int, int]], block_size: int) -> tuple[int, tuple[int, int] | None]:
-        """How many of a prompt's ``known`` blocks (``PrefixCache.stretches``) end with a snapshot, at most.
-
-        If these are not all, also the last known block, and the tokens up to it.
-        """
+        """How many of a prompt's ``known`` blocks (``PrefixCache.stretches``) end with a snapshot, at most.  If these
+        are not all, also the last known block, and the tokens up to it."""
         num_known = num_left = sum(count for _, count in known)
         for first, count in reversed(known):
             place = bisect_left(self._names, first + count) - 1

@@ -48,10 +48,8 @@ _GROWTH = 4 << 20  # bytes that the journal may grow beyond twice its size befor
 
 @dataclass(frozen=True, slots=True)
 class JournalHeader:
-    """``store`` (16 bytes) ties the journal to the files of the ranks; ``salt_key`` is secret.
-
-    ``block_bytes`` is the size of a block's token ids.
-    """
+    """``store`` (16 bytes) ties the journal to the files of the ranks; ``salt_key`` is secret.  ``block_bytes`` is the
+    size of a block's token ids."""
 
     block_bytes: int
     num_groups: int
@@ -72,10 +70,8 @@ class JournalHeader:
 
 @dataclass(slots=True)
 class Node:
-    """A logical block of the journal: ``parent`` is a node or, in front of the first block, a salt.
-
-    ``blocks`` has (slot, serial) of each group that is there.
-    """
+    """A logical block of the journal: ``parent`` is a node or, in front of the first block, a salt.  ``blocks`` has
+    (slot, serial) of each group that is there."""
 
     parent: int | str
     token_bytes: bytes
@@ -121,10 +117,6 @@ class Journal:
     def has_grown_far(self) -> bool:
         """Whether it has to be written anew, without a pause."""
         return self._num_bytes > 2 * self._limit
-
-    def digest(self, salt: str) -> str:
-        """What stands for ``salt``; see ``JournalHeader``."""
-        return self._header.digest(salt)
 
     def append(self, records: bytes) -> None:
         """Add records."""
@@ -233,10 +225,8 @@ class Restored:
 
 
 def restore(nodes: dict[int, Node], cache: PrefixCache, first_id: int, is_full: Sequence[bool]) -> Restored:
-    """Enter all blocks that a prompt may find into an empty cache, a slot having the id ``first_id`` + slot.
-
-    Blocks behind a missing one of a full group are left out, and so are nodes without a block.
-    """
+    """Enter all blocks that a prompt may find into an empty cache, a slot having the id ``first_id`` + slot.  Blocks
+    behind a missing one of a full group are left out, and so are nodes without a block."""
     living = _link(nodes, [group for group, full in enumerate(is_full) if full])
     entered: list[tuple[int, int, int, int]] = []  # newest serial behind it, minus depth, slot, serial
     roots = [name for name, node in living.items() if isinstance(node.parent, str)]

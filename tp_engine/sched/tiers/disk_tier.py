@@ -55,12 +55,7 @@ class DiskTierManager:
     """What is on disk, and the reads and writes of the plan in the making."""
 
     def __init__(
-        self,
-        limits: SchedulerLimits,
-        cache: PrefixCache,
-        host: HostSlots,
-        reports: TierReports,
-        contents: DiskContents,
+        self, limits: SchedulerLimits, cache: PrefixCache, host: HostSlots, reports: TierReports, contents: DiskContents
     ) -> None:
         """Enters what ``contents`` has into the cache, which is empty."""
         self.first = limits.num_blocks + limits.num_host_slots
@@ -68,6 +63,7 @@ class DiskTierManager:
         self._first_host = limits.num_blocks
         self._cache, self._host = cache, host
         self._journal, self.clock = Journal(contents, cache), contents.clock
+        self.salt = contents.header.digest
         self._next_serial = contents.first_serial
         self._slots = DiskSlots(self.first, limits.num_disk_slots)
         self._most_writes = max(1, min(limits.max_host_moves, limits.num_host_slots // _WRITES_SHARE))
@@ -75,7 +71,7 @@ class DiskTierManager:
         self._unwritten = LruQueue(self.first)
         self._fresh: list[BlockIds] = []  # computed by the plan in the making, or later
         self._writes = TierChannel(reports, "disk_writes", self.clock)
-        self._reads = TierChannel(reports, "disk_reads", self.clock)
+        self.reads = TierChannel(reports, "disk_reads", self.clock)
         self._read_of = np.zeros(limits.num_host_slots, dtype=np.int64)  # number of the last read into each slot
         self._to_read: list[IntArray] = []
         self._is_stuck = False
@@ -92,12 +88,8 @@ class DiskTierManager:
             "num_used_disk_slots": self._slots.num_used,
             "num_disk_written_blocks": self.num_written,
             "num_disk_read_blocks": self.num_read,
-            "num_disk_failed_blocks": self._reads.num_failed + self._writes.num_failed,
+            "num_disk_failed_blocks": self.reads.num_failed + self._writes.num_failed,
         }
-
-    def salt(self, salt: str) -> str:
-        """What stands for a request's salt."""
-        return self._journal.digest(salt)
 
     # What the tiers above do.
 
@@ -152,41 +144,19 @@ class DiskTierManager:
     def is_far(self, ids: BlockIds) -> BoolArray:
         """Which of ``ids`` can not be shared or loaded yet: on disk, or being read."""
         far: BoolArray = ids >= self.first
-        if self._reads.num_open:
+        if self.reads.num_open:
             on_host = np.flatnonzero((ids >= self._first_host) & ~far)
-            far[on_host] = self._read_of[ids[on_host] - self._first_host] > self._reads.num_ended
+            far[on_host] = self._read_of[ids[on_host] - self._first_host] > self.reads.num_ended
         return far
-
-    @property
-    def can_read(self) -> bool:
-        """Whether further reads may be ordered: the disk answers, and there is room."""
-        return self._reads.num_open < self._most_reads and not self._reads.is_stalled
-
-    @property
-    def has_stalled(self) -> bool:
-        """Whether reads were ordered, and none has ended for seconds."""
-        return self._reads.is_stalled
-
-    @property
-    def num_reads_ended(self) -> int:
-        """The number of the last read that has ended."""
-        return self._reads.num_ended
-
-    @property
-    def num_reads_ordered(self) -> int:
-        """The number of the last read that has been ordered."""
-        return self._reads.num_ordered
 
     def fetch(self, ids: BlockIds, take: Callable[[int], BlockIds]) -> int:
         """Order reads of those of ``ids`` that are on disk, as far as there is room; the last read that is for any.
-
-        ``take`` gives at most so many slots of the host.  0 if there is none to wait for.
-        """
+        ``take`` gives at most so many slots of the host.  0 if there is none to wait for."""
         on_host = ids[(ids >= self._first_host) & (ids < self.first)] - self._first_host
         self._host.touch(on_host)
         far = ids[ids >= self.first]
-        if len(far) and self.can_read:
-            far = far[: self._most_reads - self._reads.num_open]
+        if len(far) and self.reads.num_open < self._most_reads and not self.reads.is_stalled:
+            far = far[: self._most_reads - self.reads.num_open]
             slots = take(len(far))
             far = far[: len(slots)]
             if len(far):
@@ -204,8 +174,8 @@ class DiskTierManager:
         self._host.lend(slots)
         self._cache.rename(far, slots + self._first_host)
         self._slots.raise_(copies, slots + self._first_host)
-        self._reads.order(slots, copies)
-        self._read_of[slots] = np.arange(self._reads.num_ordered - len(far), self._reads.num_ordered) + 1
+        self.reads.order(slots, copies)
+        self._read_of[slots] = np.arange(self.reads.num_ordered - len(far), self.reads.num_ordered) + 1
         self._to_read.append(np.stack((copies, slots), axis=1).astype(np.int32))
 
     # Plans.
@@ -213,7 +183,7 @@ class DiskTierManager:
     @property
     def is_busy(self) -> bool:
         """Whether anything has been ordered that has not ended."""
-        return self._reads.num_open + self._writes.num_open > 0
+        return self.reads.num_open + self._writes.num_open > 0
 
     @property
     def must_send(self) -> bool:
@@ -235,7 +205,7 @@ class DiskTierManager:
 
     def settle(self) -> None:
         """Take in what ranks have reported."""
-        for batch, has_failed in self._reads.ended():
+        for batch, has_failed in self.reads.ended():
             self.num_read += len(batch.slots) - int(np.count_nonzero(has_failed))
             self._end(batch, has_failed, "read")
         for batch, has_failed in self._writes.ended():
@@ -265,17 +235,15 @@ class DiskTierManager:
         self._slots.end(batch.slots)
         self._host.give_back(batch.host)
 
-    def reads(self) -> IntArray:
+    def ordered_reads(self) -> IntArray:
         """The pairs (slot on disk, slot on the host) that go out with this plan."""
         reads = np.concatenate(self._to_read) if self._to_read else NO_PAIRS
         self._to_read = []
         return reads
 
     def writes(self, double: Callable[[BlockIds], BlockIds]) -> IntArray:
-        """The pairs (slot on the host, slot on disk) that go out with this plan.
-
-        ``double`` stores blocks of the pool, as far as there are slots to spare, and gives their slots on the host.
-        """
+        """The pairs (slot on the host, slot on disk) that go out with this plan.  ``double`` stores blocks of the pool,
+        as far as there are slots to spare, and gives their slots on the host."""
         ids = self._next_written()
         self._absorb()
         if not len(ids):

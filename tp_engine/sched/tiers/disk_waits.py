@@ -51,9 +51,7 @@ class DiskWaits(SchedulerFeature):
     """The parked sequences."""
 
     def __init__(self, state: SchedulerState, tier: HostTierManager, disk: DiskTierManager) -> None:
-        self._state = state
-        self.tier = tier
-        self._disk = disk
+        self._state, self.tier, self._disk = state, tier, disk
         self._clock = disk.clock
         self._waits: list[_Wait] = []
 
@@ -65,7 +63,7 @@ class DiskWaits(SchedulerFeature):
     @property
     def has_background_work(self) -> bool:
         """Whether anything is to be written, or being read or written by a disk that answers."""
-        return self._disk.has_work or (self._disk.is_busy and not self._disk.has_stalled)
+        return self._disk.has_work or (self._disk.is_busy and not self._disk.reads.is_stalled)
 
     def finish_bare(self, bare: StepPlan) -> StepPlan:
         """Return a plan without rows with what the disk tier orders now; ``bare`` itself if that is nothing."""
@@ -90,21 +88,19 @@ class DiskWaits(SchedulerFeature):
         return hits if sequence.reads_disk else self._state.blocks.find_hits(sequence)
 
     def _must_wait(self, sequence: Sequence, held: BlockIds) -> bool:
-        """Whether the sequence is parked until a read has ended, which begins ``held``, its hits.
-
-        If not, it takes its hits from the tiers above alone (``Sequence.reads_disk``).
-        """
+        """Whether the sequence is parked until a read has ended, which begins ``held``, its hits.  If not, it takes its
+        hits from the tiers above alone (``Sequence.reads_disk``)."""
         disk = self._disk
         num_left = int(disk.is_far(held).sum())
         if not num_left:
             return False
         sequence.reads_disk = False
-        if sequence.num_disk_waits >= _MAX_ROUNDS or disk.has_stalled:
+        if sequence.num_disk_waits >= _MAX_ROUNDS or disk.reads.is_stalled:
             return False
         wanted = self.tier.first_below(held, _SHARE)
         number = self._fetch(sequence, wanted)
-        number = number if number > disk.num_reads_ended else disk.num_reads_ordered
-        if number <= disk.num_reads_ended or not disk.is_far(wanted).any():
+        number = number if number > disk.reads.num_ended else disk.reads.num_ordered
+        if number <= disk.reads.num_ended or not disk.is_far(wanted).any():
             return False
         sequence.reads_disk = True
         sequence.num_disk_waits += num_left >= sequence.num_unread_blocks
@@ -117,7 +113,7 @@ class DiskWaits(SchedulerFeature):
         """Begin what reads a waiting sequence will need; whether any part of ``held`` is not above the disk."""
         if not self._disk.is_far(held).any():
             return False
-        if sequence.num_disk_waits < _MAX_ROUNDS and not self._disk.has_stalled:
+        if sequence.num_disk_waits < _MAX_ROUNDS and not self._disk.reads.is_stalled:
             self._fetch(sequence, self.tier.first_below(held, _SHARE))
         return True
 
@@ -137,9 +133,9 @@ class DiskWaits(SchedulerFeature):
         for wait in self._waits:
             if not wait.sequence.blocked & Blocked.READING:
                 continue  # aborted
-            if wait.number <= disk.num_reads_ended:
+            if wait.number <= disk.reads.num_ended:
                 ready.append(wait.sequence)
-            elif disk.has_stalled or now_s > wait.deadline_s:
+            elif disk.reads.is_stalled or now_s > wait.deadline_s:
                 wait.sequence.num_disk_waits = _MAX_ROUNDS
                 ready.append(wait.sequence)
             else:

@@ -57,10 +57,8 @@ class HostSlots:
         return self._num_free + len(self._doubles)
 
     def take(self, count: int, next_taken: BlockIds) -> tuple[BlockIds, BlockIds]:
-        """At most ``count`` slots for new content; these, and those among them that were sole copies.
-
-        Doubles of ``next_taken``, the blocks that the pool takes next, are left alone.
-        """
+        """At most ``count`` slots for new content; these, and those among them that were sole copies.  Doubles of
+        ``next_taken``, the blocks that the pool takes next, are left alone."""
         if count > self._num_free and len(self._doubles):
             self._reclaim(count - self._num_free, next_taken)
         from_free = min(count, self._num_free)
@@ -100,10 +98,8 @@ class HostSlots:
         self._enter(slots, _FREE)
 
     def drop(self, slots: BlockIds) -> tuple[BlockIds, BlockIds]:
-        """The content of these slots, none of them pinned, is of no use: they are free.
-
-        Returns the blocks whose doubles they were, and those of the slots that were sole copies.
-        """
+        """The content of these slots, none of them pinned, is of no use: they are free.  Returns the blocks whose
+        doubles they were, and those of the slots that were sole copies."""
         blocks, soles = self._block_of[slots], slots[self._state[slots] == _SOLE]
         blocks = blocks[blocks != _NO_BLOCK]
         self.forget(blocks)

@@ -3,7 +3,7 @@
 A slot of the tier has the id ``num_blocks + slot``, and stands in the runs of the prefix cache like a block of the
 pool.  Moving a block renames one id in its run, so that a hit is a list of ids, some of which are slots.  Ranks learn
 of moves by the plan alone (``StepPlan.stores`` and ``loads``), and report only stores that they may refuse
-(``store_checks``)::
+(``tier_channel``)::
 
     pool      | used | used | ..... kept, newest .... oldest | tails | free |     taken from the right
                                        |  stores keep this end clean: its blocks have doubles in slots
@@ -37,7 +37,7 @@ from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.sequence import Shared
 from tp_engine.sched.tiers.disk_tier import NO_LINKS, DiskTierManager, TierLinks
 from tp_engine.sched.tiers.host_slots import NO_SLOT, HostSlots
-from tp_engine.sched.tiers.store_checks import StoreChecks
+from tp_engine.sched.tiers.tier_channel import StoreChecks
 from tp_engine.units import ceil_div
 
 _POOL_SHARE = 32  # what part of the pool is kept free or clean at most
@@ -48,16 +48,11 @@ class HostTierManager:
     """What is where, and the moves of the plan in the making."""
 
     def __init__(
-        self,
-        limits: SchedulerLimits,
-        pool: BlockPool,
-        cache: PrefixCache,
-        links: TierLinks = NO_LINKS,
+        self, limits: SchedulerLimits, pool: BlockPool, cache: PrefixCache, links: TierLinks = NO_LINKS
     ) -> None:
         """With ``links.contents`` there is a disk tier below."""
         self._num_dropped = self._num_stored = self._num_loaded = 0
-        self._pool = pool
-        self._cache = cache
+        self._pool, self._cache = pool, cache
         self._slots = HostSlots(limits.num_blocks, limits.num_host_slots)
         self.disk = (
             None
@@ -106,10 +101,8 @@ class HostTierManager:
         return found
 
     def may_use(self, blocks: BlockIds, *, reads_disk: bool) -> BoolArray | None:
-        """Which of ``blocks``, in any shape, a sequence may hit; None: all of them.
-
-        Not slots that some rank may have refused to fill, and unless it ``reads_disk``, nothing on disk or being read.
-        """
+        """Which of ``blocks``, in any shape, a sequence may hit; None: all of them.  Not slots that some rank may have
+        refused to fill, and unless it ``reads_disk``, nothing on disk or being read."""
         if self._checks is not None:
             self._settle(self._checks)
             on_host = self.on_host(blocks)
@@ -118,11 +111,6 @@ class HostTierManager:
         if self.disk is None or reads_disk:
             return None
         return ~self.disk.is_far(blocks.reshape(-1)).reshape(blocks.shape)
-
-    def publish(self, blocks: BlockIds) -> None:
-        """These blocks of the pool are in the cache now."""
-        if self.disk is not None:
-            self.disk.published(blocks)
 
     def first_below(self, held: BlockIds, share: int) -> BlockIds:
         """The first of ``held`` that are on the host or on disk, at most one ``share``-th of the host's slots."""
@@ -211,7 +199,7 @@ class HostTierManager:
         writes = reads = NO_PAIRS
         if self.disk is not None:
             writes = self.disk.writes(self._double)
-            reads = self.disk.reads()
+            reads = self.disk.ordered_reads()
         loads = self._loads(plan.copies[:, 0]) if len(self._pending) else NO_PAIRS
         if not (self._num_stores or len(loads) or self._wait or len(writes) or len(reads)):
             return plan

@@ -89,9 +89,7 @@ class Prefetcher(SchedulerFeature):
     """Looks at the first sequences of the queue, and at those that will be in it, between two plans."""
 
     def __init__(self, state: SchedulerState, tier: HostTierManager, waits: DiskWaits | None) -> None:
-        self._state = state
-        self._tier = tier
-        self._waits = waits
+        self._state, self._tier, self._waits = state, tier, waits
         limits = state.limits
         self._sessions = Sessions((limits.num_blocks + limits.num_host_slots) * limits.block_size)
         self._early: dict[str | SessionKey, Sequence | Returning] = {}
@@ -144,10 +142,8 @@ class Prefetcher(SchedulerFeature):
 
     def _load(self, one: Sequence | Returning) -> bool:
         """Begin the loads of the first blocks that are missing, as many as there is room for; whether there are any.
-
         With the blocks before them they may take a quarter of the idle blocks, besides one for each row, so that the
-        candidates do not push each other out.  Nothing is dropped for them.
-        """
+        candidates do not push each other out.  Nothing is dropped for them."""
         blocks, tier = self._state.blocks, self._tier
         hits = blocks.find_hits(one) if isinstance(one, Sequence) else blocks.find_prefix(one.cache_key, one.token_ids)
         shared = hits.shared

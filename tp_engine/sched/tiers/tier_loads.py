@@ -29,9 +29,7 @@ class TierLoads(SchedulerFeature):
 
     def extend_plan(self, builder: StepPlanBuilder) -> None:
         """Let the first row that waits for loads compute in this step, which waits for them, if nothing else can run.
-
-        A row that enters in this step already has the blocks for it, and no row is preempted for it.
-        """
+        A row that enters in this step already has the blocks for it, and no row is preempted for it."""
         if not builder.is_empty:
             return
         loading = self._rows.loading()
