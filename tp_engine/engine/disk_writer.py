@@ -45,7 +45,7 @@ class JournalFile:
         self._queue.put((records, False))
 
     def rewrite(self, data: bytes) -> None:
-        """See ``JournalSink``.  The first call, at the start, returns when the journal is on disk.  Serials go on
+        """Do as ``JournalSink``.  The first call, at the start, returns when the journal is on disk.  Serials go on
         behind those that slots have, which may be less than those of the old journal, if slots have been cleared since.
         So the old one has to be gone before the first write."""
         if self._thread.ident is not None:

@@ -45,7 +45,7 @@ class GrammarProposer(Proposer):
     most_matched = MappingProxyType({"grammar": 0})
 
     def proposals(self, sequence: Sequence, tokens: IntArray, count: int) -> Iterable[Proposal]:
-        """See ``Proposer``."""
+        """Do as ``Proposer``."""
         if sequence.constraint is not None and (forced := sequence.constraint.forced()):
             yield Proposal(np.array(forced[:count], dtype=np.int32), 0, "grammar")
 
@@ -60,7 +60,7 @@ class DraftHeadProposer(Proposer):
         self._drafts: dict[int, IntArray] = {}
 
     def proposals(self, sequence: Sequence, tokens: IntArray, count: int) -> Iterable[Proposal]:
-        """See ``Proposer``."""
+        """Do as ``Proposer``."""
         drafts = None if sequence.constraint is not None else self._drafts.get(sequence.row)
         if drafts is not None and len(drafts):
             yield Proposal(drafts[:count], 0, "eagle3")

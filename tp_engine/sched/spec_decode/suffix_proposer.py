@@ -72,7 +72,7 @@ class SuffixProposer(Proposer):
         self._ring[1], self._head = _GAP, 2
 
     def proposals(self, sequence: Sequence, tokens: IntArray, count: int) -> Iterable[Proposal]:
-        """See ``Proposer``."""
+        """Do as ``Proposer``."""
         if self._starts and len(tokens) >= self._anchors[-1]:
             yield from self._of_answers(_root(sequence.group.cache_key), tokens[: -self._depth - 1 : -1], count)
         length, matched = len(tokens), 1
@@ -140,7 +140,7 @@ class SuffixProposer(Proposer):
         return [Proposal(path[:length].copy(), most, "suffix")] if length else []
 
     def learn(self, sequence: Sequence) -> None:
-        """See ``Proposer``."""
+        """Do as ``Proposer``."""
         first = sequence.num_prompt_tokens
         if (
             not self._most_answers or len(sequence.token_ids) <= first + 1

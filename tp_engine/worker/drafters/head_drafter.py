@@ -233,6 +233,6 @@ def right_draft_rows(plan: StepPlan, sampled: torch.Tensor) -> tuple[torch.Tenso
 
 
 def by_row(rows: IntArray, tokens: IntArray) -> dict[int, IntArray]:
-    """For each of ``rows`` (m,) its ``tokens`` (m, count) up to the first ``NO_DRAFT``."""
+    """Return for each of ``rows`` (m,) its ``tokens`` (m, count) up to the first ``NO_DRAFT``."""
     counts = (tokens != NO_DRAFT).sum(1).tolist()
     return {row: own[:count] for row, own, count in zip(rows.tolist(), tokens, counts, strict=True)}
