@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tiers import fast_first
 from tp_engine import LLM, BeamSearchOutput, BeamSearchParams, RequestError, SamplingParams
 
 VOCAB = 203
@@ -111,7 +112,7 @@ def test_beams_of_fixed_length_equal_transformers(llm: LLM, folder: Path, length
 
 
 # Tokens that many beams reach: used as the EOS, they end some beams early.
-@pytest.mark.parametrize("eos", [113, 25])
+@pytest.mark.parametrize("eos", fast_first(1, [113, 25]))
 def test_beams_that_end_equal_the_definition(checkpoint: Callable[..., Path], eos: int) -> None:
     """Oracles: vLLM's definition applied to transformers' logits, and transformers generate.
 

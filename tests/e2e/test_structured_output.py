@@ -228,6 +228,7 @@ def run_until(llm: LLM, is_done: Callable[[list[SequenceDelta]], bool]) -> list[
     return deltas
 
 
+@pytest.mark.slow
 def test_a_grammar_that_only_the_compiler_refuses(llm: LLM) -> None:
     """Oracle: an unchecked request with a bad grammar ends with its own error; the next one is served; a third is
     aborted."""

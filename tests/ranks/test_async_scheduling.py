@@ -13,6 +13,8 @@ from tests.ranks import parity_job
 from tests.ranks.test_parity import CACHED, PLAIN, make_case
 from tests.ranks.warm_ranks import warm_ranks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.timeout(200)
 def test_async_scheduling_changes_no_token(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def test_a_killed_rank_ends_the_wait() -> None:
     assert run_ranks(3, "killed") == ["rank 1: its process is gone", "", "rank 1: its process is gone"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_collective_has_a_timeout() -> None:
     """Oracle: the error names the stopped rank and the limit; later collectives do not wait."""
