@@ -108,9 +108,10 @@ def run_rank(model: Path, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_in_shared_memory(num_ranks: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Oracle: one rank's tokens on plain PyTorch, greedy and sampled; recorded steps have no other collectives."""
+def test_ranks_in_shared_memory(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: one rank's tokens on plain PyTorch, greedy and sampled; recorded steps have no other collectives.  Two
+    ranks; ``test_gather_of_processes`` has the collective on four, without an engine."""
+    num_ranks = 2
     folder = checkpoint("qwen3", **MODEL)
     (tmp_path / "buffers").write_bytes(bytes(num_ranks * BUFFER_BYTES))
     (tmp_path / "signals").write_bytes(bytes(num_ranks * 2 * MAX_PROGRAMS * num_ranks * torch.int32.itemsize))
