@@ -100,8 +100,8 @@ def measure_ceilings(args: argparse.Namespace) -> Ceilings:
         rate = cpu_matmul_rate(getattr(torch, args.dtype))
         return Ceilings(bytes_per_s=read_bandwidth(), flops_per_s=rate)
     num_devices = max(int(size) for size in args.tensor_parallel_size.split(","))
-    if args.devices:
-        num_devices = len(set(args.devices.split(",")))
+    if args.device_ids:
+        num_devices = len(set(args.device_ids.split(",")))
     bandwidth, rate = copy_bandwidth(), matmul_rate(getattr(torch, args.dtype))
     free_device()  # engines in other processes need the memory
     return Ceilings(bytes_per_s=bandwidth * num_devices, flops_per_s=rate * num_devices)
@@ -120,7 +120,7 @@ def describe(args: argparse.Namespace, cost: ModelCost, ceilings: Ceilings) -> d
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "rounds": args.rounds,
-        "devices": args.devices,
+        "device_ids": args.device_ids,
         "engine_options": args.engine_options,
         "bandwidth": kind,
         f"{kind}_gb_per_s": round(ceilings.bytes_per_s / 1e9, 1),

@@ -114,7 +114,7 @@ def measure(args: argparse.Namespace, folder: Path, trace: Path) -> dict[str, An
         "batch_size": args.batch_size,
         "context_len": args.context_len,
         "tensor_parallel_size": args.tensor_parallel_size,
-        "devices": args.devices,
+        "device_ids": args.device_ids,
         "step_ms": round(period_s * 1e3, 4),
         "tokens_per_s": round(args.batch_size / period_s, 1),
         "roofline_ms": round(least_s * 1e3, 4),
@@ -193,8 +193,8 @@ def _common_options(args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {"dtype": args.dtype, "tensor_parallel_size": args.tensor_parallel_size}
     if args.model is None and args.shape in DUMMY_SHAPES:
         options["load_format"] = "dummy"
-    if args.devices:
-        options["devices"] = args.devices
+    if args.device_ids:
+        options["device_ids"] = args.device_ids
     return options
 
 
@@ -207,7 +207,7 @@ def _output_len(args: argparse.Namespace) -> int:
 def _ceilings(args: argparse.Namespace) -> Ceilings:
     if not torch.cuda.is_available():
         return Ceilings(bytes_per_s=read_bandwidth(), flops_per_s=cpu_matmul_rate(getattr(torch, args.dtype)))
-    num_devices = len(set(args.devices.split(","))) if args.devices else args.tensor_parallel_size
+    num_devices = len(set(args.device_ids.split(","))) if args.device_ids else args.tensor_parallel_size
     rate = matmul_rate(getattr(torch, args.dtype))
     return Ceilings(bytes_per_s=copy_bandwidth() * num_devices, flops_per_s=rate * num_devices)
 

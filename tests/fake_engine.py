@@ -311,15 +311,15 @@ class FakeEngine:
             view=None if view is None else fake_view(running, self.model_info.num_blocks, view),
         )
 
-    def expect(self, session: str, salt: str) -> None:
+    def prefetch_session(self, session: str, salt: str) -> None:
         self.expected.append((session, salt))
 
     def reset_prefix_cache(self) -> bool:
         return not self._sequences
 
-    def pause(self, *, aborts: bool) -> None:
+    def pause(self, *, abort_running: bool) -> None:
         self.is_paused = True
-        if aborts:
+        if abort_running:
             self._ended = StepOutput(deltas=self.abort([one.request.request_id for one in self._sequences]))
 
     def resume(self) -> None:

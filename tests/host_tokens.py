@@ -50,7 +50,7 @@ def _cases(*all_reduces: str) -> list[dict[str, Any]]:
     params = {"temperature": 0.7, "seed": 3, "ignore_eos": True, "logprobs": 1}
     return [
         {
-            "options": {**_OPTIONS, "all_reduce": all_reduce},
+            "options": {**_OPTIONS, "all_reduce_backend": all_reduce},
             "prompts": prompts, "max_tokens": [20, 16, 12, 24, 8], "params": params, "is_batch_only": True,
         }
         for all_reduce in all_reduces

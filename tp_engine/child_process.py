@@ -67,7 +67,8 @@ def kill_children() -> None:
 
 
 def ignore_interrupts() -> None:
-    """A child's main calls this first: the terminal's Ctrl-C reaches every process, and the parent decides."""
+    """Ignore interrupts; a child's main calls this first: the terminal's Ctrl-C reaches every process, and the parent
+    decides."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 

@@ -83,12 +83,12 @@ class EngineConfig:
         1, "number of ranks that share the model", flags=("-tp", "--tp", "--tp-size"), section="Ranks and devices"
     )
     device: str = option("auto", "where to run; auto takes CUDA if there is a GPU", choices=DEVICES)
-    devices: str | None = option(
+    device_ids: str | None = option(
         None,
         "GPU of each rank, such as 0,1; 0,0 lets two ranks share one, for tests (default: one GPU per rank)",
         is_of_host=True,
     )
-    all_reduce: str = option(
+    all_reduce_backend: str = option(
         "auto",
         "how ranks add up their parts; GPUs: nccl, or symm_mem (memory that they share) for all but large tensors; "
         "CPUs: gloo, or shm (shared memory); auto takes symm_mem if GPUs of one host can, shm on CPUs",
@@ -245,8 +245,8 @@ class EngineConfig:
         self._check_ranges()
 
     def _check_values(self) -> None:
-        if self.devices is not None:
-            check_devices(self.devices)
+        if self.device_ids is not None:
+            check_devices(self.device_ids)
         StructuredOutputsDefaults.of(self.structured_outputs_config)
         parse_overrides(self.hf_overrides)
         self._check_speculation()

@@ -27,40 +27,41 @@ class DeviceMap:
         return len(set(self.indices)) < len(self.indices)
 
     def num_sharing(self, local_rank: int) -> int:
-        """The number of ranks on the GPU of ``local_rank``, including itself."""
+        """Return the number of ranks on the GPU of ``local_rank``, including itself."""
         return self.indices.count(self.indices[local_rank])
 
 
 def parse_devices(devices: str | None, world_size: int) -> DeviceMap:
-    """The map for ``world_size`` ranks; None gives each rank its own GPU.  ``ConfigError`` for any other text."""
+    """Return the map for ``world_size`` ranks; None gives each rank its own GPU.  ``ConfigError`` for any other
+    text."""
     if devices is None:
         return DeviceMap(tuple(range(world_size)))
     indices = check_devices(devices)
     if len(indices) != world_size:
         raise ConfigError(
-            f"devices is {devices!r}, which names {len(indices)} GPUs for {world_size} ranks; name one for each rank, "
-            f"the same one several times if they are to share it, or set tensor_parallel_size to {len(indices)}"
+            f"device_ids is {devices!r}, which names {len(indices)} GPUs for {world_size} ranks; name one for each "
+            f"rank, the same one several times if they are to share it, or set tensor_parallel_size to {len(indices)}"
         )
     return DeviceMap(indices)
 
 
 def check_devices(devices: str) -> tuple[int, ...]:
-    """The numbers in ``devices``; ``ConfigError`` for anything else."""
+    """Return the numbers in ``devices``; ``ConfigError`` for anything else."""
     parts = [part.strip() for part in devices.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise ConfigError(
-            f"devices is {devices!r}; it must be numbers of GPUs separated by commas, one for each rank, such as 0,1"
+            f"device_ids is {devices!r}; it must be numbers of GPUs separated by commas, one for each rank, such as 0,1"
         )
     return tuple(int(part) for part in parts)
 
 
 def shares_devices(devices: str | None) -> bool:
-    """Whether ``devices`` gives a GPU to several ranks."""
+    """Return whether ``devices`` gives a GPU to several ranks."""
     return devices is not None and DeviceMap(check_devices(devices)).is_shared
 
 
 def map_devices(devices: str | None, world_size: int, num_found: int) -> DeviceMap:
-    """The map on a host with ``num_found`` GPUs; ``ConfigError`` if a GPU of the map does not exist."""
+    """Return the map on a host with ``num_found`` GPUs; ``ConfigError`` if a GPU of the map does not exist."""
     found = parse_devices(devices, world_size)
     if devices is None and world_size > num_found:
         raise ConfigError(
@@ -70,7 +71,7 @@ def map_devices(devices: str | None, world_size: int, num_found: int) -> DeviceM
         )
     if max(found.indices) >= num_found:
         raise ConfigError(
-            f"devices is {devices!r}, but this host has {num_found} CUDA devices, numbered from 0; GPU "
+            f"device_ids is {devices!r}, but this host has {num_found} CUDA devices, numbered from 0; GPU "
             f"{max(found.indices)} is not one of them (CUDA_VISIBLE_DEVICES hides and renumbers them)"
         )
     return found

@@ -25,8 +25,8 @@ class LaunchedRank:
 
 
 def launched_rank(environ: Mapping[str, str] | None = None) -> LaunchedRank | None:
-    """This process's place in a torchrun job, or None for a process that torchrun did not start.  ``ConfigError`` if
-    the ranks can not meet with these variables."""
+    """Return this process's place in a torchrun job, or None for a process that torchrun did not start.
+    ``ConfigError`` if the ranks can not meet with these variables."""
     env = os.environ if environ is None else environ
     if "RANK" not in env or "WORLD_SIZE" not in env or "MASTER_ADDR" not in env:
         return None
@@ -58,7 +58,8 @@ def given_rank(environ: Mapping[str, str] | None = None) -> int:
 
 
 def has_torchrun_agent() -> bool:
-    """Whether torchrun's agent started this process; other launchers set the ranks' variables, but not this one."""
+    """Return whether torchrun's agent started this process; other launchers set the ranks' variables, but not this
+    one."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -68,12 +69,12 @@ def run_id() -> str:
 
 
 def has_agent_store() -> bool:
-    """Whether torchrun's agent serves the store in which the ranks meet; else rank 0 does."""
+    """Return whether torchrun's agent serves the store in which the ranks meet; else rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def launch_marks() -> dict[str, str]:
-    """The variables that torchrun's agent gives to every rank of this job alike; empty under other launchers."""
+    """Return the variables that torchrun's agent gives to every rank of this job alike; empty under other launchers."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     return {name: os.environ.get(name, "") for name in names} if has_torchrun_agent() else {}
 
@@ -134,7 +135,8 @@ def visible_devices() -> str | None:
 
 
 def is_peer_access_off() -> bool:
-    """Whether ``NCCL_P2P_DISABLE`` or ``NCCL_P2P_LEVEL`` keeps NCCL from letting GPUs read each other's memory."""
+    """Return whether ``NCCL_P2P_DISABLE`` or ``NCCL_P2P_LEVEL`` keeps NCCL from letting GPUs read each other's
+    memory."""
     level = os.environ.get("NCCL_P2P_LEVEL", "").upper()
     return os.environ.get("NCCL_P2P_DISABLE", "0").strip() not in ("", "0") or level in ("0", "LOC")
 
@@ -167,7 +169,7 @@ def gloo_on(name: str | None) -> Iterator[None]:
 
 
 def collective_interface(backend: str) -> str:
-    """The network interface that ``backend``, gloo or nccl, uses, as far as the environment says."""
+    """Return the network interface that ``backend``, gloo or nccl, uses, as far as the environment says."""
     return os.environ.get(f"{backend.upper()}_SOCKET_IFNAME", "an interface of its choice")
 
 

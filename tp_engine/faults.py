@@ -47,7 +47,7 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
 
 
 def configured_faults() -> tuple[Fault, ...]:
-    """The faults of ``TP_ENGINE_FAULT``."""
+    """Return the faults of ``TP_ENGINE_FAULT``."""
     return parse_faults(env.fault())
 
 
@@ -66,7 +66,7 @@ class FaultInjector:
 
 
 def fault_injector(rank: int, faults: Sequence[Fault]) -> FaultInjector | None:
-    """The ``on_phase`` of a ``RankProgress`` for ``rank``; None if no fault of ``faults`` is for it."""
+    """Return the ``on_phase`` of a ``RankProgress`` for ``rank``; None if no fault of ``faults`` is for it."""
     own = [fault for fault in faults if fault.rank == rank]
     return FaultInjector(own) if own else None
 

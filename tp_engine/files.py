@@ -59,23 +59,23 @@ def open_regular(path: Path, max_bytes: int | None = None) -> IO[bytes]:
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """The content of a regular file of at most ``max_bytes``; ``OSError`` for anything else."""
+    """Return the content of a regular file of at most ``max_bytes``; ``OSError`` for anything else."""
     with open_regular(path, max_bytes) as file:
         return file.read(os.fstat(file.fileno()).st_size)
 
 
 def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
-    """The UTF-8 text of a regular file of at most ``max_bytes``; ``OSError`` or ``ValueError``."""
+    """Return the UTF-8 text of a regular file of at most ``max_bytes``; ``OSError`` or ``ValueError``."""
     return read_bytes(path, max_bytes).decode("utf-8")
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """The JSON value in a regular file of at most ``max_bytes``; ``OSError`` or ``ValueError``."""
+    """Return the JSON value in a regular file of at most ``max_bytes``; ``OSError`` or ``ValueError``."""
     return parse_json(read_bytes(path, max_bytes))
 
 
 def parse_json(text: bytes) -> Any:
-    """A JSON value of any depth that Python can hold; ``ValueError`` for anything else."""
+    """Return a JSON value of any depth that Python can hold; ``ValueError`` for anything else."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -83,7 +83,7 @@ def parse_json(text: bytes) -> Any:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, by tensor, and its bytes: 8 with its length, little-endian, then JSON.
+    """Return the header of a safetensors file, by tensor, and its bytes: 8 with its length, little-endian, then JSON.
     ``OSError`` or ``ValueError``."""
     with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")

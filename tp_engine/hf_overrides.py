@@ -18,7 +18,7 @@ _ROPE_KINDS = ("type", "rope_type")
 
 
 def parse_overrides(text: str | None) -> dict[str, Any]:
-    """The JSON object in the option's ``text``; empty for None.  Raises ``ConfigError``."""
+    """Return the JSON object in the option's ``text``; empty for None.  Raises ``ConfigError``."""
     try:
         found = {} if text is None else json.loads(text)
     except (ValueError, RecursionError) as error:

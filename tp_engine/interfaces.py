@@ -19,7 +19,7 @@ _ADDRESS_OFFSET = 20
 
 
 def address_towards(host: str, port: int) -> str:
-    """This host's address on the route to ``host``; ``OSError`` if there is none.  Sends nothing."""
+    """Return this host's address on the route to ``host``; ``OSError`` if there is none.  Sends nothing."""
     family, _, _, _, target = socket.getaddrinfo(host, port or 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
@@ -27,12 +27,12 @@ def address_towards(host: str, port: int) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host can reach ``address``."""
+    """Return whether only this host can reach ``address``."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface with ``address``, such as ``eth0``; None if none has it."""
+    """Return the name of the interface with ``address``, such as ``eth0``; None if none has it."""
     names = [name for _, name in socket.if_nameindex()]
     if is_loopback(address):
         return "lo" if "lo" in names else None

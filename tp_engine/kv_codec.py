@@ -30,18 +30,18 @@ class PcaSettings(NamedTuple):
 
 
 def is_lossy(codec: str) -> bool:
-    """Whether K/V that come back differ from those that went."""
+    """Return whether K/V that come back differ from those that went."""
     return codec != "none"
 
 
 def pca_settings(codec: str) -> PcaSettings | None:
-    """What ``pca:RANK`` and ``pca:RANK:BOUND`` say; None for other codecs."""
+    """Return what ``pca:RANK`` and ``pca:RANK:BOUND`` say; None for other codecs."""
     found = _PCA.fullmatch(codec)
     return None if found is None else PcaSettings(int(found[1]), float(found[2] or _DEFAULT_BOUND))
 
 
 def may_refuse(codec: str) -> bool:
-    """Whether a rank may refuse to store a block, so that each store has to be confirmed by all ranks."""
+    """Return whether a rank may refuse to store a block, so that each store has to be confirmed by all ranks."""
     return pca_settings(codec) is not None
 
 

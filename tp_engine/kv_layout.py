@@ -101,7 +101,7 @@ class StateKind:
     taps: int
 
     def on(self, world_size: int) -> StateKind:
-        """One rank's part; key heads are repeated like KV heads."""
+        """Return one rank's part; key heads are repeated like KV heads."""
         return replace(
             self,
             num_key_heads=local_num_kv_heads(self.num_key_heads, world_size),
@@ -183,9 +183,9 @@ class KvLayout:
         return largest if has_scales else round_up(largest, lcm(*(group.width for group in self.groups)) * itemsize)
 
     def blocks_for(self, num_tokens: int, block_size: int, chunk_tokens: int) -> int:
-        """The most blocks of all groups that a sequence of up to ``num_tokens`` holds at once.  A group with a window
-        holds the window, what kernels may read before it, the chunk of up to ``chunk_tokens`` that is computed, and one
-        block more, because none of these need begin with a block."""
+        """Return the most blocks of all groups that a sequence of up to ``num_tokens`` holds at once.  A group with a
+        window holds the window, what kernels may read before it, the chunk of up to ``chunk_tokens`` that is computed,
+        and one block more, because none of these need begin with a block."""
         whole = ceil_div(num_tokens, block_size)
         return sum(
             whole if window is None else min(whole, ceil_div(window + TILE_TOKENS + chunk_tokens, block_size) + 1)
@@ -193,7 +193,7 @@ class KvLayout:
         )
 
     def place_of(self, layer: int) -> tuple[int, int]:
-        """The group of a layer, and its place in the group's blocks."""
+        """Return the group of a layer, and its place in the group's blocks."""
         for index, group in enumerate(self.groups):
             if layer in group.layers:
                 return index, group.layers.index(layer)
@@ -201,7 +201,7 @@ class KvLayout:
 
 
 def lay_out(kinds: Sequence[KvKind | StateKind], world_size: int = 1, beside: KvKind | None = None) -> KvLayout:
-    """The layout of a model on ``world_size`` ranks whose layer i is of ``kinds[i]``, at least one with K/V.
+    """Return the layout of a model on ``world_size`` ranks whose layer i is of ``kinds[i]``, at least one with K/V.
 
     ``beside`` is one more layer, of a draft head: it joins the smallest group that it fits, if there is one, because it
     is no reason to cut the model's layers into other groups.
@@ -338,8 +338,8 @@ class DiskCounters:
 
 
 def kv_cache_lines(*, num_bytes: int, num_tokens: int, max_model_len: int) -> tuple[str, str, str]:
-    """The log lines that users look for: the cache in bytes, in tokens, and in requests of the greatest length.  Bytes
-    are one rank's."""
+    """Return the log lines that users look for: the cache in bytes, in tokens, and in requests of the greatest length.
+    Bytes are one rank's."""
     return (
         f"Available KV cache memory: {format_gib(num_bytes)}",
         f"GPU KV cache size: {num_tokens:,} tokens",

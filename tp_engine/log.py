@@ -22,7 +22,7 @@ _TRACE: ContextVar[str | None] = ContextVar("trace_id", default=None)
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of one module; pass ``__name__``."""
+    """Return the logger of one module; pass ``__name__``."""
     return logging.getLogger(name)
 
 

@@ -35,7 +35,7 @@ class LoRARequest:
 
 
 def load_for(request: LoRARequest, loaded: Mapping[str, str]) -> dict[str, Any] | None:
-    """The arguments of the load that ``request`` needs; None if its adapter is ``loaded`` (name -> folder).
+    """Return the arguments of the load that ``request`` needs; None if its adapter is ``loaded`` (name -> folder).
     ``RequestError`` for a request without a folder whose name is not loaded."""
     known = loaded.get(request.lora_name)
     if known is not None and request.lora_path in ("", known):
@@ -62,8 +62,9 @@ class AdapterSource:
 
 
 def parse_modules(values: Sequence[str]) -> tuple[AdapterSource, ...]:
-    """The adapters of ``--lora-modules``: each NAME=PATH, or a JSON object with name and path (vLLM's two forms).
-    ``base_model_name`` may be there; it is not used, because there is one base model.  Raises ``ConfigError``."""
+    """Return the adapters of ``--lora-modules``: each NAME=PATH, or a JSON object with name and path (vLLM's two
+    forms).  ``base_model_name`` may be there; it is not used, because there is one base model.  Raises
+    ``ConfigError``."""
     found = tuple(map(_parse_module, values))
     names = [one.name for one in found]
     if repeated := next((name for name in names if names.count(name) > 1), None):
@@ -72,7 +73,7 @@ def parse_modules(values: Sequence[str]) -> tuple[AdapterSource, ...]:
 
 
 def adapter_names(values: Sequence[str], model_names: Sequence[str]) -> list[str]:
-    """The names of the adapters of ``--lora-modules``; ``ConfigError`` for one that is among the model's own."""
+    """Return the names of the adapters of ``--lora-modules``; ``ConfigError`` for one that is among the model's own."""
     names = [source.name for source in parse_modules(values)]
     if taken := next((name for name in names if name in model_names), None):
         raise ConfigError(f"lora_modules has {taken!r}, which names the model itself; give the adapter another name")

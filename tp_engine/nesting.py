@@ -20,8 +20,8 @@ _BRACKET = re.compile(r"[()\[\]{}]")
 
 
 def is_schema_deeper(schema: Any, limit: int) -> bool:
-    """Whether a way down a JSON schema is longer than ``limit``: objects, lists and references within the schema.  Each
-    part is looked at once; definitions count where they are referred to."""
+    """Return whether a way down a JSON schema is longer than ``limit``: objects, lists and references within the
+    schema. Each part is looked at once; definitions count where they are referred to."""
     seen = set[int]()
     open_parts: list[tuple[Any, int]] = [(schema, 1)]
     while open_parts:
@@ -43,8 +43,8 @@ def is_schema_deeper(schema: Any, limit: int) -> bool:
 
 
 def is_grammar_deeper(text: str, limit: int) -> bool:
-    """Whether a chain of rules of a Lark or GBNF grammar is longer than ``limit``, or its brackets are deeper.  A rule
-    is followed once, from the first rule on."""
+    """Return whether a chain of rules of a Lark or GBNF grammar is longer than ``limit``, or its brackets are deeper.
+    A rule is followed once, from the first rule on."""
     bare = _QUOTED.sub(" ", text)
     rules = list(_RULE.finditer(bare))
     ends = [*(rule.start() for rule in rules[1:]), len(bare)]
@@ -67,7 +67,7 @@ def is_grammar_deeper(text: str, limit: int) -> bool:
 
 
 def is_expression_deeper(regex: str, limit: int) -> bool:
-    """Whether the groups of a regular expression are nested deeper than ``limit``."""
+    """Return whether the groups of a regular expression are nested deeper than ``limit``."""
     return _are_brackets_deeper(_ESCAPED_OR_CLASS.sub("", regex), limit)
 
 

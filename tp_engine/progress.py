@@ -121,7 +121,7 @@ class RankProgress:
 
 
 def split_phase(word: int) -> tuple[RankPhase, int]:
-    """The phase and the count in a ``RankProgress``'s word."""
+    """Return the phase and the count in a ``RankProgress``'s word."""
     return RankPhase(word & (1 << _COUNT_SHIFT) - 1), word >> _COUNT_SHIFT
 
 
@@ -136,7 +136,7 @@ def tell_progress(text: str) -> None:
 
 @contextmanager
 def hearing_progress(listener: Callable[[str], None]) -> Iterator[None]:
-    """A context in which ``listener`` gets what ``tell_progress`` says in this process."""
+    """Let ``listener`` get what ``tell_progress`` says in this process, within."""
     _listeners.append(listener)
     try:
         yield

@@ -174,8 +174,8 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **fields: Any) -> Self:
-        """As the constructor; None leaves a field at its default, but ``max_tokens`` None is as it says.  The keys of
-        ``logit_bias`` may be texts, as in JSON."""
+        """Do as the constructor; None leaves a field at its default, but ``max_tokens`` None is as it says.  The keys
+        of ``logit_bias`` may be texts, as in JSON."""
         given = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
         if isinstance(bias := given.get("logit_bias"), Mapping):
             is_id = {key: isinstance(key, str) and key.isdecimal() for key in bias}  # other keys are left for the check
@@ -183,7 +183,7 @@ class SamplingParams:
         return cls(**given)
 
     def clone(self, **changes: Any) -> Self:
-        """A copy, with ``changes``; it can be changed in no other way."""
+        """Return a copy, with ``changes``; it can be changed in no other way."""
         return replace(self, **changes)
 
     def _check_kinds(self) -> None:

@@ -132,7 +132,7 @@ class StructuredOutputsDefaults:
         return cls(**{name: given[name] for name in known if given.get(name) is not None})
 
     def probe(self) -> StructuredOutputsParams:
-        """A constraint with all defaults, for a check by the grammar library."""
+        """Return a constraint with all defaults, for a check by the grammar library."""
         return self.complete(StructuredOutputsParams(json_object=True))
 
     def complete(self, params: StructuredOutputsParams) -> StructuredOutputsParams:

@@ -44,7 +44,8 @@ class TierProgress:
         return self._num_ended
 
     def end(self, count: int = 1, failed: Sequence[int] = ()) -> None:
-        """The next ``count`` operations have ended; ``failed`` are the numbers of those among them that failed."""
+        """Note that the next ``count`` operations have ended; ``failed`` are the numbers of those among them that
+        failed."""
         for number in failed:
             assert self._num_ended < number <= self._num_ended + count, f"operation {number} has not just ended"
             self._words[1 + self._num_failed % _RING] = (self._num_failed & _FAILURES) << _SHIFT | number
@@ -71,7 +72,7 @@ class TierProgressReader:
         self._failed: set[int] = set()  # not reported: not ended on all ranks yet
 
     def poll(self) -> TierReport:
-        """What has ended since the last call; some tenths of a microsecond per rank."""
+        """Return what has ended since the last call; some tenths of a microsecond per rank."""
         for rank, words in enumerate(self._ranks):
             word = words[0]
             if word & _NUMBERS != self._ended[rank]:

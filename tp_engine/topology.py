@@ -24,7 +24,7 @@ class Topology:
 
     @classmethod
     def one_host(cls, world_size: int) -> Topology:
-        """All ranks on one host."""
+        """Return all ranks on one host."""
         return cls(world_size=world_size, local_world_size=world_size)
 
     @property
@@ -38,19 +38,19 @@ class Topology:
         return range(1, self.num_hosts)
 
     def host_of(self, rank: int) -> int:
-        """The host of ``rank``."""
+        """Return the host of ``rank``."""
         return rank // self.local_world_size
 
     def leader_of(self, host: int) -> int:
-        """The first rank of ``host``."""
+        """Return the first rank of ``host``."""
         return host * self.local_world_size
 
     def ranks_of(self, host: int) -> range:
-        """The ranks of ``host``."""
+        """Return the ranks of ``host``."""
         return range(self.leader_of(host), self.leader_of(host + 1))
 
     def is_leader(self, rank: int) -> bool:
-        """Whether ``rank`` is the first of its host."""
+        """Return whether ``rank`` is the first of its host."""
         return rank % self.local_world_size == 0
 
     def named(self, rank: int) -> str:

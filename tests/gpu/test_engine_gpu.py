@@ -199,7 +199,7 @@ def test_preempted_requests_get_their_tokens(folder: Path) -> None:
 
 def on_one_gpu(size: int, all_reduce: str) -> dict[str, Any]:
     """Options of ``size`` ranks on the first GPU."""
-    return {"tensor_parallel_size": size, "devices": ",".join("0" * size), "all_reduce": all_reduce}
+    return {"tensor_parallel_size": size, "device_ids": ",".join("0" * size), "all_reduce_backend": all_reduce}
 
 
 @pytest.mark.parametrize("all_reduce", ["auto", "symm_mem"])

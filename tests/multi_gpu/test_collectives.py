@@ -45,7 +45,9 @@ def both() -> Iterator[tuple[SymmetricCommunicator, Communicator]]:
     )
     nccl = groups.communicator
     device = torch.device("cuda", LAUNCHED.local_rank)
-    config = EngineConfig(device="cuda", dtype="bfloat16", all_reduce="symm_mem", tensor_parallel_size=WORLD_SIZE)
+    config = EngineConfig(
+        device="cuda", dtype="bfloat16", all_reduce_backend="symm_mem", tensor_parallel_size=WORLD_SIZE
+    )
     on_device = ReduceDevice(torch_device=device, largest_bytes=LARGEST_BYTES, wait=torch.cuda.synchronize)
     set_up(config, groups, lambda _, phase: phase(), on_device, num_hosts=1)
     assert isinstance(groups.communicator, SymmetricCommunicator)

@@ -242,7 +242,7 @@ class AsyncLLM:
 
         While other requests run, the host tier's part of what the session ended with comes back meanwhile.
         """
-        self.engine.expect(prompt_cache_key, cache_salt or "")
+        self.engine.prefetch_session(prompt_cache_key, cache_salt or "")
 
     async def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], **template_options: Unpack[ChatTemplateOptions]
@@ -281,10 +281,10 @@ class AsyncLLM:
             return await self._update_weights(weight_version, flush_cache, files=staged.files)
 
     async def update_weights_from_disk(
-        self, path: str | Path, *, weight_version: str | None = None, flush_cache: bool = False, aborts: bool = False
+        self, path: str | Path, *, weight_version: str | None = None, flush_cache: bool = False, abort_running: bool = False
     ) -> str:
-        """Do as ``LLM.update_weights_from_disk``; if it ``aborts``, unfinished requests end first."""
-        return await self._update_weights(weight_version, flush_cache, folder=str(path), abort_all_requests=aborts)
+        """Do as ``LLM.update_weights_from_disk``; with ``abort_running``, unfinished requests end first."""
+        return await self._update_weights(weight_version, flush_cache, folder=str(path), abort_all_requests=abort_running)
 
     async def pause(self, mode: str = "keep", *, timeout_s: float = 600.0) -> None:
         """Run nothing until ``resume``; new requests wait.

@@ -30,8 +30,8 @@ class EngineOptions(TypedDict, total=False):
     load_format: str
     tensor_parallel_size: int
     device: str
-    devices: str | None
-    all_reduce: str
+    device_ids: str | None
+    all_reduce_backend: str
     enable_expert_parallel: bool
     tp_invariant: bool
     attention_backend: str

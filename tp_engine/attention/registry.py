@@ -10,7 +10,7 @@ from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.attention.triton_mla import TritonMLABackend
 from tp_engine.cpu import attention as cpu_attention
-from tp_engine.cpu.kernels.block_codes import lanes_of
+from tp_engine.cpu.kernels.block_codes import simd_width_of
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.errors import ConfigError
 from tp_engine.log import get_logger
@@ -96,4 +96,4 @@ def simd_width(backend: AttentionBackend, block_size: int) -> int:
     """Tokens whose keys lie side by side as columns in a block that ``backend`` keeps; 0 if keys are rows."""
     is_native = isinstance(backend, cpu_attention.NativeBackend)
     library = native_library() if is_native else None  # ranks on GPUs compile no C
-    return 0 if library is None else lanes_of(library, block_size)
+    return 0 if library is None else simd_width_of(library, block_size)

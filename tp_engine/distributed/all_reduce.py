@@ -79,7 +79,7 @@ def _why_not_symmetric(ranks: Ranks) -> str | None:
         return f"symmetric memory is for ranks on one host, and the ranks are on {ranks.num_hosts}"
     if ranks.machine is None:
         return "nothing is known of the GPUs"
-    if ranks.config.all_reduce == "auto" and shares_devices(ranks.config.devices):
+    if ranks.config.all_reduce_backend == "auto" and shares_devices(ranks.config.devices):
         return "ranks that share a GPU run in turns"
     return why_not(ranks.machine, ranks.config.dtype)
 
@@ -107,7 +107,7 @@ def _make_symmetric(ranks: Ranks, groups: RankGroups, device: ReduceDevice) -> C
         groups.progress,
         device=device.torch_device,
         largest_bytes=device.largest_bytes,
-        is_required=ranks.config.all_reduce == "symm_mem",
+        is_required=ranks.config.all_reduce_backend == "symm_mem",
         wait=device.wait,
         within=groups.time_limit,
     )
@@ -125,7 +125,7 @@ def _make_shared(ranks: Ranks, groups: RankGroups, device: ReduceDevice) -> Comm
         groups.progress,
         groups.check,
         timeout_s=groups.patience_s,
-        is_required=ranks.config.all_reduce == "shm",
+        is_required=ranks.config.all_reduce_backend == "shm",
         swap=swap,
     )
 
@@ -149,16 +149,18 @@ def choose(ranks: Ranks) -> Strategy | None:
 
     ``ConfigError`` if ``all_reduce`` asks for a row that they can not take.
     """
-    config, asked = ranks.config, ranks.config.all_reduce
+    config, asked = ranks.config, ranks.config.all_reduce_backend
     row = STRATEGIES.get(asked)
     if row is not None and row.device != config.device:
         where = "the CPU" if config.device == "cpu" else "GPUs"
         of = "GPUs" if row.device == "cuda" else "CPUs"
-        raise ConfigError(f"all_reduce is {asked!r}, which is for {of}, but the ranks run on {where}; leave it out")
+        raise ConfigError(
+            f"all_reduce_backend is {asked!r}, which is for {of}, but the ranks run on {where}; leave it out"
+        )
     if config.tensor_parallel_size == 1:
         return None
     if row is not None and (obstacle := row.why_not(ranks)) is not None:
-        raise ConfigError(f"all_reduce is {asked!r}, but {obstacle}; {row.remedy}")
+        raise ConfigError(f"all_reduce_backend is {asked!r}, but {obstacle}; {row.remedy}")
     own = (one for one in STRATEGIES.values() if one.device == config.device and one.why_not(ranks) is None)
     return row or next(own, None)
 
@@ -187,7 +189,7 @@ def set_up(
     if machine is not None:
         machine = agreed_machine(machine, groups.host)
         obstacle = why_not(machine, config.dtype)
-        if groups.info.is_first and config.all_reduce != "nccl" and obstacle is not None:
+        if groups.info.is_first and config.all_reduce_backend != "nccl" and obstacle is not None:
             logger.info("all-reduces do not use symmetric memory: %s", obstacle)
     ranks = Ranks(config=config, num_hosts=num_hosts, machine=machine)
     row = choose(ranks)

@@ -53,7 +53,7 @@ class Communicator:
             return None
         return (
             "the ranks' collectives can not be captured; they can with NCCL, one GPU per rank, or with "
-            "all_reduce=symm_mem"
+            "all_reduce_backend=symm_mem"
         )
 
 

@@ -61,7 +61,7 @@ def all_do(host: Agreeing, what: str, option: str, body: Callable[[], Result], *
     if failed is None:
         return result
     if is_required:
-        raise RankError(failed, f"all_reduce is {option}, but {what} failed: {reports[failed]}; use auto")
+        raise RankError(failed, f"all_reduce_backend is {option}, but {what} failed: {reports[failed]}; use auto")
     if host.info.is_first:
         logger.warning("no %s, all-reduces go to the library: rank %d: %s", what, failed, reports[failed])
     return None

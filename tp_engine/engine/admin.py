@@ -59,7 +59,7 @@ class EngineAdmin:
         return self._scheduler.feature(LoRASlots)
 
     def configuration(self) -> dict[str, Any]:
-        """The effective configuration, by field."""
+        """Return the effective configuration, by field."""
         return self._worker.configuration
 
     def order(self, kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,11 +74,11 @@ class EngineAdmin:
             raise RequestError(outcome.refusal)
         return outcome.result
 
-    def pause(self, *, aborts: bool) -> None:
-        """Run no step until ``resume``: requests end now if it ``aborts``, or wait and are computed again later.
+    def pause(self, *, abort_running: bool) -> None:
+        """Run no step until ``resume``: requests end now with ``abort_running``, or wait and are computed again later.
         ``drained`` has what they end with.  New requests wait."""
         with self._standstill():
-            if aborts:
+            if abort_running:
                 self._grammars.forget(None)
                 self.drained.append(StepOutput(deltas=self._scheduler.abort(None)))
             self._scheduler.preempt_all()
@@ -89,8 +89,8 @@ class EngineAdmin:
         self.is_paused = False
 
     def weights_changed(self, version: str | None) -> None:
-        """The ranks have new weights, called ``version`` or by their number: nothing that was cached is found any more.
-        No request may be running."""
+        """Note that the ranks have new weights, called ``version`` or by their number: nothing that was cached is found
+        any more.  No request may be running."""
         self._scheduler.renew_cache_keys()
         self._num_updates += 1
         self.weight_version = version or str(self._num_updates)
@@ -100,7 +100,7 @@ class EngineAdmin:
         return self._scheduler.reset_prefix_cache()
 
     def take_drained(self) -> list[StepOutput]:
-        """The output of steps that an act waited for."""
+        """Return the output of steps that an act waited for."""
         outputs = [*self.drained]
         self.drained.clear()
         return outputs

@@ -25,7 +25,7 @@ class EngineAdminLike(Protocol):
 
     @property
     def weight_version(self) -> str: ...
-    def pause(self, *, aborts: bool) -> None: ...
+    def pause(self, *, abort_running: bool) -> None: ...
     def resume(self) -> None: ...
     def weights_changed(self, version: str | None) -> None: ...
     def order(self, kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]: ...
@@ -50,7 +50,7 @@ Act: TypeAlias = Callable[[EngineAdminLike, Arguments], dict[str, Any]]
 
 
 def describe(engine: EngineAdminLike, _arguments: Arguments) -> dict[str, Any]:
-    """The effective ``EngineConfig``, by field."""
+    """Return the effective ``EngineConfig``, by field."""
     return engine.configuration()
 
 
@@ -84,7 +84,7 @@ def pause(engine: EngineAdminLike, arguments: Arguments) -> dict[str, Any]:
     mode = arguments.get("mode", "keep")
     if mode not in PAUSE_MODES:
         raise RequestError(f"mode is {mode!r}; it must be one of {', '.join(PAUSE_MODES)}", param="mode")
-    engine.pause(aborts=mode == "abort")
+    engine.pause(abort_running=mode == "abort")
     return {"is_paused": True}
 
 
@@ -97,7 +97,7 @@ def resume(engine: EngineAdminLike, _arguments: Arguments) -> dict[str, Any]:
 
 
 def weight_info(engine: EngineAdminLike, _arguments: Arguments) -> dict[str, Any]:
-    """Which weights the engine has, and whether it is paused."""
+    """Return which weights the engine has, and whether it is paused."""
     version = engine.weight_version or FIRST_VERSION
     return {"weight_version": version, "is_paused": engine.is_paused, "is_sleeping": engine.is_asleep}
 
@@ -107,7 +107,7 @@ def sleep(engine: EngineAdminLike, arguments: Arguments) -> dict[str, Any]:
     level, was_paused = arguments.get("level", 1), engine.is_paused
     if level not in SLEEP_LEVELS:
         raise RequestError(f"level is {level!r}; it must be 0 or 1: the weights stay", param="level")
-    engine.pause(aborts=False)
+    engine.pause(abort_running=False)
     if level == 1 and not engine.is_asleep:
         try:
             engine.order("sleep", {})
@@ -135,7 +135,7 @@ def update_weights(engine: EngineAdminLike, arguments: Arguments) -> dict[str, A
     ``flush_cache`` frees the blocks of the old weights, which are not found any more anyway."""
     was_paused = engine.is_paused
     if arguments.get("abort_all_requests"):
-        engine.pause(aborts=True)
+        engine.pause(abort_running=True)
     elif engine.has_requests and not was_paused:
         raise RequestError(
             "requests are running, and their K/V belong to the old weights; pause the engine before the update, or "

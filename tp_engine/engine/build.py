@@ -96,7 +96,7 @@ def build_engine(
         job=job,
         echoes=echoes,
         leave=lambda: _leave(groups, job, leave),
-        upkeep=None if journal is None else DiskWriter(scheduler, journal),
+        disk_writer=None if journal is None else DiskWriter(scheduler, journal),
     )
     _load_adapters(engine, effective)
     return engine
@@ -145,7 +145,8 @@ def _limits(effective: EffectiveConfig, num_blocks: int, worker: Worker) -> Sche
 
 
 def model_info(effective: EffectiveConfig, num_blocks: int, *, longest: int | None = None) -> ModelInfo:
-    """What a frontend must know about this engine; ``longest`` sequence, if the blocks are too few for others."""
+    """Return what a frontend must know about this engine; ``longest`` sequence, if the blocks are too few for
+    others."""
     config, model = effective.config, effective.model
     return ModelInfo(
         model=config.model,

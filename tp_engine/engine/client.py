@@ -27,16 +27,16 @@ class EngineEvents(Protocol):
     """What the client reports to its owner, always in the event loop's thread."""
 
     def on_output(self, output: StepOutput) -> None:
-        """The output of one step, or of an abort."""
+        """Take the output of one step, or of an abort."""
 
     def on_rejected(self, request_id: str, error: RequestError) -> None:
-        """The engine refused a request."""
+        """Note that the engine refused a request."""
 
     async def wait_delivered(self) -> None:
         """Return when the owner can take the next message; until then messages wait in the socket."""
 
     def on_ended(self, error: EngineDeadError) -> None:
-        """No output follows.  Called once."""
+        """Note that no output follows.  Called once."""
 
 
 class EngineClient:
@@ -88,17 +88,17 @@ class EngineClient:
         """End requests; ignores unknown ids, and does nothing if the engine has ended."""
         self._send(messages.AbortRequests(request_ids=list(request_ids)))
 
-    def expect(self, session: str, salt: str) -> None:
+    def prefetch_session(self, session: str, salt: str) -> None:
         """Say that a session will go on soon; does nothing if the engine has ended."""
         self._send(messages.ExpectSession(session=session, salt=salt))
 
     async def stats(self, *, timeout_s: float = 5.0) -> SchedulerStats:
-        """The scheduler's counters; the engine answers between two steps."""
+        """Return the scheduler's counters; the engine answers between two steps."""
         stats: SchedulerStats = await self._ask(messages.GetStats(), timeout_s)
         return stats
 
     async def report(self, view: ViewLimits | None, *, timeout_s: float) -> EngineReport:
-        """The state of the whole job; the engine answers between two steps."""
+        """Return the state of the whole job; the engine answers between two steps."""
         report: EngineReport = await self._ask(messages.GetReport(view=view), timeout_s)
         return report
 

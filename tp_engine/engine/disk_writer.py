@@ -101,8 +101,8 @@ class JournalFile:
 
 
 def read_contents(start: DiskStart, *, block_bytes: int, num_groups: int) -> tuple[DiskContents, JournalFile]:
-    """What the scheduler gets of the disk tier, and what writes its journal from now on.  ``block_bytes`` is the size
-    of a block's token ids."""
+    """Return what the scheduler gets of the disk tier, and what writes its journal from now on.  ``block_bytes`` is the
+    size of a block's token ids."""
     try:
         data = (start.path / _NAME).read_bytes()
     except FileNotFoundError:

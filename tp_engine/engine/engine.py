@@ -44,8 +44,8 @@ class Engine:
     """Rank 0's engine: owns the scheduler, the plan channel and the worker of its own device.
 
     ``num_ahead`` plans are sent before the oldest step runs.  ``job`` watches the other ranks; ``echoes`` compares what
-    they received.  ``leave`` is called once, after the stop plan, and waits for the other ranks to end.  ``upkeep`` is
-    that of a disk tier.
+    they received.  ``leave`` is called once, after the stop plan, and waits for the other ranks to end.
+    ``disk_writer`` is that of a disk tier.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Engine:
         job: Job,
         echoes: EchoCheck,
         leave: Callable[[], None],
-        upkeep: DiskWriter | None = None,
+        disk_writer: DiskWriter | None = None,
     ) -> None:
         self.model_info, self._worker, self._scheduler, self._grammars = model_info, worker, scheduler, grammars
         self._publisher, self._plan_timeout_s, self._num_ahead = publisher, plan_timeout_s, num_ahead
@@ -71,7 +71,7 @@ class Engine:
         self._job = job
         self._recorder = StepRecorder(job.slot)
         self._statistics = StepStatistics(job.board)
-        self._echoes, self._leave, self._disk_writer = echoes, leave, upkeep
+        self._echoes, self._leave, self._disk_writer = echoes, leave, disk_writer
         self._ending = Ending()
         self.operator = EngineAdmin(
             scheduler=scheduler,
@@ -108,9 +108,9 @@ class Engine:
         self._grammars.forget(request_ids)
         return self._scheduler.abort(request_ids)
 
-    def expect(self, session: str, salt: str) -> None:
-        """Do as ``Scheduler.expect``."""
-        self._scheduler.expect(session, salt)
+    def prefetch_session(self, session: str, salt: str) -> None:
+        """Do as ``Scheduler.prefetch_session``."""
+        self._scheduler.prefetch_session(session, salt)
 
     def step(self) -> StepOutput:
         """Run one step on all ranks and return its output, which is empty if there is nothing to do.  If all requests
@@ -140,9 +140,9 @@ class Engine:
         return self._scheduler.stats()
 
     def report(self, view: ViewLimits | None = None) -> EngineReport:
-        """The scheduler and every rank's steps and memory; with ``view`` also the pool and the running sequences.  This
-        costs a fraction of a millisecond; steps pay nothing, because they record their times anyway.  For a model with
-        experts on a GPU it waits for the launched steps, whose counts are on the device."""
+        """Return the scheduler and every rank's steps and memory; with ``view`` also the pool and the running
+        sequences. This costs a fraction of a millisecond; steps pay nothing, because they record their times anyway.
+        For a model with experts on a GPU it waits for the launched steps, whose counts are on the device."""
         self._worker.enter_thread()
         return self._statistics.report(
             self._scheduler.stats(),
@@ -161,7 +161,8 @@ class Engine:
         self._job.check()
 
     def run_background_io(self) -> bool:
-        """For idle loops: go on with what no request waits for, the writes of a disk tier; whether there is more."""
+        """Return for idle loops: go on with what no request waits for, the writes of a disk tier; whether there is
+        more."""
         if self._disk_writer is None or self.has_unfinished:
             return False
         self._enter()
@@ -191,7 +192,7 @@ class Engine:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """A context whose error ends the engine, and is blamed on the rank that caused it."""
+        """A context whose error ends the engine, and is put down to the rank that caused it."""
         try:
             yield
         except BaseException as error:
@@ -200,7 +201,7 @@ class Engine:
 
     def _fail(self, error: BaseException) -> None:
         self._ending.failure = error
-        self._job.blame(error)
+        self._job.record_failure(error)
 
     @contextmanager
     def _standing_still(self) -> Iterator[None]:

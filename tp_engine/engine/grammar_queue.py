@@ -38,7 +38,7 @@ _NO_TOKENIZER = "structured output needs a fast tokenizer (a tokenizer.json), wh
 
 
 def make_compiler(effective: EffectiveConfig) -> GrammarCompiler | RequestError:
-    """The compiler for this model, or why there is none; takes some seconds for a large vocabulary."""
+    """Return the compiler for this model, or why there is none; takes some seconds for a large vocabulary."""
     config, model = effective.config, effective.model
     source = config.tokenizer or str(effective.model_path)
     try:
@@ -106,7 +106,7 @@ class GrammarQueue:
         future.add_done_callback(notify)
 
     def forget(self, request_ids: Iterable[str] | None) -> None:
-        """These requests have been aborted, all if None."""
+        """Note that these requests have been aborted, all if None."""
         for request_id in list(self._waiting) if request_ids is None else request_ids:
             self._with_words.pop(request_id, None)
             future = self._waiting.pop(request_id, None)
@@ -142,7 +142,7 @@ class GrammarQueue:
         return failed
 
     def settle_all(self, scheduler: Scheduler, check: Callable[[], object]) -> list[SequenceDelta]:
-        """As ``settle``, when no request waits any more; ``check`` raises if that is in vain."""
+        """Do as ``settle``, when no request waits any more; ``check`` raises if that is in vain."""
         failed: list[SequenceDelta] = []
         while self._waiting:
             self.wait(_CHECK_S)

@@ -73,7 +73,7 @@ class HangWatch:
         self._begin(now_ns)
 
     def look(self, now_ns: int) -> Hang | None:
-        """The hang that exists now, if any: hard before soft, stopped before stuck."""
+        """Return the hang that exists now, if any: hard before soft, stopped before stuck."""
         if now_ns - self._looked_ns > _GAP_S * 1e9:
             self._begin(now_ns)
         self._note_progress(now_ns)
@@ -82,7 +82,8 @@ class HangWatch:
         return next((hang for hang in found if hang.is_hard), found[0] if found else None)
 
     def acting_rank(self, hang: Hang) -> int:
-        """The rank of this host that ends the job: the lowest one that is present and no culprit, or else the first."""
+        """Return the rank of this host that ends the job: the lowest one that is present and no culprit, or else the
+        first."""
         slots = self._board.local_slots
         able = [slot.rank for slot in slots if slot.state in _PRESENT and slot.rank not in hang.culprits]
         return min(able, default=slots[0].rank)

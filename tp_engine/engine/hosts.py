@@ -50,7 +50,7 @@ _POLL_S = 0.005
 
 
 def topology_of(launched: env.LaunchedRank) -> Topology:
-    """The hosts of a torchrun job; ``ConfigError`` if they have different numbers of ranks."""
+    """Return the hosts of a torchrun job; ``ConfigError`` if they have different numbers of ranks."""
     world_size, here = launched.world_size, launched.local_world_size
     counted = launched.num_hosts * here if launched.num_hosts else world_size - world_size % here
     if counted != world_size or launched.rank % here != launched.local_rank:
@@ -117,12 +117,13 @@ class Hosts:
         ]
 
     def plan_reader(self, ring: RingWriter | None, *, ring_timeout_s: float) -> RelayReader:
-        """The first rank's source of plans, which passes them on to its host's ``ring``."""
+        """Return the first rank's source of plans, which passes them on to its host's ``ring``."""
         assert self._plan_socket is not None, "only the first rank of another host has one"
         return RelayReader(self._plan_socket, ring, alive=self._job.alive, ring_timeout_s=ring_timeout_s)
 
     def check(self) -> None:
-        """For waits of the start: ``job.check``, and on rank 0 also for a host that failed before it was connected."""
+        """Check as ``job.check``, for waits of the start, and on rank 0 also for a host that failed before it was
+        connected."""
         self._job.check()
         now_s = time.monotonic()
         if self._listener is None or now_s < self._looked_s + _LOOK_S:
@@ -134,7 +135,7 @@ class Hosts:
             self._job.check()
 
     def tell_failure(self, error: Exception) -> None:
-        """This first rank of a host can not connect: rank 0 learns it from the store."""
+        """Note that this first rank of a host can not connect: rank 0 learns it from the store."""
         with contextlib.suppress(RuntimeError):
             self._store.set(_FAILED, json.dumps([self._job.rank, f"{type(error).__name__}: {error}"]))
 
@@ -182,7 +183,7 @@ def link_hosts(effective: EffectiveConfig, launched: env.LaunchedRank, store: St
 
 
 def identity_of(effective: EffectiveConfig) -> dict[str, str]:
-    """What must be equal on all hosts, as text by name."""
+    """Return what must be equal on all hosts, as text by name."""
     shared = [field.name for field in dataclasses.fields(EngineConfig) if not field.metadata.get("is_of_host")]
     return {name: str(getattr(effective.config, name)) for name in shared} | {
         "tp_engine": __version__,

@@ -48,19 +48,20 @@ class Incident:
     details: str = ""
 
     def error(self) -> RankError:
-        """The error for the caller, with the end of ``details``."""
+        """Return the error for the caller, with the end of ``details``."""
         lines = self.details.rstrip().splitlines()[-_TAIL_LINES:]
         return RankError(self.rank, "\n  | ".join([self.message, *lines]))
 
 
 def find_incident(board: JobBoard, own_rank: int, gone: Collection[int], exit_code: ExitCode) -> Incident | None:
-    """The cause of what the board shows now; None while no other rank has failed.  ``gone``: ranks whose process ended.
+    """Return the cause of what the board shows now; None while no other rank has failed.  ``gone``: ranks whose process
+    ended.
 
     ::
 
         a process that ended without a report (killed)        is the cause, whatever the others report
         else the first rank that failed by itself             is the cause; later failures follow from it
-        else the rank that the first failure blames           is the cause; it may be this rank
+        else the rank that the first failure names            is the cause; it may be this rank
     """
     silent = [rank for rank in gone if board.slots[rank].state not in (State.LEFT, State.FAILED)]
     if silent:
@@ -72,10 +73,10 @@ def find_incident(board: JobBoard, own_rank: int, gone: Collection[int], exit_co
     if not failed or all(slot.rank == own_rank for slot in failed):
         return None
     first = next(slot for slot in failed if slot.rank != own_rank)
-    blamed = first.failed_rank
-    assert blamed is not None
-    place = on_host(board, board.slots[blamed])
-    return Incident(blamed, f"{place}{where(board.slots[blamed])}; rank {first.rank} reports:", first.failure_text)
+    failed = first.failed_rank
+    assert failed is not None
+    place = on_host(board, board.slots[failed])
+    return Incident(failed, f"{place}{where(board.slots[failed])}; rank {first.rank} reports:", first.failure_text)
 
 
 def where(slot: RankSlot) -> str:
@@ -143,7 +144,7 @@ class FlightRecorder:
 
 
 def read_board(board: JobBoard, config: EngineConfig, *, cause: str, culprit: int | None, writer: str) -> FlightRecord:
-    """All that the board shows now."""
+    """Return all that the board shows now."""
     now = datetime.datetime.now(datetime.UTC)
     return FlightRecord(
         format=FORMAT,

@@ -7,7 +7,7 @@
       phases of the start       <-- all see -->   phases of the start
       ready                                       ready
       leave (after the stop plan)                 leave (when the stop plan has come)
-      an error: report, blame                     an error: report
+      an error: report, record_failure                     an error: report
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Job:
 
     @classmethod
     def lead(cls, progress: RankProgress, config: EngineConfig, rank: int, topology: Topology) -> Job:
-        """The membership of the first rank of a host other than rank 0's, with a new board for that host."""
+        """Return the membership of the first rank of a host other than rank 0's, with a new board for that host."""
         board = JobBoard.create(
             topology.world_size, local_world_size=topology.local_world_size, host=topology.host_of(rank)
         )
@@ -118,7 +118,8 @@ class Job:
             self.watchdog.adopt(rank, pid)
 
     def connect(self) -> HostLinks:
-        """The connections of this first rank to other hosts, which keep their boards alike; ``close`` ends them."""
+        """Return the connections of this first rank to other hosts, which keep their boards alike; ``close`` ends
+        them."""
         if self.links is None:
             self.links = HostLinks(self.board, self.rank)
             self.links.wake = self.watchdog.wake
@@ -135,7 +136,7 @@ class Job:
         self.watchdog.check()
 
     def alive(self, _rank: int = 0) -> bool:
-        """For waits on another rank: raises ``RankError`` for the rank that ended the job, else True."""
+        """Return for waits on another rank: raises ``RankError`` for the rank that ended the job, else True."""
         self.check()
         return True
 
@@ -149,29 +150,30 @@ class Job:
             sleep(0.001)
 
     def ready(self) -> None:
-        """The start has ended."""
+        """Note that the start has ended."""
         self.slot.state = State.READY
 
     def stopping(self) -> None:
-        """The requested stop has begun."""
+        """Note that the requested stop has begun."""
         if self.slot.state != State.FAILED:
             self.slot.state = State.STOPPING
 
     def reporting(self) -> contextlib.AbstractContextManager[None]:
-        """A context that writes an error to the board before any clean-up, so that it precedes its consequences."""
+        """Return a context that writes an error to the board before any clean-up, so that it precedes its
+        consequences."""
         return _Reporting(self)
 
     def report(self, error: BaseException) -> None:
         """Write ``error`` with its traceback to the board, where all ranks see it."""
         culprit = error.rank if isinstance(error, (RankError, MemoryBudgetError)) else None
-        blamed = None if culprit == self.rank else culprit
+        failed = None if culprit == self.rank else culprit
         is_asked_for = not isinstance(error, Exception)  # a signal, or an exit
         text = f"it was told to stop ({type(error).__name__})" if is_asked_for else traceback.format_exception(error)
         self.watchdog.note_ends()  # torchrun stops a rank because of one that has ended: that one is the cause
-        self.slot.fail("".join(text), failed_rank=blamed)
+        self.slot.fail("".join(text), failed_rank=failed)
         self._tell_hosts()
 
-    def blame(self, error: BaseException) -> None:
+    def record_failure(self, error: BaseException) -> None:
         """Raise ``RankError`` if another rank caused this rank's ``error``; return if it is this rank's own.  A
         collective fails as soon as a dying peer's sockets close, shortly before its process has ended."""
         self.report(error)
@@ -197,11 +199,11 @@ class Job:
 
     @contextlib.contextmanager
     def blaming(self) -> Iterator[None]:
-        """A context that reports an error, and raises it as ``RankError`` if another rank caused it."""
+        """Report an error within, and raise it as ``RankError`` if another rank caused it."""
         try:
             yield
         except BaseException as error:
-            self.blame(error)
+            self.record_failure(error)
             raise
 
     def leave(self) -> None:

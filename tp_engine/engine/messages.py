@@ -70,7 +70,7 @@ class AbortRequests(_Message, frozen=True, kw_only=True):
 
 
 class ExpectSession(_Message, frozen=True, kw_only=True):
-    """A client's session will go on soon (``Scheduler.expect``); there is no answer."""
+    """A client's session will go on soon (``Scheduler.prefetch_session``); there is no answer."""
 
     session: str
     salt: str = ""
@@ -104,7 +104,7 @@ class Ready(_Message, frozen=True, kw_only=True):
 
 
 class Added(_Message, frozen=True, kw_only=True):
-    """The output of one step, or of an abort."""
+    """Take the output of one step, or of an abort."""
 
     output: StepOutput
 
@@ -186,15 +186,15 @@ _to_frontend: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFr
 
 
 def encode(message: ToEngine | ToFrontend) -> bytes:
-    """One message as msgpack."""
+    """Return one message as msgpack."""
     return _encoder.encode(message)
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
-    """A message of the frontend; ``msgspec.ValidationError`` (a ``ValueError``) for anything else."""
+    """Return a message of the frontend; ``msgspec.ValidationError`` (a ``ValueError``) for anything else."""
     return _to_engine.decode(data)
 
 
 def decode_to_frontend(data: bytes) -> ToFrontend:
-    """A message of rank 0; ``msgspec.ValidationError`` (a ``ValueError``) for anything else."""
+    """Return a message of rank 0; ``msgspec.ValidationError`` (a ``ValueError``) for anything else."""
     return _to_frontend.decode(data)

@@ -41,7 +41,7 @@ class ProcessHandle:
             raise
 
     def has_ended(self) -> bool:
-        """Whether the process has ended; a zombie has."""
+        """Return whether the process has ended; a zombie has."""
         if self.descriptor is not None:
             return bool(select.select([self.descriptor], [], [], 0.0)[0])
         try:
@@ -123,7 +123,7 @@ class Peers:
         return [handle.descriptor for handle in living if handle.descriptor is not None]
 
     def gone(self) -> list[int]:
-        """The ranks whose process has ended, in the order in which that was noticed."""
+        """Return the ranks whose process has ended, in the order in which that was noticed."""
         for rank, handle in self._handles.items():
             if rank not in self._gone and handle.has_ended():
                 self._gone[rank] = None
@@ -156,12 +156,12 @@ class Peers:
         self.kill(slot.rank for slot in self._others if slot.state != State.LEFT)
 
     def gone_here(self) -> list[RankSlot]:
-        """The ranks of this host whose process has ended."""
+        """Return the ranks of this host whose process has ended."""
         gone = self.gone()
         return [slot for slot in self._others if slot.rank in gone]
 
     def missing(self) -> list[int]:
-        """The ranks that have neither left, nor failed, nor ended."""
+        """Return the ranks that have neither left, nor failed, nor ended."""
         gone = self.gone()
         final = (State.LEFT, State.FAILED)
         everyone = (*self._others, *self._far)

@@ -101,11 +101,11 @@ class ChildRanks:
         return {rank: child.pid for rank, child in enumerate(self._children, start=self._first_rank)}
 
     def exit_code(self, rank: int) -> int | None:
-        """How a rank's process ended, negative for a signal; None while it runs."""
+        """Return how a rank's process ended, negative for a signal; None while it runs."""
         return self._children[rank - self._first_rank].poll()
 
     def is_alive(self) -> bool:
-        """Whether all these processes run."""
+        """Return whether all these processes run."""
         return all(child.poll() is None for child in self._children)
 
     def wait_until(self, ready: Callable[[], bool], *, timeout_s: float, what: str) -> None:

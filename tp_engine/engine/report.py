@@ -62,7 +62,7 @@ class ExpertBalance:
 
 
 def expert_balance(token_counts: Sequence[npt.NDArray[np.int64]]) -> ExpertBalance | None:
-    """The balance over layers with ``token_counts`` (experts,) each; None if no token has gone to any expert."""
+    """Return the balance over layers with ``token_counts`` (experts,) each; None if no token has gone to any expert."""
     loads = [counts / counts.mean() for counts in token_counts if counts.any()]
     if not loads:
         return None
@@ -162,7 +162,7 @@ class StepStatistics:
         disk_moves: DiskCounters | None,
         view: SchedulerView | None,
     ) -> EngineReport:
-        """The job now, with what only rank 0's own parts know."""
+        """Return the job now, with what only rank 0's own parts know."""
         self.update()
         return EngineReport(
             stats=stats,
@@ -178,7 +178,7 @@ class StepStatistics:
         )
 
     def rank_reports(self) -> list[RankReport]:
-        """One for each rank: steps as of the last ``update``, everything else as of now."""
+        """Return one for each rank: steps as of the last ``update``, everything else as of now."""
         now_ns = time.monotonic_ns()
         return [
             _report(slot, tally, now_ns, self._board.topology.host_of(slot.rank), is_far=slot in self._board.far_slots)

@@ -29,7 +29,7 @@ _MAX_HELD_TOKENS = 64
 
 
 def hidden_ids(decoder: TokenDecoder | None, params: SamplingParams) -> frozenset[int]:
-    """The tokens that texts of a request leave out."""
+    """Return the tokens that texts of a request leave out."""
     return decoder.special_ids if decoder is not None and params.skip_special_tokens else frozenset()
 
 
@@ -101,7 +101,7 @@ class IncrementalDetokenizer:
         return new
 
     def flush(self) -> str:
-        """The text that was held back, as it is."""
+        """Return the text that was held back, as it is."""
         new = self._decode(self._window)[self._num_given :] if self._window else ""
         self._window.clear()
         self._num_context = self._num_given = 0
@@ -142,7 +142,7 @@ class StopStrings:
         return pending[:num_shown]
 
     def flush(self) -> str:
-        """The held text, at the end of a text without a stop string."""
+        """Return the held text, at the end of a text without a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -160,7 +160,7 @@ class _Pattern:
         self._fallback = _fallback_table(text)
 
     def advance(self, character: str) -> bool:
-        """Whether the stop string ends with this character of the text."""
+        """Return whether the stop string ends with this character of the text."""
         matched = self.num_matched
         while matched and self.text[matched] != character:
             matched = self._fallback[matched - 1]

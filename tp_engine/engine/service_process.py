@@ -45,7 +45,7 @@ class ServiceHandle:
         self.address, self._process, self._pulse, self._hard_limit_s = address, process, pulse, hard_limit_s
 
     def is_alive(self) -> bool:
-        """Whether rank 0's process runs."""
+        """Return whether rank 0's process runs."""
         return self._process.is_alive()
 
     def check_pulse(self) -> None:

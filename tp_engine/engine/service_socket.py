@@ -22,7 +22,7 @@ _LINGER_MS = 2000
 
 
 def new_address() -> str:
-    """A new address: a path in a new folder that only this user may enter (mode 0700)."""
+    """Return a new address: a path in a new folder that only this user may enter (mode 0700)."""
     folder = tempfile.mkdtemp(prefix="tp_engine-")
     path = os.path.join(folder, "engine")
     if len(os.fsencode(path)) > _MAX_PATH:
@@ -64,8 +64,8 @@ class ServiceSocket:
             raise
 
     def receive(self, timeout_s: float) -> list[bytes]:
-        """All messages that have arrived; waits up to ``timeout_s`` for the first, for ``wake`` or for the peer's end.
-        ``peer_gone`` is set once the peer has left and all that it sent has been returned."""
+        """Return all messages that have arrived; waits up to ``timeout_s`` for the first, for ``wake`` or for the
+        peer's end.  ``peer_gone`` is set once the peer has left and all that it sent has been returned."""
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
         if self._woken.fileno() in ready:
             with contextlib.suppress(BlockingIOError):

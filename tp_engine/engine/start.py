@@ -121,7 +121,7 @@ def _log_model(asked: EngineConfig, effective: EffectiveConfig) -> None:
 
 
 def serve_rank(config: EngineConfig) -> None:
-    """A rank other than 0 of a torchrun job: run rank 0's plans until the stop plan."""
+    """Be a rank other than 0 of a torchrun job: run rank 0's plans until the stop plan."""
     launched, effective = env.launched_rank(), check_config(config)
     assert launched is not None and launched.rank > 0
     die_with_launcher(grace_s=_LAST_WORDS_S)
@@ -146,7 +146,7 @@ def _follow(launched: env.LaunchedRank, progress: RankProgress, config: EngineCo
 
 
 def check_config(config: EngineConfig) -> EffectiveConfig:
-    """What ``config`` means for this job; ``ConfigError`` if it can not work.  Touches no device."""
+    """Return what ``config`` means for this job; ``ConfigError`` if it can not work.  Touches no device."""
     launched, num_hosts = env.launched_rank(), 1
     if launched is not None and launched.world_size > 1:
         config = _sized_by_launcher(config, launched)
@@ -245,7 +245,7 @@ def _closed_on_error(job: Job) -> Iterator[None]:
         yield
     except BaseException as error:
         try:
-            job.blame(error)
+            job.record_failure(error)
         finally:
             job.close()
         raise

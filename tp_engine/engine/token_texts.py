@@ -34,12 +34,12 @@ class TokenTexts:
     _num_shown: int = 0  # characters of the run that its texts have
 
     def of(self, token_id: int) -> tuple[str, bytes]:
-        """The text that the token would add next, and its own bytes."""
+        """Return the text that the token would add next, and its own bytes."""
         data = self.decoder.token_bytes(token_id, begins_text=self._begins)
         return self._text(token_id, data)[0], data
 
     def take(self, token_id: int) -> None:
-        """The token is next."""
+        """Note that the token is next."""
         if token_id in self.hidden:
             return
         data = self.decoder.token_bytes(token_id, begins_text=self._begins)

@@ -30,8 +30,8 @@ _LATIN = {chr(byte): byte for byte in range(256)}
 
 
 def load_tokenizer(source: str, revision: str | None = None) -> Any | None:
-    """The tokenizer of a folder or hub name; None for a folder without one.  ``ConfigError`` if it can not be loaded.
-    Code that comes with a model is never run."""
+    """Return the tokenizer of a folder or hub name; None for a folder without one.  ``ConfigError`` if it can not be
+    loaded.  Code that comes with a model is never run."""
     folder = Path(source).expanduser()
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         return None
@@ -88,8 +88,8 @@ def _own_code(folder: Path) -> str | None:
 
 
 def load_tokenizer_json(source: str, revision: str | None = None) -> str | None:
-    """The text of a fast tokenizer's ``tokenizer.json``; None for a model without a tokenizer, or with a slow one.  If
-    there is no such file, the tokenizer writes the text."""
+    """Return the text of a fast tokenizer's ``tokenizer.json``; None for a model without a tokenizer, or with a slow
+    one. If there is no such file, the tokenizer writes the text."""
     path = Path(source).expanduser() / "tokenizer.json"
     if path.is_file():
         return read_text(path, MAX_TOKENIZER_BYTES)
@@ -98,7 +98,7 @@ def load_tokenizer_json(source: str, revision: str | None = None) -> str | None:
 
 
 def tokenizer_eos_ids(source: str, revision: str | None = None) -> tuple[int, ...]:
-    """The tokenizer's token that ends an output, if it has one.  ``ConfigError`` if it can not be loaded.  The
+    """Return the tokenizer's token that ends an output, if it has one.  ``ConfigError`` if it can not be loaded.  The
     tokenizer itself is loaded only if its files do not say it: that takes longer."""
     folder = Path(source).expanduser()
     named = _json_object(folder / "tokenizer_config.json") | _json_object(folder / "special_tokens_map.json")
@@ -143,8 +143,8 @@ class TokenDecoder:
         self._token_bytes: dict[tuple[int, bool], bytes] = {}
 
     def token_bytes(self, token_id: int, *, begins_text: bool = False) -> bytes:
-        """The bytes that one token adds to a text, which may be part of a character.  Some decoders drop a space from
-        the first token of a text, the one that ``begins_text``."""
+        """Return the bytes that one token adds to a text, which may be part of a character.  Some decoders drop a space
+        from the first token of a text, the one that ``begins_text``."""
         data = self._token_bytes.get((token_id, begins_text))
         if data is None:
             data = self._token_bytes[token_id, begins_text] = self._read_bytes(token_id, begins_text)
@@ -195,7 +195,7 @@ def _plain_decode(tokenizer: Any) -> Callable[[list[int]], str]:
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
-    """The ids of a tokenizer's special tokens, which texts leave out by default."""
+    """Return the ids of a tokenizer's special tokens, which texts leave out by default."""
     added = getattr(tokenizer, "added_tokens_decoder", None)
     if added is None:
         return frozenset(tokenizer.all_special_ids)

@@ -87,7 +87,7 @@ class Watchdog:
         os.eventfd_write(self._wake, 1)
 
     def missing(self) -> list[int]:
-        """The ranks that have neither left nor ended."""
+        """Return the ranks that have neither left nor ended."""
         with self._lock:
             self.peers.refresh()
             return self.peers.missing()

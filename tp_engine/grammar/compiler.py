@@ -2,11 +2,11 @@
 
 ::
 
-    submit --> first lane: tried out, compiled -----------------------------> the grammar, or why there is none
+    submit --> first queue: tried out, compiled -----------------------------> the grammar, or why there is none
                     |                                                            ^
-                    +--more than its time--> next lane: the same from the start -+
+                    +--more than its time--> next queue: the same from the start -+
 
-Grammars that take long wait for each other in the last lane, and no others for them.
+Grammars that take long wait for each other in the last queue, and no others for them.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ class GrammarCompiler:
         self._refused = _Recent[str]()
         self._paces = WeakSet[Pace]()
 
-        def lane(name: str, cpu_s: float, **options: Any) -> _Lane:
-            return _Lane(name, cpu_s, new_trial=lambda: new_trial(vocabulary.special_tokens), **options)
+        def queue(name: str, cpu_s: float, **options: Any) -> _Queue:
+            return _Queue(name, cpu_s, new_trial=lambda: new_trial(vocabulary.special_tokens), **options)
 
-        self._lanes = (
-            lane("first-grammars", min(_FIRST_S, timeout_s), num_threads=_NUM_QUICK_THREADS),
-            lane("quick-grammars", min(QUICK_S, timeout_s)),
-            lane("slow-grammars", timeout_s, niceness=_SLOW_NICENESS, max_jobs=MAX_SLOW),
+        self._queues = (
+            queue("first-grammars", min(_FIRST_S, timeout_s), num_threads=_NUM_QUICK_THREADS),
+            queue("quick-grammars", min(QUICK_S, timeout_s)),
+            queue("slow-grammars", timeout_s, niceness=_SLOW_NICENESS, max_jobs=MAX_SLOW),
         )
 
     def known(self, params: StructuredOutputsParams) -> CompiledGrammar | None:
@@ -105,7 +105,7 @@ class GrammarCompiler:
         long, or too much memory, are there already.
         """
         found: Future[CompiledGrammar] = Future()
-        self._lanes[0].submit(lambda: self._run(params, found, 0))
+        self._queues[0].submit(lambda: self._run(params, found, 0))
         return found
 
     def compile(self, params: StructuredOutputsParams, num_bytes: int = 0) -> CompiledGrammar:
@@ -135,19 +135,19 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End the processes, and the threads after their current grammars, without waiting for them."""
-        for lane in self._lanes:
-            lane.close()
+        for queue in self._queues:
+            queue.close()
 
     def _run(self, params: StructuredOutputsParams, found: Future[CompiledGrammar], number: int) -> None:
-        """Settle ``found`` in the lane of this ``number``, or leave that to the next one."""
+        """Settle ``found`` in the queue of this ``number``, or leave that to the next one."""
         if found.cancelled():
             return
         try:
-            num_bytes = 0 if self.known(params) is not None else self._lanes[number].try_out(params)
+            num_bytes = 0 if self.known(params) is not None else self._queues[number].try_out(params)
             grammar = self.compile(params, num_bytes)
         except Exception as error:
-            if isinstance(error, TookTooLongError) and number + 1 < len(self._lanes):
-                if self._lanes[number + 1].submit(lambda: self._run(params, found, number + 1)):
+            if isinstance(error, TookTooLongError) and number + 1 < len(self._queues):
+                if self._queues[number + 1].submit(lambda: self._run(params, found, number + 1)):
                     return
                 words = f"{MAX_SLOW} grammars that take long are being compiled; try again later"
                 error = RequestError(words, param=PARAM, code=CODE_UNAVAILABLE)
@@ -168,7 +168,7 @@ class Trial(Protocol):
     def close(self) -> None: ...
 
 
-class _Lane:
+class _Queue:
     """Threads with a ``Trial`` each, which tries grammars out for ``cpu_s``; at most ``max_jobs`` run or wait."""
 
     def __init__(

@@ -42,7 +42,7 @@ class SlotPacker:
         self._sent: dict[int, int] = {}
 
     def pack(self, slots: Sequence[RankSlot], *, with_records: bool) -> bytes:
-        """The bytes of ``slots``."""
+        """Return the bytes of ``slots``."""
         parts: list[bytes] = []
         for slot in slots:
             head = slot.head.copy()

@@ -169,7 +169,8 @@ class Listener:
 def connect(
     address: str, port: int, key: bytes, hello: HostHello, *, rank: int, timeout_s: float, check: Callable[[], None]
 ) -> socket.socket:
-    """The other host's end.  ``RankError`` (``rank``) if rank 0 refuses it; ``RankError`` (0) if it does not answer."""
+    """Return the other host's end.  ``RankError`` (``rank``) if rank 0 refuses it; ``RankError`` (0) if it does not
+    answer."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         check()
@@ -199,7 +200,7 @@ def connect(
 
 
 def new_hello(host: int, purpose: Literal["plan", "watch"], identity: Mapping[str, str]) -> HostHello:
-    """The hello of this process."""
+    """Return the hello of this process."""
     return HostHello(
         protocol=PROTOCOL,
         host=host,

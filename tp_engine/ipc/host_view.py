@@ -46,13 +46,13 @@ class HostView:
         self._name[: len(raw)] = raw
 
     def note_ended(self, how: Ended, now_ns: int) -> None:
-        """The process has ended, or can not be reached any more; later calls do nothing."""
+        """Note that the process has ended, or can not be reached any more; later calls do nothing."""
         if not self._words[0]:
             self._words[1] = how
             self._words[0] = now_ns
 
     def note_vitals(self, state: str, ticks: int, resident_bytes: int) -> None:
-        """What the kernel says about the process."""
+        """Note what the kernel says about the process."""
         self._words[2], self._words[3], self._words[4] = ord(state), ticks, resident_bytes
 
     @property

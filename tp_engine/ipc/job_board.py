@@ -55,7 +55,7 @@ class JobBoard(SharedMemory):
 
     @classmethod
     def create(cls, world_size: int, *, local_world_size: int | None = None, host: int = 0) -> JobBoard:
-        """A new board, of ``host`` where there are several; ``RuntimeError`` where /dev/shm is too small."""
+        """Return a new board, of ``host`` where there are several; ``RuntimeError`` where /dev/shm is too small."""
         segment = create_segment(
             8 * (_HEADER_WORDS + world_size * SLOT_WORDS), num_ranks=local_world_size or world_size
         )
@@ -67,7 +67,7 @@ class JobBoard(SharedMemory):
 
     @classmethod
     def open(cls, address: str) -> JobBoard:
-        """The board at ``address``; ``RankError`` (rank 0) if its creator has ended or no longer shares it."""
+        """Return the board at ``address``; ``RankError`` (rank 0) if its creator has ended or no longer shares it."""
         try:
             memory = open_segment(address)
         except FileNotFoundError as error:

@@ -46,7 +46,7 @@ class PlanPublisher:
             self._ring.wait_attached(timeout_s)
 
     def may_block(self, plan: StepPlan) -> bool:
-        """Whether ``publish`` may have to wait for room although every plan before has been read."""
+        """Return whether ``publish`` may have to wait for room although every plan before has been read."""
         self._encoded = plan, encode_plan(plan, self._epoch)
         return len(self._encoded[1]) > self._ample_bytes
 
@@ -82,7 +82,7 @@ class MessageSource(Protocol):
     has_alive: bool
 
     def read(self, timeout_s: float) -> bytearray:
-        """The next message, the caller's own copy."""
+        """Return the next message, the caller's own copy."""
 
     def close(self) -> None:
         """Free what it holds."""
@@ -98,9 +98,10 @@ class PlanSubscriber:
         self._epoch, self._rows = 0, NO_IDS  # of the last plan that had an epoch
 
     def receive(self, timeout_s: float = math.inf) -> StepPlan:
-        """The next plan.  An idle engine sends none for hours; without a deadline only rank 0's end ends the wait.
-        ``RankError`` (rank 0) if none comes within ``timeout_s``; ``PlanError`` for a corrupted plan, with the step and
-        both checksums, and for one that does not follow the last, with the expected and the received step id."""
+        """Return the next plan.  An idle engine sends none for hours; without a deadline only rank 0's end ends the
+        wait.  ``RankError`` (rank 0) if none comes within ``timeout_s``; ``PlanError`` for a corrupted plan, with the
+        step and both checksums, and for one that does not follow the last, with the expected and the received step
+        id."""
         assert self._source.has_alive or timeout_s < math.inf, (
             "a wait needs a deadline or a way to see that rank 0 is gone"
         )

@@ -67,8 +67,8 @@ class PlanCodec:
         self._present = cache(self._sections_of)
 
     def encode(self, plan: StepPlan, known_epoch: int = 0) -> bytes:
-        """The plan's bytes, laid out as drawn above.  ``TypeError`` for arrays of another dtype.  ``known_epoch``: that
-        of the last plan before that had one, or 0 for a plan that must stand alone."""
+        """Return the plan's bytes, laid out as drawn above.  ``TypeError`` for arrays of another dtype.
+        ``known_epoch``: that of the last plan before that had one, or 0 for a plan that must stand alone."""
         values = self._values(plan)
         counts = self._counts(values)
         for array, index, owner in self._related:
@@ -96,7 +96,7 @@ class PlanCodec:
         return _UNSUMMED.pack(MAGIC, VERSION, xxhash.xxh3_64_intdigest(summed)) + summed
 
     def decode(self, buffer: Buffer, known_epoch: int = 0, known_rows: IntArray = NO_IDS) -> StepPlan:
-        """The plan in ``buffer``; its arrays are views, so ``buffer`` must outlive it unchanged.
+        """Return the plan in ``buffer``; its arrays are views, so ``buffer`` must outlive it unchanged.
 
         ``known_epoch`` and ``known_rows`` are those of the last plan before that had an epoch; this plan has the very
         array if it leaves its rows out.
@@ -186,7 +186,7 @@ decode_plan = _CODEC.decode
 
 
 def plan_checksum(data: Buffer) -> int:
-    """The checksum that an encoded plan carries: two ranks that saw equal ones saw equal plans."""
+    """Return the checksum that an encoded plan carries: two ranks that saw equal ones saw equal plans."""
     checksum: int = _CHECKSUM.unpack_from(data, _CHECKSUM_OFFSET)[0]
     return checksum
 

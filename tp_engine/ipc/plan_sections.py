@@ -40,7 +40,7 @@ class Section(Protocol):
         """Append what the value consists of, to be joined; its size in bytes.  ``TypeError`` for another dtype."""
 
     def decode(self, buffer: Buffer, offset: int, size: int, fields: Mapping[str, Any]) -> Any:
-        """The value in ``size`` bytes from ``offset`` on, as views; ``fields`` are those decoded before it.
+        """Return the value in ``size`` bytes from ``offset`` on, as views; ``fields`` are those decoded before it.
         ``PlanError`` for anything that ``encode`` did not write."""
 
 
@@ -80,11 +80,11 @@ class ArraySection:
         return values
 
     def fits(self, count: int, num_owners: int) -> bool:
-        """Whether so many items of this section may belong to so many of section ``per``."""
+        """Return whether so many items of this section may belong to so many of section ``per``."""
         return count == num_owners or (num_owners > 0 == count % num_owners and 0 < count <= num_owners * self._most)
 
     def misfit(self, count: int, num_owners: int) -> str:
-        """What is wrong where they do not fit."""
+        """Return what is wrong where they do not fit."""
         return f"{count} {self.name} for {num_owners} {self.per}"
 
 

@@ -32,13 +32,13 @@ class Pulse(SharedMemory):
 
     @classmethod
     def create(cls) -> Pulse:
-        """A new pulse; ``RuntimeError`` if /dev/shm is too small."""
+        """Return a new pulse; ``RuntimeError`` if /dev/shm is too small."""
         segment = create_segment(_NUM_BYTES)
         return cls(segment.memory, segment)
 
     @classmethod
     def open(cls, address: str) -> Pulse:
-        """The pulse at ``address``; ``FileNotFoundError`` if its creator has ended."""
+        """Return the pulse at ``address``; ``FileNotFoundError`` if its creator has ended."""
         return cls(open_segment(address))
 
     def beat(self, *, hangs: bool) -> None:
@@ -54,7 +54,7 @@ class Pulse(SharedMemory):
         self._words[2] = len(content)
 
     def doing(self) -> str:
-        """What rank 0 said last; empty if it has said nothing."""
+        """Return what rank 0 said last; empty if it has said nothing."""
         return bytes(self._text[: self._words[2]]).decode(errors="replace")
 
     def silence_s(self) -> float:
@@ -63,7 +63,7 @@ class Pulse(SharedMemory):
         return (time.monotonic_ns() - beat_ns) / 1e9 if beat_ns else 0.0
 
     def trouble(self) -> str | None:
-        """Why the engine does not work now, or None."""
+        """Return why the engine does not work now, or None."""
         silence_s = self.silence_s()
         if silence_s > _SILENT_S:
             return f"rank 0 has shown no sign of life for {silence_s:.0f} s"

@@ -7,7 +7,7 @@
       1 process start, ticks     9 count << 8 | phase (see ``progress``)                     the rank itself
       2 heartbeat, ns           10 step started          12 step received                   the rank itself
       3 process CPU time, ns    11 step done             13 busy since, ns (0: idle)        the rank itself
-      4 failed at, ns            5 rank blamed + 1        6 bytes of failure text           the rank itself
+      4 failed at, ns            5 failed rank + 1        6 bytes of failure text           the rank itself
      15 time in collectives, ns (host tensors; 0 if a device does them)                     the rank itself
      14 exit code + 1000                                                                    its parent, rank 0
      16..31 echo of step s at s mod 16: step id << 32 | low half of the plan's checksum     the rank itself
@@ -164,7 +164,7 @@ class RankSlot:
         self.words[3] = time.process_time_ns()
 
     def tier_progress(self) -> dict[str, TierProgress]:
-        """What writes the rank's channels, by name."""
+        """Return what writes the rank's channels, by name."""
         return {name: TierProgress(words) for name, words in self.channels.items()}
 
     def note_received(self, step_id: int, checksum: int) -> None:
@@ -191,12 +191,12 @@ class RankSlot:
             self.words[index] = word
 
     def begin_step(self, step_id: int) -> None:
-        """The step begins on this rank."""
+        """Note that the step begins on this rank."""
         self.words[13] = time.monotonic_ns()
         self.words[10] = step_id
 
     def end_step(self, step_id: int) -> None:
-        """The step has ended on this rank, which is idle if it has begun no other."""
+        """Note that the step has ended on this rank, which is idle if it has begun no other."""
         self.words[11] = step_id
         if self.words[10] == step_id:
             self.words[13] = 0
@@ -283,7 +283,8 @@ class StepRecorder:
         self._bytes = self._words.cast("B")
 
     def received(self, plan: StepPlan, num_bytes: int, checksum: int) -> None:
-        """The plan has arrived (on rank 0: is sent), ``num_bytes`` long as encoded, with its 64-bit checksum."""
+        """Note that the plan has arrived (on rank 0: is sent), ``num_bytes`` long as encoded, with its 64-bit
+        checksum."""
         num_prefilled = int(plan.prefill_tokens.sum()) if len(plan.prefill_tokens) else 0
         counts = (plan.step_id, num_bytes, len(plan.decode_rows), num_prefilled)
         offset = plan.step_id % NUM_RECORDS * _RECORD.size
@@ -291,16 +292,17 @@ class StepRecorder:
         self._slot.note_received(plan.step_id, checksum)
 
     def begin(self, step_id: int) -> None:
-        """The step begins."""
+        """Note that the step begins."""
         self._words[step_id % NUM_RECORDS * _WIDTH + _STARTED] = time.monotonic_ns()
         self._slot.begin_step(step_id)
 
     def launched(self, step_id: int) -> None:
-        """The model and the sampler have been called; on a CPU they have also run."""
+        """Note that the model and the sampler have been called; on a CPU they have also run."""
         self._words[step_id % NUM_RECORDS * _WIDTH + _LAUNCHED] = time.monotonic_ns()
 
     def done(self, step_id: int) -> None:
-        """The step's results are on the host; ranks other than 0 get no results and have nothing left to do."""
+        """Note that the step's results are on the host; ranks other than 0 get no results and have nothing left to
+        do."""
         self._words[step_id % NUM_RECORDS * _WIDTH + _DONE] = time.monotonic_ns()
         self._slot.end_step(step_id)
 
@@ -317,13 +319,13 @@ def split_echo(word: int) -> tuple[int, int]:
 
 
 def process_start(pid: int) -> int:
-    """When ``pid`` started, in clock ticks since boot; ``ProcessLookupError`` if there is no such process."""
+    """Return when ``pid`` started, in clock ticks since boot; ``ProcessLookupError`` if there is no such process."""
     return int(_stat(pid)[19])
 
 
 def process_vitals(pid: int) -> tuple[str, int]:
-    """The kernel's letter for its state (``T``: stopped, ``Z``: ended), and the CPU time it has used, in clock ticks.
-    ``("X", 0)`` if there is no such process."""
+    """Return the kernel's letter for its state (``T``: stopped, ``Z``: ended), and the CPU time it has used, in clock
+    ticks.  ``("X", 0)`` if there is no such process."""
     try:
         fields = _stat(pid)
     except ProcessLookupError:
@@ -332,7 +334,7 @@ def process_vitals(pid: int) -> tuple[str, int]:
 
 
 def resident_bytes(pid: int) -> int:
-    """The process's resident memory; 0 if it has ended."""
+    """Return the process's resident memory; 0 if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
     except (OSError, IndexError):

@@ -100,8 +100,8 @@ class RelayReader:
         self._has_ended = False
 
     def read(self, timeout_s: float) -> bytearray:
-        """The next message.  Everything that has arrived is in the ring before this returns.  ``RankError`` (rank 0) if
-        nothing comes within ``timeout_s``, or if the connection is closed."""
+        """Return the next message.  Everything that has arrived is in the ring before this returns.  ``RankError``
+        (rank 0) if nothing comes within ``timeout_s``, or if the connection is closed."""
         self._take()
         if not self._messages:
             self._wait(timeout_s)

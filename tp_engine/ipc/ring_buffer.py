@@ -252,9 +252,9 @@ class RingReader:
         self._self.attached.post()
 
     def read(self, timeout_s: float) -> bytearray:
-        """The next message, the caller's own copy; ``timeout_s`` bounds the wait for each of its pieces (if infinite,
-        ``alive`` ends the wait).  ``RankError`` (rank 0) at the deadline or when the writer has ended; a later read
-        continues from there."""
+        """Return the next message, the caller's own copy; ``timeout_s`` bounds the wait for each of its pieces (if
+        infinite, ``alive`` ends the wait).  ``RankError`` (rank 0) at the deadline or when the writer has ended; a
+        later read continues from there."""
         has_piece, spin_s = self._self.filled.try_wait, self._spin_s
         if not has_piece():
             self._wait_piece(timeout_s, spin_s)
@@ -311,7 +311,7 @@ class CallSpin:
         return _SPIN_S
 
     def end(self) -> None:
-        """The message has arrived."""
+        """Note that the message has arrived."""
         if self._until_s == 0.0:
             return
         late_s = time.monotonic() - self._until_s

@@ -33,7 +33,7 @@ class Segment:
         self._descriptor = descriptor
 
     def stop_sharing(self) -> None:
-        """No further process can map it; existing mappings stay.  Safe to call twice."""
+        """Let no further process map it; existing mappings stay.  Safe to call twice."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -52,7 +52,7 @@ class SharedMemory:
         return self._segment.address
 
     def stop_sharing(self) -> None:
-        """No further process can map it; existing mappings stay."""
+        """Let no further process map it; existing mappings stay."""
         if self._segment is not None:
             self._segment.stop_sharing()
 
@@ -68,8 +68,8 @@ def shm_option(num_ranks: int) -> str:
 
 
 def create_segment(num_bytes: int, *, num_ranks: int = 1) -> Segment:
-    """A new segment of zeros, for processes of this user only; ``num_ranks`` will share it.  ``RuntimeError``, with the
-    needed and the available bytes, if /dev/shm is too small."""
+    """Return a new segment of zeros, for processes of this user only; ``num_ranks`` will share it.  ``RuntimeError``,
+    with the needed and the available bytes, if /dev/shm is too small."""
     descriptor = _anonymous_file()
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)

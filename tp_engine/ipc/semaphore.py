@@ -36,7 +36,7 @@ if _HAS_CLOCKWAIT := hasattr(_blocking, "sem_clockwait"):
 
 
 def default_spin_s(num_ranks: int) -> float:
-    """How long a wait spins before it blocks: 20 microseconds, or 0 if there are fewer cores than ranks."""
+    """Return how long a wait spins before it blocks: 20 microseconds, or 0 if there are fewer cores than ranks."""
     return _SPIN_S if len(os.sched_getaffinity(0)) >= num_ranks else 0.0
 
 

@@ -65,7 +65,8 @@ class TensorSlots(SharedMemory):
 
     @classmethod
     def attach(cls, address: str) -> TensorSlots:
-        """The memory that another rank created; ``FileNotFoundError`` if that rank has ended or stopped sharing it."""
+        """Return the memory that another rank created; ``FileNotFoundError`` if that rank has ended or stopped sharing
+        it."""
         return cls(open_segment(address))
 
     @property
@@ -79,7 +80,7 @@ class TensorSlots(SharedMemory):
         return _slots_offset(self.num_ranks)
 
     def slot_offset(self, rank: int, piece: int) -> int:
-        """The offset of the slot for ``rank``'s part of ``piece``."""
+        """Return the offset of the slot for ``rank``'s part of ``piece``."""
         return self.slots_offset + (2 * rank + piece % 2) * self.slot_bytes
 
     @property
@@ -88,7 +89,7 @@ class TensorSlots(SharedMemory):
         return self.slots_offset + 2 * self.num_ranks * self.slot_bytes
 
     def semaphore(self, sender: int, receiver: int) -> Semaphore:
-        """The semaphore that ``sender`` posts and ``receiver`` waits for."""
+        """Return the semaphore that ``sender`` posts and ``receiver`` waits for."""
         index = sender * self.num_ranks + receiver
         return Semaphore(self.memory, SEMAPHORES_OFFSET + index * SEMAPHORE_BYTES)
 

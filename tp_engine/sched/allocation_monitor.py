@@ -70,7 +70,7 @@ class AllocationMonitor:
         return iter(self._samples)
 
     def is_due(self, now_s: float) -> bool:
-        """Whether ``interval_s`` has passed since the last sample."""
+        """Return whether ``interval_s`` has passed since the last sample."""
         return now_s >= self._next_s
 
     def observe(self, stats: SchedulerStats, now_s: float) -> AllocationSample:

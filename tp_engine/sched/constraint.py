@@ -42,20 +42,20 @@ class TokenConstraint(Protocol):
     error: str | None
 
     def accept(self, token_id: int) -> bool:
-        """One more token; False if the grammar refuses it, which ends the output without it."""
+        """Return one more token; False if the grammar refuses it, which ends the output without it."""
 
     def forced(self) -> list[int]:
         """Tokens that must follow, as far as they are known cheaply; they could be cut otherwise."""
 
     def copy(self) -> TokenConstraint:
-        """The same place, which goes its own way from here."""
+        """Return the same place, which goes its own way from here."""
 
 
 class Grammar(Protocol):
     """A compiled grammar."""
 
     def start(self, *, ignore_eos: bool) -> TokenConstraint:
-        """The place before the first token."""
+        """Return the place before the first token."""
 
 
 FillMasks: TypeAlias = Callable[[Sequence[Any]], IntArray]
@@ -69,7 +69,7 @@ class BannedWords:
         self._rules, self._grammar = rules, grammar
 
     def start(self, *, ignore_eos: bool) -> TokenConstraint:
-        """The place before the first token."""
+        """Return the place before the first token."""
         inner = None if self._grammar is None else self._grammar.start(ignore_eos=ignore_eos)
         return WordGuard(self._rules, self._rules.start, inner)
 
@@ -84,7 +84,7 @@ class WordGuard:
         self._rules, self._place = rules, place
 
     def accept(self, token_id: int) -> bool:
-        """One more token; False if the grammar refuses it."""
+        """Return one more token; False if the grammar refuses it."""
         self._place = self._rules.after(self._place, token_id)
         if self.inner is None:
             return True
@@ -93,7 +93,7 @@ class WordGuard:
         return accepted
 
     def forced(self) -> list[int]:
-        """Those of the grammar."""
+        """Return those of the grammar."""
         return [] if self.inner is None else self.inner.forced()
 
     def copy(self) -> TokenConstraint:
@@ -101,7 +101,7 @@ class WordGuard:
         return WordGuard(self._rules, self._place, None if self.inner is None else self.inner.copy())
 
     def banned(self) -> IntArray:
-        """The tokens that would complete a word now."""
+        """Return the tokens that would complete a word now."""
         return np.concatenate([self._rules.never, *self._rules.completing(self._place)])
 
 
@@ -158,7 +158,8 @@ def follow(constraint: TokenConstraint, draft_tokens: Iterable[int]) -> list[Tok
 
 
 def masks_of(places: list[list[TokenConstraint]], fill_masks: FillMasks) -> list[IntArray]:
-    """For each list of ``follow`` the masks (n, words) of its first n: of those before one that has come to a limit."""
+    """Return for each list of ``follow`` the masks (n, words) of its first n: of those before one that has come to a
+    limit."""
     masks, first, found = fill_masks([one for copies in places for one in copies]), 0, list[IntArray]()
     for copies in places:
         count = next((place for place, one in enumerate(copies) if one.error is not None), len(copies))

@@ -60,7 +60,7 @@ class DecodeRun:
         self._place_in_block = 0
 
     def growing(self) -> IntArray:
-        """The rows that need a new block in the next step.  Not to be changed."""
+        """Return the rows that need a new block in the next step.  Not to be changed."""
         found = self._growing[self._place_in_block]
         if found is None:
             found = self.rows.rows[self._room == self._place_in_block]
@@ -68,7 +68,7 @@ class DecodeRun:
         return found
 
     def advance(self) -> None:
-        """One more token of each row is scheduled."""
+        """Note that one more token of each row is scheduled."""
         self.num_steps_left -= 1
         self._place_in_block = (self._place_in_block + 1) % len(self._growing)
 
@@ -81,7 +81,7 @@ class DecodeRun:
             self.grown_blocks.append(blocks)
 
     def note_result(self, token_ids: IntArray) -> None:
-        """The rows got ``token_ids`` (rows,), whose memory may be used again."""
+        """Note that the rows got ``token_ids`` (rows,), whose memory may be used again."""
         self.results[self.num_results] = token_ids
         self.num_results += 1
 
@@ -91,7 +91,7 @@ class DecodeRun:
         return self.num_planned == min(_MOST_STEPS, len(self._growing)) or self.num_results == _MOST_STEPS
 
     def forget_notes(self) -> None:
-        """All notes have been entered."""
+        """Note that all notes have been entered."""
         self.num_planned = self.num_results = 0
         self.grown_rows.clear()
         self.grown_blocks.clear()

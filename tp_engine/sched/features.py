@@ -70,7 +70,7 @@ FEATURES: tuple[Callable[[FeatureParts], SchedulerFeature | None], ...] = (
 
 
 def make_features(parts: FeatureParts) -> list[SchedulerFeature]:
-    """The features that the limits ask for."""
+    """Return the features that the limits ask for."""
     for make in FEATURES:
         if (feature := make(parts)) is not None:
             parts.made.append(feature)

@@ -68,12 +68,12 @@ class LoRASlots(SchedulerFeature):
         return name in self._named
 
     def new_generation(self) -> int:
-        """The number of a load."""
+        """Return the number of a load."""
         self._last_generation += 1
         return self._last_generation
 
     def add(self, name: str, generation: int) -> None:
-        """All ranks have loaded it; what had the name before is retired."""
+        """Note that all ranks have loaded it; what had the name before is retired."""
         assert NO_ADAPTER < generation <= self._last_generation and generation not in self._num_requests
         if name in self._named:
             self.retire(name)
@@ -91,7 +91,8 @@ class LoRASlots(SchedulerFeature):
             raise RequestError(f"no adapter is loaded under the name {shown(name)}", param="model", code=NOT_FOUND)
 
     def resolve(self, request: EngineRequest) -> EngineRequest:
-        """The request with the generation that its adapter's name stands for now; ``RequestError`` if it is unknown."""
+        """Return the request with the generation that its adapter's name stands for now; ``RequestError`` if it is
+        unknown."""
         if not request.adapter:
             return request
         self.check_loaded(request.adapter)

@@ -67,7 +67,7 @@ class StepOutcome(msgspec.Struct, gc=False):
                 self.endings[position] = end
 
     def output(self) -> StepOutput:
-        """For the engine's caller.  To be called once: prompt logprobs go out with it."""
+        """Return for the engine's caller.  To be called once: prompt logprobs go out with it."""
         request_ids, indices = self.rows.names
         token_ids = self.token_ids.tolist()
         if not (self.endings or self.logprobs or self.first):
@@ -107,7 +107,7 @@ class StopChecker:
         self._watched: npt.NDArray[np.bool_] = np.zeros(1, dtype=np.bool_)
 
     def watch(self, group: RequestGroup) -> None:
-        """A request has come in."""
+        """Note that a request has come in."""
         ids = group.eos_token_ids | group.stop_token_ids
         changed = any(token_id not in self._count for token_id in ids)
         self._count.update(ids)
@@ -115,7 +115,7 @@ class StopChecker:
             self._rebuild()
 
     def unwatch(self, group: RequestGroup) -> None:
-        """A request has ended."""
+        """Note that a request has ended."""
         ids = group.eos_token_ids | group.stop_token_ids
         self._count.subtract(ids)
         gone = [token_id for token_id in ids if self._count[token_id] == 0]
@@ -125,12 +125,13 @@ class StopChecker:
             self._rebuild()
 
     def may_stop(self, token_ids: IntArray) -> npt.NDArray[np.bool_]:
-        """Which of ``token_ids`` (n,) end some request."""
+        """Return which of ``token_ids`` (n,) end some request."""
         found: npt.NDArray[np.bool_] = self._watched.take(token_ids, mode="clip")
         return found
 
     def may_any_stop(self, token_ids: IntArray) -> bool:
-        """Whether any of ``token_ids`` ends some request; a byte string is searched in half the time of an array."""
+        """Return whether any of ``token_ids`` ends some request; a byte string is searched in half the time of an
+        array."""
         return True in self._watched.take(token_ids, mode="clip").tobytes()
 
     def _rebuild(self) -> None:
@@ -140,8 +141,8 @@ class StopChecker:
 
 
 def ending(sequence: Sequence, token_id: int, num_tokens: int, max_tokens: int) -> FinishDetails | None:
-    """How the sequence ends with ``token_id``, its ``num_tokens``-th token; None if it goes on.  A stop token counts
-    once ``min_tokens`` generated tokens precede it, and before the limit of length."""
+    """Return how the sequence ends with ``token_id``, its ``num_tokens``-th token; None if it goes on.  A stop token
+    counts once ``min_tokens`` generated tokens precede it, and before the limit of length."""
     group = sequence.group
     num_before = num_tokens - sequence.num_prompt_tokens - 1
     if num_before >= sequence.sampling.min_tokens:
@@ -164,7 +165,7 @@ def accept(constraint: TokenConstraint, token_id: int, end: FinishDetails | None
 
 
 def aborted(sequence: Sequence, error: str | None = None, error_code: str | None = None) -> SequenceDelta:
-    """The last record of a sequence that was aborted, or that ended with an ``error``."""
+    """Return the last record of a sequence that was aborted, or that ended with an ``error``."""
     return SequenceDelta(
         request_id=sequence.request_id,
         index=sequence.index,

@@ -43,34 +43,34 @@ class Readiness:
         self.num_constrained = 0
 
     def block(self, rows: IntArray | int, reason: Blocked) -> None:
-        """These rows, distinct, get the bit of ``reason``."""
+        """Note that these rows, distinct, get the bit of ``reason``."""
         bits = self.bits[rows]
         self.num_blocked += int(np.count_nonzero(bits == 0))
         self.bits[rows] = bits | reason.value
 
     def clear(self, rows: IntArray | int, reason: Blocked) -> None:
-        """These rows, distinct, lose the bit of ``reason``, if they have it."""
+        """Note that these rows, distinct, lose the bit of ``reason``, if they have it."""
         bits = self.bits[rows]
         left = bits & ~np.uint8(reason.value)
         self.num_blocked -= int(np.count_nonzero(bits)) - int(np.count_nonzero(left))
         self.bits[rows] = left
 
     def has(self, row: int, reason: Blocked) -> bool:
-        """Whether the row has the bit of ``reason``."""
+        """Return whether the row has the bit of ``reason``."""
         return bool(self.bits[row] & reason.value)
 
     def are_ready(self, rows: IntArray) -> BoolArray:
-        """Which of ``rows`` have no bit."""
+        """Return which of ``rows`` have no bit."""
         ready: BoolArray = self.bits[rows] == 0
         return ready
 
     def occupy(self, row: int, *, is_constrained: bool) -> None:
-        """A sequence without a bit enters at ``row``."""
+        """Note that a sequence without a bit enters at ``row``."""
         self.is_constrained[row] = is_constrained
         self.num_constrained += is_constrained
 
     def vacate(self, row: int) -> None:
-        """The sequence at ``row`` has left."""
+        """Note that the sequence at ``row`` has left."""
         self.num_blocked -= int(self.bits[row] != 0)
         self.num_constrained -= int(self.is_constrained[row])
         self.bits[row] = 0

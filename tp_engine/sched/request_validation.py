@@ -20,7 +20,7 @@ _INT64_HALF = 1 << 63
 
 
 def build_group(request: EngineRequest, limits: SchedulerLimits, number: int, cache_keys: CacheKeys) -> RequestGroup:
-    """The sequences of a request, the ``number``-th of this engine.  ``RequestError`` if it can never fit."""
+    """Return the sequences of a request, the ``number``-th of this engine.  ``RequestError`` if it can never fit."""
     prompt = _prompt_array(request)
     _check_length(request, limits)
     params = request.params

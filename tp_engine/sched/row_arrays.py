@@ -80,13 +80,15 @@ class RowArrays:
         self._noted: DecodeRun | None = None  # the run that has notes
 
     def append(self, chosen: RowSet, token_ids: IntArray) -> Counts:
-        """Each row of ``chosen`` has one more token, and all before it are computed; how many each has now."""
+        """Note that each row of ``chosen`` has one more token, and all before it are computed; return how many each
+        has."""
         if self._noted is not None:
             self._settle()
         return self._append_steps(chosen, token_ids[None])
 
     def extend(self, row: int, token_ids: IntArray) -> None:
-        """The row, all but whose last token is computed, has ``token_ids`` (n,) too, computed but for the last."""
+        """Note that the row, all but whose last token is computed, has ``token_ids`` (n,) too, computed but for the
+        last."""
         known = int(self.num_tokens[row])
         length = known + len(token_ids)
         self._tokens[row, known:length] = token_ids
@@ -94,27 +96,28 @@ class RowArrays:
         self._num_scheduled[row] = self._num_computed[row] = length - 1
 
     def add_blocks(self, rows: IntArray, blocks: IntArray) -> None:
-        """Each of ``rows`` (n,), distinct, has one more logical block at the end of its tables; ``blocks`` (n * G,)."""
+        """Note that each of ``rows`` (n,), distinct, has one more logical block at the end of its tables; ``blocks`` (n
+        * G,)."""
         if self._noted is not None:
             self._settle()
         self._add_blocks(rows, blocks)
 
     def note(self, run: DecodeRun) -> None:
-        """The present ``run`` has one more note."""
+        """Note that the present ``run`` has one more note."""
         self._noted = run
         if run.is_full:
             self._settle()
 
     def ends_of_full(self, rows: IntArray) -> Counts:
-        """The position of the next token of each of ``rows``, which have filled their last block.  It is their
+        """Return the position of the next token of each of ``rows``, which have filled their last block.  It is their
         capacity.  Notes do not change it: they are of fewer steps than a block has tokens, so the last block of such a
         row has been entered."""
         ends: Counts = self._capacity[rows]
         return ends
 
     def left_behind(self, rows: npt.NDArray[np.integer], first: Counts) -> BlockIds:
-        """Each of ``rows`` (n,), distinct, gives back its blocks before ``first`` (n, G); these, with repetitions.
-        Notes need not be entered for that: no window leaves a block behind that is only noted."""
+        """Return each of ``rows`` (n,), distinct, gives back its blocks before ``first`` (n, G); these, with
+        repetitions.  Notes need not be entered for that: no window leaves a block behind that is only noted."""
         old = self.first_block[rows]
         counts = first - old
         which, groups = np.nonzero(counts)
@@ -128,11 +131,11 @@ class RowArrays:
         return left.astype(np.intp)
 
     def tables(self, row: int) -> IntArray:
-        """A copy of the row's tables (n, G), logical block by logical block."""
+        """Return a copy of the row's tables (n, G), logical block by logical block."""
         return self.block_table[row, : self.num_blocks[row]].copy()
 
     def held(self, row: int) -> BlockIds:
-        """The blocks that the row holds in all groups, logical block by logical block."""
+        """Return the blocks that the row holds in all groups, logical block by logical block."""
         return self._windows.held(self.tables(row), self.first_block[row]).astype(np.intp)
 
     def num_live_tokens(self, num_used_blocks: int, block_size: int) -> int:

@@ -74,7 +74,7 @@ class RunningBatch(RowArrays):
         self.num_running += len(entries)
 
     def start_decoding(self, rows: npt.NDArray[np.intp]) -> None:
-        """All known tokens of ``rows`` have been scheduled: from now on one token per step."""
+        """Note that all known tokens of ``rows`` have been scheduled: from now on one token per step."""
         self.phase[rows] = SequencePhase.DECODE
         for row in rows.tolist():
             self._prefilling.pop(row).phase = SequencePhase.DECODE
@@ -83,7 +83,8 @@ class RunningBatch(RowArrays):
         self.end_run()
 
     def advance_decodes(self, chosen: RowSet) -> None:
-        """One more token of each of ``chosen``, which are in DECODE, is scheduled; some reach their end with it."""
+        """Note that one more token of each of ``chosen``, which are in DECODE, is scheduled; some reach their end with
+        it."""
         self.num_scheduled[chosen.place] += ONE
         if self.run is not None and chosen.epoch == self.run.rows.epoch:
             self.run.advance()
@@ -95,7 +96,7 @@ class RunningBatch(RowArrays):
         self.end_run()
 
     def at_block_end(self, chosen: RowSet) -> IntArray:
-        """Those of the rows ``chosen`` whose next token needs a new block."""
+        """Return those of the rows ``chosen`` whose next token needs a new block."""
         if self.run is not None and chosen.epoch == self.run.rows.epoch:
             return self.run.growing()
         rows = chosen.rows
@@ -103,7 +104,7 @@ class RunningBatch(RowArrays):
         return needing
 
     def vacate(self, sequence: Sequence, phase: SequencePhase) -> None:
-        """The sequence leaves its row, to wait again or for good; its tokens go with it."""
+        """Note that the sequence leaves its row, to wait again or for good; its tokens go with it."""
         self.end_run()
         row = sequence.row
         self.num_departures += 1
@@ -122,7 +123,7 @@ class RunningBatch(RowArrays):
         heapq.heappush(self._vacant, row)
 
     def decoding(self) -> RowSet:
-        """The rows in DECODE, rising; of the same epoch as long as none joins or leaves.  Not to be changed."""
+        """Return the rows in DECODE, rising; of the same epoch as long as none joins or leaves.  Not to be changed."""
         if self.run is None:
             self.run = self._begin_run()
         return self.run.rows
@@ -151,11 +152,11 @@ class RunningBatch(RowArrays):
         return sorted(self._look_up(rows), key=lambda sequence: sequence.key)
 
     def occupied(self) -> npt.NDArray[np.intp]:
-        """The rows that have a sequence, in rising order."""
+        """Return the rows that have a sequence, in rising order."""
         return np.flatnonzero(self.phase != SequencePhase.WAITING)
 
     def running(self) -> list[Sequence]:
-        """All sequences that have a row, by row."""
+        """Return all sequences that have a row, by row."""
         return [sequence for sequence in self.sequences if sequence is not None]
 
     def row_set(self, rows: IntArray, epoch: int = 0) -> RowSet:

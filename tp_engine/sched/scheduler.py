@@ -123,14 +123,14 @@ class Scheduler:
         for on_add in self._hooks.on_add:
             on_add(group)
 
-    def expect(self, session: str, salt: str, adapter_generation: int = 0) -> None:
-        """A client's session (``SamplingParams.prompt_cache_key``) will go on soon: what it ended with is brought back
-        from the host or the disk, as far as there is room."""
+    def prefetch_session(self, session: str, salt: str, adapter_generation: int = 0) -> None:
+        """Prefetch for a client's session (``SamplingParams.prompt_cache_key``), which will go on soon: what it ended
+        with is brought back from the host or the disk, as far as there is room."""
         for announce in self._hooks.announce:
             announce(session, self._cache_keys.of(salt, adapter_generation), self.next_step_id)
 
     def constrain(self, request_id: str, grammar: Grammar) -> None:
-        """A request's grammar is compiled: its sequences may run.  A request that was aborted is ignored."""
+        """Note that a request's grammar is compiled: its sequences may run.  A request that was aborted is ignored."""
         group = self._groups.get(request_id)
         for sequence in group.sequences if group is not None else ():
             if sequence.phase is SequencePhase.WAITING and sequence.blocked & Blocked.GRAMMAR:
@@ -152,18 +152,20 @@ class Scheduler:
         return deltas
 
     def preempt_all(self) -> None:
-        """Every running sequence waits again, with its tokens and without blocks.  No step may be in flight."""
+        """Preempt every running sequence: it waits again, with its tokens and without blocks.  No step may be in
+        flight."""
         assert not self._departures, "a step is in flight"
         self._state.preempt_all()
 
     def renew_cache_keys(self) -> None:
-        """The weights are others from now on: what is cached is not found any more.  No sequence may be running."""
+        """Note that the weights are others from now on: what is cached is not found any more.  No sequence may be
+        running."""
         assert not self._state.rows.num_running, "a row has K/V of the old weights"
         self._cache_keys.renew(self._groups.values())
 
     def schedule(self) -> StepPlan | None:
-        """The next step; None if there is nothing to run, or nothing until a result of the steps in flight is there.
-        The next plan releases the rows that were left meanwhile."""
+        """Return the next step; None if there is nothing to run, or nothing until a result of the steps in flight is
+        there.  The next plan releases the rows that were left meanwhile."""
         for poll in self._hooks.poll:
             poll()
         if self._departures and any(must_wait() for must_wait in self._hooks.must_wait):
@@ -204,7 +206,8 @@ class Scheduler:
         return plan
 
     def schedule_bare(self, finish: Callable[[StepPlan], StepPlan]) -> StepPlan | None:
-        """A plan without rows, with what ``finish`` adds to it; None if that is nothing.  No step may be in flight."""
+        """Return a plan without rows, with what ``finish`` adds to it; None if that is nothing.  No step may be in
+        flight."""
         assert not self._departures, "a step is in flight"
         bare = StepPlan(step_id=self.next_step_id)
         plan = finish(bare)
@@ -215,7 +218,7 @@ class Scheduler:
         return plan
 
     def skip_step(self) -> int:
-        """The id of a plan without rows, which has no result.  No step may be in flight."""
+        """Return the id of a plan without rows, which has no result.  No step may be in flight."""
         assert not self._departures, "a plan without rows would be taken for the result of one that has some"
         self._step_id += 1
         return self._step_id
@@ -261,11 +264,11 @@ class Scheduler:
         return outcome.output()
 
     def stats(self) -> SchedulerStats:
-        """A snapshot of queue, pool and totals."""
+        """Return a snapshot of queue, pool and totals."""
         return stats_of(self._state, {name: value for stats in self._hooks.stats for name, value in stats().items()})
 
     def view(self, limits: ViewLimits) -> SchedulerView:
-        """The pool and the running sequences for people to look at; costs nothing until it is called."""
+        """Return the pool and the running sequences for people to look at; costs nothing until it is called."""
         return view_scheduler(self._state, limits)
 
     def reset_prefix_cache(self) -> bool:

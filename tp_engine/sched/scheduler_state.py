@@ -58,13 +58,13 @@ class WaitingQueue:
         return None
 
     def first(self, count: int) -> list[Sequence]:
-        """The first ``count`` of the queue, without those among them that were aborted.  They are on the first
+        """Return the first ``count`` of the queue, without those among them that were aborted.  They are on the first
         ``count`` levels of the heap."""
         items = heapq.nsmallest(count, self._heap[: (1 << count) - 1])
         return [sequence for _, sequence in items if sequence.phase is SequencePhase.WAITING]
 
     def forget(self, sequence: Sequence) -> None:
-        """A queued sequence has been aborted."""
+        """Note that a queued sequence has been aborted."""
         assert sequence.phase is SequencePhase.FINISHED
         self._num_dead += 1
         if self._num_dead * 2 > len(self._heap):
@@ -103,8 +103,8 @@ class SchedulerState:
         return self.blocks.seat(entries)
 
     def leave(self, sequence: Sequence, phase: SequencePhase) -> None:
-        """The sequence gives back row and blocks; its full blocks stay cached until their room is needed.  So does its
-        last block, if partly filled, of a request that others will continue."""
+        """Note that the sequence gives back row and blocks; its full blocks stay cached until their room is needed.  So
+        does its last block, if partly filled, of a request that others will continue."""
         self.blocks.publish([(sequence, int(self.rows.num_computed[sequence.row]))])
         if sequence.group.request.will_continue:
             self.blocks.publish_tail(sequence)
@@ -126,9 +126,9 @@ class SchedulerState:
                 self.waiting.push(sequence)
 
     def chunk_end(self, sequence: Sequence, start: int, end: int) -> int:
-        """Where a chunk from token ``start`` on ends that could go to ``end``.  A recurrent state can not be taken
-        back.  So a chunk ends before the last token of a prompt whose siblings wait: with the state there they compute
-        that token themselves.  It also ends where a snapshot is taken."""
+        """Return where a chunk from token ``start`` on ends that could go to ``end``.  A recurrent state can not be
+        taken back.  So a chunk ends before the last token of a prompt whose siblings wait: with the state there they
+        compute that token themselves.  It also ends where a snapshot is taken."""
         if not self.limits.has_states:
             return end
         stops = [position for position in sequence.snapshots_at if start < position < end]
@@ -144,7 +144,7 @@ class SchedulerState:
         self.waiting.check_integrity()
 
     def victim(self) -> Sequence:
-        """The running sequence that is preempted next: of the lowest priority, the latest."""
+        """Return the running sequence that is preempted next: of the lowest priority, the latest."""
         return max(self.rows.running(), key=lambda sequence: sequence.key)
 
     def preempt_all(self) -> None:
@@ -152,7 +152,7 @@ class SchedulerState:
         for sequence in self.rows.running():
             self.preempt(sequence, "by an operator")
 
-    def preempt(self, sequence: Sequence, why: str = "for want of KV blocks") -> None:
+    def preempt(self, sequence: Sequence, why: str = "as the KV cache is full") -> None:
         """Put a running sequence back into the queue with its tokens; its K/V will be computed again."""
         num_lost = int(self.rows.num_computed[sequence.row])
         self.leave(sequence, SequencePhase.WAITING)

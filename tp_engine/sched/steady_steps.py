@@ -26,7 +26,7 @@ class SteadySteps:
         self._has_windows = state.blocks.windows.has_windows
 
     def schedule(self, step_id: int) -> StepPlan | None:
-        """The next step, if no row can enter or end in it, no prompt is computed, and no row is blocked or has a
+        """Return the next step, if no row can enter or end in it, no prompt is computed, and no row is blocked or has a
         grammar."""
         rows, run = self._rows, self._rows.run
         if (
@@ -56,7 +56,8 @@ class SteadySteps:
         )
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput | None:
-        """What the oldest step in flight added, if its rows are those that decode now and none of them may end."""
+        """Return what the oldest step in flight added, if its rows are those that decode now and none of them may
+        end."""
         run = self._rows.run
         if (
             run is None

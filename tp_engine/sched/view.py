@@ -121,7 +121,7 @@ class SchedulerView:
 
 
 def stats_of(state: SchedulerState, of_features: Mapping[str, Any]) -> SchedulerStats:
-    """The statistics of ``state``, which is not changed, and ``of_features`` by field."""
+    """Return the statistics of ``state``, which is not changed, and ``of_features`` by field."""
     blocks = state.blocks
     held_slots = blocks.pool.num_used * blocks.block_size
     num_live = state.rows.num_live_tokens(blocks.pool.num_used, blocks.block_size)
@@ -139,7 +139,7 @@ def stats_of(state: SchedulerState, of_features: Mapping[str, Any]) -> Scheduler
 
 
 def view_scheduler(state: SchedulerState, limits: ViewLimits) -> SchedulerView:
-    """The view of ``state``, which is not changed."""
+    """Return the view of ``state``, which is not changed."""
     holders = _holders(state.rows, state.blocks.pool.num_blocks)
     states = np.minimum(holders, 2).astype(np.uint8)
     states += states > 0

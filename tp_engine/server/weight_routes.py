@@ -51,7 +51,7 @@ def _add_updates(admin: APIRouter, state: ServerState) -> None:
             body.model_path,
             weight_version=body.weight_version,
             flush_cache=body.flush_cache,
-            aborts=body.abort_all_requests,
+            abort_running=body.abort_all_requests,
         )
         message = f"all ranks have the weights of {body.model_path}"
         return json_reply({"success": True, "message": message, "weight_version": version})

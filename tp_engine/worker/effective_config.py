@@ -70,7 +70,7 @@ class EffectiveConfig:
     @property
     def device_map(self) -> DeviceMap:
         """Which GPU each rank of this host uses, if ``device`` is cuda."""
-        return parse_devices(self.config.devices, self.config.tensor_parallel_size // self.num_hosts)
+        return parse_devices(self.config.device_ids, self.config.tensor_parallel_size // self.num_hosts)
 
     @property
     def num_snapshots(self) -> int:
@@ -144,7 +144,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     device = _resolve_device(config, local_world_size)
     check_quantization(config.quantization, device)
     check_quantization_options(model, config.quantization, config.kv_cache_dtype)
-    capability = _capability(device, parse_devices(config.devices, local_world_size))
+    capability = _capability(device, parse_devices(config.device_ids, local_world_size))
     has_bfloat16 = capability is None or capability >= _MIN_BFLOAT16_CAPABILITY
     dtype = resolve_dtype(model, config.dtype, is_gpu=device == "cuda", has_bfloat16=has_bfloat16)
     effective = dataclasses.replace(
@@ -168,7 +168,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     capture_sizes(config.cudagraph_capture_sizes, config.max_num_seqs)  # raises for wrong sizes
     prefill_sizes(config.cudagraph_prefill_capture_sizes, config.max_num_batched_tokens)
     parse_steps(config.profile_steps)  # raises for wrong steps
-    needs = _attention_needs(effective, model, parse_devices(config.devices, local_world_size))
+    needs = _attention_needs(effective, model, parse_devices(config.device_ids, local_world_size))
     _check_dtypes(dtype, config.kv_cache_dtype, needs.capability)
     _check_codec(effective, model, needs.capability, num_hosts)
     _check_disk(effective, num_hosts)
@@ -325,10 +325,10 @@ def _check_codec(config: EngineConfig, model: ModelSpec, capability: tuple[int, 
 def _resolve_device(config: EngineConfig, local_world_size: int) -> str:
     device = choose_device_type(config.device)
     if device == "cuda":
-        map_devices(config.devices, local_world_size, torch.cuda.device_count())
-    elif config.devices is not None:
+        map_devices(config.device_ids, local_world_size, torch.cuda.device_count())
+    elif config.device_ids is not None:
         raise ConfigError(
-            f"devices is {config.devices!r}, which names GPUs, but the ranks run on the CPU; leave it out, or use "
-            "--device cuda where there are GPUs"
+            f"device_ids is {config.device_ids!r}, which names GPUs, but the ranks run on the CPU; leave it out, or "
+            "use --device cuda where there are GPUs"
         )
     return device

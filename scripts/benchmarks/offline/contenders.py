@@ -131,8 +131,8 @@ def engine_options(args: argparse.Namespace, size: int) -> dict[str, Any]:
         options |= {"max_model_len": 1024, "num_gpu_blocks_override": 1024}
     if args.is_dummy:
         options["load_format"] = "dummy"
-    if args.devices:
-        options["devices"] = ",".join(args.devices.split(",")[:size])
+    if args.device_ids:
+        options["device_ids"] = ",".join(args.device_ids.split(",")[:size])
     options |= args.engine_options
     return options
 

@@ -160,7 +160,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert (large.dtype, large.workloads, large.is_dummy) == ("bfloat16", "latency,batch256", True)
     options = contenders.engine_options(large, 1)
-    assert options["load_format"] == "dummy" and options["devices"] == "0"
+    assert options["load_format"] == "dummy" and options["device_ids"] == "0"
     wrong = {
         ("--cells", "A"): "write SHAPE:DTYPE",
         ("--workloads", "latency,speed"): "speed; choose among",

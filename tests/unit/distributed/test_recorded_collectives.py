@@ -114,4 +114,4 @@ def test_ranks_without_shared_memory_record_nothing() -> None:
         return staged.why_not_capture(sizes_of(small_model(staged), (1, 2), tp_invariant=False))
 
     for reason in run_ranks(2, body):
-        assert reason is not None and "NCCL" in reason and "all_reduce=symm_mem" in reason
+        assert reason is not None and "NCCL" in reason and "all_reduce_backend=symm_mem" in reason

@@ -41,7 +41,7 @@ TWO_HOSTS = RankInfo(world_size=4, local_world_size=2)
 )
 def test_the_option(device: str, all_reduce: str, info: RankInfo, expected: bool) -> None:
     """Oracle: the choice by hand."""
-    config = EngineConfig(device=device, all_reduce=all_reduce, tensor_parallel_size=info.world_size)
+    config = EngineConfig(device=device, all_reduce_backend=all_reduce, tensor_parallel_size=info.world_size)
     taken = choose(Ranks(config=config, num_hosts=info.topology.num_hosts))
     assert (taken is STRATEGIES["shm"]) == expected
 
@@ -53,11 +53,11 @@ def test_the_option_names_the_rows() -> None:
 
 def test_hosts_share_no_memory_with_each_other() -> None:
     """Oracle: each error names the option, the number of hosts and the remedy."""
-    check(EngineConfig(device="cpu", all_reduce="shm", tensor_parallel_size=4), 2)
+    check(EngineConfig(device="cpu", all_reduce_backend="shm", tensor_parallel_size=4), 2)
     with pytest.raises(ConfigError, match=r"each host has one rank.*leave it out"):
-        check(EngineConfig(device="cpu", all_reduce="shm", tensor_parallel_size=2), 2)
+        check(EngineConfig(device="cpu", all_reduce_backend="shm", tensor_parallel_size=2), 2)
     with pytest.raises(ConfigError, match=r"'symm_mem'.*on 2; leave all_reduce out"):
-        check(EngineConfig(device="cuda", all_reduce="symm_mem", tensor_parallel_size=4), 2)
+        check(EngineConfig(device="cuda", all_reduce_backend="symm_mem", tensor_parallel_size=4), 2)
 
 
 def test_two_ranks_never_take_two_shots() -> None:
@@ -125,7 +125,9 @@ def test_where_a_rank_can_not_all_use_the_library(
             setup(library, is_required=True)
         return str(caught.value)
 
-    expected = f"rank {culprit}: all_reduce is shm, but shared memory failed: RuntimeError: /dev/shm is too small; use"
+    expected = (
+        f"rank {culprit}: all_reduce_backend is shm, but shared memory failed: RuntimeError: /dev/shm is too small; use"
+    )
     assert all(message.startswith(expected) for message in run_ranks(2, required))
 
 

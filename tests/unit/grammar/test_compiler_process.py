@@ -171,7 +171,7 @@ def _is_running(pid: int) -> bool:
 
 
 class FakeTrial:
-    """Grammars that begin with "slow" take more than the quick lanes give; the slow one holds them until ``go``.
+    """Grammars that begin with "slow" take more than the quick queues give; the slow one holds them until ``go``.
 
     Those that begin with "big" take half of all memory.
     """

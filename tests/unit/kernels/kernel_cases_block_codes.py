@@ -18,7 +18,7 @@ SHAPES = ((2, 1, 1, 6), (4, 4, 3, 80), (2, 16, 2, 128), (6, 8, 1, 256))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def form_of(shape: tuple[int, int, int, int], dtype: torch.dtype, lanes: int = 0) -> BlockForm:
+def form_of(shape: tuple[int, int, int, int], dtype: torch.dtype, simd_width: int = 0) -> BlockForm:
     """A form by the numbers of ``SHAPES``."""
     num_parts, block_size, num_kv_heads, head_dim = shape
     return BlockForm(
@@ -27,7 +27,7 @@ def form_of(shape: tuple[int, int, int, int], dtype: torch.dtype, lanes: int = 0
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=dtype,
-        lanes=lanes,
+        simd_width=simd_width,
     )
 
 

@@ -77,7 +77,7 @@ def test_vectors_in_the_order_of_the_native_attention(shape: tuple[int, int, int
     library = native_library()
     assert library is not None
     num_parts, block_size, heads, head_dim = shape
-    form = form_of(shape, dtype, native.lanes_of(library, block_size))
+    form = form_of(shape, dtype, native.simd_width_of(library, block_size))
     generator = torch.Generator().manual_seed(3)
     states = torch.randn(3, num_parts // 2, 2, block_size, heads, head_dim, generator=generator).to(dtype)
     layers = [in_kernel_order(library, states[:, layer].transpose(0, 1)) for layer in range(num_parts // 2)]
@@ -95,8 +95,8 @@ def test_c_equals_the_twin(shape: tuple[int, int, int, int], dtype: torch.dtype,
     """Oracle: the twin, for keys that are rows and for columns; other places keep their bytes."""
     library = native_library()
     assert library is not None
-    for lanes in (0, native.lanes_of(library, shape[1])):
-        form = form_of(shape, dtype, lanes)
+    for simd_width in (0, native.simd_width_of(library, shape[1])):
+        form = form_of(shape, dtype, simd_width)
         pool = random_pool(form, 5)
         found, expected = (torch.full((4, form.blob_bytes), 7, dtype=torch.uint8) for _ in range(2))
         native.encode_blocks(library, pool, found, PAIRS, form, codes)

@@ -416,7 +416,7 @@ class RandomLoad:
         start = self._earlier() if rng.random() < 0.3 else stem[: rng.randint(0, len(stem))]
         prompt = (start + self._tokens(rng.randint(1, 6)))[: self.longest]
         number = len(self.simulation.requests)
-        self.simulation.scheduler.expect(f"session {(number + 1) % 5}", "")
+        self.simulation.scheduler.prefetch_session(f"session {(number + 1) % 5}", "")
         self.simulation.add(
             prompt,
             prompt_cache_key=f"session {number % 5}",

@@ -80,7 +80,7 @@ def test_sessions_belong_to_a_root() -> None:
     prefetcher = simulation.scheduler.feature(Prefetcher)
     assert prefetcher is not None
     for generation, is_known in ((0, False), (2, False), (1, True)):
-        simulation.scheduler.expect("chat", "", generation)
+        simulation.scheduler.prefetch_session("chat", "", generation)
         assert prefetcher.has_work is is_known
 
 

@@ -38,7 +38,7 @@ def test_what_a_session_ended_with_comes_back_before_its_request(lag: Lag, ahead
     and without a wait.  Its 32 tokens count as found on the host."""
     simulation = busy_engine(lag, ahead, prompt_cache_key="chat")
     before, hits = len(simulation.plans), simulation.scheduler.stats().num_host_hit_tokens
-    simulation.scheduler.expect("chat", "")
+    simulation.scheduler.prefetch_session("chat", "")
     for _ in range(8):
         simulation.step()
     assert [len(plan.loads) for plan in simulation.plans[before : before + 6]] == [0, 2, 2, 2, 2, 0]
@@ -64,7 +64,7 @@ def test_unknown_sessions_change_nothing(session: str, salt: str) -> None:
     """Oracle: no loads for a name that no request had, or had with another salt."""
     simulation = busy_engine(prompt_cache_key="chat", cache_salt="a")
     before = len(simulation.plans)
-    simulation.scheduler.expect(session, salt)
+    simulation.scheduler.prefetch_session(session, salt)
     simulation.run()
     assert not any(len(plan.loads) for plan in simulation.plans[before:])
 
@@ -73,7 +73,7 @@ def test_a_session_has_the_salt_of_its_requests() -> None:
     """By hand: the 8 blocks of the salted session come back for its name and salt."""
     simulation = busy_engine(prompt_cache_key="chat", cache_salt="a")
     before = len(simulation.plans)
-    simulation.scheduler.expect("chat", "a")
+    simulation.scheduler.prefetch_session("chat", "a")
     simulation.run()
     assert sum(len(plan.loads) for plan in simulation.plans[before:]) == 8
 
@@ -84,7 +84,7 @@ def test_a_hint_to_an_idle_engine_waits_for_the_next_plans() -> None:
     simulation.add(prompt(1, 33), max_tokens=2, prompt_cache_key="chat", **ENDLESS)
     simulation.run()
     one_after_the_other(simulation, [2, 3, 4, 5, 6])
-    simulation.scheduler.expect("chat", "")
+    simulation.scheduler.prefetch_session("chat", "")
     assert simulation.step() is None
     before = len(simulation.plans)
     simulation.add([9, 9, 9], max_tokens=8, **ENDLESS)
@@ -100,7 +100,7 @@ def test_hints_take_nothing_that_a_running_row_needs() -> None:
         simulation.run()
     simulation.add([9, 9, 9], max_tokens=36, **ENDLESS)
     for name in (*range(1, 9), *range(1, 9)):
-        simulation.scheduler.expect(f"chat {name}", "")
+        simulation.scheduler.prefetch_session(f"chat {name}", "")
         simulation.step()
     simulation.run()
     assert simulation.scheduler.stats().num_preemptions == 0

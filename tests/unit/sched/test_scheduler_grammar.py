@@ -193,7 +193,7 @@ class MixedLoad(RandomLoad):
         seed = len(simulation.requests) * 16 + (CONSTRAINED_SEEDS if rng.random() < 0.5 else 0)
         stem = rng.choice(self.stems)
         start = self._earlier() if rng.random() < 0.3 else stem[: rng.randint(0, len(stem))]
-        simulation.scheduler.expect(f"session {(len(simulation.requests) + 1) % 5}", "")
+        simulation.scheduler.prefetch_session(f"session {(len(simulation.requests) + 1) % 5}", "")
         simulation.add(
             (start + self._tokens(rng.randint(1, 6)))[: self.longest],
             prompt_cache_key=f"session {len(simulation.requests) % 5}",

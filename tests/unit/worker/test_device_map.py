@@ -11,7 +11,7 @@ from tp_engine.worker.effective_config import resolve
 
 
 @pytest.mark.parametrize(
-    ("devices", "world_size", "indices", "is_shared", "sharing"),
+    ("device_ids", "world_size", "indices", "is_shared", "sharing"),
     [
         (None, 1, (0,), False, [1]),
         (None, 3, (0, 1, 2), False, [1, 1, 1]),
@@ -32,7 +32,7 @@ def test_a_rank_has_its_gpu(
 
 
 @pytest.mark.parametrize(
-    ("devices", "world_size", "message"),
+    ("device_ids", "world_size", "message"),
     [
         (None, 3, "tensor_parallel_size is 3 but this host has 2 CUDA devices.*--devices 0,1,0"),
         ("0,1,0", 2, "names 3 GPUs for 2 ranks.*tensor_parallel_size to 3"),
@@ -52,20 +52,20 @@ def test_a_map_that_can_not_be_is_refused(devices: str | None, world_size: int, 
 
 def test_the_configuration_refuses_what_is_no_list() -> None:
     """Oracle: an error before the world's size is known, which torchrun sets later."""
-    assert EngineConfig(devices="0,0").devices == "0,0"
-    with pytest.raises(ConfigError, match="devices is 'a'"):
-        EngineConfig(devices="a")
+    assert EngineConfig(device_ids="0,0").devices == "0,0"
+    with pytest.raises(ConfigError, match="device_ids is 'a'"):
+        EngineConfig(device_ids="a")
 
 
 def test_devices_need_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the remedies in the errors, on a host without GPUs and on one with two."""
     for device in ("cpu", "auto"):
-        with pytest.raises(ConfigError, match="devices is '0', which names GPUs, but the ranks run on the CPU"):
+        with pytest.raises(ConfigError, match="device_ids is '0', which names GPUs, but the ranks run on the CPU"):
             monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-            resolve(EngineConfig(devices="0", device=device))
+            resolve(EngineConfig(device_ids="0", device=device))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("tp_engine.worker.gpu_host.why_no_gpus", lambda: None)
-    effective = resolve(EngineConfig(devices="1,1,1,1", tensor_parallel_size=4))
+    effective = resolve(EngineConfig(device_ids="1,1,1,1", tensor_parallel_size=4))
     assert effective.config.device == "cuda" and effective.device_map == DeviceMap((1, 1, 1, 1))
     with pytest.raises(ConfigError, match="names 4 GPUs for 2 ranks"):
-        resolve(EngineConfig(devices="1,1,1,1", tensor_parallel_size=2))
+        resolve(EngineConfig(device_ids="1,1,1,1", tensor_parallel_size=2))

@@ -32,8 +32,8 @@ def shape_of(dtype: torch.dtype, **changes: int) -> KvCacheShape:
     return KvCacheShape(layout=lay_out([kind] * given["num_layers"]), block_size=given["block_size"], dtype=dtype)
 
 
-def codec_of(text: str, shape: KvCacheShape, lanes: int = 0) -> Codec:
-    return make_codec(text, shape, lanes)
+def codec_of(text: str, shape: KvCacheShape, simd_width: int = 0) -> Codec:
+    return make_codec(text, shape, simd_width)
 
 
 @pytest.mark.parametrize(
@@ -122,10 +122,10 @@ def test_fingerprints_tell_codecs_apart() -> None:
     """Oracle: any change of codec, shape, type or order is another fingerprint, and an equal choice the same one."""
     shapes = (shape_of(torch.bfloat16), shape_of(torch.float16), shape_of(torch.bfloat16, head_dim=32))
     found = [
-        codec_of(text, shape, lanes).fingerprint()
+        codec_of(text, shape, simd_width).fingerprint()
         for text in ("none", "int8", "fp8")
         for shape in shapes
-        for lanes in (0, 8)
+        for simd_width in (0, 8)
     ]
     assert len(set(found)) == len(found) and {len(one) for one in found} == {16}
     assert codec_of("int8", shape_of(torch.bfloat16)).fingerprint() == found[6]

@@ -20,23 +20,25 @@ from tp_engine.worker.tiers.block_moves import BlockGroups, CpuMover, StoreRepor
 
 DIM, BLOCK_SIZE, PARTS, HEADS = 24, 8, 4, 2
 NUM_CALIBRATION = TOKENS_PER_DIM * DIM // BLOCK_SIZE
-LANES = pytest.mark.parametrize("lanes", [0, 8])
+LANES = pytest.mark.parametrize("simd_width", [0, 8])
 
 
-def form_of(heads: int = HEADS, dtype: torch.dtype = torch.float32, lanes: int = 0) -> BlockForm:
-    return BlockForm(num_parts=PARTS, block_size=BLOCK_SIZE, num_kv_heads=heads, head_dim=DIM, dtype=dtype, lanes=lanes)
+def form_of(heads: int = HEADS, dtype: torch.dtype = torch.float32, simd_width: int = 0) -> BlockForm:
+    return BlockForm(
+        num_parts=PARTS, block_size=BLOCK_SIZE, num_kv_heads=heads, head_dim=DIM, dtype=dtype, simd_width=simd_width
+    )
 
 
 def pool_of(states: torch.Tensor, form: BlockForm) -> torch.Tensor:
     """Blocks (n, block_bytes) of ``states`` (n, parts, block_size, heads, head_dim)."""
-    vectors = states.transpose(2, 3) if form.lanes else states
+    vectors = states.transpose(2, 3) if form.simd_width else states
     return form.blocks_of(vectors.reshape(len(states), PARTS, -1, DIM).to(form.dtype))
 
 
 def states_of(pool: torch.Tensor, form: BlockForm) -> torch.Tensor:
     """The inverse of ``pool_of``, float64."""
     vectors = form.vectors_of(pool).double()
-    if form.lanes:
+    if form.simd_width:
         return vectors.view(len(pool), -1, form.num_kv_heads, BLOCK_SIZE, DIM).transpose(2, 3)
     return vectors.view(len(pool), -1, BLOCK_SIZE, form.num_kv_heads, DIM)
 
@@ -78,11 +80,11 @@ def calibrated(codec: Pca, states: torch.Tensor, form: BlockForm) -> None:
 @LANES
 @pytest.mark.parametrize("rank", [1, 6, 16, DIM])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_refused_is_what_misses_the_bound(dtype: torch.dtype, rank: int, lanes: int) -> None:
+def test_refused_is_what_misses_the_bound(dtype: torch.dtype, rank: int, simd_width: int) -> None:
     """Oracle: the error of each head of the blocks that come back, in float64; bytes of a blob by hand; the squares of
     the singular values that numpy's SVD of all calibration's states leaves out, which no basis of that rank can keep
     (to 2 %: other blocks are encoded than those that calibrate)."""
-    form, bound = form_of(dtype=dtype, lanes=lanes), 0.2
+    form, bound = form_of(dtype=dtype, simd_width=simd_width), 0.2
     codec = Pca(form, rank, bound)
     assert codec.blob_bytes == PARTS * HEADS * BLOCK_SIZE * (rank + 2)
     first = random_states(NUM_CALIBRATION, seed=1)
@@ -106,10 +108,10 @@ def test_refused_is_what_misses_the_bound(dtype: torch.dtype, rank: int, lanes: 
 
 
 @LANES
-def test_order_and_batches_of_stores_do_not_matter(lanes: int) -> None:
+def test_order_and_batches_of_stores_do_not_matter(simd_width: int) -> None:
     """Oracle: the blobs of one batch, bit by bit, after the same calibration in several; blocks come back in any order
     and place; places that no pair names keep their bytes."""
-    form, states = form_of(lanes=lanes), random_states(NUM_CALIBRATION + 12)
+    form, states = form_of(simd_width=simd_width), random_states(NUM_CALIBRATION + 12)
     pool, size = pool_of(states, form), len(states)
     one, several = Pca(form, 16, 0.5), Pca(form, 16, 0.5)
     blobs = [torch.full((size, one.blob_bytes), 7, dtype=torch.uint8) for _ in range(2)]
@@ -191,10 +193,10 @@ def test_ranks_refuse_together_what_one_refuses(num_ranks: int) -> None:
 
 
 @LANES
-def test_groups_have_bases_of_their_own(lanes: int) -> None:
+def test_groups_have_bases_of_their_own(simd_width: int) -> None:
     """Oracle: the blobs that a codec of each group alone makes; the second group is ready later, and has half of the
     layers, so that the rest of its blocks says nothing, and comes back as zeros."""
-    form, small = form_of(lanes=lanes), replace(form_of(lanes=lanes), num_parts=PARTS // 2)
+    form, small = form_of(simd_width=simd_width), replace(form_of(simd_width=simd_width), num_parts=PARTS // 2)
     states = [random_states(NUM_CALIBRATION + 4, seed) for seed in (1, 2)]
     states[1] = states[1].roll(1, -1)
     pool = torch.cat([pool_of(one, form) for one in states])

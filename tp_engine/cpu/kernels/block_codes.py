@@ -30,8 +30,8 @@ def decode_blocks(
     _run(library.decode_blocks, blobs, pool, pairs, form, codes)
 
 
-def lanes_of(library: ctypes.CDLL, block_size: int) -> int:
-    """``BlockForm.lanes`` of a cache that ``attention.c`` keeps."""
+def simd_width_of(library: ctypes.CDLL, block_size: int) -> int:
+    """``BlockForm.simd_width`` of a cache that ``attention.c`` keeps."""
     return min(int(library.attention_lanes()), block_size)
 
 
@@ -40,7 +40,7 @@ def _check(pool: torch.Tensor, blobs: torch.Tensor, pairs: IntArray, form: Block
     assert pool.is_contiguous() and pool.shape[1] == form.block_bytes, (pool.shape, form)
     assert blobs.is_contiguous() and blobs.shape[1] == form.blob_bytes, (blobs.shape, form)
     assert pairs.min() >= 0 and pairs[:, 0].max() < len(pool) and pairs[:, 1].max() < len(blobs), pairs
-    assert not form.lanes or form.head_dim * form.dtype.itemsize <= _MAX_COLUMN_BYTES, form
+    assert not form.simd_width or form.head_dim * form.dtype.itemsize <= _MAX_COLUMN_BYTES, form
 
 
 def _run(
@@ -52,7 +52,7 @@ def _run(
     codes: torch.dtype,
 ) -> None:
     given = BlockCodes(
-        num_parts=form.num_parts, part_vectors=form.part_vectors, head_dim=form.head_dim, lanes=form.lanes,
+        num_parts=form.num_parts, part_vectors=form.part_vectors, head_dim=form.head_dim, simd_width=form.simd_width,
         dtype=DTYPE_CODES[form.dtype], codes=_CODES[codes], num_threads=torch.get_num_threads(),
     )  # fmt: skip
     pairs = np.ascontiguousarray(pairs, dtype=np.int32)

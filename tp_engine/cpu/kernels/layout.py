@@ -85,7 +85,7 @@ class QuantisedLayout(ctypes.Structure):
 class BlockCodes(ctypes.Structure):
     """``block_codes.c``: a ``BlockForm``, its codes (0: int8, 1: e4m3), and the threads that share the work."""
 
-    _fields_ = (*integers("num_parts part_vectors head_dim lanes dtype codes num_threads"),)
+    _fields_ = (*integers("num_parts part_vectors head_dim simd_width dtype codes num_threads"),)
 
 
 MAX_ADAPTED_PARTS = 8

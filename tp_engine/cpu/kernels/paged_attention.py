@@ -25,8 +25,8 @@ def in_kernel_order(library: ctypes.CDLL, kv_cache: torch.Tensor) -> torch.Tenso
     block_size, num_bytes = kv_cache.shape[2], kv_cache.shape[4] * kv_cache.itemsize
     assert num_bytes % 4 == 0, f"a row of {num_bytes} bytes has no whole items"
     keys, values = kv_cache.transpose(2, 3).contiguous()
-    lanes = min(library.attention_lanes(), block_size)
-    columns = keys.view(torch.int32).unflatten(2, (block_size // lanes, lanes)).transpose(3, 4).contiguous()
+    simd_width = min(library.attention_lanes(), block_size)
+    columns = keys.view(torch.int32).unflatten(2, (block_size // simd_width, simd_width)).transpose(3, 4).contiguous()
     return torch.stack((columns.view(kv_cache.dtype).view(kv_cache[0].shape), values.view(kv_cache[0].shape)))
 
 

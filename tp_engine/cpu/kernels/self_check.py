@@ -301,7 +301,7 @@ def _block_codes(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Gene
         num_kv_heads=1,
         head_dim=40,
         dtype=dtype,
-        lanes=native_block_codes.lanes_of(library, 16),
+        simd_width=native_block_codes.simd_width_of(library, 16),
     )
     pool = torch.randint(-7, 8, (2, form.num_vectors * 40), generator=generator).to(dtype)
     pool[:, ::40] = pool[:, 1::40] = 7

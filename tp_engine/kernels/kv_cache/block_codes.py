@@ -15,7 +15,8 @@ Vectors have the order in which they lie in the block.  Keys in the order of ``c
 columns::
 
     rows      (block_size, KV heads, head_dim)
-    columns   (KV heads, block_size / lanes, items of 4 bytes, lanes)          values: (KV heads, block_size, head_dim)
+    columns   (KV heads, block_size / simd_width, items of 4 bytes, simd_width)  values: (KV heads, block_size,
+    head_dim)
 """
 
 import math
@@ -36,14 +37,14 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockForm:
-    """What a block consists of; ``num_parts`` is twice its layers, ``lanes`` 0 where keys are rows."""
+    """What a block consists of; ``num_parts`` is twice its layers, ``simd_width`` 0 where keys are rows."""
 
     num_parts: int
     block_size: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    lanes: int = 0
+    simd_width: int = 0
 
     @property
     def part_vectors(self) -> int:
@@ -72,27 +73,27 @@ class BlockForm:
 
     def vectors_of(self, blocks: torch.Tensor) -> torch.Tensor:
         """``blocks`` (n, block_bytes) uint8 as vectors (n, parts, vectors of a part, head_dim)."""
-        if not self.lanes:
+        if not self.simd_width:
             return blocks.view(self.dtype).view(len(blocks), self.num_parts, self.part_vectors, self.head_dim)
         return self._exchanged(blocks, self._columns, self._rows)
 
     def blocks_of(self, vectors: torch.Tensor) -> torch.Tensor:
         """Return the inverse of ``vectors_of``."""
         blocks = vectors.contiguous().view(len(vectors), -1).view(torch.uint8)
-        if not self.lanes:
+        if not self.simd_width:
             return blocks
         return self._exchanged(blocks, self._rows, self._columns).view(len(vectors), -1).view(torch.uint8)
 
     @property
     def _columns(self) -> tuple[int, ...]:
         """Groups of keys as they lie in the block, in bytes."""
-        return (self.part_vectors // self.lanes, self.head_dim * self.dtype.itemsize // 4, self.lanes, 4)
+        return (self.part_vectors // self.simd_width, self.head_dim * self.dtype.itemsize // 4, self.simd_width, 4)
 
     @property
     def _rows(self) -> tuple[int, ...]:
         """The same groups as vectors."""
-        groups, items, lanes, _ = self._columns
-        return (groups, lanes, items, 4)
+        groups, items, simd_width, _ = self._columns
+        return (groups, simd_width, items, 4)
 
     def _exchanged(self, blocks: torch.Tensor, given: tuple[int, ...], wanted: tuple[int, ...]) -> torch.Tensor:
         """``blocks`` with keys of the shape ``given`` in that of ``wanted``, as vectors."""

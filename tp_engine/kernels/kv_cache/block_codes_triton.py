@@ -109,7 +109,7 @@ def _launch(
     codes: torch.dtype,
     constants: dict[str, Any],
 ) -> None:
-    assert not form.lanes and pool.is_contiguous() and blobs.is_contiguous()
+    assert not form.simd_width and pool.is_contiguous() and blobs.is_contiguous()
     assert pool.shape[1] == form.block_bytes and blobs.shape[1] == form.blob_bytes, (pool.shape, blobs.shape, form)
     if isinstance(pairs, np.ndarray):
         pairs = torch.from_numpy(pairs).to(pool.device)

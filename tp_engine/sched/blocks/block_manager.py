@@ -93,22 +93,23 @@ class BlockManager:
         return ceil_div(num_tokens, self.block_size)
 
     def has_room(self, count: int) -> bool:
-        """Whether ``count`` blocks can be allocated; if not at once, then after all windows gave back what they can."""
+        """Return whether ``count`` blocks can be allocated; if not at once, then after all windows gave back what they
+        can."""
         if count > self.pool.num_available:
             self.expire_all()
         return count <= self.pool.num_available
 
     def most_blocks(self, num_tokens: int) -> int:
-        """The most blocks that a sequence of ``num_tokens`` holds on its way."""
+        """Return the most blocks that a sequence of ``num_tokens`` holds on its way."""
         num_logical = ceil_div(num_tokens, self.block_size)
         if not self._has_windows:
             return num_logical * self.num_groups
         return self.windows.most_blocks(num_logical, self._max_chunk)
 
     def chunk_limit(self, num_held: int, num_logical: int, start: int) -> int:
-        """The most tokens from ``start`` on that a sequence can be given in one step, with the whole pool to itself.
-        It holds ``num_held`` blocks, and its tables have ``num_logical`` logical blocks.  Without windows a chunk may
-        be as long as the rest of the prompt: smaller chunks would need as many blocks."""
+        """Return the most tokens from ``start`` on that a sequence can be given in one step, with the whole pool to
+        itself.  It holds ``num_held`` blocks, and its tables have ``num_logical`` logical blocks.  Without windows a
+        chunk may be as long as the rest of the prompt: smaller chunks would need as many blocks."""
         if not self._has_windows:
             return self._max_chunk
         spare = (self.pool.num_blocks - num_held) // self.num_groups
@@ -125,13 +126,14 @@ class BlockManager:
         return self.chunk_limit(num_held, num_logical, int(start[0]))
 
     def find_hits(self, sequence: Sequence) -> Hits:
-        """The cached K/V of a waiting sequence's first tokens; at least one token is left to compute."""
+        """Return the cached K/V of a waiting sequence's first tokens; at least one token is left to compute."""
         if not self._caching or sequence.wants_prompt_logprobs:
             return Hits(self._nothing, sequence.group.cache_key)
         return self.find_prefix(sequence.group.cache_key, sequence.token_ids, reads_disk=sequence.reads_disk)
 
     def find_prefix(self, cache_key: str, token_ids: IntArray, *, reads_disk: bool = True) -> Hits:
-        """As ``find_hits``, for any tokens behind a cache key; unless it ``reads_disk``, of what is above the disk."""
+        """Do as ``find_hits``, for any tokens behind a cache key; unless it ``reads_disk``, of what is above the
+        disk."""
         windows, token_bytes = self.windows, token_ids.tobytes()
         usable: int = (len(token_ids) - 1) // self.block_size
         parted: tuple[int, int] | None = None
@@ -157,7 +159,7 @@ class BlockManager:
         return Hits(shared, place, num_tokens, tail, name, parted)
 
     def num_in_use(self, blocks: BlockIds) -> int:
-        """How many of ``blocks``, which may be on the host, some row holds."""
+        """Return how many of ``blocks``, which may be on the host, some row holds."""
         if self.tier is not None:
             blocks = blocks[~self.tier.on_host(blocks)]
         return len(blocks) - self.pool.num_idle(blocks)
@@ -169,7 +171,8 @@ class BlockManager:
         return int(np.count_nonzero(self.tier.on_host(shared.table).any(axis=1))) * self.block_size
 
     def hold(self, shared: Shared) -> tuple[Shared, bool]:
-        """One more row holds ``shared``: the blocks that it has now, and whether a load must go out before it runs."""
+        """Let one more row hold ``shared``: the blocks that it has now, and whether a load must go out before it
+        runs."""
         if self.tier is None:
             self.pool.share(shared.held)
             return shared, False
@@ -199,8 +202,8 @@ class BlockManager:
         return tables
 
     def donation(self, row: int, num_tokens: int) -> Donation | None:
-        """What a fork gets that goes on after the first ``num_tokens`` of ``row``.  None if a window left it behind, or
-        if a block to copy has not been loaded yet."""
+        """Return what a fork gets that goes on after the first ``num_tokens`` of ``row``.  None if a window left it
+        behind, or if a block to copy has not been loaded yet."""
         if (self._rows.first_block[row] > self.windows.first_needed(num_tokens)).any():
             return None
         num_full, num_in_last = divmod(num_tokens, self.block_size)
@@ -221,7 +224,7 @@ class BlockManager:
         return taken
 
     def grow_rows(self, rows: IntArray) -> IntArray:
-        """One more logical block for each of ``rows`` (n,), distinct, in order; (n * G,), as in a plan."""
+        """Return one more logical block for each of ``rows`` (n,), distinct, in order; (n * G,), as in a plan."""
         taken = self.allocate(len(rows) * self.num_groups)
         self._rows.add_blocks(rows, taken)
         return taken
@@ -298,7 +301,7 @@ class BlockManager:
             self.pool.mark_tail(blocks)
 
     def release(self, sequence: Sequence) -> None:
-        """The row gives its tables back, last block first; cached blocks stay cached until they are needed."""
+        """Give the row's tables back, last block first; cached blocks stay cached until they are needed."""
         self.pool.release(self._rows.held(sequence.row))
         self._set_lengths(sequence.row, 0)
 

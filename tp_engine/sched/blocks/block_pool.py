@@ -60,7 +60,8 @@ class BlockPool:
         return self.num_blocks - self.num_available
 
     def allocate(self, count: int) -> tuple[BlockIds, BlockIds]:
-        """The first ``count`` blocks leave their queues; these, and those among them whose cached content is lost."""
+        """Return the first ``count`` blocks leave their queues; these, and those among them whose cached content is
+        lost."""
         assert count <= self.num_available, f"{count} blocks wanted, {self.num_available} available"
         from_free = min(count, self.num_free)
         taken = lost = NO_BLOCKS
@@ -85,7 +86,7 @@ class BlockPool:
         self.num_available -= len(idle)
 
     def release(self, table: BlockIds) -> None:
-        """One holder gives back its block table, last block first."""
+        """Give back the block table of one holder, last block first."""
         counts = self._ref_count[table]
         assert 0 not in counts.tolist(), f"one of blocks {table} is released but no row holds it"
         self._ref_count[table] = counts - _ONE
@@ -108,17 +109,18 @@ class BlockPool:
         self.release(blocks)
 
     def mark_full(self, blocks: BlockIds) -> None:
-        """The content of these full, used blocks has entered the prefix cache."""
+        """Note that the content of these full, used blocks has entered the prefix cache."""
         self._content[blocks] = _FULL
 
     def mark_tail(self, blocks: BlockIds) -> None:
-        """The prefix cache knows the first tokens of these partly filled blocks, which leave their only holder."""
+        """Note that the prefix cache knows the first tokens of these partly filled blocks, which leave their only
+        holder."""
         counts = self._ref_count[blocks]
         assert np.all(counts == 1), f"blocks {blocks} have {counts} holders: they can be no tail"
         self._content[blocks] = _TAIL
 
     def forget_content(self) -> None:
-        """All cached blocks become free, behind those that are."""
+        """Free all cached blocks, behind those that are."""
         last_first = self._pop_cached(self.num_cached)[::-1]
         free = np.concatenate((last_first, self._free[: self.num_free]))
         self.num_free = len(free)
@@ -126,24 +128,24 @@ class BlockPool:
         self._content[:] = _NOTHING
 
     def next_taken(self, count: int) -> BlockIds:
-        """The full blocks, oldest first, among the next ``count`` that will be allocated."""
+        """Return the full blocks, oldest first, among the next ``count`` that will be allocated."""
         return self._kept.peek(count - self.num_free - len(self._tails))
 
     def ref_count(self, block: int) -> int:
-        """How many rows hold ``block``."""
+        """Return how many rows hold ``block``."""
         return int(self._ref_count[block])
 
     def num_idle(self, blocks: BlockIds) -> int:
-        """How many of these no row holds."""
+        """Return how many of these no row holds."""
         return len(blocks) - int(np.count_nonzero(self._ref_count[blocks]))
 
     def are_idle(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
-        """Which of these no row holds."""
+        """Return which of these no row holds."""
         idle: npt.NDArray[np.bool_] = self._ref_count[blocks] == 0
         return idle
 
     def contents(self) -> npt.NDArray[np.bool_]:
-        """Whether each block is in the prefix cache, used or not."""
+        """Return whether each block is in the prefix cache, used or not."""
         known: npt.NDArray[np.bool_] = self._content != _NOTHING
         return known
 

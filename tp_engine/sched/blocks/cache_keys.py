@@ -30,18 +30,18 @@ class CacheKeys:
         self._version = 0
 
     def renew(self, groups: Iterable[RequestGroup]) -> None:
-        """The weights are others from now on: these requests get new cache keys, and no cache key made before is made
-        again."""
+        """Note that the weights are others from now on: these requests get new cache keys, and no cache key made before
+        is made again."""
         self._version += 1
         for group in groups:
             group.cache_key = self.of_request(group.request)
 
     def of_request(self, request: EngineRequest) -> str:
-        """The cache key of a request's sequences."""
+        """Return the cache key of a request's sequences."""
         return self.of(request.params.cache_salt or "", request.adapter_generation)
 
     def of(self, salt: str, adapter_generation: int = 0) -> str:
-        """The cache key of sequences with a user's ``salt``, empty for none."""
+        """Return the cache key of sequences with a user's ``salt``, empty for none."""
         cache_key = salt
         if adapter_generation or self._version or salt.startswith("\0"):  # a salt can not spell such a cache key
             cache_key = f"\0{self._process}:{adapter_generation}:{self._version}:{salt}"

@@ -42,20 +42,20 @@ class KvWindows:
         self._keys_before: Counts = np.array([_ENDLESS if window is None else window - 1 for window in windows])
 
     def first_needed(self, positions: Counts | int) -> Counts:
-        """The first block of each group that a row needs whose next token is at ``positions`` (n,): (n, G)."""
+        """Return the first block of each group that a row needs whose next token is at ``positions`` (n,): (n, G)."""
         first_keys = np.maximum(np.asarray(positions)[..., None] - self._keys_before, 0)
         first: Counts = first_keys // self._tile_tokens * self._tile_tokens // self._block_size
         return first
 
     def held(self, table: npt.NDArray[_Int], first: Counts) -> npt.NDArray[_Int]:
-        """The entries of ``table`` (n, G) from the blocks ``first`` (G,) on, logical block by logical block."""
+        """Return the entries of ``table`` (n, G) from the blocks ``first`` (G,) on, logical block by logical block."""
         if not self.has_windows:
             return table.reshape(-1)
         return table[np.arange(len(table))[:, None] >= first]
 
     def longest_hit(self, is_there: BoolArray) -> int:
-        """How many of the logical blocks ``is_there`` (n, G) a sequence can begin with, at most: of a group with a
-        window it needs the last ones only."""
+        """Return how many of the logical blocks ``is_there`` (n, G) a sequence can begin with, at most: of a group with
+        a window it needs the last ones only."""
         numbers = np.arange(len(is_there) + 1)
         unbroken_from = np.zeros((len(numbers), self.num_groups), dtype=np.int64)
         behind_gap = np.where(is_there, 0, numbers[1:, None])
@@ -64,9 +64,9 @@ class KvWindows:
         return int(np.flatnonzero(suffices)[-1])
 
     def most_blocks(self, num_logical: int, chunk_tokens: int) -> int:
-        """The most blocks of the pool that a sequence of ``num_logical`` blocks ever holds, computed in chunks of at
-        most ``chunk_tokens``: all of them in full groups; in the others those that the window, the tile before it and
-        a chunk may touch."""
+        """Return the most blocks of the pool that a sequence of ``num_logical`` blocks ever holds, computed in chunks
+        of at most ``chunk_tokens``: all of them in full groups; in the others those that the window, the tile before it
+        and a chunk may touch."""
         total = 0
         for is_full, keys_before in zip(self.is_full.tolist(), self._keys_before.tolist(), strict=True):
             touched = keys_before + self._tile_tokens - 1 + chunk_tokens

@@ -35,7 +35,7 @@ class LruQueue:
         return self._length
 
     def append(self, blocks: BlockIds) -> None:
-        """These blocks join at the end, in their order."""
+        """Append these blocks, in their order."""
         count = len(blocks)
         if self._end + count > len(self._entries):
             self._close_up()
@@ -46,19 +46,19 @@ class LruQueue:
         self._length += count
 
     def remove(self, blocks: BlockIds) -> None:
-        """These blocks leave, wherever they are."""
+        """Remove these blocks, wherever they are."""
         self._place_of[blocks] = -1
         self._length -= len(blocks)
 
     def pop(self, count: int) -> BlockIds:
-        """The first ``count`` blocks leave."""
+        """Return the first ``count`` blocks leave."""
         assert count <= self._length, f"{count} blocks wanted, {self._length} in the queue"
         blocks = self._first(count)
         self.remove(blocks)
         return blocks
 
     def peek(self, count: int) -> BlockIds:
-        """The first ``count`` blocks, or all of a shorter queue; they stay."""
+        """Return the first ``count`` blocks, or all of a shorter queue; they stay."""
         count = min(count, self._length)
         if count <= 0:
             return NO_BLOCKS
@@ -67,12 +67,12 @@ class LruQueue:
         return blocks
 
     def holds(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
-        """Which of these are in the queue."""
+        """Return which of these are in the queue."""
         held: npt.NDArray[np.bool_] = self._place_of[blocks] >= 0
         return held
 
     def order(self) -> BlockIds:
-        """All blocks, in order."""
+        """Return all blocks, in order."""
         entries, places = self._entries[self._head : self._end], self._numbers[self._head : self._end]
         order: BlockIds = entries[self._place_of[entries] == places]
         return order

@@ -76,8 +76,8 @@ class PrefixCache:
         self._next_serial = 1
 
     def match(self, salt: str, token_bytes: bytes, max_blocks: int) -> tuple[BlockIds, Place]:
-        """The known logical blocks, at most ``max_blocks``, with a sequence's first tokens; the place behind them.  (n,
-        G); a block that is not there, which happens in groups with a window, is ``NO_BLOCK``."""
+        """Return the known logical blocks, at most ``max_blocks``, with a sequence's first tokens; the place behind
+        them. (n, G); a block that is not there, which happens in groups with a window, is ``NO_BLOCK``."""
         parts, _, place = self._walk(salt, token_bytes, max_blocks)
         if not parts:
             return self._no_blocks, place
@@ -87,8 +87,8 @@ class PrefixCache:
         return np.concatenate(found), place
 
     def stretches(self, salt: str, token_bytes: bytes, max_blocks: int) -> list[tuple[int, int]]:
-        """The known blocks, at most ``max_blocks``, with a sequence's first tokens: identities that follow one another,
-        by the first one and their number."""
+        """Return the known blocks, at most ``max_blocks``, with a sequence's first tokens: identities that follow one
+        another, by the first one and their number."""
         parts, _, _ = self._walk(salt, token_bytes, max_blocks)
         return [(run.serial + first, count) for run, first, count in parts]
 
@@ -98,8 +98,8 @@ class PrefixCache:
         return identity(place), token_bytes[start : start + self._block_bytes]
 
     def match_tail(self, place: Place, token_bytes: bytes, num_tokens: int) -> tuple[BlockIds, int] | None:
-        """The longest tail at ``place`` that follows a sequence's first ``num_tokens``: its block of each group (G,),
-        the number of its tokens.  At least one token is left to compute."""
+        """Return the longest tail at ``place`` that follows a sequence's first ``num_tokens``: its block of each group
+        (G,), the number of its tokens.  At least one token is left to compute."""
         if not self._tail_named:
             return None
         parent, start = identity(place), num_tokens * TOKEN_BYTES
@@ -111,15 +111,15 @@ class PrefixCache:
         return None
 
     def cached_blocks(self) -> list[int]:
-        """All blocks in runs, used or not, and all tails."""
+        """Return all blocks in runs, used or not, and all tails."""
         return [*np.flatnonzero(self._serial_of).tolist(), *self._tail_names]
 
     def where(self, blocks: BlockIds) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The serial of each block's run, 0 for none, and its place among the run's blocks, counted flat."""
+        """Return the serial of each block's run, 0 for none, and its place among the run's blocks, counted flat."""
         return self._serial_of[blocks], self._place_of[blocks]
 
     def run(self, serial: int) -> Run | None:
-        """The run of this serial, if it is still there."""
+        """Return the run of this serial, if it is still there."""
         return self._runs.get(serial)
 
     @property
@@ -128,7 +128,7 @@ class PrefixCache:
         return self._num_groups
 
     def groups(self) -> dict[int, int]:
-        """The group of each block in a run."""
+        """Return the group of each block in a run."""
         blocks = np.flatnonzero(self._serial_of)
         return dict(zip(blocks.tolist(), (self._place_of[blocks] % self._num_groups).tolist(), strict=True))
 
@@ -173,7 +173,7 @@ class PrefixCache:
         return True
 
     def evict(self, blocks: BlockIds) -> None:
-        """These blocks, at least one, will be overwritten: they are not found any more."""
+        """Note that these blocks, at least one, will be overwritten: they are not found any more."""
         serials = self._serial_of[blocks]
         self._serial_of[blocks] = 0
         for start, end in _stretches(serials):
@@ -184,7 +184,7 @@ class PrefixCache:
                     self._evict_tail(block)
 
     def rename(self, old: BlockIds, new: BlockIds) -> None:
-        """The content of each block ``old`` in a run is in ``new`` from now on, which was in none."""
+        """Note that the content of each block ``old`` in a run is in ``new`` from now on, which was in none."""
         serials, places = self._serial_of[old], self._place_of[old]
         self._serial_of[old] = 0
         self._serial_of[new], self._place_of[new] = serials, places
@@ -196,7 +196,7 @@ class PrefixCache:
                 flat[numbers[kept]] = new[start:end][kept]
 
     def are_found(self, blocks: BlockIds) -> BoolArray:
-        """Which of ``blocks``, full ones or tails, a sequence may find in a run."""
+        """Return which of ``blocks``, full ones or tails, a sequence may find in a run."""
         serials = self._serial_of[blocks]
         ends = np.zeros(len(blocks), dtype=np.int64)
         for start, end in _stretches(serials):
@@ -353,7 +353,7 @@ class Run:
             self.token_bytes = self.token_bytes[: length * len(self.name[1])]
 
     def num_equal(self, first: int, token_bytes: bytes, start: int, end: int) -> int:
-        """How many blocks from ``first`` on have the tokens in ``token_bytes[start:end]``."""
+        """Return how many blocks from ``first`` on have the tokens in ``token_bytes[start:end]``."""
         size = len(self.name[1])
         count = min(self.length - first, (end - start) // size)
         if count <= 0:
@@ -380,7 +380,7 @@ def _stretches(serials: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
 
 
 def is_lost(place: Place) -> bool:
-    """Whether the block before ``place`` has left the cache, so that nothing can be added there."""
+    """Return whether the block before ``place`` has left the cache, so that nothing can be added there."""
     return not isinstance(place, str) and place[1] >= place[0].length
 
 

@@ -39,8 +39,8 @@ class Snapshots:
         return len(self._slot_of)
 
     def longest(self, known: list[tuple[int, int]], block_size: int) -> tuple[int, tuple[int, int] | None]:
-        """How many of a prompt's ``known`` blocks (``PrefixCache.stretches``) end with a snapshot, at most.  If these
-        are not all, also the last known block, and the tokens up to it."""
+        """Return how many of a prompt's ``known`` blocks (``PrefixCache.stretches``) end with a snapshot, at most.  If
+        these are not all, also the last known block, and the tokens up to it."""
         num_known = num_left = sum(count for _, count in known)
         for first, count in reversed(known):
             place = bisect_left(self._names, first + count) - 1
@@ -53,12 +53,12 @@ class Snapshots:
         return num_left, (known[-1][0] + known[-1][1] - 1, num_known * block_size)
 
     def use(self, name: int) -> int:
-        """The slot of a snapshot that is there; it is the last to be evicted now."""
+        """Return the slot of a snapshot that is there; it is the last to be evicted now."""
         self._slot_of.move_to_end(name)
         return self._slot_of[name]
 
     def take(self, name: int) -> int | None:
-        """A slot for a new snapshot; None if it is there already."""
+        """Return a slot for a new snapshot; None if it is there already."""
         self._expected.pop(name, None)
         if name in self._slot_of or not self._count:
             return None
@@ -75,7 +75,7 @@ class Snapshots:
         self._expected[name] = sequence, position
 
     def is_expected(self, name: int) -> bool:
-        """Whether a running prompt will take this snapshot."""
+        """Return whether a running prompt will take this snapshot."""
         found = self._expected.get(name)
         if found is not None:
             sequence, position = found

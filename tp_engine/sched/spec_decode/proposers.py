@@ -45,7 +45,7 @@ _SOURCES: Mapping[str, Callable[[SpeculativeConfig], Proposer]] = MappingProxyTy
 
 
 def make_source(config: SpeculativeConfig) -> Proposer:
-    """The source of the configuration's method."""
+    """Return the source of the configuration's method."""
     return _SOURCES[config.method](config)
 
 
@@ -59,7 +59,7 @@ class Acceptance:
         self._tried: npt.NDArray[np.float64] = np.zeros((most_matched + 1, most_tokens))
 
     def likelihoods(self, matched: int, count: int) -> npt.NDArray[np.float64]:
-        """For each of ``count`` draft tokens the share of runs in which it and all before it are right."""
+        """Return for each of ``count`` draft tokens the share of runs in which it and all before it are right."""
         self._right[matched] *= _KEPT
         self._tried[matched] *= _KEPT
         share = (self._right[matched, :count] + _PRIOR_RIGHT) / (self._tried[matched, :count] + _PRIOR_TRIED)
@@ -165,11 +165,11 @@ class Proposers:
             first += count
 
     def take(self, result: StepResult) -> None:
-        """The result of a step has come."""
+        """Note that the result of a step has come."""
         for source in self._sources:
             source.take(result)
 
     def learn(self, sequence: Sequence) -> None:
-        """A sequence has ended."""
+        """Note that a sequence has ended."""
         for source in self._sources:
             source.learn(sequence)

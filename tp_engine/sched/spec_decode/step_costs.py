@@ -43,8 +43,8 @@ class StepCosts:
         return int(max(decodes[pays], default=1))
 
     def num_paying(self, num_decodes: int, likelihoods: npt.NDArray[np.float64]) -> int:
-        """How many draft tokens to verify beside ``num_decodes`` rows, the likeliest first: ``likelihoods`` (n,) fall.
-        There are measured times for ``num_decodes`` + n rows."""
+        """Return how many draft tokens to verify beside ``num_decodes`` rows, the likeliest first: ``likelihoods`` (n,)
+        fall.  There are measured times for ``num_decodes`` + n rows."""
         tokens = num_decodes + np.concatenate(([0.0], likelihoods.cumsum()))
         seconds = self._seconds[num_decodes : num_decodes + len(tokens)].copy()
         seconds[1:] += _VERIFYING_S

@@ -161,7 +161,7 @@ class SuffixProposer(Proposer):
     def _index(self, text: IntArray, start: int, cache_key: _Numbers) -> None:
         """Enter the places of ``text``, the first of which is ``start``, into the tables."""
         sums, numbers = np.zeros(len(text), dtype=np.uint64), text.astype(np.uint64)
-        for back in range(min(self._anchors[-1], len(text))):  # as in ``guess``: token by token, newest first
+        for back in range(min(self._anchors[-1], len(text))):  # as in ``propose``: token by token, newest first
             sums[back:] += numbers[: len(text) - back] * self._powers[back]
             if back + 1 in self._anchors:
                 self._enter(self._anchors.index(back + 1), self._slots(sums[back:], cache_key), start + back)

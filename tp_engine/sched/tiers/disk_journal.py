@@ -57,12 +57,12 @@ class JournalHeader:
     salt_key: bytes
 
     def encode(self) -> bytes:
-        """The first bytes of the journal."""
+        """Return the first bytes of the journal."""
         packed = _HEADER.pack(_MAGIC, _VERSION, self.block_bytes, self.num_groups, self.store, self.salt_key)
         return packed + _SUM.pack(xxhash.xxh3_64_intdigest(packed))
 
     def digest(self, salt: str) -> str:
-        """What stands for ``salt`` in the prefix cache and in the journal; no salt stays none."""
+        """Return what stands for ``salt`` in the prefix cache and in the journal; no salt stays none."""
         if not salt:
             return salt
         return hashlib.blake2b(salt.encode(), digest_size=_SALT_BYTES, key=self.salt_key).hexdigest()
@@ -160,7 +160,7 @@ def _encode(run: Run, blocks: npt.NDArray[np.int64], num_groups: int) -> bytes:
 
 
 def read_header(data: bytes) -> JournalHeader | None:
-    """The header, if ``data`` begins with one of this version."""
+    """Return the header, if ``data`` begins with one of this version."""
     end = _HEADER.size + _SUM.size
     if len(data) < end or _SUM.unpack_from(data, _HEADER.size)[0] != xxhash.xxh3_64_intdigest(data[: _HEADER.size]):
         return None
@@ -169,7 +169,8 @@ def read_header(data: bytes) -> JournalHeader | None:
 
 
 def read_nodes(data: bytes, header: JournalHeader, serials: Sequence[npt.NDArray[np.int64]]) -> dict[int, Node]:
-    """The nodes of all whole records, with those blocks that every rank has: ``serials`` are each rank's, by slot."""
+    """Return the nodes of all whole records, with those blocks that every rank has: ``serials`` are each rank's, by
+    slot."""
     nodes: dict[int, Node] = {}
     owner: dict[int, tuple[int, int]] = {}  # of each slot, by the newest record: node, group
     for first, parent, tokens, blocks in _records(data, header):

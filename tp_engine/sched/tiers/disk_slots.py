@@ -56,13 +56,13 @@ class DiskSlots:
         return np.concatenate((taken, lost, shadows)), lost
 
     def attach(self, ids: BlockIds, slots: BlockIds, serials: BlockIds) -> None:
-        """The content of ``ids`` is being written to these taken slots."""
+        """Note that the content of ``ids`` is being written to these taken slots."""
         self.copy_of[ids], self.above[slots] = slots, ids
         self.serials[slots] = serials
         self._is_lent[slots] = True
 
     def put(self, slots: BlockIds, serials: BlockIds) -> None:
-        """These slots hold sole copies since an earlier start; the first will be lost first."""
+        """Note that these slots hold sole copies since an earlier start; the first will be lost first."""
         is_put = np.zeros(self.num_slots, dtype=np.bool_)
         is_put[slots] = True
         free = self._free[: self._num_free]
@@ -73,20 +73,20 @@ class DiskSlots:
         self._soles.append(slots)
 
     def raise_(self, slots: BlockIds, ids: BlockIds) -> None:
-        """The content of these sole copies is being read, and ``ids`` stand for it."""
+        """Note that the content of these sole copies is being read, and ``ids`` stand for it."""
         self._soles.remove(slots)
         self.copy_of[ids], self.above[slots] = slots, ids
         self._is_lent[slots] = True
 
     def end(self, slots: BlockIds) -> None:
-        """These slots are not read or written any more."""
+        """Note that these slots are not read or written any more."""
         self._is_lent[slots] = False
         is_above = self.above[slots] != _NOT_ABOVE
         self._shadows.append(slots[is_above])
         self._give_back(slots[~is_above])
 
     def move(self, old: BlockIds, new: BlockIds) -> None:
-        """The content of each id ``old`` is that of ``new`` now."""
+        """Note that the content of each id ``old`` is that of ``new`` now."""
         copies = self.copy_of[old]
         self.copy_of[old] = NO_COPY
         self.copy_of[new] = copies
@@ -94,7 +94,7 @@ class DiskSlots:
         self.above[copies[there]] = new[there]
 
     def sink(self, ids: BlockIds) -> BlockIds:
-        """The content of ``ids``, which have copies that are not lent, is on disk alone; the slots."""
+        """Return the content of ``ids``, which have copies that are not lent, is on disk alone; the slots."""
         slots = self.copy_of[ids]
         self._shadows.remove(slots)
         self.copy_of[ids], self.above[slots] = NO_COPY, _NOT_ABOVE
@@ -102,7 +102,7 @@ class DiskSlots:
         return slots
 
     def forget(self, ids: BlockIds) -> None:
-        """The content of these ids is of no use, whether they have copies or not."""
+        """Note that the content of these ids is of no use, whether they have copies or not."""
         slots = self.copy_of[ids]
         slots = slots[slots != NO_COPY]
         self.copy_of[ids], self.above[slots] = NO_COPY, _NOT_ABOVE
@@ -116,16 +116,16 @@ class DiskSlots:
         self._give_back(self._soles.pop(len(self._soles)))
 
     def are_lent(self, slots: BlockIds) -> BoolArray:
-        """Which of these are being read or written."""
+        """Return which of these are being read or written."""
         lent: BoolArray = self._is_lent[slots]
         return lent
 
     def soles(self) -> BlockIds:
-        """The sole copies, oldest first."""
+        """Return the sole copies, oldest first."""
         return self._soles.order()
 
     def contents(self) -> tuple[BlockIds, BlockIds]:
-        """The slots that are written whole, and what stands for their content: an id above, or -1."""
+        """Return the slots that are written whole, and what stands for their content: an id above, or -1."""
         slots = np.concatenate((self._soles.order(), self._shadows.order()))
         return slots, self.above[slots]
 

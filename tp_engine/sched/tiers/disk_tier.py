@@ -82,7 +82,7 @@ class DiskTierManager:
         self._rewrite_journal()
 
     def stats(self) -> dict[str, int]:
-        """The tier's fields of ``SchedulerStats``, but for the hits."""
+        """Return the tier's fields of ``SchedulerStats``, but for the hits."""
         return {
             "num_disk_slots": self._slots.num_slots,
             "num_used_disk_slots": self._slots.num_used,
@@ -94,13 +94,14 @@ class DiskTierManager:
     # What the tiers above do.
 
     def published(self, blocks: BlockIds) -> None:
-        """These blocks of the pool are in the cache now, and computed before the plan after the one in the making."""
+        """Note that these blocks of the pool are in the cache now, and computed before the plan after the one in the
+        making."""
         if len(blocks):
             self._fresh.append(blocks)
             self._is_stuck = False
 
     def moved(self, old: BlockIds, new: BlockIds) -> None:
-        """The content of each id ``old`` is that of ``new``, both in the pool or on the host."""
+        """Note that the content of each id ``old`` is that of ``new``, both in the pool or on the host."""
         self._slots.move(old, new)
         waiting = self._unwritten.holds(old)
         if waiting.any():
@@ -110,8 +111,8 @@ class DiskTierManager:
             self._fresh.append(new[np.isin(old, np.concatenate(self._fresh))])
 
     def lose(self, ids: BlockIds) -> None:
-        """The pool or the host have given up these ids, those that others follow behind the others: what has no copy
-        leaves the cache."""
+        """Note that the pool or the host have given up these ids, those that others follow behind the others: what has
+        no copy leaves the cache."""
         copies = self._slots.copy_of[ids]
         has_copy = copies != NO_COPY
         has_copy[has_copy] = ~self._slots.are_lent(copies[has_copy])
@@ -125,14 +126,14 @@ class DiskTierManager:
             self._cache.rename(kept, self._slots.sink(kept) + self.first)
 
     def forget(self, ids: BlockIds) -> None:
-        """The content of these ids, in the pool or on the host, leaves the cache."""
+        """Note that the content of these ids, in the pool or on the host, leaves the cache."""
         if len(ids):
             self._unwritten.remove(ids[self._unwritten.holds(ids)])
             self._slots.forget(ids)
             self._cache.evict(ids)
 
     def clear(self) -> None:
-        """The cache is about to forget everything; what has been ordered may still run."""
+        """Note that the cache is about to forget everything; what has been ordered may still run."""
         self._slots.clear()
         self._unwritten.pop(len(self._unwritten))
         self._fresh.clear()
@@ -142,7 +143,7 @@ class DiskTierManager:
     # Reads.
 
     def is_far(self, ids: BlockIds) -> BoolArray:
-        """Which of ``ids`` can not be shared or loaded yet: on disk, or being read."""
+        """Return which of ``ids`` can not be shared or loaded yet: on disk, or being read."""
         far: BoolArray = ids >= self.first
         if self.reads.num_open:
             on_host = np.flatnonzero((ids >= self._first_host) & ~far)
@@ -198,7 +199,7 @@ class DiskTierManager:
         return bool(len(self._unwritten) or self._fresh) and not self._is_stuck
 
     def rest(self) -> None:
-        """An idle engine could order nothing: it need not ask again before there are news."""
+        """Note that an idle engine could order nothing: it need not ask again before there are news."""
         self._is_stuck = True
         if self._journal.has_grown:
             self._rewrite_journal()
@@ -236,14 +237,14 @@ class DiskTierManager:
         self._host.give_back(batch.host)
 
     def ordered_reads(self) -> IntArray:
-        """The pairs (slot on disk, slot on the host) that go out with this plan."""
+        """Return the pairs (slot on disk, slot on the host) that go out with this plan."""
         reads = np.concatenate(self._to_read) if self._to_read else NO_PAIRS
         self._to_read = []
         return reads
 
     def writes(self, double: Callable[[BlockIds], BlockIds]) -> IntArray:
-        """The pairs (slot on the host, slot on disk) that go out with this plan.  ``double`` stores blocks of the pool,
-        as far as there are slots to spare, and gives their slots on the host."""
+        """Return the pairs (slot on the host, slot on disk) that go out with this plan.  ``double`` stores blocks of
+        the pool, as far as there are slots to spare, and gives their slots on the host."""
         ids = self._next_written()
         self._absorb()
         if not len(ids):

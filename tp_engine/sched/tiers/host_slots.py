@@ -71,7 +71,7 @@ class HostSlots:
         return taken, lost
 
     def pair(self, blocks: BlockIds, slots: BlockIds) -> None:
-        """The content of each block is, or will be, in a taken slot too."""
+        """Note that the content of each block is, or will be, in a taken slot too."""
         self._enter(slots, _DOUBLE)
         self.slot_of[blocks] = slots
         self._block_of[slots] = blocks
@@ -85,21 +85,21 @@ class HostSlots:
         return slots
 
     def add_soles(self, slots: BlockIds) -> None:
-        """The content of blocks that the pool takes is, or will be, in these taken slots alone."""
+        """Note that the content of blocks that the pool takes is, or will be, in these taken slots alone."""
         self._enter(slots, _SOLE)
 
     def forget(self, blocks: BlockIds) -> None:
-        """The content of these clean blocks is of no use: their slots are free."""
+        """Note that the content of these clean blocks is of no use: their slots are free."""
         self._enter(self.part(blocks), _FREE)
 
     def forget_soles(self, slots: BlockIds) -> None:
-        """The content of these sole copies is of no use: they are free."""
+        """Note that the content of these sole copies is of no use: they are free."""
         self._leave(slots, self._soles)
         self._enter(slots, _FREE)
 
     def drop(self, slots: BlockIds) -> tuple[BlockIds, BlockIds]:
-        """The content of these slots, none of them pinned, is of no use: they are free.  Returns the blocks whose
-        doubles they were, and those of the slots that were sole copies."""
+        """Return the content of these slots, none of them pinned, is of no use: they are free.  Returns the blocks
+        whose doubles they were, and those of the slots that were sole copies."""
         blocks, soles = self._block_of[slots], slots[self._state[slots] == _SOLE]
         blocks = blocks[blocks != _NO_BLOCK]
         self.forget(blocks)
@@ -107,48 +107,48 @@ class HostSlots:
         return blocks, soles
 
     def pin(self, slots: BlockIds) -> None:
-        """These sole copies will be loaded, and must stay until then."""
+        """Note that these sole copies will be loaded, and must stay until then."""
         self._leave(slots, self._soles)
         self._state[slots] = _PINNED
 
     def pair_pinned(self, blocks: BlockIds, slots: BlockIds) -> None:
-        """Each block will get the content of a pinned slot."""
+        """Note that each block will get the content of a pinned slot."""
         self.slot_of[blocks] = slots
         self._block_of[slots] = blocks
 
     def unpin(self, blocks: BlockIds) -> None:
-        """The loads into these blocks have gone out: their slots are doubles."""
+        """Note that the loads into these blocks have gone out: their slots are doubles."""
         self._enter(self.slot_of[blocks], _DOUBLE)
 
     def lend(self, slots: BlockIds) -> None:
-        """The disk tier uses these slots."""
+        """Note that the disk tier uses these slots."""
         for queue in (self._doubles, self._soles):
             queue.remove(slots[queue.holds(slots)])
         self._is_lent[slots] = True
 
     def give_back(self, slots: BlockIds) -> None:
-        """The disk tier does not use these slots any more, whatever has become of them."""
+        """Note that the disk tier does not use these slots any more, whatever has become of them."""
         self._is_lent[slots] = False
         for state in (_FREE, _DOUBLE, _SOLE):
             self._enter(slots[self._state[slots] == state], state)
 
     def touch(self, slots: BlockIds) -> None:
-        """These sole copies will be needed: they are the newest ones."""
+        """Note that these sole copies will be needed: they are the newest ones."""
         queued = slots[self._soles.holds(slots)]
         self._soles.remove(queued)
         self._soles.append(queued)
 
     def clear(self) -> None:
-        """All slots are free; those that are lent when they come back."""
+        """Free all slots; those that are lent when they come back."""
         self.forget(np.flatnonzero(self.slot_of != NO_SLOT))
         self.forget_soles(np.flatnonzero(self._state == _SOLE))
 
     def oldest_soles(self, count: int) -> BlockIds:
-        """The first ``count`` sole copies that will be lost."""
+        """Return the first ``count`` sole copies that will be lost."""
         return self._soles.peek(count)
 
     def soles(self) -> BlockIds:
-        """The sole copies, oldest first, then those that are lent."""
+        """Return the sole copies, oldest first, then those that are lent."""
         lent = np.flatnonzero((self._state == _SOLE) & self._is_lent)
         return np.concatenate((self._soles.order(), lent))
 

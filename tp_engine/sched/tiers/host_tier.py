@@ -75,7 +75,7 @@ class HostTierManager:
         self._num_stores = 0
 
     def stats(self) -> dict[str, int]:
-        """The fields of ``SchedulerStats`` of this tier and the disk's, but for the hits."""
+        """Return the fields of ``SchedulerStats`` of this tier and the disk's, but for the hits."""
         return ({} if self.disk is None else self.disk.stats()) | {
             "num_host_slots": self._slots.num_slots,
             "num_used_host_slots": self._slots.num_used,
@@ -96,13 +96,13 @@ class HostTierManager:
         return self._max_moves - self._num_stores
 
     def on_host(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
-        """Which of these ids are slots."""
+        """Return which of these ids are slots."""
         found: npt.NDArray[np.bool_] = blocks >= self._num_blocks
         return found
 
     def may_use(self, blocks: BlockIds, *, reads_disk: bool) -> BoolArray | None:
-        """Which of ``blocks``, in any shape, a sequence may hit; None: all of them.  Not slots that some rank may have
-        refused to fill, and unless it ``reads_disk``, nothing on disk or being read."""
+        """Return which of ``blocks``, in any shape, a sequence may hit; None: all of them.  Not slots that some rank
+        may have refused to fill, and unless it ``reads_disk``, nothing on disk or being read."""
         if self._checks is not None:
             self._settle(self._checks)
             on_host = self.on_host(blocks)
@@ -113,7 +113,8 @@ class HostTierManager:
         return ~self.disk.is_far(blocks.reshape(-1)).reshape(blocks.shape)
 
     def first_below(self, held: BlockIds, share: int) -> BlockIds:
-        """The first of ``held`` that are on the host or on disk, at most one ``share``-th of the host's slots."""
+        """Return the first of ``held`` that are on the host or on disk, at most one ``share``-th of the host's
+        slots."""
         return held[self.on_host(held)][: max(1, self._slots.num_slots // share)]
 
     def _settle(self, checks: StoreChecks) -> None:
@@ -127,12 +128,13 @@ class HostTierManager:
             self._cache.evict(soles + self._num_blocks)
 
     def must_load(self, blocks: BlockIds) -> bool:
-        """Whether any of ``blocks``, some of which may be slots, is not in the pool until a load has gone out."""
+        """Return whether any of ``blocks``, some of which may be slots, is not in the pool until a load has gone
+        out."""
         on_host = self.on_host(blocks)
         return bool(on_host.any()) or bool(self._pending.holds(blocks[blocks >= 0]).any())
 
     def hold(self, shared: Shared) -> Shared:
-        """One more row holds these blocks.  Those on the host get blocks of the pool, and will be loaded."""
+        """Count one more row that holds these blocks.  Those on the host get blocks of the pool, and will be loaded."""
         on_host = self.on_host(shared.held)
         if not on_host.any():
             self._pool.share(shared.held)
@@ -153,7 +155,8 @@ class HostTierManager:
         return Shared(table, shared.first, held)
 
     def give_up(self, lost: BlockIds) -> None:
-        """The pool has taken these blocks, whose content was cached: full ones become slots, as far as possible."""
+        """Note that the pool has taken these blocks, whose content was cached: full ones become slots, as far as
+        possible."""
         if not len(lost):
             return
         self._pending.remove(lost[self._pending.holds(lost)])
@@ -183,17 +186,18 @@ class HostTierManager:
             self._lose(gone)
 
     def require(self, blocks: BlockIds | IntArray) -> None:
-        """The plan in the making reads or writes ``blocks``: it waits for their moves, of which none is pending."""
+        """Note that the plan in the making reads or writes ``blocks``: it waits for their moves, of which none is
+        pending."""
         if len(blocks):
             self._wait = max(self._wait, int(self._last_batch[blocks].max()))
 
     def load_now(self, blocks: BlockIds) -> None:
-        """The plan in the making reads ``blocks``: their loads go out with it, and it waits for them."""
+        """Note that the plan in the making reads ``blocks``: their loads go out with it, and it waits for them."""
         self._urgent = blocks
         self._wait = max(self._wait, self._next_batch)
 
     def finish(self, plan: StepPlan) -> StepPlan:
-        """The plan that has been made, with its moves."""
+        """Return the plan that has been made, with its moves."""
         if self._pool.num_free < self._reserve:
             self._clean()
         writes = reads = NO_PAIRS

@@ -55,7 +55,7 @@ class Sessions:
         self._last: OrderedDict[SessionKey, IntArray] = OrderedDict()
 
     def note(self, key: SessionKey, token_ids: IntArray) -> None:
-        """The session has ended with ``token_ids``, prompt and output."""
+        """Note that the session has ended with ``token_ids``, prompt and output."""
         self.forget(key)
         self._last[key] = token_ids
         self._num_tokens += len(token_ids)
@@ -63,7 +63,7 @@ class Sessions:
             self.forget(next(iter(self._last)))
 
     def last(self, key: SessionKey) -> IntArray | None:
-        """What it ended with; None for one that is not known."""
+        """Return what it ended with; None for one that is not known."""
         return self._last.get(key)
 
     def forget(self, key: SessionKey) -> None:
@@ -169,7 +169,7 @@ class Prefetcher(SchedulerFeature):
 
 
 def session_of(sequence: Sequence) -> SessionKey | None:
-    """The session that the request belongs to, if it names one."""
+    """Return the session that the request belongs to, if it names one."""
     name = sequence.group.request.params.prompt_cache_key
     return None if name is None else (name, sequence.group.cache_key)
 

@@ -70,7 +70,7 @@ class TierChannel:
         self.num_ordered += len(slots)
 
     def ended(self) -> list[tuple[TierBatch, BoolArray]]:
-        """The batches that have ended since the last call, and which of their operations failed."""
+        """Return the batches that have ended since the last call, and which of their operations failed."""
         if not self._batches:
             return []
         report = self._poll()
@@ -110,19 +110,19 @@ class StoreChecks:
         return self._channel.num_failed
 
     def begin(self, slots: BlockIds) -> None:
-        """The plan in the making stores into these slots."""
+        """Note that the plan in the making stores into these slots."""
         self._is_sure[slots] = False
         self._number_of[slots] = _NO_NUMBER
 
     def order(self, stores: IntArray) -> None:
-        """These stores (n, 2), at least one, go out with the plan."""
+        """Note that these stores (n, 2), at least one, go out with the plan."""
         slots = stores[:, 1].astype(np.intp)
         first = self._channel.num_ordered + 1
         self._number_of[slots] = np.arange(first, first + len(slots))
         self._channel.order(NO_BLOCKS, slots)
 
     def are_sure(self, slots: BlockIds) -> BoolArray:
-        """Which slots all ranks have confirmed."""
+        """Return which slots all ranks have confirmed."""
         sure: BoolArray = self._is_sure[slots]
         return sure
 
@@ -137,7 +137,7 @@ class StoreChecks:
         return np.concatenate(refused)
 
     def clear(self) -> None:
-        """All content of pool and slots is forgotten; stores that have gone out may still run."""
+        """Note that all content of pool and slots is forgotten; stores that have gone out may still run."""
         self.refused[:] = False
         self._is_sure[:] = False
         self._number_of[:] = _NO_NUMBER

@@ -23,11 +23,11 @@ _CODECS: dict[str, Callable[[BlockForm], Codec]] = {
 }
 
 
-def make_codec(name: str, shape: KvCacheShape, lanes: int) -> Codec:
-    """Return the codec ``name`` for a pool of blocks of ``shape``, whose keys are columns of ``lanes`` tokens, or rows
-    (0)."""
+def make_codec(name: str, shape: KvCacheShape, simd_width: int) -> Codec:
+    """Return the codec ``name`` for a pool of blocks of ``shape``, whose keys are columns of ``simd_width`` tokens, or
+    rows (0)."""
     if not is_lossy(name):
-        return BlockCopy(shape.block_bytes, repr((shape, lanes)))
+        return BlockCopy(shape.block_bytes, repr((shape, simd_width)))
     assert shape.layout.is_uniform, "the configuration refuses layers of several shapes"
     largest = max(shape.layout.groups, key=lambda group: len(group.layers))
     form = BlockForm(
@@ -36,7 +36,7 @@ def make_codec(name: str, shape: KvCacheShape, lanes: int) -> Codec:
         num_kv_heads=largest.local_num_kv_heads,
         head_dim=largest.head_dim,
         dtype=shape.dtype,
-        lanes=lanes,
+        simd_width=simd_width,
     )
     assert form.block_bytes == shape.block_bytes, "the configuration refuses a quantised cache"
     pca = pca_settings(name)

@@ -177,7 +177,7 @@ class Pca(Codec):
         """``blocks`` (n, block_bytes) by head: (num_heads, n, block_size, head_dim) float32, of the first heads."""
         form = self._form
         vectors = form.vectors_of(blocks)
-        if form.lanes:
+        if form.simd_width:
             states = vectors.view(len(blocks), -1, form.block_size, form.head_dim).transpose(0, 1)
         else:
             sizes = (len(blocks), form.num_parts, form.block_size, form.num_kv_heads, form.head_dim)
@@ -190,7 +190,7 @@ class Pca(Codec):
         rest = form.num_parts * form.num_kv_heads - len(states)
         if rest:
             states = torch.cat((states, states.new_zeros(rest, *states.shape[1:])))
-        if form.lanes:
+        if form.simd_width:
             vectors = states.transpose(0, 1)
         else:
             vectors = states.view(form.num_parts, form.num_kv_heads, *states.shape[1:]).permute(2, 0, 3, 1, 4)
