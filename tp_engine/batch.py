@@ -1,7 +1,5 @@
 """Run OpenAI batch requests: ``torchrun --nproc-per-node 8 -m tp_engine.batch --model M -i in.jsonl -o out.jsonl``."""
 
-from __future__ import annotations
-
 import sys
 
 from tp_engine.cli.launched import BATCH_TABLES, batch_job

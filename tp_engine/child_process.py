@@ -4,8 +4,6 @@ A child imports from where its parent does, and never from the current directory
 ``tokenizers.py`` that belongs to somebody else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

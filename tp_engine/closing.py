@@ -1,7 +1,5 @@
 """The end of engines: a base class for what a ``with`` block closes, and whether an engine may still be used."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from abc import ABC, abstractmethod

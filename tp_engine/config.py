@@ -4,8 +4,6 @@ Its fields are the options of the Python API (``LLM(block_size=32)``), the comma
 files (``block_size = 32``).  ``tp_engine.options`` makes the latter two from the fields and their help texts.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -8,8 +8,6 @@ Ranks may share a GPU, to test several ranks on fewer GPUs; they then divide its
     2,3           GPU 2    GPU 3                         all of it
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tp_engine.errors import ConfigError

@@ -1,7 +1,5 @@
 """The one door to the process environment."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator, Mapping

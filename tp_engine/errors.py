@@ -4,8 +4,6 @@ A user's mistake is a ``ConfigError`` or a ``RequestError`` (both ``ValueError``
 the remedy.  A mistake of the engine is an ``assert``.  A fault of the machine is a ``RuntimeError`` with the rank.
 """
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import reprlib

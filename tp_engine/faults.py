@@ -4,8 +4,6 @@
 (the first by default), or each time (``@*``).  The fault matrix of the tests uses it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

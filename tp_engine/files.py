@@ -5,8 +5,6 @@ devices is an act already, and JSON may have any size and depth.  So only regula
 known before they are read.  An ``OSError`` has a ``strerror`` for people; content is a ``ValueError``.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

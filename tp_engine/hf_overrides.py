@@ -1,7 +1,5 @@
 """``hf_overrides``: what the user changes in config.json before it is read.  No torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 A caller keeps the overridden ones alone, so that what is switched off costs nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 

@@ -3,8 +3,6 @@
 The kernel's routes answer the first question, without a packet and without the command ``ip``, which containers lack.
 """
 
-from __future__ import annotations
-
 import array
 import contextlib
 import fcntl

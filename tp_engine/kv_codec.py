@@ -10,8 +10,6 @@
 No torch: the configuration is checked before anything else is imported.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

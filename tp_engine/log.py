@@ -1,7 +1,5 @@
 """Logging on standard error in one format, with the rank in every line, and the request if there is one."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import logging

@@ -1,7 +1,5 @@
 """LoRA adapters as options and requests name them, with vLLM's words."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A compiler recurses over them, so one that nests without bound overflows its stack.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -70,8 +70,6 @@ An *order* asks all ranks for something that is no step, such as new weights.  I
 is sent when nothing is in flight, and has no result.
 """
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """How far each rank has come, for the other ranks and the watchdogs to see, and in words for those who wait."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum

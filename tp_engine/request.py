@@ -1,7 +1,5 @@
 """A request on its way in and its tokens on their way out: plain data that crosses process borders."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass

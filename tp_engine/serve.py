@@ -1,7 +1,5 @@
 """Serve a model over HTTP: ``torchrun --nproc-per-node 8 -m tp_engine.serve --model Qwen/Qwen3-32B``."""
 
-from __future__ import annotations
-
 import sys
 
 from tp_engine.cli.launched import SERVE_TABLES, serve_job

@@ -1,7 +1,5 @@
 """Bytes and token counts in the units that people write."""
 
-from __future__ import annotations
-
 import re
 
 from tp_engine.errors import ConfigError

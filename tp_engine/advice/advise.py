@@ -10,8 +10,6 @@
     max_num_seqs    concurrency, rounded; the largest step depends on it, so all of this is calculated twice
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from tp_engine.advice import sizes

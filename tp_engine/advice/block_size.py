@@ -10,8 +10,6 @@ The waste grows with the size, and so do runs of neighbouring tokens; tables and
 choice is therefore the largest size below ``MAX_WASTE``.  Layers with a window hold fewer tokens and waste more.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The question that a recommendation answers: a model, a device, and a workload with its lengths."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tp_engine.advice.block_size import Lengths

@@ -1,7 +1,5 @@
 """The recommendation: its numbers, its text for people, and the command that follows from it."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Bytes that a model needs on one rank beside its weights.  Blocks are exact, the rest is an estimate."""
 
-from __future__ import annotations
-
 from tp_engine.kv_layout import default_snapshots, local_num_kv_heads
 from tp_engine.model_config import padded_vocab_size
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec

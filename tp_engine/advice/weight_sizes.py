@@ -1,7 +1,5 @@
 """Parameters of one rank, and the bytes of its weights: in the model's type, or as codes and scales."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

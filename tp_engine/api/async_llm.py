@@ -281,10 +281,17 @@ class AsyncLLM:
             return await self._update_weights(weight_version, flush_cache, files=staged.files)
 
     async def update_weights_from_disk(
-        self, path: str | Path, *, weight_version: str | None = None, flush_cache: bool = False, abort_running: bool = False
+        self,
+        path: str | Path,
+        *,
+        weight_version: str | None = None,
+        flush_cache: bool = False,
+        abort_running: bool = False,
     ) -> str:
         """Do as ``LLM.update_weights_from_disk``; with ``abort_running``, unfinished requests end first."""
-        return await self._update_weights(weight_version, flush_cache, folder=str(path), abort_all_requests=abort_running)
+        return await self._update_weights(
+            weight_version, flush_cache, folder=str(path), abort_all_requests=abort_running
+        )
 
     async def pause(self, mode: str = "keep", *, timeout_s: float = 600.0) -> None:
         """Run nothing until ``resume``; new requests wait.

@@ -15,8 +15,6 @@ with a copy of their parent's partly filled block, so a round computes one token
 round computes all tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import heapq

@@ -4,8 +4,6 @@ They are the fields of the configuration dataclasses, in the types that a caller
 is missing and none is stale.  What each means is in its field's ``option(...)`` and in docs/serving.md, Flags.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, NamedTuple, TypedDict

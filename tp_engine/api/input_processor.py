@@ -1,7 +1,5 @@
 """From a prompt and its parameters to a checked ``EngineRequest``; all faults of a user are found here."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence

@@ -9,8 +9,6 @@
 Who waits has a place by the time it came, and later by its size: a small request passes larger ones.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import heapq

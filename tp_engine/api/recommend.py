@@ -1,7 +1,5 @@
 """``tp_engine.recommend``: which options to use and what fits, computed before anything is loaded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ space does not count, because runs of any length may disappear, and letters may 
 Tokenizers that drop other characters, or make one token of many unknown ones, tell nothing about lengths.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from functools import cached_property

@@ -1,7 +1,5 @@
 """``python -m tp_engine.cli``: the ``tp-engine`` command."""
 
-from __future__ import annotations
-
 import sys
 
 from tp_engine.cli.main import main

@@ -1,7 +1,5 @@
 """``tp-engine bench``: the benchmarks in scripts/, which a checkout has and the installed package has not."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What ``tp-engine doctor`` finds, as text, and its first findings: Python and the packages."""
 
-from __future__ import annotations
-
 import enum
 import platform
 import re

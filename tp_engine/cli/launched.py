@@ -3,8 +3,6 @@
 ``tp-engine`` starts the ranks itself; torchrun runs ``tp_engine.serve`` or ``tp_engine.batch`` on each.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

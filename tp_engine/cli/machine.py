@@ -1,7 +1,5 @@
 """What ``tp-engine doctor`` finds of this machine: GPUs, host, kernels, and what the engine would choose here."""
 
-from __future__ import annotations
-
 import ctypes.util
 import itertools
 import os

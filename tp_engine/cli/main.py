@@ -1,7 +1,5 @@
 """``tp-engine COMMAND``: finds the command and runs it; each command imports only what it needs."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Sequence

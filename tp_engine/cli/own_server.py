@@ -3,8 +3,6 @@
 ``main`` is that server's process; it reads its orders as JSON from standard input.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http
 import http.client

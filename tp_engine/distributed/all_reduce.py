@@ -13,8 +13,6 @@ has the names).  Every row adds trees of parts where layers ask for it (``Commun
 here, and its communicator in a file of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -79,13 +77,13 @@ def _why_not_symmetric(ranks: Ranks) -> str | None:
         return f"symmetric memory is for ranks on one host, and the ranks are on {ranks.num_hosts}"
     if ranks.machine is None:
         return "nothing is known of the GPUs"
-    if ranks.config.all_reduce_backend == "auto" and shares_devices(ranks.config.devices):
+    if ranks.config.all_reduce_backend == "auto" and shares_devices(ranks.config.device_ids):
         return "ranks that share a GPU run in turns"
     return why_not(ranks.machine, ranks.config.dtype)
 
 
 def _why_not_nccl(ranks: Ranks) -> str | None:
-    devices = ranks.config.devices
+    devices = ranks.config.device_ids
     return f"NCCL refuses ranks that share a GPU, and devices is {devices!r}" if shares_devices(devices) else None
 
 
@@ -97,7 +95,7 @@ def _why_not_shared(ranks: Ranks) -> str | None:
 def _make_symmetric(ranks: Ranks, groups: RankGroups, device: ReduceDevice) -> Communicator:
     group, machine = groups.device_group, ranks.machine
     assert group is not None and machine is not None, "a world of one has nothing to share"
-    if shares_devices(ranks.config.devices):
+    if shares_devices(ranks.config.device_ids):
         env.let_ranks_share_devices()
     return with_symmetric_memory(
         groups.communicator,
@@ -175,7 +173,7 @@ def probe_devices(config: EngineConfig, num_hosts: int = 1) -> Machine | None:
     auto."""
     if config.device != "cuda" or config.tensor_parallel_size == 1 or num_hosts > 1 or not torch.cuda.is_available():
         return None
-    return probe_machine(parse_devices(config.devices, config.tensor_parallel_size).indices)
+    return probe_machine(parse_devices(config.device_ids, config.tensor_parallel_size).indices)
 
 
 def set_up(

@@ -4,8 +4,6 @@ NCCL on CUDA, gloo on CPU or through the host, the identity for one rank.  ``all
 to add up the ranks' parts, and what puts shared and symmetric memory in front of these.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from time import monotonic_ns
 

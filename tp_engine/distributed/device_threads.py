@@ -4,8 +4,6 @@ In a new thread GPU 0 is the current one, whatever the main thread has chosen, a
 the current GPU: with 8 ranks, half a GiB of GPU 0 for each of the 7 others.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

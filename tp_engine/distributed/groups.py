@@ -3,8 +3,6 @@
 NCCL refuses ranks that share a GPU; their tensors go through the host and gloo.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

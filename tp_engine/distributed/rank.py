@@ -1,7 +1,5 @@
 """A rank's place among the others, and steps of the start that all ranks take or none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar

@@ -14,8 +14,6 @@ intra-node all-reduce).  An all-gather is one kernel up to a limit at which a ra
 largest two-shot all-reduce.
 """
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 

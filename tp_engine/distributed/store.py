@@ -3,8 +3,6 @@
 A ``WatchedStore`` ends its waits when the job has failed, so that no rank waits until the deadline for a dead rank.
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import itertools

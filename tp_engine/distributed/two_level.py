@@ -12,8 +12,6 @@ those of one host.
 A tensor crosses the network once each way per host, whatever the number of ranks on the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Rank 0's engine between two steps, for what an admin asks (``admin_commands.py``): orders, pauses, weights."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager

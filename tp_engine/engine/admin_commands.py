@@ -3,8 +3,6 @@
 An act runs on rank 0 between two steps.  What all ranks must do is an order (``worker/orders.py``), which an act sends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 

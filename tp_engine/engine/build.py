@@ -1,7 +1,5 @@
 """Builds rank 0's engine from its parts: worker, plan channel, scheduler."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 

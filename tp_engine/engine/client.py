@@ -1,7 +1,5 @@
 """The frontend's asyncio end of the local socket."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence

@@ -5,8 +5,6 @@ journal's place when it is whole.  What the process's end cuts off is read as to
 (``sched/tiers/disk_journal.py``).
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import threading

@@ -12,8 +12,6 @@ On a device that runs by itself (CUDA), the host launches the next step before i
     device    | run 1          | run 2                    | run 3                      ...
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

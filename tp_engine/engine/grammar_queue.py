@@ -9,8 +9,6 @@
       +-----> refused at once: no library, no tokenizer that it knows, a grammar that was refused lately
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor

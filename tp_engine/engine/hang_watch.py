@@ -11,8 +11,6 @@ Time counts from the last progress.  If this process itself was paused (Ctrl-Z o
 that slept), time counts from the end of the pause.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final

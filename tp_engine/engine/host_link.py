@@ -21,8 +21,6 @@ round trip are dropped.
 the hang watch sees it as it sees any stopped rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -13,8 +13,6 @@ the configuration, the weights (``weights/fingerprint.py``), and the kind of dev
 both values.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Which rank ended the job and why, found on the job's board, and the flight record of the job for people to read."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import importlib.metadata
@@ -73,10 +71,10 @@ def find_incident(board: JobBoard, own_rank: int, gone: Collection[int], exit_co
     if not failed or all(slot.rank == own_rank for slot in failed):
         return None
     first = next(slot for slot in failed if slot.rank != own_rank)
-    failed = first.failed_rank
-    assert failed is not None
-    place = on_host(board, board.slots[failed])
-    return Incident(failed, f"{place}{where(board.slots[failed])}; rank {first.rank} reports:", first.failure_text)
+    culprit = first.failed_rank
+    assert culprit is not None
+    place = on_host(board, board.slots[culprit])
+    return Incident(culprit, f"{place}{where(board.slots[culprit])}; rank {first.rank} reports:", first.failure_text)
 
 
 def where(slot: RankSlot) -> str:

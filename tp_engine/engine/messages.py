@@ -6,8 +6,6 @@
     rank 0 -> frontend    Ready, Added, Rejected, Stats, Report, CommandDone, Stopped, EngineDead
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, TypeAlias, get_args
 

@@ -6,8 +6,6 @@ A pidfd does both.  Kernels before 5.3 and some sandboxes have no pidfds: there 
 and a wait for its end looks twice a second.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

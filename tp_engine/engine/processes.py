@@ -1,7 +1,5 @@
 """Parents and children: every rank ends with its parent, and a parent kills only the processes that it started."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

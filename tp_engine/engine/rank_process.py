@@ -3,8 +3,6 @@
 Where torchrun starts the ranks, ``start.serve_rank`` does the same without this process.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """A rank other than 0, from the process groups to the stop plan."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

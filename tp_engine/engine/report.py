@@ -12,8 +12,6 @@ A step counts once all ranks have ended it.  Before a step without decodes there
 the time since rank 0 published its plan counts as waiting.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Sequence

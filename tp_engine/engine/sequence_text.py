@@ -15,8 +15,6 @@ detokenizer holds back
   U+FFFD if any part of it is not UTF-8, so a later byte can still change the text of earlier bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tp_engine.engine.tokenizer import TokenDecoder

@@ -10,8 +10,6 @@
        +-----frontend gone----------> its requests are aborted, RuntimeError
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from typing import Any, Protocol

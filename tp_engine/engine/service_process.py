@@ -3,8 +3,6 @@
 ``spawn_service`` starts a process that calls ``main``, which reads its ``ServiceSpec`` from standard input.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys

@@ -4,8 +4,6 @@ There is exactly one peer, so both ends are zmq PAIR sockets.  The kernel closes
 ends, and the socket's monitor reports it, so no heartbeat is needed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -9,8 +9,6 @@ So a generator may make each tensor as it is asked for.  The files take the memo
 ``close``; nothing is left behind when a process is killed.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

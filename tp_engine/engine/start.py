@@ -13,8 +13,6 @@
       Engine                                   == plans =>   run each plan until the stop plan
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -10,8 +10,6 @@ Decoders with byte fallback show a run of byte tokens as it is only if all of it
 broken run is known only at its end, so the token behind it has what its texts lack.
 """
 
-from __future__ import annotations
-
 import codecs
 from dataclasses import dataclass
 

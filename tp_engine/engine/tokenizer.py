@@ -1,7 +1,5 @@
 """Loads a model's tokenizer, and decodes tokens with it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -14,8 +14,6 @@ It sleeps in the kernel until another rank's process ends, or for half a second.
                             culprits of its host (a stopped process can not end by itself), then as above
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

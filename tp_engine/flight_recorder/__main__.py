@@ -1,7 +1,5 @@
 """``python -m tp_engine.flight_recorder FILE``: print a flight record for people."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

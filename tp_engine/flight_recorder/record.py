@@ -11,8 +11,6 @@ host share; times of other hosts are converted, so that the times of all ranks c
 "not known".  ``cpu_ns`` alone is a duration.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import threading

@@ -1,7 +1,5 @@
 """A flight record as text: cause, ranks, which rank waited for which, tracebacks, the last steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from tp_engine.flight_recorder.analysis import Standing, explain, standings

@@ -10,8 +10,6 @@ The process starts with the first grammar, within some tenths of a second, and t
 nor numpy, inherits no sockets, and ends with its parent.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import json

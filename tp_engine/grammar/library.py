@@ -1,7 +1,5 @@
 """The one door to llguidance: the library, and from ``StructuredOutputsParams`` to its own grammar text."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping, Sequence

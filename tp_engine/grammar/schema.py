@@ -8,8 +8,6 @@
 * ``object_schema`` allows objects only.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -1,7 +1,5 @@
 """What a JSON schema says about the types of its values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote

@@ -1,7 +1,5 @@
 """The model's tokens as the grammar library knows them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

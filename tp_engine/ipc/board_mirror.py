@@ -11,8 +11,6 @@ Times are of the sender's clock.  The receiver subtracts how far that clock is a
 board can be compared.  The head's state is written last: a reader that sees *failed* sees the text too.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias

@@ -14,8 +14,6 @@ listener waits on: whatever comes to the port can not end the job.  Nothing is p
 ``identity`` differs from rank 0's (package, configuration, weights, device) is told why, and both ends raise it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import secrets

@@ -10,8 +10,6 @@ The first rank of the host writes words 0 to 4 on its own board; the connection 
 others, where ``Ended`` may also say that the connection itself has ended.  With one host only the name is written.
 """
 
-from __future__ import annotations
-
 import socket
 from enum import IntEnum
 from typing import Final

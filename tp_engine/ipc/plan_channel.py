@@ -2,8 +2,6 @@
 whose first rank passes them on (``relay.py``); checked for order by every rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Protocol

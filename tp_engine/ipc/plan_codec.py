@@ -18,8 +18,6 @@ A decode step of 256 rows, 16 of which begin a new block, takes 56 + 2 * 64 + 10
 knows the rows, as it mostly does.  Each group of layers more takes 64.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from functools import cache

@@ -6,8 +6,6 @@ to add one of a row's parameters, a field to ``RowSampling`` or ``Admission`` an
 makes another ``plan_codec.VERSION``.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter

@@ -14,8 +14,6 @@ interpreter's lock.  The connection is authenticated when it is made (``handshak
 step id of their own (``plan_channel.py``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import select
 import socket

@@ -31,8 +31,6 @@ the writer has finished piece ``s``, and by the first point it does not touch th
 wait that it satisfies.  No plain load or store orders anything here, so no memory model matters but the semaphore's.
 """
 
-from __future__ import annotations
-
 import mmap
 import struct
 import time

@@ -8,8 +8,6 @@ processes still need, and it does not reserve their pages, so that a full /dev/s
 later write.
 """
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

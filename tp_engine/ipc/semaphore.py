@@ -5,8 +5,6 @@ what a process wrote before its post is seen by the process whose wait that post
 memory do not give that guarantee.  A waiter is blocked in the kernel and costs no CPU.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import mmap

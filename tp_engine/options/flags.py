@@ -8,8 +8,6 @@
     --a.list+ x,y                     a list
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

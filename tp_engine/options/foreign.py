@@ -8,8 +8,6 @@ In the lists below, ``name`` is a switch, ``name=`` takes a value, ``name=*`` ta
 ``-pp`` belongs to the name before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from tp_engine.options.foreign_rows import (

@@ -1,7 +1,5 @@
 """What can become of an option of another server: it is accepted, refused, or sets options of this engine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

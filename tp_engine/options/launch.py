@@ -1,7 +1,5 @@
 """Runs a launched process: reads the options, runs the job, reports a failure once, and returns the exit code."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

@@ -17,8 +17,6 @@ log-probabilities, tokens still banned by min_tokens, or penalties beside filter
 rows with masks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -6,8 +6,6 @@ top_k keeps exactly k tokens.  Nothing here depends on the other rows of the bat
 candidates: ranks have no ties, and cumulative probabilities are sums of integers, exact in any order.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

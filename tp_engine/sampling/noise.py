@@ -14,8 +14,6 @@ Per token, on the device, in 31 bits (multipliers of Wellons' lowbias32, the key
 Integers give the same bits on CPU and CUDA.  31 bits keep the sign bit clear, so an arithmetic shift is a logical one.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import torch

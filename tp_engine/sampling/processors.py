@@ -15,8 +15,6 @@ Everything works on this rank's slice of the vocabulary.  The masks come with th
 A slice begins at a multiple of 16 tokens, so it is a range of whole bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

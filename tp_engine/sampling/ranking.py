@@ -10,8 +10,6 @@ Keys of several parts of the vocabulary merge by comparing them, on any rank.  `
 working through many rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

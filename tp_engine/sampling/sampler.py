@@ -27,8 +27,6 @@ Log-probabilities come from the raw logits, or, with ``processed_logprobs``, fro
 the noise: minus infinity for what the filters leave out; greedy rows have no temperature.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -4,8 +4,6 @@ Decisions about a step (which rows are greedy, which need edits) read the host a
 device.  What a step needs on the device is uploaded when the set of sampled rows changes, not every step.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -19,8 +19,6 @@ Every decision gives the token that a single rank draws from the gathered logits
 tokens are among the best of the slices, integers are merged exactly, and noise follows from the token's id alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

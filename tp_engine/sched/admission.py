@@ -1,7 +1,5 @@
 """Which waiting sequences enter the batch: hits, forks, and the reasons to wait."""
 
-from __future__ import annotations
-
 import enum
 import time
 

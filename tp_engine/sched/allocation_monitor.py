@@ -1,7 +1,5 @@
 """How the KV pool was used over time: a bounded history of samples, and their peaks and means."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterator

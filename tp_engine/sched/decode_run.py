@@ -1,7 +1,5 @@
 """Some rows of the batch, and a run of steps in which the same rows decode."""
 
-from __future__ import annotations
-
 from functools import cached_property
 
 import numpy as np

@@ -13,8 +13,6 @@
 costs nothing for what is switched off.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The table of the scheduler's optional features, and how each is made."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 

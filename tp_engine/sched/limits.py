@@ -1,7 +1,5 @@
 """The sizes that the scheduler must stay within."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

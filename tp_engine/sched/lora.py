@@ -16,8 +16,6 @@ A sequence whose adapter finds no slot lets others pass, those of resident adapt
 taken.  After ``PATIENCE`` steps no sequence with an adapter passes it any longer.  Rows end, so a slot becomes idle.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """What a step gave each sequence: its token, in columns, and a record for the few that end or have more to tell."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

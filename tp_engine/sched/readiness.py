@@ -12,8 +12,6 @@ A sequence without a row that has a bit is in no queue.  A row with a bit is in 
 be preempted like any other.  ``Scheduler.ready`` clears a bit.
 """
 
-from __future__ import annotations
-
 import enum
 
 import numpy as np

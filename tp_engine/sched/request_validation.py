@@ -1,7 +1,5 @@
 """Which requests the scheduler accepts, and the sequences that it makes of them."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Collection
 

@@ -6,8 +6,6 @@ DECODE has num_scheduled >= num_tokens - 1: steps in flight still owe it num_sch
 ENDING has num_scheduled + 1 = max_tokens: nothing is left to schedule.
 """
 
-from __future__ import annotations
-
 import heapq
 
 import numpy as np

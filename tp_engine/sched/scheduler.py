@@ -21,8 +21,6 @@ Blocks that a prompt fills are published at once, because others wait for them. 
 when the sequence leaves its row, which keeps hashing out of the steady step.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable
 

@@ -1,7 +1,5 @@
 """The scheduler's state: rows, blocks and the queue, and the moves of a sequence between them."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass

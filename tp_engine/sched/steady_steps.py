@@ -4,8 +4,6 @@ Such a step is an id, the same rows as before, and blocks for the few rows that 
 it changes are not read before the run of such steps is over, so they are noted, and entered for many steps at once.
 """
 
-from __future__ import annotations
-
 from tp_engine.plan import NO_IDS, StepPlan, StepResult
 from tp_engine.request import StepOutput
 from tp_engine.sched.outcome import StopChecker

@@ -12,8 +12,6 @@
 Rows that enter in this step are the business of ``Admitter`` (``admission``).
 """
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 

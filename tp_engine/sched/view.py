@@ -9,8 +9,6 @@ A view is bounded, whatever the size of the pool and the batch, and costs nothin
     3       shared by several rows
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any

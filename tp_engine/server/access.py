@@ -12,8 +12,6 @@
 *To act on the engine* is to pause, reload, profile or empty it: what ``admins_only`` guards.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os

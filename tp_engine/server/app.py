@@ -1,7 +1,5 @@
 """The HTTP application: its routes, the middleware before them, and one shape for every error."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter, Depends, FastAPI, Request

@@ -1,7 +1,5 @@
 """The body of a request, read within its limits, and prepared in a thread if it is large."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar

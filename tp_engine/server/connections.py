@@ -13,8 +13,6 @@
 uvicorn keeps the set of its connections in ``Connections``; it works with each of uvicorn's HTTP parsers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

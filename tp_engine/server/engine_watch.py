@@ -3,8 +3,6 @@
 It asks an idle engine nothing: while no request is in flight, each second repeats the last sample.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """From the body of a request to checked engine requests, and to a whole answer or a stream."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 

@@ -1,7 +1,5 @@
 """The listening socket: bound before anything is loaded, so that a taken port is reported at once."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

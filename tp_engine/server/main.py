@@ -1,7 +1,5 @@
 """The frontend process: ``python -m tp_engine.server.main`` with its settings as JSON on standard input."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

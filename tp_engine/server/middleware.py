@@ -8,8 +8,6 @@
 ``ConnectionLimit`` is in ``connections.py``, ``RequestGuard`` in ``request_guard.py``, ``KeyGuard`` in ``access.py``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time

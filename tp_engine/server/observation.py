@@ -1,7 +1,5 @@
 """What operators see of one prompt on its way through the server: metrics, a line in the log, a span."""
 
-from __future__ import annotations
-
 import time
 from types import TracebackType
 from typing import Self

@@ -3,8 +3,6 @@
 ``/invocations`` is the one route by which Amazon SageMaker sends all requests; ``/ping`` is its health check.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 The routes parse their bodies themselves, so that errors have OpenAI's shape; FastAPI learns the schemas here.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from fastapi import FastAPI

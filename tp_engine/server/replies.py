@@ -1,7 +1,5 @@
 """The answer to a request: JSON, an error, or a stream of events; and work for a client that may leave before it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -10,8 +10,6 @@ server first.  Only its answer is hidden from the page.  So a request that acts 
 Clients that are no browsers send no Origin and no Sec-Fetch-Site.
 """
 
-from __future__ import annotations
-
 import ipaddress
 
 from starlette.datastructures import Headers

@@ -1,7 +1,5 @@
 """What all routes of one server share: its configuration, engine, limit on prompts, and running requests."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -1,7 +1,5 @@
 """From the updates of sequences to server-sent events: chunks of chats and completions, typed events of responses."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence

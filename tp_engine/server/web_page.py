@@ -1,7 +1,5 @@
 """The web page: its files as they lie in ``page/``, and ``GET /engine``, the live view of the engine that it shows."""
 
-from __future__ import annotations
-
 import html
 import time
 from functools import cache

@@ -1,7 +1,5 @@
 """Routes for trainers: new weights, pauses, and which weights the engine has, in vLLM's and SGLang's spellings."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from fastapi import APIRouter, Request

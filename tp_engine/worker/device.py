@@ -1,7 +1,5 @@
 """The device interface: what the engine needs from a GPU or a CPU beyond tensor operations."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

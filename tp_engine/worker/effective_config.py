@@ -1,7 +1,5 @@
 """The complete configuration: every ``auto`` resolved, everything checked that needs no device."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path

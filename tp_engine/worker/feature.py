@@ -11,8 +11,6 @@
 ``features.py`` has the table of all features.  The runner calls only the hooks that a feature overrides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

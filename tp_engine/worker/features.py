@@ -1,7 +1,5 @@
 """The table of a model runner's optional features, how each is made, and the memory that is set aside for it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass

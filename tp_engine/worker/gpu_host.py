@@ -7,8 +7,6 @@
     a GPU host on which torch sees no GPU            the CPU, with a warning; an error under torchrun
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 from functools import cache

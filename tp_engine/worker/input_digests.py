@@ -1,8 +1,6 @@
 """Digests of each step's inputs, which the ranks compare (``--debug-compare-rank-inputs``): equal plans lead to equal
 inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeAlias
 

@@ -1,7 +1,5 @@
 """This rank's part of the model with its weights: made at the start, and anew for each update of the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs plans on one rank's device: apply the changes, run one forward pass, sample together with the other ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TypeAlias

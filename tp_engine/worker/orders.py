@@ -13,8 +13,6 @@ To add an order, write its ``prepare`` in a file of its own, and add a line to `
 it needs of the rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias

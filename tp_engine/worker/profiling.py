@@ -5,8 +5,6 @@ alike) with torch.profiler; a server's ``/start_profile`` and ``/stop_profile`` 
 Nsight Systems shows the names through NVTX, without any option.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager

@@ -9,8 +9,6 @@ Recordings hold addresses, so they are forgotten, and made anew at the end.  The
 cached prefixes before, and no row runs.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from collections.abc import Callable

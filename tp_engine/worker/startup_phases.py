@@ -1,7 +1,5 @@
 """What all ranks do together or not at all: they tell each other what failed, and all draw the same conclusion."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import TypeVar

@@ -13,8 +13,6 @@ Rows have two tokens, except those of the longer prompts::
 With speculation, decodes are timed too.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """One rank's worker: start in phases, then run plans."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 from collections.abc import Iterator, Mapping, Sequence

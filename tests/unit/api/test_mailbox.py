@@ -80,7 +80,7 @@ class Journal(Outputs):
 
     def process(self, deltas: Iterable[SequenceDelta]) -> Processed:
         self.threads.append(threading.get_ident())
-        return Processed(updates=[update(0, delta.new_token_ids[0]) for delta in deltas], abort_running=["x"])
+        return Processed(updates=[update(0, delta.new_token_ids[0]) for delta in deltas], aborts=["x"])
 
     def _abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids

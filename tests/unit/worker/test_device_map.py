@@ -52,7 +52,7 @@ def test_a_map_that_can_not_be_is_refused(devices: str | None, world_size: int, 
 
 def test_the_configuration_refuses_what_is_no_list() -> None:
     """Oracle: an error before the world's size is known, which torchrun sets later."""
-    assert EngineConfig(device_ids="0,0").devices == "0,0"
+    assert EngineConfig(device_ids="0,0").device_ids == "0,0"
     with pytest.raises(ConfigError, match="device_ids is 'a'"):
         EngineConfig(device_ids="a")
 

@@ -1,7 +1,5 @@
 """What each ``url`` of a batch line means: its body, how that is checked, and the prompts that answer it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache

@@ -5,8 +5,6 @@ whose ``response`` is null for a line that is not a request.  Results belong to 
 ``id`` holds the number of the request's line, which identifies lines without a usable ``custom_id``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from dataclasses import dataclass

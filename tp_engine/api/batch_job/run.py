@@ -6,8 +6,6 @@
                                  (nothing to run: no engine is started)
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import time

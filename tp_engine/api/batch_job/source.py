@@ -1,7 +1,5 @@
 """The input of a job: the lines of a file, a gzipped file, a pipe or standard input, read twice."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import select

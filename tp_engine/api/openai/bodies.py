@@ -1,7 +1,5 @@
 """The bodies of all endpoints that run prompts: how many prompts one has, and how they are prepared."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 

@@ -1,7 +1,5 @@
 """OpenAI-shaped errors: ``{"error": {"message", "type", "param", "code"}}``, over HTTP and in batch lines."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

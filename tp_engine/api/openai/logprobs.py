@@ -1,7 +1,5 @@
 """Log-probabilities in three shapes: of completions, of chats, and vLLM's of prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A field that is null or absent takes the default of ``SamplingParams``.  The ser
 with ``parse_body``, so both accept and refuse the same.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any, Literal, TypeVar
 

@@ -1,7 +1,5 @@
 """From an OpenAI body to engine requests, for the server and the batch job: template, tokenize, check."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Bodies and answers of ``/tokenize`` and ``/detokenize``, as in vLLM."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import Field

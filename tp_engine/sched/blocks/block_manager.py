@@ -17,8 +17,6 @@ front (``expire``), whenever their row grows and whenever blocks run out::
 A row that enters with hits, or as a fork, holds in each group only what it needs itself.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 

@@ -20,8 +20,6 @@ may share.  The pool does not know which group of layers a block is of: all bloc
 All methods work on arrays of block ids and cost a few array operations whatever their number.
 """
 
-from __future__ import annotations
-
 from collections import deque
 
 import numpy as np

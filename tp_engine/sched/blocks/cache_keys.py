@@ -12,8 +12,6 @@ process.  Any other cache key has something in it that only this process knows, 
 taken for those of another that counts its generations and versions alike.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Iterable
 

@@ -11,8 +11,6 @@ included, and kernels begin at the start of a tile before the first of them::
 A row never needs again what it gave back, because positions only grow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar
 

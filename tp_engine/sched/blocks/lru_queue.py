@@ -1,7 +1,5 @@
 """A queue of blocks from which any block can leave at once."""
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 import numpy as np

@@ -14,8 +14,6 @@ plan with the row's next chunk copies its slot first.  Identities are never used
 block is never found again, and goes in its turn.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections import OrderedDict
 

@@ -1,7 +1,5 @@
 """A proposal of draft tokens, what makes some, and the simplest sources: what a grammar forces, and the draft head."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType

@@ -18,8 +18,6 @@ when no step is in flight (``Speculation.must_wait``), and a row's occupant only
 prompt first, in a step whose result replaces the old drafts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple

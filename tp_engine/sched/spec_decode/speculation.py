@@ -24,8 +24,6 @@ where the rows alone are more than half of that, or than those times say, there 
 speculation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 

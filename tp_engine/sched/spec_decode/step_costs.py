@@ -11,8 +11,6 @@ A step with draft tokens gives more tokens and takes longer.  Draft tokens pay a
 The times decide how many tokens a step verifies, never which tokens come out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

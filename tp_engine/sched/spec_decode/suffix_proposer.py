@@ -22,8 +22,6 @@ decoding: Oliaro et al. 2024, https://arxiv.org/abs/2411.04975).  Only answers w
 found: ``RequestGroup.cache_key``, under which the prefix cache keeps its blocks too.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from functools import lru_cache

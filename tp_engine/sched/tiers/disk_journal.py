@@ -18,8 +18,6 @@ byte, and blocks are missing at worst.  The salt in a record is a keyed digest, 
 the journal sees no tenant's salt, and equal salts stay equal over restarts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 import time

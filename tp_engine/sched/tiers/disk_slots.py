@@ -14,8 +14,6 @@ Sole copies are queued in the order in which the tiers above gave them up, so th
 shadow is what a later start finds of a block that is above now.  A slot that is lent is being read or written.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from tp_engine.plan import BoolArray

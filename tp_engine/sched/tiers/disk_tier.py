@@ -17,8 +17,6 @@ kind in its order, and report (``tier_progress``).  Until then a host slot and a
 write, and nothing else is held.  What failed on a rank leaves the cache, and is computed again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

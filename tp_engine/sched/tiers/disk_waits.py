@@ -13,8 +13,6 @@ room, it waits for those.  What has been read is on the host like any other bloc
 sequence enters.  So rounds after which no less is left to read are limited.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

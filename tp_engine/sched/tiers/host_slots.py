@@ -18,8 +18,6 @@ A slot of any state may be *lent* to the disk tier, which reads or writes it at 
 long, and enters the queue of its state when it is given back.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

@@ -23,8 +23,6 @@ Slots need no such care, as moves are made in the order of the plans, and the st
 slot whose load has not gone out is pinned, and becomes free for stores of later plans only.
 """
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 import numpy.typing as npt

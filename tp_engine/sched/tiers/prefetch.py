@@ -19,8 +19,6 @@ Such blocks may be taken again at any time, as cached blocks may, so prefetching
 When the request enters, it finds them like any others.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TypeAlias

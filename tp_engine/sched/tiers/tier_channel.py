@@ -11,8 +11,6 @@ place in the plans, and a slot is used only after all ranks have confirmed it::
 A block that was refused stays in the pool as before, and is not stored again.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rows that wait for loads from the host tier: when they run, and what plans carry for the tiers."""
 
-from __future__ import annotations
-
 from tp_engine.plan import StepPlan
 from tp_engine.sched.feature import SchedulerFeature
 from tp_engine.sched.readiness import Blocked

@@ -1,7 +1,5 @@
 """Prometheus metrics of one server, in a registry of its own: what the server counts, and what the engine reports."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate

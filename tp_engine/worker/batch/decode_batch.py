@@ -1,7 +1,5 @@
 """Inputs of decodes, which the device makes from its tables; the host sends the rows when they change."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TypeAlias
 

@@ -5,8 +5,6 @@ A draft row has the block table of its row, so it reads the row's keys and value
 of a wrong draft token stay in slots behind the row's last computed token, where the row's next tokens overwrite them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

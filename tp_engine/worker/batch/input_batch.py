@@ -13,8 +13,6 @@ prefills.  A step's inputs are the decodes', then the prefills'.  The host never
 so a step can be prepared before the last one has ended.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

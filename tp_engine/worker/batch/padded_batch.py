@@ -4,8 +4,6 @@ A step of size (D, T) has room for D decodes and for up to ``MAX_CHUNKS`` chunks
 (``kernels/steps/padded_steps.py``).  Its launches depend on D and T alone, so a CUDA graph may hold it.
 """
 
-from __future__ import annotations
-
 import bisect
 from dataclasses import dataclass
 

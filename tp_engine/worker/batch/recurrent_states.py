@@ -15,8 +15,6 @@ An update is not idempotent.  What runs a step twice, such as the comparison of 
 and puts them back in between.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -4,8 +4,6 @@ A new codec is a file with a class that does what ``base.Codec`` says, a line in
 ``tp_engine/kv_codec.py``, which also reads the settings of ``pca``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """What a codec of the lower tiers does, and the one that keeps blocks as they are."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

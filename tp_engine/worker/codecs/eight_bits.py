@@ -6,8 +6,6 @@ Of the same size, int8 has a tenth of the error: its steps are equally fine ever
 vector are of similar size.
 """
 
-from __future__ import annotations
-
 import torch
 
 from tp_engine.kernels.kv_cache.block_codes import BlockForm, Pairs

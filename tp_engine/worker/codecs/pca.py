@@ -19,8 +19,6 @@ the ranks of any tensor-parallel size refuse the same blocks together, but for t
 several groups of layers has bases for each: moves name the group of their block in a third column.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -15,8 +15,6 @@ Drafts go to rank 0 with the step's result, and rank 0 alone puts them into a pl
 drafts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

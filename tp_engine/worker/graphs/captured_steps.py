@@ -13,8 +13,6 @@ first row that has some; with min_p alone, which is rare; and those that no kern
 greedy.  Logits are the largest tensor and live only within the second part, so that all sizes share their memory.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ where besides no layer makes a plan of its prompts on the host.  The runner laun
 in no recording (``padded_batch.StepSizes.size_for``) and those of which more is read than sampled tokens.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

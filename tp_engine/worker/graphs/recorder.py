@@ -3,8 +3,6 @@
 A recorded step reads its inputs from, and leaves its outputs in, the tensors that it used when it was recorded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 

@@ -1,7 +1,5 @@
 """Runs the steps that fit a recording: captures them at the start, and finds the one that holds a plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Memory of this host and of this process, from /proc and the cgroup file system.  Linux only, no dependency."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

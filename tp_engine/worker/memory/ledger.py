@@ -16,8 +16,6 @@
 Every term counts this process only; the memory of other processes is in none of them.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 

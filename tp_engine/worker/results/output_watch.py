@@ -6,8 +6,6 @@ way to the host.  That costs nothing beside a prompt.  Other decodes may be reco
 whose prompt has such outputs has them in its decodes too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

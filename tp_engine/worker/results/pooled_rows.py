@@ -12,8 +12,6 @@ so the ranks add up a small table in which each has written the columns that it 
     rank 1               [ 0.00  -3.50 ]      the sum        [ 1.25  -3.50 ]   exact: all other terms are 0
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -4,8 +4,6 @@ Logits are the widest tensors of a step, and a prompt may have as many positions
 positions scored at once is therefore fixed at the start, and the largest step (``trial_steps``) scores as many.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

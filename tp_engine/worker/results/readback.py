@@ -7,8 +7,6 @@ The wait looks at the event again and again instead of sleeping in the driver: k
 died never end, and nothing can end them, so neither would a wait for them.  ``check`` raises then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle

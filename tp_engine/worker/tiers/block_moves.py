@@ -19,8 +19,6 @@ A store that reads a block, a load that overwrites one, and a slot that is used 
 the stream, and of the batch behind the compute stream's past.  ``wait_load`` guards what comes later.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator

@@ -14,8 +14,6 @@ Directory 0700, files 0600.  ``lock_directory`` keeps a second engine out, and e
 ranks of an engine that was killed may live a moment longer than rank 0.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import math

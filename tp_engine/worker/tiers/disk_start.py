@@ -11,8 +11,6 @@
 Serials of writes go on behind the largest that any rank has, which all ranks know.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -10,8 +10,6 @@ Steps never wait for a thread, and neither does the end: a thread that hangs in 
 memory that it reads into.  Which slots belong together is the scheduler's business (sched/tiers/disk_tier.py).
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping

@@ -14,8 +14,6 @@ Weights count by content, not by the model's name.  Reading all of them would ta
 sampled: a tensor that was trained on differs in nearly every page.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

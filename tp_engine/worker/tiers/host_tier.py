@@ -13,8 +13,6 @@ On CUDA the memory is pinned as it is, because PyTorch's allocator of pinned mem
 CPU pages come into use with their slots.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

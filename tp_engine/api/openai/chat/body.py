@@ -1,7 +1,5 @@
 """From a chat body to its prompt, and to what must be found in the answer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -15,8 +15,6 @@
 | role developer | system, if the template does not know developer |
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """From chat messages to a prompt, through the chat template of the tokenizer or of the operator."""
 
-from __future__ import annotations
-
 import contextlib
 import uuid
 from collections.abc import Mapping, Sequence

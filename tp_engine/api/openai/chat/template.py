@@ -4,8 +4,6 @@ A template may use what transformers' ``apply_chat_template`` offers: filters, `
 ``generation`` blocks and loop controls.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping

@@ -10,8 +10,6 @@
     what tells the model nothing              nothing; the log says so
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ The server stores nothing between requests, so it refuses by name fields that re
 ``store``, because clients send ``true`` by default, and answers with ``false``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import ConfigDict, Field

@@ -1,7 +1,5 @@
 """From a Responses body to the chat that answers it, and to the engine requests of that chat."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

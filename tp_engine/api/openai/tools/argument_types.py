@@ -1,7 +1,5 @@
 """Values of arguments that models write as plain text: the tool's JSON schema tells what they are."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Mapping

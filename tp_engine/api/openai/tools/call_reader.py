@@ -13,8 +13,6 @@ JSON; the reader follows strings and brackets only, to find their end.  It escap
 strings, which models write and JSON forbids.  Arguments in a string are the text of an object, or else stay a string.
 """
 
-from __future__ import annotations
-
 import enum
 import json
 import re

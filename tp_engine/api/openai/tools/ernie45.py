@@ -6,8 +6,6 @@
        +-- anything else --------------------------> PLAIN
 """
 
-from __future__ import annotations
-
 import enum
 from dataclasses import replace
 

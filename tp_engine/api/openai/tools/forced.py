@@ -1,7 +1,5 @@
 """Tool calls that the request forces: a constraint of the engine makes the text JSON, without markup."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from tp_engine.api.openai.tools.events import openai_call_id

@@ -8,8 +8,6 @@
     </tool_call>
 """
 
-from __future__ import annotations
-
 from tp_engine.api.openai.tools.marked_calls import CallMarks
 
 MARKS = CallMarks(

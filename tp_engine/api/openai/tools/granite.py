@@ -7,8 +7,6 @@
 Some write ``<tool_call>`` instead; Granite 4 writes what Hermes models write, which is read too.
 """
 
-from __future__ import annotations
-
 from tp_engine.api.openai.tools.json_calls import CallBlock
 
 BLOCK = CallBlock(opens=("<|tool_call|>", "<tool_call>"), is_closed=False)

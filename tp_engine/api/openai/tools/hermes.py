@@ -1,7 +1,5 @@
 """Tool calls as Hermes and Qwen models write them: ``<tool_call>{"name": "f", "arguments": {...}}</tool_call>``."""
 
-from __future__ import annotations
-
 from tp_engine.api.openai.tools.json_calls import CallBlock
 
 BLOCK = CallBlock(opens=("<tool_call>",))

@@ -11,8 +11,6 @@
 ``CallBlock`` names the marks of one format.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from abc import ABC, abstractmethod

@@ -4,8 +4,6 @@
 name of one of the request's tools; other braces are content.
 """
 
-from __future__ import annotations
-
 from tp_engine.api.openai.tools.events import ToolFormat
 from tp_engine.api.openai.tools.json_calls import ObjectsParser
 

@@ -9,8 +9,6 @@
     </minimax:tool_call>
 """
 
-from __future__ import annotations
-
 from tp_engine.api.openai.tools.marked_calls import CallMarks
 
 MARKS = CallMarks(

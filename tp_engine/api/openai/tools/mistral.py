@@ -8,8 +8,6 @@
 ``[ARGS]`` may be missing, and ``[CALL_ID]`` with an id may come before it.
 """
 
-from __future__ import annotations
-
 import re
 import uuid
 

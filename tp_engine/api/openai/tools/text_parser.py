@@ -10,8 +10,6 @@ text, may name the next state, and returns False if it needs more text.  ``_read
 Most formats only name their marks for one of the two; a format of another kind writes its states on this base.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 from tp_engine.api.openai.tools.events import ChatEvent, EventSink, openai_call_id
