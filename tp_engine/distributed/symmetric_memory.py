@@ -170,11 +170,7 @@ class SymmetricCommunicator(Communicator):
     """``library``'s collectives, but all-reduces and all-gathers of the plan's sizes go through ``buffer``."""
 
     def __init__(
-        self,
-        library: Communicator,
-        buffer: SymmetricBuffer,
-        plan: ReducePlan,
-        progress: RankProgress,
+        self, library: Communicator, buffer: SymmetricBuffer, plan: ReducePlan, progress: RankProgress
     ) -> None:
         self.info = library.info
         self.can_capture = library.can_capture

@@ -162,11 +162,7 @@ class DeviceSampler:
         return vocab_parallel.decide_maximum(stack)[:, 0]
 
     def _best_share(
-        self,
-        held: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        options: dict[str, Any],
+        self, held: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:
         if held.shape[1] == 0:
             return self._no_keys(held, 1)

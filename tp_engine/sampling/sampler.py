@@ -131,12 +131,7 @@ class Sampler:
         return vocab_parallel.merge_best(stack)
 
     def _steps(
-        self,
-        logits: torch.Tensor,
-        edited: torch.Tensor | None,
-        groups: StepGroups,
-        rows: IntArray,
-        positions: IntArray,
+        self, logits: torch.Tensor, edited: torch.Tensor | None, groups: StepGroups, rows: IntArray, positions: IntArray
     ) -> list[_GroupStep]:
         keys = upload(noise_keys(self._state.seed[rows], positions), logits.device) if groups.draws else None
         return [

@@ -28,15 +28,7 @@ from tp_engine.distributed.collectives import Communicator
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.sampling.filters import NUCLEUS_START, draw, fixed_weights, keep_mask, noisy_scores, pick
 from tp_engine.sampling.groups import RowGroup, Way
-from tp_engine.sampling.ranking import (
-    LOWEST_KEY,
-    best_keys,
-    key_ids,
-    largest_keys,
-    row_chunks,
-    top_keys,
-    unpack_keys,
-)
+from tp_engine.sampling.ranking import LOWEST_KEY, best_keys, key_ids, largest_keys, row_chunks, top_keys, unpack_keys
 
 SHORT_WAY_FROM = 1 << 14  # gloo takes longer for a row of this many logits than for another collective
 

@@ -59,11 +59,7 @@ class ModelRunner:
         self._readback = Readback(len(batch.num_prompt), blocks.raw.device, check)
         self._graph_plan: GraphPlan | None = None
         steps = StepParts(
-            model=model,
-            backends=backends,
-            sampler=self._sampler,
-            state_room=self._room,
-            keep_rows=self._keep_rows,
+            model=model, backends=backends, sampler=self._sampler, state_room=self._room, keep_rows=self._keep_rows
         )
         self.graphs = StepRunner(batch, steps)
 

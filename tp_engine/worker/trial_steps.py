@@ -111,11 +111,7 @@ def _decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def _plan(
-    config: EngineConfig,
-    num_groups: int,
-    decodes: Sequence[RowSampling],
-    chunks: Sequence[int] = (),
-    adapter: int = 0,
+    config: EngineConfig, num_groups: int, decodes: Sequence[RowSampling], chunks: Sequence[int] = (), adapter: int = 0
 ) -> StepPlan:
     """Rows that decode with ``decodes``, then greedy prompts of which ``chunks`` tokens are computed in this step; all
     with the ``adapter`` in this slot."""

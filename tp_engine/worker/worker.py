@@ -365,12 +365,7 @@ class Worker:
             if runner is not None:
                 meter.steps_begin()
             run_largest_step(
-                parts.model,
-                self._backends,
-                self.effective,
-                device.torch_device,
-                self.groups.communicator,
-                parts.head,
+                parts.model, self._backends, self.effective, device.torch_device, self.groups.communicator, parts.head
             )
             if runner is not None:
                 run_largest_decodes(runner, self.effective.config)

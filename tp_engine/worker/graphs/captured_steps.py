@@ -139,10 +139,7 @@ class PromptShape(StepShape[StepSize]):
     def prepare(self, size: StepSize) -> PlacedInputs:
         inputs, wanted = self._batch.prepare(size), self._batch.requests(size.decodes).wanted
         return PlacedInputs(
-            input_ids=inputs.input_ids,
-            positions=inputs.positions,
-            wanted=wanted,
-            attention=self._batch.metadata(size),
+            input_ids=inputs.input_ids, positions=inputs.positions, wanted=wanted, attention=self._batch.metadata(size)
         )
 
     def sampled(self, size: StepSize) -> tuple[torch.Tensor, torch.Tensor]:

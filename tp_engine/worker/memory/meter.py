@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from tp_engine.distributed.rank import RankInfo
+from tp_engine.distributed.rank import Agreeing, RankInfo
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kv_layout import KvCapacity, kv_cache_lines
 from tp_engine.log import get_logger
@@ -94,12 +94,7 @@ def choose_blocks(
 
 
 def settle_blocks(
-    choose: Callable[[], int],
-    group: AgreementGroup,
-    shape: KvCacheShape,
-    capacity: KvCapacity,
-    *,
-    is_override: bool,
+    choose: Callable[[], int], group: AgreementGroup, shape: KvCacheShape, capacity: KvCapacity, *, is_override: bool
 ) -> int:
     """Return the number of KV blocks of every rank.  ``choose`` finds this rank's own; if it fails, every rank fails.
 
@@ -122,9 +117,7 @@ def log_memory(
     logger.info("memory: %s", report)
     if info.is_first:
         lines = kv_cache_lines(
-            num_bytes=num_bytes,
-            num_tokens=capacity.num_tokens(num_blocks),
-            max_model_len=capacity.max_model_len,
+            num_bytes=num_bytes, num_tokens=capacity.num_tokens(num_blocks), max_model_len=capacity.max_model_len
         )
         for line in lines:
             logger.info("%s", line)
@@ -149,16 +142,11 @@ class MemoryMonitor:
         return snapshot.torch_reserved + snapshot.non_torch - in_cache
 
 
-class AgreementGroup(Protocol):
-    """The collectives on the CPU that the agreement needs; ranks/groups.py implements it."""
-
-    info: RankInfo
+class AgreementGroup(Agreeing, Protocol):
+    """The collectives on the CPU that the agreement needs; ``HostGroup`` implements it."""
 
     def all_reduce_min(self, values: list[int]) -> list[int]:
-        """Element-wise minimum over ranks, int64."""
-
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Return every rank's payload, in rank order."""
+        """Return the element-wise minimum over ranks, int64."""
 
 
 def settle_slots(choose: Callable[[], int], group: AgreementGroup, *, of: str = "host tier") -> int:

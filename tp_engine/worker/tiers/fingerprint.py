@@ -31,12 +31,7 @@ _FORMAT = 1
 
 
 def make_identity(
-    effective: EffectiveConfig,
-    info: RankInfo,
-    shape: KvCacheShape,
-    backends: Sequence[str],
-    *,
-    codec: Codec,
+    effective: EffectiveConfig, info: RankInfo, shape: KvCacheShape, backends: Sequence[str], *, codec: Codec
 ) -> Identity:
     """Return the identity of this rank's blocks, which ``codec`` writes into slots; ``backends`` are those of the
     groups."""

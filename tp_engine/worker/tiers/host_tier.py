@@ -41,13 +41,7 @@ logger = get_logger(__name__)
 
 
 def choose_slots(
-    size_gib: float,
-    slot_bytes: int,
-    *,
-    world_size: int,
-    local_world_size: int,
-    promised_bytes: int,
-    memory: HostMemory,
+    size_gib: float, slot_bytes: int, *, world_size: int, local_world_size: int, promised_bytes: int, memory: HostMemory
 ) -> int:
     """Return this rank's number of slots of ``slot_bytes`` for ``kv_offloading_size``.
 
@@ -76,12 +70,7 @@ def choose_slots(
 
 
 def settle_host_slots(
-    config: EngineConfig,
-    codec: Codec,
-    groups: RankGroups,
-    capacity: KvCapacity,
-    block_bytes: int,
-    promised_bytes: int,
+    config: EngineConfig, codec: Codec, groups: RankGroups, capacity: KvCapacity, block_bytes: int, promised_bytes: int
 ) -> int:
     """Return the number of slots in every rank's host tier; ``promised_bytes`` is as in ``choose_slots``.  A
     collective."""
