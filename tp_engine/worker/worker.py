@@ -19,7 +19,6 @@ from tp_engine.kernels.ops import has_triton
 from tp_engine.kv_codec import may_refuse
 from tp_engine.kv_layout import DiskCounters, KvCapacity, KvLayout, MoveCounters
 from tp_engine.layers.attention import Attention
-from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.plan import StepPlan
@@ -49,8 +48,6 @@ from tp_engine.worker.tiers.disk_start import DiskStart, open_disk_tier
 from tp_engine.worker.tiers.host_tier import HostTierWorker, settle_host_slots
 from tp_engine.worker.trial_steps import run_largest_decodes, run_largest_step, time_decodes, warm_up, warms_up
 from tp_engine.worker.weight_update import update_weights
-
-logger = get_logger(__name__)
 
 
 class Worker:
