@@ -48,7 +48,7 @@ SAMPLERS: list[dict[str, Any]] = [
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_no_guess_changes_a_bit(world_size: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_no_draft_token_changes_a_bit(world_size: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: tokens, ends and log-probabilities of the engine without speculation, bit for bit, for all samplers."""
     window = checkpoint("mistral", num_kv_heads=2, vocab_size=VOCABULARY, sliding_window=20)
     full = checkpoint("qwen3", num_kv_heads=2, vocab_size=VOCABULARY, head_dim=16)

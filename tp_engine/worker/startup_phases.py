@@ -41,7 +41,7 @@ class StartUp:
         logger.info("%s took %.2f s", name, self.seconds[name])
         return result
 
-    def run_collective_phase(self, name: str, body: Callable[[], Result]) -> Result:
+    def run_agreed_phase(self, name: str, body: Callable[[], Result]) -> Result:
         """Run a phase without collectives: if it fails on one rank, it raises on every rank and names that one.
 
         The failing rank raises its own error, the others a ``RankError`` that carries its text.

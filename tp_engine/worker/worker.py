@@ -97,9 +97,9 @@ class Worker:
     def start(self) -> int:
         """Load, measure, agree, allocate.  Returns the number of KV blocks, the same on every rank."""
         effective, info, start_up = self.effective, self.groups.info, self._start_up
-        device = self._device = start_up.run_collective_phase("opening the device", self._open_device)
+        device = self._device = start_up.run_agreed_phase("opening the device", self._open_device)
         check_devices(self.groups.host, device.torch_device, may_share=effective.device_map.is_shared)
-        meter = start_up.run_collective_phase(
+        meter = start_up.run_agreed_phase(
             "first snapshot", lambda: MemoryMeter(device, utilization=effective.gpu_memory_utilization)
         )
         gc.freeze()  # garbage collections skip the libraries' objects from now on
@@ -107,10 +107,10 @@ class Worker:
             torch_device=device.torch_device, largest_bytes=effective.largest_sum_bytes, wait=device.synchronize
         )
         all_reduce.set_up(effective.config, self.groups, start_up.run, of_sums, num_hosts=effective.num_hosts)
-        model, head = start_up.run_collective_phase("loading weights", lambda: self._load(device))
-        start_up.run_collective_phase("packing weights", model.finish_loading)
+        model, head = start_up.run_agreed_phase("loading weights", lambda: self._load(device))
+        start_up.run_agreed_phase("packing weights", model.finish_loading)
         if head is not None:
-            start_up.run_collective_phase("packing the draft head", head.finish_loading)
+            start_up.run_agreed_phase("packing the draft head", head.finish_loading)
         self._parts = self._make_parts(device, model, head)
         graphs = graph_plan(effective.config, self._backends[0], self.groups.communicator, model, self.groups.check)
         graph_bytes = self._try_steps(graphs) if warms_up(device.type) else 0
@@ -120,7 +120,7 @@ class Worker:
         self.num_host_slots = self._settle_host_tier(num_blocks, device)
         if effective.speculation is not None and effective.speculation.max_step_rows is None:
             self.decode_seconds = start_up.run("timing decodes", lambda: self._time_decodes(graphs))
-        runner = self._runner = start_up.run_collective_phase(
+        runner = self._runner = start_up.run_agreed_phase(
             "allocating the KV cache",
             lambda: self._make_runner(num_blocks, self.groups.progress, num_slots=self.num_host_slots),
         )
@@ -401,7 +401,7 @@ class Worker:
         tier = runner.feature(HostTierWorker)
         if tier is None or self.effective.config.kv_disk_path is None:
             return
-        together = self._start_up.run_collective_phase
+        together = self._start_up.run_agreed_phase
         self.disk = open_disk_tier(self._parts, self._kv_shape, together, tier, self._channels)
         self._closing.callback(self.disk.close)
 

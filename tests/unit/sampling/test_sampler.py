@@ -132,7 +132,7 @@ def test_a_readmitted_row_forgets_the_counts_of_the_one_before() -> None:
     assert sample(sampler, logits, [0], 4)[0] == [1]
 
 
-def test_lanes_sample_as_rows_that_have_generated_their_guesses() -> None:
+def test_draft_rows_sample_as_rows_that_have_generated_their_draft_tokens() -> None:
     """Oracle: rows admitted with the draft tokens, for a row with a list of ids and two with penalties, step after
     step; so is a row whose draft tokens were kept."""
     samplings = [

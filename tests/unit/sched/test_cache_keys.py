@@ -40,7 +40,7 @@ def test_with_the_defaults_a_root_is_the_salt() -> None:
     assert CacheKeys([lambda cache_key: f"<{cache_key}>"]).of("tenant") == "<tenant>"
 
 
-def test_no_two_roots_are_equal() -> None:
+def test_no_two_cache_keys_are_equal() -> None:
     """Oracle: all combinations of salts, generations, versions and processes; among the salts are cache keys
     themselves."""
     processes = [CacheKeys(), CacheKeys()]

@@ -228,7 +228,7 @@ def test_random_mixtures(changes: dict[str, int], ahead: int) -> None:
 
 @pytest.mark.parametrize("kind", PROPOSERS)
 @pytest.mark.parametrize("ahead", slow_but([1], [0, 1]))
-def test_guesses_change_no_token_of_a_grammar(kind: str, ahead: int) -> None:
+def test_draft_tokens_change_no_token_of_a_grammar(kind: str, ahead: int) -> None:
     """Oracle: the grammar and the fake model; every draft row's mask is the grammar's behind the draft row's draft
     tokens."""
     num_masked, num_accepted = 0, dict[str, int]()

@@ -110,7 +110,7 @@ def test_random_loads_give_the_tokens_of_single_steps(kind: str, ahead: int) -> 
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_right_guesses_take_one_step_for_their_run(ahead: int) -> None:
+def test_right_draft_tokens_take_one_step_for_their_run(ahead: int) -> None:
     """By hand: 1 token of the prompt's step, then 1 + 6 per step."""
     simulation = simulate("right", ahead=ahead)
     simulation.add([1, 2, 3], max_tokens=1 + 3 * (MOST + 1), ignore_eos=True)
@@ -143,7 +143,7 @@ def test_a_sequence_tells_its_figures_at_its_end() -> None:
     assert 0 < last.num_accepted_tokens < last.num_draft_tokens
 
 
-def test_many_rows_are_planned_ahead_without_guesses() -> None:
+def test_many_rows_are_planned_ahead_without_draft_tokens() -> None:
     """By hand: 5 rows are more than half of 8."""
     simulation = simulate("right", ahead=1, most_rows=8)
     for number in range(5):
@@ -247,7 +247,7 @@ def test_sources_are_told_results_and_ends() -> None:
     assert source.ended == [[1, 2, 3, *simulation.outputs["r0", 0].token_ids]]
 
 
-def test_past_answers_are_guessed() -> None:
+def test_past_answers_are_drafted() -> None:
     """By hand: a request comes again, and its answer is found behind the end of its prompt."""
     simulation = Simulation(limits(speculation=SpeculativeConfig(method="suffix", num_speculative_tokens=MOST)))
     num_steps = []
@@ -271,7 +271,7 @@ def test_every_method_has_a_source() -> None:
     assert type(made["ngram"]) is type(made["suffix"])
 
 
-def test_suffix_guesses_all_that_ngram_does() -> None:
+def test_suffix_draft_tokens_all_that_ngram_does() -> None:
     """Oracle: ``ngram``, beside which ``suffix`` also draft tokens from answers that it has seen, and only it."""
     rng = random.Random(7)
     own, both = (make_source(SpeculativeConfig(method=method)) for method in ("ngram", "suffix"))
@@ -353,7 +353,7 @@ def test_models_with_recurrent_states_are_refused(checkpoint: Callable[..., Path
         resolve(EngineConfig(model=str(checkpoint("qwen3.5")), device="cpu", speculative_config="{}"))
 
 
-def test_usage_tells_what_was_guessed() -> None:
+def test_usage_tells_what_was_drafted() -> None:
     """By hand: OpenAI's fields for predicted outputs, and none where nothing was drafted."""
     details = Usage(draft_tokens=9, accepted_tokens=4).as_json()["completion_tokens_details"]
     assert details == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 5}

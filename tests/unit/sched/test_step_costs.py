@@ -16,7 +16,7 @@ def costs(seconds: dict[int, float]) -> StepCosts:
     ("likelihoods", "expected"),
     [([0.9, 0.5, 0.1], 2), ([0.9, 0.9, 0.9], 3), ([0.05], 0), ([0.2], 1), ([], 0)],
 )
-def test_guesses_pay_while_tokens_per_second_rise(likelihoods: list[float], expected: int) -> None:
+def test_draft_tokens_pay_while_tokens_per_second_rise(likelihoods: list[float], expected: int) -> None:
     """Oracle: the table in the module's text, by hand: 10 s for a row and 1 s for each more."""
     found = costs({1: 10.0, 4: 13.0}).num_paying(1, np.array(likelihoods))
     assert found == expected
@@ -30,7 +30,7 @@ def test_a_small_model_verifies_less_than_a_large_one() -> None:
     assert large.num_paying(1, likelihoods) == 4
 
 
-def test_guesses_end_where_twice_the_rows_take_too_long() -> None:
+def test_draft_tokens_end_where_twice_the_rows_take_too_long() -> None:
     """Oracle: by hand: a draft token that is right every second time gives 1.5 times the tokens."""
     assert costs({1: 10.0, 2: 11.0, 4: 12.0, 8: 14.0, 16: 24.0, 32: 48.0}).most_decodes == 6
     assert costs({1: 10.0, 2: 20.0, 4: 40.0}).most_decodes == 1, "a row always gets a draft token if that one pays"
@@ -42,7 +42,7 @@ def test_times_that_fall_are_noise() -> None:
     assert costs({1: 10.0, 2: 9.0, 4: 9.5}).num_paying(1, np.array([0.1])) == 1
 
 
-def test_likely_guesses_are_verified_where_unlikely_ones_do_not_pay() -> None:
+def test_likely_draft_tokens_are_verified_where_unlikely_ones_do_not_pay() -> None:
     """A model so small that a row more takes a third of a step, and draft tokens that a grammar forces.  Oracle: by
     hand: nine tokens for the time of 3.4 steps."""
     tiny = costs({1: 1.6e-4, 2: 1.8e-4, 4: 2.0e-4, 8: 3.5e-4, 16: 6.4e-4, 32: 1.2e-3})

@@ -76,7 +76,7 @@ def test_the_longest_match_and_its_likeliest_path() -> None:
     assert num_hits > 50 and num_shared > 10
 
 
-def test_what_is_kept_and_how_much_is_guessed() -> None:
+def test_what_is_kept_and_how_much_is_drafted() -> None:
     """By hand: the prompt's end and the answer; as many tokens as the match has, times the factor; rare ones not."""
     found = source(suffix_decoding_max_spec_factor=0.5, suffix_decoding_min_token_prob=0.4)
     found.learn(ended([*range(100, 140), 1, 2, 3, 4, 5, 6, 7, 8, 9], num_prompt_tokens=40))
@@ -92,7 +92,7 @@ def test_what_is_kept_and_how_much_is_guessed() -> None:
     assert tokens_of(look(found, [60, 61, 62, 63, 64, 65, 66, 9, 9, 1, 2, 3], 1)) == [50]
 
 
-def test_roots_do_not_see_each_other() -> None:
+def test_cache_keys_do_not_see_each_other() -> None:
     """By hand: another salt finds nothing, and its own texts later."""
     found = source()
     text = list(range(20))

@@ -44,7 +44,7 @@ def test_on_a_cpu(world_size: int, width: int) -> None:
     assert counted("cpu", world_size) == ROWS * (rows + 5 * width) + INPUTS
 
 
-def test_lanes_are_rows_but_no_inputs_of_their_own() -> None:
+def test_draft_rows_are_rows_but_no_inputs_of_their_own() -> None:
     """Oracle: by hand: as above, two rows more."""
     rows = 4 * (MAX_LEN + 1) + 4 * 7 + 4
     assert counted("cpu", num_draft_rows=2) == (ROWS + 2) * (rows + 5 * VOCAB) + INPUTS

@@ -49,7 +49,7 @@ class _Report(msgspec.Struct, array_like=True):
 
 
 class Together(Protocol):
-    """Runs a phase on all ranks; its failure on one is a failure of all: ``StartUp.run_collective_phase``."""
+    """Runs a phase on all ranks; its failure on one is a failure of all: ``StartUp.run_agreed_phase``."""
 
     def __call__(self, name: str, body: Callable[[], Result]) -> Result: ...
 
