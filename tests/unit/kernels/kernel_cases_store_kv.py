@@ -82,5 +82,5 @@ def launch_all() -> None:
 
 def check_compiled(kernel: Any, capability: int) -> None:
     """Slots are addressed with 64 bits."""
-    width = kernel.src.constants[(kernel.src.fn.arg_names.index("WIDTH"),)]
-    assert f"arith.constant {width} : i64" in kernel.asm["ttir"]
+    size = kernel.src.constants[(kernel.src.fn.arg_names.index("SIZE"),)]
+    assert f"arith.constant {size} : i64" in kernel.asm["ttir"]

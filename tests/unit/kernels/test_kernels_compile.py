@@ -24,9 +24,9 @@ NEEDS_E4M3 = ("kernel_cases_norm_codes",)
 # Modules with kernels of which the last program joins the parts of all.
 JOINS = ("kernel_cases_latents", "kernel_cases_paged_attention", "kernel_cases_sampling")
 
-# Half of all launches; ``test_kernels_specialisations`` and ``test_kernels_latents`` compile the usual ones of them in the
-# fast tier, too.
-MANY_LAUNCHES = {"kernel_cases_experts", "kernel_cases_heads", "kernel_cases_latents"}
+# Most of the time; ``test_kernels_specialisations`` and ``test_kernels_latents`` compile the usual launches of these in
+# the fast tier, too.
+MANY_LAUNCHES = {f"kernel_cases_{name}" for name in ("experts", "heads", "latents", "paged_attention")}
 
 
 def compile_and_check(name: str, capability: int) -> list[Any]:
