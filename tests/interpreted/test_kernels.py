@@ -31,8 +31,10 @@ MODULES = (
     "store_kv",
     "tree_linear",
 )
+# Half of the time; the interpreted engine of the fast tier runs their usual kernels, too.
+LONG = ("latents", "sampling")
 CASES = [
-    pytest.param(check, id=f"{module}: {name}")
+    pytest.param(check, id=f"{module}: {name}", marks=[pytest.mark.slow] if module in LONG else [])
     for module in MODULES
     for name, check in importlib.import_module(f"tests.unit.kernels.kernel_cases_{module}").CASES.items()
 ]
