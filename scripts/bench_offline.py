@@ -8,7 +8,7 @@
         --peer llama.cpp:Q4_0 llama.cpp:Q4_K_M vllm:awq vllm:gptq --workloads latency,throughput --threads 2
     python scripts/bench_offline.py --shape qwen3-0.6b --together --workloads latency,batch32,batch256 \\
         --peer vllm --peer-python vllm=~/vllm/bin/python --nano-vllm-path ~/nano-vllm          on a GPU
-    python scripts/bench_offline.py --shape qwen3-8b --tensor-parallel-size 1,2 --devices 0,0 --no-peer
+    python scripts/bench_offline.py --shape qwen3-8b --tensor-parallel-size 1,2 --device-ids 0,0 --no-peer
 
 On CPUs the engines alternate.  On a GPU they run one after the other, each alone in the device's memory; --together
 loads all at once, with equal shares of the memory, and they alternate there too.  For each workload it prints the

@@ -68,7 +68,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=64, help="steps that are timed, and steps that are profiled")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--threads", type=int, help="on a CPU; default: torch's")
-    parser.add_argument("--devices", help="device of each rank, such as 0,0")
+    parser.add_argument("--device-ids", help="device of each rank, such as 0,0")
     parser.add_argument("--engine-options", type=json.loads, default={}, help='more for LLM: {"enforce_eager": true}')
     parser.add_argument("--prompts", metavar="SIZES", help='steps with prompts, such as "none;auto" (see above)')
     parser.add_argument("--trace", type=Path, help="keep the profiler's trace in this file")

@@ -4,6 +4,8 @@ Its fields are the options of the Python API (``LLM(block_size=32)``), the comma
 files (``block_size = 32``).  ``tp_engine.options`` makes the latter two from the fields and their help texts.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +87,7 @@ class EngineConfig:
         None,
         "GPU of each rank, such as 0,1; 0,0 lets two ranks share one, for tests (default: one GPU per rank)",
         is_of_host=True,
+        numbers=True,
     )
     all_reduce_backend: str = option(
         "auto",

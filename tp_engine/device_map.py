@@ -65,7 +65,7 @@ def map_devices(devices: str | None, world_size: int, num_found: int) -> DeviceM
         raise ConfigError(
             f"tensor_parallel_size is {world_size} but this host has {num_found} CUDA devices; one rank needs one "
             f"device: lower tensor_parallel_size, use --device cpu, or, for a test, let ranks share GPUs with "
-            f"--devices {','.join(str(rank % max(num_found, 1)) for rank in range(world_size))}"
+            f"--device-ids {','.join(str(rank % max(num_found, 1)) for rank in range(world_size))}"
         )
     if max(found.indices) >= num_found:
         raise ConfigError(

@@ -168,7 +168,7 @@ _SECTIONS = (
     (
         "ranks_0.6b", 300, "1, 2 and 4 ranks on one GPU, 0.6B shape",
         _offline(
-            "0.6b", "--rounds 1 --no-peer --workloads latency --tensor-parallel-size 1,2,4 --devices 0,0,0,0"
+            "0.6b", "--rounds 1 --no-peer --workloads latency --tensor-parallel-size 1,2,4 --device-ids 0,0,0,0"
         ),
     ),
 )  # fmt: skip

@@ -4,6 +4,8 @@ They are the fields of the configuration dataclasses, in the types that a caller
 is missing and none is stale.  What each means is in its field's ``option(...)`` and in docs/serving.md, Flags.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, NamedTuple, TypedDict
@@ -28,7 +30,7 @@ class EngineOptions(TypedDict, total=False):
     load_format: str
     tensor_parallel_size: int
     device: str
-    device_ids: str | None
+    device_ids: Sequence[int] | str | None
     all_reduce_backend: str
     enable_expert_parallel: bool
     tp_invariant: bool

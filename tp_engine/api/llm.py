@@ -1,5 +1,7 @@
 """``LLM``: batch inference in this process, under vLLM's names."""
 
+from __future__ import annotations
+
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,5 +1,7 @@
 """Sampling defaults for what a request leaves open: the options that choose them, and the file that they come from."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

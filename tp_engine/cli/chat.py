@@ -3,6 +3,8 @@
 Ctrl-C stops an answer and keeps what has arrived; at the prompt it clears the line.  Ctrl-D or /exit leaves.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,5 +1,7 @@
 """``tp-engine doctor``: what this machine has, what is missing, and what the engine would choose on it."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,7 @@
 """``tp-engine recommend``: what fits on a device, and the command that serves it."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 from collections.abc import Sequence

@@ -8,9 +8,9 @@
                       levels (``two_level.py``)
     gloo       CPUs   gloo alone
 
-``--all-reduce`` names a row, and ``auto`` takes the first one of the device that can be taken (``config.ALL_REDUCES``
-has the names).  Every row adds trees of parts where layers ask for it (``Communicator.tree_reduce``).  *A new row* is
-here, and its communicator in a file of its own.
+``--all-reduce-backend`` names a row, and ``auto`` takes the first one of the device that can be taken
+(``config.ALL_REDUCES`` has the names).  Every row adds trees of parts where layers ask for it
+(``Communicator.tree_reduce``). *A new row* is here, and its communicator in a file of its own.
 """
 
 from collections.abc import Callable

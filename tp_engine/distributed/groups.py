@@ -135,7 +135,7 @@ class RankGroups:
             self._late = RankError(
                 self.info.rank,
                 f"symmetric memory: {what} has not ended within {_SYMMETRIC_S:g} s, so the links between the GPUs do "
-                "not work as the driver says; start with --all-reduce nccl",
+                "not work as the driver says; start with --all-reduce-backend nccl",
             )
             self.report(self._late)
 

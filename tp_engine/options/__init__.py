@@ -5,6 +5,8 @@ Every dataclass is one *table*.  Its fields are flags (``--block-size 32``) and 
 defaults, which exist only in the dataclasses.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import tomllib

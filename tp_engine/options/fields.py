@@ -4,6 +4,8 @@ The three give a value in several forms: a size as text or as a number, a JSON o
 names as a list or as one text.  ``check_fields`` brings each to the one form that the engine reads.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import os

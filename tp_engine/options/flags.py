@@ -8,6 +8,8 @@
     --a.list+ x,y                     a list
 """
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 import json

@@ -93,7 +93,7 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
             "max_cudagraph_capture_size= max_seq_len_to_capture= torch_compile_max_bs=",
         ),
         accepted(
-            "how ranks add up is --all-reduce; nccl is NCCL alone",
+            "how ranks add up is --all-reduce-backend; nccl is NCCL alone",
             "disable_custom_all_reduce disable_nccl_for_dp_synchronization enable_mscclpp enable_nccl_nvls "
             "enable_p2p_check enable_symm_mem enable_torch_symm_mem",
         ),
@@ -172,7 +172,6 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
         translated(to_adapters, "lora_paths=*"),
         translated(to_option("max_loras"), "max_loras_per_batch="),
         translated(to_option("gpu_memory_utilization"), "device_memory_utilization="),
-        translated(to_option("device_ids", lambda ids: ",".join(map(str, ids))), "device_ids=*"),
         translated(to_option("override_generation_config"), "preferred_sampling_params="),
         translated(to_option("uvicorn_log_level"), "log_level_http="),
         translated(to_option("root_path"), "fastapi_root_path="),
@@ -293,7 +292,7 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
         refused("see --structured-outputs-config, disable_any_whitespace", "constrained_json_disable_any_whitespace"),
         refused("see --profile and --profile-steps", "profiler_config="),
         refused("see --tp-invariant", "enable_deterministic_inference"),
-        refused("see --devices", "base_gpu_id= gpu_id_step=", harmless=(*OFF, 1)),
+        refused("see --device-ids", "base_gpu_id= gpu_id_step=", harmless=(*OFF, 1)),
         refused(
             "there is one, in host memory: see --kv-offloading-size",
             "kv_offloading_backend=",

@@ -3,6 +3,8 @@
 The command line, TOML files and the Python API all come here, so that a spelling which one of them takes works in all.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import json

@@ -1,5 +1,7 @@
 """The routes for operators: health, load, metrics, and what acts on the engine."""
 
+from __future__ import annotations
+
 import dataclasses
 import platform
 from importlib import metadata

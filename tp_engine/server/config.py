@@ -1,5 +1,7 @@
 """The HTTP server's configuration: frozen, checked, and the one place of its defaults."""
 
+from __future__ import annotations
+
 import math
 import re
 from dataclasses import dataclass

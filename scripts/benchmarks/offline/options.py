@@ -29,7 +29,7 @@ def parse_arguments(arguments: list[str] | None = None, description: str | None 
     parser.add_argument("--tp-invariant", default="off", help="off, on, or off,on")
     weights = f"weights of tp_engine: {', '.join(WEIGHTS)}; several side by side: none,{QUANTIZATIONS[0]}"
     parser.add_argument("--quantization", default="none", help=weights)
-    parser.add_argument("--devices", help="device of each rank, such as 0,0: several ranks on one GPU")
+    parser.add_argument("--device-ids", help="device of each rank, such as 0,0: several ranks on one GPU")
     parser.add_argument("--rounds", type=int, default=3, help="rounds per engine; the median counts")
     parser.add_argument("--threads", type=int, default=0, help="torch threads per rank (default: torch's choice)")
     parser.add_argument("--engine-options", type=json.loads, default={}, help='more for LLM: {"enforce_eager": true}')

@@ -93,7 +93,7 @@ def test_wrong_keywords_are_named(model: Any, options: dict[str, Any], words: st
 
 # What only one of the two has: ``LLM`` runs many prompts to their end, ``AsyncLLM`` one as a stream.
 OF_MANY = {"prompts", "use_tqdm", "concurrency_limit"}
-OF_ONE = {"prompt", "request_id", "address", "aborts", "timeout_s"}
+OF_ONE = {"prompt", "request_id", "address", "abort_running", "timeout_s"}
 
 
 @pytest.mark.parametrize("name", sorted({*vars(LLM)} & {*dir(AsyncLLM)} - {*dir(object)} | {"__init__"}))

@@ -152,7 +152,7 @@ def test_peers_that_are_absent_are_told(tmp_path: Path) -> None:
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the documented defaults; the error for a senseless value states the rule."""
-    small, large = parse_arguments([]), parse_arguments(["--shape", "qwen3-8b", "--devices", "0,0"])
+    small, large = parse_arguments([]), parse_arguments(["--shape", "qwen3-8b", "--device-ids", "0,0"])
     assert (small.dtype, small.workloads, small.peer) == (
         "float32",
         "latency,throughput,shared_prefix",

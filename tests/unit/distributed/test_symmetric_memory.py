@@ -346,9 +346,9 @@ def test_a_gpu_that_does_not_answer_ends_the_job(monkeypatch: pytest.MonkeyPatch
     def body(library: Communicator) -> None:
         set_up(library, lambda _: FakeMemory(FakeBuffer(library)), wait=wait, within=groups.time_limit)
 
-    with pytest.raises(RankError, match=r"copying between GPUs has not ended within .* --all-reduce nccl"):
+    with pytest.raises(RankError, match=r"copying between GPUs has not ended within .* --all-reduce-backend nccl"):
         run_ranks(2, body)
-    assert told and "--all-reduce nccl" in str(told[0])
+    assert told and "--all-reduce-backend nccl" in str(told[0])
 
 
 def set_up(

@@ -89,7 +89,7 @@ def test_every_value_stands_for_one_that_exists() -> None:
         ("--runner pooling", {"convert": "pooling"}),
         ("--runner pooling --convert classify", {"convert": "classify"}),
         ("--is-embedding", {"convert": "pooling"}),
-        ("--device-ids 0 1", {"device_ids": "0,1"}),
+        ("--device-ids 0 1", {"device_ids": ["0", "1"]}),
         ("--preferred-sampling-params.top_k 5", {"override_generation_config": {"top_k": 5}}),
         ("--fastapi-root-path /llm --log-level-http warning", {"root_path": "/llm", "uvicorn_log_level": "warning"}),
         ("--rope-scaling.rope_type yarn", {"hf_overrides": {"rope_scaling": {"rope_type": "yarn"}}}),

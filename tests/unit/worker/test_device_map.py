@@ -11,7 +11,7 @@ from tp_engine.worker.effective_config import resolve
 
 
 @pytest.mark.parametrize(
-    ("device_ids", "world_size", "indices", "is_shared", "sharing"),
+    ("devices", "world_size", "indices", "is_shared", "sharing"),
     [
         (None, 1, (0,), False, [1]),
         (None, 3, (0, 1, 2), False, [1, 1, 1]),
@@ -32,9 +32,9 @@ def test_a_rank_has_its_gpu(
 
 
 @pytest.mark.parametrize(
-    ("device_ids", "world_size", "message"),
+    ("devices", "world_size", "message"),
     [
-        (None, 3, "tensor_parallel_size is 3 but this host has 2 CUDA devices.*--devices 0,1,0"),
+        (None, 3, "tensor_parallel_size is 3 but this host has 2 CUDA devices.*--device-ids 0,1,0"),
         ("0,1,0", 2, "names 3 GPUs for 2 ranks.*tensor_parallel_size to 3"),
         ("0", 2, "names 1 GPUs for 2 ranks"),
         ("0,2", 2, "has 2 CUDA devices, numbered from 0; GPU 2"),

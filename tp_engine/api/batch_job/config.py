@@ -1,5 +1,7 @@
 """The batch job's own options."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass
 from pathlib import Path

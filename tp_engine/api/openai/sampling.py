@@ -1,5 +1,7 @@
 """From an OpenAI request body to prompts and ``SamplingParams``; refuses by name fields that it can not honour."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping

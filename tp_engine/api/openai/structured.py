@@ -8,6 +8,8 @@
 | guided_json, guided_regex, guided_choice, guided_grammar, guided_whitespace_pattern | json, regex, choice, ... |
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import re

@@ -4,6 +4,8 @@ Names, units and buckets are vLLM's where vLLM has the metric, below the prefixe
 also has the label ``model_name``.  A counter's samples end in ``_total``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -1,5 +1,7 @@
 """Options on chats, which the server and the batch job share, named as in ``vllm serve``, and the formats they name."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
