@@ -28,6 +28,17 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def run_reaping(command: list[str]) -> int:
+    """Run ``command`` and return its exit code.  Adopted processes are waited for when they end: a test that waits for
+    a process to be gone would find a zombie."""
+    process = subprocess.Popen(command)
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == process.pid:
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return process.returncode
+
+
 def wait_for_all() -> None:
     """Wait for the processes that are left, which end because the one that they serve has."""
     deadline_s = time.monotonic() + LAST_PROCESS_S
@@ -40,7 +51,7 @@ def wait_for_all() -> None:
 def run_session(path: str, tier: list[str]) -> int:
     """Run the tests in ``path``, wait for the processes that they started, and return pytest's exit code."""
     began_s, before_s = time.monotonic(), cpu_seconds()
-    code = subprocess.run([sys.executable, *PYTEST, *tier, path], check=False).returncode
+    code = run_reaping([sys.executable, *PYTEST, *tier, path])
     wait_for_all()
     used_s, taken_s = cpu_seconds() - before_s, time.monotonic() - began_s
     print(f"[tp_engine] {path}: {used_s:.0f} s of processor time in {taken_s:.0f} s", file=sys.stderr)

@@ -143,8 +143,8 @@ def test_rules(
     """Oracle: the rules, by hand; the reason is in the log if graphs of prompts were asked for, and only then."""
     config = EngineConfig(model="unused", device="cuda", max_num_seqs=20, max_num_batched_tokens=128, **options)
     backend: Any = Stub(name="test", can_capture_decodes=True, can_capture_prompts=can_capture)
-    communicator: Any = Stub(can_capture=True)
-    model: Any = Stub(state_layers=states)
+    communicator: Any = Stub(can_capture=True, why_not_capture=lambda *_: None)
+    model: Any = Stub(state_layers=states, hidden_size=64, dtype=torch.bfloat16, modules=lambda: ())
     with caplog.at_level(logging.WARNING, logger="tp_engine"):
         plan = graph_plan(config, backend, communicator, model)
     assert plan is not None and plan.sizes[-1] == 20
