@@ -84,7 +84,7 @@ def _why_not_symmetric(ranks: Ranks) -> str | None:
 
 def _why_not_nccl(ranks: Ranks) -> str | None:
     devices = ranks.config.device_ids
-    return f"NCCL refuses ranks that share a GPU, and devices is {devices!r}" if shares_devices(devices) else None
+    return f"NCCL refuses ranks that share a GPU, and device_ids is {devices!r}" if shares_devices(devices) else None
 
 
 def _why_not_shared(ranks: Ranks) -> str | None:
@@ -132,11 +132,11 @@ STRATEGIES: dict[str, Strategy] = {
     "symm_mem": Strategy(
         device="cuda",
         why_not=_why_not_symmetric,
-        remedy="leave all_reduce out, or use nccl",
+        remedy="leave all_reduce_backend out, or use nccl",
         phase="sharing memory between GPUs",
         make=_make_symmetric,
     ),
-    "nccl": Strategy(device="cuda", why_not=_why_not_nccl, remedy="leave all_reduce out, or use symm_mem"),
+    "nccl": Strategy(device="cuda", why_not=_why_not_nccl, remedy="leave all_reduce_backend out, or use symm_mem"),
     "shm": Strategy(device="cpu", why_not=_why_not_shared, phase="sharing memory", make=_make_shared),
     "gloo": Strategy(device="cpu", why_not=lambda ranks: None),
 }
@@ -145,7 +145,7 @@ STRATEGIES: dict[str, Strategy] = {
 def choose(ranks: Ranks) -> Strategy | None:
     """Return the row that ``ranks`` take; None if they have nothing to add up, or only the library.
 
-    ``ConfigError`` if ``all_reduce`` asks for a row that they can not take.
+    ``ConfigError`` if ``all_reduce_backend`` asks for a row that they can not take.
     """
     config, asked = ranks.config, ranks.config.all_reduce_backend
     row = STRATEGIES.get(asked)
@@ -164,7 +164,7 @@ def choose(ranks: Ranks) -> Strategy | None:
 
 
 def check(config: EngineConfig, num_hosts: int = 1) -> None:
-    """Raise ``ConfigError`` if ``all_reduce`` asks for what the ranks can not do, as far as one host can tell."""
+    """Raise ``ConfigError`` if ``all_reduce_backend`` can not be had, as far as one host can tell."""
     choose(Ranks(config=config, num_hosts=num_hosts, machine=probe_devices(config, num_hosts)))
 
 

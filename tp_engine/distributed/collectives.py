@@ -4,6 +4,7 @@ NCCL on CUDA, gloo on CPU or through the host, the identity for one rank.  ``all
 to add up the ranks' parts, and what puts shared and symmetric memory in front of these.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from time import monotonic_ns
 
@@ -19,7 +20,7 @@ from tp_engine.progress import RankProgress
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Communicator:
+class Communicator(ABC):
     """Collectives over the tensor-parallel ranks.  Every rank calls the same collectives in the same order.
 
     ``can_capture``: a recorded step may contain them (a CUDA graph, or a tape on CPUs), of any size.
@@ -28,22 +29,22 @@ class Communicator:
     info: RankInfo
     can_capture = False
 
+    @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place; returns ``tensor``."""
-        raise NotImplementedError
 
     def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the ranks' parts, contiguous float32, added as ``tree_sum`` does and rounded once to ``dtype``."""
         parts = self.all_gather(part.view(-1)).view(self.info.world_size, *part.shape)
         return tree_sum(parts.unbind(0)).to(dtype)
 
+    @abstractmethod
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Concatenate the ranks' tensors along the last dimension, in rank order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Like ``all_gather``, but only rank 0 gets the result; None on other ranks."""
-        raise NotImplementedError
 
     def why_not_capture(self, sizes: RecordedSizes) -> str | None:
         """Return why a recorded step may not contain the collectives of ``sizes``; None if it may."""

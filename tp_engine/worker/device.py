@@ -49,7 +49,7 @@ class Device:
 
     def snapshot(self) -> MemorySnapshot:
         """Memory now, after all launched work."""
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of device has its own; the other methods need nothing on a CPU
 
     def reset_peak(self) -> None:
         """Restart ``torch_peak``."""

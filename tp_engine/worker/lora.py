@@ -37,7 +37,7 @@ HostAdapter: TypeAlias = tuple[LocalPair | None, ...]
 """A rank's share of an adapter, layer by layer; None for a layer that it leaves alone."""
 
 
-def load_adapter(adapters: RankAdapters, *, path: str, generation: int) -> Prepared:
+def load_lora_adapter(adapters: RankAdapters, *, path: str, generation: int) -> Prepared:
     """Prepare the order to load the adapter in the folder ``path``: this rank can follow if it can read its share.
 
     ``ConfigError`` or ``WeightError`` if the adapter can not be served.

@@ -33,7 +33,7 @@ from tp_engine.worker.features import RunnerFeatureParts, RunnerParts, count_byt
 from tp_engine.worker.graphs.graph_plan import graph_plan, measure_graph_bytes
 from tp_engine.worker.graphs.step_runner import GraphPlan
 from tp_engine.worker.input_digests import NoteInputs
-from tp_engine.worker.lora import RankAdapters, load_adapter
+from tp_engine.worker.lora import RankAdapters, load_lora_adapter
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 from tp_engine.worker.memory.ledger import MemoryLedger, memory_lines
 from tp_engine.worker.memory.meter import MemoryMeter, MemoryMonitor, choose_blocks, log_memory, settle_blocks
@@ -236,7 +236,7 @@ class Worker:
     def _orders(self) -> dict[str, Prepare]:
         """What each order needs of this rank."""
         return {
-            "load_lora_adapter": lambda arguments: load_adapter(self._adapters, **arguments),
+            "load_lora_adapter": lambda arguments: load_lora_adapter(self._adapters, **arguments),
             "start_profile": lambda _arguments: Prepared(self._profiler.start),
             "stop_profile": lambda _arguments: Prepared(self._profiler.stop),
             "sleep": lambda _arguments: sleep(self.runner, self._device.empty_cache),

@@ -56,7 +56,7 @@ def test_hosts_share_no_memory_with_each_other() -> None:
     check(EngineConfig(device="cpu", all_reduce_backend="shm", tensor_parallel_size=4), 2)
     with pytest.raises(ConfigError, match=r"each host has one rank.*leave it out"):
         check(EngineConfig(device="cpu", all_reduce_backend="shm", tensor_parallel_size=2), 2)
-    with pytest.raises(ConfigError, match=r"'symm_mem'.*on 2; leave all_reduce out"):
+    with pytest.raises(ConfigError, match=r"'symm_mem'.*on 2; leave all_reduce_backend out"):
         check(EngineConfig(device="cuda", all_reduce_backend="symm_mem", tensor_parallel_size=4), 2)
 
 

@@ -1,6 +1,7 @@
 """Products with weights in C: a weight in panels (``panels.h``, ``packed_linear.c``), and rows for int8 products."""
 
 import ctypes
+from abc import ABC, abstractmethod
 
 import torch
 
@@ -18,7 +19,7 @@ def fits_panels(weight: torch.Tensor) -> bool:
     return weight.dtype in DTYPE_CODES and weight.shape[1] * weight.itemsize % 4 == 0
 
 
-class Panels:
+class Panels(ABC):
     """The base of weights (out, in) in C, for rows of ``dtype``.
 
     With an ``activation`` the weight is the gate's rows, then up's (out = 2 * size).
@@ -55,8 +56,8 @@ class Panels:
         self._run(x, None if bias is None else bias.data_ptr(), out, kind)
         return out
 
-    def _run(self, x: torch.Tensor, bias: int | None, out: torch.Tensor, kind: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _run(self, x: torch.Tensor, bias: int | None, out: torch.Tensor, kind: int) -> None: ...
 
 
 class PackedWeight(Panels):

@@ -1,6 +1,7 @@
 """What a codec of the lower tiers does, and the one that keeps blocks as they are."""
 
 import hashlib
+from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from tp_engine.cpu.kernels.library import native_library
 from tp_engine.plan import IntArray
 
 
-class Codec:
+class Codec(ABC):
     """Blocks of a pool (blocks, block_bytes) as *blobs* of ``blob_bytes`` each, both uint8, and back.
 
     A slot of the host tier holds one blob, and a disk keeps it unchanged; plans know nothing of it.  On a CPU ``blobs``
@@ -25,21 +26,21 @@ class Codec:
     num_groups = 1
     work_bytes = 0
 
+    @abstractmethod
     def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: IntArray) -> torch.Tensor | None:
         """Write blobs of blocks; ``pairs`` are blocks and places in ``blobs``.
 
         (n,) bool on the pool's device: the blocks that it refuses, whose blobs must not be used; None: it refuses none,
         ever.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: IntArray) -> None:
         """Write the blocks of blobs; ``pairs`` are places in ``blobs`` and blocks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fingerprint(self) -> bytes:
         """16 bytes that differ between codecs that do not read each other's blobs."""
-        raise NotImplementedError
 
 
 class BlockCopy(Codec):

@@ -120,7 +120,7 @@ class BlockMover:
 
         With a codec of several groups they have the block's group as a third column.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of device has its own
 
     def wait(self, batch: int) -> None:
         """Let what is launched from now on begin after the moves of all batches up to ``batch``."""

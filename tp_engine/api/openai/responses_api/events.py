@@ -256,7 +256,7 @@ class OutputItem(ABC):
         return [self._delta(text)] if text else []
 
     def _delta(self, text: str) -> JsonObject:
-        raise NotImplementedError
+        raise NotImplementedError  # items that have an ``add`` of their own need none
 
     @abstractmethod
     def closed(self) -> list[JsonObject]:

@@ -61,7 +61,7 @@ class TextParser:
 
     def _open(self, mark: str) -> None:
         """Name the next state: ``mark``, one of the opening marks, has been read."""
-        raise NotImplementedError
+        raise NotImplementedError  # a parser with opening marks has it, forced calls have none
 
     def _give(self, text: str) -> None:
         """Pass on text outside of calls; white space at its end waits for what follows."""
