@@ -15,7 +15,7 @@ from tp_engine.errors import MemoryBudgetError
 from tp_engine.worker.memory.meter import settle_slots
 
 
-def agree(locals_: Sequence[int | Exception]) -> list[Any]:
+def agree(locals_: Sequence[int | Exception], of: str = "KV cache") -> list[Any]:
     """``settle_slots`` on one rank per entry, which chooses that number or raises that error."""
 
     def act(group: SimulatedGroup) -> int:
@@ -25,7 +25,7 @@ def agree(locals_: Sequence[int | Exception]) -> list[Any]:
                 raise own
             return own
 
-        return settle_slots(choose, group, of="KV cache")
+        return settle_slots(choose, group, of=of)
 
     return on_ranks(len(locals_), act)
 
@@ -70,6 +70,15 @@ def test_one_failure_is_everyones(bad: int | Exception, cause: str, rank: int) -
     assert cause in str(results[0])
     if isinstance(bad, Exception):
         assert isinstance(results[rank], MemoryBudgetError) and results[rank].__cause__ is bad
+
+
+def test_the_slots_of_a_host_tier_are_agreed_on_alike() -> None:
+    """Oracle: the minimum, and the words for what could not be had."""
+    assert agree([50, 40, 60], of="host tier") == [40, 40, 40]
+    results = agree([50, MemoryBudgetError("too large"), 60], of="host tier")
+    assert {str(result) for result in results} == {
+        "1 of 3 ranks could not provide a host tier: rank 1: MemoryBudgetError: too large"
+    }
 
 
 def test_several_failures_are_all_named() -> None:

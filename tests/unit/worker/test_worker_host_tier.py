@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.worker.memory_cases import SimulatedGroup, on_ranks
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, MemoryBudgetError
 from tp_engine.kernels.huge_pages import HUGE_PAGE
@@ -19,7 +18,6 @@ from tp_engine.units import GIB, MIB
 from tp_engine.worker.codecs.base import BlockCopy
 from tp_engine.worker.memory.host_memory import HostMemory
 from tp_engine.worker.memory.kv_cache import resident_bytes
-from tp_engine.worker.memory.meter import settle_slots
 from tp_engine.worker.tiers.host_tier import HostTierWorker, choose_slots
 
 COPY = BlockCopy(MIB, "any")
@@ -78,27 +76,6 @@ def test_tier_without_a_prefix_cache_is_refused() -> None:
         EngineConfig(kv_offloading_size=4, enable_prefix_caching=False)
     EngineConfig(kv_offloading_size=4)
     EngineConfig(enable_prefix_caching=False)
-
-
-def test_ranks_agree_on_the_smallest_number() -> None:
-    """Oracle: the minimum; a failure is every rank's, with the rank's number and its cause."""
-    given: list[int | Exception] = [50, 40, 60]
-
-    def settle(group: SimulatedGroup) -> int:
-        def choose() -> int:
-            found = given[group.info.rank]
-            if isinstance(found, Exception):
-                raise found
-            return found
-
-        return settle_slots(choose, group)
-
-    assert on_ranks(3, settle) == [40, 40, 40]
-    given[1] = MemoryBudgetError("too large")
-    results = on_ranks(3, settle)
-    assert {str(result) for result in results} == {
-        "1 of 3 ranks could not provide a host tier: rank 1: MemoryBudgetError: too large"
-    }
 
 
 def test_pages_come_into_use_with_their_slots() -> None:
