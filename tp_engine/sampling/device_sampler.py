@@ -28,7 +28,7 @@ from tp_engine.kernels.sampling.tables import SamplingTables
 from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.plan import IntArray
 from tp_engine.sampling import vocab_parallel
-from tp_engine.sampling.groups import RowGroup, Way
+from tp_engine.sampling.groups import RowGroup, SamplingMethod
 from tp_engine.sampling.noise import device_noise_keys
 from tp_engine.sampling.ranking import LOWEST_KEY
 from tp_engine.sampling.state import SamplingState
@@ -187,7 +187,7 @@ class DeviceSampler:
         floats = self._tables.floats.index_select(0, rows)
         top_k = self._tables.top_k.index_select(0, rows)[:, None].to(torch.int64)
         group = RowGroup(
-            way=Way.RANKED,
+            method=SamplingMethod.RANKED,
             edited=False,
             members=rows,
             source=None,

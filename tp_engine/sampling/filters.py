@@ -12,7 +12,7 @@ import torch
 
 from tp_engine.kernels.ops import has_triton
 from tp_engine.kernels.sampling.tables import SamplingTables
-from tp_engine.sampling.groups import RowGroup, Way
+from tp_engine.sampling.groups import RowGroup, SamplingMethod
 from tp_engine.sampling.noise import gumbel_noise
 from tp_engine.sampling.ranking import rank_candidates, row_argmax, row_chunks
 
@@ -50,20 +50,22 @@ def pick(scaled: torch.Tensor, token_ids: torch.Tensor, keep: torch.Tensor, keys
 
 
 def draw(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor | None, vocab_ids: torch.Tensor) -> torch.Tensor:
-    """Draw (m,) int32 from ``logits`` (m, vocab), of any float type, in the group's way.
+    """Draw (m,) int32 from ``logits`` (m, vocab), of any float type, by the group's method.
 
     ``keys`` (m, 2) int32 are the rows' noise keys, None for greedy rows; ``vocab_ids`` is arange(vocab) int32.
     """
-    if keys is None or group.way is Way.GREEDY:
+    if keys is None or group.method is SamplingMethod.GREEDY:
         return row_argmax(logits).to(torch.int32)
     logits = logits.to(torch.float32)
-    if group.way is Way.ANY:
+    if group.method is SamplingMethod.ANY:
         return row_argmax(noisy_scores(logits, group, keys, vocab_ids)).to(torch.int32)
     if draws_by_kernel(logits.device.type):
         return draw_filtered(logits, group, keys)
-    if group.way is Way.NUCLEUS:
+    if group.method is SamplingMethod.NUCLEUS:
         return draw_nucleus(logits, group, keys)
-    return draw_ranked(logits, group, keys, group.largest_top_k if group.way is Way.RANKED else logits.shape[1])
+    return draw_ranked(
+        logits, group, keys, group.largest_top_k if group.method is SamplingMethod.RANKED else logits.shape[1]
+    )
 
 
 def draw_ranked(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor, count: int) -> torch.Tensor:

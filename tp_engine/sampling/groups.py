@@ -1,6 +1,6 @@
-"""The rows of a step in groups that are sampled in the same way; the host decides.
+"""The rows of a step in groups that are sampled by the same method; the host decides.
 
-| rows | way |
+| rows | method |
 | --- | --- |
 | temperature 0 | GREEDY: argmax |
 | no top_k, top_p 1 | ANY: noise over the vocabulary; min_p is a threshold |
@@ -31,7 +31,7 @@ MAX_CANDIDATES = 1024
 IndexArray = npt.NDArray[np.int64]
 
 
-class Way(enum.IntEnum):
+class SamplingMethod(enum.IntEnum):
     """How a row draws its token."""
 
     GREEDY = 0
@@ -43,14 +43,14 @@ class Way(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowGroup:
-    """m rows of a step that draw in the same way.
+    """m rows of a step that draw by the same method.
 
     ``members`` (m,) int64 are their places in the step.  They read the edited logits if ``edited``, else the raw ones;
     ``source`` (m,) int64 are their places in that matrix, None for all of its rows in order.  Parameters are (m, 1):
     ``temperature``, ``log_min_p`` float32, ``top_p`` float64, ``top_k`` int64.
     """
 
-    way: Way
+    method: SamplingMethod
     edited: bool
     members: torch.Tensor
     source: torch.Tensor | None
@@ -127,7 +127,7 @@ class StepGroups:
     @property
     def draws(self) -> bool:
         """Whether any row needs noise."""
-        return any(group.way is not Way.GREEDY for group in self.groups)
+        return any(group.method is not SamplingMethod.GREEDY for group in self.groups)
 
     def edited_logits(self, logits: torch.Tensor, counts: PenaltyCounts) -> torch.Tensor | None:
         """Return a float32 copy (e, width) of the rows of ``logits`` (n, width) that need edits or penalties, after
@@ -166,15 +166,15 @@ def group_rows(state: SamplingState, rows: IntArray, is_short: BoolArray) -> Ste
     is_edited = state.is_edited[rows] | is_short
     edited = np.flatnonzero(is_edited)
     place_in_source = np.where(is_edited, np.cumsum(is_edited), np.arange(1, len(rows) + 1)) - 1
-    ways = _ways(state, rows)
+    methods = _methods(state, rows)
     groups = []
-    for way in Way:
+    for method in SamplingMethod:
         for of_edited in (False, True):
-            members = np.flatnonzero((ways == way) & (is_edited == of_edited))
+            members = np.flatnonzero((methods == method) & (is_edited == of_edited))
             if len(members):
                 whole = len(members) == (len(edited) if of_edited else len(rows))
                 source = None if whole else upload(place_in_source[members], state.device)
-                groups.append(_group(state, rows, members, way, of_edited, source))
+                groups.append(_group(state, rows, members, method, of_edited, source))
     penalised = np.flatnonzero(state.is_penalised[rows])
     wanted = state.num_logprobs[rows]
     return StepGroups(
@@ -191,7 +191,10 @@ def group_rows(state: SamplingState, rows: IntArray, is_short: BoolArray) -> Ste
 
 def _processed(state: SamplingState, rows: IntArray, is_edited: BoolArray) -> ProcessedRows:
     scored = np.flatnonzero(state.num_logprobs[rows] >= 0)
-    group, is_greedy = _group(state, rows, scored, Way.SORTED, False, None), state.temperature[rows[scored]] == 0.0
+    group, is_greedy = (
+        _group(state, rows, scored, SamplingMethod.SORTED, False, None),
+        state.temperature[rows[scored]] == 0.0,
+    )
     greedy = upload(is_greedy[:, None], state.device)
     group = replace(
         group,
@@ -205,23 +208,28 @@ def _processed(state: SamplingState, rows: IntArray, is_edited: BoolArray) -> Pr
     return ProcessedRows(group=group, targets=upload(targets, state.device), sources=upload(sources, state.device))
 
 
-def _ways(state: SamplingState, rows: IntArray) -> IntArray:
+def _methods(state: SamplingState, rows: IntArray) -> IntArray:
     top_k, nucleus = state.top_k[rows], state.top_p[rows] < 1.0
-    ways = np.where(nucleus, Way.NUCLEUS, Way.ANY)
-    ways = np.where(top_k < state.vocab_size, Way.SORTED, ways)
-    ways = np.where(top_k <= min(MAX_CANDIDATES, state.vocab_size - 1), Way.RANKED, ways)
-    return np.where(state.temperature[rows] == 0.0, Way.GREEDY, ways).astype(np.int32)
+    methods = np.where(nucleus, SamplingMethod.NUCLEUS, SamplingMethod.ANY)
+    methods = np.where(top_k < state.vocab_size, SamplingMethod.SORTED, methods)
+    methods = np.where(top_k <= min(MAX_CANDIDATES, state.vocab_size - 1), SamplingMethod.RANKED, methods)
+    return np.where(state.temperature[rows] == 0.0, SamplingMethod.GREEDY, methods).astype(np.int32)
 
 
 def _group(
-    state: SamplingState, rows: IntArray, members: IndexArray, way: Way, edited: bool, source: torch.Tensor | None
+    state: SamplingState,
+    rows: IntArray,
+    members: IndexArray,
+    method: SamplingMethod,
+    edited: bool,
+    source: torch.Tensor | None,
 ) -> RowGroup:
     own = rows[members]
     columns = (state.temperature, state.top_k, state.top_p, state.log_min_p)
     numbers = np.stack([column[own].astype(np.float64) for column in columns])
     temperature, top_k, top_p, log_min_p = upload(numbers[:, :, None], state.device).unbind()
     return RowGroup(
-        way=way,
+        method=method,
         edited=edited,
         members=upload(members, state.device),
         source=source,

@@ -16,7 +16,8 @@ before the exchange, which changes nothing then::
 
 One collective per step for whatever mixture of rows (the alternative, rank 0 deciding on gathered logits, takes two).
 Only min_p without top_k needs another one before it, of one word per row.  On CPU, top_p without top_k over a large
-vocabulary needs it too, and rows whose nucleus is larger than its candidates one after it.  ``shares`` has the table.
+vocabulary needs it too, and rows whose nucleus is larger than its candidates one after it.  ``vocab_parallel`` has the
+table.
 
 All ranks decide for themselves.  They decide alike because they start from the same bits: parameters, rows and
 positions come from the same plan, and shares from the same all-gather.  Greedy rows and rows without top_k and top_p
@@ -41,7 +42,7 @@ from tp_engine.layers.upload import upload, upload_all
 from tp_engine.plan import IntArray
 from tp_engine.sampling import vocab_parallel
 from tp_engine.sampling.device_sampler import DeviceSampler, SamplerVariant
-from tp_engine.sampling.groups import RowGroup, StepGrouper, StepGroups, Way
+from tp_engine.sampling.groups import RowGroup, SamplingMethod, StepGrouper, StepGroups
 from tp_engine.sampling.logprobs import LogprobTensors, score_rows
 from tp_engine.sampling.noise import noise_keys
 from tp_engine.sampling.ranking import row_argmax
@@ -161,19 +162,19 @@ class Sampler:
         vocab, group = self._state.vocab, step.group
         if self._is_alone:  # the share is the tokens
             return vocab_parallel.decide_from_logits(step.logits, group, step.keys, self._vocab_ids)
-        if group.way in (Way.GREEDY, Way.ANY):
+        if group.method in (SamplingMethod.GREEDY, SamplingMethod.ANY):
             return vocab_parallel.best_share(self._held(step), group, step.keys, vocab, step.maximum)
-        if group.way is Way.RANKED:
+        if group.method is SamplingMethod.RANKED:
             return vocab_parallel.ranked_share(self._held(step), group.largest_top_k, vocab)
         if step.maximum is not None:
             return vocab_parallel.nucleus_share(self._held(step), group, vocab, step.maximum)
         return step.whole
 
     def _decide(self, step: _GroupStep, stack: torch.Tensor) -> torch.Tensor:
-        if step.group.way in (Way.GREEDY, Way.ANY):
+        if step.group.method in (SamplingMethod.GREEDY, SamplingMethod.ANY):
             return vocab_parallel.merge_best(stack)
         assert step.keys is not None
-        if step.group.way is Way.RANKED:
+        if step.group.method is SamplingMethod.RANKED:
             return vocab_parallel.decide_ranked(stack, step.group, step.keys)
         if step.maximum is not None:
             return self._decide_nucleus(step, stack, step.keys)

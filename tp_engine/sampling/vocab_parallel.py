@@ -7,8 +7,8 @@
 | NUCLEUS, SORTED | its logits |
 | NUCLEUS, CPU, large vocabulary | the rank keys of its 256 likeliest and the slice's weight; its logits if too few |
 
-Before that, ANY with min_p and the last way exchange the largest logit of every slice.  Edits and penalties have been
-applied to the slices.
+Before that, ANY with min_p and the last method exchange the largest logit of every slice.  Edits and penalties have
+been applied to the slices.
 
 One all-gather carries shares of several shapes and types::
 
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.sampling.filters import NUCLEUS_START, draw, fixed_weights, keep_mask, noisy_scores, pick
-from tp_engine.sampling.groups import RowGroup, Way
+from tp_engine.sampling.groups import RowGroup, SamplingMethod
 from tp_engine.sampling.ranking import LOWEST_KEY, best_keys, key_ids, largest_keys, row_chunks, top_keys, unpack_keys
 
 SHORT_WAY_FROM = 1 << 14  # gloo takes longer for a row of this many logits than for another collective
@@ -59,12 +59,12 @@ def side_by_side(stack: torch.Tensor) -> torch.Tensor:
 
 def needs_maximum(group: RowGroup, vocab_size: int, device: torch.device) -> bool:
     """Return whether a share of the group depends on the largest logit of the whole row."""
-    return (group.way is Way.ANY and group.uses_min_p) or _has_short_way(group, vocab_size, device)
+    return (group.method is SamplingMethod.ANY and group.uses_min_p) or _has_short_way(group, vocab_size, device)
 
 
 def _has_short_way(group: RowGroup, vocab_size: int, device: torch.device) -> bool:
     """Whether a few candidates are tried first for the nucleus; only a CPU can look at the result without waiting."""
-    return group.way is Way.NUCLEUS and device.type == "cpu" and vocab_size >= SHORT_WAY_FROM
+    return group.method is SamplingMethod.NUCLEUS and device.type == "cpu" and vocab_size >= SHORT_WAY_FROM
 
 
 def maximum_share(logits: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ def best_share(
     logits: torch.Tensor, group: RowGroup, keys: torch.Tensor | None, vocab: VocabSlice, maximum: torch.Tensor | None
 ) -> torch.Tensor:
     """GREEDY, ANY: (m, 1) int64.  ``logits`` (m, num_ids), noise ``keys`` (m, 2), ``maximum`` (m, 1) for min_p."""
-    if vocab.num_ids == 0 or group.way is Way.GREEDY:
+    if vocab.num_ids == 0 or group.method is SamplingMethod.GREEDY:
         return greedy_share(logits, vocab)
     assert keys is not None
     token_ids = torch.arange(vocab.first, vocab.first + vocab.num_ids, dtype=torch.int32, device=logits.device)
@@ -158,7 +158,7 @@ def decide_from_logits(
     vocab_ids: torch.Tensor,
 ) -> torch.Tensor:
     """Token ids (m,) int32 from whole logits: ``logits(start, stop)`` are those of a part of the rows (n, vocab)."""
-    if group.way is Way.GREEDY and group.source is None:  # nothing is copied
+    if group.method is SamplingMethod.GREEDY and group.source is None:  # nothing is copied
         return draw(logits(0, None), group, keys, vocab_ids)
     chunks = list(row_chunks(len(group.members), len(vocab_ids), vocab_ids.device))
     if len(chunks) == 1:

@@ -1,6 +1,7 @@
 """The best token of every row after penalties, temperature and noise, as one pass over the logits.
 
-The Triton twin of ``sampling``'s GREEDY and ANY ways (``penalties``, ``filters.noisy_scores``, ``ranking.best_keys``)::
+The Triton twin of ``sampling``'s methods GREEDY and ANY (``penalties``, ``filters.noisy_scores``,
+``ranking.best_keys``)::
 
     program (i, j): columns [j * BLOCK, (j + 1) * BLOCK) of step row i  ->  one rank key
     the last program of row i to arrive                                 ->  the row's rank key and token; if asked, it

@@ -1,6 +1,6 @@
 """top_k, then top_p and min_p, without a sort: a program searches a row's threshold bit by bit.
 
-The Triton twin of ``sampling``'s RANKED and SORTED ways: ``top_keys_triton`` finds a rank's candidates for the
+The Triton twin of ``sampling``'s methods RANKED and SORTED: ``top_keys_triton`` finds a rank's candidates for the
 others, ``draw`` searches all of a row's logits, and ``narrow`` only values that a program has in its registers
 (``candidates_triton`` calls both).
 

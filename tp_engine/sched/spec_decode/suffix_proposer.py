@@ -72,7 +72,7 @@ class SuffixProposer(Proposer):
     def proposals(self, sequence: Sequence, tokens: IntArray, count: int) -> Iterable[Proposal]:
         """Do as ``Proposer``."""
         if self._starts and len(tokens) >= self._anchors[-1]:
-            yield from self._of_answers(_root(sequence.group.cache_key), tokens[: -self._depth - 1 : -1], count)
+            yield from self._of_answers(_digest(sequence.group.cache_key), tokens[: -self._depth - 1 : -1], count)
         length, matched = len(tokens), 1
         found = ends = np.flatnonzero(tokens[:-1] == tokens[-1])
         while matched < self._longest and len(ends):
@@ -145,7 +145,7 @@ class SuffixProposer(Proposer):
         ):  # one token teaches nothing, and may be that behind a pooled prompt
             return
         text = sequence.token_ids[max(0, first - self._depth) :][-(self._mask >> 1) :]
-        cache_key, start, end = _root(sequence.group.cache_key), self._head, self._head + len(text)
+        cache_key, start, end = _digest(sequence.group.cache_key), self._head, self._head + len(text)
         index = np.arange(start, end) & self._mask
         self._ring[index] = text
         self._cache_keys[index] = cache_key
@@ -181,7 +181,7 @@ def _length(holds: npt.NDArray[np.bool_]) -> int:
 
 
 @lru_cache(maxsize=256)
-def _root(name: str) -> _Numbers:
+def _digest(name: str) -> _Numbers:
     """A number of 64 bits (1,), for which a client can not find a second text."""
     found: _Numbers = np.frombuffer(blake2b(name.encode(), digest_size=8).digest(), dtype=np.uint64)
     return found
