@@ -288,8 +288,8 @@ class EngineConfig:
         optional = ("num_gpu_blocks_override", "kv_cache_memory_bytes", "max_model_len")
         for name in positive + optional:
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"{name} is {value}; it must be positive")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be positive, and finite")
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size is {self.block_size}; it must be a power of two, such as 16")
         utilization = self.gpu_memory_utilization

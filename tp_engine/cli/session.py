@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,8 +42,8 @@ class ClientConfig:
             urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).netloc
         ):
             raise ConfigError(f"url is {self.url!r}; it must be like http://localhost:8000")
-        if self.timeout_s <= 0:
-            raise ConfigError(f"timeout_s is {self.timeout_s}; it must be positive")
+        if not 0 < self.timeout_s < math.inf:
+            raise ConfigError(f"timeout_s is {self.timeout_s}; it must be positive, and finite")
 
     @property
     def key(self) -> str | None:

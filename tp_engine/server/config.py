@@ -123,8 +123,8 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
                 "of letters, digits and _, such as tp_engine vllm"
             )
         for name in ("max_body_bytes", "body_timeout_s", "header_timeout_s", "write_timeout_s", "max_connections"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive, and finite")
         if not 0.0 <= self.sse_keep_alive_interval < math.inf:
             raise ConfigError(
                 f"sse_keep_alive_interval is {self.sse_keep_alive_interval}; it must be seconds, or 0 (never)"

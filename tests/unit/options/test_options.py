@@ -67,6 +67,16 @@ def test_every_field_is_a_flag_with_help() -> None:
     assert "(default: 2048)" in text
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_numbers_that_are_not_finite_are_refused(value: str) -> None:
+    """Oracle: the dataclasses' fields: no time, share or size of an engine or a server is endless."""
+    for kind in (EngineConfig, ServerConfig):
+        for spec in dataclasses.fields(kind):
+            if str(spec.type).startswith("float"):
+                with pytest.raises(ConfigError, match=f"^{spec.name} is {value}"):
+                    kind(**{spec.name: float(value)})
+
+
 def test_precedence(tmp_path: Path) -> None:
     """Oracle: command line over file over defaults, per key."""
     path = tmp_path / "run.toml"
