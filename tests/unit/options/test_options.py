@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,8 +74,9 @@ def test_numbers_that_are_not_finite_are_refused(value: str) -> None:
     for kind in (EngineConfig, ServerConfig):
         for spec in dataclasses.fields(kind):
             if str(spec.type).startswith("float"):
+                given: dict[str, Any] = {spec.name: float(value)}
                 with pytest.raises(ConfigError, match=f"^{spec.name} is {value}"):
-                    kind(**{spec.name: float(value)})
+                    kind(**given)
 
 
 def test_precedence(tmp_path: Path) -> None:
