@@ -86,7 +86,7 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
             "optimization_level= -O",
             "torch compiles nothing; graphs are --cudagraph-capture-sizes",
         ),
-        translated(to_option("cudagraph_capture_sizes"), "cuda_graph_bs=* cuda_graph_bs_decode=*"),
+        translated(to_option("cudagraph_capture_sizes"), "cuda_graph_bs=* cuda_graph_bs_decode=* cuda_graph_sizes=*"),
         accepted(
             "decode steps of at most 512 sequences are CUDA graphs; see --cudagraph-capture-sizes",
             "cuda_graph_max_bs= cuda_graph_max_bs_decode= enable_profile_cuda_graph enable_torch_compile "

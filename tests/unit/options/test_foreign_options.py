@@ -103,6 +103,7 @@ def test_every_value_stands_for_one_that_exists() -> None:
         ),
         ("-cc.cudagraph_mode none", {"enforce_eager": True}),
         ("--compilation-config.cudagraph_capture_sizes+ 1,2", {"cudagraph_capture_sizes": ["1", "2"]}),
+        ("--cuda-graph-sizes 1 2", {"cudagraph_capture_sizes": ["1", "2"]}),
         ("-cc.mode 3 -O3", {}),
         ("-O0", {"enforce_eager": True}),
         ("--attention-config.backend FLASHINFER", {"attention_backend": "auto"}),
