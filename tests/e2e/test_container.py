@@ -59,7 +59,7 @@ def probe_paths(maker: str) -> list[str]:
 
 @pytest.mark.timeout(400)
 def test_the_entry_point_of_the_image(tmp_path: Path) -> None:
-    """Oracle: docs/serving.md's table of probes, the exit code of a drain, and systemd's protocol.
+    """Oracle: the table of probes in docs/quickstart.md, the exit code of a drain, and systemd's protocol.
 
     Rank 0 stops itself while it loads, so that the probes can be asked before the server is ready.
     """

@@ -134,9 +134,9 @@ def test_two_replicas_behind_a_router(module: str, policies: list[str], tmp_path
 @pytest.mark.timeout(300)
 @NEEDS_ROUTERS
 def test_the_commands_of_the_document(tmp_path: Path) -> None:
-    """Oracle: a sum by hand, through the router of docs/serving.md before two servers with the demo model."""
+    """Oracle: a sum by hand, through the router of docs/replicas.md before two servers with the demo model."""
     assert PYTHON is not None
-    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "replicas.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```sh\n([^`]*sglang_router[^`]*)```", text)
     ports = {number: str(free_port()) for number in ("8000", "8001", "8002")}
     lines = re.sub("|".join(ports), lambda found: ports[found[0]], block.replace("\\\n", " ")).splitlines()

@@ -1,7 +1,7 @@
 """The keywords of ``LLM``, ``AsyncLLM`` and ``run_batch``, for editors and type checkers.
 
 They are the fields of the configuration dataclasses, in the types that a caller may give them; a test holds that none
-is missing and none is stale.  What each means is in its field's ``option(...)`` and in docs/serving.md, Flags.
+is missing and none is stale.  What each means is in its field's ``option(...)`` and in docs/flags_engine.md.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class LLM(Closing):
     """A model on one or more ranks, driven by the calling thread.
 
     ``model`` is a folder or a hub name, the demo model by default; ``options`` are those of the server's engine, with
-    vLLM's names (docs/serving.md, Flags).  In a plain script this object starts and stops the other ranks.  Under
+    vLLM's names (docs/flags_engine.md).  In a plain script this object starts and stops the other ranks.  Under
     torchrun it adopts those of the job: the script continues on rank 0; on every other rank the constructor serves
     until rank 0 closes, and then ends the process with exit code 0, so a job has one ``LLM``.  Use it as a context
     manager, or call ``close()``.
@@ -175,8 +175,7 @@ class LLM(Closing):
         *,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """Return the embedding of every prompt, in their order, by a model for embeddings (docs/serving.md,
-        Embeddings).
+        """Return the embedding of every prompt, in their order, by a model for embeddings (docs/embeddings.md).
 
         Raises ``RequestError`` for a bad prompt before any prompt runs, and for a model that gives no embeddings.
         """

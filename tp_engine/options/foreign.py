@@ -139,7 +139,7 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
             "structured_outputs_config.backend structured_outputs_config.disable_fallback",
         ),
         accepted(
-            "metrics, logs and traces are those of docs/serving.md",
+            "metrics, logs and traces are those of docs/metrics.md",
             "aggregate_engine_logging collect_detailed_traces=* cudagraph_metrics decode_log_interval= "
             "disable_access_log_for_endpoints= enable_layerwise_nvtx_tracing enable_logging_iteration_details "
             "enable_mfu_metrics enable_mm_processor_stats enable_per_request_metrics jit_monitor_mode= "

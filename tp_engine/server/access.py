@@ -163,7 +163,7 @@ def warn_of_exposure(config: ServerConfig) -> None:
     if not is_local(config) and not config.api_keys:
         logger.warning(
             "everybody who reaches %s can use this server: it has no --api-key; what acts on the engine needs an "
-            "--admin-api-key (docs/serving.md, Keys)",
+            "--admin-api-key (docs/keys.md)",
             config.host,
         )
     for path in filter(None, (config.api_key_file, config.admin_api_key_file)):

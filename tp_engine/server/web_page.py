@@ -105,7 +105,7 @@ def _num_samples(text: str | None) -> int:
 
 
 def _engine_json(info: ModelInfo, name: str, report: EngineReport, watch: EngineWatch, num_samples: int) -> JsonObject:
-    """Needs a ``report`` with a view; has the history's last ``num_samples``.  docs/serving.md describes each field."""
+    """Needs a ``report`` with a view; has the history's last ``num_samples``.  docs/metrics.md describes each field."""
     stats, view, now_s = report.stats, report.view, time.monotonic()
     assert view is not None
     return {

@@ -171,7 +171,7 @@ def test_the_server_takes_the_options(maker: str) -> None:
 
 @pytest.mark.parametrize("maker", ["deployment", "leader"])
 def test_probes_ask_what_the_server_answers(maker: str) -> None:
-    """Oracle: the server's routes, and the table of probes in docs/serving.md."""
+    """Oracle: the server's routes, and the table of probes in docs/quickstart.md."""
     state = ServerState(ServerConfig(), ("demo",))
     try:
         paths = create_app(state).openapi()["paths"].keys()

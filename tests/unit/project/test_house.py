@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 MODULES = sorted((ROOT / "tp_engine").rglob("*.py"))
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
-    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
 ]
 SHORT_MODULES = Path(__file__).parents[2] / "short_modules.txt"
 

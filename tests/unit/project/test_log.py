@@ -57,7 +57,7 @@ def test_text_names_process_and_request(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_json_is_one_object_per_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the fields of docs/serving.md, also for texts of several lines and errors."""
+    """Oracle: the fields of docs/metrics.md, also for texts of several lines and errors."""
 
     async def serve() -> None:
         bind_request("abc", "f" * 32)

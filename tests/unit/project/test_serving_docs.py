@@ -1,4 +1,4 @@
-"""docs/serving.md names everything that a user can send or set, and only things that exist."""
+"""The pages of docs/ name everything that a user can send or set, and only things that exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tp_engine.server.app import create_app
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.state import ServerState
 
-PAGE = Path(__file__).parents[3] / "docs" / "serving.md"
+DOCS = Path(__file__).parents[3] / "docs"
 LAUNCHERS = ({"engine": EngineConfig, "server": ServerConfig}, {"engine": EngineConfig, "batch": BatchConfig})
 FLAG = re.compile(r"`(-{1,2}[a-z][a-z0-9-]*)`")
 # The app adds these by itself; they are not routes of the schema.
@@ -23,13 +23,17 @@ DESCRIPTION_PATHS = {"/openapi.json", "/docs", "/redoc"}
 
 
 @cache
+def page(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
 def section(title: str) -> str:
-    """The text under ``## title``, up to the next section."""
-    return PAGE.read_text(encoding="utf-8").split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
+    """The text of docs/http_api.md under ``## title``, up to the next section."""
+    return page("http_api.md").split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
 
 
-def first_column(title: str) -> str:
-    rows = [line for line in section(title).splitlines() if line.startswith("| `")]
+def first_column(text: str) -> str:
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
     return "\n".join(row.split(" | ")[0] for row in rows)
 
 
@@ -57,24 +61,24 @@ def body_fields(prefix: str = "/") -> set[str]:
 
 def test_every_flag_is_documented() -> None:
     """Oracle: the parser of the launchers, in both directions."""
-    documented = set(FLAG.findall(first_column("Flags")))
-    assert sorted(flags() - documented) == [], "add a row to docs/serving.md, Flags"
-    assert sorted(documented - flags()) == [], "docs/serving.md names a flag that does not exist"
+    documented = set(FLAG.findall(first_column(page("flags_engine.md") + page("flags_server.md"))))
+    assert sorted(flags() - documented) == [], "add a row to docs/flags_engine.md or docs/flags_server.md"
+    assert sorted(documented - flags()) == [], "the pages of flags name one that does not exist"
 
 
 def test_every_endpoint_is_documented() -> None:
     """Oracle: the server's own schema, in both directions."""
     there = {f"{method.upper()} {path}" for path, operations in schema()["paths"].items() for method in operations}
-    documented = set(re.findall(r"`([A-Z]+ /[^`]*)`", first_column("Endpoints")))
-    assert sorted(there - documented) == [], "add a row to docs/serving.md, Endpoints"
+    documented = set(re.findall(r"`([A-Z]+ /[^`]*)`", first_column(section("Endpoints"))))
+    assert sorted(there - documented) == [], "add a row to docs/http_api.md, Endpoints"
     stale = {name for name in documented - there if name.split()[1] not in DESCRIPTION_PATHS}
-    assert sorted(stale) == [], "docs/serving.md names an endpoint that does not exist"
+    assert sorted(stale) == [], "docs/http_api.md names an endpoint that does not exist"
 
 
 def test_every_request_field_is_documented() -> None:
     """Oracle: the bodies' schemas, in both directions."""
-    documented = set(re.findall(r"`([a-z_0-9]+)`", first_column("Request fields")))
-    assert sorted(body_fields("/v1/") - documented) == [], "add a row to docs/serving.md, Request fields"
-    assert sorted(documented - body_fields()) == [], "docs/serving.md names a field that does not exist"
+    documented = set(re.findall(r"`([a-z_0-9]+)`", first_column(section("Request fields"))))
+    assert sorted(body_fields("/v1/") - documented) == [], "add a row to docs/http_api.md, Request fields"
+    assert sorted(documented - body_fields()) == [], "docs/http_api.md names a field that does not exist"
     beside_endpoints = set(re.findall(r"`([a-z_]+)`", section("Endpoints")))
-    assert sorted(body_fields() - documented - beside_endpoints) == [], "name it in docs/serving.md, Endpoints"
+    assert sorted(body_fields() - documented - beside_endpoints) == [], "name it in docs/http_api.md, Endpoints"

@@ -9,7 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 MODULES = sorted((ROOT / "tp_engine").rglob("*.py"))
-DOCUMENTS = [*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+DOCUMENTS = [
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+]
 
 # Words of an earlier dialect -> what vLLM, SGLang and PyTorch say.
 REFUSED = {
@@ -61,7 +64,9 @@ def found_in(path: Path) -> set[str]:
     return found - {"lane", "lanes"} if WITH_LANES.search(name_of(path)) else found
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES} | {ROOT / "docs"}), ids=name_of)
+@pytest.mark.parametrize(
+    "folder", sorted({path.parent for path in MODULES} | {ROOT / "docs", ROOT / "docs" / "design"}), ids=name_of
+)
 def test_the_fields_words(folder: Path) -> None:
     """Oracle: the table above."""
     files = [path for path in (*MODULES, *DOCUMENTS) if path.parent == folder]

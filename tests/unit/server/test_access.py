@@ -18,14 +18,14 @@ from tp_engine.server.app import create_app
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.state import ServerState
 
-PAGE = Path(__file__).parents[3] / "docs" / "serving.md"
+PAGE = Path(__file__).parents[3] / "docs" / "keys.md"
 CLIENT, OTHER, OPERATOR = ({"Authorization": f"Bearer {name}"} for name in ("client", "other", "operator"))
 KEYS: dict[str, Any] = {"api_key": ("client", "other"), "admin_api_key": ("operator",)}
 
 
 def table_of_keys() -> dict[str, str]:
-    """The routes of the table in docs/serving.md, Keys: which key each needs."""
-    text = PAGE.read_text(encoding="utf-8").split("\n## Keys\n", 1)[1].split("\n## ", 1)[0]
+    """The routes of the table in docs/keys.md: which key each needs."""
+    text = PAGE.read_text(encoding="utf-8").split("\n## ", 1)[0]
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     return {route: key for key, routes in rows for route in re.findall(r"`([A-Z]+ /[^`]*)`", routes)}
 
@@ -38,11 +38,11 @@ def routes() -> list[tuple[str, str]]:
 def test_the_table_of_keys_has_every_route() -> None:
     """Oracle: the server's own schema, in both directions: a new route needs a decision."""
     documented = set(table_of_keys())
-    assert {f"{method} {path}" for method, path in routes()} == documented, "docs/serving.md, Keys"
+    assert {f"{method} {path}" for method, path in routes()} == documented, "docs/keys.md"
 
 
 def test_every_route_needs_the_key_of_the_table() -> None:
-    """Oracle: docs/serving.md: 401 without a needed key, 403 with a client's where an operator's is needed."""
+    """Oracle: docs/keys.md: 401 without a needed key, 403 with a client's where an operator's is needed."""
     table = table_of_keys()
     assert set(table.values()) == {"none", "any", "an operator's"}
 

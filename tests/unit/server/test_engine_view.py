@@ -65,7 +65,7 @@ def body(**changes: object) -> dict[str, object]:
 
 
 def test_the_shape_is_as_documented() -> None:
-    """Oracle: the fields of docs/serving.md; two sequences run and hold blocks 0 and 1 of the fake engine."""
+    """Oracle: the fields of docs/metrics.md; two sequences run and hold blocks 0 and 1 of the fake engine."""
 
     async def scenario(app: App) -> None:
         exchange = app.start("POST", "/v1/completions", body(n=2))

@@ -24,7 +24,7 @@ from tp_engine.server.metrics.figures import Histogram
 
 PREFIX = "tp_engine:"
 DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana_dashboard.json"
-PAGE = Path(__file__).parents[3] / "docs" / "serving.md"
+PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 FIRST = "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0 160.0 640.0 2560.0"
 NEXT = "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0"
@@ -383,8 +383,8 @@ def test_a_bound_belongs_to_its_bucket() -> None:
 
 
 def test_the_page_names_every_metric() -> None:
-    """Oracle: the families, in both directions, against docs/serving.md."""
-    section = PAGE.read_text(encoding="utf-8").split("\n### Metrics\n", 1)[1].split("\n### ", 1)[0]
+    """Oracle: the families, in both directions, against docs/metrics.md."""
+    section = PAGE.read_text(encoding="utf-8").split("\n## Metrics\n", 1)[1].split("\n## ", 1)[0]
     rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
     documented = set(re.findall(r"`([a-z0-9_]+)`", re.sub(r"\(`[a-z_]+`\)", "", "\n".join(rows))))
     assert documented == FAMILIES.keys()

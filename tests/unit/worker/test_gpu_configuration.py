@@ -106,5 +106,5 @@ def test_auto_takes_what_works(
     options: dict[str, Any],
     backend: str,
 ) -> None:
-    """Oracle: the table of backends in docs/architecture.md."""
+    """Oracle: the table of backends in docs/design/attention.md."""
     assert resolved(capability, packages, **options).config.attention_backend == backend
