@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.utils.collect_env import get_pretty_env_info
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
     if shutil.which("nvidia-smi"):
         for query in ((), ("topo", "-m")):
             subprocess.run(["nvidia-smi", *query], timeout=30, check=False)
-    from usable import gaps
+    from lib.usable import gaps
 
     print(f"{len(os.sched_getaffinity(0))} cores; missing packages: {', '.join(gaps(['test'])) or 'none'}")
 

@@ -101,7 +101,7 @@ def test_answers_end_and_parse(client: openai.OpenAI, ask: Any, stream: bool) ->
 
 
 def test_the_examples_of_the_documentation(client: openai.OpenAI) -> None:
-    """Oracle: docs/structured_output.md: the right sum, and the form of the others; their words may vary by processor."""
+    """Oracle: docs/structured_output.md: the right sum, and the form of the others; words may vary by processor."""
     section = PAGE.read_text(encoding="utf-8")
     examples = re.findall(r"^(\{.*?)\n-> (.*?)$", section, re.DOTALL | re.MULTILINE)
     assert len(examples) == 3

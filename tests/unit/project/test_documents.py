@@ -1,12 +1,14 @@
-"""The documents name files and folders that exist."""
+"""The documents name files, sections and folders that exist, and the site has them all."""
 
 from __future__ import annotations
 
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
@@ -16,8 +18,37 @@ DOCUMENTS = ("README.md", "CONTRIBUTING.md", *(page for page in PAGES if page no
 FILE = re.compile(r"`((?:[a-z0-9_.-]+/)*[a-z0-9_-]+\.(?:py|c|h|md|toml|json|jinja)|(?:[a-z0-9_.-]+/)+)`")
 # scripts/name.py with or without backticks; git's 0a57657:scripts/name.py is a file of that commit.
 SCRIPT = re.compile(r"(?<![\w:/])scripts/[a-z0-9_/]+(?:\.py)?")
+# [text](target), but no address of another host.
+LINK = re.compile(r"\]\((?![a-z]+:)([^)\s]+)\)")
+# A document, perhaps with a comma and the name of one of its sections.
+REFERENCE = re.compile(r"(?<![\w:/])(docs/[a-z_/]+\.(?:md|json|png|svg))(?:, ([A-Z][\w ]*))?")
+MAX_LINES = 250
+SOURCES = [
+    path
+    for top in ("tp_engine", "tests", "scripts", "deploy", "configs", "launch", ".github", ".ci")
+    for path in sorted((ROOT / top).rglob("*"))
+    if path.suffix in {".py", ".toml", ".yaml", ".yml", ".c", ".h", ""}
+    and path.is_file()
+    and b"docs/" in path.read_bytes()
+] + [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "pyproject.toml")]
 # Files of checkpoints and of users, which the documents also name.
 NOT_OURS = {"config.json", "tokenizer.json", "generation_config.json", "tokenization_kimi.py"}
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+@cache
+def titles(path: Path) -> list[str]:
+    """The headings of a document."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+
+
+def anchors(path: Path) -> set[str]:
+    """The names by which GitHub and the site know the headings of a document."""
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles(path)}
 
 
 @cache
@@ -30,6 +61,46 @@ def places() -> set[str]:
         parts = path.relative_to(ROOT).parts
         found |= {"/".join(parts[start:]) + ("/" if path.is_dir() else "") for start in range(len(parts))}
     return found
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    """Oracle: the files below docs/."""
+
+    def listed(entry: Any) -> list[str]:
+        if isinstance(entry, str):
+            return [f"docs/{entry}"]
+        return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in listed(part)]
+
+    assert sorted(listed(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])) == PAGES
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_are_short(page: str) -> None:
+    """Oracle: the rule of the site."""
+    assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_link_leads_to_a_file_and_a_section(document: str) -> None:
+    """Oracle: the files, and the headings of those that are documents."""
+    folder, wrong = (ROOT / document).parent, []
+    for target in LINK.findall(without_code((ROOT / document).read_text(encoding="utf-8"))):
+        path, _, anchor = target.partition("#")
+        file = (folder / path).resolve() if path else ROOT / document
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            wrong.append(target)
+    assert not wrong, f"{document} has links that lead nowhere: {wrong}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_reference_to_a_document_names_one(path: Path) -> None:
+    """Oracle: the files below docs/, and their headings."""
+    wrong = []
+    for page, section in REFERENCE.findall(re.sub(r"\s*\n[\s#*]*", " ", path.read_text(encoding="utf-8"))):
+        file = ROOT / page
+        if not file.is_file() or (section and not any(section.startswith(title) for title in titles(file))):
+            wrong.append((page, section))
+    assert not wrong, f"{path.relative_to(ROOT)} names documents or sections that do not exist: {wrong}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -8,6 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+from lib import flag_pages
+
 from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.config import EngineConfig
 from tp_engine.options.flags import make_parser
@@ -17,7 +20,7 @@ from tp_engine.server.state import ServerState
 
 DOCS = Path(__file__).parents[3] / "docs"
 LAUNCHERS = ({"engine": EngineConfig, "server": ServerConfig}, {"engine": EngineConfig, "batch": BatchConfig})
-FLAG = re.compile(r"`(-{1,2}[a-z][a-z0-9-]*)`")
+FLAG = re.compile(r"`(-{1,2}[a-z][a-z0-9-]*)(?: [^`]*)?`")
 # The app adds these by itself; they are not routes of the schema.
 DESCRIPTION_PATHS = {"/openapi.json", "/docs", "/redoc"}
 
@@ -61,9 +64,16 @@ def body_fields(prefix: str = "/") -> set[str]:
 
 def test_every_flag_is_documented() -> None:
     """Oracle: the parser of the launchers, in both directions."""
-    documented = set(FLAG.findall(first_column(page("flags_engine.md") + page("flags_server.md"))))
-    assert sorted(flags() - documented) == [], "add a row to docs/flags_engine.md or docs/flags_server.md"
+    names = "\n".join(line.split(": ")[0] for line in (page("flags_engine.md") + page("flags_server.md")).splitlines())
+    documented = set(FLAG.findall("\n".join(line for line in names.splitlines() if line.startswith("* `-"))))
+    assert sorted(flags() - documented) == [], "scripts/docs writes the pages of flags"
     assert sorted(documented - flags()) == [], "the pages of flags name one that does not exist"
+
+
+@pytest.mark.parametrize("name", sorted(flag_pages.pages()))
+def test_generated_pages_are_current(name: str) -> None:
+    """Oracle: what ``scripts/docs`` writes."""
+    assert page(name) == flag_pages.pages()[name], "run scripts/docs"
 
 
 def test_every_endpoint_is_documented() -> None:

@@ -1,0 +1,101 @@
+"""Write docs/flags_engine.md and docs/flags_server.md from the options of the launchers.
+
+Usage: python flag_pages.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tp_engine.api.batch_job.config import BatchConfig
+from tp_engine.config import EngineConfig
+from tp_engine.options.flags import make_parser
+from tp_engine.server.config import ServerConfig
+
+DOCS = Path(__file__).parents[2] / "docs"
+COLUMNS = 120
+LONG_VALUE = 80
+INTRO = (
+    "`scripts/docs` writes this page from the options themselves; `--help` prints the same. "
+    "[Command line](command_line.md#flags) tells how flags are written, and has notes on some."
+)
+# Sections of --help -> where the documents say more.
+MORE = {
+    "Model": "[Models](models.md)",
+    "KV cache": "[Tiers](tiers.md), [KV memory](architecture.md#kv-memory)",
+    "Scheduling": "[Speculation](speculation.md)",
+    "Adapters": "[Adapters](adapters.md)",
+    "Answers": "[Structured output](structured_output.md), [New weights](new_weights.md)",
+    "Time limits": "[When something dies](reliability.md)",
+    "Diagnosis": "[The flight record](reliability.md#the-flight-record)",
+    "Web pages of other origins": "[Keys and web pages](keys.md#web-pages-and-names)",
+    "Keys": "[Keys and web pages](keys.md)",
+    "Clients and requests": "[Under load](http_api.md#under-load)",
+    "Logs and metrics": "[Metrics and logs](metrics.md)",
+    "Chats": "[Chats](chats.md), [Tools and reasoning](tools.md)",
+    "Batch job": "[Batch jobs](batch.md)",
+}
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page by its name in docs/."""
+    engine, server = ({name: kind} for name, kind in (("engine", EngineConfig), ("server", ServerConfig)))
+    of_server = sections(server)
+    known = {flag for actions in of_server.values() for action in actions for flag in action.option_strings}
+    of_batch = {
+        title: rest
+        for title, actions in sections({"batch": BatchConfig}).items()
+        if (rest := [action for action in actions if not known.issuperset(action.option_strings)])
+    }
+    assert not of_server.keys() & of_batch.keys(), "a section has options of the server, and others of the batch job"
+    return {
+        "flags_engine.md": page("Flags of the engine", sections(engine, plain=True)),
+        "flags_server.md": page("Flags of the server and of batch jobs", of_server | of_batch),
+    }
+
+
+def sections(tables: Mapping[str, type[Any]], *, plain: bool = False) -> dict[str, list[argparse.Action]]:
+    """Return the options by their section of ``--help``; with ``plain`` those of argparse itself too."""
+    parser = make_parser("serve", "", tables)
+    groups = {group.title or "": group._group_actions for group in parser._action_groups}
+    found = {
+        title: [one for one in actions if one.option_strings and one.help != argparse.SUPPRESS]
+        for title, actions in groups.items()
+        if title != "positional arguments" and (plain or title != "options")
+    }
+    return {"All commands" if title == "options" else title: actions for title, actions in found.items() if actions}
+
+
+def page(title: str, found: Mapping[str, list[argparse.Action]]) -> str:
+    lines = [f"# {title}", "", *textwrap.wrap(INTRO, COLUMNS, break_on_hyphens=False)]
+    for name, actions in found.items():
+        lines += ["", f"## {name}", ""] + ([f"See {MORE[name]}.", ""] if name in MORE else [])
+        lines += [line for action in actions for line in item(action)]
+    return "\n".join(lines) + "\n"
+
+
+def item(action: argparse.Action) -> list[str]:
+    """An option as an item of a list: its spellings, its value, what it means."""
+    spellings = [flag for flag in action.option_strings if not flag.startswith("--no-")]
+    value = action.metavar if isinstance(action.metavar, str) and action.nargs != 0 else ""
+    if len(value) > LONG_VALUE:
+        value = "NAME"  # the meaning names the choices
+    if value:
+        spellings[0] += f" {value}" + (" ..." if action.nargs == "+" else "")
+    told = str(action.help).replace("%%", "%").replace("*", "\\*").replace("<", "\\<")
+    told = re.sub(r"'(\{.*?\})'", r"`\1`", told)
+    told = re.sub(r"(?<![\w`'/-])(--[a-z][a-z-]*[a-z])", r"`\1`", told)
+    text = f"{', '.join(f'`{spelling}`' for spelling in spellings)}: {told}"
+    return textwrap.wrap(
+        text, COLUMNS, initial_indent="* ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+if __name__ == "__main__":
+    for name, text in pages().items():
+        (DOCS / name).write_text(text, encoding="utf-8")
