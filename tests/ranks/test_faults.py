@@ -30,7 +30,6 @@ CELLS = [
     Case("script", 1, "sample", "sleep"),
     Case("script", 1, "move", "stop"),
     Case("batch", 0, "step_begin", "kill"),
-    Case("batch", 1, "move", "kill"),
     Case("serve", 1, "collective", "kill"),
     Case("serve", 0, "sample", "stop"),
 ]

@@ -30,7 +30,7 @@ SLOW_COPIES = "1:move@*:sleep=0.005"
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize(("world_size", "model"), [(1, "gemma3"), (2, "qwen3"), (4, "gemma3"), (2, "deepseek-v3")])
+@pytest.mark.parametrize(("world_size", "model"), [(1, "gemma3"), (2, "qwen3"), (2, "deepseek-v3")])
 def test_a_host_tier_changes_no_token(
     world_size: int, model: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

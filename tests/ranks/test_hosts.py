@@ -35,7 +35,7 @@ def test_tokens_equal_one_host(tmp_path: Path) -> None:
 def test_a_server_over_two_hosts(tmp_path: Path) -> None:
     """Oracle: HTTP on host 0 alone; every rank with its host in the report; one stop signal to host 0 ends both.  An
     update with the same weights, an order to the ranks of both, changes no answer."""
-    with hosts_job("serve", tmp_path) as running:
+    with hosts_job("serve", tmp_path, num_local=1) as running:
         running.parts[0].wait_ready(90.0)
         body = {"prompt": [65, 66, 67], "max_tokens": 8, "ignore_eos": True}
         answer = json.loads(running.ask("/v1/completions", body))
@@ -46,15 +46,15 @@ def test_a_server_over_two_hosts(tmp_path: Path) -> None:
         assert again["choices"] == answer["choices"] and again["weight_version"] == "1"
         time.sleep(0.6)  # the far ranks' slots arrive every quarter of a second
         ranks = json.loads(running.ask("/engine"))["ranks"]
-        assert [rank["host"] for rank in ranks] == [0, 0, 1, 1]
-        assert [rank["host_name"] for rank in ranks] == [host.name for host in running.hosts for _ in range(2)]
+        assert [rank["host"] for rank in ranks] == [0, 1]
+        assert [rank["host_name"] for rank in ranks] == [host.name for host in running.hosts]
         assert all(rank["resident_bytes"] > 0 for rank in ranks)
         silence = r"tp_engine:rank_heartbeat_age_seconds\{[^}]*rank=\"(\d)\"[^}]*\} (\S+)"
         assert {rank: float(age) < 5.0 for rank, age in re.findall(silence, running.ask("/metrics"))} == {
-            str(rank): True for rank in range(4)
+            str(rank): True for rank in range(2)
         }
         assert "serving " not in running.parts[1].text()
-        assert "Memory of rank 3 (host 1):" in running.parts[1].text()
+        assert "Memory of rank 1 (host 1):" in running.parts[1].text()
         interrupt(running.parts[0].process, signal.SIGTERM)
         deadline_s = time.monotonic() + _ENDS_S
         running.parts[0].wait_end(deadline_s)
@@ -76,7 +76,9 @@ def test_a_host_with_another_configuration_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    "case", [HostCase("serve", "kill", "rank 2"), HostCase("script", "down", "link 1", num_local=1)], ids=str
+    "case",
+    [HostCase("serve", "kill", "rank 1", num_local=1), HostCase("script", "down", "link 1", num_local=1)],
+    ids=str,
 )
 def test_a_fault_ends_both_hosts(case: HostCase, tmp_path: Path) -> None:
     """Oracle: the promises of ``tests/faults/hosts.py``; ``scripts/test_faults --hosts`` runs the whole matrix."""

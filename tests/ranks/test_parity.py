@@ -119,7 +119,7 @@ def make_case(folder: Path, world_size: int, settings: dict[str, Any]) -> dict[s
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("world_size", slow_but([2], [1, 2, 3, 4, 8]))
+@pytest.mark.parametrize("world_size", slow_but([2], [1, 2, 3, 8]))
 def test_tokens_equal_transformers(world_size: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: transformers generate, greedy and with beams.
 
@@ -129,7 +129,7 @@ def test_tokens_equal_transformers(world_size: int, checkpoint: Callable[..., Pa
     folders = {name: checkpoint(name, **shape) for name, shape in models.items()}
     variants = {"plain": PLAIN, "tight": TIGHT, "cached": CACHED}
     if world_size == 8:
-        variants = {"plain": PLAIN, "cached": CACHED}  # between them: chunked, preempted and cached, or none of it
+        variants = {"cached": CACHED}  # chunked, preempted and cached
     names = [(model, variant) for model in folders for variant in variants]
     cases = [make_case(folders[model], world_size, variants[variant]) for model, variant in names]
     (tmp_path / "cases.json").write_text(json.dumps(cases))

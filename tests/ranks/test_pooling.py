@@ -1,4 +1,4 @@
-"""Embeddings and scores on 1, 2 and 4 ranks are those of transformers, in float32, whatever else is in the batch."""
+"""Embeddings and scores on 1 and 2 ranks are those of transformers, in float32, whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def expected_score(folder: Path, query: str, document: str) -> float:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_vectors_and_scores_equal_transformers(
     world_size: int, embedding_model: Path, reranker: Path, tmp_path: Path
 ) -> None:

@@ -255,8 +255,7 @@ class Output:
 
 
 class Simulation:
-    """A scheduler and its fake worker; with ``checks``, ``check_integrity`` runs after each act of every other 40
-    plans.
+    """A scheduler and its fake worker; with ``checks``, ``check_integrity`` runs after each act of 20 of 80 plans.
 
     It does not run after all acts, because a check enters what steady steps have only noted.  ``ahead`` plans are made
     before the oldest one runs.
@@ -372,7 +371,7 @@ class Simulation:
         return tokens, FinishReason.STOP if tokens[-1] in stop_ids else FinishReason.LENGTH
 
     def _check(self) -> None:
-        if self.checks and len(self.plans) // 40 % 2 == 0:
+        if self.checks and len(self.plans) % 80 < 20:
             self.scheduler.check_integrity()
 
     def _take(self, deltas: Iterable[SequenceDelta]) -> None:

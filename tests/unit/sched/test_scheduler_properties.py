@@ -50,7 +50,7 @@ def test_random_load(shape: str, caching: bool, ahead: int) -> None:
     finish."""
     simulation = Simulation(replace(SHAPES[shape], enable_prefix_caching=caching), ahead=ahead)
     load = RandomLoad(simulation, seed=len(shape))
-    for _ in range(1200 * SCALE):
+    for _ in range(800 * SCALE):
         load.act()
     simulation.run()
     stats = simulation.scheduler.stats()
