@@ -28,14 +28,25 @@ def sampler_for(
     *,
     scores_processed: bool = False,
 ) -> Sampler:
-    """A sampler whose row i has ``samplings[i]`` and has seen ``tokens[i]``; the first two are the prompt."""
+    """A sampler of ``state_for`` the same rows."""
+    return Sampler(state_for(samplings, vocab_size, tokens, scores_processed=scores_processed), SingleRank())
+
+
+def state_for(
+    samplings: Sequence[RowSampling],
+    vocab_size: int,
+    tokens: Sequence[np.ndarray] | None = None,
+    *,
+    scores_processed: bool = False,
+) -> SamplingState:
+    """A state whose row i has ``samplings[i]`` and has seen ``tokens[i]``; the first two are the prompt."""
     state = SamplingState(
         max_num_seqs=len(samplings), vocab_size=vocab_size, device=CPU, scores_processed=scores_processed
     )
     for row, sampling in enumerate(samplings):
         known = ids(0, 1) if tokens is None else tokens[row]
         state.admit(row, sampling, known, 2)
-    return Sampler(state, SingleRank())
+    return state
 
 
 def sample(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.sampling.sampler_cases import CPU, ids, mixed_samplings, sample, sampler_for
+from tests.unit.sampling.sampler_cases import CPU, ids, mixed_samplings, sample, sampler_for, state_for
 from tp_engine.distributed.collectives import SingleRank
 from tp_engine.plan import RowSampling
 from tp_engine.sampling.sampler import Sampler
@@ -109,26 +109,26 @@ def test_a_seed_gives_other_tokens_at_other_positions_and_seeds() -> None:
 
 def test_mixed_steps_reuse_the_plan_until_something_changes() -> None:
     """Oracle: a row admitted anew samples by its new parameters, and min_tokens ends when it is reached."""
-    sampler = sampler_for([RowSampling(), RowSampling(min_tokens=2, stop_token_ids=ids(3))], 8)
-    logits = torch.tensor([[0.0, 0, 0, 9, 1, 0, 0, 0]] * 2)
+    state = state_for([RowSampling(), RowSampling(min_tokens=2, stop_token_ids=ids(3))], 8)
+    sampler, logits = Sampler(state, SingleRank()), torch.tensor([[0.0, 0, 0, 9, 1, 0, 0, 0]] * 2)
     assert [sample(sampler, logits, [0, 1], position)[0] for position in (2, 3, 4)] == [[3, 4], [3, 4], [3, 3]]
-    sampler._state.release(ids(0))
-    sampler._state.admit(0, RowSampling(allowed_token_ids=ids(5, 6)), ids(1), 1)
+    state.release(ids(0))
+    state.admit(0, RowSampling(allowed_token_ids=ids(5, 6)), ids(1), 1)
     assert sample(sampler, logits, [0, 1], 4)[0] == [5, 3]
-    sampler._state.release(ids(0, 1))
+    state.release(ids(0, 1))
     assert sample(sampler, logits, [0, 1], 4)[0] == [3, 3]
 
 
 def test_a_readmitted_row_forgets_the_counts_of_the_one_before() -> None:
     """Oracle: a strong frequency penalty makes greedy change tokens, and starts afresh with the row's next request."""
     strong = RowSampling(frequency_penalty=2.0)
-    sampler = sampler_for([strong], 4)
-    logits = torch.tensor([[3.0, 2.5, 2.0, 1.5]])
+    state = state_for([strong], 4)
+    sampler, logits = Sampler(state, SingleRank()), torch.tensor([[3.0, 2.5, 2.0, 1.5]])
     assert [sample(sampler, logits, [0], position)[0][0] for position in (2, 3, 4, 5)] == [0, 1, 2, 3]
-    sampler._state.release(ids(0))
-    sampler._state.admit(0, strong, ids(0, 0, 0), 3)
+    state.release(ids(0))
+    state.admit(0, strong, ids(0, 0, 0), 3)
     assert sample(sampler, logits, [0], 3)[0] == [0]
-    sampler._state.admit(0, strong, ids(2, 2, 0, 0), 2)
+    state.admit(0, strong, ids(2, 2, 0, 0), 2)
     assert sample(sampler, logits, [0], 4)[0] == [1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -80,8 +81,7 @@ def test_draws_follow_the_distribution(sampling: RowSampling) -> None:
         min_p=sampling.min_p,
     )
     expected = warped(logits[None], keep_all)[0].softmax(-1).double().numpy() * draws
-    sampler = sampler_for([sampling] * batch, vocab)
-    sampler._state.seed[:] = np.arange(batch)
+    sampler = sampler_for([msgspec.structs.replace(sampling, seed=seed) for seed in range(batch)], vocab)
     rows, wide = np.arange(batch, dtype=np.int32), logits.repeat(batch, 1)
     drawn = [sampler.sample(wide, rows, np.full(batch, 2 + i, np.int32))[0].numpy() for i in range(draws // batch)]
     observed = np.bincount(np.concatenate(drawn), minlength=vocab)
