@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from tp_engine.kernels import ops
 from tp_engine.kernels.ops import has_triton
@@ -46,8 +47,11 @@ def triton_ops_on_cpus() -> Iterator[set[str]]:
 
 
 @contextmanager
-def compiled_for(capability: int) -> Iterator[list[Any]]:
-    """Inside, launches compile for a GPU of this capability (90: sm_90) and do not run; yields the compiled kernels."""
+def compiled_for(capability: int, *, once: bool = False) -> Iterator[list[Any]]:
+    """Inside, launches compile for a GPU of this capability (90: sm_90) and do not run; yields the compiled kernels.
+
+    With ``once``, each kernel compiles for the first launch with each combination of types of tensors.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
@@ -58,8 +62,15 @@ def compiled_for(capability: int) -> Iterator[list[Any]]:
     kernels: list[Any] = []
     launch, active = JITFunction.run, driver._active  # without a GPU, asking for the active driver fails
 
+    by_types: dict[tuple[object, ...], Any] = {}
+
     def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        types = (self.fn, *(one.dtype for one in given if isinstance(one, torch.Tensor)))
+        if once and types in by_types:
+            return by_types[types]
         kernels.append(launch(self, *args, **(kwargs | {"warmup": True})))
+        by_types[types] = kernels[-1]
         return kernels[-1]
 
     driver.set_active(_Target(f"sm_{capability}", GPUTarget("cuda", capability, 32)))
@@ -86,11 +97,11 @@ class _Target:
         return 0
 
 
-def compile_cases(module: str, capability: int) -> list[Any]:
+def compile_cases(module: str, capability: int, *, once: bool = False) -> list[Any]:
     """Compile what ``tests.unit.kernels.<module>.launch_all`` launches, with the capability if it takes one; returns
-    the kernels."""
+    the kernels.  ``once``: see ``compiled_for``."""
     launch_all = importlib.import_module(f"tests.unit.kernels.{module}").launch_all
-    with compiled_for(capability) as kernels:
+    with compiled_for(capability, once=once) as kernels:
         launch_all(**({"capability": capability} if "capability" in signature(launch_all).parameters else {}))
     assert kernels, f"{module} has launched nothing"
     for kernel in kernels:
