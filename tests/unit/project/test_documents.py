@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from functools import cache
 from pathlib import Path
@@ -78,6 +79,33 @@ def test_every_page_is_in_the_navigation_once() -> None:
 def test_pages_are_short(page: str) -> None:
     """Oracle: the rule of the site."""
     assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+@cache
+def texts_of_the_program() -> str:
+    """All texts in the package's code, one in a line, with a NUL for each value that is put in."""
+
+    def text(node: ast.AST) -> str:
+        if isinstance(node, ast.JoinedStr):
+            return "".join(map(text, node.values))
+        return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "\0"
+
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "tp_engine").rglob("*.py"))
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, (ast.Constant, ast.JoinedStr)))
+    return "\n".join(text(node).replace("\n", " ") for node in nodes)
+
+
+def test_quoted_messages_stand_in_the_code() -> None:
+    """Oracle: the texts of the program; ``...`` is any value."""
+    page = re.sub(r"\n  +", " ", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"))
+    quoted = re.findall(r"^\* `([^`]+)`(?=:| \()", page, re.MULTILINE)
+    assert len(quoted) >= 20
+    missing = [
+        message
+        for message in quoted
+        if not re.search("[^\n]*".join(map(re.escape, message.split("..."))), texts_of_the_program())
+    ]
+    assert not missing, f"docs/troubleshooting.md quotes what the program does not say: {missing}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
