@@ -21,6 +21,7 @@ from tp_engine.server.request_guard import RequestGuard
 from tp_engine.server.state import ServerState
 from tp_engine.server.web_page import ASSETS, add_web_page
 from tp_engine.server.weight_routes import add_weight_routes
+from tp_engine.version import __version__
 
 # All other paths need a key where the server has keys.
 OPEN_PATHS = ("/live", "/health", "/ping", "/ready", "/version", "/metrics", "/")
@@ -34,6 +35,7 @@ def create_app(state: ServerState) -> FastAPI:
     described = not config.disable_fastapi_docs
     app = FastAPI(
         title="tp_engine",
+        version=__version__,
         openapi_url="/openapi.json" if described else None,
         docs_url="/docs" if described else None,
         redoc_url="/redoc" if described else None,

@@ -15,6 +15,7 @@ from tp_engine import env
 from tp_engine.errors import ConfigError
 from tp_engine.outputs import RequestMetrics
 from tp_engine.request import EngineRequest
+from tp_engine.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -49,10 +50,10 @@ class RequestTracer:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        resource = Resource.create({"service.name": env.otel_service_name()})
+        resource = Resource.create({"service.name": env.otel_service_name(), "service.version": __version__})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("tp_engine")
+        self._tracer = self._provider.get_tracer("tp_engine", __version__)
         self._model_name = model_name
 
     @classmethod

@@ -23,6 +23,7 @@ from tp_engine.flight_recorder.record import (
     save_record,
 )
 from tp_engine.flight_recorder.report import report_lines
+from tp_engine.version import __version__
 
 NOW_NS = 1_000_000_000_000
 STEP = 812
@@ -69,7 +70,7 @@ def record(*ranks: RankRecord, cause: str = "rank 1: process 101 ended with sign
         cause=cause,
         culprit=1,
         world_size=len(ranks),
-        versions={"tp_engine": "0.1.0"},
+        versions={"tp_engine": __version__},
         config={"model": "demo", "block_size": 16},
         ranks=list(ranks),
     )

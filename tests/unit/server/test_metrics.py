@@ -14,6 +14,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+import tp_engine
 from tests.asgi import App, run_served, until
 from tests.fake_engine import FakeEngine, arith
 from tests.text_tokenizers import byte_level_tokenizer
@@ -39,10 +40,11 @@ ITERATION = "1.0 8.0 16.0 32.0 64.0 128.0 256.0 512.0 1024.0 2048.0 4096.0 8192.
 
 # name, kind, labels beside model_name, buckets
 GOLDEN = f"""
+build_info gauge version
 cache_config_info gauge block_size,num_gpu_blocks,max_model_len,max_num_seqs,dtype,device,tensor_parallel_size
 e2e_request_latency_seconds histogram - {LATENCY}
 expert_load_max_over_mean gauge
-experts_by_load gauge up_to
+experts_by_load gauge over,up_to
 generation_tokens counter
 http_request_duration_highr_seconds histogram - {HTTP_FINE}
 http_request_duration_seconds histogram handler,method {HTTP}
@@ -272,9 +274,13 @@ def test_the_engine_and_its_ranks() -> None:
         families = await scrape(app)
         num_steps = value(families["rank_steps"], "_total", rank="0")
         assert num_steps == app.service.engine.num_steps >= 4  # type: ignore[attr-defined]
+        assert value(families["build_info"], version=tp_engine.__version__) == 1
         assert value(families["num_free_blocks"]) == 256 and value(families["kv_cache_usage_perc"]) == 0
         assert value(families["rank_memory_bytes"], rank="1", line="kv_cache") == 1001
         assert value(families["kv_offload_bytes"], "_total", direction="store") == 3000
+        loads = families["experts_by_load"]
+        assert value(loads, over="-Inf", up_to="0.1") == 0 and value(loads, over="8.0", up_to="+Inf") == 0
+        assert value(loads, over="0.75", up_to="1.0") == 3 and value(loads) == 8
         assert value(families["kv_offload_seconds"], "_total", direction="load") == 0.25
         assert value(families["kv_disk_bytes"], "_total", direction="write") == 900
         assert value(families["kv_disk_seconds"], "_total", direction="read") == 0.5
@@ -386,7 +392,7 @@ def test_the_page_names_every_metric() -> None:
     """Oracle: the families, in both directions, against docs/metrics.md."""
     section = PAGE.read_text(encoding="utf-8").split("\n## Metrics\n", 1)[1].split("\n## ", 1)[0]
     rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
-    documented = set(re.findall(r"`([a-z0-9_]+)`", re.sub(r"\(`[a-z_]+`\)", "", "\n".join(rows))))
+    documented = set(re.findall(r"`([a-z0-9_]+)`", re.sub(r"\(`[a-z_]+`(, `[a-z_]+`)*\)", "", "\n".join(rows))))
     assert documented == FAMILIES.keys()
 
 

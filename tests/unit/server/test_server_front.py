@@ -22,6 +22,7 @@ from tp_engine.server.admin_routes import public_fields
 from tp_engine.server.app import OPEN_PATHS
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.listener import close_listener, listener_url, open_listener
+from tp_engine.version import __version__
 
 
 def serve(scenario: Any, **config: Any) -> None:
@@ -68,7 +69,7 @@ def test_the_root_path_is_open_where_the_server_is() -> None:
         key = {"Authorization": "Bearer one"}
         assert (await app.start("GET", "/llm/v1/models", **key).reply()).status == 200
         described = (await app.start("GET", "/openapi.json", **key).reply()).json()
-        assert described["servers"] == [{"url": "/llm"}]
+        assert described["servers"] == [{"url": "/llm"}] and described["info"]["version"] == __version__
 
     serve(scenario, api_key=("one",), root_path="/llm")
 

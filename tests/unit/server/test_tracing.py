@@ -23,6 +23,7 @@ from tp_engine.errors import ConfigError
 from tp_engine.server import tracing
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.tracing import RequestTracer, check_tracing
+from tp_engine.version import __version__
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 BODY = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0.5, "top_p": 0.9}
@@ -68,6 +69,7 @@ def test_a_span_has_the_requests_figures() -> None:
     queue, first, e2e, prefill, decode, inference = (float(attributes[f"gen_ai.latency.{n}"]) for n in LATENCIES)  # type: ignore[arg-type]
     assert 0 <= queue <= first <= e2e and prefill + decode == pytest.approx(inference)
     assert queue + inference == pytest.approx(e2e)
+    assert span.resource.attributes["service.version"] == __version__
 
 
 def test_the_callers_trace_goes_on() -> None:

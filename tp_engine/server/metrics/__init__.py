@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import pairwise
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
@@ -23,6 +23,7 @@ from tp_engine.sched.view import SchedulerStats
 from tp_engine.server.metrics import families as f
 from tp_engine.server.metrics.families import histograms, number, prefixed, samples
 from tp_engine.server.metrics.figures import HttpFigures, RequestFigures
+from tp_engine.version import __version__
 
 _STATS = {
     f.RUNNING: "num_running",
@@ -84,6 +85,7 @@ class ServerMetrics:
     def _metrics(self, report: EngineReport | None, peak_usage: float) -> Iterator[Metric]:
         yield from self.requests.metrics(self._model_name)
         yield from self.http.metrics(self._model_name)
+        yield samples(f.BUILD, self._model_name, [((__version__,), 1)])
         if self._info is not None:
             yield _cache_config(self._info, self._model_name)
         if report is not None:
@@ -113,9 +115,9 @@ def _engine_metrics(report: EngineReport, peak_usage: float, model_name: str) ->
     ):
         yield histograms(family, model_name, [((), bounds, spread.counts, spread.total)])
     if (experts := report.experts) is not None:
-        loads = (*map(str, EXPERT_LOAD), "+Inf")
-        cumulated = accumulate(experts.num_experts)
-        yield samples(f.EXPERT_BALANCE, model_name, [((load,), n) for load, n in zip(loads, cumulated, strict=True)])
+        ends = ("-Inf", *map(str, EXPERT_LOAD), "+Inf")
+        counts = zip(pairwise(ends), experts.num_experts, strict=True)
+        yield samples(f.EXPERT_BALANCE, model_name, list(counts))
         yield number(f.EXPERT_LARGEST, model_name, experts.largest_load)
     if (moves := report.moves) is not None:
         yield samples(f.MOVED_BYTES, model_name, [(("store",), moves.stored_bytes), (("load",), moves.loaded_bytes)])

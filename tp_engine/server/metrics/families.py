@@ -140,6 +140,7 @@ CACHE_CONFIG = _gauge(
     "device",
     "tensor_parallel_size",
 )
+BUILD = _gauge("build_info", "the version of tp_engine, in a label", "version")
 FREE_BLOCKS = _gauge("num_free_blocks", "KV blocks that hold nothing")
 CACHED_BLOCKS = _gauge("num_cached_blocks", "KV blocks that hold only cached prefixes")
 USED_BLOCKS = _gauge("num_used_blocks", "KV blocks of running requests")
@@ -167,7 +168,8 @@ MOVE_WAIT = _counter("kv_offload_wait_seconds", "time that steps of rank 0 waite
 
 EXPERT_BALANCE = _gauge(
     "experts_by_load",
-    "experts of all layers by load: an expert's tokens over its layer's mean, since the start",
+    "experts of all layers in each range of loads: an expert's tokens over its layer's mean, since the start",
+    "over",
     "up_to",
 )
 EXPERT_LARGEST = _gauge("expert_load_max_over_mean", "the largest of these loads; 1 is even")
