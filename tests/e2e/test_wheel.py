@@ -1,4 +1,4 @@
-"""The package as users install it: a wheel in a clean virtual environment, used outside of the checkout.
+"""The release as users install it: wheel and sdist, each in a clean virtual environment, used outside of the checkout.
 
 A line in a .pth file gives the environment the libraries of the tests' environment, so that nothing is downloaded.
 """
@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 from collections.abc import Iterator
@@ -21,10 +22,15 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from tp_engine.version import __version__
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("pyproject.toml", "setup.cfg", "README.md", "LICENSE", "tp_engine")
+NAME = f"tp_engine-{__version__}"
+LICENCES = {"LICENSE", "THIRD_PARTY.md"}
+# What is in no commit, beside a folder that a build would have left.
+IGNORED = (".*", "__pycache__", "*.egg-info", "build", "dist", "dist-packages", "gpu_check_results", "*.log")
 SMALL = ("--device", "cpu", "--num-gpu-blocks-override", "256", "--max-num-seqs", "4")
 TORCHRUN = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SUMS = {"one": ("12+34=", "46"), "two": ("7+8=", "15")}
@@ -35,11 +41,34 @@ def outside() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
 
-class Installation(NamedTuple):
-    """``wheel``, installed into the environment ``venv``; jobs run in ``folder``."""
+class Release(NamedTuple):
+    """Both files of a release, and ``folder``, in which they were made."""
 
     folder: Path
     wheel: Path
+    sdist: Path
+
+    def install(self, archive: Path, folder: Path) -> Installation:
+        """Install ``archive`` into a new environment in ``folder``, without the index."""
+        venv = folder / "venv"
+        quietly: dict[str, Any] = {"check": True, "timeout": 100, "stdout": subprocess.DEVNULL, "env": outside()}
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], **quietly)
+        pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+        # Python 3.11's venv brings a setuptools that is too old for a build without isolation.
+        subprocess.run([*pip, "uninstall", "--yes", "setuptools"], stderr=subprocess.DEVNULL, **quietly)
+        (packages,) = venv.glob("lib/python*/site-packages")
+        libraries = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+        (packages / "libraries.pth").write_text("\n".join(libraries) + "\n", encoding="utf-8")
+        # An editable installation of the checkout lies behind in the libraries: it must not count as installed.
+        alone = ("--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
+        subprocess.run([*pip, "install", *alone, str(archive)], cwd=folder, **quietly)
+        return Installation(folder, venv)
+
+
+class Installation(NamedTuple):
+    """An installed release in the environment ``venv``; jobs run in ``folder``."""
+
+    folder: Path
     venv: Path
 
     def command(self, *words: str) -> list[str]:
@@ -89,28 +118,24 @@ def is_ready(client: httpx.Client) -> bool:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
-    """Built from a copy of the sources, so that the checkout stays as it is."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source, venv = folder / "source", folder / "venv"
-    source.mkdir()
-    for name in PARTS:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, source / name)
-    build = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
-    quietly: dict[str, Any] = {"check": True, "timeout": 100, "stdout": subprocess.DEVNULL, "env": outside()}
-    subprocess.run([sys.executable, "-c", build], cwd=source, **quietly)
-    (wheel,) = folder.glob("*.whl")
-    subprocess.run([sys.executable, "-m", "venv", str(venv)], **quietly)
-    pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)], cwd=folder, **quietly)
-    (packages,) = venv.glob("lib/python*/site-packages")
-    libraries = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    (packages / "libraries.pth").write_text("\n".join(libraries) + "\n", encoding="utf-8")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
+    """Built as the publishing workflow does, but without isolation, and from a copy that keeps the checkout clean."""
+    folder = tmp_path_factory.mktemp("release")
+    source = folder / "source"
+    shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(*IGNORED))
+    for left in ("tp_engine/__pycache__/left.cpython-311.pyc", "tests/__pycache__/left.pyc", ".pytest_cache/left"):
+        (source / left).parent.mkdir(exist_ok=True)
+        (source / left).write_text("left by a run")
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source)]
+    done = subprocess.run(build, cwd=folder, env=outside(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     shutil.rmtree(source)
-    return Installation(folder, wheel, venv)
+    return Release(folder, folder / f"{NAME}-py3-none-any.whl", folder / f"{NAME}.tar.gz")
+
+
+@pytest.fixture(scope="module")
+def installed(release: Release) -> Installation:
+    return release.install(release.wheel, release.folder)
 
 
 def write_batch(path: Path) -> None:
@@ -133,23 +158,63 @@ def ask(client: httpx.Client, question: str) -> str:
     return str(reply.raise_for_status().json()["choices"][0]["message"]["content"])
 
 
-def test_the_wheel_has_every_file_of_the_package(installed: Installation) -> None:
-    """Oracle: the package's folder in the checkout; the imported package is the installed copy."""
-    expected = {
+def package_files() -> dict[str, bytes]:
+    """The files of the package in the checkout."""
+    return {
         path.relative_to(ROOT).as_posix(): path.read_bytes()
         for path in (ROOT / "tp_engine").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    with zipfile.ZipFile(installed.wheel) as wheel:
-        found = {name: wheel.read(name) for name in wheel.namelist() if name.startswith("tp_engine/")}
-    assert sorted(found) == sorted(expected) and found == expected
+
+
+def test_the_wheel_has_the_package_and_nothing_else(release: Release, installed: Installation) -> None:
+    """Oracle: the package's folder in the checkout; the imported package is the installed copy."""
+    about, expected = f"{NAME}.dist-info", package_files()
+    for name in ("tp_engine/py.typed", "tp_engine/server/page/index.html", "tp_engine/cpu/kernels/attention.c"):
+        assert name in expected
+    assert (ROOT / "tp_engine" / "demo_model" / "model.safetensors").read_bytes() in expected.values()
+    others = {f"{about}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt")}
+    with zipfile.ZipFile(release.wheel) as wheel:
+        found = {name: wheel.read(name) for name in wheel.namelist()}
+    licences = {f"{about}/licenses/{name}": (ROOT / name).read_bytes() for name in LICENCES}
+    assert found.keys() == expected.keys() | licences.keys() | others
+    assert found.items() >= expected.items() and found.items() >= licences.items()
     where = installed.run("python", "-c", "import tp_engine; print(tp_engine.__file__)")
     assert Path(where.strip()).is_relative_to(installed.venv)
+
+
+def test_the_sdist_has_what_a_wheel_is_built_from_and_nothing_else(release: Release) -> None:
+    """Oracle: the package's folder in the checkout, and the files that its pyproject.toml names."""
+    about = {"LICENSE", "THIRD_PARTY.md", "README.md", "pyproject.toml", "setup.cfg", "PKG-INFO"}
+    with tarfile.open(release.sdist) as sdist:
+        names = {one.name.removeprefix(f"{NAME}/") for one in sdist.getmembers() if one.isfile()}
+    generated = {name for name in names if name.startswith("tp_engine.egg-info/")}
+    assert names - generated == package_files().keys() | about
+
+
+def test_the_package_index_would_take_both(release: Release) -> None:
+    """Oracle: twine's own check, which also renders the README."""
+    check = [sys.executable, "-m", "twine", "check", "--strict", str(release.wheel), str(release.sdist)]
+    done = subprocess.run(check, env=outside(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_an_installed_sdist_serves(release: Release, tmp_path: Path) -> None:
+    """Oracle: the version that the release was built with, which its metadata has too; arithmetic."""
+    installed = release.install(release.sdist, tmp_path)
+    assert installed.run("tp-engine", "--version") == f"tp-engine {__version__}\n"
+    metadata = "from importlib import metadata as m; print(m.version('tp-engine'), m.metadata('tp-engine')['Author'])"
+    assert installed.run("python", "-c", metadata) == f"{__version__} The tp_engine authors\n"
+    with installed.serving("tp-engine", "serve", "-tp", "1") as client:
+        assert ask(client, "12+34=") == "46"
+        assert client.get("/version").json() == {"version": __version__}
 
 
 @pytest.mark.timeout(300)
 def test_the_command_of_the_wheel(installed: Installation) -> None:
     """Oracle: arithmetic; the page's own file; the log reports no failed compilation of the native kernels."""
+    assert installed.run("tp-engine", "--version") == f"tp-engine {__version__}\n"
     with installed.serving("tp-engine", "serve", "-tp", "2") as client:
         assert ask(client, "12+34=") == "46"
         assert "<title>" in client.get("/").text
