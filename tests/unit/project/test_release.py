@@ -1,0 +1,45 @@
+"""The version and what describes a release: told once, and the same everywhere."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from datetime import date
+from pathlib import Path
+
+import yaml
+
+from tp_engine.version import __version__
+
+ROOT = Path(__file__).parents[3]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_the_version_is_told_once() -> None:
+    """Oracle: pyproject.toml takes the package's own; nothing else but the list of changes has these characters."""
+    assert "version" not in PROJECT["project"] and PROJECT["project"]["dynamic"] == ["version"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "tp_engine.version.__version__"}
+    told = re.compile(rf"(?<![\d.]){re.escape(__version__)}(?![\d.])")
+    places = [*ROOT.glob("*.md"), *ROOT.glob("*.cff"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*")]
+    places += (ROOT / "tp_engine").rglob("*.py")
+    found = [path for path in places if path.is_file() and told.search(path.read_text(encoding="utf-8"))]
+    assert sorted(path.name for path in found) == ["CHANGELOG.md", "version.py"]
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    """Oracle: the package's version; releases go back in time, and what is not released yet stands above them."""
+    titles = re.findall(r"(?m)^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    assert titles[0] == "Unreleased" and titles[1].split()[0] == __version__
+    dates = [date.fromisoformat(title.split("(")[1][:10]) for title in titles[1:]]
+    assert dates == sorted(dates, reverse=True)
+
+
+def test_the_addresses_agree() -> None:
+    """Oracle: the repository's address in pyproject.toml."""
+    urls = PROJECT["project"]["urls"]
+    assert all(url.startswith(urls["Repository"]) for url in urls.values())
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["repository-code"] == urls["Repository"]
+    assert citation["license"] == PROJECT["project"]["license"]
+    forms = (ROOT / ".github" / "ISSUE_TEMPLATE" / "config.yml").read_text(encoding="utf-8")
+    assert set(re.findall(r"https://github.com/[\w-]+/\w+", forms)) == {urls["Repository"]}
