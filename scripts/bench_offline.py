@@ -13,10 +13,11 @@
 On CPUs the engines alternate.  On a GPU they run one after the other, each alone in the device's memory; --together
 loads all at once, with equal shares of the memory, and they alternate there too.  For each workload it prints the
 median of the rounds, the ratios between the engines, and the roofline of the machine's rates, which are measured in the
-same run.  The last line is one JSON object.  The Qwen3 shapes have random ("dummy") weights.  vllm, nano-vllm,
-ctranslate2 and llama.cpp run in separate processes, on the same checkpoint.  For a Qwen3 shape vllm draws random
-weights of its own and nano-vllm gets a checkpoint; the answers of neither are compared.  A peer that is not found is
-left out, with the reason.
+same run.  The last line is one JSON object; --plot draws all engines beside each other.
+
+The Qwen3 shapes have random ("dummy") weights.  vllm, nano-vllm, ctranslate2 and llama.cpp run in separate processes,
+on the same checkpoint.  For a Qwen3 shape vllm draws random weights of its own and nano-vllm gets a checkpoint; the
+answers of neither are compared.  A peer that is not found is left out, with the reason.
 
 Quantised weights are named after each engine, and ratios are those of the first kind of --quantization.  llama.cpp
 quantises the checkpoint with its own defaults.  For awq and gptq the checkpoint is written in this packing, rounded to
@@ -40,6 +41,7 @@ from benchmarks.offline.contenders import engine_makers, memory_share, packed_ch
 from benchmarks.offline.engines import free_device
 from benchmarks.offline.options import parse_arguments
 from benchmarks.offline.summary import print_table, summarise
+from benchmarks.plot import plot_workloads
 from benchmarks.roofline import Ceilings, ModelCost, decode_step_s, model_cost
 from benchmarks.shapes import make_folder
 from benchmarks.workloads import WORKLOADS
@@ -53,17 +55,24 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure and print; returns 1 if an engine failed."""
     args = parse_arguments(arguments, __doc__)
     torch.set_num_threads(args.threads or torch.get_num_threads())
-    reports = []
+    reports: list[dict[str, Any]] = []
     for shape, dtype in args.cells:
         cell = argparse.Namespace(**vars(args) | {"shape": shape, "dtype": dtype})
         with tempfile.TemporaryDirectory() as folder:
             reports.append(compare(cell, args.model or str(make_folder(Path(folder), shape, dtype))))
         print_table(reports[-1])
+    if args.plot is not None:
+        results = [
+            one | {"workload": one["workload"] if len(reports) == 1 else f"{one['workload']}\n{cell}"}
+            for report, cell in zip(reports, (f"{shape} {dtype}" for shape, dtype in args.cells), strict=True)
+            for one in report["workloads"]
+        ]
+        plot_workloads(results, f"{reports[0]['shape']} on {reports[0]['machine']}", args.plot)
     print(json.dumps(reports[0] if len(reports) == 1 else {"benchmark": "offline", "cells": reports}))
     return 1 if any(report["failures"] for report in reports) else 0
 
 
-def compare(args: argparse.Namespace, model: str) -> dict[str, object]:
+def compare(args: argparse.Namespace, model: str) -> dict[str, Any]:
     """Run every workload on every engine; each round has a fresh seed, so that no prefix cache knows its prompts."""
     config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     cost, ceilings, vocab_size = model_cost(config, args.dtype), measure_ceilings(args), config["vocab_size"]

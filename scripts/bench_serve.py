@@ -7,7 +7,11 @@
 
 Without --base-url it starts tp_engine's server and stops it at the end.  Arrivals follow a Poisson process and do not
 wait for earlier answers.  It prints one line per rate; the last line is one JSON object whose "results" have the field
-names of ``vllm bench serve``.  --result-dir keeps a JSON file per rate.
+names of ``vllm bench serve``.  --result-dir keeps a JSON file per rate.  --plot draws latency and throughput over load,
+with other runs and engines in the same figure:
+
+    python scripts/bench_serve.py --base-url http://127.0.0.1:9000 --request-rate 1,2,4,8 --result-dir vllm
+    python scripts/bench_serve.py --request-rate 1,2,4,8 --plot load.svg --plot-beside vllm=vllm
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import processor_name
+from benchmarks.plot import plot_over_load
 from benchmarks.serving.client import Answer, Target, fetch_json, send_all
 from benchmarks.serving.launch import own_server
 from benchmarks.serving.metrics import details, summarise
@@ -55,6 +60,9 @@ def main() -> int:
             args.result_dir.mkdir(parents=True, exist_ok=True)
         base_url = args.base_url or stack.enter_context(started_server(args, folder))
         report = asyncio.run(sweep(args, base_url))
+    if args.plot is not None:
+        runs = {args.plot_name: report["results"], **dict(args.plot_beside)}
+        plot_over_load(runs, f"{report['results'][0]['model_id']} on {report['machine']}", args.plot)
     print(json.dumps(report))
     return 1 if any(result["failed"] for result in report["results"]) else 0
 

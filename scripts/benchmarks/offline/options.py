@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks.int4_checkpoint import PACKINGS
 from benchmarks.offline.peers import DUMMY_PEERS, PACKAGES, PEERS, parse_pythons
+from benchmarks.plot import plot_file
 from benchmarks.shapes import DUMMY_SHAPES, SHAPES
 from benchmarks.workloads import LARGE_WORKLOADS, SMALL_WORKLOADS, WORKLOADS
 from tp_engine.config import QUANTIZATIONS
@@ -67,6 +68,7 @@ def _add_peer_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--peer-options", type=json.loads, default={}, help='by peer: {"vllm": {"seed": 1}}')
     parser.add_argument("--peer-timeout-s", type=float, default=1200.0, help="longest that a peer may take to answer")
+    parser.add_argument("--plot", type=plot_file, metavar="FILE", help="draw all engines side by side: .svg, .png")
     parser.add_argument("--no-peer", action="store_true", help="measure tp_engine alone")
     parser.add_argument("--nano-vllm-path", type=Path, help="also measure the nano-vllm in this folder (GPU only)")
     parser.add_argument(

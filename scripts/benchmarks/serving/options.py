@@ -7,6 +7,7 @@ import json
 import shlex
 from pathlib import Path
 
+from benchmarks.plot import earlier_run, plot_file
 from benchmarks.serving.metrics import GOODPUT_NAMES
 from benchmarks.shapes import DUMMY_SHAPES
 
@@ -44,6 +45,12 @@ def parse_arguments(description: str | None, arguments: list[str] | None = None)
     output.add_argument("--metric-percentiles", default="50,90,99")
     output.add_argument("--result-dir", type=Path, help="folder for JSON files and the server's log")
     output.add_argument("--save-detailed", action="store_true", help="also keep the times of every single request")
+    output.add_argument(
+        "--plot", type=plot_file, metavar="FILE", help="draw latency and throughput over load: .svg, .png"
+    )
+    output.add_argument("--plot-name", default="tp_engine", help="this server's name in the plot")
+    beside = "another run in the same plot: the folder of its --result-dir, or of vllm bench serve --save-result"
+    output.add_argument("--plot-beside", type=earlier_run, nargs="*", default=[], metavar="NAME=FOLDER", help=beside)
     args = parser.parse_args(arguments)
     if args.base_url and (args.shape or args.server_args or args.fake_engine):
         parser.error("--shape, --fake-engine and --server-args are for a server that is started; leave --base-url out")
