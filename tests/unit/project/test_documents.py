@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,13 @@ def test_every_page_is_in_the_navigation_once() -> None:
         return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in listed(part)]
 
     assert sorted(listed(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])) == PAGES
+
+
+def test_the_site_names_the_projects_repository() -> None:
+    """Oracle: the addresses of pyproject.toml."""
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert (site["repo_url"], site["site_description"]) == (project["urls"]["Repository"], project["description"])
 
 
 @pytest.mark.parametrize("page", PAGES)
