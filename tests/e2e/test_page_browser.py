@@ -68,7 +68,9 @@ def test_a_chat_with_the_demo_model_and_its_blocks(browser: Any, tmp_path: Path)
     with serving(0, *small, *tiers) as server, tab(browser, server.url) as shown:
         shown.wait("#status[data-state=live]")
         assert (number(shown, "used"), number(shown, "free")) == (0, 2048)
+        assert shown.text("#api") == f"{server.url}/v1" and "one of these" in shown.text("#first")
         shown.wait("#examples button", "12+34=").click()
+        shown.gone("#welcome h2")
         shown.wait(".message.assistant footer", "stop")
         shown.wait(".message.assistant", "first token")
         assert shown.text(".message.assistant .text") == "46"

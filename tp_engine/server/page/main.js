@@ -77,8 +77,10 @@ function offerExamples(texts) {
         return button;
     });
     document.getElementById("examples").replaceChildren(...buttons);
+    document.getElementById("first").textContent = "press one of these; the demo model was trained for such tasks alone.";
 }
 
+document.getElementById("api").textContent = new URL("v1", document.baseURI).href;
 listenToTheme();
 listenToTabs();
 engine.run();
