@@ -30,6 +30,20 @@ class RequestError(ValueError):
         self.param, self.code = param, code
 
 
+class ContextLengthError(RequestError):
+    """A request that the model's context can not hold.
+
+    ``num_prompt`` is the length of the prompt in tokens, or the least that it can be; ``num_asked`` is the number of
+    tokens to generate if that is what does not fit, else None; ``longest`` is the size of the context.
+    """
+
+    def __init__(
+        self, message: str, *, param: str, num_prompt: int, longest: int, num_asked: int | None = None
+    ) -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
+        self.num_prompt, self.longest, self.num_asked = num_prompt, longest, num_asked
+
+
 class WeightError(RuntimeError):
     """A checkpoint whose tensors are missing, unexpected or wrongly shaped."""
 

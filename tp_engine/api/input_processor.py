@@ -10,7 +10,7 @@ from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.api.text_measure import TextMeasure
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.tokenizer import load_tokenizer, special_ids
-from tp_engine.errors import RequestError, shown
+from tp_engine.errors import ContextLengthError, RequestError, shown
 from tp_engine.grammar.vocabulary import check_tokenizer
 from tp_engine.request import EngineRequest, Pooling
 from tp_engine.sampling_params import SamplingParams
@@ -219,11 +219,12 @@ class InputProcessor:
     def _refuse_too_long(self, text: str, param: str) -> None:
         longest, num_tokens = self.model.max_model_len, self._measure.least_tokens(text)
         if num_tokens > longest:
-            raise RequestError(
+            raise ContextLengthError(
                 f"This model's maximum context length is {longest} tokens. However, your text has at least "
                 f"{num_tokens} tokens. Please reduce its length.",
                 param=param,
-                code="context_length_exceeded",
+                num_prompt=num_tokens,
+                longest=longest,
             )
 
     def _first(self, token_ids: list[int], num_kept: int, keeps_end: bool) -> list[int]:
@@ -282,26 +283,30 @@ class InputProcessor:
     def _check_length(self, num_tokens: int, params: SamplingParams, pooling: Pooling | None, param: str) -> None:
         longest = self.model.max_model_len
         if pooling is not None and num_tokens > longest:
-            raise RequestError(
+            raise ContextLengthError(
                 f"This model's maximum context length is {longest} tokens. However, your input has {num_tokens} "
                 f"tokens. Please reduce its length, or set truncate_prompt_tokens to -1.",
                 param=param,
-                code="context_length_exceeded",
+                num_prompt=num_tokens,
+                longest=longest,
             )
         if pooling is None and num_tokens >= longest:
-            raise RequestError(
+            raise ContextLengthError(
                 f"This model's maximum context length is {longest} tokens. However, your prompt has {num_tokens} "
                 f"tokens, and at least one is generated. Please reduce the length of the prompt to at most "
                 f"{longest - 1} tokens.",
                 param=param,
-                code="context_length_exceeded",
+                num_prompt=num_tokens,
+                longest=longest,
             )
         if params.min_tokens > longest - num_tokens:
-            raise RequestError(
+            raise ContextLengthError(
                 f"min_tokens is {params.min_tokens}; after a prompt of {num_tokens} tokens the model's context of "
                 f"{longest} leaves {longest - num_tokens}",
                 param="min_tokens",
-                code="context_length_exceeded",
+                num_asked=params.min_tokens,
+                num_prompt=num_tokens,
+                longest=longest,
             )
 
     def _check_params(self, params: SamplingParams) -> None:

@@ -90,26 +90,31 @@ class KeyGuard:
         if scope["type"] == "http":
             caller = self._caller(scope)
             if caller is None:
-                text = "missing or wrong API key; send Authorization: Bearer <key>"
+                text = "missing or wrong API key; send Authorization: Bearer <key>, or x-api-key: <key>"
                 await error_reply(HttpError(401, text, code="invalid_api_key"))(scope, receive, send)
                 return
             _CALLER.set(caller)
         await self._app(scope, receive, send)
 
     def _caller(self, scope: Scope) -> Caller | None:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = _digest(key.strip().encode("latin-1"))
+        given = [_digest(key.strip().encode("latin-1")) for key in _given_keys(Headers(scope=scope))]
         is_key, is_admin = (
-            scheme.lower() == "bearer" and bool(sum(hmac.compare_digest(given, expected) for expected in keys))
+            [one for one in given if sum(hmac.compare_digest(one, expected) for expected in keys)]
             for keys in (self._keys, self._admin_keys)
         )
         if is_admin:
             return Caller(sees_all=True, acts=True)
         if is_key:
-            return replace(self._nobody, owner=given)
+            return replace(self._nobody, owner=is_key[0])
         if not self._keys:
             return self._without_key
         return self._nobody if scope["path"] in self._open_paths else None
+
+
+def _given_keys(headers: Headers) -> list[str]:
+    """The keys of a request: as OpenAI's clients send theirs, and Anthropic's."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return [key] * (scheme.lower() == "bearer") + headers.getlist("x-api-key")[:1]
 
 
 def _digest(key: bytes) -> bytes:

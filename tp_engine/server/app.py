@@ -13,6 +13,7 @@ from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.server import middleware
 from tp_engine.server.access import KeyGuard, admins_only
 from tp_engine.server.admin_routes import add_admin_routes
+from tp_engine.server.anthropic_routes import AnthropicErrors, add_anthropic_routes
 from tp_engine.server.connections import ConnectionLimit
 from tp_engine.server.openai_routes import add_openai_routes
 from tp_engine.server.openapi import install_openapi
@@ -42,6 +43,7 @@ def create_app(state: ServerState) -> FastAPI:
         redirect_slashes=False,
     )
     add_openai_routes(app, state)
+    add_anthropic_routes(app, state)
     admin = APIRouter(dependencies=[Depends(admins_only)])
     add_admin_routes(app, admin, state)
     add_weight_routes(admin, state)
@@ -73,6 +75,7 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
     app.add_middleware(middleware.RequestIds)
     app.add_middleware(middleware.HeadRequests)
     app.add_middleware(middleware.Turnstile)
+    app.add_middleware(AnthropicErrors, root_path=config.root_path)
     app.add_middleware(middleware.HttpMetrics, figures=state.metrics.http)
 
 

@@ -7,11 +7,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tp_engine.api.beam_search import BeamSearch, gather_or_cancel, request_output
-from tp_engine.api.openai.bodies import Body, num_prompts, prepare_body
+from tp_engine.api.bodies import Body, num_prompts, prepare_body
 from tp_engine.api.openai.errors import sequence_error
 from tp_engine.api.openai.protocol import GenerationBody
-from tp_engine.api.openai.requests import PreparedAnswer
-from tp_engine.api.openai.responses_api.requests import PreparedResponse
+from tp_engine.api.openai.requests import PreparedAnswer, PreparedFromChat
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.errors import RequestError
 from tp_engine.outputs import RequestOutput
@@ -20,7 +19,7 @@ from tp_engine.server.bodies import in_thread, read_body
 from tp_engine.server.middleware import name_request
 from tp_engine.server.replies import EventStream, json_reply, until_disconnect
 from tp_engine.server.state import ServerState
-from tp_engine.server.streaming import Batches, ChunkWriter, ResponseStream, merge
+from tp_engine.server.streaming import Batches, ChatEventStream, ChunkWriter, merge
 
 
 async def answer(state: ServerState, request: Request, kind: type[Body]) -> Response:
@@ -49,8 +48,8 @@ async def answer_body(state: ServerState, request: Request, body: Body) -> Respo
             if not isinstance(body, GenerationBody):  # many vectors take a while to write
                 return await in_thread(request, state, lambda: json_reply(prepared.answer(outputs)))
             return json_reply(prepared.answer(outputs))
-        assert isinstance(prepared, (PreparedResponse, PreparedAnswer))
-        writer = ResponseStream(prepared) if isinstance(prepared, PreparedResponse) else ChunkWriter(prepared)
+        assert isinstance(prepared, (PreparedFromChat, PreparedAnswer))
+        writer = ChatEventStream(prepared) if isinstance(prepared, PreparedFromChat) else ChunkWriter(prepared)
         ping_s = state.config.sse_keep_alive_interval
         return EventStream(writer.events(batches), writer.failure, held.pop_all(), ping_s=ping_s)
 

@@ -2,10 +2,11 @@
 
 ::
 
-    HttpMetrics -> Turnstile -> HeadRequests -> RequestIds -> ConnectionLimit -> CORS -> RequestGuard -> KeyGuard
-    -> Paths -> route
+    HttpMetrics -> AnthropicErrors -> Turnstile -> HeadRequests -> RequestIds -> ConnectionLimit -> CORS
+    -> RequestGuard -> KeyGuard -> Paths -> route
 
-``ConnectionLimit`` is in ``connections.py``, ``RequestGuard`` in ``request_guard.py``, ``KeyGuard`` in ``access.py``.
+``AnthropicErrors`` is in ``anthropic_routes.py``, ``ConnectionLimit`` in ``connections.py``, ``RequestGuard`` in
+``request_guard.py``, ``KeyGuard`` in ``access.py``.
 """
 
 import asyncio

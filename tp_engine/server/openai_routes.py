@@ -10,8 +10,8 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from tp_engine.api.bodies import Body
 from tp_engine.api.input_processor import InputProcessor
-from tp_engine.api.openai.bodies import Body
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.openai.pooled import EmbeddingBody, RerankBody, ScoreBody
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody

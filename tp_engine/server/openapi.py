@@ -26,21 +26,35 @@ _ERROR_SCHEMA: dict[str, Any] = {
         }
     },
 }
-_ERROR = {"description": "An error", "content": {"application/json": {"schema": {"$ref": _REF + "Error"}}}}
-
-# For the ``responses`` of a route: all errors have one shape.
-ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {"description": "Done", "content": {"application/json": {"schema": {"type": "object"}}}},
-    "4XX": _ERROR,
-    "5XX": _ERROR,
+_ANTHROPIC_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
 }
 
 
-def takes(body: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
-    """Keywords for a route whose handler parses ``body`` itself."""
+def _answers(error: str) -> dict[int | str, dict[str, Any]]:
+    described = {"description": "An error", "content": {"application/json": {"schema": {"$ref": _REF + error}}}}
+    done = {"description": "Done", "content": {"application/json": {"schema": {"type": "object"}}}}
+    return {200: done, "4XX": described, "5XX": described}
+
+
+# For the ``responses`` of a route.
+ANSWERS = _answers("Error")
+
+
+def takes(body: type[BaseModel], *, required: bool = True, error: str = "Error") -> dict[str, Any]:
+    """Keywords for a route whose handler parses ``body`` itself; ``error`` names the schema of its errors."""
     schema = body.model_json_schema(ref_template=_REF + "{model}")
     content = {"application/json": {"schema": schema}}
-    return {"responses": ANSWERS, "openapi_extra": {"requestBody": {"required": required, "content": content}}}
+    return {"responses": _answers(error), "openapi_extra": {"requestBody": {"required": required, "content": content}}}
 
 
 def install_openapi(app: FastAPI) -> None:
@@ -57,7 +71,7 @@ def install_openapi(app: FastAPI) -> None:
 def _schema(app: FastAPI) -> dict[str, Any]:
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes, description=app.description)
     parts = schema.setdefault("components", {}).setdefault("schemas", {})
-    parts["Error"] = _ERROR_SCHEMA
+    parts |= {"Error": _ERROR_SCHEMA, "AnthropicError": _ANTHROPIC_SCHEMA}
     for path in schema["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from contextvars import ContextVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -17,6 +18,9 @@ from tp_engine.log import get_logger
 logger = get_logger(__name__)
 
 Result = TypeVar("Result")
+ErrorShape: TypeAlias = Callable[[int, str], dict[str, Any]]  # status and message -> body
+
+_ERROR_SHAPE: ContextVar[ErrorShape | None] = ContextVar("error_shape", default=None)
 
 DONE_EVENT = b"data: [DONE]\n\n"
 _PING = b": ping\n\n"
@@ -59,9 +63,19 @@ def json_reply(body: Mapping[str, Any], status: int = 200, headers: Mapping[str,
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
+def shape_errors(shape: ErrorShape) -> None:
+    """Let ``shape`` make the bodies of the errors of this task's request."""
+    _ERROR_SHAPE.set(shape)
+
+
 def error_reply(error: BaseException) -> Response:
-    """Return the OpenAI-shaped answer to any exception; unforeseen ones are logged with their traceback."""
+    """Return the answer to any exception, OpenAI-shaped unless ``shape_errors`` says otherwise.
+
+    Unforeseen ones are logged with their traceback.
+    """
     status, body = describe_error(error)
+    if (shape := _ERROR_SHAPE.get()) is not None:
+        body = shape(status, body["error"]["message"])
     if status == 500:
         logger.error("a request failed: %s", error, exc_info=error)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}

@@ -1,4 +1,4 @@
-"""From the updates of sequences to server-sent events: chunks of chats and completions, typed events of responses."""
+"""From the updates of sequences to server-sent events: chunks of chats and completions, typed events of other APIs."""
 
 import asyncio
 import contextlib
@@ -11,9 +11,7 @@ import msgspec
 from tp_engine.api.openai.answer_shape import AnswerShape, JsonObject, emptied
 from tp_engine.api.openai.chat.parser import ChatParser
 from tp_engine.api.openai.errors import describe_error
-from tp_engine.api.openai.requests import PreparedAnswer
-from tp_engine.api.openai.responses_api.events import ResponseWriter
-from tp_engine.api.openai.responses_api.requests import PreparedResponse
+from tp_engine.api.openai.requests import PreparedAnswer, PreparedFromChat
 from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ChatEvent, ContentText, ReasoningText
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.outputs import CompletionOutput
@@ -201,12 +199,12 @@ class ChunkTemplate:
         return _encode_text(text).join(self._parts)
 
 
-class ResponseStream:
-    """Turns the updates of a response's chat into the events of the response."""
+class ChatEventStream:
+    """Turns the updates of a chat into the events of the API that asked for it."""
 
-    def __init__(self, prepared: PreparedResponse) -> None:
+    def __init__(self, prepared: PreparedFromChat) -> None:
         self._chunks = ChunkWriter(prepared.chat)
-        self._writer = ResponseWriter(prepared.shape)
+        self._writer = prepared.new_writer()
         self._begun = False
 
     async def events(self, batches: Batches) -> AsyncGenerator[bytes, None]:
@@ -223,10 +221,11 @@ class ResponseStream:
 
     def failure(self, error: Exception) -> bytes:
         """Return the last events after an error: those up to ``response.failed``."""
-        return _data([*self._beginning(), *self._writer.fail(describe_error(error)[1]["error"]["message"])])
+        status, body = describe_error(error)
+        return _data([*self._beginning(), *self._writer.fail(status, body["error"]["message"])])
 
     def _beginning(self) -> list[JsonObject]:
-        events = [] if self._begun else self._writer.begin()
+        events = [] if self._begun else self._writer.begin(self._chunks.usage.as_json())
         self._begun = True
         return events
 

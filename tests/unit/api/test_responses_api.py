@@ -332,7 +332,7 @@ def test_calls_of_custom_tools_and_namespaces_have_the_clients_names(arguments: 
         "function_call", "agents", "spawn", "{}",
     )  # fmt: skip
     writer = ResponseWriter(shaped)
-    events = writer.begin()
+    events = writer.begin({})
     for index, call in enumerate(calls):
         function = call["function"]
         assert isinstance(function, dict)
@@ -376,7 +376,7 @@ MESSAGE = {
 
 def stream(deltas: list[dict[str, Any]], finish_reason: str) -> list[dict[str, Any]]:
     writer = ResponseWriter(shape())
-    events = writer.begin()
+    events = writer.begin({})
     for one in [*deltas, {"delta": {}, "finish_reason": finish_reason}]:
         events += writer.take(one)
     return events + writer.finish(USAGE)
@@ -438,7 +438,7 @@ def test_text_deltas_add_up() -> None:
 def test_a_failure_ends_the_response() -> None:
     """Oracle: the client's strict types; open items are incomplete."""
     writer = ResponseWriter(shape())
-    events = [*writer.begin(), *writer.take(DELTAS[3]), *writer.fail("rank 1 died")]
+    events = [*writer.begin({}), *writer.take(DELTAS[3]), *writer.fail(500, "rank 1 died")]
     for one in events:
         EVENT.validate_python(one)
     response = events[-1]["response"]

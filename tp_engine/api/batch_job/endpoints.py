@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeAlias
 
+from tp_engine.api.anthropic.protocol import MessagesBody
 from tp_engine.api.batch_job.lines import BatchRequest
 from tp_engine.api.beam_search import BeamSearch, request_output
+from tp_engine.api.bodies import Body, prepare_body
 from tp_engine.api.input_processor import InputProcessor
-from tp_engine.api.openai.bodies import Body, prepare_body
 from tp_engine.api.openai.errors import renamed
 from tp_engine.api.openai.pooled import EmbeddingBody, RerankBody, ScoreBody, check_pooled
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody, parse_body
@@ -86,6 +87,7 @@ def check_request(request: BatchRequest, model_names: Sequence[str], grammars: G
     elif isinstance(body, (ChatBody, CompletionBody)):
         _check_generation(body, grammars)
     else:
+        assert not isinstance(body, MessagesBody), "no endpoint of batches"
         check_pooled(body)
 
 

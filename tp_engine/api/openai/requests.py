@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tp_engine.api.beam_search import BeamSearch, one_token
 from tp_engine.api.input_processor import InputProcessor
@@ -23,7 +23,7 @@ from tp_engine.api.openai.sampling import (
     num_top_logprobs,
 )
 from tp_engine.api.openai.structured import named_refusal
-from tp_engine.errors import RequestError
+from tp_engine.errors import ContextLengthError, RequestError
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
@@ -50,6 +50,30 @@ class PreparedAnswer(PreparedBody):
     body: ChatBody | CompletionBody
     shape: AnswerShape
     echoes: list[str] | None = None
+
+
+class ChatEventWriter(Protocol):
+    """Turns the choices of one chat into the events of another API."""
+
+    def begin(self, usage: JsonObject) -> list[JsonObject]:
+        """Return the events before the first choice; ``usage`` counts the prompt."""
+
+    def take(self, choice: JsonObject) -> list[JsonObject]:
+        """Return the events of a choice of a chunk; its ``delta`` may have reasoning, content and tool calls."""
+
+    def finish(self, usage: JsonObject) -> list[JsonObject]:
+        """Return the last events, with the chat's ``usage``."""
+
+    def fail(self, status: int, message: str) -> list[JsonObject]:
+        """Return the last events after an error that came after ``begin``; ``status`` is what HTTP would have said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedFromChat(PreparedBody):
+    """The chat that answers a body of another API, checked, and what makes that API's events of its choices."""
+
+    chat: PreparedAnswer
+    new_writer: Callable[[], ChatEventWriter]
 
 
 def default_model_name(model: str) -> str:
@@ -146,12 +170,14 @@ def _engine_request(
         )
         asked, num_prompt, longest = max_output_tokens(body), len(request.prompt_token_ids), processor.max_model_len
         if asked is not None and num_prompt + asked > longest:
-            raise RequestError(
+            raise ContextLengthError(
                 f"This model's maximum context length is {longest} tokens. However, you requested {num_prompt + asked} "
                 f"tokens ({num_prompt} in the prompt, {asked} in the completion). Please reduce the length of the "
                 f"prompt or max_tokens.",
                 param="max_tokens",
-                code="context_length_exceeded",
+                num_prompt=num_prompt,
+                num_asked=asked,
+                longest=longest,
             )
     return request
 

@@ -154,7 +154,7 @@ class ResponseWriter:
         self._finish_reason: str | None = None
         self._num_events = 0
 
-    def begin(self) -> list[JsonObject]:
+    def begin(self, _usage: Mapping[str, Any]) -> list[JsonObject]:
         """Return the events before the first item."""
         names = ("response.created", "response.in_progress")
         return self._numbered({"type": name, "response": self._shape.running()} for name in names)
@@ -184,7 +184,7 @@ class ResponseWriter:
         name = _LAST_EVENT.get(response["status"], "response.incomplete")
         return self._numbered([*events, {"type": name, "response": response}])
 
-    def fail(self, message: str) -> list[JsonObject]:
+    def fail(self, _status: int, message: str) -> list[JsonObject]:
         """Return the last event after an error that came after ``begin``."""
         if self._open is not None:
             self._items.append(self._open.json("incomplete"))

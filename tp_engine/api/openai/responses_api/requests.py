@@ -1,7 +1,7 @@
 """From a Responses body to the chat that answers it, and to the engine requests of that chat."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.errors import renamed
 from tp_engine.api.openai.protocol import ChatBody, GenerationBody, request_error
-from tp_engine.api.openai.requests import PreparedAnswer, PreparedBody, prepare
-from tp_engine.api.openai.responses_api.events import ResponseShape, whole_response
+from tp_engine.api.openai.requests import PreparedFromChat, prepare
+from tp_engine.api.openai.responses_api.events import ResponseShape, ResponseWriter, whole_response
 from tp_engine.api.openai.responses_api.items import additional_tools, input_messages
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody, check_responses_body
 from tp_engine.api.openai.responses_api.tools import ResponseTools
@@ -66,17 +66,9 @@ def _response_format(body: ResponsesBody) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": schema}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedResponse(PreparedBody):
-    """The chat that answers a response, checked, and the shape of the response."""
-
-    chat: PreparedAnswer
-    shape: ResponseShape
-
-
 def prepare_response(
     body: ResponsesBody, processor: InputProcessor, model: str, defaults: Mapping[str, Any] | None = None
-) -> PreparedResponse:
+) -> PreparedFromChat:
     """Do as ``requests.prepare``; raises ``RequestError`` that names a field of ``body``."""
     chat = chat_body(body)
     try:
@@ -84,9 +76,9 @@ def prepare_response(
     except RequestError as error:
         raise renamed(error, NAMES) from None
     shape = ResponseShape.of(body, prepared, _tools(body))
-    return PreparedResponse(
+    return PreparedFromChat(
         chat=prepared,
-        shape=shape,
+        new_writer=lambda: ResponseWriter(shape),
         requests=[replace(request, prompt_field=NAMES["messages"]) for request in prepared.requests],
         answer=lambda outputs: whole_response(shape, prepared.answer(outputs)),
         named=lambda error: renamed(prepared.named(error), NAMES),

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from tp_engine.api.anthropic.protocol import MessagesBody
+from tp_engine.api.anthropic.requests import prepare_message
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.pooled import AnyPooledBody, EmbeddingBody, RerankBody, ScoreBody, prepare_pooled
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
@@ -11,7 +13,7 @@ from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.api.openai.responses_api.requests import prepare_response
 from tp_engine.api.openai.sampling import completion_prompts
 
-Body: TypeAlias = ChatBody | CompletionBody | ResponsesBody | AnyPooledBody
+Body: TypeAlias = ChatBody | CompletionBody | ResponsesBody | MessagesBody | AnyPooledBody
 
 
 def num_prompts(body: Body) -> tuple[int, str]:
@@ -39,6 +41,8 @@ def prepare_body(
     ``model`` is the name to answer with.  ``defaults`` are the model's own sampling parameters, for fields that the
     request does not set.
     """
+    if isinstance(body, MessagesBody):
+        return prepare_message(body, processor, model, defaults)
     if isinstance(body, ResponsesBody):
         return prepare_response(body, processor, model, defaults)
     if isinstance(body, (ChatBody, CompletionBody)):

@@ -1,0 +1,157 @@
+"""From Messages bodies to chats: system prompts, blocks, tools, thinking."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tp_engine.api.anthropic.protocol import MessagesBody
+from tp_engine.api.anthropic.requests import chat_body
+from tp_engine.errors import RequestError
+
+
+def chat(messages: list[Any], **fields: Any) -> Any:
+    return chat_body(MessagesBody.model_validate({"messages": messages, "max_tokens": 9, **fields}))
+
+
+def text(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": one} for one in texts]
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def result(**fields: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": "c1", **fields}
+
+
+USE = {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}}
+CALLED = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+@pytest.mark.parametrize(
+    ("system", "expected"),
+    [
+        ("be kind", "be kind"),
+        (text("a", "b"), "a\n\nb"),
+        (text("x-anthropic-billing-header: cch=12;", "b"), "b"),
+        (text("x-anthropic-billing-header: cch=12;"), None),
+        ("", None),
+    ],
+)
+def test_a_system_prompt_is_the_first_message(system: Any, expected: str | None) -> None:
+    """Oracle: the texts of its blocks, without the one that changes with each request."""
+    first, *rest = chat([user("hi")], system=system).messages
+    assert (first["content"] if first["role"] == "system" else None) == expected
+    assert (rest or [first])[-1] == user(text("hi"))
+
+
+def test_a_system_message_behind_the_first_turn_stays_in_its_place() -> None:
+    """Oracle: the prompt before it does not change, so a cached prefix is found; it joins the user's text."""
+    system = {"role": "system", "content": "3 tokens left"}
+    assert chat([system, user("a")]).messages == [{"role": "system", "content": "3 tokens left"}, user(text("a"))]
+    assert chat([user("a"), system]).messages == [user(text("a", "3 tokens left"))]
+    turns = [user("a"), {"role": "assistant", "content": [USE]}, user([result(content="7")]), system, user("b")]
+    assert chat(turns).messages[2:] == [
+        {"role": "tool", "tool_call_id": "c1", "content": "7"},
+        user(text("3 tokens left", "b")),
+    ]
+
+
+def test_the_blocks_of_an_assistant() -> None:
+    """Oracle: the fields of a chat's message; what only Anthropic's servers can read is left out."""
+    content = [
+        {"type": "thinking", "thinking": "hm", "signature": "s"},
+        {"type": "redacted_thinking", "data": "x"},
+        *text("I look."),
+        USE,
+        {**USE, "id": "c2", "input": {}},
+    ]
+    message = chat([user("a"), {"role": "assistant", "content": content}, user([result()])]).messages[1]
+    second = {"id": "c2", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    assert message == {
+        "role": "assistant", "content": text("I look."), "reasoning_content": "hm", "tool_calls": [CALLED, second],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("sun", "sun"),
+        (None, ""),
+        ([], ""),
+        (text("a", "b"), "a\nb"),
+        ([{"type": "image", "source": {}}, *text("b")], "[image omitted]\nb"),
+        ([{"type": "search_result", "title": "T", "source": "http://x", "content": text("c")}], "T\nhttp://x\nc"),
+        ([{"type": "tool_reference", "tool_name": "f"}], "f"),
+        ([{"type": "document", "title": "T", "source": {"type": "text", "data": "d"}}], "T\nd"),
+        ([{"type": "document", "source": {"type": "base64", "data": "d"}}], "[document omitted]"),
+    ],
+)
+def test_the_answer_of_a_tool_is_text(content: Any, expected: str) -> None:
+    """Oracle: the texts joined with line ends; a note for what is no text, so that the conversation goes on."""
+    answer = result() if content is None else result(content=content, is_error=True)
+    messages = chat(
+        [user("a"), {"role": "assistant", "content": [USE]}, user([*text("first"), answer, *text("b")])]
+    ).messages
+    assert messages[2:] == [
+        user(text("first")),
+        {"role": "tool", "tool_call_id": "c1", "content": expected},
+        user(text("b")),
+    ]
+
+
+def test_tools_are_functions() -> None:
+    """Oracle: a chat's tools; those that Anthropic's servers run are left out."""
+    tools = [
+        {"name": "f", "input_schema": {"properties": {}}, "cache_control": {"type": "ephemeral"}, "strict": True},
+        {"type": "custom", "name": "g", "description": "d", "input_schema": {"type": "object"}},
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+    ]
+    made = chat([user("a")], tools=tools, tool_choice={"type": "any", "disable_parallel_tool_use": True})
+    assert [one["function"] for one in made.tools] == [
+        {"name": "f", "parameters": {"type": "object", "properties": {}}, "strict": True},
+        {"name": "g", "description": "d", "parameters": {"type": "object"}},
+    ]
+    assert (made.tool_choice, made.parallel_tool_calls) == ("required", False)
+    assert chat([user("a")], tools=tools[2:], tool_choice={"type": "auto"}).tools is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "effort", "kwargs"),
+    [
+        ({}, None, None),
+        ({"thinking": {"type": "adaptive"}}, None, None),
+        ({"thinking": {"type": "disabled"}}, "none", None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, None, {"enable_thinking": True, "thinking": True}),
+        ({"output_config": {"effort": "xhigh"}}, "high", None),
+        ({"output_config": {"effort": "low"}, "thinking": {"type": "disabled"}}, "none", None),
+    ],
+)
+def test_thinking_is_switched_as_a_chat_switches_it(fields: Any, effort: str | None, kwargs: Any) -> None:
+    """Oracle: the chat's own fields."""
+    made = chat([user("a")], **fields)
+    assert (made.reasoning_effort, made.chat_template_kwargs) == (effort, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([user([{"type": "image", "source": {}}])], "messages[0].content[0] is a block of type 'image'"),
+        ([user([{"type": "text"}])], "messages[0].content[0].text is None"),
+        ([user([{"no": "type"}])], "messages[0].content[0].type is None"),
+        ([user([{"type": "tool_result"}])], "tool_use_id"),
+        ([user([result(content=[7])])], "content must be text, or a list of blocks"),
+        ([user([result(content=7)])], "content must be text, or a list of blocks"),
+        ([user([{"type": "redacted_thinking"}])], "nothing that the model can read"),
+        ([user("a"), {"role": "assistant", "content": [USE]}], "send the tool_result"),
+        ([user("a"), {"role": "assistant", "content": []}], "assistant"),
+    ],
+)
+def test_what_is_refused_by_name(messages: list[Any], words: str) -> None:
+    """Oracle: the place of the fault in the client's own body."""
+    with pytest.raises(RequestError) as raised:
+        chat(messages)
+    assert words in str(raised.value) and raised.value.param == "messages"

@@ -1,0 +1,162 @@
+"""From the blocks of a Messages body to the messages of a chat.
+
+::
+
+    block                                     in the chat
+    text                                      text of its message
+    tool_result                               a message of the role tool; texts before it stay before it
+    thinking                                  the reasoning of the assistant's message
+    tool_use                                  a call of the assistant's message
+    document of text, search_result           its text
+    image, document of another kind           refused; a note in a tool's answer, which would else end the conversation
+    redacted_thinking, what a server's own
+    tool did                                  nothing; the log says so
+    a system message behind the first turn    a message of the user in its place, so that the prompt before it stays
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tp_engine.api.anthropic.protocol import Block, Message
+from tp_engine.api.openai.chat.messages import omitted
+from tp_engine.errors import RequestError, shown
+from tp_engine.log import get_logger, warn_once
+
+logger = get_logger(__name__)
+
+ChatMessages = list[dict[str, Any]]
+
+# Claude Code begins its system prompt with a block that changes with each request; no prefix could be cached behind it.
+_BILLING = "x-anthropic-billing-header"
+# What only Anthropic's servers write or read.
+_UNTOLD = frozenset({
+    "bash_code_execution_tool_result", "code_execution_tool_result", "compaction", "container_upload", "fallback",
+    "mcp_tool_result", "mcp_tool_use", "redacted_thinking", "server_tool_use", "text_editor_code_execution_tool_result",
+    "tool_addition", "tool_removal", "tool_search_tool_result", "web_fetch_tool_result", "web_search_tool_result",
+})  # fmt: skip
+
+
+def chat_messages(system: str | Sequence[Block] | None, messages: Sequence[Message]) -> ChatMessages:
+    """Return the chat; raises ``RequestError`` that names the faulty block."""
+    chat: ChatMessages = []
+    leading = [] if system is None else [*_texts("system", system)]
+    for number, message in enumerate(messages):
+        where = f"messages[{number}].content"
+        if message.role == "system" and not chat:
+            leading += _texts(where, message.content)
+        elif message.role == "assistant":
+            _add_assistant(chat, where, message.content)
+        else:
+            _add_user(chat, where, message.content)
+    return [{"role": "system", "content": "\n\n".join(leading)}, *chat] if leading else chat
+
+
+def _add_user(chat: ChatMessages, where: str, content: str | Sequence[Block]) -> None:
+    """A turn of the user: texts that follow each other are one message, as templates want it."""
+    for place, block in _blocks(where, content):
+        if block["type"] == "tool_result":
+            called = _string(place, block, "tool_use_id")
+            chat.append({"role": "tool", "tool_call_id": called, "content": _result(place, block)})
+        elif (text := _text(place, block)) is not None:
+            if not chat or chat[-1]["role"] != "user":
+                chat.append({"role": "user", "content": []})
+            chat[-1]["content"].append({"type": "text", "text": text})
+
+
+def _add_assistant(chat: ChatMessages, where: str, content: str | Sequence[Block]) -> None:
+    message: dict[str, Any] = {"role": "assistant", "content": []}
+    if chat and chat[-1]["role"] == "assistant":
+        message = chat.pop()
+    for place, block in _blocks(where, content):
+        if block["type"] == "thinking":
+            thought = _string(place, block, "thinking")
+            message["reasoning_content"] = message.get("reasoning_content", "") + thought
+        elif block["type"] == "tool_use":
+            function = {"name": _string(place, block, "name"), "arguments": json.dumps(block.get("input") or {})}
+            call = {"id": _string(place, block, "id"), "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+        elif (text := _text(place, block)) is not None:
+            message["content"].append({"type": "text", "text": text})
+    chat.append(message)
+
+
+def _blocks(where: str, content: str | Sequence[Block]) -> Iterator[tuple[str, Block]]:
+    if isinstance(content, str):
+        yield where, {"type": "text", "text": content}
+        return
+    for number, block in enumerate(content):
+        place = f"{where}[{number}]"
+        if not isinstance(block.get("type"), str):
+            raise _refused(f"{place}.type is {shown(block.get('type'))}; it must be text, such as 'text'")
+        yield place, block
+
+
+def _texts(where: str, content: str | Sequence[Block]) -> list[str]:
+    """The texts of a system prompt, without the one that is only for a bill."""
+    texts = (_text(place, block) for place, block in _blocks(where, content))
+    return [text for text in texts if text and not text.startswith(_BILLING)]
+
+
+def _result(where: str, block: Block) -> str:
+    """The text of a tool's answer."""
+    content = block.get("content")
+    if content is None:
+        return ""
+    are_blocks = isinstance(content, list) and all(isinstance(one, Mapping) for one in content)
+    if not are_blocks and not isinstance(content, str):
+        raise _refused(f"{where}.content must be text, or a list of blocks")
+    texts = (_text(place, one, in_result=True) for place, one in _blocks(f"{where}.content", content))
+    return "\n".join(text for text in texts if text is not None)
+
+
+def _text(where: str, block: Block, *, in_result: bool = False) -> str | None:
+    """The text of a block; None for one that tells the model nothing."""
+    kind = block["type"]
+    if kind in _UNTOLD:
+        warn_once(logger, "blocks of the type %s are left out of messages: they tell the model nothing", kind)
+        return None
+    read = _TEXTS.get(kind)
+    text = None if read is None else read(where, block)
+    if text is None and in_result:
+        return omitted(kind)
+    if text is None:
+        raise _refused(f"{where} is a block of type {shown(kind)}; this model reads text only, send it as text")
+    return text
+
+
+def _document(where: str, block: Block) -> str | None:
+    """The text of a document; None for one that is a file."""
+    source = block.get("source")
+    if not isinstance(source, Mapping) or source.get("type") not in ("text", "content"):
+        return None
+    if source["type"] == "text":
+        body = _string(f"{where}.source", source, "data")
+    else:
+        body = _result(f"{where}.source", dict(source))
+    return "\n".join(part for part in (block.get("title"), block.get("context"), body) if isinstance(part, str))
+
+
+def _search_result(where: str, block: Block) -> str:
+    parts = (block.get("title"), block.get("source"), _result(where, block))
+    return "\n".join(part for part in parts if isinstance(part, str))
+
+
+# The type of a block -> its text.
+_TEXTS: Mapping[str, Callable[[str, Block], str | None]] = {
+    "text": lambda where, block: _string(where, block, "text"),
+    "document": _document,
+    "search_result": _search_result,
+    "tool_reference": lambda where, block: _string(where, block, "tool_name"),
+}
+
+
+def _string(where: str, block: Mapping[str, Any], name: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise _refused(f"{where}.{name} is {shown(value)}; it must be text")
+    return value
+
+
+def _refused(text: str) -> RequestError:
+    return RequestError(text, param="messages")

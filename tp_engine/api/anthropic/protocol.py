@@ -1,0 +1,96 @@
+"""The bodies of ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``, and the form of errors there.
+
+Fields that change nothing here (``metadata``, ``context_management``, ``service_tier``, ...) are ignored.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from tp_engine.api.openai.protocol import PromptBody, RequestBody
+
+Block = dict[str, Any]
+
+_ERROR_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
+}
+
+
+class Message(RequestBody):
+    """One turn; a text is one block.  ``messages.py`` reads the blocks."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class Tool(RequestBody):
+    """A function that the client runs, or by its ``type`` a tool that only Anthropic's servers could run."""
+
+    type: str | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(RequestBody):
+    """Whether the model calls tools; ``any``: at least one, ``tool``: the one with ``name``."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(RequestBody):
+    """Whether the model thinks first; ``adaptive`` leaves it to the model.  A budget is not kept."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputConfig(RequestBody):
+    """How much the model thinks, and the JSON schema of its answer."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: dict[str, Any] | None = None
+
+
+class CountTokensBody(PromptBody):
+    """``POST /v1/messages/count_tokens``: what decides the prompt."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    messages: list[Message] = Field(min_length=1)
+    system: str | list[Block] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
+
+
+class MessagesBody(CountTokensBody):
+    """``POST /v1/messages``."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+
+def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    """Return the body of an answer with ``status``, in the form of the Messages API."""
+    return {"type": "error", "error": {"type": _ERROR_TYPES.get(status, "api_error"), "message": message}}

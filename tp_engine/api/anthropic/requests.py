@@ -1,0 +1,149 @@
+"""From a Messages body to the chat that answers it, and to the engine request of that chat."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from tp_engine.api.anthropic.events import MessageShape, MessageWriter, whole_message
+from tp_engine.api.anthropic.messages import chat_messages
+from tp_engine.api.anthropic.protocol import CountTokensBody, MessagesBody, Tool, ToolChoice
+from tp_engine.api.input_processor import InputProcessor
+from tp_engine.api.openai.chat.body import chat_prompt
+from tp_engine.api.openai.errors import renamed
+from tp_engine.api.openai.protocol import ChatBody, PromptBody, request_error
+from tp_engine.api.openai.requests import PreparedFromChat, prepare
+from tp_engine.errors import ContextLengthError, RequestError
+from tp_engine.log import get_logger, warn_once
+
+logger = get_logger(__name__)
+
+# The field of a chat that an error names -> the field of the Messages body.
+NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config",
+    "reasoning_effort": "thinking",
+}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+
+
+def prepare_message(
+    body: MessagesBody, processor: InputProcessor, model: str, defaults: Mapping[str, Any] | None = None
+) -> PreparedFromChat:
+    """Do as ``openai.requests.prepare``; raises ``RequestError`` that names a field of ``body``."""
+    try:
+        chat = prepare(chat_body(body), processor, model, defaults)
+    except ContextLengthError as error:
+        raise _too_long(error) from None
+    except RequestError as error:
+        raise renamed(error, NAMES) from None
+    shape = MessageShape.of(body, chat)
+    return PreparedFromChat(
+        chat=chat,
+        new_writer=lambda: MessageWriter(shape),
+        requests=chat.requests,
+        answer=lambda outputs: whole_message(shape, chat.answer(outputs)),
+        named=lambda error: renamed(chat.named(error), NAMES),
+    )
+
+
+def count_tokens(body: CountTokensBody, processor: InputProcessor) -> dict[str, Any]:
+    """Return the answer of ``count_tokens``: the length of the prompt that ``body`` has."""
+    try:
+        text = chat_prompt(chat_body(body), processor).text
+        token_ids = processor.text_token_ids(text, add_special_tokens=False, param="messages")
+    except RequestError as error:
+        raise renamed(error, NAMES) from None
+    return {"input_tokens": len(token_ids)}
+
+
+def chat_body(body: CountTokensBody) -> ChatBody:
+    """Return the chat that answers ``body``; raises ``RequestError``."""
+    messages = chat_messages(body.system, body.messages)
+    if not messages:
+        raise RequestError("messages have nothing that the model can read; give at least one text", param="messages")
+    last = messages[-1]
+    if last["role"] == "assistant" and ("tool_calls" in last or not last["content"]):
+        raise RequestError(
+            "the last message is a call of the assistant; send the tool_result, or end with a message of the user",
+            param="messages",
+        )
+    tools = _tools(body.tools or ())
+    fields: dict[str, Any] = {
+        "messages": messages,
+        "tools": tools,
+        **_tool_choice(body.tool_choice, tools),
+        **_thinking(body),
+        "response_format": _response_format(body),
+        "continue_final_message": True if last["role"] == "assistant" else None,
+    }
+    fields |= {
+        name: getattr(body, name) for name in ("model", "stream", "user", "request_id", "priority", "cache_salt")
+    }
+    shared = {*PromptBody.model_fields}
+    if isinstance(body, MessagesBody):
+        shared |= {"temperature", "top_p", "top_k"}
+        fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
+    fields |= {name: getattr(body, name) for name in shared}
+    try:
+        return ChatBody.model_validate({name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        raise renamed(request_error(error), NAMES) from None
+
+
+def _tools(tools: list[Tool] | tuple[()]) -> list[dict[str, Any]] | None:
+    found = []
+    for tool in tools:
+        if tool.type not in (None, "custom"):
+            warn_once(logger, "tools of the type %s are left out of messages: this server runs none", tool.type[:80])
+            continue
+        function: dict[str, Any] = {"name": tool.name, "parameters": {"type": "object", **(tool.input_schema or {})}}
+        function |= {name: value for name in ("description", "strict") if (value := getattr(tool, name)) is not None}
+        found.append({"type": "function", "function": function})
+    return found or None
+
+
+def _tool_choice(choice: ToolChoice | None, tools: list[dict[str, Any]] | None) -> dict[str, Any]:
+    if choice is None or (tools is None and choice.type in ("auto", "none")):
+        return {}
+    if choice.type == "tool":
+        given: Any = {"type": "function", "function": {"name": choice.name or ""}}
+    else:
+        given = _CHOICES[choice.type]
+    return {"tool_choice": given, "parallel_tool_calls": False if choice.disable_parallel_tool_use else None}
+
+
+def _thinking(body: CountTokensBody) -> dict[str, Any]:
+    """The chat's fields that switch thinking on or off and say how much of it is wanted."""
+    effort = body.output_config.effort if body.output_config is not None else None
+    fields: dict[str, Any] = {"reasoning_effort": _EFFORTS[effort]} if effort is not None else {}
+    if body.thinking is None or body.thinking.type == "adaptive":
+        return fields
+    if body.thinking.type == "disabled":
+        return {"reasoning_effort": "none"}
+    if body.thinking.budget_tokens is not None:
+        warn_once(logger, "thinking.budget_tokens is not kept: max_tokens alone limits how long the model thinks")
+    return fields | {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}}
+
+
+def _response_format(body: CountTokensBody) -> dict[str, Any] | None:
+    asked = (body.output_config.format if body.output_config is not None else None) or body.output_format
+    if asked is None:
+        return None
+    schema = asked.get("schema")
+    if asked.get("type") != "json_schema" or not isinstance(schema, dict):
+        raise RequestError("output_config.format must be {'type': 'json_schema', 'schema': ...}", param="output_config")
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+def _too_long(error: ContextLengthError) -> RequestError:
+    """The words by which Claude Code knows that a conversation is too long, or that ``max_tokens`` must shrink."""
+    if error.num_asked is None or error.num_prompt >= error.longest:
+        text = f"prompt is too long: {error.num_prompt} tokens > {error.longest - 1} maximum"
+    else:
+        text = (
+            f"input length and `max_tokens` exceed context limit: {error.num_prompt} + {error.num_asked} > "
+            f"{error.longest}, decrease input length or `max_tokens` and try again"
+        )
+    return RequestError(text, param=error.param, code=error.code)

@@ -1,0 +1,45 @@
+"""The routes of Anthropic's Messages API, which answer errors in its form."""
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tp_engine.api.anthropic.protocol import CountTokensBody, MessagesBody, anthropic_error
+from tp_engine.api.anthropic.requests import count_tokens
+from tp_engine.server.bodies import in_thread, read_body
+from tp_engine.server.generation import answer
+from tp_engine.server.openapi import takes
+from tp_engine.server.replies import json_reply, shape_errors
+from tp_engine.server.state import ServerState
+
+_PATH = "/v1/messages"
+
+
+def add_anthropic_routes(app: FastAPI, state: ServerState) -> None:
+    """Add messages, and the length of their prompts."""
+
+    @app.post(_PATH, name="messages", **takes(MessagesBody, error="AnthropicError"))
+    async def messages(request: Request) -> Response:
+        """Answer a conversation with blocks of thinking, text and tool use; as Anthropic's API."""
+        return await answer(state, request, MessagesBody)
+
+    @app.post(f"{_PATH}/count_tokens", name="count_tokens", **takes(CountTokensBody, error="AnthropicError"))
+    async def counted(request: Request) -> Response:
+        """The number of tokens of the prompt that a body of ``/v1/messages`` has."""
+        body = await read_body(CountTokensBody, request, state)
+        state.model_name(body.model)
+        with state.limit.hold(1):
+            return json_reply(await in_thread(request, state, count_tokens, body, state.llm.input_processor))
+
+
+class AnthropicErrors:
+    """Gives all errors of these routes Anthropic's form, also those of the middleware before them."""
+
+    def __init__(self, app: ASGIApp, root_path: str = "") -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and f"{scope['path'].removeprefix(self._root_path)}/".startswith(f"{_PATH}/"):
+            shape_errors(anthropic_error)
+        await self._app(scope, receive, send)
