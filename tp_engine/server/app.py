@@ -14,6 +14,7 @@ from tp_engine.server import middleware
 from tp_engine.server.access import KeyGuard, admins_only
 from tp_engine.server.admin_routes import add_admin_routes
 from tp_engine.server.anthropic_routes import AnthropicErrors, add_anthropic_routes
+from tp_engine.server.batch_routes import add_batch_routes
 from tp_engine.server.connections import ConnectionLimit
 from tp_engine.server.openai_routes import add_openai_routes
 from tp_engine.server.openapi import install_openapi
@@ -44,6 +45,7 @@ def create_app(state: ServerState) -> FastAPI:
     )
     add_openai_routes(app, state)
     add_anthropic_routes(app, state)
+    add_batch_routes(app, state)
     admin = APIRouter(dependencies=[Depends(admins_only)])
     add_admin_routes(app, admin, state)
     add_weight_routes(admin, state)

@@ -81,6 +81,14 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
     shutdown_timeout_s: float = option(
         20.0, "time that running requests get to finish after the first signal", flags=("--shutdown-timeout",)
     )
+    batch_storage_dir: str | None = option(
+        None, "folder of files and batches, which the server then offers and goes on with", section="Files and batches"
+    )
+    batch_retention_hours: int = option(720, "how long files are kept, unless their sender says otherwise")
+    batch_priority: int = option(1000, "priority of batches' requests; larger numbers wait for smaller ones")
+    batch_max_file_bytes: int = option(200 * MIB, "largest file that may be sent", size=True)
+    batch_max_storage_bytes: int = option(16384 * MIB, "largest size of all files together", size=True)
+    batch_upload_timeout_s: float = option(600.0, "longest time that a file may take to arrive")
     enable_log_requests: bool = option(
         False,
         "a line in the log for every request",
@@ -122,9 +130,14 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
                 f"metrics_prefix is {' '.join(self.metrics_prefix)!r}; it must be one name or several different ones, "
                 "of letters, digits and _, such as tp_engine vllm"
             )
-        for name in ("max_body_bytes", "body_timeout_s", "header_timeout_s", "write_timeout_s", "max_connections"):
+        for name in (
+            "max_body_bytes", "body_timeout_s", "header_timeout_s", "write_timeout_s", "max_connections",
+            "batch_retention_hours", "batch_max_file_bytes", "batch_max_storage_bytes", "batch_upload_timeout_s",
+        ):  # fmt: skip
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive, and finite")
+        if not -(2**31) <= self.batch_priority < 2**31:
+            raise ConfigError(f"batch_priority is {self.batch_priority}; it must be a whole number of 32 bits")
         if not 0.0 <= self.sse_keep_alive_interval < math.inf:
             raise ConfigError(
                 f"sse_keep_alive_interval is {self.sse_keep_alive_interval}; it must be seconds, or 0 (never)"

@@ -10,7 +10,7 @@ from tp_engine.api.beam_search import BeamSearch, gather_or_cancel, request_outp
 from tp_engine.api.bodies import Body, num_prompts, prepare_body
 from tp_engine.api.openai.errors import sequence_error
 from tp_engine.api.openai.protocol import GenerationBody
-from tp_engine.api.openai.requests import PreparedAnswer, PreparedFromChat
+from tp_engine.api.openai.requests import PreparedAnswer, PreparedBody, PreparedFromChat
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.errors import RequestError
 from tp_engine.outputs import RequestOutput
@@ -39,30 +39,35 @@ async def answer_body(state: ServerState, request: Request, body: Body) -> Respo
         prepared = await in_thread(
             request, state, prepare_body, body, state.llm.input_processor, model, state.sampling_defaults
         )
-        if prepared.searches:
-            searching = gather_or_cancel([_search(state, search) for search in prepared.searches])
-            return json_reply(prepared.answer(await until_disconnect(receive, searching)))
-        batches = merge([update_batches(state, one, prepared.named) for one in prepared.requests])
-        if not body.stream:
-            outputs = await until_disconnect(receive, whole_outputs(len(prepared.requests), batches))
+        if prepared.searches or not body.stream:
+            outputs = await until_disconnect(receive, whole_outputs(state, prepared))
             if not isinstance(body, GenerationBody):  # many vectors take a while to write
                 return await in_thread(request, state, lambda: json_reply(prepared.answer(outputs)))
             return json_reply(prepared.answer(outputs))
         assert isinstance(prepared, (PreparedFromChat, PreparedAnswer))
         writer = ChatEventStream(prepared) if isinstance(prepared, PreparedFromChat) else ChunkWriter(prepared)
+        batches = _batches(state, prepared)
         ping_s = state.config.sse_keep_alive_interval
         return EventStream(writer.events(batches), writer.failure, held.pop_all(), ping_s=ping_s)
 
 
-async def whole_outputs(num_prompts: int, batches: Batches) -> list[RequestOutput]:
-    """Return the output of each prompt, when all have ended; closes ``batches``, pairs of prompt number and updates."""
+async def whole_outputs(state: ServerState, prepared: PreparedBody) -> list[RequestOutput]:
+    """Run the prompts of a body; returns the output of each when all have ended.  Raises as ``update_batches`` does."""
+    if prepared.searches:
+        return await gather_or_cancel([_search(state, search) for search in prepared.searches])
     outputs: dict[int, RequestOutput] = {}
+    batches = _batches(state, prepared)
     async with contextlib.aclosing(batches):
         async for number, updates in batches:
             for update in updates:
                 if update.request_output is not None:
                     outputs[number] = update.request_output
-    return [outputs[number] for number in range(num_prompts)]
+    return [outputs[number] for number in range(len(prepared.requests))]
+
+
+def _batches(state: ServerState, prepared: PreparedBody) -> Batches:
+    """The updates of all prompts, with the number of the prompt."""
+    return merge([update_batches(state, one, prepared.named) for one in prepared.requests])
 
 
 async def update_batches(

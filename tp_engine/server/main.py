@@ -16,12 +16,14 @@ import uvicorn
 
 from tp_engine import env
 from tp_engine.api.async_llm import AsyncLLM
+from tp_engine.api.batches.store import BatchStore
 from tp_engine.engine.processes import die_with_parent
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import ConfigError, EngineDeadError
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import configure_logging, get_logger
 from tp_engine.server.app import create_app
+from tp_engine.server.batch_worker import BatchWorker
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.connections import Connections, http_protocol
 from tp_engine.server.frontend_process import FrontendSettings
@@ -110,12 +112,15 @@ class Frontend:
         """Connect, announce that the server is ready, and return when the engine has ended."""
         settings = self._settings
         try:
+            store = _batch_store(self._config)
             tokenizer = await asyncio.to_thread(_load_early, settings.tokenizer)  # while the engine loads the weights
             llm = await AsyncLLM.connect(settings.address, tokenizer=tokenizer, timeout_s=settings.startup_timeout_s)
         except (ConfigError, EngineDeadError) as error:
             logger.error("%s", error)
             return
         await self._state.open(llm)
+        if store is not None:
+            self._state.batches = BatchWorker(self._state, store)
         gc.collect()
         gc.freeze()  # full collections, which stop everything, then skip the libraries' objects
         self._announce()
@@ -143,6 +148,17 @@ class Frontend:
             f"  curl {socket_file}{url}{path} {key}-H 'Content-Type: application/json' -d '{body}'",
             flush=True,
         )
+
+
+def _batch_store(config: ServerConfig) -> BatchStore | None:
+    """The folder of files and batches, if there is one; raises ``ConfigError``."""
+    if config.batch_storage_dir is None:
+        return None
+    return BatchStore(
+        Path(config.batch_storage_dir).expanduser(),
+        retention_s=3600 * config.batch_retention_hours,
+        max_bytes=config.batch_max_storage_bytes,
+    )
 
 
 def _load_early(source: str | None) -> Any | None:

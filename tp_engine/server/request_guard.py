@@ -24,6 +24,8 @@ from tp_engine.server.replies import error_reply
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _OWN_SITE = ("same-origin", "none")  # values of Sec-Fetch-Site, which scripts can not set; none: the user's own act
 _JSON = "application/json"
+_FORM = "multipart/form-data"
+_UPLOADS = "/v1/files"  # the one path that takes a form; its Origin is checked as all others are
 
 
 class RequestGuard:
@@ -40,7 +42,7 @@ class RequestGuard:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             try:
-                self._check(scope["method"], headers)
+                self._check(scope["method"], scope["path"], headers)
             except (HttpError, RequestError) as error:
                 reply = error_reply(error)
                 if _has_two_lengths(headers):  # a proxy may take what follows for another request
@@ -49,7 +51,7 @@ class RequestGuard:
                 return
         await self._app(scope, receive, send)
 
-    def _check(self, method: str, headers: Headers) -> None:
+    def _check(self, method: str, path: str, headers: Headers) -> None:
         for host in headers.getlist("host"):
             if not self._is_own(host):
                 raise HttpError(
@@ -71,7 +73,7 @@ class RequestGuard:
                 code="cross_site_request",
             )
         if "transfer-encoding" in headers or headers.get("content-length", "0") != "0":
-            _check_type(headers.get("content-type"))
+            _check_type(headers.get("content-type"), takes_form=path.rstrip("/").endswith(_UPLOADS))
 
     def _is_own(self, host: str) -> bool:
         if self._hosts is None:
@@ -97,9 +99,9 @@ def _has_two_lengths(headers: Headers) -> bool:
     return "transfer-encoding" in headers and "content-length" in headers
 
 
-def _check_type(given: str | None) -> None:
+def _check_type(given: str | None, *, takes_form: bool) -> None:
     kind = (given or "").partition(";")[0].strip().lower()
-    if kind != _JSON:
+    if kind != _JSON and not (takes_form and kind == _FORM):
         found = "has no content type" if given is None else f"is of type {shown(kind)}"
         raise RequestError(f"the body {found}; send Content-Type: {_JSON}")
 

@@ -90,10 +90,11 @@ def check_responses_body(body: ResponsesBody) -> None:
             f"truncation is {body.truncation[:40]!r}; only 'disabled' is supported: shorten the input",
             param="truncation",
         )
-    _check_metadata(body.metadata or {})
+    check_metadata(body.metadata or {})
 
 
-def _check_metadata(metadata: dict[str, str]) -> None:
+def check_metadata(metadata: dict[str, str]) -> None:
+    """Raise ``RequestError`` for more than 16 pairs, or long ones."""
     if len(metadata) > MAX_METADATA_PAIRS:
         raise RequestError(
             f"metadata has {len(metadata)} pairs; at most {MAX_METADATA_PAIRS} are allowed", param="metadata"

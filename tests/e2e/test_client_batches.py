@@ -1,0 +1,258 @@
+"""Files and batches: OpenAI's client against a running server, whose end and restart loses nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from openai.types import Batch, FileObject
+
+from tests.e2e.frontend import DEADLINE_S, RunningServer, running_server, wait_until
+from tests.e2e.scripted import scripted_engine
+from tp_engine.api.batches.store import BatchStore
+from tp_engine.errors import ConfigError
+from tp_engine.server.config import ServerConfig
+
+CHAT: Any = "/v1/chat/completions"
+
+
+def config(folder: Path, **options: Any) -> ServerConfig:
+    return ServerConfig(port=0, generation_config="vllm", batch_storage_dir=str(folder), **options)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("batches")
+    with running_server(
+        scripted_engine(), config(folder, api_key=("sesame",), batch_max_file_bytes=100_000)
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai_client(server) as made:
+        yield made
+
+
+def openai_client(server: RunningServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="sesame", timeout=DEADLINE_S, max_retries=0)
+
+
+def line(custom_id: str, text: str = "hi", url: str = CHAT, **body: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": f"SAY:{text}"}], "max_tokens": 50} | body
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def text_of(lines: list[Any]) -> bytes:
+    return b"".join(json.dumps(one).encode() + b"\n" for one in lines)
+
+
+def sent(client: openai.OpenAI, lines: list[Any], **options: Any) -> Batch:
+    file = client.files.create(file=("in.jsonl", text_of(lines)), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", **options)
+
+
+def ended(client: openai.OpenAI, batch: Batch) -> Batch:
+    """The batch when it has ended, checked against the client's own types."""
+    states = ("completed", "failed", "expired", "cancelled")
+    wait_until(lambda: client.batches.retrieve(batch.id).status in states, "the batch to end")
+    found = client.batches.retrieve(batch.id)
+    return Batch.model_validate(found.model_dump(mode="json"))
+
+
+def results(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
+    assert file_id is not None
+    found = [json.loads(text) for text in client.files.content(file_id).text.splitlines()]
+    assert len({one["custom_id"] for one in found}) == len(found), "a line has two results"
+    return {one["custom_id"]: one for one in found}
+
+
+def test_a_batch_from_its_file_to_its_results(client: openai.OpenAI) -> None:
+    """Oracle: the scripted answers; a line that can not be served is an error of its own."""
+    lines = [line(f"c{number}", f"text {number}") for number in range(20)]
+    lines.append(line("wrong", max_tokens=-1))
+    batch = sent(client, lines, metadata={"k": "v"})
+    assert (batch.status, batch.metadata) == ("validating", {"k": "v"})
+    done = ended(client, batch)
+    assert (done.status, done.errors, done.model) == ("completed", None, "demo")
+    counts = done.request_counts
+    assert counts is not None and (counts.total, counts.completed, counts.failed) == (21, 20, 1)
+    answers = results(client, done.output_file_id)
+    for number in range(20):
+        response = answers[f"c{number}"]["response"]
+        assert response["status_code"] == 200
+        assert response["body"]["choices"][0]["message"]["content"] == f"text {number}"
+    errors = results(client, done.error_file_id)
+    assert list(errors) == ["wrong"] and errors["wrong"]["response"]["status_code"] == 400
+    usage = [one["response"]["body"]["usage"] for one in answers.values()]
+    assert done.usage is not None
+    assert done.usage.output_tokens == sum(one["completion_tokens"] for one in usage)
+    assert done.completed_at is not None and done.in_progress_at is not None
+    with pytest.raises(openai.BadRequestError, match="is completed"):
+        client.batches.cancel(batch.id)
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "number"),
+    [
+        ([line("a"), line("a")], "duplicate_custom_id", 2),
+        ([line("a"), line("b", url="/v1/embeddings")], "invalid_url", 2),
+        ([line("a") | {"method": "GET"}], "invalid_method", 1),
+        ([[1, 2]], "invalid_type", 1),
+        ([], "empty_file", None),
+    ],
+)
+def test_a_file_with_a_faulty_line_runs_nothing(
+    client: openai.OpenAI, lines: list[Any], code: str, number: Any
+) -> None:
+    """Oracle: OpenAI's codes, and the number of the line."""
+    done = ended(client, sent(client, lines))
+    assert done.status == "failed" and done.output_file_id is None
+    assert done.errors is not None and done.errors.data is not None
+    assert [(one.code, one.line) for one in done.errors.data] == [(code, number)]
+
+
+def test_files(server: RunningServer, client: openai.OpenAI) -> None:
+    """Oracle: the bytes that were sent; pages of a list add up; a deleted file is 404."""
+    expires: Any = {"anchor": "created_at", "seconds": 3600}
+    made = [
+        client.files.create(file=(f"f{number}", b"x" * number), purpose="batch", expires_after=expires)
+        for number in range(3)
+    ]
+    FileObject.model_validate(made[0].model_dump(mode="json"))
+    assert made[2].expires_at == made[2].created_at + 3600
+    assert client.files.content(made[2].id).content == b"xx"
+    listed = [one.id for one in client.files.list(limit=1, purpose="batch")]
+    assert {one.id for one in made} <= set(listed) and len(set(listed)) == len(listed)
+    assert client.files.delete(made[0].id).deleted
+    for call in (client.files.retrieve, client.files.content, client.files.delete):
+        with pytest.raises(openai.NotFoundError):
+            call(made[0].id)
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve("../../lock")
+    for purpose, content, words in (("other", b"x", "purpose"), ("batch", b"x" * 100_001, "larger than")):
+        with pytest.raises(openai.APIStatusError, match=words):
+            client.files.create(file=("f", content), purpose=purpose)  # type: ignore[arg-type]
+    key = {"Authorization": "Bearer sesame"}
+    for files, words in (({"other": ("f", b"x")}, "the form has no file"), (None, "of type")):
+        reply = httpx.post(server.url + "/v1/files", headers=key, data={"purpose": "batch"}, files=files)
+        assert reply.status_code == 400 and words in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"endpoint": "/v1/none"}, "endpoint"),
+        ({"completion_window": "1s"}, "completion_window"),
+        ({"input_file_id": "file-none"}, "file-none"),
+        ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
+    ],
+)
+def test_what_a_batch_may_not_ask_for(client: openai.OpenAI, fields: Any, words: str) -> None:
+    """Oracle: an error of the client's that names the field or the file."""
+    file = client.files.create(file=("f", b"x"), purpose="batch")
+    asked: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"} | fields
+    with pytest.raises(openai.APIStatusError, match=words):
+        client.batches.create(**asked)
+
+
+def test_a_form_of_another_site_is_refused(server: RunningServer) -> None:
+    """Oracle: 403, as for bodies of JSON; a form is taken at this path alone."""
+    headers = {"Authorization": "Bearer sesame"}
+    files, fields = {"file": ("f", b"x")}, {"purpose": "batch"}
+    foreign = httpx.post(
+        server.url + "/v1/files", headers={**headers, "Origin": "http://evil.example"}, files=files, data=fields
+    )
+    elsewhere = httpx.post(server.url + "/v1/completions", headers=headers, files=files, data=fields)
+    assert (foreign.status_code, elsewhere.status_code) == (403, 400)
+    assert httpx.post(server.url + "/v1/files", headers=headers, files=files, data=fields).status_code == 200
+    assert httpx.post(server.url + "/v1/files", files=files, data=fields).status_code == 401
+
+
+@pytest.mark.slow
+def test_a_cancelled_batch_keeps_what_is_finished(tmp_path: Path) -> None:
+    """Oracle: the state, and each line at most once; interactive requests go first meanwhile."""
+    engine = scripted_engine(step_delay_s=0.01)
+    with running_server(engine, config(tmp_path)) as server, openai_client(server) as client:
+        batch = sent(client, [line(f"c{number}", "x" * 20) for number in range(400)])
+        wait_until(partial(has_done, client, batch, 1), "a line to end")
+        began_s = time.monotonic()
+        client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "SAY:now"}])
+        assert time.monotonic() - began_s < DEADLINE_S / 2
+        assert client.batches.cancel(batch.id).status == "cancelling"
+        done = ended(client, batch)
+        assert done.status == "cancelled" and done.request_counts is not None
+        assert 0 < len(results(client, done.output_file_id)) == done.request_counts.completed < 400
+        server.wait_idle()
+
+
+@pytest.mark.slow
+def test_a_batch_whose_time_is_over(tmp_path: Path) -> None:
+    """Oracle: finished lines are kept, all others are errors with the code batch_expired."""
+    with (
+        running_server(scripted_engine(step_delay_s=0.01), config(tmp_path)) as server,
+        openai_client(server) as client,
+    ):
+        batch = sent(client, [line(f"c{number}", "x" * 20) for number in range(300)])
+        wait_until(partial(has_done, client, batch, 1), "a line to end")
+        server.process.end()
+    place = tmp_path / "batches" / batch.id / "batch.json"
+    stored = json.loads(place.read_text())
+    place.write_text(json.dumps(stored | {"expires_at": int(time.time()) - 1}))
+    with running_server(scripted_engine(), config(tmp_path)) as server, openai_client(server) as client:
+        done = ended(client, batch)
+        answers, errors = results(client, done.output_file_id), results(client, done.error_file_id)
+    assert done.status == "expired" and len(answers) + len(errors) == 300 and not answers.keys() & errors.keys()
+    assert {one["error"]["code"] for one in errors.values()} == {"batch_expired"}
+
+
+@pytest.mark.slow  # four servers
+def test_a_killed_server_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    """Oracle: every line has its own answer once, after the server was killed at three moments."""
+    texts = {f"c{number}": f"{number:0{5 + number % 40}}" for number in range(600)}
+    batch = None
+    for moment in (1, 200, 400):
+        engine = scripted_engine(step_delay_s=0.02)
+        with running_server(engine, config(tmp_path)) as server, openai_client(server) as client:
+            batch = batch or sent(client, [line(custom_id, text) for custom_id, text in texts.items()])
+            wait_until(partial(has_done, client, batch, moment), "some lines to end")
+            (process,) = (
+                one for one in psutil.Process().children() if "tp_engine.server.main" in " ".join(one.cmdline())
+            )
+            process.kill()
+            process.wait(DEADLINE_S)
+    assert batch is not None
+    with running_server(scripted_engine(), config(tmp_path)) as server, openai_client(server) as client:
+        done = ended(client, batch)
+        answers = results(client, done.output_file_id)
+    assert done.status == "completed"
+    said = {name: one["response"]["body"]["choices"][0]["message"]["content"] for name, one in answers.items()}
+    assert said == texts
+
+
+def has_done(client: openai.OpenAI, batch: Batch, least: int) -> bool:
+    counts = client.batches.retrieve(batch.id).request_counts
+    return counts is not None and counts.completed >= least
+
+
+def test_a_folder_is_one_servers(tmp_path: Path) -> None:
+    """Oracle: the second server says whose folder it is, and ends; without a folder all routes are 404."""
+    with BatchStore(tmp_path, retention_s=1, max_bytes=1), pytest.raises(ConfigError, match="another server uses"):
+        BatchStore(tmp_path, retention_s=1, max_bytes=1)
+
+
+def test_without_a_folder_there_are_no_files() -> None:
+    """Oracle: 404, by which LiteLLM knows that it has to run the lines itself."""
+    with running_server(scripted_engine(), ServerConfig(port=0)) as server:
+        for path in ("/v1/files", "/v1/batches"):
+            reply = server.client.get(path)
+            assert reply.status_code == 404 and "--batch-storage-dir" in reply.json()["error"]["message"]

@@ -1,0 +1,98 @@
+"""The lines of a batch: all are checked before any is run; what has a result is not run again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tp_engine.api.batch_job.lines import BatchRequest, LineError, read_line, repeated_line
+from tp_engine.api.batch_job.results import CustomIds, EarlierResults
+from tp_engine.api.batch_job.source import BatchInput
+from tp_engine.api.batches.objects import MAX_LINES
+from tp_engine.errors import ConfigError
+
+_MAX_ERRORS = 100
+
+
+def check_lines(path: Path, endpoint: str, max_line_bytes: int) -> tuple[int, list[dict[str, Any]]]:
+    """Return the number of requests in a file, and what is wrong with its lines; the first faults are enough."""
+    seen: dict[str, int] = {}
+    errors: list[dict[str, Any]] = []
+    with BatchInput(str(path), max_line_bytes=max_line_bytes) as source:
+        try:
+            for number, text in source.lines():
+                if len(errors) >= _MAX_ERRORS or len(seen) > MAX_LINES:
+                    break
+                try:
+                    request = read_line(number, text, (endpoint,))
+                    if request.custom_id in seen:
+                        raise repeated_line(number, seen[request.custom_id])
+                    seen[request.custom_id] = number
+                except LineError as error:
+                    errors.append({"code": error.code, "line": number, "message": str(error), "param": None})
+        except ConfigError as error:  # gzip
+            errors.append({"code": "invalid_file", "line": None, "message": str(error), "param": None})
+    if len(seen) > MAX_LINES:
+        words = f"the file has more than {MAX_LINES} lines; send it in parts"
+        errors.append({"code": "too_many_tasks", "line": None, "message": words, "param": None})
+    if not seen and not errors:
+        errors.append({"code": "empty_file", "line": None, "message": "the file has no line", "param": None})
+    return len(seen), errors
+
+
+def open_requests(source: BatchInput, endpoint: str) -> Iterator[BatchRequest]:
+    """Yield the requests of a file that ``check_lines`` has found right."""
+    for number, text in source.lines():
+        yield read_line(number, text, (endpoint,))
+
+
+def answered(source: BatchInput, endpoint: str, earlier: EarlierResults) -> npt.NDArray[np.bool_]:
+    """Return for each request whether an earlier run wrote its result."""
+    ids = CustomIds()
+    for request in open_requests(source, endpoint):
+        ids.add(request.custom_id)
+    return ids.positions_in(earlier.answered) >= 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Body(msgspec.Struct):
+    model: str | None = None
+    usage: _Usage | None = None
+
+
+class _Response(msgspec.Struct):
+    body: _Body
+
+
+class _Answer(msgspec.Struct):
+    response: _Response
+
+
+def total_usage(path: Path) -> tuple[str | None, dict[str, Any]]:
+    """Return the model that answered, and the tokens of all answers in a file of results, as a batch's ``usage``."""
+    model, num_in, num_out = None, 0, 0
+    with path.open("rb") as stream:
+        for line in stream:
+            body = msgspec.json.decode(line, type=_Answer).response.body
+            model = body.model or model
+            if body.usage is not None:
+                num_in += body.usage.prompt_tokens + body.usage.input_tokens
+                num_out += body.usage.completion_tokens + body.usage.output_tokens
+    return model, {
+        "input_tokens": num_in,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": num_out,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": num_in + num_out,
+    }

@@ -1,0 +1,218 @@
+"""The folder of files and batches: what survives the end of the server.
+
+::
+
+    FOLDER/lock                            held by the server that uses the folder
+    FOLDER/files/FILE/meta.json, content
+    FOLDER/batches/BATCH/batch.json        replaced as a whole whenever the state changes
+    FOLDER/batches/BATCH/input             a second name of the content of the input file, which may be deleted
+    FOLDER/batches/BATCH/output, errors    result lines, appended; at the end they get names among the files
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, TypeVar
+
+import msgspec
+
+from tp_engine.api.batches.objects import Batch, StoredFile, new_id
+from tp_engine.api.openai.errors import HttpError
+from tp_engine.closing import Closing
+from tp_engine.errors import ConfigError, RequestError, shown
+from tp_engine.log import get_logger
+
+logger = get_logger(__name__)
+
+Entry = TypeVar("Entry", StoredFile, Batch)
+_META, _CONTENT, _BATCH = "meta.json", "content", "batch.json"
+RESULTS = {"output": "output_file_id", "errors": "error_file_id"}
+
+
+class BatchStore(Closing):
+    """Files and batches of one folder, which no other server may use.
+
+    ``retention_s``: how long files are kept whose sender says nothing else.  ``max_bytes`` bounds all files together.
+    Not safe to call from several threads at a time, but for ``add_file``.
+    """
+
+    def __init__(self, folder: Path, *, retention_s: int, max_bytes: int) -> None:
+        self.retention_s = retention_s
+        self._max_bytes = max_bytes
+        self._folder = folder
+        try:
+            for name in ("files", "batches", "incoming"):
+                (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = (folder / "lock").open("w")
+        except OSError as error:
+            raise ConfigError(f"batch_storage_dir is {str(folder)!r}, which can not be used: {error}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise ConfigError(
+                f"batch_storage_dir is {str(folder)!r}, which another server uses; give another folder"
+            ) from None
+        for left in (folder / "incoming").iterdir():
+            left.unlink()
+        self.files = _read(folder / "files", _META, StoredFile)
+        self.batches = _read(folder / "batches", _BATCH, Batch)
+
+    def close(self) -> None:
+        """Let another server use the folder."""
+        self._lock.close()
+
+    @property
+    def free_bytes(self) -> int:
+        """How many bytes more may be stored."""
+        return self._max_bytes - sum(file.bytes for file in self.files.values())
+
+    def incoming(self) -> IO[bytes]:
+        """Return a new file in the folder, for ``add_file``; deleted when it is closed."""
+        return tempfile.NamedTemporaryFile(dir=self._folder / "incoming")
+
+    def add_file(self, content: IO[bytes], filename: str, purpose: str, expires_s: int | None) -> StoredFile:
+        """Keep what ``incoming`` has given, and bring it to the disk."""
+        content.flush()
+        os.fsync(content.fileno())
+        now = int(time.time())
+        file = StoredFile(
+            id=new_id("file-"),
+            bytes=os.fstat(content.fileno()).st_size,
+            created_at=now,
+            expires_at=now + (self.retention_s if expires_s is None else expires_s),
+            filename=filename,
+            purpose=purpose,
+        )
+        self._link(file, Path(content.name))
+        return file
+
+    def content(self, file_id: str) -> Path:
+        """Return the path of a file's content; ``HttpError`` 404."""
+        return self._folder / "files" / self.file(file_id).id / _CONTENT
+
+    def file(self, file_id: str) -> StoredFile:
+        """Return a file; ``HttpError`` 404."""
+        return _found(self.files, file_id, "file")
+
+    def batch(self, batch_id: str) -> Batch:
+        """Return a batch; ``HttpError`` 404."""
+        return _found(self.batches, batch_id, "batch")
+
+    def delete_file(self, file_id: str) -> None:
+        """Forget a file; ``HttpError`` 404.  Batches that read it keep their own name of the content."""
+        shutil.rmtree(self.content(file_id).parent)
+        del self.files[file_id]
+
+    def add_batch(self, batch: Batch) -> None:
+        """Keep a new batch."""
+        folder = self.batch_folder(batch)
+        folder.mkdir(mode=0o700)
+        os.link(self.content(batch.input_file_id), folder / "input")
+        self.save(batch)
+        self.batches[batch.id] = batch
+
+    def batch_folder(self, batch: Batch) -> Path:
+        """Return the folder of a batch's input and results."""
+        return self._folder / "batches" / batch.id
+
+    def save(self, batch: Batch) -> None:
+        """Bring the batch as it is now to the disk."""
+        _write_json(self.batch_folder(batch) / _BATCH, batch)
+
+    def keep_results(self, batch: Batch) -> None:
+        """Make files of a batch's results; calling it again, after a kill, changes nothing."""
+        now = int(time.time())
+        for name, field in RESULTS.items():
+            path = self.batch_folder(batch) / name
+            if not path.exists() or not (size := path.stat().st_size):
+                continue
+            file = StoredFile(
+                id=f"file-{batch.id.removeprefix('batch_')}-{name}",
+                bytes=size,
+                created_at=now,
+                expires_at=now + batch.retention_s,
+                filename=f"{batch.id}_{name}.jsonl",
+                purpose="batch_output",
+            )
+            if file.id not in self.files:
+                self._link(file, path)
+            setattr(batch, field, file.id)
+
+    def forget_expired(self) -> None:
+        """Delete files whose time is over, and batches that ended before the retention time."""
+        now = time.time()
+        for file in [one for one in self.files.values() if one.expires_at is not None and one.expires_at < now]:
+            self.delete_file(file.id)
+        for batch in [one for one in self.batches.values() if not one.is_active]:
+            if batch.created_at + max(batch.retention_s, self.retention_s) < now:
+                shutil.rmtree(self.batch_folder(batch))
+                del self.batches[batch.id]
+
+    def _link(self, file: StoredFile, content: Path) -> None:
+        folder = self._folder / "files" / file.id
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # after a kill
+            os.link(content, folder / _CONTENT)
+        _write_json(folder / _META, file)
+        self.files[file.id] = file
+
+
+def page(
+    entries: Iterable[Entry], *, after: str | None, limit: int, newest_first: bool = True, keep: Callable[[Entry], bool]
+) -> dict[str, object]:
+    """Return a list of ``limit`` entries behind the one with the id ``after``, as OpenAI's API has lists."""
+    ordered = sorted(filter(keep, list(entries)), key=lambda one: (one.created_at, one.id), reverse=newest_first)
+    ids = [one.id for one in ordered]
+    if after is not None and after not in ids:
+        raise RequestError(f"after is {shown(after)}, which is no id of this list", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    data = ordered[start : start + limit]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0].id if data else None,
+        "last_id": data[-1].id if data else None,
+        "has_more": start + limit < len(ordered),
+    }
+
+
+def _found(entries: dict[str, Entry], entry_id: str, kind: str) -> Entry:
+    if entry_id not in entries:
+        raise HttpError(404, f"there is no {kind} {shown(entry_id)}", code=f"{kind}_not_found")
+    return entries[entry_id]
+
+
+def _read(folder: Path, name: str, kind: type[Entry]) -> dict[str, Entry]:
+    """The entries below ``folder`` by id; what a kill left without its description is deleted."""
+    found = {}
+    for place in sorted(folder.iterdir()):
+        try:
+            found[place.name] = msgspec.json.decode((place / name).read_bytes(), type=kind)
+        except FileNotFoundError:
+            shutil.rmtree(place)
+        except (OSError, msgspec.DecodeError) as error:
+            logger.error("%s can not be read (%s); it is left as it is, and not offered", place / name, error)
+    return found
+
+
+def _write_json(path: Path, value: object) -> None:
+    """Replace a file as a whole, and bring it to the disk."""
+    new = path.with_suffix(".new")
+    with new.open("wb") as stream:
+        stream.write(msgspec.json.encode(value))
+        stream.flush()
+        os.fsync(stream.fileno())
+    new.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

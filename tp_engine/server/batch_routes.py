@@ -1,0 +1,213 @@
+"""The routes of OpenAI's files and batches."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from pydantic import ValidationError
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.responses import FileResponse, Response
+
+from tp_engine.api.batches.objects import PURPOSES, Batch, BatchBody, ExpiresAfter, check_batch_body, new_id
+from tp_engine.api.batches.store import page
+from tp_engine.api.openai.errors import HttpError
+from tp_engine.api.openai.protocol import request_error
+from tp_engine.errors import RequestError, shown
+from tp_engine.server.batch_worker import BatchWorker
+from tp_engine.server.bodies import read_body
+from tp_engine.server.openapi import ANSWERS, takes
+from tp_engine.server.state import ServerState
+
+_MAX_NAME = 255
+_MOST_UPLOADS = 8
+_MOST_FILES, _MOST_BATCHES = 10_000, 100
+
+
+def add_batch_routes(app: FastAPI, state: ServerState) -> None:
+    """Add files and batches; all are 404 without ``--batch-storage-dir``."""
+    _add_files(app, state)
+    _add_batches(app, state)
+
+
+def _add_files(app: FastAPI, state: ServerState) -> None:
+    uploads = asyncio.Semaphore(_MOST_UPLOADS)
+
+    @app.post("/v1/files", responses=ANSWERS)
+    async def upload(request: Request) -> Response:
+        """Keep a file: a form with ``file``, ``purpose``, and ``expires_after[seconds]``."""
+        store = _worker(state).store
+        limit = min(state.config.batch_max_file_bytes, store.free_bytes)
+        async with uploads:
+            form = await _form(request, limit, state.config.batch_upload_timeout_s)
+        sent, purpose = form.get("file"), form.get("purpose")
+        if sent is None or isinstance(sent, str):
+            raise RequestError("the form has no file; send it as the field 'file', with a name", param="file")
+        if purpose not in PURPOSES:
+            raise RequestError(f"purpose is {shown(purpose)}; it must be one of {', '.join(PURPOSES)}", param="purpose")
+        expires_s, name = _expires_s(form), (sent.filename or "file")[:_MAX_NAME]
+
+        def keep() -> Any:
+            with store.incoming() as copy:
+                while piece := sent.file.read(1 << 20):
+                    copy.write(piece)
+                return store.add_file(copy, name, purpose, expires_s)
+
+        return _json(await asyncio.to_thread(keep))
+
+    @app.get("/v1/files", responses=ANSWERS)
+    async def files(request: Request) -> Response:
+        """A list of files, the newest first; ``after``, ``limit``, ``order``, ``purpose``."""
+        purpose, order = request.query_params.get("purpose"), request.query_params.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise RequestError(f"order is {shown(order)}; it must be asc or desc", param="order")
+        entries = _worker(state).store.files.values()
+        after, limit = _place(request, _MOST_FILES, _MOST_FILES)
+        return _json(
+            page(
+                entries,
+                after=after,
+                limit=limit,
+                newest_first=order == "desc",
+                keep=lambda one: purpose in (None, one.purpose),
+            )
+        )
+
+    @app.get("/v1/files/{file_id}", responses=ANSWERS)
+    async def file(file_id: str) -> Response:
+        """What is known of a file."""
+        return _json(_worker(state).store.file(file_id))
+
+    @app.get("/v1/files/{file_id}/content", responses=ANSWERS)
+    async def content(file_id: str) -> Response:
+        """The bytes of a file."""
+        return FileResponse(_worker(state).store.content(file_id), media_type="application/octet-stream")
+
+    @app.delete("/v1/files/{file_id}", responses=ANSWERS)
+    async def delete_file(file_id: str) -> Response:
+        """Delete a file; a batch that reads it goes on."""
+        _worker(state).store.delete_file(file_id)
+        return _json({"id": file_id, "object": "file", "deleted": True})
+
+
+def _add_batches(app: FastAPI, state: ServerState) -> None:
+    @app.post("/v1/batches", **takes(BatchBody))
+    async def create(request: Request) -> Response:
+        """Run the lines of a file beside other requests, and after them."""
+        worker = _worker(state)
+        body = await read_body(BatchBody, request, state)
+        window_s, now = check_batch_body(body), int(time.time())
+        if (purpose := worker.store.file(body.input_file_id).purpose) != "batch":
+            raise RequestError(
+                f"the file {body.input_file_id} has the purpose {purpose}; send it with the purpose batch",
+                param="input_file_id",
+            )
+        worker.check_room()
+        expires = body.output_expires_after
+        batch = Batch(
+            id=new_id("batch_"),
+            endpoint=body.endpoint,
+            input_file_id=body.input_file_id,
+            completion_window=body.completion_window,
+            created_at=now,
+            expires_at=now + window_s,
+            metadata=body.metadata,
+            retention_s=worker.store.retention_s if expires is None else expires.seconds,
+        )
+        worker.add(batch)
+        return _batch_json(batch)
+
+    @app.get("/v1/batches", responses=ANSWERS)
+    async def batches(request: Request) -> Response:
+        """A list of batches, the newest first; ``after``, ``limit``."""
+        after, limit = _place(request, 20, _MOST_BATCHES)
+        found = page(_worker(state).store.batches.values(), after=after, limit=limit, keep=lambda _: True)
+        return _json(found | {"data": [_shown(one) for one in found["data"]]})  # type: ignore[attr-defined]
+
+    @app.get("/v1/batches/{batch_id}", responses=ANSWERS)
+    async def batch(batch_id: str) -> Response:
+        """The state of a batch."""
+        return _batch_json(_worker(state).store.batch(batch_id))
+
+    @app.post("/v1/batches/{batch_id}/cancel", responses=ANSWERS)
+    async def cancel(batch_id: str) -> Response:
+        """Stop a batch; what is finished is kept."""
+        worker = _worker(state)
+        batch = worker.store.batch(batch_id)
+        worker.cancel(batch)
+        return _batch_json(batch)
+
+
+def _worker(state: ServerState) -> BatchWorker:
+    """``HttpError`` 404 if this server keeps no files, 503 while the engine loads."""
+    if state.config.batch_storage_dir is None:
+        raise HttpError(
+            404, "this server keeps no files and batches; start it with --batch-storage-dir FOLDER", code="not_found"
+        )
+    _ = state.healthy_llm()
+    assert state.batches is not None
+    return state.batches
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _shown(batch: Batch) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins(batch)
+    del found["retention_s"]
+    return found
+
+
+def _batch_json(batch: Batch) -> Response:
+    return _json(_shown(batch))
+
+
+def _place(request: Request, default: int, most: int) -> tuple[str | None, int]:
+    """``after`` and ``limit`` of a list."""
+    given = request.query_params.get("limit", str(default))
+    if not (given.isascii() and given.isdigit() and len(given) < 9 and 1 <= int(given) <= most):
+        raise RequestError(f"limit is {shown(given)}; it must be from 1 to {most}", param="limit")
+    return request.query_params.get("after") or None, int(given)
+
+
+def _expires_s(form: Any) -> int | None:
+    given = {name: form.get(f"expires_after[{name}]") for name in ("anchor", "seconds")}
+    if not any(given.values()):
+        return None
+    try:
+        seconds = int(given["seconds"] or "")
+        return ExpiresAfter(anchor=given["anchor"] or "created_at", seconds=seconds).seconds
+    except ValidationError as error:
+        raise RequestError(f"expires_after: {request_error(error)}", param="expires_after") from None
+    except ValueError:
+        raise RequestError(
+            f"expires_after[seconds] is {shown(given['seconds'])}; it must be a whole number", param="expires_after"
+        ) from None
+
+
+async def _form(request: Request, max_bytes: int, timeout_s: float) -> Any:
+    """The form of a body of at most ``max_bytes``, whose file is on the disk."""
+    kind = request.headers.get("content-type", "")
+    if not kind.lower().startswith("multipart/form-data"):
+        raise RequestError(f"the body is of type {shown(kind)}; send a form, multipart/form-data", param="file")
+
+    async def bounded() -> AsyncGenerator[bytes, None]:
+        size = 0
+        async for piece in request.stream():
+            size += len(piece)
+            if size > max_bytes:
+                raise HttpError(413, f"the file is larger than the {max_bytes} bytes that fit", code="file_too_large")
+            yield piece
+
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await MultiPartParser(request.headers, bounded(), max_files=1, max_fields=16).parse()
+    except MultiPartException as error:
+        raise RequestError(f"the form can not be read: {error.message}", param="file") from None
+    except TimeoutError:
+        raise HttpError(408, f"the file did not arrive within {timeout_s:g} s", code="request_timeout") from None

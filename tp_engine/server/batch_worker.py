@@ -1,0 +1,240 @@
+"""Runs stored batches through the server's engine, beside its other requests and after them.
+
+::
+
+    validating -> in_progress -> finalizing -> completed
+        |             |`-> cancelling -> cancelled      finished lines are kept
+        v             `--> expired                      lines without a result are errors
+      failed: a line is no request, and nothing is run
+
+The result files are a batch's memory: a server that was killed goes on with the lines that have no result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import replace
+
+from tp_engine.api.batch_job.endpoints import LineContext, prepare_request
+from tp_engine.api.batch_job.lines import BatchRequest, ResultLine
+from tp_engine.api.batch_job.results import Results
+from tp_engine.api.batch_job.source import BatchInput
+from tp_engine.api.batches.lines import answered, check_lines, open_requests, total_usage
+from tp_engine.api.batches.objects import Batch, BatchErrors
+from tp_engine.api.batches.store import BatchStore
+from tp_engine.api.openai.errors import HttpError
+from tp_engine.api.openai.requests import PreparedBody
+from tp_engine.closing import Closing
+from tp_engine.errors import EngineDeadError, RequestError
+from tp_engine.log import get_logger
+from tp_engine.server.generation import whole_outputs
+from tp_engine.server.state import ServerState
+
+logger = get_logger(__name__)
+
+_SAVE_PERIOD_S = 2.0
+_SWEEP_PERIOD_S = 600.0
+_LINES_AT_ONCE = 64
+_MAX_ACTIVE = 100
+
+
+class BatchWorker(Closing):
+    """The batches of a server; for its event loop alone."""
+
+    def __init__(self, state: ServerState, store: BatchStore) -> None:
+        self.store = store
+        self._state = state
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._room = asyncio.Semaphore(max(1, state.llm.model_info.max_num_seqs * 3 // 4))  # others find a seat
+        self._sweeping = asyncio.ensure_future(self._sweep())
+        for batch in [one for one in store.batches.values() if one.is_active]:
+            logger.info("batch %s goes on: %s", batch.id, batch.status)
+            self._start(batch)
+
+    def check_room(self) -> None:
+        """``HttpError`` 429 if no batch more can wait."""
+        if len(self._tasks) >= _MAX_ACTIVE:
+            raise HttpError(429, f"{_MAX_ACTIVE} batches are not finished; wait for one", code="too_many_batches")
+
+    def add(self, batch: Batch) -> None:
+        """Keep a new batch, and run it."""
+        self.store.add_batch(batch)
+        self._start(batch)
+
+    def cancel(self, batch: Batch) -> None:
+        """Stop a batch; ``RequestError`` if it has ended."""
+        if not batch.is_active:
+            raise RequestError(f"batch {batch.id} is {batch.status}; only a batch that has not ended can be cancelled")
+        if batch.status in ("validating", "in_progress"):
+            batch.enter("cancelling", int(time.time()))
+            self.store.save(batch)
+            self._tasks[batch.id].cancel()
+
+    def close(self) -> None:
+        """Stop all batches as they are; a server with the same folder goes on with them."""
+        self._sweeping.cancel()
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait, after ``close``, until nothing is written any more."""
+        await asyncio.gather(self._sweeping, *self._tasks.values(), return_exceptions=True)
+        self.store.close()
+
+    def _start(self, batch: Batch) -> None:
+        task = self._tasks[batch.id] = asyncio.ensure_future(self._run(batch))
+        task.add_done_callback(lambda _: self._tasks.pop(batch.id, None))
+
+    async def _run(self, batch: Batch) -> None:
+        try:
+            if batch.status == "validating":
+                await self._validate(batch)
+            with contextlib.suppress(asyncio.CancelledError):
+                if batch.status == "in_progress":
+                    await self._run_lines(batch)
+            if batch.status in ("cancelling", "finalizing"):
+                await self._finish(batch)
+        except (EngineDeadError, OSError) as error:
+            logger.error("batch %s stands still until a server goes on with it: %s", batch.id, error)
+        except Exception as error:
+            logger.exception("batch %s failed", batch.id)
+            self._fail(batch, [{"code": "server_error", "line": None, "message": str(error), "param": None}])
+
+    async def _validate(self, batch: Batch) -> None:
+        path, config = self.store.batch_folder(batch) / "input", self._state.config
+        total, errors = await asyncio.to_thread(check_lines, path, batch.endpoint, config.max_body_bytes)
+        if errors:
+            self._fail(batch, errors)
+            return
+        batch.request_counts.total = total
+        batch.enter("in_progress", int(time.time()))
+        self.store.save(batch)
+
+    def _fail(self, batch: Batch, errors: list[dict[str, object]]) -> None:
+        batch.errors = BatchErrors(data=errors)
+        batch.enter("failed", int(time.time()))
+        self.store.save(batch)
+
+    async def _run_lines(self, batch: Batch) -> None:
+        """Run all lines without a result; returns when the batch is finalizing."""
+        folder = self.store.batch_folder(batch)
+        with contextlib.ExitStack() as stack:
+            source = stack.enter_context(
+                BatchInput(str(folder / "input"), max_line_bytes=self._state.config.max_body_bytes)
+            )
+            results = stack.enter_context(Results(folder / "output", folder / "errors"))
+            earlier, counts = results.earlier, batch.request_counts
+            counts.failed = sum(earlier.failed)
+            counts.completed = len(earlier.failed) - counts.failed
+            is_done = await asyncio.to_thread(answered, source, batch.endpoint, earlier)
+            lines = enumerate(open_requests(source, batch.endpoint))
+            left = (request for place, request in lines if not is_done[place])
+            saving = asyncio.ensure_future(self._save_often(batch, results))
+            try:
+                async with asyncio.timeout(max(0.0, batch.expires_at - time.time())):
+                    await self._run_all(batch, left, results)
+            except TimeoutError:
+                batch.expired_at = int(time.time())
+                await asyncio.to_thread(self._write_expired, batch, source, results)
+            finally:
+                saving.cancel()
+        batch.enter("finalizing", int(time.time()))
+        self.store.save(batch)
+
+    async def _run_all(self, batch: Batch, requests: Iterator[BatchRequest], results: Results) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                async for request in _in_threads(requests):
+                    await self._room.acquire()
+                    group.create_task(self._run_line(batch, request, results))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _run_line(self, batch: Batch, request: BatchRequest, results: Results) -> None:
+        try:
+            result = await self._result(request)
+        finally:
+            self._room.release()
+        results.write(result)
+        counts = batch.request_counts
+        counts.completed += result.error is None
+        counts.failed += result.error is not None
+
+    async def _result(self, request: BatchRequest) -> ResultLine:
+        state = self._state
+        try:
+            context = LineContext(
+                processor=state.llm.input_processor,
+                defaults=state.sampling_defaults,
+                model_names=(*state.model_names, *state.adapters),
+            )
+            prepared = await state.preparing.run(len(request.raw_body), prepare_request, request, context)
+            prepared = _later(prepared, state.config.batch_priority)
+            return request.result(200, prepared.answer(await whole_outputs(state, prepared)))
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            if isinstance(error, HttpError) and error.status == 503:  # the server ends
+                raise EngineDeadError(str(error)) from None
+            if not isinstance(error, (HttpError, RequestError)):
+                logger.exception("a line of a batch failed")
+            return request.failure(error)
+
+    def _write_expired(self, batch: Batch, source: BatchInput, results: Results) -> None:
+        """Write an error for each line that has no result when the batch's time is over."""
+        results.close()
+        folder = self.store.batch_folder(batch)
+        error = HttpError(408, "the batch's completion_window was over before this line ran", code="batch_expired")
+        with Results(folder / "output", folder / "errors") as again:
+            is_done = answered(source, batch.endpoint, again.earlier)
+            for place, request in enumerate(open_requests(source, batch.endpoint)):
+                if not is_done[place]:
+                    again.write(request.failure(error))
+                    batch.request_counts.failed += 1
+
+    async def _save_often(self, batch: Batch, results: Results) -> None:
+        while True:
+            await asyncio.sleep(_SAVE_PERIOD_S)
+            self.store.save(batch)
+            results.sync_if_due()
+
+    async def _finish(self, batch: Batch) -> None:
+        """Make files of the results, and end the batch."""
+        output = self.store.batch_folder(batch) / "output"
+        if output.exists():
+            batch.model, batch.usage = await asyncio.to_thread(total_usage, output)
+        self.store.keep_results(batch)
+        was_cancelled = batch.status == "cancelling"
+        status = "cancelled" if was_cancelled else "completed" if batch.expired_at is None else "expired"
+        batch.enter(status, int(time.time()))
+        self.store.save(batch)
+        counts, text = batch.request_counts, "batch %s is %s: %d answers and %d errors for %d lines"
+        logger.info(text, batch.id, status, counts.completed, counts.failed, counts.total)
+
+    async def _sweep(self) -> None:
+        while True:
+            self.store.forget_expired()
+            await asyncio.sleep(_SWEEP_PERIOD_S)
+
+
+def _later(prepared: PreparedBody, priority: int) -> PreparedBody:
+    """``prepared`` with requests that wait for others; a line's own priority is added."""
+    requests = [replace(one, priority=_sum(one.priority, priority)) for one in prepared.requests]
+    for search in prepared.searches:
+        search.request = replace(search.request, priority=_sum(search.request.priority, priority))
+    return replace(prepared, requests=requests)
+
+
+def _sum(own: int, added: int) -> int:
+    return max(-(2**31), min(2**31 - 1, own + added))
+
+
+async def _in_threads(requests: Iterator[BatchRequest]) -> AsyncGenerator[BatchRequest, None]:
+    """The requests of a file, read in a thread, some at a time."""
+    while several := await asyncio.to_thread(lambda: list(itertools.islice(requests, _LINES_AT_ONCE))):
+        for request in several:
+            yield request
