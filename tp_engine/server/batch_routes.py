@@ -40,7 +40,7 @@ def _add_files(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/files", responses=ANSWERS)
     async def upload(request: Request) -> Response:
         """Keep a file: a form with ``file``, ``purpose``, and ``expires_after[seconds]``."""
-        store = _worker(state).store
+        store = _worker(request, state).store
         limit = min(state.config.batch_max_file_bytes, store.free_bytes)
         async with uploads:
             form = await _form(request, limit, state.config.batch_upload_timeout_s)
@@ -65,7 +65,7 @@ def _add_files(app: FastAPI, state: ServerState) -> None:
         purpose, order = request.query_params.get("purpose"), request.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
             raise RequestError(f"order is {shown(order)}; it must be asc or desc", param="order")
-        entries = _worker(state).store.files.values()
+        entries = _worker(request, state).store.files.values()
         after, limit = _place(request, _MOST_FILES, _MOST_FILES)
         return _json(
             page(
@@ -78,19 +78,19 @@ def _add_files(app: FastAPI, state: ServerState) -> None:
         )
 
     @app.get("/v1/files/{file_id}", responses=ANSWERS)
-    async def file(file_id: str) -> Response:
+    async def file(request: Request, file_id: str) -> Response:
         """What is known of a file."""
-        return _json(_worker(state).store.file(file_id))
+        return _json(_worker(request, state).store.file(file_id))
 
     @app.get("/v1/files/{file_id}/content", responses=ANSWERS)
-    async def content(file_id: str) -> Response:
+    async def content(request: Request, file_id: str) -> Response:
         """The bytes of a file."""
-        return FileResponse(_worker(state).store.content(file_id), media_type="application/octet-stream")
+        return FileResponse(_worker(request, state).store.content(file_id), media_type="application/octet-stream")
 
     @app.delete("/v1/files/{file_id}", responses=ANSWERS)
-    async def delete_file(file_id: str) -> Response:
+    async def delete_file(request: Request, file_id: str) -> Response:
         """Delete a file; a batch that reads it goes on."""
-        _worker(state).store.delete_file(file_id)
+        _worker(request, state).store.delete_file(file_id)
         return _json({"id": file_id, "object": "file", "deleted": True})
 
 
@@ -98,7 +98,7 @@ def _add_batches(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/batches", **takes(BatchBody))
     async def create(request: Request) -> Response:
         """Run the lines of a file beside other requests, and after them."""
-        worker = _worker(state)
+        worker = _worker(request, state)
         body = await read_body(BatchBody, request, state)
         window_s, now = check_batch_body(body), int(time.time())
         if (purpose := worker.store.file(body.input_file_id).purpose) != "batch":
@@ -125,32 +125,32 @@ def _add_batches(app: FastAPI, state: ServerState) -> None:
     async def batches(request: Request) -> Response:
         """A list of batches, the newest first; ``after``, ``limit``."""
         after, limit = _place(request, 20, _MOST_BATCHES)
-        found = page(_worker(state).store.batches.values(), after=after, limit=limit, keep=lambda _: True)
+        found = page(_worker(request, state).store.batches.values(), after=after, limit=limit, keep=lambda _: True)
         return _json(found | {"data": [_shown(one) for one in found["data"]]})  # type: ignore[attr-defined]
 
     @app.get("/v1/batches/{batch_id}", responses=ANSWERS)
-    async def batch(batch_id: str) -> Response:
+    async def batch(request: Request, batch_id: str) -> Response:
         """The state of a batch."""
-        return _batch_json(_worker(state).store.batch(batch_id))
+        return _batch_json(_worker(request, state).store.batch(batch_id))
 
     @app.post("/v1/batches/{batch_id}/cancel", responses=ANSWERS)
-    async def cancel(batch_id: str) -> Response:
+    async def cancel(request: Request, batch_id: str) -> Response:
         """Stop a batch; what is finished is kept."""
-        worker = _worker(state)
+        worker = _worker(request, state)
         batch = worker.store.batch(batch_id)
         worker.cancel(batch)
         return _batch_json(batch)
 
 
-def _worker(state: ServerState) -> BatchWorker:
+def _worker(request: Request, state: ServerState) -> BatchWorker:
     """``HttpError`` 404 if this server keeps no files, 503 while the engine loads."""
     if state.config.batch_storage_dir is None:
         raise HttpError(
             404, "this server keeps no files and batches; start it with --batch-storage-dir FOLDER", code="not_found"
         )
     _ = state.healthy_llm()
-    assert state.batches is not None
-    return state.batches
+    worker: BatchWorker = request.app.state.batches
+    return worker
 
 
 def _json(value: object) -> Response:

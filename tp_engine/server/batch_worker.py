@@ -28,7 +28,6 @@ from tp_engine.api.batches.objects import Batch, BatchErrors
 from tp_engine.api.batches.store import BatchStore
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.openai.requests import PreparedBody
-from tp_engine.closing import Closing
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.log import get_logger
 from tp_engine.server.generation import whole_outputs
@@ -42,7 +41,7 @@ _LINES_AT_ONCE = 64
 _MAX_ACTIVE = 100
 
 
-class BatchWorker(Closing):
+class BatchWorker:
     """The batches of a server; for its event loop alone."""
 
     def __init__(self, state: ServerState, store: BatchStore) -> None:
@@ -74,15 +73,12 @@ class BatchWorker(Closing):
             self.store.save(batch)
             self._tasks[batch.id].cancel()
 
-    def close(self) -> None:
+    async def stop(self) -> None:
         """Stop all batches as they are; a server with the same folder goes on with them."""
-        self._sweeping.cancel()
-        for task in self._tasks.values():
+        tasks = [self._sweeping, *self._tasks.values()]
+        for task in tasks:
             task.cancel()
-
-    async def wait_closed(self) -> None:
-        """Wait, after ``close``, until nothing is written any more."""
-        await asyncio.gather(self._sweeping, *self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self.store.close()
 
     def _start(self, batch: Batch) -> None:

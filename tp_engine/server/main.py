@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import uvicorn
+from fastapi import FastAPI
 
 from tp_engine import env
 from tp_engine.api.async_llm import AsyncLLM
@@ -78,6 +79,8 @@ class Frontend:
         self._config = config
         self._listener = listener
         self._state = ServerState(config, tuple(settings.model_names))
+        self._app = create_app(self._state)
+        self._batches: BatchWorker | None = None
         self._stop_asked = asyncio.Event()
         if settings.pulse is not None:
             self._state.pulse = Pulse.open(settings.pulse.address)
@@ -87,7 +90,7 @@ class Frontend:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop_asked.set)
-        server = FrontendServer(_uvicorn_config(self._state), self._state.connections)
+        server = FrontendServer(_uvicorn_config(self._app, self._state.config), self._state.connections)
         self._state.connections.fit_descriptors()
         acceptors = [self._listener, *(self._listener.dup() for _ in range(_NUM_ACCEPTORS - 1))]
         serving = loop.create_task(server.serve(sockets=acceptors))
@@ -105,6 +108,8 @@ class Frontend:
         for task in (attending, stopping, watching, ending):
             task.cancel()
         await asyncio.gather(attending, stopping, watching, ending, return_exceptions=True)
+        if self._batches is not None:
+            await self._batches.stop()
         await self._state.close()
         return 0 if self._stop_asked.is_set() else 1
 
@@ -120,7 +125,7 @@ class Frontend:
             return
         await self._state.open(llm)
         if store is not None:
-            self._state.batches = BatchWorker(self._state, store)
+            self._app.state.batches = self._batches = BatchWorker(self._state, store)
         gc.collect()
         gc.freeze()  # full collections, which stop everything, then skip the libraries' objects
         self._announce()
@@ -188,10 +193,9 @@ def _do_without_torch() -> None:
     sys.modules["torch"] = None  # type: ignore[assignment]  # Python then finds no such module
 
 
-def _uvicorn_config(state: ServerState) -> uvicorn.Config:
-    config = state.config
+def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
-        create_app(state),
+        app,
         http=http_protocol(),
         lifespan="off",
         log_config=None,

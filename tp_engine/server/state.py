@@ -1,12 +1,10 @@
 """What all routes of one server share: its configuration, engine, limit on prompts, and running requests."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.api.openai.chat.prompt import ChatFormat
@@ -22,9 +20,6 @@ from tp_engine.server.engine_watch import EngineWatch
 from tp_engine.server.metrics import ServerMetrics
 from tp_engine.server.observation import Observation
 from tp_engine.server.tracing import RequestTracer
-
-if TYPE_CHECKING:
-    from tp_engine.server.batch_worker import BatchWorker
 
 _RETRY_AFTER_S = 1
 _STUCK_S = 20.0
@@ -52,7 +47,6 @@ class ServerState:
         self.sampling_defaults: Mapping[str, Any] = {}
         self.pulse: Pulse | None = None
         self.model_dirs = ModelDirs((), "", ())
-        self.batches: BatchWorker | None = None
         self._llm: AsyncLLM | None = None
 
     async def open(self, llm: AsyncLLM) -> None:
@@ -133,9 +127,6 @@ class ServerState:
 
     async def close(self) -> None:
         """Leave the engine."""
-        if self.batches is not None:
-            self.batches.close()
-            await self.batches.wait_closed()
         self.preparing.close()
         if self._llm is not None:
             self.watch.log_block_size(self._llm.model_info.block_size)
