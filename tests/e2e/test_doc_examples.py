@@ -54,7 +54,13 @@ COMMANDS_NOT_RUN = {
     "codex": "needs OpenAI's Codex; scripts/test_clients runs it",
 }
 # Blocks whose commands are a script of several hosts.
-SCRIPTS_NOT_RUN = {("several_hosts.md", "ip netns"): "needs root and network namespaces; tests/faults makes them"}
+SCRIPTS_NOT_RUN = {
+    ("several_hosts.md", "ip netns"): "needs root and network namespaces; tests/faults makes them",
+    ("batches.md", "tp-engine serve"): "needs the ids of a file and a batch; tests/e2e/test_client_batches.py has them",
+    ("agents.md", "export ANTHROPIC"): "needs Claude Code; scripts/test_clients runs it",
+    ("agents.md", "codex"): "needs OpenAI's Codex; scripts/test_clients runs it",
+    ("agents.md", "export OPENAI"): "needs Open WebUI",
+}
 LAUNCHERS = {
     "serve": {"engine": EngineConfig, "server": ServerConfig},
     "batch": {"engine": EngineConfig, "batch": BatchConfig},
