@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from datetime import date
 from pathlib import Path
@@ -43,3 +44,10 @@ def test_the_addresses_agree() -> None:
     assert citation["license"] == PROJECT["project"]["license"]
     forms = (ROOT / ".github" / "ISSUE_TEMPLATE" / "config.yml").read_text(encoding="utf-8")
     assert set(re.findall(r"https://github.com/[\w-]+/\w+", forms)) == {urls["Repository"]}
+
+
+def test_a_tag_of_another_version_is_not_released() -> None:
+    """Oracle: the script ends before it builds anything, and names both versions."""
+    done = subprocess.run([".ci/release", "v0.0.1"], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and not done.stdout
+    assert f"the tag is v0.0.1, but tp_engine/version.py says {__version__}" in done.stderr
