@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from typing import Any
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # without this litellm downloads prices
@@ -39,6 +40,27 @@ async def together(common: dict[str, Any]) -> list[str]:
     return [answer.choices[0].message.content for answer in answers]
 
 
+def batch(common: dict[str, Any], provider: str) -> list[Any]:
+    """State and texts of a batch of three lines, from its file to its results."""
+    bodies = [{"model": "demo", "messages": user(f"line {n}"), "max_tokens": 50} for n in range(3)]
+    lines = [
+        {"custom_id": f"c{n}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        for n, body in enumerate(bodies)
+    ]
+    text = "\n".join(map(json.dumps, lines)).encode()
+    call = common | {"custom_llm_provider": provider}
+    file = litellm.create_file(file=("in.jsonl", text, "application/jsonl"), purpose="batch", **call)
+    made = litellm.create_batch(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", **call)
+    for _ in range(600):
+        found = litellm.retrieve_batch(batch_id=made.id, **call)
+        if found.status in ("completed", "failed"):
+            break
+        time.sleep(0.05)
+    results = litellm.file_content(file_id=found.output_file_id, **call).content.decode().splitlines()
+    texts = [json.loads(one)["response"]["body"]["choices"][0]["message"]["content"] for one in results]
+    return [found.status, sorted(texts)]
+
+
 def main(url: str) -> dict[str, Any]:
     common = {"api_base": url + "/v1", "api_key": "none", "timeout": 30, "num_retries": 0}
     chat = common | {"model": "hosted_vllm/demo"}
@@ -55,6 +77,7 @@ def main(url: str) -> dict[str, Any]:
         "call": [call.name, json.loads(call.arguments)],
         "completion": text.choices[0].text,
         "response": response.output[0].content[0].text,
+        "batches": [batch(common, provider) for provider in ("openai", "hosted_vllm")],
         "together": asyncio.run(together(chat)),
         "errors": [
             error_of(messages=user("x"), **common | {"model": "hosted_vllm/gpt-4"}),

@@ -25,10 +25,13 @@ SAID = "héllo 😀 中文"
 
 
 @pytest.mark.skipif(PYTHON is None, reason="litellm wants older libraries than the server; run scripts/test_clients")
-def test_litellm() -> None:
+def test_litellm(tmp_path: Path) -> None:
     """Oracle: the scripted answers; errors are litellm's own classes."""
     assert PYTHON is not None
-    config = ServerConfig(port=0, generation_config="vllm", enable_auto_tool_choice=True, tool_call_parser="hermes")
+    config = ServerConfig(
+        port=0, generation_config="vllm", enable_auto_tool_choice=True, tool_call_parser="hermes",
+        batch_storage_dir=str(tmp_path),
+    )  # fmt: skip
     with running_server(scripted_engine(), config) as server:
         done = subprocess.run([PYTHON, str(PROGRAM), server.url], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -41,6 +44,7 @@ def test_litellm() -> None:
         "call": ["weather", {"city": "Oslo"}],
         "completion": SAID,
         "response": SAID,
+        "batches": 2 * [["completed", ["line 0", "line 1", "line 2"]]],
         "together": [str(number) for number in range(8)],
         "errors": ["NotFoundError", "ContextWindowExceededError", "BadRequestError"],
     }
