@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from openai.types import Batch, FileObject
 from tests.e2e.frontend import DEADLINE_S, RunningServer, running_server, wait_until
 from tests.e2e.scripted import scripted_engine
 from tp_engine.api.batches.store import BatchStore
+from tp_engine.api.openai.errors import HttpError
 from tp_engine.errors import ConfigError
 from tp_engine.server.config import ServerConfig
 
@@ -163,6 +165,25 @@ def test_what_a_batch_may_not_ask_for(client: openai.OpenAI, fields: Any, words:
     asked: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"} | fields
     with pytest.raises(openai.APIStatusError, match=words):
         client.batches.create(**asked)
+
+
+def test_a_compressed_file_is_refused(client: openai.OpenAI) -> None:
+    """Oracle: a state and a reason; a few bytes could hold lines for hours."""
+    file = client.files.create(file=("in.jsonl.gz", gzip.compress(text_of([line("a")]))), purpose="batch")
+    done = ended(client, client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h"))
+    assert done.status == "failed" and done.errors is not None and done.errors.data is not None
+    assert done.errors.data[0].code == "invalid_file"
+
+
+def test_the_store_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: 429 for one more than fits."""
+    monkeypatch.setattr("tp_engine.api.batches.store.MAX_ENTRIES", 1)
+    with BatchStore(tmp_path, retention_s=9, max_bytes=9) as store:
+        store.check_room()
+        with store.incoming() as copy:
+            store.add_file(copy, "f", "batch", None)
+        with pytest.raises(HttpError, match="1 files are stored"):
+            store.check_room()
 
 
 def test_a_form_of_another_site_is_refused(server: RunningServer) -> None:

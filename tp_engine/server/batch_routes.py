@@ -41,6 +41,7 @@ def _add_files(app: FastAPI, state: ServerState) -> None:
     async def upload(request: Request) -> Response:
         """Keep a file: a form with ``file``, ``purpose``, and ``expires_after[seconds]``."""
         store = _worker(request, state).store
+        store.check_room()
         limit = min(state.config.batch_max_file_bytes, store.free_bytes)
         async with uploads:
             form = await _form(request, limit, state.config.batch_upload_timeout_s)

@@ -56,6 +56,7 @@ class BatchWorker:
 
     def check_room(self) -> None:
         """``HttpError`` 429 if no batch more can wait."""
+        self.store.check_room()
         if len(self._tasks) >= _MAX_ACTIVE:
             raise HttpError(429, f"{_MAX_ACTIVE} batches are not finished; wait for one", code="too_many_batches")
 

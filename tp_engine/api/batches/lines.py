@@ -14,29 +14,31 @@ from tp_engine.api.batch_job.lines import BatchRequest, LineError, read_line, re
 from tp_engine.api.batch_job.results import CustomIds, EarlierResults
 from tp_engine.api.batch_job.source import BatchInput
 from tp_engine.api.batches.objects import MAX_LINES
-from tp_engine.errors import ConfigError
 
 _MAX_ERRORS = 100
+_GZIP = b"\x1f\x8b"
 
 
 def check_lines(path: Path, endpoint: str, max_line_bytes: int) -> tuple[int, list[dict[str, Any]]]:
     """Return the number of requests in a file, and what is wrong with its lines; the first faults are enough."""
     seen: dict[str, int] = {}
     errors: list[dict[str, Any]] = []
+    with path.open("rb") as stream:
+        is_compressed = stream.read(2) == _GZIP
+    if is_compressed:  # a small file could hold lines for hours
+        words = "the file is compressed; send plain lines"
+        return 0, [{"code": "invalid_file", "line": None, "message": words, "param": None}]
     with BatchInput(str(path), max_line_bytes=max_line_bytes) as source:
-        try:
-            for number, text in source.lines():
-                if len(errors) >= _MAX_ERRORS or len(seen) > MAX_LINES:
-                    break
-                try:
-                    request = read_line(number, text, (endpoint,))
-                    if request.custom_id in seen:
-                        raise repeated_line(number, seen[request.custom_id])
-                    seen[request.custom_id] = number
-                except LineError as error:
-                    errors.append({"code": error.code, "line": number, "message": str(error), "param": None})
-        except ConfigError as error:  # gzip
-            errors.append({"code": "invalid_file", "line": None, "message": str(error), "param": None})
+        for number, text in source.lines():
+            if len(errors) >= _MAX_ERRORS or len(seen) > MAX_LINES:
+                break
+            try:
+                request = read_line(number, text, (endpoint,))
+                if request.custom_id in seen:
+                    raise repeated_line(number, seen[request.custom_id])
+                seen[request.custom_id] = number
+            except LineError as error:
+                errors.append({"code": error.code, "line": number, "message": str(error), "param": None})
     if len(seen) > MAX_LINES:
         words = f"the file has more than {MAX_LINES} lines; send it in parts"
         errors.append({"code": "too_many_tasks", "line": None, "message": words, "param": None})

@@ -32,6 +32,7 @@ from tp_engine.log import get_logger
 logger = get_logger(__name__)
 
 Entry = TypeVar("Entry", StoredFile, Batch)
+MAX_ENTRIES = 10_000
 _META, _CONTENT, _BATCH = "meta.json", "content", "batch.json"
 RESULTS = {"output": "output_file_id", "errors": "error_file_id"}
 
@@ -73,6 +74,12 @@ class BatchStore(Closing):
     def free_bytes(self) -> int:
         """How many bytes more may be stored."""
         return self._max_bytes - sum(file.bytes for file in self.files.values())
+
+    def check_room(self) -> None:
+        """``HttpError`` 429 if no file or batch more may be stored."""
+        for name, entries in (("files", self.files), ("batches", self.batches)):
+            if len(entries) >= MAX_ENTRIES:
+                raise HttpError(429, f"{MAX_ENTRIES} {name} are stored; delete files", code=f"too_many_{name}")
 
     def incoming(self) -> IO[bytes]:
         """Return a new file in the folder, for ``add_file``; deleted when it is closed."""
