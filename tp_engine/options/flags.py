@@ -29,7 +29,7 @@ MODEL_TAG = "model_tag"
 _ENGINE = "engine"
 _EPILOG = (
     "--help=WORD shows the options with WORD in their names, or a whole section.  Options of vLLM and SGLang that are "
-    "not here are accepted, translated or refused, with the reason: docs/flags_engine.md."
+    "not here are accepted, translated or refused, with the reason: docs/command_line.md."
 )
 _KEYS = re.compile(r"--?[A-Za-z][\w-]*(\.[\w-]+)+\+?")
 
