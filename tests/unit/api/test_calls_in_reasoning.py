@@ -10,12 +10,13 @@ import pytest
 from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine.api.openai.chat.options import TOOL_FORMATS
 from tp_engine.api.openai.chat.parser import ChatParsing, ParsedMessage
-from tp_engine.api.openai.reasoning import REASONING_FORMATS, Beginning
+from tp_engine.api.openai.reasoning import REASONING_ALIASES, REASONING_FORMATS, Beginning
 from tp_engine.api.openai.tools.request import ToolRequest
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = ToolRequest(tools=({"function": {"name": "get_weather", "parameters": PARAMETERS}},), choice="auto")
 OBJECT = '{"name": "get_weather", "arguments": {"city": "Köln </think>"}}'
+ARGUMENTS = '{"city": "Köln </think>"}'
 QWEN = "<function=get_weather>\n<parameter=city>\nKöln </think>\n</parameter>\n</function>"
 # The format of calls, the format of reasoning that such models have, and a call.
 CALLS = {
@@ -34,12 +35,42 @@ CALLS = {
     "ernie45": ("ernie45", f"<tool_call>\n{OBJECT}\n</tool_call>"),
     "mistral": ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{json.dumps({'city': 'Köln </think>'}, ensure_ascii=False)}"),
     "granite": ("granite", f"<|tool_call|>[{OBJECT}]"),
+    "deepseek_v3": (
+        "qwen3",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{ARGUMENTS}\n```"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v31": (
+        "deepseek_v3",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v32": (
+        "qwen3",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">'
+        "Köln </think></｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    ),
+    "kimi_k2": (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        f"{ARGUMENTS}<|tool_call_end|><|tool_calls_section_end|>",
+    ),
+    "seed_oss": ("seed_oss", f"<seed:tool_call>\n{QWEN}\n</seed:tool_call>"),
+    "gemma4": ("gemma4", '<|tool_call>call:get_weather{city:<|"|>Köln </think><|"|>}<tool_call|>'),
+    "cohere_command3": (
+        "cohere_command3",
+        f'<|START_ACTION|>[{{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {ARGUMENTS}}}]'
+        "<|END_ACTION|>",
+    ),
+    "olmo3": ("olmo3", "<function_calls>get_weather(city='Köln </think>')</function_calls>"),
+    "lfm2": ("qwen3", "<|tool_call_start|>[get_weather(city='Köln </think>')]<|tool_call_end|>"),
+    "phi4_mini_json": ("qwen3", f"functools[{OBJECT}]"),
+    "pythonic": ("qwen3", "<|python_start|>[get_weather(city='Köln </think>')]<|python_end|>"),
     "llama3_json": ("deepseek_r1", f"<|python_tag|>{OBJECT.replace('arguments', 'parameters')}"),
 }
 
 
 def parsing(tools: str, reasoning: str, begins: Beginning = Beginning.REASONING, **fields: Any) -> ChatParsing:
-    form = REASONING_FORMATS[reasoning]
+    form = REASONING_FORMATS[REASONING_ALIASES.get(reasoning, reasoning)]
     counter = form.tokens(byte_level_tokenizer())
     return ChatParsing(
         tools=TOOLS, tool_format=TOOL_FORMATS[tools], reasoning=form, begins=begins, reasoning_tokens=counter, **fields
@@ -75,7 +106,8 @@ def test_a_call_ends_the_reasoning(name: str, begins: Beginning) -> None:
     """Oracle: by hand; a mark inside of the arguments closes nothing, one behind the call is not shown."""
     reasoning, call = CALLS[name]
     how = parsing(name.partition(",")[0], reasoning, begins)
-    opens, close = REASONING_FORMATS[reasoning].opens[0], REASONING_FORMATS[reasoning].closes[0]
+    form = REASONING_FORMATS[REASONING_ALIASES.get(reasoning, reasoning)]
+    opens, close = form.opens[0], form.closes[0]
     call = call.replace("</think>", close)
     first = opens if begins is Beginning.EITHER else ""
     expected = ("I look.", "", [("get_weather", {"city": f"Köln {close}"})], "tool_calls")
@@ -85,6 +117,8 @@ def test_a_call_ends_the_reasoning(name: str, begins: Beginning) -> None:
         "mistral",
         "granite",
         "llama3_json",
+        "phi4_mini_json",
+        "gemma4",
         "qwen3_coder, no block",
     ):  # text behind their calls has other rules
         return

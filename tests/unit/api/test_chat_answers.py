@@ -229,7 +229,7 @@ def test_a_forced_form_begins_behind_the_reasoning(fields: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({}, "tools", "--enable-auto-tool-choice"),
+        ({}, "tools", "--tool-call-parser"),
         ({"tool_choice": "auto"}, "tools", "--tool-call-parser"),
         ({"tool_choice": "sometimes"}, "tool_choice", "it must be none, auto, required"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "not among the tools"),

@@ -191,14 +191,14 @@ def test_options_are_checked(tmp_path: Path) -> None:
         options = ChatOptions(chat_template=given)
         options.check_chat_options()
         assert ChatFormat(byte_level_tokenizer(), options).render([QUESTION]).text == "1+1?!"
-    for fields, words in (
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"chat_template": "/no/such/file"}, "neither a readable file"),
         ({"chat_template": "{% for %}"}, "error in line 1"),
         ({"chat_template_content_format": "xml"}, "choose one of auto, string, openai"),
-        ({"tool_call_parser": "nothing"}, "choose one of hermes"),
-        ({"reasoning_parser": "nothing"}, "choose one of qwen3"),
-        ({"enable_auto_tool_choice": True}, "needs tool_call_parser"),
-    ):
+        ({"tool_call_parser": "nothing"}, "choose one of auto, none, hermes"),
+        ({"reasoning_parser": "nothing"}, "choose one of auto, none, qwen3"),
+    )
+    for fields, words in wrong:
         with pytest.raises(ConfigError, match=words):
             ChatOptions(**fields).check_chat_options()
 
@@ -208,7 +208,7 @@ def test_tool_formats_have_the_names_of_peers(name: str) -> None:
     """Oracle: vLLM's and SGLang's tables of parsers, by hand."""
     options = ChatOptions(tool_call_parser=name, enable_auto_tool_choice=True)
     options.check_chat_options()
-    assert options.tool_format is TOOL_FORMATS[TOOL_ALIASES[name]]
+    assert options.tool_format("") is TOOL_FORMATS[TOOL_ALIASES[name]]
 
 
 @pytest.mark.parametrize("name", REASONING_ALIASES)
@@ -216,7 +216,7 @@ def test_reasoning_formats_have_the_names_of_peers(name: str) -> None:
     """Oracle: the same."""
     options = ChatOptions(reasoning_parser=name)
     options.check_chat_options()
-    assert options.reasoning_format is REASONING_FORMATS[REASONING_ALIASES[name]]
+    assert options.reasoning_format("") is REASONING_FORMATS[REASONING_ALIASES[name]]
 
 
 def test_several_templates_by_name() -> None:

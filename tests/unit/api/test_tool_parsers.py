@@ -14,7 +14,6 @@ from tp_engine.api.openai.chat.options import TOOL_FORMATS
 from tp_engine.api.openai.chat.parser import ChatParsing
 from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ContentText, ReasoningText, ToolParser
 from tp_engine.api.openai.tools.forced import CallListParser, NamedCallParser
-from tp_engine.api.openai.tools.json_calls import CallBlock
 from tp_engine.api.openai.tools.marked_calls import CallMarks
 from tp_engine.api.openai.tools.request import ToolRequest
 
@@ -216,37 +215,7 @@ ERNIE: dict[str, tuple[str, list[tuple[str, str]]]] = {
 }
 
 
-# As Kimi K2 and DeepSeek V3 write them.
-KIMI_MARKS = CallBlock(
-    opens=("<|tool_calls_section_begin|>",),
-    close="<|tool_calls_section_end|>",
-    between=("<|tool_call_begin|>", "<|tool_call_end|>"),
-    head=re.compile(r"\s*(?:functions\.)?(\S+?):\d+\s*"),
-    arguments="<|tool_call_argument_begin|>",
-)
-DEEPSEEK_MARKS = CallBlock(
-    opens=("<calls>",),
-    close="</calls>",
-    between=("<call>", "```</call>"),
-    head=re.compile(r"function<sep>(\S+)\s+```json\s*"),
-)
-KIMI_CALL = f"<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|>"
-KIMI = {
-    "": ("", []),
-    f"I add.<|tool_calls_section_begin|>{KIMI_CALL}{KIMI_CALL}<|tool_calls_section_end|> Done.": (
-        "I add. Done.",
-        [("add", ARGUMENTS)] * 2,
-    ),
-    f"<|tool_calls_section_begin|>\n{KIMI_CALL} oops {KIMI_CALL}<|tool_calls_section_end|>!": (
-        "!",
-        [("add", ARGUMENTS)],
-    ),
-    f"<|tool_calls_section_begin|>{KIMI_CALL}<|tool_call_begin|>functions.add:1<|tool": ("", [("add", ARGUMENTS)]),
-    "<|tool_calls_section_begin|>add it": ("<|tool_calls_section_begin|>add it", []),
-}
-DEEPSEEK_CALL = f"<call>function<sep>add\n```json\n{ARGUMENTS}\n```</call>"
-DEEPSEEK = {f"A <calls>{DEEPSEEK_CALL}\n{DEEPSEEK_CALL}</calls>": ("A", [("add", ARGUMENTS)] * 2)}
-# As Step3 and Seed-OSS write them.
+# As Step3 writes them.
 STEP_MARKS = CallMarks(
     open="<calls>",
     close="</calls>",
@@ -262,14 +231,6 @@ STEP_CALL = (
     "</steptml:invoke></call>"
 )
 STEP = {f"<calls>{STEP_CALL}{STEP_CALL}</calls> ok": ("ok", [("add", '{"n": 1}')] * 2)}
-
-
-def kimi() -> ToolParser:
-    return KIMI_MARKS.format("Kimi K2").new_parser(TOOLS)
-
-
-def deepseek() -> ToolParser:
-    return DEEPSEEK_MARKS.format("DeepSeek V3").new_parser(TOOLS)
 
 
 def step() -> ToolParser:
@@ -289,7 +250,7 @@ def ernie() -> ToolParser:
 
 
 TEXTS = {hermes: HERMES, llama: LLAMA, granite: GRANITE, mistral: MISTRAL, ernie: ERNIE}
-TEXTS |= {kimi: KIMI, deepseek: DEEPSEEK, step: STEP}
+TEXTS |= {step: STEP}
 CASES = [(parser, text, *expected) for parser, texts in TEXTS.items() for text, expected in texts.items()]
 Maker = Callable[[], ToolParser]
 

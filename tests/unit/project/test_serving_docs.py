@@ -12,6 +12,8 @@ import pytest
 from lib import flag_pages
 
 from tp_engine.api.batch_job.config import BatchConfig
+from tp_engine.api.openai.chat.options import TOOL_FORMATS
+from tp_engine.api.openai.reasoning import REASONING_FORMATS
 from tp_engine.config import EngineConfig
 from tp_engine.options.flags import make_parser
 from tp_engine.server.app import create_app
@@ -92,3 +94,15 @@ def test_every_request_field_is_documented() -> None:
     assert sorted(documented - body_fields()) == [], "docs/http_api.md names a field that does not exist"
     beside_endpoints = set(re.findall(r"`([a-z_]+)`", section("Endpoints")))
     assert sorted(body_fields() - documented - beside_endpoints) == [], "name it in docs/http_api.md, Endpoints"
+
+
+def test_formats_of_calls_and_reasoning() -> None:
+    """Oracle: the tables of formats: a row for each, with its models, and one with its other names."""
+    rows = page("tools.md").splitlines()
+    for name, calls in TOOL_FORMATS.items():
+        assert any(row.startswith(f"| `{name}` | {calls.models} | ") for row in rows), name
+    names = [(name, calls.aliases) for name, calls in TOOL_FORMATS.items()]
+    names += [(name, reasoning.aliases) for name, reasoning in REASONING_FORMATS.items()]
+    for name, aliases in names:
+        row = "".join(row for row in rows if row.startswith(f"| `{name}` | "))
+        assert row and all(f"`{alias}`" in row for alias in aliases), name

@@ -32,9 +32,8 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 def config(tools: str | None, reasoning: str | None) -> ServerConfig:
     return ServerConfig(
         chat_template=QWEN_LIKE,
-        enable_auto_tool_choice=tools is not None,
-        tool_call_parser=tools,
-        reasoning_parser=reasoning,
+        tool_call_parser=tools or "none",
+        reasoning_parser=reasoning or "none",
     )
 
 

@@ -18,12 +18,22 @@ import bisect
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tp_engine.api.openai.tools import cohere_command3
 from tp_engine.api.openai.tools.ernie45 import OPEN as RESPONSE
 from tp_engine.api.openai.tools.ernie45 import ResponseMarks
-from tp_engine.api.openai.tools.events import CallStarted, ChatEvent, ContentText, MessageFormat, ToolParser
+from tp_engine.api.openai.tools.events import (
+    CallStarted,
+    ChatEvent,
+    ContentText,
+    MessageFormat,
+    TemplateMarks,
+    ToolParser,
+)
 from tp_engine.api.openai.tools.harmony import ANALYSIS, END, HARMONY
+from tp_engine.api.openai.tools.harmony import TEMPLATE as HARMONY_TEMPLATE
 from tp_engine.api.openai.tools.text_parser import first_mark, partial_suffix
 
 if TYPE_CHECKING:
@@ -48,7 +58,8 @@ class ReasoningFormat:
 
     ``help`` describes it in ``--help``.  ``always``: where the prompt has no mark at its end, the text begins with
     reasoning, without an opening mark; otherwise the model writes that mark itself.  ``opens`` and ``closes`` are the
-    marks, each in all its spellings.  ``unwrap`` makes what drops further marks around the answer.  ``message``: the
+    marks, each in all its spellings.  ``unwrap`` makes what drops further marks around the answer.  ``aliases`` are
+    other names of vLLM and SGLang.  A chat template that one of ``template`` fits is of such a model.  ``message``: the
     reasoning is part of a format of whole messages, and ``closes`` only tells where it ends.
     """
 
@@ -57,6 +68,8 @@ class ReasoningFormat:
     opens: tuple[str, ...] = ("<think>",)
     closes: tuple[str, ...] = ("</think>",)
     unwrap: Callable[[], ResponseMarks] | None = None
+    aliases: tuple[str, ...] = ()
+    template: tuple[TemplateMarks, ...] = ()
     message: MessageFormat | None = None
 
     def beginning(self, prompt: str, *, continued: str | None = None, thinking_disabled: bool = False) -> Beginning:
@@ -100,27 +113,83 @@ class ReasoningFormat:
         return ReasoningTokens(self.closes, token_ids[0] if is_token else None, tokenizer.decode)
 
 
+_GRANITE_ROLE = "<|start_of_role|>"
 # The name that --reasoning-parser takes -> the format.
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
-    "qwen3": ReasoningFormat(help="the model writes <think> itself"),
-    "deepseek_r1": ReasoningFormat(help="texts always begin with reasoning", always=True),
-    "glm45": ReasoningFormat(help="GLM: as qwen3"),
-    "minimax_m2": ReasoningFormat(help="MiniMax: as deepseek_r1", always=True),
-    "ernie45": ReasoningFormat(help="ERNIE: as deepseek_r1, then <response>", always=True, unwrap=ResponseMarks),
-    "mistral": ReasoningFormat(help="[THINK] in its place", opens=("[THINK]",), closes=("[/THINK]",)),
+    "qwen3": ReasoningFormat(
+        help="the model writes <think> itself, or the template does",
+        aliases=(
+            "qwen3-thinking",
+            "interns1",
+            "nanbeige",
+            "deepseek_v3",
+            "deepseek-v3",
+            "holo2",
+            "kimi_k2",
+            "nemotron_v3",
+            "nemotron_3",
+            "olmo3",
+        ),
+        template=(TemplateMarks(("</think>",), lacks=(RESPONSE, _GRANITE_ROLE, "<mm:think>", "<minimax:tool_call>")),),
+    ),
+    "deepseek_r1": ReasoningFormat(
+        help="texts always begin with reasoning", always=True, aliases=("deepseek-r1", "step3")
+    ),
+    "glm45": ReasoningFormat(help="GLM: as qwen3", aliases=("glm47",)),
+    "minimax_m2": ReasoningFormat(
+        help="MiniMax: as deepseek_r1",
+        always=True,
+        aliases=("minimax",),
+        template=(TemplateMarks(("<minimax:tool_call>", "<think>"), lacks=("]<]minimax[>[",)),),
+    ),
+    "ernie45": ReasoningFormat(
+        help="ERNIE: as deepseek_r1, then <response>",
+        always=True,
+        unwrap=ResponseMarks,
+        template=(TemplateMarks(("<think>", RESPONSE, "<tool_call>"), lacks=("<minimax:tool_call>", _GRANITE_ROLE)),),
+    ),
+    "mistral": ReasoningFormat(
+        help="[THINK] in its place",
+        opens=("[THINK]",),
+        closes=("[/THINK]",),
+        template=(TemplateMarks(("[THINK]",)),),
+    ),
+    "gemma4": ReasoningFormat(
+        help="Gemma 4: the channel thought",
+        opens=("<|channel>thought",),
+        closes=("<channel|>",),
+        template=(TemplateMarks(("<|channel>",)),),
+    ),
+    "seed_oss": ReasoningFormat(
+        help="Seed-OSS: <seed:think>",
+        opens=("<seed:think>",),
+        closes=("</seed:think>",),
+        template=(TemplateMarks(("<seed:think>",)),),
+    ),
+    "cohere_command3": ReasoningFormat(
+        help="Command: <|START_THINKING|>",
+        opens=("<|START_THINKING|>",),
+        closes=("<|END_THINKING|>",),
+        unwrap=partial(ResponseMarks, *cohere_command3.RESPONSES),
+        template=(TemplateMarks(("<|START_THINKING|>", cohere_command3.RESPONSES[0])),),
+    ),
     "granite": ReasoningFormat(
         help="Granite: Here is my thought process: and Here is my response:, or <think> and <response>",
         opens=("Here is my thought process:", "Here's my thought process:", "<think>"),
         closes=("Here is my response:", "Here's my response:", "</think>"),
         unwrap=ResponseMarks,
+        template=(TemplateMarks((_GRANITE_ROLE, "<think>")), TemplateMarks(("Here is my thought process",))),
     ),
     "openai_gptoss": ReasoningFormat(
-        help="gpt-oss: the channel analysis", opens=(ANALYSIS,), closes=(END,), message=HARMONY
+        help="gpt-oss: the channel analysis",
+        opens=(ANALYSIS,),
+        closes=(END,),
+        aliases=("gpt-oss",),
+        template=HARMONY_TEMPLATE,
+        message=HARMONY,
     ),
 }
-
-# Other names that vLLM and SGLang have for these formats.
-REASONING_ALIASES: Mapping[str, str] = {"deepseek-r1": "deepseek_r1", "glm47": "glm45", "gpt-oss": "openai_gptoss"}
+REASONING_ALIASES = {alias: name for name, reasoning in REASONING_FORMATS.items() for alias in reasoning.aliases}
 
 
 class CallsInReasoning(ToolParser):

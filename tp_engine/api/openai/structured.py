@@ -133,9 +133,11 @@ class TokenWriting:
         return self.special_id(mark) is not None
 
     def mark(self, mark: str) -> str:
-        """Do as ``Writing``."""
-        token_id = self.special_id(mark)
-        return json.dumps(mark, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
+        """Do as ``Writing``; a special token may begin the mark."""
+        special = _special_ids(self._tokenizer) if self._tokenizer is not None else {}
+        first = max((token for token in special if token and mark.startswith(token)), key=len, default="")
+        rest = json.dumps(mark[len(first) :], ensure_ascii=False) if first != mark else ""
+        return " ".join(filter(None, (f"<[{special[first]}]>" if first else "", rest)))
 
     def text_until(self, rule: str, *marks: str) -> str:
         """Do as ``Writing``.  A suffix ends the shortest text that has it; text can not hold a special token."""

@@ -61,14 +61,14 @@ def chat_parsing(
 
     ``constrained``: a grammar decides what the answer is.
     """
-    options, tools = processor.chat.options, ToolRequest.of(body)
-    if tools is not None and tools.choice == "auto" and not options.enable_auto_tool_choice:
+    tools, reasoning, tool_format = ToolRequest.of(body), processor.chat.reasoning_format, processor.chat.tool_format
+    if tools is not None and tools.choice == "auto" and tool_format is None:
         raise RequestError(
-            "tools with tool_choice auto need a server started with --enable-auto-tool-choice and --tool-call-parser; "
-            "name a function in tool_choice, or leave tools out",
+            "the format of this model's tool calls is not known, so tools with tool_choice auto need a server started "
+            "with --tool-call-parser and the name of the format; set tool_choice to required or to a function, which "
+            "needs no format, or leave tools out",
             param="tools",
         )
-    reasoning, tool_format = options.reasoning_format, options.tool_format
     message = next((one.message for one in (reasoning, tool_format) if one is not None and one.message), None)
     if tools is None and reasoning is None and message is None:
         return None
@@ -105,7 +105,7 @@ def _marks(parsing: ChatParsing) -> tuple[str, ...]:
     """The marks to be found, which texts leave out by default if they are special tokens."""
     if parsing.message is not None:
         return parsing.message.marks
-    marks = () if parsing.reasoning is None else parsing.reasoning.opens
+    marks = () if parsing.reasoning is None else (*parsing.reasoning.opens, *parsing.reasoning.closes)
     if parsing.tools is not None and parsing.tools.choice == "auto" and parsing.tool_format is not None:
         marks += parsing.tool_format.marks
     return marks

@@ -12,6 +12,7 @@
 | parts of the kind thinking | reasoning |
 | reasoning | reasoning_content too, its name in most templates, or thinking if the template knows that alone |
 | an answer of a tool, with the call's id | also the function's name |
+| ids of calls | the same, or numbered ones, if the model knows those alone |
 | role developer | system, if the template does not know developer |
 """
 
@@ -33,14 +34,21 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def normal_messages(messages: Sequence[Mapping[str, Any]], takes: TemplateCapabilities) -> list[dict[str, Any]]:
-    """Checked copies, for a template that takes ``takes``; raises ``RequestError`` that names the faulty message."""
+def normal_messages(
+    messages: Sequence[Mapping[str, Any]], takes: TemplateCapabilities, numbered_id: str = ""
+) -> list[dict[str, Any]]:
+    """Checked copies, for a template that takes ``takes``; raises ``RequestError`` that names the faulty message.
+
+    ``numbered_id`` is the form of the calls' ids (``ToolFormat.numbered_id``); empty: they stay as they are.
+    """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError("messages must be a list of {'role': ..., 'content': ...}", param="messages")
     if not messages:
         raise RequestError("messages is empty; give at least one message", param="messages")
     normal = [_normal_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
     _name_tools(normal)
+    if numbered_id:
+        _number_calls(normal, numbered_id)
     for message in normal:
         given, has_calls = message["content"], "tool_calls" in message
         if message["role"] == "developer" and not takes.knows_developer:
@@ -109,6 +117,20 @@ def _name_tools(messages: Sequence[dict[str, Any]]) -> None:
         name = names.get(str(message.get("tool_call_id")))
         if message["role"] == "tool" and "name" not in message and name is not None:
             message["name"] = name
+
+
+def _number_calls(messages: Sequence[dict[str, Any]], form: str) -> None:
+    """Give calls, and the tools' answers to them, ids of this form."""
+    ids: dict[str, str] = {}
+    number = 0
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            new_id = form.format(name=call["function"]["name"], number=number)
+            ids[str(call.get("id"))] = new_id
+            call["id"] = new_id
+            number += 1
+        if "tool_call_id" in message:
+            message["tool_call_id"] = ids.get(str(message["tool_call_id"]), message["tool_call_id"])
 
 
 def _normal_message(where: str, message: object) -> dict[str, Any]:

@@ -5,23 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from tp_engine.api.openai.reasoning import REASONING_ALIASES, REASONING_FORMATS, ReasoningFormat
 from tp_engine.api.openai.tools import (
+    cohere_command3,
+    deepseek_v3,
+    deepseek_v31,
+    deepseek_v32,
     ernie45,
+    gemma4,
     glm45,
     granite,
     harmony,
     hermes,
+    kimi_k2,
+    lfm2,
     llama3_json,
     minimax_m2,
     mistral,
+    olmo3,
+    phi4_mini_json,
+    pythonic,
     qwen3_coder,
+    seed_oss,
 )
 from tp_engine.api.openai.tools.events import ToolFormat
 from tp_engine.errors import ConfigError
 from tp_engine.files import read_text
+from tp_engine.log import get_logger
 from tp_engine.options.fields import check_fields, option
+
+logger = get_logger(__name__)
 
 # The name that --tool-call-parser takes -> the format, from a module of its own.
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
@@ -34,8 +49,20 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "ernie45": ernie45.FORMAT,
     "mistral": mistral.FORMAT,
     "granite": granite.FORMAT,
+    "deepseek_v3": deepseek_v3.FORMAT,
+    "deepseek_v31": deepseek_v31.FORMAT,
+    "deepseek_v32": deepseek_v32.FORMAT,
+    "kimi_k2": kimi_k2.FORMAT,
+    "gemma4": gemma4.FORMAT,
+    "seed_oss": seed_oss.FORMAT,
+    "cohere_command3": cohere_command3.FORMAT,
+    "phi4_mini_json": phi4_mini_json.FORMAT,
+    "pythonic": pythonic.FORMAT,
+    "olmo3": olmo3.FORMAT,
+    "lfm2": lfm2.FORMAT,
 }
 TOOL_ALIASES = {alias: name for name, calls in TOOL_FORMATS.items() for alias in calls.aliases}
+AUTO, NONE = "auto", "none"
 CONTENT_FORMATS = ("auto", "string", "openai")
 
 
@@ -78,38 +105,63 @@ class TemplateOptions:
 class ChatOptions(TemplateOptions):
     """How chats become prompts, and what is found in the answers."""
 
-    enable_auto_tool_choice: bool = option(False, "let the model decide whether to call tools (needs tool_call_parser)")
-    tool_call_parser: str | None = option(
-        None,
-        "format of the model's tool calls: "
+    enable_auto_tool_choice: bool = option(
+        False, "accepted; the model may call tools wherever the format of its calls is known"
+    )
+    tool_call_parser: str = option(
+        AUTO,
+        "format of the model's tool calls: auto (by the chat template), none, "
         + " or ".join(f"{name} ({calls.models})" for name, calls in TOOL_FORMATS.items()),
-        choices=(*TOOL_FORMATS, *TOOL_ALIASES),
+        choices=(AUTO, NONE, *TOOL_FORMATS, *TOOL_ALIASES),
     )
-    reasoning_parser: str | None = option(
-        None,
-        "format of the reasoning that precedes the model's answers: "
+    reasoning_parser: str = option(
+        AUTO,
+        "format of the reasoning that precedes the model's answers: auto (by the chat template), none, "
         + " or ".join(f"{name} ({reasoning.help})" for name, reasoning in REASONING_FORMATS.items()),
-        choices=(*REASONING_FORMATS, *REASONING_ALIASES),
+        choices=(AUTO, NONE, *REASONING_FORMATS, *REASONING_ALIASES),
     )
 
-    @property
-    def tool_format(self) -> ToolFormat | None:
-        """The format of ``tool_call_parser``."""
+    def tool_format(self, template: str) -> ToolFormat | None:
+        """Return the format of ``tool_call_parser``, which the source of the chat template chooses for ``auto``."""
         name = self.tool_call_parser
-        return None if name is None else TOOL_FORMATS[TOOL_ALIASES.get(name, name)]
+        return TOOL_FORMATS.get(_fitting(TOOL_FORMATS, template) if name == AUTO else TOOL_ALIASES.get(name, name))
 
-    @property
-    def reasoning_format(self) -> ReasoningFormat | None:
-        """The format of ``reasoning_parser``."""
-        name = self.reasoning_parser
-        return None if name is None else REASONING_FORMATS[REASONING_ALIASES.get(name, name)]
+    def reasoning_format(self, template: str) -> ReasoningFormat | None:
+        """Return the format of ``reasoning_parser``; as ``tool_format``."""
+        name, formats = self.reasoning_parser, REASONING_FORMATS
+        return formats.get(_fitting(formats, template) if name == AUTO else REASONING_ALIASES.get(name, name))
+
+    def log_formats(self, template: str) -> None:
+        """Log which formats are read, why, and how to change that; warn of a choice that ``template`` contradicts."""
+        _log_choice("tool calls", "--tool-call-parser", self.tool_call_parser, TOOL_FORMATS, TOOL_ALIASES, template)
+        _log_choice(
+            "reasoning", "--reasoning-parser", self.reasoning_parser, REASONING_FORMATS, REASONING_ALIASES, template
+        )
 
     def check_chat_options(self) -> None:
         """Raise ``ConfigError`` for values that can not be served; checks all fields of the configuration."""
         check_fields(self)
-        if self.enable_auto_tool_choice and self.tool_call_parser is None:
-            raise ConfigError(
-                "enable_auto_tool_choice needs tool_call_parser, which finds the calls in the model's text: add "
-                f"--tool-call-parser with one of {', '.join(TOOL_FORMATS)}"
-            )
         self.check_template()
+
+
+_Formats: TypeAlias = Mapping[str, ToolFormat] | Mapping[str, ReasoningFormat]
+
+
+def _fitting(formats: _Formats, template: str) -> str:
+    """The name of the format that the source of a chat template is written for; ``none`` if it fits none."""
+    fits = (name for name, one in formats.items() if any(marks.fit(template) for marks in one.template))
+    return next(fits, NONE)
+
+
+def _log_choice(what: str, flag: str, given: str, formats: _Formats, aliases: Mapping[str, str], template: str) -> None:
+    fitting, name = _fitting(formats, template), aliases.get(given, given)
+    if name != AUTO:
+        if fitting not in (name, NONE) and name != NONE:
+            logger.warning("%s: %s is %s, but the chat template is written for %s", what, flag, given, fitting)
+        return
+    if fitting == NONE:
+        logger.info("%s: none, as the chat template has the marks of no known format; %s NAME changes that", what, flag)
+        return
+    found = next(marks.has for marks in formats[fitting].template if marks.fit(template))
+    why = " and ".join(found)
+    logger.info("%s: %s, as the chat template has %s; %s NAME, or none, changes that", what, fitting, why, flag)

@@ -112,7 +112,7 @@ class ChatParsing:
         """The parser for the calls of one sequence; None if the request has no tools."""
         if self.tools is None:
             return None
-        new_call_id = openai_call_id if self.tool_format is None else self.tool_format.new_call_id
+        new_call_id = openai_call_id if self.tool_format is None else self.tool_format.call_ids(self.tools)
         if self.tools.choice == "required":
             return CallListParser(new_call_id)
         if self.tools.name is not None:

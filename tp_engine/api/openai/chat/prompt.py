@@ -4,14 +4,19 @@ import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from tp_engine.api.openai.chat.capabilities import TemplateCapabilities
 from tp_engine.api.openai.chat.messages import normal_messages
 from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.openai.chat.template import ChatTemplate, TemplateRefusal
+from tp_engine.api.openai.reasoning import ReasoningFormat
+from tp_engine.api.openai.tools.events import ToolFormat
 from tp_engine.errors import ConfigError, RequestError
+from tp_engine.log import get_logger, warn_once
+
+logger = get_logger(__name__)
 
 # Set by this module; a request may not set them.
 _RESERVED_OPTIONS = frozenset({"messages", "tokenize", "return_tensors", "return_dict", "tokenizer_kwargs"})
@@ -59,7 +64,12 @@ class ChatFormat:
             raise RequestError(f"{reserved[0]} is not an option of a chat template", param=reserved[0])
         begins, continues = _begins_or_continues(given)
         template, takes = self._template(given.pop("chat_template", None), with_tools=bool(given.get("tools")))
-        conversation = normal_messages(messages, takes)
+        if given.get("tools") and self.tool_format is None:
+            warn_once(
+                logger, "the format of the model's tool calls is not known: those that it chooses to make stay text"
+            )
+        numbered_id = "" if self.tool_format is None else self.tool_format.numbered_id
+        conversation = normal_messages(messages, takes, numbered_id)
         variables = {
             **self._special_tokens(),
             "tools": None,
@@ -78,8 +88,22 @@ class ChatFormat:
             continued=last_text if continues else None,
         )
 
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """The format of the model's tool calls; None if it is not known, or not wanted."""
+        return self.options.tool_format(self._source(with_tools=True) or "")
+
+    @cached_property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """The format of the model's reasoning; as ``tool_format``."""
+        return self.options.reasoning_format(self._source(with_tools=True) or "")
+
     def prepare(self) -> None:
-        """Compile and probe the templates that chats without one of their own get, so that no chat waits for it."""
+        """Compile and probe the templates that chats without one of their own get, so that no chat waits for it.
+
+        The log says in which formats answers are read.
+        """
+        self.options.log_formats(self._source(with_tools=True) or "")
         for with_tools in (False, True):
             with contextlib.suppress(RequestError):  # said to each chat
                 self._template(None, with_tools=with_tools)
@@ -87,7 +111,7 @@ class ChatFormat:
     def _template(self, given: str | None, *, with_tools: bool) -> tuple[ChatTemplate, TemplateCapabilities]:
         own = getattr(self._tokenizer, "chat_template", None)
         named = own if isinstance(own, Mapping) else {}
-        text = named.get(given, given) or self._served_text or _default_template(own, with_tools=with_tools)
+        text = named.get(given, given) or self._source(with_tools=with_tools)
         if self._tokenizer is None or not text:
             names = ", ".join(map(repr, named))
             several = f"none of the model's chat templates ({names}) is the default"
@@ -98,6 +122,11 @@ class ChatFormat:
                 code="no_chat_template",
             )
         return self._probed(text)
+
+    def _source(self, *, with_tools: bool) -> str | None:
+        """The text of the template of chats that bring none."""
+        own = getattr(self._tokenizer, "chat_template", None)
+        return self._served_text or _default_template(own, with_tools=with_tools)
 
     def _probe(self, text: str) -> tuple[ChatTemplate, TemplateCapabilities]:
         try:

@@ -21,6 +21,7 @@ from tp_engine.api.openai.tools.argument_types import parsed_json
 from tp_engine.api.openai.tools.events import EventSink
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
+_NAME_KEY = "tool_name"  # Command models call the name so
 _STRICT_KEYS = ("name", "type", *_ARGUMENT_KEYS)
 _MAX_STRICT_CHARS = 1024
 _SPACE = " \t\r\n"
@@ -150,7 +151,7 @@ class CallReader:
             self.broken = True
             return
         if self._state is _State.KEY:
-            self._key, self._state = text, _State.COLON
+            self._key, self._state = "name" if text == _NAME_KEY else text, _State.COLON
             is_of_call = text in _STRICT_KEYS and (text not in _ARGUMENT_KEYS or self._name is not None)
             self.broken = self._is_strict and not is_of_call
             return

@@ -10,7 +10,7 @@ import enum
 from dataclasses import replace
 
 from tp_engine.api.openai.tools import hermes
-from tp_engine.api.openai.tools.events import ChatEvent
+from tp_engine.api.openai.tools.events import ChatEvent, TemplateMarks
 from tp_engine.api.openai.tools.json_calls import JsonCallsParser
 from tp_engine.api.openai.tools.text_parser import partial_suffix
 
@@ -30,7 +30,8 @@ class ResponseMarks:
     The opening mark counts at the beginning of the answer only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, opening: str = OPEN, closing: str = CLOSE) -> None:
+        self._opening, self._closing = opening, closing
         self._state = _State.BEFORE
         self._pending = ""
         self._has_text = False
@@ -56,18 +57,18 @@ class ResponseMarks:
 
     def _read_beginning(self) -> None:
         solid = self._pending.lstrip()
-        if solid.startswith(OPEN):
-            self._state, self._pending = _State.INSIDE, solid[len(OPEN) :]
-        elif not OPEN.startswith(solid):
+        if solid.startswith(self._opening):
+            self._state, self._pending = _State.INSIDE, solid[len(self._opening) :]
+        elif not self._opening.startswith(solid):
             self._state = _State.PLAIN
 
     def _read_inside(self) -> str:
         text = self._pending if self._has_text else self._pending.lstrip()
-        before, mark, after = text.partition(CLOSE)
+        before, mark, after = text.partition(self._closing)
         if mark:
             self._state, self._pending = _State.BEHIND, after
             return before.rstrip()
-        shown = text[: len(text) - partial_suffix(text, CLOSE)].rstrip()
+        shown = text[: len(text) - partial_suffix(text, self._closing)].rstrip()
         self._has_text |= bool(shown)
         self._pending = text[len(shown) :]
         return shown
@@ -87,10 +88,14 @@ class Ernie45ToolParser(JsonCallsParser):
         return super().feed(self._response.finish(cut_off=cut_off)) + super().finish(cut_off=cut_off)
 
 
+TEMPLATE = (
+    TemplateMarks(("<tool_call>", OPEN), lacks=("<|tool_call|>", "<minimax:tool_call>", "]<]minimax[>[", "[gMASK]")),
+)
 FORMAT = replace(
     hermes.FORMAT,
     models="ERNIE 4.5",
     aliases=(),
+    template=TEMPLATE,
     marks=(*hermes.FORMAT.marks, OPEN),
     new_parser=lambda tools: Ernie45ToolParser(),
 )

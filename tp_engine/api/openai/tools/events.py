@@ -49,11 +49,15 @@ class CallArguments:
     text: str
 
 
+# From the name of a function to the id of its next call.
+NewCallId: TypeAlias = Callable[[str], str]
+# From the tools of a request to the ids of one answer's calls.
+CallIds: TypeAlias = "Callable[[ToolRequest], NewCallId]"
 ChatEvent: TypeAlias = ReasoningText | ContentText | CallStarted | CallArguments
 
 
-def openai_call_id() -> str:
-    """Return a fresh id of a call, as OpenAI's API writes it."""
+def openai_call_id(name: str) -> str:
+    """Return a fresh id of a call of ``name``, as OpenAI's API writes it."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
@@ -100,13 +104,28 @@ class MessageFormat:
     forced_calls: Callable[[ToolRequest, TokenWriting, bool, StructuredOutputsParams], str]
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateMarks:
+    """What tells that a chat template belongs to a format: its source has all of ``has``, and none of ``lacks``."""
+
+    has: tuple[str, ...]
+    lacks: tuple[str, ...] = ()
+
+    def fit(self, source: str) -> bool:
+        """Return whether ``source`` is such a template."""
+        return all(mark in source for mark in self.has) and not any(mark in source for mark in self.lacks)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
     """How some models write tool calls; each format has a module and a line in ``chat/options.TOOL_FORMATS``.
 
     ``models`` names them in ``--help``; ``aliases`` are other names of vLLM and SGLang for the format.  Texts show
     ``marks`` also where the tokenizer calls them special tokens.  One of ``opens`` begins a call, also inside of
-    reasoning, which the call ends.  ``message``: the calls are part of a format of whole messages.
+    reasoning, which the call ends.  ``call_ids`` makes the ids of one answer's calls; ``numbered_id`` is the only form
+    of ids that the model knows (with ``{name}`` and ``{number}``, which counts the calls of a conversation from 0), so
+    that the template gets every id in it.  A chat template that one of ``template`` fits is of such a model.
+    ``message``: the calls are part of a format of whole messages.
     """
 
     models: str
@@ -114,14 +133,16 @@ class ToolFormat:
     marks: tuple[str, ...]
     opens: tuple[str, ...] = ()
     new_parser: Callable[[ToolRequest], ToolParser]
-    new_call_id: Callable[[], str] = openai_call_id
+    call_ids: CallIds = lambda tools: openai_call_id
+    numbered_id: str = ""
+    template: tuple[TemplateMarks, ...] = ()
     message: MessageFormat | None = None
 
 
 class EventSink:
     """Collects the events of one ``feed`` and joins neighbouring pieces of the same kind."""
 
-    def __init__(self, new_call_id: Callable[[], str] = openai_call_id) -> None:
+    def __init__(self, new_call_id: NewCallId = openai_call_id) -> None:
         self._new_call_id = new_call_id
         self._events: list[ChatEvent] = []
         self._pieces: list[str] = []
@@ -141,7 +162,7 @@ class EventSink:
         self._settle()
         index = self.num_calls
         self.num_calls += 1
-        self._events.append(CallStarted(index, self._new_call_id(), name))
+        self._events.append(CallStarted(index, self._new_call_id(name), name))
         return index
 
     def arguments(self, index: int, text: str) -> None:

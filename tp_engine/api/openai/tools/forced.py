@@ -1,8 +1,6 @@
 """Tool calls that the request forces: a constraint of the engine makes the text JSON, without markup."""
 
-from collections.abc import Callable
-
-from tp_engine.api.openai.tools.events import openai_call_id
+from tp_engine.api.openai.tools.events import NewCallId, openai_call_id
 from tp_engine.api.openai.tools.json_calls import SEPARATORS, ObjectsParser
 from tp_engine.api.openai.tools.text_parser import TextParser
 
@@ -13,7 +11,7 @@ class CallListParser(ObjectsParser):
     Other text, which only a model without the constraint can write, is content.
     """
 
-    def __init__(self, new_call_id: Callable[[], str] = openai_call_id) -> None:
+    def __init__(self, new_call_id: NewCallId = openai_call_id) -> None:
         super().__init__((), new_call_id=new_call_id)
         self._state = self._read_list
 
@@ -47,7 +45,7 @@ class CallListParser(ObjectsParser):
 class NamedCallParser(TextParser):
     """The parser for a ``tool_choice`` that names a function: the text is its arguments."""
 
-    def __init__(self, name: str, new_call_id: Callable[[], str] = openai_call_id) -> None:
+    def __init__(self, name: str, new_call_id: NewCallId = openai_call_id) -> None:
         super().__init__((), new_call_id=new_call_id)
         self._name = name
         self._state = self._read_beginning

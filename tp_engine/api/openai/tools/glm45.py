@@ -8,6 +8,7 @@
     </tool_call>
 """
 
+from tp_engine.api.openai.tools.events import TemplateMarks
 from tp_engine.api.openai.tools.marked_calls import CallMarks
 
 MARKS = CallMarks(
@@ -20,4 +21,6 @@ MARKS = CallMarks(
     value_end="</arg_value>",
     value_breaks=("</tool_call>",),
 )
-FORMAT = MARKS.format("GLM-4.5", aliases=("glm47",))
+FORMAT = MARKS.format(
+    "GLM-4.5 to 5", aliases=("glm47", "glm"), template=(TemplateMarks(("<tool_call>", "<arg_key>", "[gMASK]")),)
+)

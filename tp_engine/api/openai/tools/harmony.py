@@ -23,7 +23,7 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from tp_engine.api.openai.tools.events import MessageFormat, MessageParser, ToolFormat
+from tp_engine.api.openai.tools.events import MessageFormat, MessageParser, TemplateMarks, ToolFormat
 from tp_engine.api.openai.tools.text_parser import TextParser, partial_suffix
 from tp_engine.grammar.library import inner_schema
 
@@ -195,6 +195,7 @@ def _forced_calls(tools: ToolRequest, writing: TokenWriting, thinks: bool, like:
     return start + "\n".join(rules)
 
 
+TEMPLATE = (TemplateMarks((CHANNEL, START)),)
 HARMONY = MessageFormat(
     marks=(START, CHANNEL, CONSTRAIN, MESSAGE, *_ENDS),
     stops=_STOPS,
@@ -203,5 +204,10 @@ HARMONY = MessageFormat(
     forced_calls=_forced_calls,
 )
 FORMAT = ToolFormat(
-    models="gpt-oss", aliases=("gpt-oss",), marks=HARMONY.marks, new_parser=HarmonyParser, message=HARMONY
+    models="gpt-oss",
+    aliases=("gpt-oss",),
+    template=TEMPLATE,
+    marks=HARMONY.marks,
+    new_parser=HarmonyParser,
+    message=HARMONY,
 )

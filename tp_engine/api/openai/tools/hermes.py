@@ -1,6 +1,21 @@
-"""Tool calls as Hermes and Qwen models write them: ``<tool_call>{"name": "f", "arguments": {...}}</tool_call>``."""
+"""Tool calls as Hermes, Qwen and others write them: ``<tool_call>{"name": "f", "arguments": {...}}</tool_call>``."""
 
+from tp_engine.api.openai.tools.events import TemplateMarks
 from tp_engine.api.openai.tools.json_calls import CallBlock
 
 BLOCK = CallBlock(opens=("<tool_call>",))
-FORMAT = BLOCK.format("Qwen, Hermes", aliases=("qwen", "qwen25", "qwen3_json"))
+# Marks of other formats that have the same opening mark.
+_OTHERS = (
+    "<arg_key>",
+    "<function=",
+    "<|tool_call|>",
+    "<|tool_call>",
+    "<response>",
+    "<minimax:tool_call>",
+    "]<]minimax[>[",
+)
+FORMAT = BLOCK.format(
+    "Qwen, Hermes, EXAONE 4, Granite 4",
+    aliases=("qwen", "qwen25", "qwen3_json", "granite4"),
+    template=(TemplateMarks(("<tool_call>",), lacks=_OTHERS),),
+)

@@ -14,11 +14,11 @@
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from tp_engine.api.openai.tools.call_reader import CallReader
-from tp_engine.api.openai.tools.events import ToolFormat, openai_call_id
+from tp_engine.api.openai.tools.events import CallIds, NewCallId, ToolFormat, openai_call_id
 from tp_engine.api.openai.tools.text_parser import TextParser, first_mark, partial_suffix
 
 # Between the objects of one block; some models write a list.
@@ -35,6 +35,7 @@ class CallBlock:
     ``between`` the calls of a block are passed over.  ``head`` matches what stands in front of the arguments' object,
     where that is not a whole call, and its group 1 is the call's name; such a call begins behind an opening mark, or
     one ``between``.  The mark ``arguments``, where the model writes it, ends the head; ``in_head`` are its other marks.
+    Texts outside of blocks never show ``drops``.
     """
 
     opens: tuple[str, ...]
@@ -44,19 +45,18 @@ class CallBlock:
     head: re.Pattern[str] | None = None
     arguments: str = ""
     in_head: tuple[str, ...] = ()
+    drops: tuple[str, ...] = ()
 
-    def format(
-        self, models: str, *, aliases: tuple[str, ...] = (), new_call_id: Callable[[], str] = openai_call_id
-    ) -> ToolFormat:
-        """Return the format of ``models`` that write calls so."""
-        marks = (*self.opens, self.close, *self.between, self.arguments, *self.in_head)
+    def format(self, models: str, *, call_ids: CallIds = lambda tools: openai_call_id, **fields: Any) -> ToolFormat:
+        """Return the format of ``models`` that write calls so; ``fields`` are others of ``ToolFormat``."""
+        marks = (*self.opens, self.close, *self.between, self.arguments, *self.in_head, *self.drops)
         return ToolFormat(
             models=models,
-            aliases=aliases,
             marks=tuple(filter(None, marks)),
             opens=self.opens,
-            new_parser=lambda tools: JsonCallsParser(self, new_call_id),
-            new_call_id=new_call_id,
+            new_parser=lambda tools: JsonCallsParser(self, call_ids(tools)),
+            call_ids=call_ids,
+            **fields,
         )
 
 
@@ -100,8 +100,8 @@ class ObjectsParser(TextParser, ABC):
 class JsonCallsParser(ObjectsParser):
     """The parser of a ``CallBlock``.  A block without a call is content, with its marks, so that no text is lost."""
 
-    def __init__(self, block: CallBlock, new_call_id: Callable[[], str] = openai_call_id) -> None:
-        super().__init__(block.opens, close=block.close, new_call_id=new_call_id)
+    def __init__(self, block: CallBlock, new_call_id: NewCallId = openai_call_id) -> None:
+        super().__init__(block.opens, close=block.close, drops=block.drops, new_call_id=new_call_id)
         self._block = block
         self._takes_head = False  # a name may come here, in front of its arguments
         self._has_head = False  # the reader's call has a name in front: its text is the arguments

@@ -4,7 +4,7 @@
 name of one of the request's tools; other braces are content.
 """
 
-from tp_engine.api.openai.tools.events import ToolFormat
+from tp_engine.api.openai.tools.events import TemplateMarks, ToolFormat
 from tp_engine.api.openai.tools.json_calls import ObjectsParser
 
 PYTHON_TAG = "<|python_tag|>"
@@ -64,5 +64,6 @@ FORMAT = ToolFormat(
     aliases=("llama3", "llama4_json"),
     marks=(PYTHON_TAG,),
     opens=(PYTHON_TAG,),
+    template=(TemplateMarks(("dictionary of argument name and its value",)),),
     new_parser=lambda tools: Llama3JsonToolParser(tools.names),
 )

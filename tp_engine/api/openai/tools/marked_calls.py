@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tp_engine.api.openai.tools.argument_types import ArgumentTypes, Types, is_text, json_value
 from tp_engine.api.openai.tools.events import ToolFormat
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[^\s<>{}\[\]\"']+")
 _QUOTES = "\"'"
+# A key in quotes, and an attribute that tells whether its value is text.
+_QUOTED_KEY = re.compile(r"""\s*(["'])([^"']*)\1\s+string=["']?(\w*)""")
 _SPACE = re.compile(r"\s*")
 _MAX_NAME = 256
 
@@ -39,7 +41,8 @@ class CallMarks:
     next key (on a line of its own, if the value is), and at marks that close its call, if another call or the end
     follows.
     ``own_lines``: a value that begins with a line end is on lines of its own, and the line ends around it do not belong
-    to it.  ``bare``: a call may come without ``open`` if it names a tool of the request.
+    to it.  A key in quotes may have ``string="true"`` behind it: its value is text unless the schema says otherwise.
+    ``bare``: a call may come without ``open`` if it names a tool of the request.
     """
 
     open: str
@@ -76,14 +79,16 @@ class CallMarks:
         """Those that may begin a call."""
         return (self.open, self.call) if self.bare else (self.open,)
 
-    def format(self, models: str, *, aliases: tuple[str, ...] = ()) -> ToolFormat:
-        """Return the format of ``models`` that write their calls between these marks."""
+    def format(self, models: str, **fields: Any) -> ToolFormat:
+        """Return the format of ``models`` that write their calls between these marks; ``fields`` are others of
+        ``ToolFormat``.
+        """
         return ToolFormat(
             models=models,
-            aliases=aliases,
             marks=self.all,
             opens=self.opens,
             new_parser=lambda tools: MarkedCallsParser(self, tools),
+            **fields,
         )
 
 
@@ -192,10 +197,12 @@ class MarkedCallsParser(TextParser):
             return True
         if place < 0:
             return False
-        key = self._pending[:place].strip().strip(_QUOTES)
+        written = _QUOTED_KEY.match(self._pending[:place])
+        self._key = self._pending[:place].strip().strip(_QUOTES) if written is None else written[2]
         self._pending = self._pending[place + len(end) :]
-        self._value_types = self._of_tool.of(key)
-        self._key = key
+        self._value_types = self._of_tool.of(self._key)
+        if written is not None and written[3] == "true" and self._value_types is None:
+            self._value_types = frozenset({"string"})
         if self._marks.value:
             self._state = self._read_before_value
         else:

@@ -9,6 +9,7 @@
     </minimax:tool_call>
 """
 
+from tp_engine.api.openai.tools.events import TemplateMarks
 from tp_engine.api.openai.tools.marked_calls import CallMarks
 
 MARKS = CallMarks(
@@ -22,4 +23,6 @@ MARKS = CallMarks(
     value_end="</parameter>",
     own_lines=True,
 )
-FORMAT = MARKS.format("MiniMax-M2", aliases=("minimax-m2",))
+FORMAT = MARKS.format(
+    "MiniMax-M2", aliases=("minimax-m2",), template=(TemplateMarks(("<minimax:tool_call>",), lacks=("]<]minimax[>[",)),)
+)

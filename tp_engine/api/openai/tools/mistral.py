@@ -11,10 +11,11 @@
 import re
 import uuid
 
+from tp_engine.api.openai.tools.events import TemplateMarks
 from tp_engine.api.openai.tools.json_calls import CallBlock
 
 
-def new_call_id() -> str:
+def new_call_id(name: str) -> str:
     """Nine letters and digits: the models' chat templates refuse other ids."""
     return uuid.uuid4().hex[:9]
 
@@ -26,4 +27,4 @@ BLOCK = CallBlock(
     arguments="[ARGS]",
     in_head=("[CALL_ID]",),
 )
-FORMAT = BLOCK.format("Mistral", new_call_id=new_call_id)
+FORMAT = BLOCK.format("Mistral", call_ids=lambda tools: new_call_id, template=(TemplateMarks(("[TOOL_CALLS]",)),))

@@ -11,6 +11,7 @@
     </tool_call>
 """
 
+from tp_engine.api.openai.tools.events import TemplateMarks
 from tp_engine.api.openai.tools.marked_calls import CallMarks
 
 MARKS = CallMarks(
@@ -25,4 +26,8 @@ MARKS = CallMarks(
     own_lines=True,
     bare=True,
 )
-FORMAT = MARKS.format("Qwen3-Coder", aliases=("qwen3_xml",))
+FORMAT = MARKS.format(
+    "Qwen3-Coder, Qwen3.5, Nemotron 3",
+    aliases=("qwen3_xml", "step3p5", "nanbeige"),
+    template=(TemplateMarks(("<tool_call>", "<function=", "<parameter="), lacks=("<seed:tool_call>",)),),
+)

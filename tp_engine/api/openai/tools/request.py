@@ -21,13 +21,14 @@ _WORDS = ("none", "auto", "required")
 class ToolRequest:
     """The tools that an answer may call.  ``name`` is the function of a ``named`` choice, None otherwise.
 
-    ``several``: more than one call is allowed.
+    ``several``: more than one call is allowed.  ``num_earlier_calls`` are those in the messages.
     """
 
     tools: tuple[Mapping[str, Any], ...]
     choice: Choice
     name: str | None = None
     several: bool = True
+    num_earlier_calls: int = 0
 
     @classmethod
     def of(cls, body: ChatBody) -> ToolRequest | None:
@@ -48,7 +49,13 @@ class ToolRequest:
                 f"tool_choice names the function {name[:_MAX_NAME]!r}, which is not among the tools",
                 param="tool_choice",
             )
-        return cls(tools=tools, choice=choice, name=name, several=body.parallel_tool_calls is not False)
+        return cls(
+            tools=tools,
+            choice=choice,
+            name=name,
+            several=body.parallel_tool_calls is not False,
+            num_earlier_calls=sum(map(_num_calls, body.messages)),
+        )
 
     @property
     def names(self) -> frozenset[str]:
@@ -90,6 +97,11 @@ class ToolRequest:
             **({} if self.several else {"maxItems": 1}),
             "items": calls,
         }
+
+
+def _num_calls(message: Mapping[str, Any]) -> int:
+    calls = message.get("tool_calls")
+    return len(calls) if isinstance(calls, list) else 0
 
 
 def _tool(where: str, tool: object) -> Mapping[str, Any]:

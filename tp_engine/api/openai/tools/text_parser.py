@@ -12,21 +12,28 @@ Most formats only name their marks for one of the two; a format of another kind 
 
 from collections.abc import Callable, Iterable, Sequence
 
-from tp_engine.api.openai.tools.events import ChatEvent, EventSink, openai_call_id
+from tp_engine.api.openai.tools.events import ChatEvent, EventSink, NewCallId, openai_call_id
 
 
 class TextParser:
     """A ``ToolParser``.  White space beside a call is layout, and dropped unless text is on both sides.
 
-    ``opens`` are the marks that end text; ``close`` ends a block of calls, empty for none.
+    ``opens`` are the marks that end text; ``close`` ends a block of calls, empty for none.  Texts never show ``drops``.
     """
 
     def __init__(
-        self, opens: Sequence[str], *, close: str = "", new_call_id: Callable[[], str] = openai_call_id
+        self,
+        opens: Sequence[str],
+        *,
+        close: str = "",
+        drops: Sequence[str] = (),
+        new_call_id: NewCallId = openai_call_id,
     ) -> None:
         self._opens = tuple(opens)
         self._close = close
-        self._first_characters = frozenset(mark[0] for mark in opens)
+        self._drops = tuple(drops)
+        self._ends = (*self._opens, *self._drops)
+        self._first_characters = frozenset(mark[0] for mark in self._ends)
         self._sink = EventSink(new_call_id)
         self._state: Callable[[], bool] = self._read_text
         self._pending = ""  # not yet understood
@@ -75,14 +82,15 @@ class TextParser:
         self._has_text = True
 
     def _read_text(self) -> bool:
-        found = first_mark(self._pending, self._opens)
-        place = len(self._pending) - partial_suffix(self._pending, *self._opens) if found is None else found[0]
+        found = first_mark(self._pending, self._ends)
+        place = len(self._pending) - partial_suffix(self._pending, *self._ends) if found is None else found[0]
         text, self._pending = self._pending[:place], self._pending[place:]
         self._give(text)
         if found is None:
             return False
         self._pending = self._pending[len(found[1]) :]
-        self._open(found[1])
+        if found[1] not in self._drops:
+            self._open(found[1])
         return True
 
     def _read_junk(self) -> bool:

@@ -1,0 +1,10 @@
+"""Tool calls as Seed-OSS models write them: those of Qwen3-Coder in ``<seed:tool_call>...</seed:tool_call>``."""
+
+from dataclasses import replace
+
+from tp_engine.api.openai.tools import qwen3_coder
+from tp_engine.api.openai.tools.events import TemplateMarks
+
+OPEN = "<seed:tool_call>"
+MARKS = replace(qwen3_coder.MARKS, open=OPEN, close="</seed:tool_call>")
+FORMAT = MARKS.format("Seed-OSS", template=(TemplateMarks((OPEN,)),))
