@@ -61,6 +61,13 @@ SCRIPTS_NOT_RUN = {
     ("agents.md", "codex"): "needs OpenAI's Codex; scripts/test_clients runs it",
     ("agents.md", "export OPENAI"): "needs Open WebUI",
 }
+# Examples among the drawings and outputs.
+TEXTS_NOT_RUN = {
+    ("batch.md", '{"id"'): "is an answer of a job, shortened",
+    ("command_line.md", "$ tp-engine recommend"): "needs the config.json of a model of the hub",
+    ("models.md", "--hf-overrides"): "are values of a flag; tests/unit/models/test_hf_overrides.py has their like",
+    ("structured_output.md", '{"messages"'): "tests/e2e/test_structured_demo.py runs them",
+}
 LAUNCHERS = {
     "serve": {"engine": EngineConfig, "server": ServerConfig},
     "batch": {"engine": EngineConfig, "batch": BatchConfig},
@@ -123,12 +130,18 @@ def test_every_block_names_its_language() -> None:
 
 def test_no_exception_is_stale() -> None:
     """Oracle: the documents."""
-    entries = {**NOT_RUN, **SCRIPTS_NOT_RUN}
+    entries = {**NOT_RUN, **SCRIPTS_NOT_RUN, **TEXTS_NOT_RUN}
     unused = [entry for entry in entries if not any(block.is_in({entry: ""}) for block in BLOCKS)]
     assert unused == []
     used = {command[0] for block in SHELL for command in commands(block)}
     assert COMMANDS_NOT_RUN.keys() - used == set()
     assert used - COMMANDS_NOT_RUN.keys() == {"curl"}
+
+
+def test_no_example_hides_among_drawings() -> None:
+    """Oracle: commands, data and flags that begin a text are in the table."""
+    texts = [block for block in BLOCKS if block.language == "text" and block.text.lstrip()[0] in "$-{"]
+    assert [block.name for block in texts if not block.is_in(TEXTS_NOT_RUN)] == []
 
 
 @pytest.mark.parametrize(
