@@ -83,8 +83,8 @@ class BatchOptions(EngineOptions, total=False):
     """Those of ``EngineOptions``, and the fields of ``BatchConfig`` but the two files."""
 
     enable_auto_tool_choice: bool
-    tool_call_parser: str | None
-    reasoning_parser: str | None
+    tool_call_parser: str
+    reasoning_parser: str
     error_file: str | None
     output_order: str
     shard: str

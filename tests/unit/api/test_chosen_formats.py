@@ -10,7 +10,7 @@ import pytest
 
 from tests.chat_templates import QWEN_LIKE
 from tests.text_tokenizers import byte_level_tokenizer
-from tests.unit.api.test_chat_answers import CHAT, body, serve, speaking, whole
+from tests.unit.api.test_chat_answers import CHAT, body, last_request, serve, speaking, whole
 from tp_engine.api.openai.chat.options import TOOL_ALIASES, TOOL_FORMATS, ChatOptions
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.api.openai.reasoning import REASONING_FORMATS
@@ -131,3 +131,38 @@ def test_tools_without_a_known_format_are_refused(fields: Any) -> None:
         assert (await app.post(CHAT, body(tools=None))).status == 200
 
     serve(speaking("[]"), scenario, ServerConfig(enable_auto_tool_choice=True, **fields))
+
+
+KIMI = """{# <|tool_calls_section_begin|> #}{% for message in messages %}{% for call in message.tool_calls or [] %}
+{{ call.id }} {% endfor %}{{ message.tool_call_id or '' }} {% endfor %}"""
+
+
+def test_ids_of_kimi_are_numbered() -> None:
+    """Ids of other models in the history, and those of the answer. Oracle: by hand: they count all calls."""
+    names = ("get_weather", "add", "get_weather")
+    calls = [{"id": f"call_{n}", "type": "function", "function": {"name": name}} for n, name in enumerate(names)]
+    answers = [{"role": "tool", "tool_call_id": f"call_{n}", "content": "x"} for n in (1, 0, 2)]
+    history: list[dict[str, Any]] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "tool_calls": calls[:2]},
+        *answers[:2],
+        {"role": "assistant", "tool_calls": calls[2:]},
+        answers[2],
+    ]
+
+    async def scenario(app: Any) -> None:
+        ids = ["functions.get_weather:0", "functions.add:1", "functions.get_weather:2"]
+        chat = ChatFormat(byte_level_tokenizer(), ChatOptions(chat_template=KIMI))
+        assert chat.render(history).text.split() == [*ids[:2], ids[1], ids[0], ids[2], ids[2]]
+        answer = (await app.post(CHAT, body(messages=history))).json()
+        assert [call["id"] for call in answer["choices"][0]["message"]["tool_calls"]] == ["functions.get_weather:3"]
+        forced = (await app.post(CHAT, body(messages=history, tool_choice="required"))).json()
+        assert forced["choices"][0]["message"]["tool_calls"][0]["id"] == "functions.get_weather:3"
+        constraint = last_request(app).params.structured_outputs
+        assert constraint is not None and '"functions.get_weather:" NUMBER' in str(constraint.grammar)
+
+    text = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{}"
+        "<|tool_call_end|><|tool_calls_section_end|>"
+    )
+    serve(speaking(text), scenario, ServerConfig(chat_template=KIMI))

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
+from tests.unit.api.test_reasoning import follows
 from tests.unit.api.test_tool_parsers import ARGUMENTS, find
 from tp_engine.api.openai.chat.options import TOOL_FORMATS
+from tp_engine.api.openai.chat.parser import ChatParsing
+from tp_engine.api.openai.structured import TokenWriting
 from tp_engine.api.openai.tools.events import ToolParser
+from tp_engine.api.openai.tools.forced import forced_calls
 from tp_engine.api.openai.tools.request import ToolRequest
+from tp_engine.structured_outputs import StructuredOutputsParams
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}}
 TOOLS = ToolRequest(
@@ -185,3 +191,46 @@ def test_long_literals_take_linear_time(name: str) -> None:
         text = f"{opens}add({unit * 5_000}"
         found = find(parser(name), [text[i : i + 4096] for i in range(0, len(text), 4096)])
         assert found.content or found.calls
+
+
+FORCED = {name: calls.forced for name, calls in TOOL_FORMATS.items() if calls.forced is not None}
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_forced_calls_are_in_the_models_own_form(name: str) -> None:
+    """Oracle: the grammar takes what the form says, by hand, and nothing else; the format's parser reads the calls."""
+    form = FORCED[name]
+    tools = ToolRequest(tools=TOOLS.tools, choice="required")
+
+    def call(function: str, arguments: str) -> str:
+        return form.call.replace("NAME", function).replace("NUMBER", "0").replace("ARGUMENTS", arguments)
+
+    def text(*calls: str) -> str:
+        return form.begin + form.between.join(calls) + form.end
+
+    one, other = call("add", '{"city": "Köln", "n": 5}'), call("größe", "{}")
+    named = replace(tools, choice="named", name="add")
+    single = replace(tools, several=False)
+    for asked, written, fits in (
+        (tools, text(one), True),
+        (tools, text(one, other, one), True),
+        (tools, text(), False),
+        (tools, one, False),
+        (tools, text(call("unheard_of", "{}")), False),
+        (tools, text(call("add", '{"n": "x"}')), False),
+        (single, text(one), True),
+        (single, text(one, other), False),
+        (named, text(one), True),
+        (named, text(other), False),
+    ):
+        grammar = forced_calls(
+            form, TOOL_FORMATS[name].marks, asked, TokenWriting(None), StructuredOutputsParams(json={})
+        )
+        assert follows(StructuredOutputsParams(grammar=grammar), written) is fits, (asked.choice, written)
+    how = ChatParsing(tools=tools, tool_format=TOOL_FORMATS[name])
+    found = how.parse(text(one, other), (), "stop")
+    assert [(function, json.loads(arguments)) for _, function, arguments in found.calls] == [
+        ("add", {"city": "Köln", "n": 5}),
+        ("größe", {}),
+    ]
+    assert found.content == "" and found.finish_reason == "tool_calls"

@@ -9,6 +9,7 @@ from tp_engine.api.openai.chat.prompt import ChatPrompt
 from tp_engine.api.openai.protocol import ChatBody
 from tp_engine.api.openai.reasoning import Beginning, ReasoningFormat
 from tp_engine.api.openai.structured import TokenWriting
+from tp_engine.api.openai.tools.forced import forced_calls
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.errors import RequestError
 from tp_engine.sampling_params import SamplingParams
@@ -106,8 +107,9 @@ def _marks(parsing: ChatParsing) -> tuple[str, ...]:
     if parsing.message is not None:
         return parsing.message.marks
     marks = () if parsing.reasoning is None else (*parsing.reasoning.opens, *parsing.reasoning.closes)
-    if parsing.tools is not None and parsing.tools.choice == "auto" and parsing.tool_format is not None:
-        marks += parsing.tool_format.marks
+    calls = parsing.tool_format
+    if parsing.tools is not None and calls is not None and (parsing.tools.choice == "auto" or calls.forced is not None):
+        marks += calls.marks
     return marks
 
 
@@ -122,6 +124,10 @@ def _behind_reasoning(
         if message.new_parser(None, parsing.prompt).in_answer:
             return constraint
         return replace(constraint, preamble=message.preamble(writing, thinks))
+    calls = parsing.tool_format
+    if tools is not None and tools.choice != "auto" and calls is not None and calls.forced is not None:
+        grammar = forced_calls(calls.forced, calls.marks, tools, writing, constraint)
+        constraint = StructuredOutputsParams(grammar=grammar)
     if parsing.reasoning is None:
         return constraint
     return replace(constraint, preamble=parsing.reasoning.preamble(writing, parsing.begins))

@@ -113,6 +113,8 @@ class ChatParsing:
         if self.tools is None:
             return None
         new_call_id = openai_call_id if self.tool_format is None else self.tool_format.call_ids(self.tools)
+        if self.tool_format is not None and self.tool_format.forced is not None:
+            return self._model_parser()
         if self.tools.choice == "required":
             return CallListParser(new_call_id)
         if self.tools.name is not None:

@@ -8,7 +8,15 @@
     ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 """
 
-from tp_engine.api.openai.tools.deepseek_v31 import BLOCK, FENCE, OPEN
-from tp_engine.api.openai.tools.events import TemplateMarks
+from tp_engine.api.openai.tools.deepseek_v31 import BLOCK, CALL, CALL_END, CLOSE, FENCE, OPEN, SEPARATOR
+from tp_engine.api.openai.tools.events import ForcedForm, TemplateMarks
 
-FORMAT = BLOCK.format("DeepSeek V3, R1", aliases=("deepseekv3",), template=(TemplateMarks((OPEN, f"{FENCE}json")),))
+FORM = ForcedForm(
+    begin=OPEN,
+    call=f"{CALL}function{SEPARATOR}NAME\n{FENCE}json\nARGUMENTS\n{FENCE}{CALL_END}",
+    between="\n",
+    end=CLOSE,
+)
+FORMAT = BLOCK.format(
+    "DeepSeek V3, R1", aliases=("deepseekv3",), template=(TemplateMarks((OPEN, f"{FENCE}json")),), forced=FORM
+)

@@ -9,7 +9,7 @@ Those of DeepSeek V3 and R1 are read too: models that were made from others writ
 
 import re
 
-from tp_engine.api.openai.tools.events import TemplateMarks
+from tp_engine.api.openai.tools.events import ForcedForm, TemplateMarks
 from tp_engine.api.openai.tools.json_calls import CallBlock
 
 OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -25,5 +25,8 @@ BLOCK = CallBlock(
     drops=(CLOSE, CALL_END),
 )
 FORMAT = BLOCK.format(
-    "DeepSeek V3.1", aliases=("deepseekv31",), template=(TemplateMarks((OPEN,), lacks=(f"{FENCE}json",)),)
+    "DeepSeek V3.1",
+    aliases=("deepseekv31",),
+    template=(TemplateMarks((OPEN,), lacks=(f"{FENCE}json",)),),
+    forced=ForcedForm(begin=OPEN, call=f"{CALL}NAME{SEPARATOR}ARGUMENTS{CALL_END}", end=CLOSE),
 )

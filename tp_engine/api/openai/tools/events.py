@@ -117,6 +117,19 @@ class TemplateMarks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForcedForm:
+    """How a model writes calls that are forced: ``begin``, calls with ``between`` between them, ``end``.
+
+    In ``call`` stand the words NAME, ARGUMENTS for the JSON object, and NUMBER for any number.
+    """
+
+    begin: str
+    call: str
+    between: str = ""
+    end: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
     """How some models write tool calls; each format has a module and a line in ``chat/options.TOOL_FORMATS``.
 
@@ -125,7 +138,8 @@ class ToolFormat:
     reasoning, which the call ends.  ``call_ids`` makes the ids of one answer's calls; ``numbered_id`` is the only form
     of ids that the model knows (with ``{name}`` and ``{number}``, which counts the calls of a conversation from 0), so
     that the template gets every id in it.  A chat template that one of ``template`` fits is of such a model.
-    ``message``: the calls are part of a format of whole messages.
+    ``forced`` is the form of calls that a request forces; None: JSON without marks.  ``message``: the calls are part of
+    a format of whole messages.
     """
 
     models: str
@@ -136,6 +150,7 @@ class ToolFormat:
     call_ids: CallIds = lambda tools: openai_call_id
     numbered_id: str = ""
     template: tuple[TemplateMarks, ...] = ()
+    forced: ForcedForm | None = None
     message: MessageFormat | None = None
 
 

@@ -1,8 +1,51 @@
-"""Tool calls that the request forces: a constraint of the engine makes the text JSON, without markup."""
+"""Tool calls that the request forces: a constraint of the engine makes the text JSON, without markup.
 
-from tp_engine.api.openai.tools.events import NewCallId, openai_call_id
+Where a format says how its model writes calls (``ForcedForm``), the constraint makes the text such calls.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+from tp_engine.api.openai.tools.events import ForcedForm, NewCallId, openai_call_id
 from tp_engine.api.openai.tools.json_calls import SEPARATORS, ObjectsParser
 from tp_engine.api.openai.tools.text_parser import TextParser
+from tp_engine.grammar.library import inner_schema
+
+if TYPE_CHECKING:
+    from tp_engine.api.openai.structured import TokenWriting
+    from tp_engine.api.openai.tools.request import ToolRequest
+    from tp_engine.structured_outputs import StructuredOutputsParams
+
+
+def forced_calls(
+    form: ForcedForm, marks: tuple[str, ...], tools: ToolRequest, writing: TokenWriting, like: StructuredOutputsParams
+) -> str:
+    """Return the grammar, in Lark, of the calls that ``tools`` force, in a model's own ``form``.
+
+    ``marks`` may be special tokens; arguments have white space as in the constraint ``like``.
+    """
+    pieces = re.compile(f"({'|'.join(map(re.escape, (*sorted(marks, key=len, reverse=True), 'NUMBER')))})")
+
+    def written(text: str, name: str = "") -> str:
+        as_json = json.dumps(name, ensure_ascii=False)[1:-1] if '"NAME"' in form.call else name
+        parts = filter(None, pieces.split(text))
+        return " ".join("NUMBER" if part == "NUMBER" else writing.mark(part.replace("NAME", as_json)) for part in parts)
+
+    before, _, behind = form.call.partition("ARGUMENTS")
+    schemas = tools.argument_schemas()
+    more = f"({written(form.between)} call)*" if tools.several and tools.name is None else ""
+    rules = [
+        f"start: {written(form.begin)} call {more} {written(form.end)}",
+        f"call: {' | '.join(f'call_{number}' for number in range(len(schemas)))}",
+        "NUMBER: /[0-9]{1,4}/",
+    ]
+    for number, (name, schema) in enumerate(schemas):
+        rules.append(f"call_{number}: {written(before, name)} arguments_{number} {written(behind)}")
+        rules.append(f"arguments_{number}: %json {inner_schema(schema, like)}")
+    return "\n".join(rules)
 
 
 class CallListParser(ObjectsParser):

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import TYPE_CHECKING
 
-from tp_engine.api.openai.tools.events import TemplateMarks
+from tp_engine.api.openai.tools.events import ForcedForm, TemplateMarks
 from tp_engine.api.openai.tools.json_calls import CallBlock
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+ARGUMENTS = "<|tool_call_argument_begin|>"
 ID = "functions.{name}:{number}"
 
 
@@ -40,7 +41,13 @@ BLOCK = CallBlock(
     is_closed=False,
     between=(CALL_END,),
     head=re.compile(r"\s*(?:functions\.)?([^\s<>{}\"',:]+):\d+\s*"),
-    arguments="<|tool_call_argument_begin|>",
+    arguments=ARGUMENTS,
     drops=(CLOSE, CALL_END),
 )
-FORMAT = BLOCK.format("Kimi K2", call_ids=call_ids, numbered_id=ID, template=(TemplateMarks((OPEN,)),))
+FORMAT = BLOCK.format(
+    "Kimi K2",
+    call_ids=call_ids,
+    numbered_id=ID,
+    template=(TemplateMarks((OPEN,)),),
+    forced=ForcedForm(begin=OPEN, call=f"{CALL}functions.NAME:NUMBER{ARGUMENTS}ARGUMENTS{CALL_END}", end=CLOSE),
+)
