@@ -51,9 +51,15 @@ class ChatFormat:
         self._probed = lru_cache(_MAX_TEMPLATES)(self._probe)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_options: Mapping[str, Any] | None = None,
+        *,
+        numbers_calls: bool = False,
     ) -> ChatPrompt:
         """Return the prompt, up to the assistant's answer.  Raises ``RequestError``.
+
+        ``numbers_calls``: ids of calls take the form that the model knows (``ToolFormat.numbered_id``), if it has one.
 
         ``add_generation_prompt``, ``continue_final_message``, ``tools``, ``documents`` and ``chat_template`` (a text,
         or the name of one of the tokenizer's) among ``template_options`` mean the same as in transformers; the
@@ -68,7 +74,7 @@ class ChatFormat:
             warn_once(
                 logger, "the format of the model's tool calls is not known: those that it chooses to make stay text"
             )
-        numbered_id = "" if self.tool_format is None else self.tool_format.numbered_id
+        numbered_id = self.tool_format.numbered_id if self.tool_format is not None and numbers_calls else ""
         conversation = normal_messages(messages, takes, numbered_id)
         variables = {
             **self._special_tokens(),
