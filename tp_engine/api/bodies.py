@@ -23,8 +23,8 @@ def num_prompts(body: Body) -> tuple[int, str]:
         case CompletionBody():
             return len(completion_prompts(body)), "prompt"
         case EmbeddingBody(input=given):
-            is_one = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], int))
-            return 1 if is_one else len(given), "input"
+            is_one = not isinstance(given, list) or (len(given) > 0 and isinstance(given[0], int))
+            return 1 if is_one else len(given or ()), "input"
         case RerankBody():
             return len(body.documents), "documents"
         case ScoreBody():

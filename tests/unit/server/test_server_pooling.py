@@ -13,6 +13,7 @@ import pytest
 from tests.asgi import App, run_served, until
 from tests.fake_engine import MODEL_INFO, FakeEngine, fake_pooled
 from tests.pooling_models import eos_tokenizer, yes_no_tokenizer
+from tests.tiny_server import chat_tokenizer
 from tp_engine.server.config import ServerConfig
 
 EMBED = msgspec.structs.replace(MODEL_INFO, convert="embed", hidden_size=4, dimensions=())
@@ -111,6 +112,22 @@ def test_bodies_that_are_refused(path: str, body: dict[str, Any], param: str, te
         assert isinstance(app.service.engine, FakeEngine) and not app.service.engine.added
 
     serve(scenario)
+
+
+def test_the_embedding_of_a_chat() -> None:
+    """Oracle: the embedding of the prompt that ``/tokenize`` tells for the same messages, by its token ids."""
+
+    async def scenario(app: App) -> None:
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "you"}]
+        for begins in (False, True):
+            chat = {"messages": messages, "add_generation_prompt": begins}
+            tokens = (await app.post("/tokenize", chat)).json()["tokens"]
+            by_chat, by_ids = [(await app.post("/v1/embeddings", body)).json() for body in (chat, {"input": tokens})]
+            assert by_chat["data"] == by_ids["data"] and by_chat["usage"] == by_ids["usage"]
+        for body in ({}, {"input": "x", "messages": messages}, {"messages": []}, {"messages": [{"role": "user"}]}):
+            assert (await app.post("/v1/embeddings", body)).status == 400
+
+    run_served(scenario, FakeEngine(model_info=EMBED), chat_tokenizer())
 
 
 def test_scores() -> None:

@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from pydantic import Field
+
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.answer_shape import JsonObject
-from tp_engine.api.openai.protocol import PromptBody
+from tp_engine.api.openai.chat.body import chat_prompt
+from tp_engine.api.openai.protocol import ChatBody, PromptBody
 from tp_engine.api.openai.requests import PreparedBody
 from tp_engine.api.openai.sampling import listed_prompts
 from tp_engine.api.pooling import PoolingParams, ScorePairs, embedding_request, fields_of, paired
@@ -23,9 +26,15 @@ from tp_engine.outputs import RequestOutput
 
 
 class EmbeddingBody(PromptBody):
-    """``POST /v1/embeddings``.  ``normalize`` is a former name of ``use_activation``."""
+    """``POST /v1/embeddings``: ``input``, or ``messages`` that the chat template writes as one text, as in vLLM.
 
-    input: str | list[str] | list[int] | list[list[int]]
+    ``normalize`` is a former name of ``use_activation``.
+    """
+
+    input: str | list[str] | list[int] | list[list[int]] | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     use_activation: bool | None = None
@@ -65,7 +74,12 @@ def check_pooled(body: AnyPooledBody) -> None:
     if isinstance(body, EmbeddingBody):
         if body.normalize is not None:
             raise RequestError("normalize is no field any more; its name is use_activation", param="normalize")
-        listed_prompts("input", body.input)
+        if body.input is None and body.messages is None:
+            raise RequestError("input is missing; give it, or messages", param="input")
+        if body.input is not None and body.messages is not None:
+            raise RequestError("input and messages are both given; give one of them", param="messages")
+        if body.input is not None:
+            listed_prompts("input", body.input)
         return
     if isinstance(body, RerankBody) and body.top_n is not None and body.top_n < 0:
         raise RequestError(f"top_n is {body.top_n}; it must be at least 0, which gives all", param="top_n")
@@ -144,6 +158,8 @@ def _prepare_embeddings(body: EmbeddingBody, processor: InputProcessor, model: s
     params.check(processor.model)
     envelope = _Envelope.of(body, "embd", model)
     is_list = isinstance(body.input, list) and not isinstance(next(iter(body.input), None), int)
+    prompts = listed_prompts("input", body.input) if body.input is not None else [_chat_token_ids(body, processor)]
+    whole = "messages" if body.input is None else "input"
     requests = [
         embedding_request(
             processor,
@@ -151,9 +167,9 @@ def _prepare_embeddings(body: EmbeddingBody, processor: InputProcessor, model: s
             params,
             request_id=f"{envelope.engine_id}-{number}",
             priority=body.priority or 0,
-            prompt_field=f"input[{number}]" if is_list else "input",
+            prompt_field=f"input[{number}]" if is_list else whole,
         )
-        for number, prompt in enumerate(listed_prompts("input", body.input))
+        for number, prompt in enumerate(prompts)
     ]
 
     def answer(outputs: Sequence[RequestOutput]) -> JsonObject:
@@ -167,6 +183,21 @@ def _prepare_embeddings(body: EmbeddingBody, processor: InputProcessor, model: s
         return envelope.listed(data, outputs)
 
     return PreparedBody(requests=requests, answer=answer)
+
+
+def _chat_token_ids(body: EmbeddingBody, processor: InputProcessor) -> list[int]:
+    """The prompt that the chat template makes of ``messages``; it ends with the last message."""
+    fields = {
+        "messages": body.messages,
+        "chat_template_kwargs": body.chat_template_kwargs,
+        "add_generation_prompt": bool(body.add_generation_prompt),
+    }
+    return processor.text_token_ids(
+        chat_prompt(ChatBody.model_validate(fields), processor).text,
+        add_special_tokens=bool(body.add_special_tokens),
+        must_fit=body.truncate_prompt_tokens is None,
+        param="messages",
+    )
 
 
 def _texts(body: ScoreBody | RerankBody) -> tuple[str | list[str], str | list[str], tuple[str, str]]:
