@@ -5,11 +5,11 @@ space does not count, because runs of any length may disappear, and letters may 
 Tokenizers that drop other characters, or make one token of many unknown ones, tell nothing about lengths.
 """
 
-import itertools
 import json
 from functools import cached_property
 from typing import Any
 
+from tp_engine.engine.byte_letters import byte_letters
 from tp_engine.units import ceil_div
 
 # Characters that Python or Rust take for white space, those of ASCII first.
@@ -57,7 +57,7 @@ class TextMeasure:
         if type(model).__name__ != "BPE" or not all(map(_keeps_all, self._steps)):
             return 0
         vocabulary, added = self._tokenizer.get_vocab(), self._tokenizer.get_added_vocab()
-        letters = _byte_letters()
+        letters = byte_letters()
         is_byte_level = any(step["type"] == "ByteLevel" for step in self._steps)
         names = letters if is_byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
         if not (is_byte_level or model.byte_fallback) or any(name not in vocabulary for name in names):
@@ -86,10 +86,3 @@ def _keeps_all(step: dict[str, Any]) -> bool:
     if kind in ("Split", "Punctuation"):
         return bool(step["behavior"] != "Removed")
     return kind in _LETTER_FORMS or kind in _ADDING or kind in _SPLITTING
-
-
-def _byte_letters() -> list[str]:
-    """The letter that stands for each byte: itself if it is printable, else one of those from 256 on."""
-    others = itertools.count(256)
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

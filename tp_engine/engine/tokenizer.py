@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tp_engine.engine.byte_letters import byte_letters
+from tp_engine.engine.tiktoken_model import is_kimi, load_kimi
 from tp_engine.errors import ConfigError
 from tp_engine.files import MAX_TOKENIZER_BYTES, check_folder, read_json, read_text
 
@@ -33,6 +35,11 @@ def load_tokenizer(source: str, revision: str | None = None) -> Any | None:
     folder = Path(source).expanduser()
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         return None
+    if is_kimi(folder):
+        try:
+            return load_kimi(folder)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"tokenizer is {source!r}, which can not be read: {error}") from error
     if (code := _own_code(folder)) is not None:
         raise ConfigError(
             f"tokenizer is {source!r}, which is code of the model ({code}), and such code is never run; give "
@@ -165,18 +172,15 @@ def _named_bytes(name: str) -> bytes | None:
     """The bytes of a part of a character, by its name in the vocabulary: ``<0xE4>``, or a letter for each byte."""
     if _BYTE_NAME.fullmatch(name):
         return bytes([int(name[3:5], 16)])
-    for letters in (_byte_letters(), _LATIN):
+    for letters in (_bytes_of_letters(), _LATIN):
         if all(letter in letters for letter in name):
             return bytes(letters[letter] for letter in name)
     return None
 
 
 @cache
-def _byte_letters() -> dict[str, int]:
-    """The byte that a letter stands for in byte-level vocabularies, as in GPT-2's."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+def _bytes_of_letters() -> dict[str, int]:
+    return {letter: byte for byte, letter in enumerate(byte_letters())}
 
 
 def _plain_decode(tokenizer: Any) -> Callable[[list[int]], str]:
