@@ -24,7 +24,8 @@ from tp_engine.server.openapi import ANSWERS, takes
 from tp_engine.server.state import ServerState
 
 _MAX_NAME = 255
-_MOST_UPLOADS = 8
+_MOST_UPLOADS = 32
+_RETRY_AFTER_S = 10
 _MOST_FILES, _MOST_BATCHES = 10_000, 100
 
 
@@ -43,6 +44,9 @@ def _add_files(app: FastAPI, state: ServerState) -> None:
         store = _worker(request, state).store
         store.check_room()
         limit = min(state.config.batch_max_file_bytes, store.free_bytes)
+        if uploads.locked():
+            text = f"{_MOST_UPLOADS} files are being sent; try again later"
+            raise HttpError(429, text, code="too_many_uploads", retry_after_s=_RETRY_AFTER_S)
         async with uploads:
             form = await _form(request, limit, state.config.batch_upload_timeout_s)
         sent, purpose = form.get("file"), form.get("purpose")
