@@ -124,7 +124,13 @@ def test_the_embedding_of_a_chat() -> None:
             tokens = (await app.post("/tokenize", chat)).json()["tokens"]
             by_chat, by_ids = [(await app.post("/v1/embeddings", body)).json() for body in (chat, {"input": tokens})]
             assert by_chat["data"] == by_ids["data"] and by_chat["usage"] == by_ids["usage"]
-        for body in ({}, {"input": "x", "messages": messages}, {"messages": []}, {"messages": [{"role": "user"}]}):
+        refused: tuple[dict[str, Any], ...] = (
+            {},
+            {"input": "x", "messages": messages},
+            {"messages": []},
+            {"messages": [{"role": "user"}]},
+        )
+        for body in refused:
             assert (await app.post("/v1/embeddings", body)).status == 400
 
     run_served(scenario, FakeEngine(model_info=EMBED), chat_tokenizer())
