@@ -7,6 +7,7 @@ import pydantic
 from tests.e2e.frontend import END_OF_TURN, INFO, repeat_prompt
 from tests.fake_engine import FakeEngine
 from tp_engine.request import EngineRequest
+from tp_engine.server.config import ServerConfig
 
 _MARK, _END_OF_MESSAGE = list(b"SAY:"), 258
 
@@ -35,3 +36,16 @@ def say(request: EngineRequest) -> list[int]:
 def scripted_engine(step_delay_s: float = 0.0) -> FakeEngine:
     """A fake engine with one token per byte, as in the demo model's tokenizer."""
     return FakeEngine(say, step_delay_s=step_delay_s, model_info=INFO)
+
+
+def client_config() -> ServerConfig:
+    """A server for client libraries: with the key ``sesame``, tools and reasoning, and no queue."""
+    return ServerConfig(
+        port=0,
+        generation_config="vllm",  # the demo model's own settings would end long answers
+        api_key=("sesame",),
+        max_num_queued_reqs=0,
+        enable_auto_tool_choice=True,
+        tool_call_parser="hermes",
+        reasoning_parser="qwen3",
+    )

@@ -11,8 +11,7 @@ import pytest
 from anthropic.types import Message
 
 from tests.e2e.frontend import DEADLINE_S, RunningServer, running_server
-from tests.e2e.scripted import TEXT, scripted_engine
-from tp_engine.server.config import ServerConfig
+from tests.e2e.scripted import TEXT, client_config, scripted_engine
 
 TOOL: Any = {
     "name": "weather",
@@ -25,16 +24,7 @@ ANSWERS = [TEXT, f"<think>hm, {TEXT}</think>\n\nyes", f"I look. {CALL}", f"<thin
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    config = ServerConfig(
-        port=0,
-        generation_config="vllm",
-        api_key=("sesame",),
-        max_num_queued_reqs=0,
-        enable_auto_tool_choice=True,
-        tool_call_parser="hermes",
-        reasoning_parser="qwen3",
-    )
-    with running_server(scripted_engine(), config) as running:
+    with running_server(scripted_engine(), client_config()) as running:
         yield running
 
 

@@ -167,6 +167,26 @@ def test_what_a_batch_may_not_ask_for(client: openai.OpenAI, fields: Any, words:
         client.batches.create(**asked)
 
 
+def test_a_batch_that_is_cancelled_while_its_lines_are_checked(client: openai.OpenAI) -> None:
+    """Oracle: it ends as cancelled; before the mend it stayed in the state cancelling for ever."""
+    batch = sent(client, [line(f"c{number}") | {"body": {}} for number in range(1000)])
+    client.batches.cancel(batch.id)
+    assert ended(client, batch).status == "cancelled"
+
+
+def test_a_line_of_too_many_prompts_is_an_error(client: openai.OpenAI) -> None:
+    """Oracle: the server's own limit for a body; the other line is answered."""
+    url: Any = "/v1/completions"
+    many, one = (
+        {"custom_id": name, "method": "POST", "url": url, "body": {"prompt": prompt, "max_tokens": 1}}
+        for name, prompt in (("many", ["x"] * 5000), ("one", "x"))
+    )
+    file = client.files.create(file=("in.jsonl", text_of([many, one])), purpose="batch")
+    done = ended(client, client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h"))
+    (error,) = results(client, done.error_file_id).values()
+    assert "5000 prompts" in error["error"]["message"] and list(results(client, done.output_file_id)) == ["one"]
+
+
 def test_a_compressed_file_is_refused(client: openai.OpenAI) -> None:
     """Oracle: a state and a reason; a few bytes could hold lines for hours."""
     file = client.files.create(file=("in.jsonl.gz", gzip.compress(text_of([line("a")]))), purpose="batch")
@@ -267,6 +287,25 @@ def test_a_folder_is_one_servers(tmp_path: Path) -> None:
     """Oracle: the second server says whose folder it is, and ends; without a folder all routes are 404."""
     with BatchStore(tmp_path, retention_s=1, max_bytes=1), pytest.raises(ConfigError, match="another server uses"):
         BatchStore(tmp_path, retention_s=1, max_bytes=1)
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    """Oracle: the files are there after the refusal, also where they are named as this store's folders are."""
+    for name in ("files/photos/one", "incoming/two", "batches/three/four"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    with pytest.raises(ConfigError, match="other files"):
+        BatchStore(tmp_path, retention_s=1, max_bytes=1)
+    assert sorted(one.read_text() for one in tmp_path.rglob("*") if one.is_file()) == ["mine"] * 3
+
+
+def test_a_file_beyond_the_storage_is_refused(tmp_path: Path) -> None:
+    """Oracle: 413, and nothing is kept, whatever was free when the file began to come."""
+    with BatchStore(tmp_path, retention_s=9, max_bytes=3) as store, store.incoming() as copy:
+        copy.write(b"four")
+        with pytest.raises(HttpError, match="3 bytes are free"):
+            store.add_file(copy, "f", "batch", None)
+        assert not store.files and not [*(tmp_path / "files").iterdir()]
 
 
 def test_without_a_folder_there_are_no_files() -> None:

@@ -11,22 +11,12 @@ import pytest
 from openai.types.responses import Response
 
 from tests.e2e.frontend import DEADLINE_S, RunningServer, running_server
-from tests.e2e.scripted import TEXT, City, scripted_engine
-from tp_engine.server.config import ServerConfig
+from tests.e2e.scripted import TEXT, City, client_config, scripted_engine
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    config = ServerConfig(
-        port=0,
-        generation_config="vllm",  # the demo model's own settings would end long answers
-        api_key=("sesame",),
-        max_num_queued_reqs=0,
-        enable_auto_tool_choice=True,
-        tool_call_parser="hermes",
-        reasoning_parser="qwen3",
-    )
-    with running_server(scripted_engine(), config) as running:
+    with running_server(scripted_engine(), client_config()) as running:
         yield running
 
 

@@ -18,7 +18,8 @@ from tp_engine.files import MAX_TOKENIZER_BYTES, read_json, read_text
 
 _MODEL_TYPES = ("kimi_k2", "kimi_k25", "kimi_linear")
 _CLASS = "TikTokenTokenizer"
-_NUM_SPECIAL = 256
+_NUM_SPECIAL, _MOST_SPECIAL = 256, 4096
+_LONGEST_TOKEN = 1024  # bytes; all places where it can be split are looked at
 _FIELDS = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "model_max_length")
 
 # How texts are cut before bytes are merged: words of Han characters; other words with what stands before them and an
@@ -58,6 +59,8 @@ def load_kimi(folder: Path) -> Any:
     ranks = read_ranks(folder / "tiktoken.model")
     backend = bpe(ranks)
     named = {int(token_id): entry for token_id, entry in settings.get("added_tokens_decoder", {}).items()}
+    if any(token_id >= len(ranks) + _MOST_SPECIAL for token_id in named):
+        raise ValueError(f"tokenizer_config.json has a token with the id {max(named)}, far behind the others")
     for token_id in range(len(ranks), max([len(ranks) + _NUM_SPECIAL - 1, *named]) + 1):
         entry = named.get(token_id, {})
         text = entry.get("content", f"<|reserved_token_{token_id}|>")
@@ -81,8 +84,8 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             token, found = base64.b64decode(text, validate=True), int(rank)
         except (ValueError, binascii.Error):
             raise ValueError(f"{path} has a line {number + 1} that is not a token in base64 and its rank") from None
-        if found != number or not token or token in ranks:
-            raise ValueError(f"{path} has a line {number + 1} whose rank or token does not follow the others")
+        if found != number or not 0 < len(token) <= _LONGEST_TOKEN or token in ranks:
+            raise ValueError(f"{path} has a line {number + 1} whose rank or token is not as it must be")
         ranks[token] = found
     return ranks
 

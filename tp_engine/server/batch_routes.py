@@ -95,7 +95,7 @@ def _add_files(app: FastAPI, state: ServerState) -> None:
     @app.delete("/v1/files/{file_id}", responses=ANSWERS)
     async def delete_file(request: Request, file_id: str) -> Response:
         """Delete a file; a batch that reads it goes on."""
-        _worker(request, state).store.delete_file(file_id)
+        await asyncio.to_thread(_worker(request, state).store.delete_file, file_id)
         return _json({"id": file_id, "object": "file", "deleted": True})
 
 
@@ -123,7 +123,7 @@ def _add_batches(app: FastAPI, state: ServerState) -> None:
             metadata=body.metadata,
             retention_s=worker.store.retention_s if expires is None else expires.seconds,
         )
-        worker.add(batch)
+        await worker.add(batch)
         return _batch_json(batch)
 
     @app.get("/v1/batches", responses=ANSWERS)
@@ -143,7 +143,7 @@ def _add_batches(app: FastAPI, state: ServerState) -> None:
         """Stop a batch; what is finished is kept."""
         worker = _worker(request, state)
         batch = worker.store.batch(batch_id)
-        worker.cancel(batch)
+        await worker.cancel(batch)
         return _batch_json(batch)
 
 

@@ -23,7 +23,7 @@ from tp_engine.api.batch_job.endpoints import LineContext, prepare_request
 from tp_engine.api.batch_job.lines import BatchRequest, ResultLine
 from tp_engine.api.batch_job.results import Results
 from tp_engine.api.batch_job.source import BatchInput
-from tp_engine.api.batches.lines import answered, check_lines, open_requests, total_usage
+from tp_engine.api.batches.lines import answered, check_lines, count_results, open_requests
 from tp_engine.api.batches.objects import Batch, BatchErrors
 from tp_engine.api.batches.store import BatchStore
 from tp_engine.api.openai.errors import HttpError
@@ -60,19 +60,19 @@ class BatchWorker:
         if len(self._tasks) >= _MAX_ACTIVE:
             raise HttpError(429, f"{_MAX_ACTIVE} batches are not finished; wait for one", code="too_many_batches")
 
-    def add(self, batch: Batch) -> None:
+    async def add(self, batch: Batch) -> None:
         """Keep a new batch, and run it."""
-        self.store.add_batch(batch)
+        await asyncio.to_thread(self.store.add_batch, batch)
         self._start(batch)
 
-    def cancel(self, batch: Batch) -> None:
+    async def cancel(self, batch: Batch) -> None:
         """Stop a batch; ``RequestError`` if it has ended."""
         if not batch.is_active:
             raise RequestError(f"batch {batch.id} is {batch.status}; only a batch that has not ended can be cancelled")
-        if batch.status in ("validating", "in_progress"):
+        if batch.status in ("validating", "in_progress") and batch.expired_at is None:
             batch.enter("cancelling", int(time.time()))
-            self.store.save(batch)
             self._tasks[batch.id].cancel()
+            await self._save(batch)
 
     async def stop(self) -> None:
         """Stop all batches as they are; a server with the same folder goes on with them."""
@@ -88,9 +88,9 @@ class BatchWorker:
 
     async def _run(self, batch: Batch) -> None:
         try:
-            if batch.status == "validating":
-                await self._validate(batch)
-            with contextlib.suppress(asyncio.CancelledError):
+            with contextlib.suppress(asyncio.CancelledError):  # by ``cancel``, or by ``stop``
+                if batch.status == "validating":
+                    await self._validate(batch)
                 if batch.status == "in_progress":
                     await self._run_lines(batch)
             if batch.status in ("cancelling", "finalizing"):
@@ -99,22 +99,26 @@ class BatchWorker:
             logger.error("batch %s stands still until a server goes on with it: %s", batch.id, error)
         except Exception as error:
             logger.exception("batch %s failed", batch.id)
-            self._fail(batch, [{"code": "server_error", "line": None, "message": str(error), "param": None}])
+            await self._fail(batch, [{"code": "server_error", "line": None, "message": str(error), "param": None}])
 
     async def _validate(self, batch: Batch) -> None:
         path, config = self.store.batch_folder(batch) / "input", self._state.config
         total, errors = await asyncio.to_thread(check_lines, path, batch.endpoint, config.max_body_bytes)
         if errors:
-            self._fail(batch, errors)
+            await self._fail(batch, errors)
             return
         batch.request_counts.total = total
         batch.enter("in_progress", int(time.time()))
-        self.store.save(batch)
+        await self._save(batch)
 
-    def _fail(self, batch: Batch, errors: list[dict[str, object]]) -> None:
+    async def _fail(self, batch: Batch, errors: list[dict[str, object]]) -> None:
         batch.errors = BatchErrors(data=errors)
         batch.enter("failed", int(time.time()))
-        self.store.save(batch)
+        await self._save(batch)
+
+    async def _save(self, batch: Batch) -> None:
+        """Bring the state to the disk, which may be slow, without holding up other requests."""
+        await asyncio.to_thread(self.store.save, batch)
 
     async def _run_lines(self, batch: Batch) -> None:
         """Run all lines without a result; returns when the batch is finalizing."""
@@ -140,7 +144,7 @@ class BatchWorker:
             finally:
                 saving.cancel()
         batch.enter("finalizing", int(time.time()))
-        self.store.save(batch)
+        await self._save(batch)
 
     async def _run_all(self, batch: Batch, requests: Iterator[BatchRequest], results: Results) -> None:
         try:
@@ -168,6 +172,7 @@ class BatchWorker:
                 processor=state.llm.input_processor,
                 defaults=state.sampling_defaults,
                 model_names=(*state.model_names, *state.adapters),
+                max_num_prompts=state.limit.max_num_prompts,
             )
             prepared = await state.preparing.run(len(request.raw_body), prepare_request, request, context)
             prepared = _later(prepared, state.config.batch_priority)
@@ -196,25 +201,26 @@ class BatchWorker:
     async def _save_often(self, batch: Batch, results: Results) -> None:
         while True:
             await asyncio.sleep(_SAVE_PERIOD_S)
-            self.store.save(batch)
-            results.sync_if_due()
+            await self._save(batch)
+            await asyncio.to_thread(results.sync_if_due)
 
     async def _finish(self, batch: Batch) -> None:
         """Make files of the results, and end the batch."""
-        output = self.store.batch_folder(batch) / "output"
-        if output.exists():
-            batch.model, batch.usage = await asyncio.to_thread(total_usage, output)
-        self.store.keep_results(batch)
+        folder, counts = self.store.batch_folder(batch), batch.request_counts
+        if (folder / "output").exists():
+            found = await asyncio.to_thread(count_results, folder / "output", folder / "errors")
+            counts.completed, counts.failed, batch.model, batch.usage = found
+        await asyncio.to_thread(self.store.keep_results, batch)
         was_cancelled = batch.status == "cancelling"
         status = "cancelled" if was_cancelled else "completed" if batch.expired_at is None else "expired"
         batch.enter(status, int(time.time()))
-        self.store.save(batch)
-        counts, text = batch.request_counts, "batch %s is %s: %d answers and %d errors for %d lines"
+        await self._save(batch)
+        text = "batch %s is %s: %d answers and %d errors for %d lines"
         logger.info(text, batch.id, status, counts.completed, counts.failed, counts.total)
 
     async def _sweep(self) -> None:
         while True:
-            self.store.forget_expired()
+            await asyncio.to_thread(self.store.forget_expired)
             await asyncio.sleep(_SWEEP_PERIOD_S)
 
 

@@ -110,7 +110,7 @@ def test_a_folder_loads_without_its_code(tmp_path: Path) -> None:
     assert TokenDecoder(tokenizer).token_bytes(255) == b"\xff"
 
 
-@pytest.mark.parametrize("text", ["aGk= 0\nnonsense\n", "aGk= 1\n", "*** 0\n", "aGk= 0\naGk= 1\n"])
+@pytest.mark.parametrize("text", ["aGk= 0\nnonsense\n", "aGk= 1\n", "*** 0\n", "aGk= 0\naGk= 1\n", "A" * 1372 + " 0\n"])
 def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
     """Oracle: the file and the line."""
     path = folder_with(tmp_path) / "tiktoken.model"
@@ -119,3 +119,10 @@ def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
         load_tokenizer(str(tmp_path))
     with pytest.raises(ValueError, match="a line"):
         read_ranks(path)
+
+
+def test_a_token_far_behind_the_others_is_refused(tmp_path: Path) -> None:
+    """Oracle: an error at once, and no loop over a billion ids."""
+    folder_with(tmp_path, added_tokens_decoder={"1000000000": {"content": "[FAR]"}})
+    with pytest.raises(ConfigError, match="id 1000000000"):
+        load_tokenizer(str(tmp_path))

@@ -73,7 +73,8 @@ def _add_assistant(chat: ChatMessages, where: str, content: str | Sequence[Block
             thought = _string(place, block, "thinking")
             message["reasoning_content"] = message.get("reasoning_content", "") + thought
         elif block["type"] == "tool_use":
-            function = {"name": _string(place, block, "name"), "arguments": json.dumps(block.get("input") or {})}
+            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            function = {"name": _string(place, block, "name"), "arguments": arguments}
             call = {"id": _string(place, block, "id"), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
         elif (text := _text(place, block)) is not None:

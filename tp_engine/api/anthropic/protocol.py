@@ -3,28 +3,17 @@
 Fields that change nothing here (``metadata``, ``context_management``, ``service_tier``, ...) are ignored.
 """
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from tp_engine.api.openai.errors import ERROR_TYPES
 from tp_engine.api.openai.protocol import PromptBody, RequestBody
 
 Block = dict[str, Any]
 
-_ERROR_TYPES: Mapping[int, str] = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    415: "invalid_request_error",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    529: "overloaded_error",
-}
+# Where Anthropic's words for a status are not OpenAI's.
+_ERROR_TYPES = {**ERROR_TYPES, 413: "request_too_large", 503: "overloaded_error"}
 
 
 class Message(RequestBody):

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from tp_engine.api.anthropic.protocol import MessagesBody
 from tp_engine.api.batch_job.lines import BatchRequest
 from tp_engine.api.beam_search import BeamSearch, request_output
-from tp_engine.api.bodies import Body, prepare_body
+from tp_engine.api.bodies import Body, num_prompts, prepare_body
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.errors import renamed
 from tp_engine.api.openai.pooled import EmbeddingBody, RerankBody, ScoreBody, check_pooled
@@ -32,11 +32,15 @@ _MAX_REMEMBERED = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineContext:
-    """What preparing a line needs; ``defaults`` are the model's own sampling parameters."""
+    """What preparing a line needs; ``defaults`` are the model's own sampling parameters.
+
+    ``max_num_prompts``: a line with more is refused; None for any number.
+    """
 
     processor: InputProcessor
     defaults: Mapping[str, Any]
     model_names: tuple[str, ...]
+    max_num_prompts: int | None = None
 
 
 class GrammarTrials(Closing):
@@ -94,6 +98,9 @@ def check_request(request: BatchRequest, model_names: Sequence[str], grammars: G
 def prepare_request(request: BatchRequest, context: LineContext) -> PreparedBody:
     """Make a request ready for the engine; raises ``RequestError``."""
     body = _parse(request, context.model_names)
+    (count, param), most = num_prompts(body), context.max_num_prompts
+    if most is not None and count > most:
+        raise RequestError(f"the line has {count} prompts; at most {most} are taken in one", param=param)
     return prepare_body(body, context.processor, body.model or context.model_names[0], context.defaults)
 
 

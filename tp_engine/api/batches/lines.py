@@ -81,20 +81,28 @@ class _Answer(msgspec.Struct):
     response: _Response
 
 
-def total_usage(path: Path) -> tuple[str | None, dict[str, Any]]:
-    """Return the model that answered, and the tokens of all answers in a file of results, as a batch's ``usage``."""
-    model, num_in, num_out = None, 0, 0
-    with path.open("rb") as stream:
+def count_results(output: Path, errors: Path) -> tuple[int, int, str | None, dict[str, Any]]:
+    """Return the number of answers and of errors, the model that answered, and the answers' tokens as a ``usage``."""
+    model, num_answers, num_in, num_out = None, 0, 0, 0
+    with output.open("rb") as stream:
         for line in stream:
+            num_answers += 1
             body = msgspec.json.decode(line, type=_Answer).response.body
             model = body.model or model
             if body.usage is not None:
                 num_in += body.usage.prompt_tokens + body.usage.input_tokens
                 num_out += body.usage.completion_tokens + body.usage.output_tokens
-    return model, {
-        "input_tokens": num_in,
-        "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": num_out,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": num_in + num_out,
-    }
+    with errors.open("rb") as stream:
+        num_errors = sum(1 for _ in stream)
+    return (
+        num_answers,
+        num_errors,
+        model,
+        {
+            "input_tokens": num_in,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": num_out,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": num_in + num_out,
+        },
+    )

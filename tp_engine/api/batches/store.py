@@ -2,7 +2,7 @@
 
 ::
 
-    FOLDER/lock                            held by the server that uses the folder
+    FOLDER/tp_engine.lock                  held by the server that uses the folder; without it, a folder must be empty
     FOLDER/files/FILE/meta.json, content
     FOLDER/batches/BATCH/batch.json        replaced as a whole whenever the state changes
     FOLDER/batches/BATCH/input             a second name of the content of the input file, which may be deleted
@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -34,6 +36,7 @@ logger = get_logger(__name__)
 Entry = TypeVar("Entry", StoredFile, Batch)
 MAX_ENTRIES = 10_000
 _META, _CONTENT, _BATCH = "meta.json", "content", "batch.json"
+_ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}(?:-output|-errors)?")
 RESULTS = {"output": "output_file_id", "errors": "error_file_id"}
 
 
@@ -46,12 +49,18 @@ class BatchStore(Closing):
 
     def __init__(self, folder: Path, *, retention_s: int, max_bytes: int) -> None:
         self.retention_s = retention_s
+        self._writing = threading.Lock()
         self._max_bytes = max_bytes
         self._folder = folder
+        lock = folder / "tp_engine.lock"
         try:
+            if folder.is_dir() and not lock.exists() and any(folder.iterdir()):
+                raise ConfigError(
+                    f"batch_storage_dir is {str(folder)!r}, which has other files; give an empty or a new folder"
+                )
             for name in ("files", "batches", "incoming"):
                 (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = (folder / "lock").open("w")
+            self._lock = lock.open("w")
         except OSError as error:
             raise ConfigError(f"batch_storage_dir is {str(folder)!r}, which can not be used: {error}") from error
         try:
@@ -86,8 +95,10 @@ class BatchStore(Closing):
         return tempfile.NamedTemporaryFile(dir=self._folder / "incoming")
 
     def add_file(self, content: IO[bytes], filename: str, purpose: str, expires_s: int | None) -> StoredFile:
-        """Keep what ``incoming`` has given, and bring it to the disk."""
+        """Keep what ``incoming`` has given, and bring it to the disk; ``HttpError`` 413 if all files get too large."""
         content.flush()
+        if os.fstat(content.fileno()).st_size > self.free_bytes:
+            raise HttpError(413, f"only {self.free_bytes} bytes are free for files; delete some", code="storage_full")
         os.fsync(content.fileno())
         now = int(time.time())
         file = StoredFile(
@@ -131,8 +142,9 @@ class BatchStore(Closing):
         return self._folder / "batches" / batch.id
 
     def save(self, batch: Batch) -> None:
-        """Bring the batch as it is now to the disk."""
-        _write_json(self.batch_folder(batch) / _BATCH, batch)
+        """Bring the batch as it is now to the disk; safe to call from several threads."""
+        with self._writing:
+            _write_json(self.batch_folder(batch) / _BATCH, batch)
 
     def keep_results(self, batch: Batch) -> None:
         """Make files of a batch's results; calling it again, after a kill, changes nothing."""
@@ -198,13 +210,14 @@ def _found(entries: dict[str, Entry], entry_id: str, kind: str) -> Entry:
 
 
 def _read(folder: Path, name: str, kind: type[Entry]) -> dict[str, Entry]:
-    """The entries below ``folder`` by id; what a kill left without its description is deleted."""
+    """The entries below ``folder`` by id; one that a kill left without its description is deleted."""
     found = {}
     for place in sorted(folder.iterdir()):
         try:
             found[place.name] = msgspec.json.decode((place / name).read_bytes(), type=kind)
         except FileNotFoundError:
-            shutil.rmtree(place)
+            if _ID.fullmatch(place.name):
+                shutil.rmtree(place)
         except (OSError, msgspec.DecodeError) as error:
             logger.error("%s can not be read (%s); it is left as it is, and not offered", place / name, error)
     return found

@@ -6,7 +6,7 @@ from typing import Any
 from tp_engine.errors import CODE_UNAVAILABLE, EngineDeadError, RequestError
 from tp_engine.structured_outputs import PARAM
 
-_TYPES = {
+ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -51,7 +51,9 @@ def sequence_error(error: str, code: str | None) -> RequestError | HttpError:
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """Return the body of an answer with ``status``."""
-    return {"error": {"message": message, "type": _TYPES.get(status, "server_error"), "param": param, "code": code}}
+    return {
+        "error": {"message": message, "type": ERROR_TYPES.get(status, "server_error"), "param": param, "code": code}
+    }
 
 
 def describe_error(error: BaseException) -> tuple[int, dict[str, Any]]:
