@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[3]
 MODULES = sorted((ROOT / "tp_engine").rglob("*.py"))
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / ".github").rglob("*.md")),
     *(ROOT / "docs").rglob("*.md"),
 ]
 SHORT_MODULES = Path(__file__).parents[2] / "short_modules.txt"
