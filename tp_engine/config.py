@@ -182,7 +182,7 @@ class EngineConfig:
     speculative_config: str | None = option(
         None,
         "JSON object: draft tokens and verify several in one step, which changes none of them: method (ngram, "
-        "suffix, eagle3), num_speculative_tokens, and the keys of docs/speculation.md (default: none)",
+        "suffix, eagle3, mtp), num_speculative_tokens, and the keys of docs/speculation.md (default: none)",
         json=True,
         flags=("-sc",),
     )

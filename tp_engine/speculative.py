@@ -10,8 +10,14 @@ from typing import Any
 from tp_engine.errors import ConfigError
 
 CONFIG_NAME = "speculative_config"
-METHODS = ("ngram", "suffix", "eagle3")
-_ALIASES = {"ngram_gpu": "ngram"}
+METHODS = ("ngram", "suffix", "eagle3", "mtp")
+_WITH_HEAD = ("eagle3", "mtp")
+_MTP_FAMILIES = (  # vLLM's names of methods, each with _mtp behind it; which head a model has is found in its files
+    "bailing_hybrid bailing_hybrid_v3 deepseek dots3_note ernie exaone4_5 exaone_moe gemma4 glm4_moe glm4_moe_lite "
+    "glm5_next glm_ocr hy_v3 hy_v4 inkling kimi_k3 longcat_flash mimo mimo_v2 minimax_m3 nemotron_h pangu_ultra_moe "
+    "qwen3_5 qwen3_next qwen4_exp step3p5"
+)
+_ALIASES = {"ngram_gpu": "ngram", "nextn": "mtp"} | {f"{name}_mtp": "mtp" for name in _MTP_FAMILIES.split()}
 _SHORTEST, _LONGEST = 2, 5
 MOST_STEP_ROWS = 32  # with more rows a step is no longer bound by reading the weights
 
@@ -31,7 +37,9 @@ class SpeculativeConfig:
     ``suffix_decoding_max_spec_factor`` times as many tokens as the match, each of which followed in a share of
     ``suffix_decoding_min_token_prob`` of the matches.
 
-    ``eagle3``: the draft head ``model``, a folder or a hub name, draft tokens ``num_speculative_tokens`` on the ranks.
+    ``eagle3``: the draft head ``model``, a folder or a hub name, drafts ``num_speculative_tokens`` on the ranks.
+
+    ``mtp``: so does the head for multi-token prediction in the model's own checkpoint; a ``model`` can only be that.
 
     A step has at most ``max_step_rows`` decodes, draft tokens included; where more requests decode, none are drafted.
     None is at most ``MOST_STEP_ROWS``, and the times of decode steps, measured at the start, say how many draft tokens
@@ -58,10 +66,12 @@ class SpeculativeConfig:
             value = getattr(self, spec.name)
             if spec.name not in ("method", "model") and value is not None:
                 _check_number(spec.name, value, is_whole=not isinstance(spec.default, float))
-        if (self.method == "eagle3") != isinstance(self.model, str):
+        has_model, may_have = isinstance(self.model, str), self.method in _WITH_HEAD
+        if has_model > may_have or (self.method == "eagle3" and not has_model) or not (has_model or self.model is None):
             raise ConfigError(
                 f"{CONFIG_NAME} has the method {self.method!r} and the model {self.model!r}; eagle3 needs the folder "
-                "or the hub name of a draft head as its model, and no other method has one"
+                "or the hub name of a draft head as its model, mtp can only have the served model's own, and no other "
+                "method has one"
             )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
@@ -74,15 +84,22 @@ class SpeculativeConfig:
             )
 
     @property
+    def has_head(self) -> bool:
+        """Whether a head on the ranks drafts."""
+        return self.method in _WITH_HEAD
+
+    @property
     def most_rows(self) -> int:
         """Most decodes of a step, before times have been measured."""
         return MOST_STEP_ROWS if self.max_step_rows is None else self.max_step_rows
 
     @classmethod
     def of(cls, text: str | None) -> SpeculativeConfig | None:
-        """Parse the option's JSON text; None is no speculation.  Raises ``ConfigError``.  If only one of
-        ``prompt_lookup_min`` and ``prompt_lookup_max`` is given, the other one follows it where its default does not
-        fit."""
+        """Parse the option's JSON text; None is no speculation.  Raises ``ConfigError``.
+
+        If only one of ``prompt_lookup_min`` and ``prompt_lookup_max`` is given, the other one follows it where its
+        default does not fit.  Without a method, a ``model`` is a draft head.  ``mtp`` drafts one token unless
+        ``num_speculative_tokens`` says more: heads are trained for the next one."""
         if text is None:
             return None
         try:
@@ -98,8 +115,13 @@ class SpeculativeConfig:
         if unknown := sorted(given.keys() - set(known)):
             raise ConfigError(f"{CONFIG_NAME} names {unknown[0]!r}; it can set {', '.join(known)}")
         values = {name: given[name] for name in known if given.get(name) is not None}
-        if isinstance(method := values.get("method"), str):
-            values["method"] = _ALIASES.get(method, method)
+        method = values.setdefault("method", "eagle3" if "model" in values else METHODS[0])
+        if isinstance(method, str):
+            values["method"] = method = _ALIASES.get(method.lower(), method.lower())
+        if method == "eagle" and "model" not in values:  # SGLang's name for a model's own head
+            values["method"] = method = "mtp"
+        if method == "mtp":
+            values.setdefault("num_speculative_tokens", 1)
         shortest, longest = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
         if longest is None and type(shortest) is int:
             values["prompt_lookup_max"] = max(shortest, _LONGEST)

@@ -11,13 +11,14 @@ from tp_engine.plan import IntArray
 from tp_engine.sched.sequence import Sequence
 from tp_engine.sched.spec_decode.proposer import DraftHeadProposer, Proposal
 from tp_engine.sched.spec_decode.speculation import Speculation
+from tp_engine.speculative import SpeculativeConfig
 
 
 class Watched(DraftHeadProposer):
     """Keeps all drafts that are looked for: the tokens before them, and the drafts."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, method: str) -> None:
+        super().__init__(SpeculativeConfig(method=method, model="any" if method == "eagle3" else None))
         self.seen: list[tuple[list[int], list[int]]] = []
 
     def proposals(self, sequence: Sequence, tokens: IntArray, count: int) -> Iterable[Proposal]:
@@ -35,6 +36,6 @@ def run(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
         return run_once(llm, case)
     (source,) = speculation.sources._sources
     assert isinstance(source, DraftHeadProposer)
-    watched = Watched()
+    watched = Watched(next(iter(source.most_matched)))
     speculation.sources._sources = [watched]
     return {**run_once(llm, case), "drafts": watched.seen}

@@ -161,8 +161,11 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
         accepted(
             "a draft head runs on the model's ranks, and as the model does",
             "speculative_attention_mode= speculative_config.attention_backend speculative_config.code_revision "
-            "speculative_config.disable_padded_drafter_batch speculative_config.draft_tensor_parallel_size "
-            "speculative_config.enforce_eager speculative_config.max_model_len speculative_config.moe_backend "
+            "speculative_config.disable_padded_drafter_batch speculative_config.draft_load_config "
+            "speculative_config.draft_sample_method speculative_config.draft_tensor_parallel_size "
+            "speculative_config.enforce_eager "
+            "speculative_config.max_model_len speculative_config.moe_backend speculative_config.quantization "
+            "speculative_config.use_local_argmax_reduction "
             "speculative_draft_attention_backend= speculative_draft_load_format= speculative_moe_runner_backend= "
             "speculative_ngram_capacity=",
         ),

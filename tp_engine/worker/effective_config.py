@@ -190,6 +190,11 @@ def _resolve_head(config: EngineConfig, model: ModelSpec) -> LocalHead | None:
             f"{CONFIG_NAME} is {config.speculative_config!r}, but layers of this {model.architecture} have recurrent "
             "states, from which a wrong draft token can not be taken back: leave it out"
         )
+    if speculation.method == "mtp":
+        raise ConfigError(
+            f"{CONFIG_NAME} is {config.speculative_config!r}, but this engine runs no head for multi-token prediction "
+            f"of {model.architecture}: set the method ngram or suffix"
+        )
     if speculation.model is None:
         return None
     if any(one.latent is not None for one in model.attentions):
@@ -211,7 +216,7 @@ def _check_adapters(config: EngineConfig, pooling: PoolingSpec) -> None:
             "enable_lora out"
         )
     speculation = SpeculativeConfig.of(config.speculative_config)
-    if config.enable_lora and speculation is not None and speculation.model is not None:
+    if config.enable_lora and speculation is not None and speculation.has_head:
         raise ConfigError(
             f"enable_lora is set, and {CONFIG_NAME} has a draft head, which does not know of adapters: leave one of "
             "them out, or set the method to suffix"

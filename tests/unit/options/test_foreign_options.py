@@ -20,6 +20,7 @@ from tp_engine.options.flags import make_parser
 from tp_engine.options.foreign import OPTIONS, VALUES
 from tp_engine.options.intake import flag_of, take_options
 from tp_engine.server.config import ServerConfig
+from tp_engine.speculative import SpeculativeConfig
 
 SERVE: dict[str, type[Any]] = {"engine": EngineConfig, "server": ServerConfig}
 BATCH: dict[str, type[Any]] = {"engine": EngineConfig, "batch": BatchConfig}
@@ -133,6 +134,11 @@ def test_sglangs_speculation_is_one_object() -> None:
     assert parse(line).build("engine", EngineConfig) == EngineConfig(
         speculative_config={"num_speculative_tokens": 3, "model": "/head", "method": "eagle3"}  # type: ignore[arg-type]
     )
+    for line in ("--speculative-algorithm NEXTN", "--speculative-algorithm EAGLE --speculative-eagle-topk 1"):
+        built = parse(f"{line} --speculative-num-draft-tokens 3").build("engine", EngineConfig)
+        assert SpeculativeConfig.of(built.speculative_config) == SpeculativeConfig(
+            method="mtp", num_speculative_tokens=2
+        )
     with pytest.raises(ConfigError, match="choose one of ngram"):
         parse("--speculative-algorithm STANDALONE --speculative-draft-model-path /head")
 
@@ -190,6 +196,18 @@ VENDOR_LINES = [
     """--attention-config '{"use_trtllm_attention": true}' --speculative-config.method eagle3 """
     "--speculative-config.model some/head --speculative-config.num_speculative_tokens 3 "
     "--speculative-config.draft_tensor_parallel_size 1",
+    "Qwen/Qwen3.6-35B-A3B --tensor-parallel-size 2 --speculative-config "
+    """'{"method":"mtp","num_speculative_tokens":3,"moe_backend":"triton"}'""",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct --speculative-config "
+    """'{"method":"qwen3_next_mtp","num_speculative_tokens":2}' """
+    "--no-enable-chunked-prefill --tokenizer-mode auto --tensor-parallel-size 4",
+    """baidu/ERNIE-4.5-21B-A3B-PT --speculative-config '{"method":"ernie_mtp","model":"baidu/ERNIE-4.5-21B-A3B-PT","""
+    """"num_speculative_tokens":1}'""",
+    "zai-org/GLM-4.5-FP8 --speculative-config.method mtp --speculative_config.num_speculative_tokens=1 -tp 4",
+    """Qwen/Qwen3.8-27B --speculative-config '{"method":"qwen3_5_mtp","num_speculative_tokens":3,"""
+    """"enforce_eager":true,"""
+    """"draft_tensor_parallel_size":2,"quantization":"fp8","draft_sample_method":"probabilistic","""
+    """"use_local_argmax_reduction":true}'""",
     "--model-path Qwen/Qwen3-32B --tp-size 8 --mem-fraction-static 0.85 --chunked-prefill-size 4096 --host 0.0.0.0 "
     "--attention-backend fa3 --enable-mixed-chunk --cuda-graph-max-bs 64 --enable-metrics --context-length 32768",
 ]

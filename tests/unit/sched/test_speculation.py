@@ -267,6 +267,7 @@ def test_every_method_has_a_source() -> None:
         "ngram": ["ngram"],
         "suffix": ["suffix", "ngram"],
         "eagle3": ["eagle3"],
+        "mtp": ["mtp"],
     }
     assert type(made["ngram"]) is type(made["suffix"])
 
@@ -313,12 +314,17 @@ def test_acceptance_falls_with_failures_and_is_forgotten() -> None:
         ("{", "which is not JSON"),
         ("4", "it must be a JSON object, such as"),
         ('{"metod": "ngram"}', "names 'metod'; it can set method,"),
-        ('{"method": "medusa"}', "has the method 'medusa'; choose one of ngram, suffix, eagle3"),
+        ('{"method": "medusa"}', "has the method 'medusa'; choose one of ngram, suffix, eagle3, mtp"),
+        ('{"method": "eagle", "model": "a head"}', "has the method 'eagle'; choose one of"),
+        (
+            '{"method": "mtp", "model": 3}',
+            "'mtp' and the model 3; eagle3 needs .* mtp can only have the served model's",
+        ),
         (
             '{"method": "eagle3"}',
             "'eagle3' and the model None; eagle3 needs the folder or the hub name of a draft head",
         ),
-        ('{"model": "a head"}', "'ngram' and the model 'a head'; eagle3 needs"),
+        ('{"method": "ngram", "model": "a head"}', "'ngram' and the model 'a head'; eagle3 needs"),
         ('{"num_speculative_tokens": 0}', "num_speculative_tokens 0; it must be an integer, at least 1"),
         ('{"num_speculative_tokens": true}', "num_speculative_tokens True; it must be an integer"),
         ('{"num_speculative_tokens": 17}', "num_speculative_tokens 17; it must be an integer, at least 1, at most 16"),
@@ -345,6 +351,27 @@ def test_options() -> None:
     )
     with pytest.raises(ConfigError, match="max_num_seqs is 4, and speculative_config has num_speculative_tokens 4"):
         EngineConfig(speculative_config="{}", max_num_seqs=4)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"method": "mtp"}',
+        '{"method": "qwen3_next_mtp"}',
+        '{"method": "deepseek_mtp", "num_speculative_tokens": 1}',
+        '{"method": "ernie_mtp", "num_speculative_tokens": null}',
+        '{"method": "NEXTN"}',
+        '{"method": "eagle"}',
+    ],
+)
+def test_names_of_a_models_own_head(text: str) -> None:
+    """By hand: vLLM's names, SGLang's; a head drafts one token unless the option says more."""
+    assert SpeculativeConfig.of(text) == SpeculativeConfig(method="mtp", num_speculative_tokens=1)
+
+
+def test_a_head_without_a_method_is_eagle3() -> None:
+    """By hand: vLLM takes the method from the head, and other heads of their own checkpoint are not run here."""
+    assert SpeculativeConfig.of('{"model": "a/head"}') == SpeculativeConfig(method="eagle3", model="a/head")
 
 
 def test_models_with_recurrent_states_are_refused(checkpoint: Callable[..., Path]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from tp_engine.plan import IntArray, StepResult
 from tp_engine.sched.sequence import Sequence
+from tp_engine.speculative import SpeculativeConfig
 
 
 class Proposal(NamedTuple):
@@ -52,16 +53,15 @@ class DraftHeadProposer(Proposer):
     """What the ranks' draft head made in the last step behind each row's newest token.  Nothing for a request with a
     grammar: what that forces comes first, so these drafts are behind another token."""
 
-    most_matched = MappingProxyType({"eagle3": 0})
-
-    def __init__(self) -> None:
-        self._drafts: dict[int, IntArray] = {}
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._name, self._drafts = config.method, dict[int, IntArray]()
+        self.most_matched = {self._name: 0}
 
     def proposals(self, sequence: Sequence, tokens: IntArray, count: int) -> Iterable[Proposal]:
         """Do as ``Proposer``."""
         drafts = None if sequence.constraint is not None else self._drafts.get(sequence.row)
         if drafts is not None and len(drafts):
-            yield Proposal(drafts[:count], 0, "eagle3")
+            yield Proposal(drafts[:count], 0, self._name)
 
     def take(self, result: StepResult) -> None:
         """Do as ``Proposer``."""

@@ -4,7 +4,7 @@
 
     source           its draft tokens come from                                             file
     ngram, suffix    the request's own text (prompt lookup), other requests' answers        suffix_proposer.py
-    eagle3           the ranks' draft head                                                  proposer.py
+    eagle3, mtp      the ranks' draft head                                                  proposer.py
     grammar          what a request's grammar forces; with every method                     proposer.py
 
 Of all proposals for a row the one is verified of which most is likely to be kept.  What a grammar forces comes first,
@@ -38,7 +38,7 @@ _PRIOR_RIGHT, _PRIOR_TRIED = 2.0, 2.5
 _KEPT = 1 - 1 / 64  # of what was measured, when a draft token of the kind is considered again
 
 _SOURCES: Mapping[str, Callable[[SpeculativeConfig], Proposer]] = MappingProxyType(
-    {"ngram": SuffixProposer, "suffix": SuffixProposer, "eagle3": lambda config: DraftHeadProposer()}
+    {"ngram": SuffixProposer, "suffix": SuffixProposer, "eagle3": DraftHeadProposer, "mtp": DraftHeadProposer}
 )
 
 
@@ -99,17 +99,20 @@ class Proposers:
         longest = {name: most for one in (self._forced, *self._sources) for name, most in one.most_matched.items()}
         self._acceptance = {name: Acceptance(most, most_tokens) for name, most in longest.items()}
         self.counts = dict.fromkeys(longest, (0, 0))  # draft tokens that were verified, and those that were right
-
-    @property
-    def are_drafted(self) -> bool:
-        """Whether the ranks are to draft tokens."""
-        return any(isinstance(one, DraftHeadProposer) for one in self._sources)
+        heads = [name for one in self._sources if isinstance(one, DraftHeadProposer) for name in one.most_matched]
+        self._head = self._acceptance[heads[0]] if heads else None
 
     def num_drafts(self) -> int:
-        """Tokens that the draft head is to make behind each row of a step: each costs a pass, so as many as were likely
-        to pay of late."""
-        found = self._acceptance["eagle3"].likelihoods(0, self._most_tokens)
-        return int((found >= _LEAST_LIKELIHOOD).sum())
+        """Tokens that the ranks' draft head, if they have one, is to make behind each row of a step: each costs a pass,
+        so as many as were likely to pay of late."""
+        if self._head is None:
+            return 0
+        return int((self._head.likelihoods(0, self._most_tokens) >= _LEAST_LIKELIHOOD).sum())
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the ranks are to draft tokens."""
+        return self._head is not None
 
     def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> Candidate:
         """Up to ``count`` tokens for ``sequence``, which has ``tokens`` (n,), n >= 1.  Of the sources' draft tokens it

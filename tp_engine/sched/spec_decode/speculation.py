@@ -103,7 +103,7 @@ class Speculation(SchedulerFeature):
         self._rows: RunningBatch = state.rows
         self._stops, self._fill_masks = stops, fill_masks
         self.sources = Proposers([make_source(config)] if sources is None else sources, self._most_tokens)
-        self._num_drafts = self._most_tokens if self.sources.are_drafted else 0
+        self._num_drafts = self._most_tokens if self.sources.has_head else 0
         self._found: list[DraftRun] = []
         self._verifying: list[DraftRun] = []
         self._kept: list[DraftRun] = []
