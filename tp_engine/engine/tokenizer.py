@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tp_engine.engine.byte_letters import byte_letters
-from tp_engine.engine.tiktoken_model import is_kimi, load_kimi
+from tp_engine.engine.folder_template import folder_template
+from tp_engine.engine.tiktoken_model import is_ranked, load_ranked
 from tp_engine.errors import ConfigError
 from tp_engine.files import MAX_TOKENIZER_BYTES, check_folder, read_json, read_text
 
@@ -22,6 +23,7 @@ _TOKENIZER_FILES = (
     "*.tiktoken",
     "spiece.model",
 )
+_HUB_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")
 _PLAIN_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")  # which transformers reads itself
 _TOKENIZER_FIELDS = ("model_type", "model_name", "tokenizer_class")  # the fields of config.json that choose a tokenizer
 _REPLACEMENT = "\ufffd"
@@ -31,15 +33,38 @@ _LATIN = {chr(byte): byte for byte in range(256)}
 
 def load_tokenizer(source: str, revision: str | None = None) -> Any | None:
     """Return the tokenizer of a folder or hub name; None for a folder without one.  ``ConfigError`` if it can not be
-    loaded.  Code that comes with a model is never run."""
+    loaded.  Code that comes with a model is never run.  A chat template that is not among the tokenizer's own files is
+    looked for elsewhere (``folder_template.py``)."""
+    folder = _folder(source, revision)
+    tokenizer = _load(source, folder)
+    if tokenizer is not None and tokenizer.chat_template is None:
+        tokenizer.chat_template = folder_template(folder)
+    return tokenizer
+
+
+def _folder(source: str, revision: str | None) -> Path:
+    """The folder ``source``, or that of a hub name's files, which are downloaded or found in the hub's cache."""
     folder = Path(source).expanduser()
+    if folder.exists():
+        return folder
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(source, revision=revision, allow_patterns=[*_HUB_FILES]))
+    except Exception as error:
+        raise _refusal(source, error) from error
+
+
+def _load(source: str, folder: Path) -> Any | None:
+    """The tokenizer, with a chat template if its own files have one."""
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         return None
-    if is_kimi(folder):
+    if is_ranked(folder):
         try:
-            return load_kimi(folder)
+            return load_ranked(folder)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"tokenizer is {source!r}, which can not be read: {error}") from error
+            what = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+            raise ConfigError(f"tokenizer is {source!r}, which can not be read: {what}") from error
     if (code := _own_code(folder)) is not None:
         raise ConfigError(
             f"tokenizer is {source!r}, which is code of the model ({code}), and such code is never run; give "
@@ -50,19 +75,21 @@ def load_tokenizer(source: str, revision: str | None = None) -> Any | None:
     try:
         if folder.is_dir():
             check_folder(folder)
+        # With the package mistral-common transformers would give another tokenizer for the same files.
         tokenizer = AutoTokenizer.from_pretrained(
-            str(folder), revision=revision, trust_remote_code=False, config=_plain_config(folder)
+            str(folder), trust_remote_code=False, config=_plain_config(folder), mistral_format=False
         )
         tokenizer.encode("")  # the first call sets truncation and padding: make it here
-        if tokenizer.chat_template is None:  # some models with images have it in a file of their own
-            template = _json_object(folder / "chat_template.json").get("chat_template")
-            tokenizer.chat_template = template if isinstance(template, str) else None
     except Exception as error:
-        raise ConfigError(
-            f"tokenizer is {source!r}; it can not be loaded ({type(error).__name__}: {error}): give a folder or hub "
-            "name with a tokenizer that needs no code of its own"
-        ) from error
+        raise _refusal(source, error) from error
     return tokenizer
+
+
+def _refusal(source: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"tokenizer is {source!r}; it can not be loaded ({type(error).__name__}: {error}): give a folder or hub "
+        "name with a tokenizer that needs no code of its own"
+    )
 
 
 def _plain_config(folder: Path) -> Any | None:
@@ -95,17 +122,18 @@ def _own_code(folder: Path) -> str | None:
 def load_tokenizer_json(source: str, revision: str | None = None) -> str | None:
     """Return the text of a fast tokenizer's ``tokenizer.json``; None for a model without a tokenizer, or with a slow
     one. If there is no such file, the tokenizer writes the text."""
-    path = Path(source).expanduser() / "tokenizer.json"
+    folder = _folder(source, revision)
+    path = folder / "tokenizer.json"
     if path.is_file():
         return read_text(path, MAX_TOKENIZER_BYTES)
-    backend = getattr(load_tokenizer(source, revision), "backend_tokenizer", None)
+    backend = getattr(_load(source, folder), "backend_tokenizer", None)
     return None if backend is None else str(backend.to_str())
 
 
 def tokenizer_eos_ids(source: str, revision: str | None = None) -> tuple[int, ...]:
     """Return the tokenizer's token that ends an output, if it has one.  ``ConfigError`` if it can not be loaded.  The
     tokenizer itself is loaded only if its files do not say it: that takes longer."""
-    folder = Path(source).expanduser()
+    folder = _folder(source, revision)
     named = _json_object(folder / "tokenizer_config.json") | _json_object(folder / "special_tokens_map.json")
     token = named.get("eos_token")
     if token is None and "eos_token" in named:
@@ -114,7 +142,7 @@ def tokenizer_eos_ids(source: str, revision: str | None = None) -> tuple[int, ..
     for entry in _added_tokens(folder / "tokenizer.json") if isinstance(text, str) else ():
         if isinstance(entry, dict) and entry.get("content") == text and type(entry.get("id")) is int:
             return (entry["id"],)
-    found = getattr(load_tokenizer(source, revision), "eos_token_id", None)
+    found = getattr(_load(source, folder), "eos_token_id", None)
     return (found,) if type(found) is int else ()
 
 
