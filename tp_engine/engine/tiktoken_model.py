@@ -111,7 +111,7 @@ def _load_tekken(path: Path) -> Any:
         )
     if not num_special < num_ids <= num_special + len(vocab) or num_special > _MOST_SPECIAL:
         raise ValueError(
-            f"{path} says that {num_special} of {num_ids} tokens are special and has {len(vocab)} others, which is wrong"
+            f"{path} says that {num_special} of {num_ids} tokens are special and has {len(vocab)} others: a wrong count"
         )
     ranks: dict[bytes, int] = {}
     for entry in vocab[: num_ids - num_special]:
