@@ -8,7 +8,13 @@ from collections.abc import Callable
 import pytest
 
 from tests.unit.kernels import kernel_cases_gather
-from tp_engine.kernels.sampling import best_triton, candidates_triton, filter_triton, nucleus_triton
+from tp_engine.kernels.sampling import (
+    best_triton,
+    candidates_triton,
+    filter_triton,
+    nucleus_ranks_triton,
+    nucleus_triton,
+)
 
 MODULES = (
     "adapters",
@@ -43,7 +49,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def several_blocks_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling has several blocks of few tokens, and too few candidates for some rows."""
-    for module in (best_triton, filter_triton, candidates_triton, nucleus_triton):
+    for module in (best_triton, filter_triton, candidates_triton, nucleus_triton, nucleus_ranks_triton):
         monkeypatch.setattr(module, "_BLOCK", 256)
     for name, size in (("_CHUNK", 128), ("_GROUPS", 16), ("_KEPT", 16)):
         monkeypatch.setattr(candidates_triton, name, size)

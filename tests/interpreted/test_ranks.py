@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.interpreted.engines import MODEL, RECORDED, generate, gpu_path
+from tests.interpreted.engines import MODEL, RECORDED, SAMPLING, generate, gpu_path
 from tests.interpreted.interpreter import mend_interpreter
 from tests.ranks.launch import torchrun
 from tests.unit.kernels.kernel_cases_gather import addresses
@@ -33,6 +33,8 @@ from tp_engine.worker.graphs.graph_plan import sizes_of
 from tp_engine.worker.graphs.step_runner import GraphPlan
 
 BUFFER_BYTES = 64 * KIB
+# Llama's default among them: top_p without top_k.
+NUCLEUS = (*SAMPLING[:1], {"temperature": 0.6, "top_p": 0.9, "seed": 3}, *SAMPLING[2:])
 PLAN = ReducePlan(one_shot_bytes=BUFFER_BYTES, gather_bytes=BUFFER_BYTES)
 
 
@@ -102,7 +104,7 @@ def run_rank(model: Path, folder: Path) -> None:
         patch.object(library, "all_gather", outside(library.all_gather)),
         patch.object(library, "gather", outside(library.gather)),
     ):
-        tokens = generate(model, tensor_parallel_size=world_size)
+        tokens = generate(model, tensor_parallel_size=world_size, sampling=NUCLEUS)
     (folder / "tokens").write_text(json.dumps([tokens, ended]))
 
 
@@ -118,7 +120,7 @@ def test_ranks_in_shared_memory(checkpoint: Callable[..., Path], tmp_path: Path)
     job = torchrun(num_ranks, ["-m", "tests.interpreted.test_ranks", str(folder), str(tmp_path)], timeout_s=240)
     assert job.returncode == 0, job.stdout[-6000:]
     tokens, recorded = json.loads((tmp_path / "tokens").read_text())
-    assert tokens == generate(folder)
+    assert tokens == generate(folder, sampling=NUCLEUS)
     assert {1, 2} <= set(recorded) and len(recorded) > 5, recorded
 
 

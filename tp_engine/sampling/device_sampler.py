@@ -8,9 +8,10 @@ parameters from the rows' tables.  The host only chooses the *kind* of a step, a
 | greedy, temperature | best_tokens | the same, its keys exchanged |
 | with penalties (``penalised``) | the same launch reads the counts | the same |
 | min_p without top_k and top_p (``min_p``) | largest logit first | the same, exchanged first |
-| top_p without top_k (``nucleus``; part of ``ranked``) | draw_nucleus, from the best tokens | not by this sampler |
+| top_p without top_k (``nucleus``; one rank: part of ``ranked``) | draw_nucleus, from the best tokens | fronts, then \
+weights, exchanged (``nucleus_ranks_triton``) |
 | top_k up to MAX_RANKED (``ranked``) | draw_ranked | top_keys, exchanged with the others' keys |
-| a larger top_k (``ranked``) | draw_ranked | not by this sampler |
+| a larger top_k (``ranked``; several ranks: ``gathered``) | draw_ranked | the same from all logits, exchanged |
 
 ``kind_of`` is None for steps that this sampler does not sample: those with rows that have token lists,
 log-probabilities, tokens still banned by min_tokens, or penalties beside filters.  ``Sampler`` masks the logits of
@@ -34,7 +35,7 @@ from tp_engine.sampling.ranking import LOWEST_KEY
 from tp_engine.sampling.state import SamplingState
 from tp_engine.sampling.vocab_parallel import exchange
 
-MAX_RANKED = 64
+MAX_RANKED = 64  # a row's candidates in an exchange, a nucleus' front too
 SHARE_BYTES = tuple(num_keys * torch.int64.itemsize for num_keys in (1, 1 + MAX_RANKED))
 """Bytes of each row that a rank sends the others in a step of the recorded kinds."""
 
@@ -47,34 +48,40 @@ class SamplerVariant:
     min_p: bool = False
     nucleus: bool = False
     ranked: bool = False
+    gathered: bool = False
 
 
 class DeviceSampler:
     """Samples the rows of ``state``, which has tables, together with the other ranks if there are any."""
 
     def __init__(self, state: SamplingState, communicator: Communicator) -> None:
+        from tp_engine.kernels.sampling import nucleus_ranks_triton as of_ranks
         from tp_engine.kernels.sampling.best_triton import best_tokens_triton
         from tp_engine.kernels.sampling.candidates_triton import draw_ranked_triton
         from tp_engine.kernels.sampling.filter_triton import top_keys_triton
         from tp_engine.kernels.sampling.nucleus_triton import draw_nucleus_triton
 
+        assert of_ranks.WIDTH == MAX_RANKED, "one share has the candidates of either kind of row"
         assert state.tables is not None, "kernels read the state's tables"
         self._tables: SamplingTables = state.tables
         self._state = state
         self._communicator = communicator
         self._best_tokens, self._top_keys = best_tokens_triton, top_keys_triton
         self._draw_nucleus, self._draw_ranked = draw_nucleus_triton, draw_ranked_triton
+        self._front_share, self._weigh_fronts = of_ranks.front_share_triton, of_ranks.weigh_fronts_triton
+        self._choose_of_fronts = of_ranks.choose_of_fronts_triton
+        self._is_alone = communicator.info.world_size == 1
 
     @property
     def kinds(self) -> tuple[SamplerVariant, ...]:
         """The kinds of which steps are recorded."""
-        plain, nucleus, ranked = SamplerVariant(), SamplerVariant(nucleus=True), SamplerVariant(ranked=True)
-        return (plain, nucleus, ranked) if self._communicator.info.world_size == 1 else (plain, ranked)
+        kinds = (SamplerVariant(), SamplerVariant(nucleus=True), SamplerVariant(ranked=True))
+        return kinds if self._is_alone else (*kinds, SamplerVariant(nucleus=True, ranked=True))
 
     @property
     def advancing(self) -> tuple[SamplerVariant, ...]:
         """The kinds of ``kinds`` whose only launch can end the decode step of its rows, too."""
-        return (SamplerVariant(),) if self._communicator.info.world_size == 1 else ()
+        return (SamplerVariant(),) if self._is_alone else ()
 
     def kind_of(self, rows: IntArray, positions: IntArray) -> SamplerVariant | None:
         """Return the kind of a step that samples ``rows`` (n,) at ``positions`` (n,).
@@ -91,14 +98,13 @@ class DeviceSampler:
         min_p = draws & ~ranked & ~nucleus & (state.log_min_p[rows] > -np.inf)
         if (penalised & (ranked | nucleus | min_p)).any():
             return None
-        is_alone = self._communicator.info.world_size == 1
-        if not is_alone and (nucleus | (ranked & (state.top_k[rows] > MAX_RANKED))).any():
-            return None
+        gathered = not self._is_alone and bool((ranked & (state.top_k[rows] > MAX_RANKED)).any())
         return SamplerVariant(
             penalised=bool(penalised.any()),
             min_p=bool(min_p.any()),
-            nucleus=bool(nucleus.any() and not ranked.any()),
-            ranked=bool(ranked.any()),
+            nucleus=bool(nucleus.any()) and not gathered and not (self._is_alone and ranked.any()),
+            ranked=bool(ranked.any()) and not gathered,
+            gathered=gathered,
         )
 
     def sample(
@@ -118,24 +124,22 @@ class DeviceSampler:
         """
         assert advanced is None or kind in self.advancing, kind
         held = logits[:, : self._state.vocab.num_ids]
-        counts = self._state.penalties.tables if kind.penalised else None
-        maxima = self._maxima(held) if kind.min_p else None
         options: dict[str, Any] = {
-            "counts": counts,
-            "maxima": maxima,
-            "ranked_below": self._state.vocab_size if kind.ranked else None,
+            "counts": self._state.penalties.tables if kind.penalised else None,
+            "maxima": self._maxima(held) if kind.min_p else None,
+            "ranked_below": self._state.vocab_size if kind.ranked or kind.gathered else None,
             "advanced": advanced,
         }
-        if self._communicator.info.world_size == 1:
+        if self._is_alone:
             tokens = self._sample_alone(kind, held, rows, positions, options)
-        elif kind.ranked:
-            keys = self._best_share(held, rows, positions, options)
-            best, ranked = exchange(self._communicator, [keys, self._ranked_share(held, rows)])
-            tokens = self._choose(best, ranked, rows.clamp(min=0), positions)
         else:
-            tokens = vocab_parallel.merge_best(
-                *exchange(self._communicator, [self._best_share(held, rows, positions, options)])
-            )
+            best = self._best_share(held, rows, positions, options)
+            if kind.gathered:
+                tokens = self._sample_gathered(best, logits, rows, positions)
+            elif kind.ranked or kind.nucleus:
+                tokens = self._sample_candidates(kind, best, held, rows, positions)
+            else:
+                tokens = vocab_parallel.merge_best(*exchange(self._communicator, [best]))
         if kind.penalised:
             self._record(rows, tokens)
         return tokens
@@ -143,18 +147,56 @@ class DeviceSampler:
     def _sample_alone(
         self,
         kind: SamplerVariant,
-        held: torch.Tensor,
+        logits: torch.Tensor,
         rows: torch.Tensor,
         positions: torch.Tensor,
         options: dict[str, Any],
     ) -> torch.Tensor:
         filters = kind.nucleus or kind.ranked
-        best = self._best_tokens(held, rows, positions, self._tables, first_id=0, finds_maxima=filters, **options)
+        best = self._best_tokens(logits, rows, positions, self._tables, first_id=0, finds_maxima=filters, **options)
         if filters:
-            self._draw_nucleus(held, rows, positions, self._tables, best)
+            self._draw_nucleus(logits, rows, positions, self._tables, best)
         if kind.ranked:
-            self._draw_ranked(held, rows, positions, self._tables, best.token_ids)
+            self._draw_ranked(logits, rows, positions, self._tables, best.token_ids)
         tokens: torch.Tensor = best.token_ids
+        return tokens
+
+    def _sample_gathered(
+        self, best: torch.Tensor, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Filtered rows draw as on a single rank, from all ranks' logits; the others take their ``best`` token."""
+        best_of_ranks, slices = exchange(self._communicator, [best, logits])
+        whole = vocab_parallel.whole_logits(slices, self._state.vocab_size)
+        options = {"ranked_below": self._state.vocab_size}
+        drawn = self._sample_alone(SamplerVariant(ranked=True), whole, rows, positions, options)
+        known = rows.clamp(min=0)
+        temperature, top_p = self._tables.floats.index_select(0, known).unbind(1)[:2]
+        has_top_k = self._tables.top_k.index_select(0, known) < self._state.vocab_size
+        is_filtered = (temperature > 0.0) & (has_top_k | (top_p < 1.0))
+        return torch.where(is_filtered, drawn, vocab_parallel.merge_best(best_of_ranks))
+
+    def _sample_candidates(
+        self,
+        kind: SamplerVariant,
+        best: torch.Tensor,
+        held: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """Rows with top_k or top_p draw from the ranks' candidates; the others take their ``best`` token."""
+        vocab = self._state.vocab
+        step = (held, rows, positions, self._tables)
+        share = self._ranked_share(held, rows) if kind.ranked else self._no_keys(held, MAX_RANKED)
+        if kind.nucleus:
+            self._front_share(share, *step, first_id=vocab.first, vocab_size=vocab.vocab_size)
+        best_of_ranks, shares = exchange(self._communicator, [best, share])
+        tokens = vocab_parallel.merge_best(best_of_ranks)
+        if kind.ranked:
+            tokens = self._choose(tokens, shares, rows.clamp(min=0), positions)
+        if kind.nucleus:
+            front, own = self._weigh_fronts(shares, *step, first_id=vocab.first, vocab_size=vocab.vocab_size)
+            (sums,) = exchange(self._communicator, [own])
+            self._choose_of_fronts(tokens, front, sums, rows, self._tables, vocab_size=vocab.vocab_size)
         return tokens
 
     def _maxima(self, held: torch.Tensor) -> torch.Tensor:
@@ -181,9 +223,9 @@ class DeviceSampler:
         return torch.full((held.shape[0], width), LOWEST_KEY, dtype=torch.int64, device=held.device)
 
     def _choose(
-        self, best: torch.Tensor, ranked: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+        self, tokens: torch.Tensor, ranked: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Rows with top_k draw from the merged candidates; the others take their best token."""
+        """Rows with top_k draw from the merged candidates; the others keep their ``tokens`` (n,)."""
         floats = self._tables.floats.index_select(0, rows)
         top_k = self._tables.top_k.index_select(0, rows)[:, None].to(torch.int64)
         group = RowGroup(
@@ -201,7 +243,7 @@ class DeviceSampler:
         keys = device_noise_keys(self._tables.seeds.index_select(0, rows), positions + 1)
         drawn = vocab_parallel.decide_ranked(ranked, group, keys)
         is_ranked = (floats[:, 0] > 0.0) & (top_k[:, 0] < self._state.vocab_size)
-        return torch.where(is_ranked, drawn, vocab_parallel.merge_best(best))
+        return torch.where(is_ranked, drawn, tokens)
 
     def _record(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         known = rows.clamp(min=0)

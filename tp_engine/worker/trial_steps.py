@@ -29,6 +29,7 @@ from tp_engine.layers.lora import adapting, group_step
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.plan import FIRST_STEP_ID, MASK_TOKENS, Admission, IntArray, RowSampling, StepPlan
+from tp_engine.sampling.device_sampler import MAX_RANKED
 from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.speculative import SpeculativeConfig
@@ -45,8 +46,12 @@ _PENALISED = RowSampling(temperature=1.0, presence_penalty=0.5)
 _MIN_P = RowSampling(temperature=1.0, min_p=0.1)
 _RANKED = RowSampling(temperature=0.8, top_k=20, top_p=0.9)
 _NUCLEUS = RowSampling(temperature=1.0, top_p=0.9)
+_LARGE_TOP_K = RowSampling(temperature=1.0, top_k=MAX_RANKED + 1)
 _SCORED = RowSampling(temperature=1.0, top_p=0.9, logprobs=1)
-_KINDS = ((_PENALISED,), (_MIN_P,), (_PENALISED, _MIN_P), (_RANKED,), (_NUCLEUS,), (_SCORED,), (_GREEDY, _RANKED))
+_KINDS = (
+    (_PENALISED,), (_MIN_P,), (_PENALISED, _MIN_P), (_RANKED,), (_NUCLEUS,), (_LARGE_TOP_K,), (_SCORED,),
+    (_GREEDY, _RANKED),
+)  # fmt: skip
 
 
 def warms_up(device_type: str) -> bool:

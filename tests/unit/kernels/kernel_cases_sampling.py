@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,13 @@ from tests.simulated_ranks import NotingCommunicator, run_ranks
 from tests.unit.kernels.kernel_cases_decode_inputs import make_tables
 from tp_engine.distributed.collectives import Communicator, SingleRank
 from tp_engine.kernels.jit import jit
-from tp_engine.kernels.sampling import best_triton, candidates_triton, filter_triton, nucleus_triton
+from tp_engine.kernels.sampling import (
+    best_triton,
+    candidates_triton,
+    filter_triton,
+    nucleus_ranks_triton,
+    nucleus_triton,
+)
 from tp_engine.kernels.sampling.scores_triton import gumbel_noise, hash_tokens, noise_key
 from tp_engine.kernels.sampling.tables import CountTables, SamplingTables
 from tp_engine.kernels.steps.decode_inputs import DecodeInputs, RowTables, advance_decodes, prepare_decodes
@@ -67,7 +74,8 @@ def make_state(samplings: Sequence[RowSampling], vocab_size: int, device: str, *
 
 def one_at_a_time(sampler: DeviceSampler) -> DeviceSampler:
     """The sampler, with a lock around its kernels: the interpreter supports one thread at a time."""
-    for name in ("_best_tokens", "_top_keys", "_draw_nucleus", "_draw_ranked"):
+    names = ("_best_tokens", "_top_keys", "_draw_nucleus", "_draw_ranked")
+    for name in (*names, "_front_share", "_weigh_fronts", "_choose_of_fronts"):
         kernel = getattr(sampler, name)
 
         def launch(*args: Any, kernel: Callable[..., Any] = kernel, **kwargs: Any) -> Any:
@@ -143,13 +151,13 @@ def check_groups(device: str) -> None:
         assert torch.equal(draw_filtered(own, group, own_keys), expected)
 
 
-def check_nuclei(device: str) -> None:
+def check_nuclei(device: str, world_size: int) -> None:
     """Many rows with top_p, some with min_p, from peaked to flat, with ties and masked tokens: the twin's tokens.
 
     With a small top_p many rows need more than two rounds.
     """
-    generator, vocab_size, count = np.random.default_rng(7), 500, 12
-    for trial in range(6):
+    generator, vocab_size, count = np.random.default_rng(7), 500, 12 // world_size
+    for trial in range(6 if world_size == 1 else 3):
         top_ps = generator.choice([0.02, 0.1, 0.5, 0.9, 0.95, 0.999], count)
         min_ps = generator.choice([0.0, 0.0, 0.05, 0.5], count)
         samplings = [
@@ -161,10 +169,33 @@ def check_nuclei(device: str) -> None:
         ]  # fmt: skip
         logits = torch.from_numpy(generator.normal(size=(STEPS, count, vocab_size)).astype(np.float32))
         logits *= (0.01, 1.0, 4.0)[trial % 3]
-        if trial >= 3:
+        if trial >= 3 or (trial and world_size > 1):
             logits = (logits * 2).round() / 2
             logits[:, ::3, 40:] = -torch.inf
-        check_tokens(device, samplings, SamplerVariant(nucleus=True), 1, logits)
+        check_tokens(device, samplings, SamplerVariant(nucleus=True), world_size, logits)
+
+
+def check_long_front(device: str) -> None:
+    """A front of more tokens than an exchange holds, which takes logits made from the noise: all ranks draw the same
+    token, and one that top_p keeps.  Oracle: the likeliest tokens, in numpy."""
+    vocab_size, world_size = 600, 2
+    sampling = RowSampling(temperature=1.0, top_p=0.8, seed=21)
+    key = torch.from_numpy(noise.noise_keys(np.array([21], np.uint64), np.array([14], np.int32)))
+    logits = noise.gumbel_noise(torch.arange(vocab_size, dtype=torch.int32), key) * -0.9
+    order = logits[0].double().numpy().argsort()[::-1]
+    weights = np.exp(logits[0].double().numpy()[order])
+    kept = order[weights.cumsum() - weights < 0.8 * weights.sum()].tolist()
+
+    def body(communicator: Communicator) -> int:
+        state = make_state([sampling], vocab_size, device, has_tables=True, info=communicator.info)
+        part = VocabSlice.of_rank(vocab_size, communicator.info)
+        own = logits[:, part.first : part.first + part.num_ids].contiguous().to(device)
+        rows, positions = torch.tensor([1], dtype=torch.int32), torch.tensor([13])
+        sampler = one_at_a_time(DeviceSampler(state, communicator))
+        return int(sampler.sample(SamplerVariant(nucleus=True), own, rows.to(device), positions.to(device)))
+
+    found = run_ranks(world_size, body)
+    assert found[0] == found[1] and found[0] in kept, (found, kept)
 
 
 def check_padding(device: str) -> None:
@@ -271,10 +302,25 @@ def make_cases() -> dict[str, Callable[[str], None]]:
         add("ties", ranked, SamplerVariant(ranked=True), world_size, tied)
         add("masked", everything, kind, world_size, masked(random_logits(9, 301, torch.float32, 1.0)))
     cases["choice"], cases["groups"] = check_choice, check_groups
-    cases["nuclei"], cases["padding"], cases["advance"] = check_nuclei, check_padding, check_advance
+    cases["padding"], cases["advance"], cases["long front"] = check_padding, check_advance, check_long_front
     nucleus = [*PLAIN, *FILTERED[:2]]
-    add("nucleus", nucleus, SamplerVariant(nucleus=True), 1, random_logits(5, 700, torch.float32, 1.0))
+    for world_size in (1, 2, 4):
+        cases[f"nuclei-{world_size}"] = partial(check_nuclei, world_size=world_size)
+        kind = SamplerVariant(nucleus=True)
+        add("nucleus", nucleus, kind, world_size, random_logits(5, 700, torch.bfloat16, 1.0))
+        add("equal logits", nucleus, kind, world_size, torch.zeros(STEPS, 5, 700))
+        few = [*PLAIN, FILTERED[0]]
+        add("nucleus of few", few, kind, world_size, random_logits(4, 17, torch.float32))  # ranks with padding alone
     add("filtered", FILTERED, SamplerVariant(ranked=True), 1, random_logits(3, 700, torch.float32, 1.0))
+    add("filtered", FILTERED, SamplerVariant(gathered=True), 2, random_logits(3, 700, torch.float32, 1.0))
+    mixed = SamplerVariant(nucleus=True, ranked=True)
+    add("nucleus and ranked", [*nucleus, *RANKED], mixed, 3, random_logits(9, 700, torch.float32))
+    everything = [*PENALISED, *MIN_P, *RANKED, *FILTERED[:2]]
+    mixed = SamplerVariant(penalised=True, min_p=True, nucleus=True, ranked=True)
+    add("everything and a nucleus", everything, mixed, 2, masked(random_logits(11, 301, torch.float32, 1.0)))
+    gathered = SamplerVariant(penalised=True, min_p=True, gathered=True)
+    everything = [PENALISED[1], MIN_P[0], RANKED[2], *FILTERED[1:]]
+    add("everything and a large top_k", everything, gathered, 3, random_logits(5, 301, torch.float32, 1.0))
     # Several chunks of candidates, on a GPU too.
     peaked = random_logits(4, 4500, torch.bfloat16, 6.0)
     add("peaked", [RANKED[0], RANKED[3], FILTERED[0], FILTERED[2]], SamplerVariant(ranked=True), 1, peaked)
@@ -304,13 +350,17 @@ def launch_all() -> None:
     ids, lengths, blocks = (empty(*shape, dtype=torch.int32) for shape in ((256, 4097), (256,), (1, 256, 256)))
     row_tables = RowTables(token_ids=ids, num_computed=lengths, block_table=blocks, block_size=16)
     best(whole, rows, positions, tables, first_id=0, advanced=row_tables)
-    best(part, rows, positions, tables, first_id=18992)
     best(part, rows, positions, tables, first_id=18992, counts=counts, maxima=maxima)
-    filter_triton.top_keys_triton(part, rows, tables, first_id=18992, width=64)
-    for dtype in (torch.float16, torch.float32):
+    for dtype in DTYPES:
         other = empty(64, 18992, dtype=dtype)
         best(other, rows, positions, tables, first_id=18992)
         filter_triton.top_keys_triton(other, rows, tables, first_id=18992, width=64)
+        ranks: dict[str, Any] = {"first_id": 18992, "vocab_size": 151936}
+        step, share = (other, rows, positions, tables), empty(64, 64, dtype=torch.int64)
+        nucleus_ranks_triton.front_share_triton(share, *step, **ranks)
+        front, _ = nucleus_ranks_triton.weigh_fronts_triton(empty(8, 64, 64, dtype=torch.int64), *step, **ranks)
+        gathered, drawn = empty(8, 64, 65, dtype=torch.int64), empty(64, dtype=torch.int32)
+        nucleus_ranks_triton.choose_of_fronts_triton(drawn, front, gathered, rows, tables, vocab_size=151936)
     wide, keys = empty(64, 151936, dtype=torch.float32), empty(64, 2, dtype=torch.int32)
     for logits, own_positions, noise_keys in ((whole, positions, None), (wide, None, keys)):
         found = best(

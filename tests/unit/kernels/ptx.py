@@ -19,6 +19,7 @@ FORBIDDEN = re.compile(r"\b(st\.global|atom\.|red\.|cp\.async|mbarrier|membar|fe
 JOINING = {
     "best_above_kernel",
     "best_tokens_kernel",
+    "front_of_slice_kernel",
     "paged_decode_kernel",
     "paged_latent_kernel",
     "weigh_kernel",

@@ -12,7 +12,7 @@ from tp_engine.distributed.collectives import SingleRank
 from tp_engine.distributed.rank import RankInfo
 from tp_engine.plan import RowSampling
 from tp_engine.sampling import noise
-from tp_engine.sampling.device_sampler import DeviceSampler, SamplerVariant
+from tp_engine.sampling.device_sampler import SHARE_BYTES, DeviceSampler, SamplerVariant
 from tp_engine.sampling.state import SamplingState
 
 
@@ -25,7 +25,41 @@ def test_noise_keys_on_the_device() -> None:
     assert np.array_equal(found.numpy(), noise.noise_keys(seeds, positions))
 
 
-NUCLEUS = RowSampling(temperature=1.0, top_p=0.9)
+class ValuelessRanks(SingleRank):
+    """Four ranks whose collectives give tensors without values; notes the bytes of each part."""
+
+    def __init__(self) -> None:
+        self.info = RankInfo(world_size=4, local_world_size=4)
+        self.gathered: list[int] = []
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.gathered.append(tensor.nbytes)
+        return torch.empty(4 * tensor.numel(), dtype=tensor.dtype, device="meta")
+
+
+@needs_triton
+def test_recorded_kinds_have_fixed_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the meta device, whose tensors have no values, so that a host's look at one raises; and the sizes of the
+    exchanges that ``graph_plan`` counts on."""
+    from triton.runtime.jit import JITFunction
+
+    launched: set[str] = set()
+    monkeypatch.setattr(JITFunction, "run", lambda self, *_, **__: launched.add(self.fn.__name__))
+    monkeypatch.setattr("tp_engine.kernels.dependent_launch_triton.can_launch_early", lambda device: True)
+    ranks = ValuelessRanks()
+    state = SamplingState(
+        max_num_seqs=8, vocab_size=5000, device=torch.device("meta"), info=ranks.info, has_tables=True
+    )
+    sampler = DeviceSampler(state, ranks)
+    logits, rows = torch.empty(5, state.vocab.width, device="meta"), torch.empty(5, dtype=torch.int32, device="meta")
+    for kind in sampler.kinds:
+        tokens = sampler.sample(kind, logits, rows, torch.empty(5, dtype=torch.int64, device="meta"))
+        assert tokens.shape == (5,) and tokens.dtype == torch.int32
+    assert set(ranks.gathered) == {5 * size for size in SHARE_BYTES}
+    assert {"front_of_slice_kernel", "weigh_front_kernel", "choose_kernel", "top_keys_kernel"} <= launched
+
+
+NUCLEUS, TOP_K = RowSampling(temperature=1.0, top_p=0.9), RowSampling(temperature=1.0, top_k=9)
 PENALISED = RowSampling(presence_penalty=1.0)
 
 
@@ -38,9 +72,9 @@ PENALISED = RowSampling(presence_penalty=1.0)
         ([RowSampling(temperature=1.0, min_p=0.1)], SamplerVariant(min_p=True), SamplerVariant(min_p=True)),
         ([RowSampling(min_p=0.1, top_k=5, top_p=0.5)], SamplerVariant(), SamplerVariant()),
         ([RowSampling(temperature=1.0, top_k=64, min_p=0.1)], SamplerVariant(ranked=True), SamplerVariant(ranked=True)),
-        ([RowSampling(temperature=1.0, top_k=65)], SamplerVariant(ranked=True), None),
-        ([NUCLEUS, PENALISED], SamplerVariant(nucleus=True, penalised=True), None),
-        ([NUCLEUS, RowSampling(temperature=1.0, top_k=9)], SamplerVariant(ranked=True), None),
+        ([RowSampling(temperature=1.0, top_k=65), NUCLEUS], SamplerVariant(ranked=True), SamplerVariant(gathered=True)),
+        ([NUCLEUS, PENALISED], *[SamplerVariant(nucleus=True, penalised=True)] * 2),
+        ([NUCLEUS, TOP_K], SamplerVariant(ranked=True), SamplerVariant(nucleus=True, ranked=True)),
         ([RowSampling(temperature=1.0, top_k=9, presence_penalty=1.0)], None, None),
         ([RowSampling(logprobs=0)], None, None),
         ([RowSampling(allowed_token_ids=ids(4))], None, None),

@@ -7,10 +7,11 @@
                                                 |  others: logits, the sampler's launches, into the tables   launched
 
 What follows the model depends on the rows, so it is a recording of its own, of one of three kinds: *plain*, if every
-row is greedy or samples by temperature alone, *nucleus*, if some have top_p, and *ranked*, if some have top_k.  Other
-steps launch their sampler behind the recorded forward pass: those with penalties, whose counts are allocated for the
-first row that has some; with min_p alone, which is rare; and those that no kernel samples.  On a CPU the only kind is
-greedy.  Logits are the largest tensor and live only within the second part, so that all sizes share their memory.
+row is greedy or samples by temperature alone, *nucleus*, if some have top_p, and *ranked*, if some have top_k (on
+several ranks a fourth, if there are both).  Other steps launch their sampler behind the recorded forward pass: those
+with penalties, whose counts are allocated for the first row that has some; with min_p alone, which is rare; and those
+that no kernel samples.  On a CPU the only kind is greedy.  Logits are the largest tensor and live only within the
+second part, so that all sizes share their memory.
 """
 
 import bisect
