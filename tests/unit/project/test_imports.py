@@ -23,7 +23,8 @@ PACKAGE = ROOT / "tp_engine"
 # What each part may import directly; indirectly, it may import what those may.  Every part may import the foundation.
 DIRECTIONS = {
     "launch": {"cli"},
-    "cli": {"server"},
+    "cli": {"server", "check"},
+    "check": {"api"},
     "integrations": {"server"},
     "server": {"api"},
     "api": {"engine"},
@@ -63,6 +64,9 @@ DOORS = {
     "os.environ": "tp_engine/env.py",
     "os.getenv": "tp_engine/env.py",
 }
+
+# The oracle reads checkpoints without the code that it judges.
+SECOND_DOORS = {"safetensors": "tp_engine/check/stored.py"}
 
 TORCH_FREE = ("foundation", "sched", "ipc", "grammar")
 FORBIDDEN = ("pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve")
@@ -213,6 +217,7 @@ def test_one_door_per_outside_thing() -> None:
             for use in all_uses()
             for thing, door in DOORS.items()
             if use.names(thing) and not (use.path == door or (door.endswith("/") and use.path.startswith(door)))
+            if use.path != SECOND_DOORS.get(thing)
         ]
     )
 

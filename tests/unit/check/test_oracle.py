@@ -1,0 +1,113 @@
+"""The oracle runs transformers' layers one at a time: the same numbers as transformers' whole model, in less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.families import FAMILIES
+from tests.quantised.checkpoints import compress
+from tests.quantised.formats import FORMATS
+from tests.tiers import slow_but
+from tp_engine.check.oracle import Oracle, Query
+from tp_engine.errors import ConfigError, WeightError
+
+FAST = ("llama", "gemma4", "deepseek-v3", "glm-moe-dsa", "qwen3.5-moe-vision", "gpt-oss")
+FAST_FORMATS = ("fp8-block", "awq", "nvfp4-modelopt", "mxfp4")
+GROUP = 32
+IDS = [5, 9, 17, 30, 8, 44, 101, 77, 3, 12, 60, 61, 62, 150, 99, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 180]
+
+
+def by_transformers(folder: Path, name: str, ids: Sequence[int]) -> torch.Tensor:
+    """Log-probabilities (n, vocabulary) of the whole model."""
+    import transformers
+
+    model = getattr(transformers, FAMILIES[name].model).from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        found: torch.Tensor = model(input_ids=torch.tensor([list(ids)])).logits[0].log_softmax(-1)
+    return found
+
+
+@pytest.mark.parametrize("name", slow_but(FAST, FAMILIES))
+def test_layers_one_at_a_time_equal_the_whole_model(name: str, checkpoint: Callable[..., Path]) -> None:
+    """Oracle: transformers' whole model, bit for bit; several sequences of different lengths at once."""
+    folder = checkpoint(name)
+    with Oracle(folder) as oracle:
+        found = oracle.score_all([Query(IDS), Query(IDS[:7])], keep_all=True)
+    for ids, scores in zip((IDS, IDS[:7]), found, strict=True):
+        expected = by_transformers(folder, name, ids).numpy()
+        assert scores.all is not None
+        np.testing.assert_array_equal(scores.all, expected)
+        np.testing.assert_array_equal(scores.top_ids[:, 0], expected.argmax(-1))
+        np.testing.assert_array_equal(scores.next_logprobs, expected[np.arange(len(ids) - 1), ids[1:]])
+
+
+@pytest.mark.parametrize("name", slow_but(FAST_FORMATS, FORMATS))
+def test_quantised_weights_are_the_numbers_that_they_stand_for(
+    name: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Oracle: the float32 twin, whose numbers come from tests/quantised/numbers.py."""
+    folder = checkpoint("gpt-oss", intermediate_size=288) if FORMATS[name].fused else checkpoint("qwen3")
+    own, twin = tmp_path / "own", tmp_path / "twin"
+    compress(folder, own, twin, name, group=GROUP if FORMATS[name].group == 128 else None)
+    with Oracle(own) as oracle, Oracle(twin) as expected:
+        found, known = oracle.score(IDS, keep_all=True).all, expected.score(IDS, keep_all=True).all
+        assert any(map(oracle.stored.is_quantised, oracle.stored.names))
+    assert found is not None and known is not None
+    np.testing.assert_allclose(found, known, atol=1e-5, rtol=0)
+
+
+def test_only_one_layer_is_in_memory(checkpoint: Callable[..., Path]) -> None:
+    """Oracle: while a layer runs, it is the only one whose parameters have memory."""
+    folder, loaded = checkpoint("llama", num_layers=6), []
+
+    def count(_module: torch.nn.Module, _inputs: object) -> None:
+        loaded.append([not next(one.parameters()).is_meta for one in oracle.layers].count(True))
+
+    with Oracle(folder) as oracle:
+        for layer in oracle.layers:
+            layer.get_submodule("mlp").register_forward_pre_hook(count)
+        oracle.score(IDS)
+    assert loaded == [1] * 6
+
+
+def test_wanted_tokens_and_replaced_states(checkpoint: Callable[..., Path]) -> None:
+    """Oracle: the whole table of log-probabilities; states that are put back as they were change nothing."""
+    folder = checkpoint("qwen3")
+    wanted = np.array([[1, 2, 3]] * len(IDS))
+    with Oracle(folder) as oracle:
+        plain = oracle.score(IDS, keep_all=True)
+        states: list[int] = []
+
+        def see(index: int, found: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            states.append(index)
+            return [one.clone() for one in found]
+
+        again = oracle.score_all([Query(IDS, wanted)], see_layer=see)[0]
+    assert plain.all is not None and states == [-1, 0, 1]
+    np.testing.assert_array_equal(again.wanted, plain.all[:, 1:4])
+    np.testing.assert_array_equal(again.next_logprobs, plain.next_logprobs)
+
+
+def test_what_the_oracle_can_not_run_is_said(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: errors that name the architecture, and the missing weight."""
+    import json
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("llama"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with Oracle(folder) as oracle, pytest.raises(WeightError, match=r"layers\.1: mlp\.up_proj\.weight"):
+        oracle.score(IDS)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchForCausalLM"]}))
+    with pytest.raises(ConfigError, match="NoSuchForCausalLM"):
+        Oracle(folder)

@@ -1,0 +1,407 @@
+"""The oracle: transformers' own layers, one at a time in memory, so that a model of any size runs on a small machine.
+
+::
+
+    1. transformers' model, its weights on no device ("meta")
+    2. its own forward pass with empty layers: embeddings, and what it gives each layer (masks, rotations, ...)
+    3. for each layer: load its weights, run all sequences through it, drop its weights
+    4. its own forward pass with empty layers again, whose last returns the states of 3: norm and logits
+
+Families keep their own glue that way, whatever it is.  Weights come from ``stored.py`` in float32, quantised ones as
+the numbers that they stand for.  Neither shares code with the engine, but for the rule which files hold the weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tp_engine.check.stored import StoredWeights
+from tp_engine.errors import ConfigError, WeightError
+
+_POSITIONS_AT_ONCE = 256  # whose logits exist at once
+_NO_TEXT = ("vision", "visual", "audio", "image")
+_MAX_NAMED = 3
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+Ids: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A sequence, and the token ids (n, m) whose log-probabilities after each of its n positions are wanted, if any."""
+
+    token_ids: Sequence[int]
+    wanted: npt.NDArray[np.integer[Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log-probabilities after each of the n positions of a sequence, in float32.
+
+    ::
+
+        next_logprobs (n - 1,)      of the token that follows
+        top_ids, top_logprobs (n, k)    the likeliest tokens, the best one first
+        wanted (n, m)               of the tokens that the query asks for; (n, 0) if it asks for none
+        all (n, vocabulary)         of all tokens, where the oracle was asked to keep them, else None
+    """
+
+    next_logprobs: Floats
+    top_ids: Ids
+    top_logprobs: Floats
+    wanted: Floats
+    all: Floats | None = None
+
+
+SeeLayer: TypeAlias = Callable[[int, Sequence[torch.Tensor]], Sequence[torch.Tensor] | None]
+"""Gets a layer's number, and its outputs (n, hidden) for each sequence; number -1: the embeddings.  What it returns, if
+anything, is what the next layer reads instead."""
+
+
+class Oracle:
+    """transformers' model of the checkpoint in ``folder``, computed in ``dtype`` on ``device``.
+
+    ``overrides`` are keys of config.json that differ.  ``ConfigError`` if transformers does not have the model.
+    A context manager.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._dtype, self._device = dtype, torch.device(device)
+        config = _read_config(Path(folder))
+        self.quantization = config.pop("quantization_config", None)
+        self._stored = StoredWeights(Path(folder), self.quantization)
+        self._model = _empty_model(config, dtype, overrides or {})
+        self._layers_name, self._layers = _decoder_layers(self._model)
+        self._places = _Places(self._model, self._stored)
+        self._has_second = False
+        self._install_loading()
+
+    def __enter__(self) -> Oracle:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files, and forget the model."""
+        self._stored.__exit__()
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self._layers)
+
+    @property
+    def layers(self) -> torch.nn.ModuleList:
+        """transformers' decoder layers, without weights while they do not run."""
+        return self._layers
+
+    @property
+    def stored(self) -> StoredWeights:
+        """The checkpoint's weights, in float32."""
+        return self._stored
+
+    def score(self, token_ids: Sequence[int], *, top: int = 5, keep_all: bool = False) -> Scores:
+        """Return the log-probabilities of one sequence; ``score_all`` takes many at the same price in reading."""
+        return self.score_all([Query(token_ids)], top=top, keep_all=keep_all)[0]
+
+    @torch.inference_mode()
+    def score_all(
+        self,
+        queries: Sequence[Query],
+        *,
+        top: int = 5,
+        keep_all: bool = False,
+        see_layer: SeeLayer | None = None,
+        note_layer: Callable[[], None] = lambda: None,
+    ) -> list[Scores]:
+        """Score all sequences; each layer is read once.  ``note_layer`` is called when a layer is done."""
+        states, given = self._embed([query.token_ids for query in queries])
+        carried: list[Any] = [None] * len(queries)
+        self._see(see_layer, -1, states)
+        for index in range(len(self._layers)):
+            with self._loaded(index) as layer:
+                for number, arguments in enumerate(given):
+                    positional, named = arguments[index]
+                    named = {key: carried[number] if value is _CARRIED else value for key, value in named.items()}
+                    output = layer(states[number], *positional, **named)
+                    states[number], carried[number] = output if isinstance(output, tuple) else (output, None)
+            self._see(see_layer, index, states)
+            note_layer()
+        return [self._scores(query, state, top, keep_all) for query, state in zip(queries, states, strict=True)]
+
+    def _see(self, see_layer: SeeLayer | None, index: int, states: list[torch.Tensor]) -> None:
+        if see_layer is None:
+            return
+        changed = see_layer(index, [state[0] for state in states])
+        if changed is not None:
+            states[:] = [one.to(self._device, self._dtype).unsqueeze(0) for one in changed]
+
+    @contextlib.contextmanager
+    def _loaded(self, index: int) -> Iterator[torch.nn.Module]:
+        """The layer with its weights, and without its stand-in."""
+        layer = self._layers[index]
+        forward = layer.__dict__.pop("forward")
+        self._load(f"{self._layers_name}.{index}")
+        try:
+            yield layer
+        finally:
+            _drop(layer)
+            layer.forward = forward
+
+    def _embed(self, sequences: Sequence[Sequence[int]]) -> tuple[list[torch.Tensor], list[list[_Arguments]]]:
+        """The embeddings of each sequence (1, n, hidden), and what the model gives each layer."""
+        states, given = [], []
+        for token_ids in sequences:
+            calls: list[_Arguments] = []
+            found: list[torch.Tensor] = []
+
+            def record(hidden: torch.Tensor, *positional: Any, **named: Any) -> torch.Tensor:
+                found.append(hidden)  # noqa: B023 - called in this turn of the loop
+                calls.append((positional, named))  # noqa: B023
+                return hidden
+
+            self._run(token_ids, 1, record)
+            states.append(found[-len(self._layers)])
+            given.append(calls[-len(self._layers) :])
+        return states, given
+
+    def _scores(self, query: Query, state: torch.Tensor, top: int, keep_all: bool) -> Scores:
+        def last(hidden: torch.Tensor, *_positional: Any, **_named: Any) -> torch.Tensor:
+            return state
+
+        token_ids = torch.tensor(query.token_ids, device=self._device)
+        wanted = np.empty((len(token_ids), 0), np.int64) if query.wanted is None else query.wanted
+        asked = torch.as_tensor(np.asarray(wanted, np.int64), device=self._device)
+        parts = []
+        for first in range(0, len(token_ids), _POSITIONS_AT_ONCE):
+            here = torch.arange(first, min(first + _POSITIONS_AT_ONCE, len(token_ids)), device=self._device)
+            found = self._run(query.token_ids, here, last)[0].float().log_softmax(-1)
+            best = found.topk(min(top, found.shape[-1]))
+            following = token_ids[here[here < len(token_ids) - 1] + 1]
+            parts.append(
+                (
+                    found[: len(following)].gather(1, following[:, None])[:, 0],
+                    best.indices,
+                    best.values,
+                    found.gather(1, asked[here]),
+                    found if keep_all else found[:, :0],
+                )
+            )
+        next_logprobs, top_ids, top_logprobs, of_wanted, every = (
+            torch.cat(one).cpu().numpy() for one in zip(*parts, strict=True)
+        )
+        return Scores(next_logprobs, top_ids, top_logprobs, of_wanted, every if keep_all else None)
+
+    def _run(self, token_ids: Sequence[int], kept: int | torch.Tensor, layer: _StandIn) -> torch.Tensor:
+        """The model's own forward pass with ``layer`` instead of each layer: logits (1, positions, vocabulary).
+
+        Some models take a second value from each layer, and give it to the next one.
+        """
+        for one in self._layers:
+            one.forward = _with_second(layer) if self._has_second else layer
+        ids = torch.tensor([list(token_ids)], device=self._device)
+        try:
+            logits: torch.Tensor = self._model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits
+        except ValueError:
+            if self._has_second:
+                raise
+            self._has_second = True
+            return self._run(token_ids, kept, layer)
+        return logits
+
+    def _install_loading(self) -> None:
+        """Load a module outside of the layers when it runs first: what never runs, such as eyes, is never read."""
+        inside = set(self._layers.modules())
+        for name, module in self._model.named_modules():
+            if module not in inside and any(True for _ in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(lambda one, _inputs, name=name: self._load_once(name, one))
+
+    def _load_once(self, name: str, module: torch.nn.Module) -> None:
+        if any(value.is_meta for value in module.parameters(recurse=False)):
+            self._load(name)
+
+    def _load(self, name: str) -> None:
+        self._places.load(name, self._dtype, self._device)
+
+
+_Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+_StandIn: TypeAlias = Callable[..., torch.Tensor]
+_CARRIED = object()  # stands for the second value of the layer before
+
+
+class _Places:
+    """Which stored weights make the parameters of each of the model's modules, by transformers' own rules."""
+
+    def __init__(self, model: Any, stored: StoredWeights) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        self._model, self._stored = model, stored
+        self._rules = get_model_conversion_mapping(model) + _stacking(model)
+        renamings = [rule for rule in self._rules if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in self._rules if isinstance(rule, WeightConverter)]
+        empty = model.state_dict()
+        self._target = {
+            name: rename_source_key(name, renamings, converters, model.base_model_prefix, empty)[0]
+            for name in stored.names
+        }
+
+    def load(self, module_name: str, dtype: torch.dtype, device: torch.device) -> None:
+        """Load all parameters below a module.  ``WeightError`` names those that the checkpoint does not have."""
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        module = self._model.get_submodule(module_name)
+        tied = self._tied(module_name, module)
+        values = {name: self._stored.read(name) for name, target in self._target.items() if _is_in(target, module_name)}
+        values |= {name: self._stored.read(name) for name in tied.values()}
+        with _quiet():
+            options = LoadStateDictConfig(
+                dtype=dtype, device_map={"": device}, weight_mapping=self._rules, dtype_plan=self._plan(dtype)
+            )
+            convert_and_load_state_dict_in_model(self._model, values, options)
+        for parameter, source in tied.items():
+            owner, _, own_name = parameter.rpartition(".")
+            value = values[source].to(device, dtype)
+            setattr(self._model.get_submodule(owner), own_name, torch.nn.Parameter(value, requires_grad=False))
+        missing = [name for name, value in module.named_parameters() if value.is_meta]
+        if missing:
+            raise WeightError(
+                f"the checkpoint has no weights for {module_name}: {', '.join(missing[:_MAX_NAMED])}, as transformers "
+                "names them"
+            )
+
+    def _plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        plan: dict[str, torch.dtype] = self._model._get_dtype_plan(dtype)
+        return plan
+
+    def _tied(self, module_name: str, module: torch.nn.Module) -> dict[str, str]:
+        """Parameters of the module that are tied to others, and the stored weight of these."""
+        ties: Mapping[str, str] = self._model.all_tied_weights_keys
+        own = {f"{module_name}.{name}" for name, _ in module.named_parameters(recurse=False)}
+        stored = {target: name for name, target in self._target.items()}
+        return {
+            name: stored[ties[name]] for name in own if name in ties and name not in stored and ties[name] in stored
+        }
+
+
+def _stacking(model: Any) -> list[Any]:
+    """Rules that stack the modules of each expert, which compressors write, for models that are stored stacked."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
+
+    gate, up, down = (f"experts.*.{name}_proj.weight" for name in ("gate", "up", "down"))
+    of_gate_and_up = [MergeModulelist(dim=0), Concatenate(dim=1)]
+    is_below_moe = any(".moe.experts." in name for name in model.state_dict())
+    return [
+        *([] if is_below_moe else [WeightRenaming(r"\.moe\.experts\.", ".experts.")]),
+        WeightConverter([gate, up], "experts.gate_up_proj", operations=of_gate_and_up),
+        WeightConverter([down], "experts.down_proj", operations=[MergeModulelist(dim=0)]),
+    ]
+
+
+def _is_in(target: str, module_name: str) -> bool:
+    return target.startswith(module_name + ".")
+
+
+def _with_second(layer: _StandIn) -> Callable[..., tuple[torch.Tensor, object]]:
+    return lambda *positional, **named: (layer(*positional, **named), _CARRIED)
+
+
+def _drop(module: torch.nn.Module) -> None:
+    for part in module.modules():
+        for name, value in list(part.named_parameters(recurse=False)):
+            setattr(part, name, torch.nn.Parameter(value.to("meta"), requires_grad=False))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}/config.json can not be read: {error}") from error
+    text = config.get("text_config")
+    if isinstance(text, dict) and "quantization_config" in text:
+        config["quantization_config"] = text.pop("quantization_config")
+    return config
+
+
+def _empty_model(config: dict[str, Any], dtype: torch.dtype, overrides: Mapping[str, Any]) -> Any:
+    """transformers' model without weights; its buffers have their values."""
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    architecture = next(iter(config.get("architectures") or ()), None)
+    kind = getattr(transformers, str(architecture), None)
+    if kind is None:
+        raise ConfigError(
+            f"config.json names the architecture {architecture}, which transformers {transformers.__version__} does "
+            "not have"
+        )
+    known = kind.config_class.from_dict({**config, **overrides})
+    known._attn_implementation = "eager" if not kind._supports_sdpa else "sdpa"
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with no_init_weights(), _parameters_on_meta(), _quiet():
+            model = kind(known)
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval()
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Within this context, modules keep no memory for their parameters; buffers are as usual."""
+    register = torch.nn.Module.register_parameter
+
+    def without_memory(self: torch.nn.Module, name: str, value: torch.nn.Parameter | None) -> None:
+        register(self, name, value if value is None else torch.nn.Parameter(value.to("meta"), requires_grad=False))
+
+    torch.nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' progress bars and warnings back."""
+    from transformers.utils import logging as of_transformers
+
+    bars, level = of_transformers.is_progress_bar_enabled(), of_transformers.get_verbosity()
+    of_transformers.disable_progress_bar()
+    of_transformers.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        of_transformers.set_verbosity(level)
+        if bars:
+            of_transformers.enable_progress_bar()
+
+
+def _decoder_layers(model: Any) -> tuple[str, torch.nn.ModuleList]:
+    """The list of the decoder's layers, with its name."""
+    count = model.config.get_text_config().num_hidden_layers
+    for name, module in model.named_modules():
+        is_list = isinstance(module, torch.nn.ModuleList) and len(module) == count and name.endswith("layers")
+        if is_list and not any(part in name for part in _NO_TEXT):
+            return name, module
+    raise ConfigError(f"{type(model).__name__} has no list of {count} decoder layers; the oracle can not run it")

@@ -1,0 +1,174 @@
+"""What a check finds: a table for people, JSON, JUnit, and the exit code."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import platform
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from xml.etree import ElementTree
+
+from tp_engine.version import __version__
+
+EXIT_RIGHT, EXIT_WRONG, EXIT_NOT_CHECKED = 0, 1, 2
+_COLUMNS = 120
+_INDENT = 10
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
+
+
+class CheckStatus(enum.StrEnum):
+    """``SKIPPED``: does not apply here, or was not asked for; ``NOT_CHECKED``: should have been checked, and failed."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    SKIPPED = "skipped"
+    NOT_CHECKED = "not checked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckFinding:
+    """One line of the table.
+
+    ``name`` is the check's, such as ``hidden states``; ``detail`` what was compared, with the figures; ``place`` where
+    it is wrong (layer, rank, position); ``meaning`` what that means for answers; ``remedy`` what to try.  ``numbers``
+    are the figures for programs.
+    """
+
+    name: str
+    status: CheckStatus
+    detail: str
+    place: str = ""
+    meaning: str = ""
+    remedy: str = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """All findings about ``subject``, a model or a server; ``environment`` has versions and hardware."""
+
+    subject: str
+    findings: tuple[CheckFinding, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a finding is wrong; else 2 if something could not be checked, or nothing was; else 0."""
+        statuses = {one.status for one in self.findings}
+        if CheckStatus.WRONG in statuses:
+            return EXIT_WRONG
+        return (
+            EXIT_NOT_CHECKED if CheckStatus.NOT_CHECKED in statuses or CheckStatus.RIGHT not in statuses else EXIT_RIGHT
+        )
+
+    def as_text(self) -> str:
+        """Return a line for each finding; those that are not right say where, what it means and what to try."""
+        return "\n".join([f"check of {self.subject}", *(_lines(self.findings)), self.summary])
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        counts = {status: sum(one.status is status for one in self.findings) for status in CheckStatus}
+        listed = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
+        word = {EXIT_RIGHT: "right", EXIT_WRONG: "WRONG", EXIT_NOT_CHECKED: "could not be checked"}[self.exit_code]
+        return f"{word}: {listed or 'nothing was checked'}"
+
+    def as_json(self) -> str:
+        """Return all of it."""
+        content = {
+            "version": __version__,
+            "subject": self.subject,
+            "result": {EXIT_RIGHT: "right", EXIT_WRONG: "wrong", EXIT_NOT_CHECKED: "not checked"}[self.exit_code],
+            "exit_code": self.exit_code,
+            "environment": dict(self.environment),
+            "findings": [dataclasses.asdict(one) for one in self.findings],
+        }
+        return json.dumps(content, indent=2, ensure_ascii=False)
+
+    def as_junit(self) -> str:
+        """Return JUnit's XML, a test case for each finding: wrong is a failure, not checked an error."""
+        suite = ElementTree.Element("testsuite", name="tp-engine check", hostname=platform.node() or "localhost")
+        properties = ElementTree.SubElement(suite, "properties")
+        for key, value in {"subject": self.subject, **self.environment}.items():
+            ElementTree.SubElement(properties, "property", name=key, value=_printable(value))
+        kinds = {CheckStatus.WRONG: "failure", CheckStatus.NOT_CHECKED: "error", CheckStatus.SKIPPED: "skipped"}
+        counts = dict.fromkeys(kinds.values(), 0)
+        for one in self.findings:
+            case = ElementTree.SubElement(
+                suite, "testcase", classname="tp_engine.check", name=_printable(one.name), time=f"{one.seconds:.3f}"
+            )
+            if (kind := kinds.get(one.status)) is not None:
+                counts[kind] += 1
+                element = ElementTree.SubElement(case, kind, message=_printable(one.detail))
+                element.text = _printable("\n".join(filter(None, (one.place, one.meaning, one.remedy))))
+            else:
+                ElementTree.SubElement(case, "system-out").text = _printable(one.detail)
+        suite.set("tests", str(len(self.findings)))
+        for kind, name in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
+            suite.set(name, str(counts[kind]))
+        suite.set("time", f"{sum(one.seconds for one in self.findings):.3f}")
+        root = ElementTree.Element("testsuites")
+        root.append(suite)
+        ElementTree.indent(root)
+        return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def describe_environment() -> dict[str, str]:
+    """Return versions and hardware of this machine."""
+    found = {"tp_engine": __version__, "python": platform.python_version(), "system": platform.platform()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found | _hardware()
+
+
+def _hardware() -> dict[str, str]:
+    import torch
+
+    found = {"cpu": _cpu_name()}
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        found |= {"gpus": ", ".join(names), "cuda": str(torch.version.cuda)}
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _lines(findings: Iterable[CheckFinding]) -> Iterable[str]:
+    marks = {
+        CheckStatus.RIGHT: "  ok   ",
+        CheckStatus.WRONG: " WRONG ",
+        CheckStatus.SKIPPED: " skip  ",
+        CheckStatus.NOT_CHECKED: "  ??   ",
+    }
+    for one in findings:
+        yield from _wrapped(f"[{marks[one.status]}] ", f"{one.name:<22} {one.detail}")
+        if one.status in (CheckStatus.WRONG, CheckStatus.NOT_CHECKED):
+            for label, text in (("where: ", one.place), ("means: ", one.meaning), ("try:   ", one.remedy)):
+                if text:
+                    yield from _wrapped(" " * _INDENT + label, text)
+
+
+def _wrapped(first: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text, _COLUMNS, initial_indent=first, subsequent_indent=" " * (_INDENT + 7), break_long_words=False,
+        break_on_hyphens=False, drop_whitespace=True,
+    )  # fmt: skip
+
+
+def _printable(text: str) -> str:
+    """Without the characters that XML does not have."""
+    return "".join(one if one in "\t\n" or (ord(one) >= 32 and one not in "\ufffe\uffff") else "?" for one in text)
