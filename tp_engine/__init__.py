@@ -4,18 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tp_engine.errors import ConfigError, EngineDeadError, RequestError
-from tp_engine.lora import LoRARequest
-from tp_engine.outputs import (
-    BeamSearchOutput,
-    BeamSearchSequence,
-    CompletionOutput,
-    EmbeddingRequestOutput,
-    RequestOutput,
-    ScoringRequestOutput,
-)
-from tp_engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from tp_engine.structured_outputs import StructuredOutputsParams
 from tp_engine.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -26,6 +14,18 @@ if TYPE_CHECKING:
     from tp_engine.api.llm import LLM
     from tp_engine.api.pooling import PoolingParams
     from tp_engine.api.recommend import recommend
+    from tp_engine.errors import ConfigError, EngineDeadError, RequestError
+    from tp_engine.lora import LoRARequest
+    from tp_engine.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        RequestOutput,
+        ScoringRequestOutput,
+    )
+    from tp_engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from tp_engine.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -51,19 +51,30 @@ __all__ = [
     "run_batch",
 ]
 
-_LAZY = {
-    "recommend": "tp_engine.api.recommend",
-    "LLM": "tp_engine.api.llm",
-    "PoolingParams": "tp_engine.api.pooling",
-    "AsyncLLM": "tp_engine.api.async_llm",
-    "EngineOptions": "tp_engine.api.engine_options",
-    "BatchSummary": "tp_engine.api.batch_job.summary",
-    "run_batch": "tp_engine.api.batch_job.run",
-}
+# Module -> the public names in it.
+_PLACES = {
+    "tp_engine.api.async_llm": ("AsyncLLM",),
+    "tp_engine.api.batch_job.run": ("run_batch",),
+    "tp_engine.api.batch_job.summary": ("BatchSummary",),
+    "tp_engine.api.engine_options": ("EngineOptions",),
+    "tp_engine.api.llm": ("LLM",),
+    "tp_engine.api.pooling": ("PoolingParams",),
+    "tp_engine.api.recommend": ("recommend",),
+    "tp_engine.errors": ("ConfigError", "EngineDeadError", "RequestError"),
+    "tp_engine.lora": ("LoRARequest",),
+    "tp_engine.outputs": (
+        "BeamSearchOutput", "BeamSearchSequence", "CompletionOutput", "EmbeddingRequestOutput", "RequestOutput",
+        "ScoringRequestOutput",
+    ),
+    "tp_engine.sampling_params": ("BeamSearchParams", "RequestOutputKind", "SamplingParams"),
+    "tp_engine.structured_outputs": ("StructuredOutputsParams",),
+}  # fmt: skip
+_LAZY = {name: place for place, names in _PLACES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the engine, and torch with it, at first use: the frontend process needs neither."""
+    """Import a public name's module at first use.  Every process of an engine, and every run of pytest with the plugin
+    of ``tp_engine.testing``, imports this package; few of them need torch, or even the options."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -52,6 +52,7 @@ COMMANDS_NOT_RUN = {
     "OMP_NUM_THREADS=1": "is a benchmark",
     "until": "waits for a server on the port of the documents",
     "codex": "needs OpenAI's Codex; scripts/test_clients runs it",
+    "pytest": "runs tests of a stranger; tests/e2e/test_pytest_plugin.py has their like",
 }
 # Blocks whose commands are a script of several hosts.
 SCRIPTS_NOT_RUN = {

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+import yaml
 
 from tp_engine.version import __version__
 
@@ -237,3 +238,26 @@ def test_torchrun_without_the_checkout(installed: Installation) -> None:
     write_batch(source)
     installed.run(*TORCHRUN, "-m", "tp_engine.batch", "-i", str(source), "-o", str(target), *SMALL)
     check_batch(target)
+
+
+@pytest.mark.timeout(300)
+def test_a_stranger_s_tests_after_pip_install(installed: Installation) -> None:
+    """Oracle: both tests of deploy/ci/example pass, run by the script of GitHub's action, and then by GitLab's."""
+    shutil.copytree(ROOT / "deploy" / "ci" / "example", installed.folder / "tests")
+    action = yaml.safe_load((ROOT / "deploy" / "ci" / "action" / "action.yml").read_text(encoding="utf-8"))
+    inputs = {name: one["default"] for name, one in action["inputs"].items()}
+    step = next(one for one in action["runs"]["steps"] if one["name"] == "test")
+    variables = {name: inputs[value[len("${{ inputs.") : -len(" }}")]] for name, value in step["env"].items()}
+    template = yaml.safe_load((ROOT / "deploy" / "ci" / "gitlab.yml").read_text(encoding="utf-8"))[".tp-engine"]
+    for script, values in (
+        (step["run"], variables),
+        ("\n".join(template["script"]), template["variables"]),
+    ):
+        path = f"{installed.venv / 'bin'}:{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", "-e", "-c", script], cwd=installed.folder, env={**outside(), **values, "PATH": path},
+            capture_output=True, text=True, timeout=140,
+        )  # fmt: skip
+        assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
+    logs = [installed.folder / name / "tmp" / "tp_server0" / "log" for name in (inputs["results"], "results")]
+    assert all("finished: stop" in log.read_text(encoding="utf-8") for log in logs)

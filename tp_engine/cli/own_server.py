@@ -1,4 +1,4 @@
-"""A server for one session at a terminal: started for it, stopped with it, closed to other clients.
+"""A server for one session at a terminal or of tests: started for it, stopped with it, closed to other clients.
 
 ``main`` is that server's process; it reads its orders as JSON from standard input.
 """
@@ -30,28 +30,36 @@ _LOG_TAIL = 4000
 
 
 class OwnServer(NamedTuple):
-    """Its address, and the key that only this session knows."""
+    """Its address, the key that only this session knows, its process, and the file of its log."""
 
     url: str
     api_key: str
+    process: subprocess.Popen[bytes]
+    log: Path
 
 
 class _Orders(msgspec.Struct, frozen=True):
     engine: dict[str, Any]
+    server: dict[str, Any]
     api_key: str
     port_file: str
     parent_pid: int
 
 
 @contextlib.contextmanager
-def own_server(engine: Mapping[str, Any]) -> Iterator[OwnServer]:
-    """Start a server with these options of ``EngineConfig``, wait until it is ready, and stop it at the end.
+def own_server(
+    engine: Mapping[str, Any], server: Mapping[str, Any] | None = None, *, log_file: Path | None = None
+) -> Iterator[OwnServer]:
+    """Start a server with these options of ``EngineConfig`` and ``ServerConfig``, wait until it is ready, and stop it
+    at the end.  ``log_file`` stays; without it the log is removed with the server.
 
     ``RuntimeError`` with the end of its log if it does not start.
     """
-    with tempfile.TemporaryDirectory(prefix="tp_engine-") as name, (Path(name) / "log").open("w+b") as log:
-        port_file = Path(name) / "port"
-        orders = _Orders(dict(engine), secrets.token_urlsafe(32), str(port_file), os.getpid())
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tp_engine-")))
+        log = stack.enter_context((log_file or folder / "log").open("w+b"))
+        port_file = folder / "port"
+        orders = _Orders(dict(engine), dict(server or {}), secrets.token_urlsafe(32), str(port_file), os.getpid())
         # A session of its own: the terminal's Ctrl-C stops an answer, not the server.
         process = start_child("tp_engine.cli.own_server", msgspec.json.encode(orders), own_session=True, output=log)
         try:
@@ -59,7 +67,7 @@ def own_server(engine: Mapping[str, Any]) -> Iterator[OwnServer]:
             if url is None:
                 text = Path(log.name).read_text(encoding="utf-8", errors="replace")
                 raise RuntimeError(f"the server ended with exit code {process.returncode}:\n{text[-_LOG_TAIL:]}")
-            yield OwnServer(url, orders.api_key)
+            yield OwnServer(url, orders.api_key, process, Path(log.name))
         finally:
             end_process(process, timeout_s=_STOP_S)
 
@@ -100,5 +108,6 @@ def main() -> int:
     orders = msgspec.json.decode(sys.stdin.buffer.read(), type=_Orders)
     die_with_parent(orders.parent_pid)
     configure_logging("rank 0")
-    server = ServerConfig(port=0, port_file=orders.port_file, api_key=(orders.api_key,))
+    own = {"port": 0, "port_file": orders.port_file, "api_key": (orders.api_key,)}
+    server = ServerConfig(**{**orders.server, **own})
     return serve(EngineConfig(**orders.engine), server)

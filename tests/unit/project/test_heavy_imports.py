@@ -20,6 +20,16 @@ MODELLING = ("transformers.modeling_utils", "transformers.activations", "transfo
 # What a process does at its start -> modules that it must not have imported then.
 STARTS = {
     "import tp_engine": ("torch", "transformers", "tokenizers", "numpy", "zmq", *HTTP),
+    # every run of pytest where the package is installed
+    "import tp_engine.testing.plugin": (
+        "torch",
+        "numpy",
+        "msgspec",
+        "zmq",
+        "tp_engine.options",
+        "tp_engine.cli",
+        *HTTP,
+    ),
     # rank 0 of a server, until its frontend has been started
     "import tp_engine.serve": ("torch", "transformers", "tokenizers", "triton", "fastapi", "uvicorn"),
     # a rank that rank 0 started, before and after its first sign of life

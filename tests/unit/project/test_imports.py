@@ -26,6 +26,7 @@ DIRECTIONS = {
     "cli": {"server", "check"},
     "check": {"api"},
     "integrations": {"server"},
+    "testing": {"cli"},
     "server": {"api"},
     "api": {"engine"},
     "engine": {"sched", "ipc", "worker", "grammar"},
@@ -61,6 +62,7 @@ DOORS = {
     "safetensors": "tp_engine/weights/",
     "llguidance": "tp_engine/grammar/",
     "ray": "tp_engine/integrations/",
+    "pytest": "tp_engine/testing/",
     "os.environ": "tp_engine/env.py",
     "os.getenv": "tp_engine/env.py",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import yaml
 ROOT = Path(__file__).parents[3]
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
+KIT = ROOT / "deploy" / "ci"
+OWN_ACTION = "tp-engine/tp_engine/deploy/ci/action"
 PROGRAM = re.compile(r"(?:scripts|\.ci)/[\w./-]+")
 
 
@@ -30,7 +33,7 @@ def commands(job: dict[str, Any]) -> list[str]:
     return [line.replace("${{ matrix.command }}", value) for line in lines for value in values or [""]]
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*WORKFLOWS, KIT / "example.yml"], ids=lambda path: path.stem)
 def test_a_workflow_is_bounded_and_has_few_rights(path: Path) -> None:
     """Oracle: read-only rights by default, one run per group, a limit of time per job, a version of each action."""
     workflow = load(path)
@@ -46,7 +49,7 @@ def test_a_workflow_is_bounded_and_has_few_rights(path: Path) -> None:
         for step in job["steps"]:
             assert ("uses" in step) != ("run" in step), name
             if "uses" in step:
-                assert re.fullmatch(r"[\w.-]+/[\w.-]+@(v\d+(\.\d+)*|release/v\d+)", step["uses"])
+                assert re.fullmatch(rf"[\w.-]+/[\w.-]+@(v\d+(\.\d+)*|release/v\d+)|{OWN_ACTION}@main", step["uses"])
             if step.get("uses", "").startswith("actions/checkout@"):
                 assert step["with"]["persist-credentials"] is False
             assert "${{ github" not in step.get("run", ""), "a text of others in a shell: give it as a variable"
@@ -60,6 +63,36 @@ def test_a_workflow_runs_programs_that_exist(path: Path) -> None:
             for word in shlex.split(line):
                 if PROGRAM.fullmatch(word):
                     assert os.access(ROOT / word, os.X_OK), word
+
+
+def test_the_action_s_inputs_reach_its_steps() -> None:
+    """Oracle: GitHub's rules of composite actions; inputs are variables, so that no text of others is run as code."""
+    action = load(KIT / "action" / "action.yml")
+    assert action["runs"]["using"] == "composite" and (ROOT / OWN_ACTION.removeprefix("tp-engine/tp_engine/")).is_dir()
+    used = set()
+    for step in action["runs"]["steps"]:
+        assert step["shell"] == "bash" and "${{" not in step["run"]
+        subprocess.run(["bash", "-n"], input=step["run"], text=True, check=True, timeout=20)
+        names = {variable: re.fullmatch(r"\$\{\{ inputs\.(\w+) \}\}", value) for variable, value in step["env"].items()}
+        assert all(f"${variable}" in step["run"] and name for variable, name in names.items())
+        used |= {name[1] for name in names.values() if name}
+    assert used == action["inputs"].keys() and all("default" in one for one in action["inputs"].values())
+    given = [step["with"] for job in load(KIT / "example.yml")["jobs"].values() for step in job["steps"]
+             if step.get("uses", "").startswith(OWN_ACTION)]  # fmt: skip
+    assert given and all(one.keys() <= action["inputs"].keys() for one in given)
+
+
+def test_gitlab_s_template() -> None:
+    """Oracle: its variables are those that its scripts use; JUnit is kept of failed jobs too, and time is limited."""
+    template = load(KIT / "gitlab.yml")
+    base, gpus = template[".tp-engine"], template[".tp-engine-gpus"]
+    scripts = "\n".join([*base["before_script"], *base["script"], *gpus["before_script"]])
+    subprocess.run(["bash", "-n"], input=scripts, text=True, check=True, timeout=20)
+    assert set(re.findall(r"\$(TP_\w+)", scripts)) == {name for name in base["variables"] if name.startswith("TP_")}
+    assert base["artifacts"]["when"] == "always" and base["artifacts"]["reports"]["junit"] == "results/*.xml"
+    assert (
+        gpus["extends"] == ".tp-engine" and gpus["timeout"] and base["timeout"] and gpus["variables"]["TP_GPUS"] == "8"
+    )
 
 
 def test_only_the_upload_may_publish() -> None:
