@@ -32,8 +32,12 @@ hypothesis.settings.load_profile("same each time")
 
 RANKS = Path(__file__).parent / "ranks"
 
-# scripts/test_multi_gpu runs these on every rank of a torchrun job.
-collect_ignore = ["interpreted", *([] if "RANK" in os.environ else ["multi_gpu"])]
+# scripts/test_multi_gpu runs these on every rank of a torchrun job, scripts/test_fake_gpus those with torch for CUDA.
+collect_ignore = [
+    "interpreted",
+    *([] if "RANK" in os.environ else ["multi_gpu"]),
+    *([] if "TP_ENGINE_FAKE_GPUS" in os.environ else ["fake_cuda"]),
+]
 
 
 @pytest.fixture(scope="session", autouse=True)

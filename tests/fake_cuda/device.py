@@ -1,0 +1,280 @@
+"""Operations of torch and launches of Triton on a device whose memory is the host's: the CPU runs them there.
+
+Each operation of torch that has a kernel for CUDA gets another one, in Python: it calls the same operation with CPU
+tensors over the same memory.  So it works in every thread, below autograd and inference mode, and for calls from C++.
+While a stream records, or is behind, only the shapes of the results are computed (on the meta device): what computes
+them is given to the stream, which runs it later, at each replay again.  A launch of Triton runs in its interpreter,
+whose pointers are addresses.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils._pytree import tree_map
+
+Closure: TypeAlias = Callable[[], object]
+
+_runtime = ctypes.CDLL(None)
+_runtime.fake_cuda_defers.argtypes = [ctypes.c_void_p]
+_CALL = ctypes.CFUNCTYPE(None, ctypes.c_long)
+_runtime.fake_cuda_give.argtypes = [ctypes.c_void_p, _CALL, ctypes.c_long]
+
+# Kernels that only make or describe tensors; the device's own do that.
+_KEPT = {
+    "empty", "empty_strided", "as_strided", "as_strided_", "view", "_reshape_alias", "resize_", "set_", "unfold",
+    "record_stream", "is_set_to", "_efficientzerotensor", "_local_scalar_dense", "is_pinned", "_pin_memory",
+    "empty_quantized", "_empty_affine_quantized", "_empty_per_channel_affine_quantized", "unfold_backward",
+    "_cudnn_init_dropout_state", "_cudnn_rnn_flatten_weight", "_has_same_storage_numel", "view_as_real",
+    "view_as_complex", "_conj", "_neg_view", "squeeze", "alias", "_to_sparse", "resize_as_sparse_",
+}  # fmt: skip
+# Their results' sizes depend on values, so a device's host waits.
+_WAITING = {
+    "nonzero", "equal", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave",
+    "bincount",
+}  # fmt: skip
+
+_closures: list[Closure] = []
+
+
+def _call(number: int) -> None:
+    try:
+        with torch.inference_mode():
+            _closures[number]()
+    except BaseException:
+        _fail(f"operation {number}")
+
+
+_run = _CALL(_call)
+
+
+def _fail(what: str) -> None:
+    """A fault of this fake: the log has it, and no test passes."""
+    text = "".join(traceback.format_exception(*sys.exc_info()))
+    print(f"fake_cuda: {what} failed\n{text}", file=sys.stderr, flush=True)
+    _say("unmodelled", f"{what}: {sys.exc_info()[1]}")
+
+
+def _say(event: str, text: str) -> None:
+    clean = text.replace("\\", " ").replace('"', "'").replace("\n", " ")
+    _runtime.fake_cuda_say(event.encode(), clean.encode("ascii", "replace"))
+
+
+def _stream() -> int:
+    return int(torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()))
+
+
+def _give(closure: Closure) -> None:
+    """Let the current stream run ``closure``: now, later, or at each replay of what it records."""
+    _closures.append(closure)
+    _runtime.fake_cuda_give(_stream(), _run, len(_closures) - 1)
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor over the memory of ``tensor``, which does not keep it."""
+    storage = tensor.untyped_storage()
+    num_bytes = storage.nbytes()
+    found = torch.empty(0, dtype=tensor.dtype)
+    if not num_bytes:
+        return found.reshape(tensor.shape) if not tensor.numel() else found
+    memory = (ctypes.c_char * num_bytes).from_address(storage.data_ptr())
+    whole = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    return found.set_(whole, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_cuda:
+        return on_host(value)
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _kept_host(value: Any) -> Any:
+    """As ``_host``, for later: a tensor of the host is read now."""
+    if isinstance(value, torch.Tensor) and not value.is_cuda:
+        return value.clone()
+    return _host(value)
+
+
+def _meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def _form(value: Any) -> Any:
+    """As ``_meta``, but small and on the host: some operations that only make numbers are slow on the meta device."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty(value.shape, dtype=value.dtype)
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _like(result: torch.Tensor) -> torch.Tensor:
+    """An empty tensor of the device with the form of ``result``, which overlaps nothing."""
+    form = torch.empty_like(result, device="meta")
+    return torch.empty_strided(form.shape, form.stride(), dtype=result.dtype, device="cuda")
+
+
+def _kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """The kernel of ``op`` for CUDA tensors."""
+    schema = op._schema
+    written = [place for place, one in enumerate(schema.arguments) if one.alias_info and one.alias_info.is_write]
+    names = [one.name for one in schema.arguments]
+    returns_arguments = bool(schema.returns) and all(one.alias_info for one in schema.returns)
+    waits = schema.name.removeprefix("aten::") in _WAITING
+    is_out = any(schema.arguments[place].is_out for place in written)
+    tensors = [place for place, one in enumerate(schema.arguments) if str(one.type) == "Tensor"]
+    chosen = _SUBSTITUTES.get(str(op), op)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        # A number in the place of a tensor: another overload takes it as such, by the rules of type promotion.
+        has_number = any(place < len(args) and isinstance(args[place], (int, float)) for place in tensors)
+        run = op.overloadpacket if has_number else chosen
+        defers = _runtime.fake_cuda_defers(_stream())
+        if defers and (waits or any(_is_mask(one) for one in args)):
+            torch.cuda.current_stream().synchronize()
+            defers = 0
+        changed = [args[place] if place < len(args) else kwargs[names[place]] for place in written]
+        outputs = changed if returns_arguments or not schema.returns else None
+        if is_out and any(not one.numel() for one in _tensors(changed)):
+            form = _meta if len(_tensors([*args, *kwargs.values()])) > len(_tensors(changed)) else _form
+            shaped = _tensors(run(*tree_map(form, args), **tree_map(form, kwargs)))
+            for one, shape in zip(_tensors(changed), shaped, strict=True):
+                one.resize_(shape.shape)
+        if not defers:
+            with torch.inference_mode():
+                found = run(*tree_map(_host, args), **tree_map(_host, kwargs))
+            return _outputs(outputs, schema, found) if outputs is not None else tree_map(_on_device, found)
+        made = None
+        if outputs is None:
+            shapes = run(*tree_map(_meta, args), **tree_map(_meta, kwargs))
+            made = tree_map(lambda one: _like(one) if isinstance(one, torch.Tensor) else one, shapes)
+        targets = [on_host(one) for one in _tensors(made)]
+        host_args, host_kwargs = tree_map(_kept_host, args), tree_map(_kept_host, kwargs)
+
+        def later() -> None:
+            results = _tensors(run(*host_args, **host_kwargs))
+            for target, result in zip(targets, results, strict=bool(targets)):
+                target.copy_(result)
+
+        _give(later)
+        return _outputs(outputs, schema, None) if outputs is not None else made
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return kernel(*args, **kwargs)
+        except NotImplementedError:
+            _fail(str(op))
+            raise
+
+    return guarded
+
+
+def _is_mask(value: Any) -> bool:
+    """Whether ``value`` holds indices that are a mask: their number is known by waiting."""
+    return isinstance(value, (list, tuple)) and any(
+        isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8) for one in value
+    )
+
+
+def _outputs(changed: list[Any], schema: Any, found: Any) -> Any:
+    """The arguments that an operation returns."""
+    if not schema.returns:
+        return None
+    return changed[0] if len(schema.returns) == 1 else tuple(changed[: len(schema.returns)])
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [one for part in value for one in _tensors(part)] if isinstance(value, (list, tuple)) else []
+
+
+def _on_device(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    made = _like(value)
+    on_host(made).copy_(value)
+    return made
+
+
+_BACKEND = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """``target.copy_(source)``: torch's own where it is a copy of bytes, or goes between devices."""
+    is_plain = target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
+    if not (target.is_cuda and source.is_cuda) or (is_plain and target.shape == source.shape):
+        torch.ops.aten.copy_.default.redispatch(_BACKEND, target, source, non_blocking)
+        return target
+    to, of = on_host(target), on_host(source)
+    if _runtime.fake_cuda_defers(_stream()):
+        _give(lambda: to.copy_(of))
+    else:
+        with torch.inference_mode():
+            to.copy_(of)
+    return target
+
+
+_SUBSTITUTES: dict[str, Any] = {}
+_library: Any = None
+
+
+def use_torch() -> None:
+    """Replace the kernels of torch for CUDA."""
+    global _library
+    _library = torch.library.Library("aten", "IMPL")
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
+        namespace, _, rest = name.partition("::")
+        base, _, overload = rest.partition(".")
+        if namespace != "aten" or base in _KEPT:
+            continue
+        op = getattr(getattr(torch.ops.aten, base), overload or "default")
+        _library.impl(rest, _kernel(op), "CUDA", allow_override=True)
+    _library.impl("copy_", _copy, "CUDA", allow_override=True)
+    atexit.register(_release)
+
+
+def _release() -> None:
+    """Give back what torch keeps for later, so that the log's last line has what the program keeps."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()
+
+
+def use_triton() -> None:
+    """Let Triton's interpreter, which programs choose by TRITON_INTERPRET, run launches on the device's streams."""
+    from triton.runtime import interpreter
+
+    executor: Any = interpreter.GridExecutor
+
+    class Launch(executor):  # type: ignore[misc]
+        """A launch whose pointers are valid as they are."""
+
+        def _init_args_hst(self, args: Any, kwargs: Any) -> Any:
+            return args, kwargs
+
+        def _restore_args_dev(self, *args: Any) -> None:
+            pass
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        if warmup:
+            return
+        launch = Launch(self.rewrite(), self.arg_names, grid, self.pre_run_hooks)
+        host_args, host_kwargs = tree_map(_host, args), tree_map(_host, kwargs)
+        if "PDL" in host_kwargs:
+            host_kwargs["PDL"] = False  # the interpreter has no way to start a kernel early
+        _give(lambda: launch(*host_args, **host_kwargs))
+
+    interpreter.InterpretedFunction.run = run
+    from tests.interpreted.interpreter import mend_interpreter
+
+    mend_interpreter()

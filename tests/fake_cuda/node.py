@@ -1,0 +1,57 @@
+"""Builds the fake runtime, and describes nodes to it by environment variables (``FAKE_CUDA_*``)::
+
+GPUS       kinds and numbers: "8xH100", "1xH100,1xA100"; H100, A100, L40, B200, RTX6000, T4, MIG (slices of one H100)
+P2P        pairs that read each other's memory: 1 (all), 0, or "0-1,2-3";  ATOMICS: those with native atomics
+FREE_GIB   what is free on each GPU before the job
+DRIVER     the newest CUDA that the driver takes, such as 12.2
+FAULTS     FAULT@GPU:N, with spaces between: the N-th call and all later ones fail.  alloc: an allocation;
+           hang: a collective that never ends; lost: every call, because the GPU is gone
+LAZY       1: a stream's work runs as late as it may, when somebody waits for it; 0: at once
+LOG        the folder of the logs
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_HERE = Path(__file__).parent
+_SOURCES = sorted((_HERE / "runtime").glob("*.cpp"))
+# Torch loads the driver and the library of nvidia-smi by these names.
+_NAMES = ("libcuda.so.1", "libnvidia-ml.so.1")
+
+
+def build(folder: Path) -> Path:
+    """Compile the runtime into ``folder``; returns the library.  Triton brings CUDA's headers."""
+    headers = Path(sysconfig.get_path("purelib"), "triton", "backends", "nvidia", "include")
+    library = folder / _NAMES[0]
+    flags = ["-shared", "-fPIC", "-O1", "-std=c++17", "-Wall", "-Werror", f"-I{headers}"]
+    subprocess.run(["g++", *flags, *map(str, _SOURCES), "-o", str(library), "-ldl"], check=True, timeout=300)
+    for name in _NAMES[1:]:
+        (folder / name).symlink_to(library.name)  # one file, so one library, whatever its name
+    return library
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node with the runtime ``library``; ``settings`` are the variables above, without their prefix."""
+
+    library: Path
+    settings: Mapping[str, str]
+
+    def environment(self, logs: Path) -> dict[str, str]:
+        """What a job's processes need; their logs go to ``logs``."""
+        own = {f"FAKE_CUDA_{name}": value for name, value in self.settings.items()}
+        return {
+            "LD_PRELOAD": str(self.library),
+            "LD_LIBRARY_PATH": str(self.library.parent),
+            "PYTHONPATH": os.pathsep.join((str(_HERE / "on_path"), str(ROOT))),
+            "TRITON_INTERPRET": "1",
+            "FAKE_CUDA_LOG": str(logs),
+            **own,
+        }

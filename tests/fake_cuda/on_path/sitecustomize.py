@@ -1,0 +1,46 @@
+"""Python's start on a fake node: when torch or Triton has been imported, their device is mended.
+
+This folder is on the path of every process of a job.  Processes that import neither do nothing here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, ClassVar
+
+_AFTER = {"torch": "use_torch", "triton": "use_triton"}
+
+
+class _Finder:
+    """Runs a function of ``tests.fake_cuda.device`` after the import of each module of ``_AFTER``."""
+
+    _asked: ClassVar[set[str]] = set()
+
+    @classmethod
+    def find_spec(cls, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        if name not in _AFTER or name in cls._asked:
+            return None
+        cls._asked.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            cls._asked.remove(name)
+        assert spec is not None and spec.loader is not None
+        loader: Any = spec.loader
+        load = loader.exec_module
+
+        def load_and_act(module: ModuleType) -> None:
+            load(module)
+            from tests.fake_cuda import device
+
+            getattr(device, _AFTER[name])()
+
+        loader.exec_module = load_and_act
+        return spec
+
+
+sys.meta_path.insert(0, _Finder())
