@@ -8,6 +8,11 @@ from pathlib import Path
 
 from tp_engine.errors import ConfigError
 
+_LAUNCH_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedRank:
@@ -47,6 +52,12 @@ def launched_rank(environ: Mapping[str, str] | None = None) -> LaunchedRank | No
             "(--rdzv-endpoint HOST:PORT, --master-port PORT)"
         )
     return launched
+
+
+def leave_launch() -> None:
+    """Forget that torchrun started this process: engines that it starts from now on have ranks of their own."""
+    for name in [name for name in os.environ if name in _LAUNCH_VARIABLES or name.startswith("TORCHELASTIC_")]:
+        del os.environ[name]
 
 
 def given_rank(environ: Mapping[str, str] | None = None) -> int:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tp_engine import env
+from tp_engine.check.collectives import random_part
 from tp_engine.config import EngineConfig
 from tp_engine.distributed import groups as process_groups
 from tp_engine.distributed.all_reduce import ReduceDevice, set_up
@@ -56,11 +57,6 @@ def both() -> Iterator[tuple[SymmetricCommunicator, Communicator]]:
     groups.close()
 
 
-def part_of(rank: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """One rank's tensor; every rank can make it."""
-    return torch.randn(num_elements, generator=torch.Generator().manual_seed(rank)).to(dtype).cuda()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_bytes", [16, 4096, 256 << 10, 1 << 20, 6 << 20, 24 << 20, 48 << 20])
 def test_sums_are_as_good_as_nccl_s(
@@ -68,7 +64,7 @@ def test_sums_are_as_good_as_nccl_s(
 ) -> None:
     """Oracle: the sum in float64; the error is at most twice NCCL's or one rounding, and repeats bit for bit."""
     symmetric, nccl = both
-    parts = [part_of(rank, num_bytes // dtype.itemsize, dtype) for rank in range(WORLD_SIZE)]
+    parts = [random_part(rank, num_bytes // dtype.itemsize, dtype).cuda() for rank in range(WORLD_SIZE)]
     exact = torch.stack(parts).double().sum(0)
     theirs, *ours = (one.all_reduce(parts[LAUNCHED.rank].clone()) for one in (nccl, symmetric, symmetric))
     rounding = torch.finfo(dtype).eps * exact.abs().max()
@@ -104,13 +100,13 @@ def test_all_gathers_are_nccl_s(both: tuple[SymmetricCommunicator, Communicator]
 def test_a_graph_holds_them(both: tuple[SymmetricCommunicator, Communicator]) -> None:
     """Oracle: the same call outside of the graph, with new values in the recorded tensor."""
     symmetric, _ = both
-    tensor = part_of(LAUNCHED.rank, 4096, torch.bfloat16)
+    tensor = random_part(LAUNCHED.rank, 4096, torch.bfloat16).cuda()
     symmetric.all_reduce(tensor.clone())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = symmetric.all_reduce(tensor.clone())
     for seed in (WORLD_SIZE, 2 * WORLD_SIZE):
-        tensor.copy_(part_of(LAUNCHED.rank + seed, 4096, torch.bfloat16))
+        tensor.copy_(random_part(LAUNCHED.rank + seed, 4096, torch.bfloat16))
         expected = symmetric.all_reduce(tensor.clone())
         graph.replay()
         assert torch.equal(output, expected)

@@ -22,7 +22,9 @@ import msgspec
 
 from tp_engine import env
 from tp_engine.config import EngineConfig
+from tp_engine.device_map import parse_devices
 from tp_engine.distributed import groups as process_groups
+from tp_engine.distributed.groups import RankGroups
 from tp_engine.distributed.rank import RankInfo
 from tp_engine.distributed.store import Store, host_store, job_store, launched_store
 from tp_engine.engine.build import build_engine
@@ -41,6 +43,7 @@ from tp_engine.log import get_logger
 from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.structured_outputs import StructuredOutputsDefaults
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
+from tp_engine.worker.gpu_host import choose_device_type
 
 logger = get_logger(__name__)
 
@@ -130,6 +133,44 @@ def serve_rank(config: EngineConfig) -> None:
         progress.reach(RankPhase.IMPORT)
         hosts = link_hosts(effective, launched, store, job)
         run_worker(effective, join_ranks(effective, _info(launched), store, job, hosts.check), job, hosts)
+
+
+@contextlib.contextmanager
+def joined_ranks(config: EngineConfig) -> Iterator[RankGroups]:
+    """Be a rank of a torchrun job without an engine: yield its process groups, on one host, and leave the job.
+
+    ``config`` names the device and the limits of time: ranks that make no progress for ``startup_timeout_s`` end the
+    job, and ``RankError`` names the one that the others wait for.
+    """
+    launched = env.launched_rank()
+    assert launched is not None
+    topology = topology_of(launched)
+    if topology.num_hosts > 1:
+        raise ConfigError(f"the ranks are on {topology.num_hosts} hosts; start the job on one host at a time")
+    config = dataclasses.replace(
+        config, device=choose_device_type(config.device), tensor_parallel_size=launched.world_size
+    )
+    devices = parse_devices(config.device_ids, launched.world_size)
+    die_with_launcher(grace_s=_LAST_WORDS_S)
+    progress = RankProgress(fault_injector(launched.rank, configured_faults()))
+    store = launched_store(timeout_s=config.startup_timeout_s)
+    if launched.rank == 0:
+        job = Job.create(progress, config, ends_process=False, same_parent=True, topology=topology)
+        store.set(_BOARD_KEY.format(0), job.board.address)
+    else:
+        job = _follow(launched, progress, config, store)
+    with _closed_on_error(job):
+        progress.reach(RankPhase.IMPORT)
+        groups = process_groups.join(
+            _info(launched), store, progress, job.check, device_type=config.device, shares_devices=devices.is_shared,
+            start_s=config.startup_timeout_s, collective_s=config.collective_timeout_s,
+        )  # fmt: skip
+        job.watchdog.abort, groups.report = groups.abort, job.report
+        with contextlib.closing(groups), job.reporting():
+            progress.reach(RankPhase.PROFILE)
+            yield groups
+        job.leave()
+        job.close()
 
 
 def _follow(launched: env.LaunchedRank, progress: RankProgress, config: EngineConfig, store: Store) -> Job:

@@ -1,0 +1,45 @@
+"""``torchrun -m tp_engine.check --only machine`` on CPU ranks: its findings, its exit code, and a rank that stops."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.ranks.launch import torchrun
+
+pytestmark = pytest.mark.slow
+COMMAND = ("-m", "tp_engine.check", "--only", "machine", "--device", "cpu")
+
+
+def test_a_machine_that_is_right(tmp_path: Path) -> None:
+    """Oracle: every row of the table for CPUs is right, and what needs GPUs is skipped with the reason."""
+    junit = tmp_path / "new" / "machine.xml"
+    job = torchrun(3, [*COMMAND, "--json", "--junit", str(junit)])
+    assert job.returncode == 0, job.stdout[-4000:]
+    report = json.loads(job.stdout[job.stdout.index("\n{\n") :])
+    ways = {one["name"]: one["status"] for one in report["findings"]}
+    kinds = ("all_reduce", "tree_reduce", "all_gather", "gather", "speed")
+    assert ways == {f"{kind}, {way}": "right" for way in ("shm", "gloo") for kind in kinds} | {"peer copies": "skipped"}
+    cases = {case.attrib["name"]: case for case in ElementTree.parse(junit).iter("testcase")}
+    assert cases.keys() == ways.keys() and cases["peer copies"].find("skipped") is not None
+
+
+@pytest.mark.parametrize(("fault", "rank"), [("1:profile:stop", 1), ("0:profile:kill", 0)])
+def test_a_rank_that_stops_or_dies_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, rank: int
+) -> None:
+    """Oracle: the rank of the fault, in JUnit's file and on the terminal; torchrun's exit code is 1."""
+    junit = tmp_path / "machine.xml"
+    monkeypatch.setenv("TP_ENGINE_FAULT", fault)
+    job = torchrun(
+        2, [*COMMAND, "--limit-s", "6", "--flight-recorder-dir", str(tmp_path), "--junit", str(junit)], timeout_s=100
+    )
+    assert job.returncode == 1
+    (case,) = ElementTree.parse(junit).iter("testcase")
+    failure = case.find("failure")
+    assert failure is not None and failure.attrib["message"].startswith(f"rank {rank}: ")
+    assert "the others were at: " in failure.attrib["message"]
+    assert f"where: rank {rank}" in job.stdout

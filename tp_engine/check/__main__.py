@@ -1,0 +1,100 @@
+"""``torchrun --nproc-per-node 8 -m tp_engine.check``: the ranks check their machine, then rank 0 a model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tp_engine import env
+from tp_engine.check.report import CheckFinding, CheckReport, CheckStatus, describe_environment
+from tp_engine.config import EngineConfig
+from tp_engine.errors import ConfigError, RankError
+from tp_engine.options import Options
+from tp_engine.options.fields import check_fields, option
+from tp_engine.options.launch import run_launched
+
+_LAST_WORDS_S = 8.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksConfig:
+    """What the ranks of a torchrun job check, and where they write it."""
+
+    only: str | None = option(None, "check this alone (default: the machine, then the model)", choices=("machine",))
+    json: bool = option(False, "print JSON")
+    junit: str | None = option(None, "file for the findings as JUnit's XML")
+    limit_s: float = option(120.0, "after so long without progress the check ends and names the rank")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.limit_s <= 0:
+            raise ConfigError(f"limit_s is {self.limit_s}; it must be above 0")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check on this rank; returns the exit code, the same on all ranks that end by themselves."""
+    return run_launched("tp_engine.check", __doc__, {"engine": EngineConfig, "check": RanksConfig}, check_job, argv)
+
+
+def check_job(options: Options) -> int:
+    """Check the machine on all ranks; rank 0 goes on with the model, and reports."""
+    launched, config = env.launched_rank(), options.build("check", RanksConfig)
+    rank, world_size = (launched.rank, launched.world_size) if launched else (0, 1)
+    limits = {"startup_timeout_s": config.limit_s, "collective_timeout_s": config.limit_s}
+    engine = EngineConfig(**limits | options.given["engine"])
+    signal.signal(signal.SIGTERM, lambda *_: _end_after(_LAST_WORDS_S))
+    findings: list[CheckFinding] = []
+    doing = ["starting"]
+    writer = 0
+    try:
+        from tp_engine.check.machine import check_machine  # torch
+
+        for finding in check_machine(engine, world_size, lambda what: doing.__setitem__(0, what)):
+            findings.append(finding)
+            if rank == 0:
+                print(f"{finding.status.value}: {finding.name}", file=sys.stderr, flush=True)
+    except RankError as error:
+        findings.append(_ended(error, doing[0]))
+        writer = 1 if error.rank == 0 else 0
+    report = CheckReport(
+        subject=f"{world_size} ranks of this machine", findings=tuple(findings), environment=describe_environment()
+    )
+    if rank == writer:
+        write(report, config)
+    return report.exit_code
+
+
+def write(report: CheckReport, config: RanksConfig) -> None:
+    """Print the report, and write JUnit's file."""
+    print(report.as_json() if config.json else report.as_text(), flush=True)
+    if config.junit is not None:
+        path = Path(config.junit)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(report.as_junit(), encoding="utf-8")
+
+
+def _end_after(seconds: float) -> None:
+    """torchrun ends all ranks as soon as one has ended; the others may still say which one, and why."""
+    timer = threading.Timer(seconds, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
+
+
+def _ended(error: RankError, doing: str) -> CheckFinding:
+    return CheckFinding(
+        name="ranks",
+        status=CheckStatus.WRONG,
+        detail=f"{error}; the others were at: {doing}",
+        place=f"rank {error.rank}",
+        meaning="a job on these ranks ends there, or waits for ever",
+        remedy="the log above has the stacks of all ranks; --limit-s gives slow ones more time",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
