@@ -11,7 +11,7 @@ import pytest
 from tests.unit.api.test_reasoning import follows
 from tests.unit.api.test_tool_parsers import ARGUMENTS, find
 from tp_engine.api.openai.chat.options import TOOL_FORMATS
-from tp_engine.api.openai.chat.parser import ChatParsing
+from tp_engine.api.openai.chat.parser import ChatParsing, ParsedMessage
 from tp_engine.api.openai.structured import TokenWriting
 from tp_engine.api.openai.tools.events import ToolParser
 from tp_engine.api.openai.tools.forced import forced_calls
@@ -194,12 +194,27 @@ def test_long_literals_take_linear_time(name: str) -> None:
 
 
 FORCED = {name: calls.forced for name, calls in TOOL_FORMATS.items() if calls.forced is not None}
+JSON_FORM = ('{"city": "Köln", "n": 5}', "{}", '{"n": "x"}')
+MARKED = "<parameter=city>\nKöln\n</parameter>\n<parameter=n>\n5\n</parameter>\n"
+DSML_CITY = '<｜DSML｜parameter name="city" string="true">Köln</｜DSML｜parameter>\n'
+DSML_N = '<｜DSML｜parameter name="n" string="false">{}</｜DSML｜parameter>\n'
+MINIMAX = '<parameter name="city">Köln</parameter>\n<parameter name="n">{}</parameter>\n'
+# the format -> arguments of a city and a number, none, and arguments that break the schema; by hand
+ARGUMENT_FORMS = {
+    "seed_oss": (MARKED, "", MARKED.replace("5", "x")),
+    "qwen3_coder": (MARKED, "", MARKED.replace("5", "x")),
+    "minimax_m2": (MINIMAX.format(5), "", MINIMAX.format("x")),
+    "deepseek_v32": (DSML_CITY + DSML_N.format(5), "", DSML_N.format("x")),
+    "gemma4": (f"city:{G}Köln{G},n:5", "", "n:x"),
+    **dict.fromkeys(("pythonic", "olmo3", "lfm2"), ('city="Köln", n=5', "", 'n="x"')),
+}
 
 
 @pytest.mark.parametrize("name", FORCED)
 def test_forced_calls_are_in_the_models_own_form(name: str) -> None:
     """Oracle: the grammar takes what the form says, by hand, and nothing else; the format's parser reads the calls."""
     form = FORCED[name]
+    full, empty, wrong = ARGUMENT_FORMS.get(name, JSON_FORM)
     tools = ToolRequest(tools=TOOLS.tools, choice="required")
 
     def call(function: str, arguments: str) -> str:
@@ -208,7 +223,7 @@ def test_forced_calls_are_in_the_models_own_form(name: str) -> None:
     def text(*calls: str) -> str:
         return form.begin + form.between.join(calls) + form.end
 
-    one, other = call("add", '{"city": "Köln", "n": 5}'), call("größe", "{}")
+    one, other = call("add", full), call("größe", empty)
     named = replace(tools, choice="named", name="add")
     single = replace(tools, several=False)
     for asked, written, fits in (
@@ -216,21 +231,178 @@ def test_forced_calls_are_in_the_models_own_form(name: str) -> None:
         (tools, text(one, other, one), True),
         (tools, text(), False),
         (tools, one, False),
-        (tools, text(call("unheard_of", "{}")), False),
-        (tools, text(call("add", '{"n": "x"}')), False),
+        (tools, text(call("unheard_of", empty)), False),
+        (tools, text(call("add", wrong)), False),
         (single, text(one), True),
         (single, text(one, other), False),
         (named, text(one), True),
         (named, text(other), False),
     ):
-        grammar = forced_calls(
-            form, TOOL_FORMATS[name].marks, asked, TokenWriting(None), StructuredOutputsParams(json={})
-        )
-        assert follows(StructuredOutputsParams(grammar=grammar), written) is fits, (asked.choice, written)
+        assert forced_output(name, asked, written) is fits, (asked.choice, written)
     how = ChatParsing(tools=tools, tool_format=TOOL_FORMATS[name])
-    found = how.parse(text(one, other), (), "stop")
-    assert [(function, json.loads(arguments)) for _, function, arguments in found.calls] == [
-        ("add", {"city": "Köln", "n": 5}),
-        ("größe", {}),
-    ]
-    assert found.content == "" and found.finish_reason == "tool_calls"
+    for size in (1, 3, 10_000):
+        found = ParsedMessage()
+        parser = how.new_parser()
+        for start in range(0, len(text(one, other)), size):
+            found.add(parser.feed(text(one, other)[start : start + size]))
+        found.add(parser.finish("stop"))
+        assert [(function, json.loads(arguments)) for _, function, arguments in found.calls] == [
+            ("add", {"city": "Köln", "n": 5}),
+            ("größe", {}),
+        ]
+        assert found.content == "" and parser.finish_reason("stop") == "tool_calls"
+
+
+def forced_output(name: str, tools: ToolRequest, text: str) -> bool:
+    """Whether ``text`` is a whole output of calls that are forced."""
+    form = TOOL_FORMATS[name].forced_form(tools)
+    assert form is not None
+    grammar = forced_calls(form, TOOL_FORMATS[name].marks, tools, TokenWriting(None), StructuredOutputsParams(json={}))
+    return follows(StructuredOutputsParams(grammar=grammar), text)
+
+
+def forcing(schema: dict[str, object], name: str = "f") -> ToolRequest:
+    return ToolRequest(tools=({"function": {"name": name, "parameters": schema}},), choice="named", name=name)
+
+
+RICH = {
+    "type": "object",
+    "properties": {
+        "color": {"$ref": "#/$defs/Color", "description": "one of two"},
+        "code": {"type": "string", "minLength": 2, "maxLength": 3},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        "parts": {"type": "array", "items": {"$ref": "#/$defs/Part"}, "minItems": 1},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["color", "parts"],
+    "additionalProperties": False,
+    "$defs": {
+        "Color": {"enum": ["red", "blue"], "type": "string"},
+        "Part": {
+            "type": "object",
+            "properties": {"n": {"type": "integer"}, "t": {"type": "string"}},
+            "required": ["n"],
+        },
+    },
+}
+RICH_VALUE = {"color": "red", "code": "ab", "note": None, "parts": [{"n": 1, "t": "x, y"}, {"n": -2}], "ok": True}
+PART, P_END = "<parameter=", "\n</parameter>\n"
+RICH_MARKED = (
+    f"{PART}color>\nred{P_END}{PART}code>\nab{P_END}{PART}note>\nnull{P_END}"
+    f'{PART}parts>\n[{{"n": 1, "t": "x, y"}}, {{"n": -2}}]{P_END}{PART}ok>\ntrue{P_END}'
+)
+RICH_GEMMA = f"color:{G}red{G},code:{G}ab{G},note:null,parts:[{{n:1,t:{G}x, y{G}}},{{n:-2}}],ok:true"
+RICH_PYTHON = 'color="red", code="ab", note=None, parts=[{"n": 1, "t": "x, y"}, {"n": -2}], ok=True'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "changes"),
+    [
+        (
+            "seed_oss",
+            f"<seed:tool_call>\n<function=f>\n{RICH_MARKED}</function>\n</seed:tool_call>",
+            [("red", "green"), ("\nab", "\na"), ("\nab", "\nabcd"), ("null", "x</parameter>y"), ("-2", "x"),
+             ("true", "yes"), (f"{PART}color>\nred{P_END}", ""), (f"{PART}ok", f"{PART}no")],
+        ),
+        (
+            "gemma4",
+            f"<|tool_call>call:f{{{RICH_GEMMA}}}<tool_call|>",
+            [("red", "green"), (f"{G}ab", f"{G}a"), ("-2", "x"), ("[{n:1", "[{"), ("true", "yes"), (",ok", ",no"),
+             (f"color:{G}red{G},", ""), ("ok:true", "ok:true,"), (f"[{{n:1,t:{G}x, y{G}}},{{n:-2}}]", "[]")],
+        ),
+        (
+            "pythonic",
+            f"[f({RICH_PYTHON})]",
+            [("red", "green"), ('"ab"', '"a"'), ("-2", "x"), ("True", "true"), (", ok", ", no"),
+             ('color="red", ', ""), ("None", "null")],
+        ),
+    ],
+)  # fmt: skip
+def test_forced_arguments_follow_their_schema(name: str, text: str, changes: list[tuple[str, str]]) -> None:
+    """Oracle: by hand: a text of every kind of value, which the parser reads to the value, and changes that break the
+    schema; optional arguments may be missing."""
+    tools = forcing(RICH)
+    assert forced_output(name, tools, text)
+    _, _, arguments = ChatParsing(tools=tools, tool_format=TOOL_FORMATS[name]).parse(text, (), "stop").calls[0]
+    assert json.loads(arguments) == RICH_VALUE
+    for old, new in changes:
+        assert old in text and not forced_output(name, tools, text.replace(old, new)), (old, new)
+    for optional in ("ok", "note"):
+        less = {key: value for key, value in RICH["properties"].items() if key != optional}  # type: ignore[attr-defined]
+        assert not forced_output(name, forcing(RICH | {"properties": less}), text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "fitting"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": "^x"}}}, "pythonic"),
+        ({"properties": {"a": {"type": ["string", "integer"]}}}, "pythonic gemma4"),
+        ({"properties": {"a b": {"type": "string"}}}, ""),
+        ({"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, ""),
+        ({"minProperties": 1}, ""),
+        ({"properties": {"a": {"$ref": "#/properties/b"}, "b": {"type": "integer"}}}, "gemma4"),
+        ({"properties": {"a": {"$ref": "#/$defs/T"}}, "$defs": {"T": {"properties": {"t": {"$ref": "#/$defs/T"}},
+                                                                      "type": "object"}}}, "pythonic gemma4 seed_oss"),
+        ({"properties": {"a": {"type": "array", "minItems": 2}}}, "pythonic seed_oss"),
+        ({"properties": {"a": {}}}, "pythonic gemma4 seed_oss"),
+        ({}, "pythonic gemma4 seed_oss"),
+    ],
+)  # fmt: skip
+def test_a_schema_that_the_form_can_not_keep_is_followed_in_json(schema: dict[str, object], fitting: str) -> None:
+    """Oracle: by hand, what each way of writing can express; then the answer is the function's arguments as JSON."""
+    tools = forcing({"type": "object", **schema})
+    for name in ("pythonic", "gemma4", "seed_oss"):
+        assert (TOOL_FORMATS[name].forced_form(tools) is not None) is (name in fitting.split()), name
+        how = ChatParsing(tools=tools, tool_format=TOOL_FORMATS[name])
+        if name not in fitting.split():
+            assert [call[1:] for call in how.parse('{"a": 1}', (), "stop").calls] == [("f", '{"a": 1}')]
+    assert TOOL_FORMATS["seed_oss"].forced_form(forcing({"type": "object"}, "two words")) is None
+
+
+@pytest.mark.parametrize("name", ["seed_oss", "gemma4", "pythonic"])
+def test_any_arguments_may_be_forced(name: str) -> None:
+    """Oracle: by hand, for a tool that does not name its arguments."""
+    text = {
+        "seed_oss": f"<seed:tool_call>\n<function=f>\n{PART}k>\nv{P_END}</function>\n</seed:tool_call>",
+        "gemma4": f"<|tool_call>call:f{{k:{G}v{G},n:1}}<tool_call|>",
+        "pythonic": '[f(k="v", n=[1])]',
+    }[name]
+    assert forced_output(name, forcing({"type": "object"}), text)
+    closed = forcing({"type": "object", "additionalProperties": False})
+    assert not forced_output(name, closed, text)
+
+
+def test_a_schema_may_contain_itself() -> None:
+    """Oracle: by hand, in a language whose lists and objects are not JSON; and one with 8 ** 12 ways through it."""
+    tree: dict[str, object] = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}, "next": {"$ref": "#/$defs/T"}},
+    }
+    tools = forcing({"type": "object", "properties": {"t": {"$ref": "#/$defs/T"}}, "$defs": {"T": tree}})
+    assert forced_output("gemma4", tools, "<|tool_call>call:f{t:{n:1,next:{next:{n:2}}}}<tool_call|>")
+    assert not forced_output("gemma4", tools, "<|tool_call>call:f{t:{n:1,next:{next:{n:true}}}}<tool_call|>")
+    levels: dict[str, object] = {
+        f"d{level}": {"type": "object", "properties": {key: {"$ref": f"#/$defs/d{level + 1}"} for key in "abcdefgh"}}
+        for level in range(12)
+    }
+    wide: dict[str, object] = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/d0"}},
+        "$defs": {**levels, "d12": {"type": "null"}},
+    }
+    for name in ("gemma4", "seed_oss", "pythonic"):
+        assert TOOL_FORMATS[name].forced_form(forcing(wide)) is not None
+    assert forced_output("gemma4", forcing(wide), "<|tool_call>call:f{a:{h:{b:{}}}}<tool_call|>")
+
+
+def test_many_forced_tools_fit_in_a_grammar() -> None:
+    """Oracle: the grammar compiles; 128 tools of 12 arguments have few kinds of values, which share their rules."""
+    kinds = [{"type": "string"}, {"type": "integer"}, {"type": "array", "items": {"type": "string"}},
+             {"enum": ["a", "b"]}]  # fmt: skip
+    parameters = {"type": "object", "properties": {f"p{i}": kinds[i % 4] for i in range(12)}}
+    tools = ToolRequest(
+        tools=tuple({"function": {"name": f"tool_{number}", "parameters": parameters}} for number in range(128)),
+        choice="required",
+    )
+    assert forced_output("seed_oss", tools, "<seed:tool_call>\n<function=tool_127>\n</function>\n</seed:tool_call>")
+    assert forced_output("gemma4", tools, "<|tool_call>call:tool_127{}<tool_call|>")

@@ -107,8 +107,8 @@ def _marks(parsing: ChatParsing) -> tuple[str, ...]:
     if parsing.message is not None:
         return parsing.message.marks
     marks = () if parsing.reasoning is None else (*parsing.reasoning.opens, *parsing.reasoning.closes)
-    calls = parsing.tool_format
-    if parsing.tools is not None and calls is not None and (parsing.tools.choice == "auto" or calls.forced is not None):
+    calls, tools = parsing.tool_format, parsing.tools
+    if tools is not None and calls is not None and (tools.choice == "auto" or parsing.forced is not None):
         marks += calls.marks
     return marks
 
@@ -124,9 +124,8 @@ def _behind_reasoning(
         if message.new_parser(None, parsing.prompt).in_answer:
             return constraint
         return replace(constraint, preamble=message.preamble(writing, thinks))
-    calls = parsing.tool_format
-    if tools is not None and tools.choice != "auto" and calls is not None and calls.forced is not None:
-        grammar = forced_calls(calls.forced, calls.marks, tools, writing, constraint)
+    if tools is not None and parsing.tool_format is not None and parsing.forced is not None:
+        grammar = forced_calls(parsing.forced, parsing.tool_format.marks, tools, writing, constraint)
         constraint = StructuredOutputsParams(grammar=grammar)
     if parsing.reasoning is None:
         return constraint

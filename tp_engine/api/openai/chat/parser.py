@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from tp_engine.api.openai.reasoning import (
     Beginning,
@@ -20,6 +21,7 @@ from tp_engine.api.openai.tools.events import (
     CallStarted,
     ChatEvent,
     ContentText,
+    ForcedForm,
     MessageFormat,
     MessageParser,
     ReasoningText,
@@ -60,7 +62,7 @@ class ParsedMessage:
                     self.calls[index] = (call_id, name, before + text)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ChatParsing:
     """What to find in the texts of one answer; fixed by the request and shared by its sequences.
 
@@ -79,6 +81,11 @@ class ChatParsing:
     prompt: str = ""
     include_reasoning: bool = True
     reasoning_tokens: ReasoningTokens | None = None
+
+    @cached_property
+    def forced(self) -> ForcedForm | None:
+        """The form in which the model writes calls that the request forces; None: JSON without marks."""
+        return None if self.tools is None or self.tool_format is None else self.tool_format.forced_form(self.tools)
 
     def new_parser(self) -> ChatParser:
         """Return a parser for one sequence."""
@@ -113,7 +120,7 @@ class ChatParsing:
         if self.tools is None:
             return None
         new_call_id = openai_call_id if self.tool_format is None else self.tool_format.call_ids(self.tools)
-        if self.tool_format is not None and self.tool_format.forced is not None:
+        if self.forced is not None:
             return self._model_parser()
         if self.tools.choice == "required":
             return CallListParser(new_call_id)

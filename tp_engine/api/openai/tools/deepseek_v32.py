@@ -9,7 +9,8 @@
     </｜DSML｜function_calls>
 """
 
-from tp_engine.api.openai.tools.events import TemplateMarks
+from tp_engine.api.openai.tools.events import ForcedForm, TemplateMarks
+from tp_engine.api.openai.tools.forced_arguments import MarkedArguments
 from tp_engine.api.openai.tools.marked_calls import CallMarks
 
 MARKS = CallMarks(
@@ -23,4 +24,14 @@ MARKS = CallMarks(
     value_end="</｜DSML｜parameter>",
     bare=True,
 )
-FORMAT = MARKS.format("DeepSeek V3.2", aliases=("deepseekv32",), template=(TemplateMarks(("DSML", "function_calls")),))
+FORMAT = MARKS.format(
+    "DeepSeek V3.2",
+    aliases=("deepseekv32",),
+    template=(TemplateMarks(("DSML", "function_calls")),),
+    forced=ForcedForm(
+        begin=f"{MARKS.open}\n",
+        call=f'{MARKS.call}"NAME">\nARGUMENTS{MARKS.call_end}\n',
+        end=MARKS.close,
+        arguments=MarkedArguments(argument=f'{MARKS.key}"KEY" string="IS_TEXT">VALUE{MARKS.value_end}\n'),
+    ),
+)

@@ -5,10 +5,13 @@ A stream sends each event as a delta, a whole answer joins them.
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from tp_engine.api.openai.tools.forced_arguments import JSON, ArgumentForm
 
 if TYPE_CHECKING:
     from tp_engine.api.openai.structured import TokenWriting
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
     from tp_engine.structured_outputs import StructuredOutputsParams
 
 _CONTENT, _REASONING = -1, -2
+# Names of functions that every format's reader takes.
+_NAME = re.compile(r"[^\W\d][\w.\-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +125,15 @@ class TemplateMarks:
 class ForcedForm:
     """How a model writes calls that are forced: ``begin``, calls with ``between`` between them, ``end``.
 
-    In ``call`` stand the words NAME, ARGUMENTS for the JSON object, and NUMBER for any number.
+    In ``call`` stand the words NAME, ARGUMENTS, and NUMBER for any number; ``arguments`` tells how arguments are
+    written.
     """
 
     begin: str
     call: str
     between: str = ""
     end: str = ""
+    arguments: ArgumentForm = JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +145,8 @@ class ToolFormat:
     reasoning, which the call ends.  ``call_ids`` makes the ids of one answer's calls; ``numbered_id`` is the only form
     of ids that the model knows (with ``{name}`` and ``{number}``, which counts the calls of a conversation from 0), so
     that the template gets every id in it.  A chat template that one of ``template`` fits is of such a model.
-    ``forced`` is the form of calls that a request forces; None: JSON without marks.  ``message``: the calls are part of
-    a format of whole messages.
+    ``forced`` is the form of calls that a request forces, unless it can not keep a tool's schema; None: JSON without
+    marks.  ``message``: the calls are part of a format of whole messages.
     """
 
     models: str
@@ -152,6 +159,13 @@ class ToolFormat:
     template: tuple[TemplateMarks, ...] = ()
     forced: ForcedForm | None = None
     message: MessageFormat | None = None
+
+    def forced_form(self, tools: ToolRequest) -> ForcedForm | None:
+        """Return the form of the calls that ``tools`` force; None: JSON without marks."""
+        if self.forced is None or tools.choice == "auto":
+            return None
+        fit = (_NAME.fullmatch(name) and self.forced.arguments.fits(one) for name, one in tools.argument_schemas())
+        return self.forced if all(fit) else None
 
 
 class EventSink:

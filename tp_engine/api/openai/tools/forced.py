@@ -6,13 +6,12 @@ Where a format says how its model writes calls (``ForcedForm``), the constraint 
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING
 
 from tp_engine.api.openai.tools.events import ForcedForm, NewCallId, openai_call_id
+from tp_engine.api.openai.tools.forced_arguments import FormWriting
 from tp_engine.api.openai.tools.json_calls import SEPARATORS, ObjectsParser
 from tp_engine.api.openai.tools.text_parser import TextParser
-from tp_engine.grammar.library import inner_schema
 
 if TYPE_CHECKING:
     from tp_engine.api.openai.structured import TokenWriting
@@ -21,31 +20,26 @@ if TYPE_CHECKING:
 
 
 def forced_calls(
-    form: ForcedForm, marks: tuple[str, ...], tools: ToolRequest, writing: TokenWriting, like: StructuredOutputsParams
+    form: ForcedForm, marks: tuple[str, ...], tools: ToolRequest, tokens: TokenWriting, like: StructuredOutputsParams
 ) -> str:
     """Return the grammar, in Lark, of the calls that ``tools`` force, in a model's own ``form``.
 
     ``marks`` may be special tokens; arguments have white space as in the constraint ``like``.
     """
-    pieces = re.compile(f"({'|'.join(map(re.escape, (*sorted(marks, key=len, reverse=True), 'NUMBER')))})")
-
-    def written(text: str, name: str = "") -> str:
-        as_json = json.dumps(name, ensure_ascii=False)[1:-1] if '"NAME"' in form.call else name
-        parts = filter(None, pieces.split(text))
-        return " ".join("NUMBER" if part == "NUMBER" else writing.mark(part.replace("NAME", as_json)) for part in parts)
-
+    writing = FormWriting(marks, tokens, like)
     before, _, behind = form.call.partition("ARGUMENTS")
     schemas = tools.argument_schemas()
-    more = f"({written(form.between)} call)*" if tools.several and tools.name is None else ""
+    more = f"({writing.text(form.between)} call)*" if tools.several and tools.name is None else ""
     rules = [
-        f"start: {written(form.begin)} call {more} {written(form.end)}",
+        f"start: {writing.text(form.begin)} call {more} {writing.text(form.end)}",
         f"call: {' | '.join(f'call_{number}' for number in range(len(schemas)))}",
         "NUMBER: /[0-9]{1,4}/",
     ]
     for number, (name, schema) in enumerate(schemas):
-        rules.append(f"call_{number}: {written(before, name)} arguments_{number} {written(behind)}")
-        rules.append(f"arguments_{number}: %json {inner_schema(schema, like)}")
-    return "\n".join(rules)
+        called = before.replace("NAME", json.dumps(name, ensure_ascii=False)[1:-1] if '"NAME"' in before else name)
+        rules.append(f"call_{number}: {writing.text(called)} arguments_{number} {writing.text(behind)}")
+        rules += form.arguments.rules(f"arguments_{number}", schema, writing)
+    return "\n".join([*rules, *writing.rules])
 
 
 class CallListParser(ObjectsParser):

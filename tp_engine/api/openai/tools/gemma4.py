@@ -7,16 +7,27 @@
 
 import re
 
-from tp_engine.api.openai.tools.events import TemplateMarks
+from tp_engine.api.openai.tools.events import ForcedForm, TemplateMarks
+from tp_engine.api.openai.tools.forced_arguments import LiteralArguments
 from tp_engine.api.openai.tools.literal_calls import LiteralMarks
 from tp_engine.api.openai.tools.literals import Language
 
-OPEN = "<|tool_call>"
+OPEN, QUOTE = "<|tool_call>", '<|"|>'
 MARKS = LiteralMarks(
     opens=(OPEN,),
     close="<tool_call|>",
     head=re.compile(r"(?:call)?\s*:?\s*([^\W\d][\w.\-]*)\s*[{(]"),
-    language=Language(quotes=('<|"|>',), escapes=False, equals=":", bare_texts=True),
+    language=Language(quotes=(QUOTE,), escapes=False, equals=":", bare_texts=True),
     drops=("<|channel>thought\n<channel|>", "<channel|>", "<|tool_response>"),
 )
-FORMAT = MARKS.format("Gemma 4", template=(TemplateMarks((OPEN,)),))
+FORMAT = MARKS.format(
+    "Gemma 4",
+    template=(TemplateMarks((OPEN,)),),
+    forced=ForcedForm(
+        begin=OPEN,
+        call="call:NAME{ARGUMENTS}",
+        between=f"{MARKS.close}{OPEN}",
+        end=MARKS.close,
+        arguments=LiteralArguments(equals=":", between=",", quote=QUOTE),
+    ),
+)

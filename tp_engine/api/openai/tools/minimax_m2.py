@@ -9,7 +9,8 @@
     </minimax:tool_call>
 """
 
-from tp_engine.api.openai.tools.events import TemplateMarks
+from tp_engine.api.openai.tools.events import ForcedForm, TemplateMarks
+from tp_engine.api.openai.tools.forced_arguments import MarkedArguments
 from tp_engine.api.openai.tools.marked_calls import CallMarks
 
 MARKS = CallMarks(
@@ -24,5 +25,13 @@ MARKS = CallMarks(
     own_lines=True,
 )
 FORMAT = MARKS.format(
-    "MiniMax-M2", aliases=("minimax-m2",), template=(TemplateMarks(("<minimax:tool_call>",), lacks=("]<]minimax[>[",)),)
+    "MiniMax-M2",
+    aliases=("minimax-m2",),
+    template=(TemplateMarks(("<minimax:tool_call>",), lacks=("]<]minimax[>[",)),),
+    forced=ForcedForm(
+        begin=f"{MARKS.open}\n",
+        call='<invoke name="NAME">\nARGUMENTS</invoke>\n',
+        end=MARKS.close,
+        arguments=MarkedArguments(argument='<parameter name="KEY">VALUE</parameter>\n'),
+    ),
 )
