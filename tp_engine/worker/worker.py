@@ -2,8 +2,8 @@
 
 import dataclasses
 import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,10 @@ class Worker:
 
     def start(self) -> int:
         """Load, measure, agree, allocate.  Returns the number of KV blocks, the same on every rank."""
+        with kernels_compiled_once(self.effective.config.device, self.groups.progress.done):
+            return self._start()
+
+    def _start(self) -> int:
         effective, info, start_up = self.effective, self.groups.info, self._start_up
         device = self._device = start_up.run_agreed_phase("opening the device", self._open_device)
         check_devices(self.groups.host, device.torch_device, may_share=effective.device_map.is_shared)
@@ -404,6 +408,15 @@ class Worker:
         together = self._start_up.run_agreed_phase
         self.disk = open_disk_tier(self._parts, self._kv_shape, together, tier, self._channels)
         self._closing.callback(self.disk.close)
+
+
+def kernels_compiled_once(device_type: str, note: Callable[[], None]) -> AbstractContextManager[None]:
+    """Within, one rank of a host compiles each of Triton's kernels; ``note`` is called when one is ready."""
+    if device_type != "cuda" or not has_triton():
+        return nullcontext()
+    from tp_engine.kernels.compile_once_triton import compiling_once
+
+    return compiling_once(note)
 
 
 def make_batch(effective: EffectiveConfig, layout: KvLayout, device: torch.device) -> InputBatch:

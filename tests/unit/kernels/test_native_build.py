@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tp_engine import env
-from tp_engine.cpu.kernels import build, build_turn, library
+from tp_engine import compile_turn, env
+from tp_engine.cpu.kernels import build, library
 from tp_engine.cpu.kernels.build import BuildError, built_library, is_intact
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.kernels.ops import OPS, is_recordable, op
@@ -120,7 +120,7 @@ def test_a_process_that_hangs_is_named_and_left_behind(
 ) -> None:
     """Oracle: the file; the log names the process that holds the lock, and since when.  Where a second one hangs too,
     the error says so, and nothing is waited for longer than that."""
-    monkeypatch.setattr(build_turn, "STALL_S", 0.2)
+    monkeypatch.setattr(compile_turn, "STALL_S", 0.2)
     path = built_library(Path("/some/libgomp.so.1"))
     path.unlink()
     holders = [hold(Path(f"{path}.lock"), "process 77 on beta, since 12:03:10, 3 of 17 files")]
@@ -139,7 +139,7 @@ def test_a_process_that_hangs_is_named_and_left_behind(
 
 def test_a_process_that_gets_ahead_is_waited_for(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the other process's file, which comes long after the limit for one that gets no further."""
-    monkeypatch.setattr(build_turn, "STALL_S", 1.0)
+    monkeypatch.setattr(compile_turn, "STALL_S", 1.0)
     path = built_library(Path("/some/libgomp.so.1"))
     content, calls = path.read_bytes(), calls_of(compiler)
     path.unlink()

@@ -5,8 +5,8 @@
     <cache folder>/native-<key>.so      key: sources, flags, compiler, processor, OpenMP runtime
                                         the last 32 bytes: SHA-256 of all before them
 
-Of several processes that want it at the same time, one compiles and the others wait (``build_turn.py``).  Each compiles
-into a folder of its own.  Whole files are renamed, so a file that lies there is whole.
+Of several processes that want it at the same time, one compiles and the others wait (``compile_turn.py``).  Each
+compiles into a folder of its own.  Whole files are renamed, so a file that lies there is whole.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from tp_engine import env
-from tp_engine.cpu.kernels.build_turn import Turn, take_turn
+from tp_engine.compile_turn import Turn, take_turn
 from tp_engine.log import get_logger
 from tp_engine.progress import tell_progress
 
@@ -52,7 +52,7 @@ def built_library(openmp: Path) -> Path:
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with take_turn(path, lambda: path.exists() and is_intact(path)) as turn:
+        with take_turn(path, lambda: path.exists() and is_intact(path), what="the CPU kernels") as turn:
             if is_intact(path):
                 return path
             if turn is None:

@@ -1,9 +1,9 @@
-"""Whose turn it is to compile: of several processes that want one library, one compiles, and the others follow it.
+"""Whose turn it is to compile: of several processes that want one file, one compiles, and the others follow it.
 
 ::
 
-    <library>.lock      locked (flock) by the process that compiles; holds its pid, host, begin and progress
-    <library>.lock-2    the same, for the case that the first process hangs
+    <file>.lock      locked (flock) by the process that compiles; holds its pid, host, begin and progress
+    <file>.lock-2    the same, for the case that the first process hangs
 
 The kernel drops a lock with its process, however that ends.  A process that lives, but gets no further, is named in the
 log and left behind after ``STALL_S``: the next one compiles beside it.
@@ -22,7 +22,7 @@ from tp_engine.progress import tell_progress
 
 logger = get_logger(__name__)
 
-STALL_S = 150.0  # a process that compiles reports each file; one takes some seconds on an idle machine
+STALL_S = 150.0  # each file or kernel counts as progress; one takes some seconds on an idle machine
 _LOOK_S = 0.05
 _SAY_S = 10.0
 
@@ -44,13 +44,14 @@ class Turn:
 
 
 @contextlib.contextmanager
-def take_turn(library: Path, is_there: Callable[[], bool]) -> Iterator[Turn | None]:
-    """Wait for the turn to compile ``library``; None if ``is_there()`` before, or if those before both hang.
+def take_turn(file: Path, is_there: Callable[[], bool], *, what: str) -> Iterator[Turn | None]:
+    """Wait for the turn to compile ``file``; None if ``is_there()`` before, or if those before both hang.
 
-    Whoever enters looks again whether the library is there.  Where the file system has no locks, everybody has a turn.
+    Whoever enters looks again whether the file is there.  Where the file system has no locks, everybody has a turn.
+    ``what`` the file is, in words, for the log.
     """
-    for path in (Path(f"{library}.lock"), Path(f"{library}.lock-2")):
-        descriptor = _wait(path, is_there)
+    for path in (Path(f"{file}.lock"), Path(f"{file}.lock-2")):
+        descriptor = _wait(path, is_there, what)
         if descriptor is None:
             if is_there():
                 break
@@ -64,7 +65,7 @@ def take_turn(library: Path, is_there: Callable[[], bool]) -> Iterator[Turn | No
     yield None
 
 
-def _wait(path: Path, is_there: Callable[[], bool]) -> int | None:
+def _wait(path: Path, is_there: Callable[[], bool], what: str) -> int | None:
     """The locked file; None once the library is there, or if the holder of the lock gets no further."""
     seen, seen_s, said_s = "", time.monotonic(), 0.0
     while (descriptor := _try(path)) is None:
@@ -75,16 +76,17 @@ def _wait(path: Path, is_there: Callable[[], bool]) -> int | None:
             seen, seen_s = holder, now_s
         if now_s > seen_s + STALL_S:
             logger.warning(
-                "not waiting any longer for the CPU kernels, compiled by %s, without progress for %g s; end that "
-                "process if it hangs",
+                "not waiting any longer for %s, compiled by %s, without progress for %g s; end that process if it "
+                "hangs",
+                what,
                 seen or "another process",
                 STALL_S,
             )
             return None
         if seen and now_s > said_s + _SAY_S:
             said_s = now_s
-            logger.info("waiting for the CPU kernels, compiled by %s", seen)
-            tell_progress(f"waiting for another start, which compiles the CPU kernels: {seen.rpartition(', ')[2]}")
+            logger.info("waiting for %s, compiled by %s", what, seen)
+            tell_progress(f"waiting for another process, which compiles {what}: {seen.rpartition(', ')[2]}")
         time.sleep(_LOOK_S)
     return descriptor
 
