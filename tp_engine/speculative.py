@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from tp_engine.errors import ConfigError
+from tp_engine.options.fields import json_object
 
 CONFIG_NAME = "speculative_config"
 METHODS = ("ngram", "suffix", "eagle3", "mtp")
@@ -102,19 +102,9 @@ class SpeculativeConfig:
         ``num_speculative_tokens`` says more: heads are trained for the next one."""
         if text is None:
             return None
-        try:
-            given: Any = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"{CONFIG_NAME} is {text!r}, which is not JSON: {error}") from error
-        if not isinstance(given, dict):
-            raise ConfigError(
-                f'{CONFIG_NAME} is {text!r}; it must be a JSON object, such as {{"method":"ngram",'
-                '"num_speculative_tokens":4}'
-            )
         known = [spec.name for spec in dataclasses.fields(cls)]
-        if unknown := sorted(given.keys() - set(known)):
-            raise ConfigError(f"{CONFIG_NAME} names {unknown[0]!r}; it can set {', '.join(known)}")
-        values = {name: given[name] for name in known if given.get(name) is not None}
+        example = '{"method":"ngram","num_speculative_tokens":4}'
+        values = json_object(CONFIG_NAME, text, known, example=example)
         method = values.setdefault("method", "eagle3" if "model" in values else METHODS[0])
         if isinstance(method, str):
             values["method"] = method = _ALIASES.get(method.lower(), method.lower())

@@ -10,6 +10,7 @@ from typing import Any
 
 from tp_engine.errors import ConfigError, RequestError, shown
 from tp_engine.nesting import is_expression_deeper, is_grammar_deeper, is_schema_deeper
+from tp_engine.options.fields import json_object
 from tp_engine.options.foreign_rows import refused
 from tp_engine.options.intake import takes_names_of_others
 
@@ -120,16 +121,8 @@ class StructuredOutputsDefaults:
     @classmethod
     def of(cls, text: str | None) -> StructuredOutputsDefaults:
         """Parse the option's JSON text; None sets nothing.  Raises ``ConfigError``."""
-        try:
-            given: Any = {} if text is None else json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"{CONFIG_NAME} is {text!r}, which is not JSON: {error}") from error
-        if not isinstance(given, dict):
-            raise ConfigError(f"{CONFIG_NAME} is {text!r}; it must be a JSON object")
         known = [spec.name for spec in dataclasses.fields(cls)]
-        if unknown := sorted(given.keys() - set(known)):
-            raise ConfigError(f"{CONFIG_NAME} names {unknown[0]!r}; it can set {', '.join(known)}")
-        return cls(**{name: given[name] for name in known if given.get(name) is not None})
+        return cls() if text is None else cls(**json_object(CONFIG_NAME, text, known))
 
     def probe(self) -> StructuredOutputsParams:
         """Return a constraint with all defaults, for a check by the grammar library."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -47,6 +47,22 @@ def check_fields(config: Any) -> None:
             choices = spec.metadata.get("choices")
             if choices and value not in choices:
                 raise ConfigError(f"{spec.name} is {value!r}; choose one of {', '.join(map(str, choices))}")
+
+
+def json_object(name: str, text: str, known: Iterable[str] | None = None, *, example: str = "") -> dict[str, Any]:
+    """Return the JSON object in the ``text`` of the option ``name``, without the keys that are null.  Raises
+    ``ConfigError`` for other text, and for a key that is none of ``known``."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} is {shown(text)}, which is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        such = f", such as {example}" if example else ""
+        raise ConfigError(f"{name} is {shown(text)}; it must be a JSON object{such}")
+    names = found.keys() if known is None else list(known)
+    if unknown := sorted(found.keys() - set(names)):
+        raise ConfigError(f"{name} names {shown(unknown[0])}; it can set {', '.join(names)}")
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def is_switch(spec: dataclasses.Field[Any]) -> bool:
