@@ -14,6 +14,7 @@ from tp_engine.device_map import check_devices
 from tp_engine.errors import ConfigError
 from tp_engine.hf_overrides import parse_overrides
 from tp_engine.kv_codec import check_codec
+from tp_engine.kv_events import KVEventsConfig
 from tp_engine.log import LOG_FORMATS
 from tp_engine.lora import parse_modules
 from tp_engine.options.fields import check_fields, option
@@ -160,6 +161,13 @@ class EngineConfig:
         is_of_host=True,
     )
     kv_disk_size: float = option(0.0, "GiB of kv_disk_path, over all ranks, reserved at the start")
+    kv_events_config: str | None = option(
+        None,
+        "JSON object: tell routers what the prefix cache holds, over ZMQ, with vLLM's keys (enable_kv_cache_events, "
+        "endpoint, replay_endpoint, topic) and those of docs/kv_events.md (default: none)",
+        json=True,
+        is_of_host=True,
+    )
     max_model_len: int | None = option(
         None,
         "longest prompt plus output in tokens, such as 32k (default: the model's)",
@@ -250,6 +258,7 @@ class EngineConfig:
             check_devices(self.device_ids)
         StructuredOutputsDefaults.of(self.structured_outputs_config)
         parse_overrides(self.hf_overrides)
+        KVEventsConfig.of(self.kv_events_config)
         self._check_speculation()
         self._check_adapters()
 

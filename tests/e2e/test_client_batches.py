@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -71,6 +72,14 @@ def ended(client: openai.OpenAI, batch: Batch) -> Batch:
     return Batch.model_validate(found.model_dump(mode="json"))
 
 
+def metrics(server: RunningServer) -> dict[str, float]:
+    """What /metrics says of batches: by state, lines by result, and lines that wait."""
+    text = httpx.get(server.url + "/metrics").text
+    rows = re.findall(r"^tp_engine:(batch\w+)\{([^}]*)\} (\S+)$", text, re.MULTILINE)
+    label = re.compile(r'(?:status|result)="(\w+)"')
+    return {" ".join([name, *label.findall(labels)]): float(value) for name, labels, value in rows}
+
+
 def results(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
     assert file_id is not None
     found = [json.loads(text) for text in client.files.content(file_id).text.splitlines()]
@@ -78,8 +87,9 @@ def results(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
     return {one["custom_id"]: one for one in found}
 
 
-def test_a_batch_from_its_file_to_its_results(client: openai.OpenAI) -> None:
-    """Oracle: the scripted answers; a line that can not be served is an error of its own."""
+def test_a_batch_from_its_file_to_its_results(server: RunningServer, client: openai.OpenAI) -> None:
+    """Oracle: the scripted answers; a line that can not be served is an error of its own; the metrics count both."""
+    before = metrics(server)
     lines = [line(f"c{number}", f"text {number}") for number in range(20)]
     lines.append(line("wrong", max_tokens=-1))
     batch = sent(client, lines, metadata={"k": "v"})
@@ -88,6 +98,10 @@ def test_a_batch_from_its_file_to_its_results(client: openai.OpenAI) -> None:
     assert (done.status, done.errors, done.model) == ("completed", None, "demo")
     counts = done.request_counts
     assert counts is not None and (counts.total, counts.completed, counts.failed) == (21, 20, 1)
+    after = metrics(server)
+    changes = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+    assert changes == {"batches completed": 1, "batch_lines_total completed": 20, "batch_lines_total failed": 1}
+    assert after["batch_lines_waiting"] == 0
     answers = results(client, done.output_file_id)
     for number in range(20):
         response = answers[f"c{number}"]["response"]
@@ -226,6 +240,9 @@ def test_a_cancelled_batch_keeps_what_is_finished(tmp_path: Path) -> None:
     with running_server(engine, config(tmp_path)) as server, openai_client(server) as client:
         batch = sent(client, [line(f"c{number}", "x" * 20) for number in range(400)])
         wait_until(partial(has_done, client, batch, 1), "a line to end")
+        found = metrics(server)
+        assert found["batches in_progress"] == 1
+        assert found["batch_lines_waiting"] + found["batch_lines_total completed"] == 400
         began_s = time.monotonic()
         client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "SAY:now"}])
         assert time.monotonic() - began_s < DEADLINE_S / 2
@@ -252,6 +269,8 @@ def test_a_batch_whose_time_is_over(tmp_path: Path) -> None:
     with running_server(scripted_engine(), config(tmp_path)) as server, openai_client(server) as client:
         done = ended(client, batch)
         answers, errors = results(client, done.output_file_id), results(client, done.error_file_id)
+        found = metrics(server)
+    assert (found["batches expired"], found["batch_lines_total failed"]) == (1, len(errors))
     assert done.status == "expired" and len(answers) + len(errors) == 300 and not answers.keys() & errors.keys()
     assert {one["error"]["code"] for one in errors.values()} == {"batch_expired"}
 

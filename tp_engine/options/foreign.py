@@ -245,7 +245,7 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
         refused(
             "there is no disaggregated prefill and no KV cache of another program; see --kv-offloading-size",
             "disaggregation_mode= ec_transfer_config= enable_hierarchical_cache enable_lmcache hicache_ratio= "
-            "hicache_size= kv_events_config= kv_transfer_config=",
+            "hicache_size= kv_transfer_config=",
             harmless=(*OFF, "null"),
         ),
         refused(

@@ -101,6 +101,9 @@ class SchedulerFeature:
     def on_request_end(self, group: RequestGroup) -> None:
         """See a request whose last sequence has ended."""
 
+    def on_new_weights(self) -> None:
+        """See that the weights are others from now on: what is cached is not found any more."""
+
     def stats(self) -> dict[str, Any]:
         """Return fields of ``SchedulerStats``."""
         return {}

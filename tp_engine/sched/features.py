@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from tp_engine.hooks import find_feature
 from tp_engine.sched.constraint import FillMasks
 from tp_engine.sched.feature import SchedulerFeature
+from tp_engine.sched.kv_events import KVEvents, KVEventSink
 from tp_engine.sched.lora import LoRASlots
 from tp_engine.sched.outcome import StopChecker
 from tp_engine.sched.scheduler_state import SchedulerState
@@ -19,14 +20,15 @@ from tp_engine.sched.tiers.tier_loads import TierLoads
 
 @dataclass(frozen=True, slots=True)
 class FeatureParts:
-    """What features are made of.  ``proposers`` replace those of the configuration, for tests; ``made`` are the
-    features before this one in the table."""
+    """What features are made of.  ``proposers`` replace those of the configuration, for tests; ``kv_events`` takes
+    the changes of the prefix cache; ``made`` are the features before this one in the table."""
 
     state: SchedulerState
     builder: StepScheduler
     stops: StopChecker
     fill_masks: FillMasks | None
     proposers: Iterable[Proposer] | None
+    kv_events: KVEventSink | None = None
     made: list[SchedulerFeature] = field(default_factory=list)
 
 
@@ -57,6 +59,13 @@ def _speculation(parts: FeatureParts) -> SchedulerFeature | None:
     return Speculation(config, parts.state, parts.stops, parts.fill_masks, parts.proposers)
 
 
+def _kv_events(parts: FeatureParts) -> SchedulerFeature | None:
+    if parts.kv_events is None:
+        return None
+    adapters = find_feature(parts.made, LoRASlots)
+    return KVEvents(parts.state.blocks.cache, parts.state.limits, parts.kv_events, adapters)
+
+
 # In the order in which their hooks are called: loads that are brought forward come before draft tokens.
 FEATURES: tuple[Callable[[FeatureParts], SchedulerFeature | None], ...] = (
     _adapters,
@@ -64,6 +73,7 @@ FEATURES: tuple[Callable[[FeatureParts], SchedulerFeature | None], ...] = (
     _tier_loads,
     _prefetcher,
     _speculation,
+    _kv_events,
 )
 
 

@@ -17,6 +17,7 @@ taken.  After ``PATIENCE`` steps no sequence with an adapter passes it any longe
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -43,10 +44,12 @@ class AdapterStats:
 
 
 class LoRASlots(SchedulerFeature):
-    """The owner of the names and of ``max_loras`` slots, numbered from 1 on as in plans; deterministic."""
+    """The owner of the names and of ``max_loras`` slots, numbered from 1 on as in plans; deterministic.  ``on_retire``
+    are told each generation that no new request will have."""
 
     def __init__(self, max_loras: int) -> None:
         self.max_loras = max_loras
+        self.on_retire: list[Callable[[int], None]] = []
         self._last_generation = NO_ADAPTER
         self._named: dict[str, int] = {}
         self._free = list(range(max_loras, 0, -1))
@@ -82,6 +85,8 @@ class LoRASlots(SchedulerFeature):
         generation = self._named.pop(name)
         self._retired.add(generation)
         self._forget_unused(generation)
+        for on_retire in self.on_retire:
+            on_retire(generation)
 
     def check_loaded(self, name: str) -> None:
         """``RequestError`` unless an adapter is loaded under this name."""

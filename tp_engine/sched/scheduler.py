@@ -36,6 +36,7 @@ from tp_engine.sched.blocks.cache_keys import CacheKeys
 from tp_engine.sched.constraint import FillMasks, Grammar
 from tp_engine.sched.decode_run import RowSet
 from tp_engine.sched.features import FeatureParts, make_features
+from tp_engine.sched.kv_events import KVEventSink
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.outcome import StepOutcome, StopChecker, aborted, collect_of_prompts, ending, slice_logprobs
 from tp_engine.sched.readiness import Blocked
@@ -60,15 +61,16 @@ class Scheduler:
         fill_masks: FillMasks | None = None,
         links: TierLinks = NO_LINKS,
         proposers: Iterable[Proposer] | None = None,
+        kv_events: KVEventSink | None = None,
     ) -> None:
         """``fill_masks`` is for requests with grammars, ``links`` for the tiers; ``proposers`` are for speculation,
-        instead of its own."""
+        instead of its own; ``kv_events`` takes the changes of the prefix cache."""
         self._limits, self._fill_masks = limits, fill_masks
         self._state = SchedulerState(limits, links)
         self._builder = StepScheduler(self._state)
         self._stops = StopChecker()
         self._steady = SteadySteps(self._state, self._stops)
-        parts = FeatureParts(self._state, self._builder, self._stops, fill_masks, proposers)
+        parts = FeatureParts(self._state, self._builder, self._stops, fill_masks, proposers, kv_events)
         self._features = make_features(parts)
         self._hooks = Hooks(self._features)
         self._state.on_leave = self._hooks.on_leave
@@ -160,6 +162,8 @@ class Scheduler:
         running."""
         assert not self._state.rows.num_running, "a row has K/V of the old weights"
         self._cache_keys.renew(self._groups.values())
+        for on_new_weights in self._hooks.on_new_weights:
+            on_new_weights()
 
     def schedule(self) -> StepPlan | None:
         """Return the next step; None if there is nothing to run, or nothing until a result of the steps in flight is

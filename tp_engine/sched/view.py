@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tp_engine.sched.kv_events import KVEventCounters
 from tp_engine.sched.lora import AdapterStats
 from tp_engine.sched.running_batch import RunningBatch
 from tp_engine.sched.scheduler_state import SchedulerState
@@ -63,6 +64,7 @@ class SchedulerStats:
     num_refused_blocks: int = 0
     speculation: SpeculationCounters | None = None
     adapters: AdapterStats | None = None
+    kv_events: KVEventCounters | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,8 @@ class BatchWorker:
 
     def __init__(self, state: ServerState, store: BatchStore) -> None:
         self.store = store
-        self._state = state
+        self._state, self._figures = state, state.metrics.batches
+        self._figures.stored = store.batches
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._room = asyncio.Semaphore(max(1, state.llm.model_info.max_num_seqs * 3 // 4))  # others find a seat
         self._sweeping = asyncio.ensure_future(self._sweep())
@@ -140,7 +141,7 @@ class BatchWorker:
                     await self._run_all(batch, left, results)
             except TimeoutError:
                 batch.expired_at = int(time.time())
-                await asyncio.to_thread(self._write_expired, batch, source, results)
+                self._count(batch, failed=await asyncio.to_thread(self._write_expired, batch, source, results))
             finally:
                 saving.cancel()
         batch.enter("finalizing", int(time.time()))
@@ -161,9 +162,12 @@ class BatchWorker:
         finally:
             self._room.release()
         results.write(result)
-        counts = batch.request_counts
-        counts.completed += result.error is None
-        counts.failed += result.error is not None
+        self._count(batch, completed=result.error is None, failed=result.error is not None)
+
+    def _count(self, batch: Batch, *, completed: int = 0, failed: int = 0) -> None:
+        batch.request_counts.completed += completed
+        batch.request_counts.failed += failed
+        self._figures.count(completed=completed, failed=failed)
 
     async def _result(self, request: BatchRequest) -> ResultLine:
         state = self._state
@@ -186,17 +190,18 @@ class BatchWorker:
                 logger.exception("a line of a batch failed")
             return request.failure(error)
 
-    def _write_expired(self, batch: Batch, source: BatchInput, results: Results) -> None:
-        """Write an error for each line that has no result when the batch's time is over."""
+    def _write_expired(self, batch: Batch, source: BatchInput, results: Results) -> int:
+        """Write an error for each line that has no result when the batch's time is over; how many there are."""
         results.close()
-        folder = self.store.batch_folder(batch)
+        folder, count = self.store.batch_folder(batch), 0
         error = HttpError(408, "the batch's completion_window was over before this line ran", code="batch_expired")
         with Results(folder / "output", folder / "errors") as again:
             is_done = answered(source, batch.endpoint, again.earlier)
             for place, request in enumerate(open_requests(source, batch.endpoint)):
                 if not is_done[place]:
                     again.write(request.failure(error))
-                    batch.request_counts.failed += 1
+                    count += 1
+        return count
 
     async def _save_often(self, batch: Batch, results: Results) -> None:
         while True:

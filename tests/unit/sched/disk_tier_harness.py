@@ -14,6 +14,7 @@ import numpy as np
 
 from tests.unit.sched.host_tier_harness import Lag, TierSimulation, TierWorker
 from tp_engine.plan import NO_IDS, StepPlan, StepResult
+from tp_engine.sched.kv_events import KVEventSink
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.sched.tiers.disk_journal import DiskContents, JournalHeader, read_header, read_nodes
 from tp_engine.sched.tiers.disk_tier import TierLinks
@@ -130,6 +131,7 @@ class DiskSimulation(TierSimulation):
         checks: bool = True,
         pace: float = 0.7,
         fails: float = 0.0,
+        kv_events: KVEventSink | None = None,
     ) -> None:
         super().__init__(given, ahead=ahead, lag=lag, checks=checks)
         self.disk = disk or Disk(given)
@@ -137,7 +139,7 @@ class DiskSimulation(TierSimulation):
         self.disk_worker = DiskWorker(given, lag, self.disk, pace, fails)
         self.worker = self.tier_worker = self.disk_worker
         contents = self.disk.contents(given, lambda: self.now_s)
-        self.scheduler = Scheduler(given, links=TierLinks(self.disk_worker.readers, contents))
+        self.scheduler = Scheduler(given, links=TierLinks(self.disk_worker.readers, contents), kv_events=kv_events)
         waits = self.scheduler.feature(DiskWaits)
         assert waits is not None
         self.waits = waits
@@ -171,6 +173,8 @@ class DiskSimulation(TierSimulation):
             self._check()
         raise AssertionError("what is cached is not written")
 
-    def restart(self) -> DiskSimulation:
+    def restart(self, kv_events: KVEventSink | None = None) -> DiskSimulation:
         """Another process on this disk, after this one was killed."""
-        return DiskSimulation(self.limits, disk=self.disk, ahead=self.ahead, pace=self.disk_worker.pace)
+        return DiskSimulation(
+            self.limits, disk=self.disk, ahead=self.ahead, pace=self.disk_worker.pace, kv_events=kv_events
+        )

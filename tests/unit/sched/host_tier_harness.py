@@ -18,6 +18,7 @@ import numpy as np
 from tests.unit.sched.scheduler_harness import FakeRow, FakeWorker, Simulation
 from tests.unit.sched.test_scheduler_grammar import MaskedWorker
 from tp_engine.plan import StepPlan, StepResult
+from tp_engine.sched.kv_events import KVEventSink
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.sched.tiers.disk_tier import TierLinks
 from tp_engine.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader
@@ -139,8 +140,16 @@ class RefusingWorker(TierWorker):
 class TierSimulation(Simulation):
     """A scheduler with a host tier and its rank."""
 
-    def __init__(self, given: SchedulerLimits, *, ahead: int = 0, lag: Lag = Lag.MOST, checks: bool = True) -> None:
-        super().__init__(given, ahead=ahead, checks=checks)
+    def __init__(
+        self,
+        given: SchedulerLimits,
+        *,
+        ahead: int = 0,
+        lag: Lag = Lag.MOST,
+        checks: bool = True,
+        kv_events: KVEventSink | None = None,
+    ) -> None:
+        super().__init__(given, ahead=ahead, checks=checks, kv_events=kv_events)
         self.tier_worker = TierWorker(given, lag)
         self.worker = self.tier_worker
 
@@ -148,8 +157,10 @@ class TierSimulation(Simulation):
 class RefusingSimulation(TierSimulation):
     """A scheduler with a host tier whose stores ranks may refuse, and its rank."""
 
-    def __init__(self, given: SchedulerLimits, *, ahead: int, lag: Lag, one_in: int) -> None:
+    def __init__(
+        self, given: SchedulerLimits, *, ahead: int, lag: Lag, one_in: int, kv_events: KVEventSink | None = None
+    ) -> None:
         super().__init__(given, ahead=ahead, lag=lag)
         self.limits = given = replace(given, checks_stores=True)
         self.refusing = self.worker = self.tier_worker = RefusingWorker(given, lag, one_in)
-        self.scheduler = Scheduler(given, links=TierLinks({"stores": self.refusing.poll}))
+        self.scheduler = Scheduler(given, links=TierLinks({"stores": self.refusing.poll}), kv_events=kv_events)

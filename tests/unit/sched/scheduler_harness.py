@@ -22,6 +22,7 @@ import numpy.typing as npt
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
 from tp_engine.sampling_params import SamplingParams
+from tp_engine.sched.kv_events import KVEventSink
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.sched.spec_decode.proposer import Proposer
 
@@ -262,13 +263,20 @@ class Simulation:
     """
 
     def __init__(
-        self, limits: SchedulerLimits, *, ahead: int = 0, checks: bool = True, proposer: Proposer | None = None
+        self,
+        limits: SchedulerLimits,
+        *,
+        ahead: int = 0,
+        checks: bool = True,
+        proposer: Proposer | None = None,
+        kv_events: KVEventSink | None = None,
     ) -> None:
         self.limits = limits
         self.ahead = ahead
         self.checks = checks
         self.in_flight: deque[StepPlan] = deque()
-        self.scheduler = Scheduler(limits, proposers=None if proposer is None else [proposer])
+        self.kv_events = kv_events
+        self.scheduler = Scheduler(limits, proposers=None if proposer is None else [proposer], kv_events=kv_events)
         self.worker = FakeWorker(limits)
         self.requests: dict[str, EngineRequest] = {}
         self.outputs: dict[tuple[str, int], Output] = {}

@@ -40,6 +40,9 @@ ITERATION = "1.0 8.0 16.0 32.0 64.0 128.0 256.0 512.0 1024.0 2048.0 4096.0 8192.
 
 # name, kind, labels beside model_name, buckets
 GOLDEN = f"""
+batch_lines counter result
+batch_lines_waiting gauge
+batches gauge status
 build_info gauge version
 cache_config_info gauge block_size,num_gpu_blocks,max_model_len,max_num_seqs,dtype,device,tensor_parallel_size
 e2e_request_latency_seconds histogram - {LATENCY}
@@ -60,6 +63,8 @@ kv_disk_failed_blocks counter
 kv_disk_seconds counter direction
 kv_disk_usage_perc gauge
 kv_dropped_blocks counter
+kv_event_batches counter
+kv_events_lost_changes counter
 kv_fragmentation gauge
 kv_host_usage_perc gauge
 kv_offload_bytes counter direction
@@ -285,6 +290,8 @@ def test_the_engine_and_its_ranks() -> None:
         assert value(families["kv_disk_bytes"], "_total", direction="write") == 900
         assert value(families["kv_disk_seconds"], "_total", direction="read") == 0.5
         assert value(families["kv_offload_wait_seconds"], "_total") == 0.125
+        assert value(families["kv_event_batches"], "_total") == 6
+        assert value(families["kv_events_lost_changes"], "_total") == 2
         assert value(families["startup_phase_seconds"], rank="1", phase="loading weights") == 0.75
         assert value(families["rank_collective_seconds"], "_total", rank="1") == 0.125
         assert value(families["straggler_rank"], "_total", rank="1") == num_steps

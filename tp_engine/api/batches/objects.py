@@ -19,6 +19,7 @@ PURPOSES = ("batch", "batch_output", "assistants", "fine-tune", "vision", "user_
 SHORTEST_EXPIRY_S, LONGEST_EXPIRY_S = 3600, 30 * 24 * 3600
 # States that end by themselves, and those in which nothing changes any more.
 ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
+ENDED = ("completed", "failed", "expired", "cancelled")
 
 _WINDOW = re.compile(r"([1-9]\d{0,3})([hd])")
 _SECONDS = {"h": 3600, "d": 24 * 3600}

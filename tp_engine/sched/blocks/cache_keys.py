@@ -12,11 +12,28 @@ process.  Any other cache key has something in it that only this process knows, 
 taken for those of another that counts its generations and versions alike.
 """
 
+from __future__ import annotations
+
 import secrets
 from collections.abc import Callable, Iterable
 
 from tp_engine.request import EngineRequest
 from tp_engine.sched.sequence import RequestGroup
+
+
+class CacheKey(str):
+    """A cache key, and what it was made from: a ``salt``, empty for none, and the ``adapter`` of a ``generation``, 0
+    for none."""
+
+    __slots__ = ("adapter", "generation", "salt")
+    salt: str
+    adapter: str
+    generation: int
+
+    def __new__(cls, text: str, salt: str = "", adapter: str = "", generation: int = 0) -> CacheKey:
+        key = super().__new__(cls, text)
+        key.salt, key.adapter, key.generation = salt, adapter, generation
+        return key
 
 
 class CacheKeys:
@@ -36,13 +53,14 @@ class CacheKeys:
 
     def of_request(self, request: EngineRequest) -> str:
         """Return the cache key of a request's sequences."""
-        return self.of(request.params.cache_salt or "", request.adapter_generation)
+        return self.of(request.params.cache_salt or "", request.adapter_generation, request.adapter)
 
-    def of(self, salt: str, adapter_generation: int = 0) -> str:
-        """Return the cache key of sequences with a user's ``salt``, empty for none."""
+    def of(self, salt: str, adapter_generation: int = 0, adapter: str = "") -> str:
+        """Return the cache key of sequences with a user's ``salt``, empty for none: a ``CacheKey``, or no text at
+        all."""
         cache_key = salt
         if adapter_generation or self._version or salt.startswith("\0"):  # a salt can not spell such a cache key
             cache_key = f"\0{self._process}:{adapter_generation}:{self._version}:{salt}"
         for digest in self._digests:
             cache_key = digest(cache_key)
-        return cache_key
+        return CacheKey(cache_key, salt, adapter, adapter_generation) if cache_key else cache_key

@@ -31,9 +31,9 @@ the same way, by all of its token ids.  It is never shared: a sequence that goes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +74,7 @@ class PrefixCache:
         self._place_of = np.zeros(num_blocks, dtype=np.int64)  # of each block in its run's array, counted flat
         self._numbers = np.arange(num_blocks)
         self._next_serial = 1
+        self.observers: list[CacheObserver] = []
 
     def match(self, salt: str, token_bytes: bytes, max_blocks: int) -> tuple[BlockIds, Place]:
         """Return the known logical blocks, at most ``max_blocks``, with a sequence's first tokens; the place behind
@@ -127,6 +128,10 @@ class PrefixCache:
         """Blocks of a logical block."""
         return self._num_groups
 
+    def runs(self) -> Iterable[Run]:
+        """Return all runs, each behind the one that it follows."""
+        return self._runs.values()
+
     def groups(self) -> dict[int, int]:
         """Return the group of each block in a run."""
         blocks = np.flatnonzero(self._serial_of)
@@ -155,12 +160,16 @@ class PrefixCache:
         self._run_named[run.name] = self._runs[run.serial] = run
         flat = new.reshape(-1)
         if not self._has_windows:
-            return self._enter(run, flat, self._numbers[: len(flat)]), (run, len(new) - 1)
-        if not self._has_full and not isinstance(place, str):
-            run.parent = place[0]
-            run.parent.num_followers += 1
-        there = np.flatnonzero(flat != NO_BLOCK)
-        return np.concatenate((added, self._enter(run, flat[there], there))), (run, len(new) - 1)
+            added = self._enter(run, flat, self._numbers[: len(flat)])
+        else:
+            if not self._has_full and not isinstance(place, str):
+                run.parent = place[0]
+                run.parent.num_followers += 1
+            there = np.flatnonzero(flat != NO_BLOCK)
+            added = np.concatenate((added, self._enter(run, flat[there], there)))
+        for observer in self.observers:
+            observer.inserted(run)
+        return added, (run, len(new) - 1)
 
     def insert_tail(self, blocks: BlockIds, place: Place, token_bytes: bytes) -> bool:
         """Publish a partly filled block of each group (G,) that follow ``place``; False if their content is known."""
@@ -194,6 +203,8 @@ class PrefixCache:
                 flat, numbers = run.blocks.reshape(-1), places[start:end]
                 kept = numbers < len(flat)
                 flat[numbers[kept]] = new[start:end][kept]
+                for observer in self.observers:
+                    observer.renamed(run, numbers[kept])
 
     def are_found(self, blocks: BlockIds) -> BoolArray:
         """Return which of ``blocks``, full ones or tails, a sequence may find in a run."""
@@ -212,6 +223,8 @@ class PrefixCache:
         for names in (self._runs, self._run_named, self._tail_named, self._tail_names):
             names.clear()
         self._serial_of[:] = 0
+        for observer in self.observers:
+            observer.cleared()
 
     def check_integrity(self) -> None:
         """Assert that the runs, the map and the blocks' own records agree."""
@@ -310,11 +323,15 @@ class PrefixCache:
             self._drop(run)
         elif length < run.length:
             run.shorten(length)
+            for observer in self.observers:
+                observer.shortened(run)
 
     def _drop(self, run: Run) -> None:
         """The run leads nowhere any more; perhaps the one before it does not either."""
         run.length = 0
         del self._run_named[run.name], self._runs[run.serial]
+        for observer in self.observers:
+            observer.shortened(run)
         parent = run.parent
         if parent is not None:
             parent.num_followers -= 1
@@ -364,6 +381,23 @@ class Run:
         ours = np.frombuffer(self.token_bytes, np.uint8, length, offset)
         theirs = np.frombuffer(token_bytes, np.uint8, length, start)
         return int(np.argmax(ours != theirs)) // size
+
+
+class CacheObserver(Protocol):
+    """Sees which logical blocks are in the cache, and which blocks hold them.  Those that follow a block which has left
+    the cache are not found either, and there is no call for them."""
+
+    def inserted(self, run: Run) -> None:
+        """See a new run."""
+
+    def shortened(self, run: Run) -> None:
+        """See that only the first ``run.length`` blocks of a run are left, or none."""
+
+    def renamed(self, run: Run, places: BlockIds) -> None:
+        """See that these ``places`` of the run's blocks, counted flat, have other ids now."""
+
+    def cleared(self) -> None:
+        """See that all is forgotten."""
 
 
 #: How far a sequence has come in the cache: behind a logical block of a run, or still at its salt.

@@ -22,7 +22,7 @@ from tp_engine.sched.spec_decode.speculation import SpeculationCounters
 from tp_engine.sched.view import SchedulerStats
 from tp_engine.server.metrics import families as f
 from tp_engine.server.metrics.families import histograms, number, prefixed, samples
-from tp_engine.server.metrics.figures import HttpFigures, RequestFigures
+from tp_engine.server.metrics.figures import BatchFigures, HttpFigures, RequestFigures
 from tp_engine.version import __version__
 
 _STATS = {
@@ -57,11 +57,12 @@ _SPREAD_OF_RANK: dict[f.MetricFamily, tuple[tuple[float, ...], Callable[[RankRep
 
 
 class ServerMetrics:
-    """The figures of requests and HTTP exchanges, and the engine's own as of a report."""
+    """The figures of requests, HTTP exchanges and batches, and the engine's own as of a report."""
 
     def __init__(self, model_name: str, prefixes: Sequence[str] = ("tp_engine",)) -> None:
         self.requests = RequestFigures()
         self.http = HttpFigures()
+        self.batches = BatchFigures()
         self._model_name = model_name
         self._prefixes = prefixes
         self._info: ModelInfo | None = None
@@ -85,6 +86,7 @@ class ServerMetrics:
     def _metrics(self, report: EngineReport | None, peak_usage: float) -> Iterator[Metric]:
         yield from self.requests.metrics(self._model_name)
         yield from self.http.metrics(self._model_name)
+        yield from self.batches.metrics(self._model_name)
         yield samples(f.BUILD, self._model_name, [((__version__,), 1)])
         if self._info is not None:
             yield _cache_config(self._info, self._model_name)
@@ -107,6 +109,9 @@ def _engine_metrics(report: EngineReport, peak_usage: float, model_name: str) ->
     if (adapters := stats.adapters) is not None:
         labels = (str(adapters.max_loras), ",".join(adapters.running), ",".join(adapters.waiting))
         yield samples(f.LORA_REQUESTS, model_name, [(labels, time.time())])
+    if (kv_events := stats.kv_events) is not None:
+        yield number(f.KV_EVENT_BATCHES, model_name, kv_events.num_batches)
+        yield number(f.KV_EVENTS_LOST, model_name, kv_events.num_lost_changes)
     yield number(f.MISSED, model_name, report.num_missed_steps)
     for family, bounds, spread in (
         (f.ITERATION_TOKENS, STEP_TOKENS, report.step_tokens),

@@ -99,6 +99,10 @@ HTTP_FINE_SECONDS = _histogram("http_request_duration_highr_seconds", "whole exc
 HTTP_REQUEST_BYTES = _summary("http_request_size_bytes", "content-length of requests", "handler")
 HTTP_RESPONSE_BYTES = _summary("http_response_size_bytes", "bytes of answers' bodies", "handler")
 
+BATCHES = _gauge("batches", "batches in the folder of files and batches, by state", "status")
+BATCH_LINES = _counter("batch_lines", "lines of batches that have ended, with an answer or an error", "result")
+BATCH_LINES_WAITING = _gauge("batch_lines_waiting", "lines of batches that have not ended, and have no result yet")
+
 # From the engine's report.
 RUNNING = _gauge("num_requests_running", "sequences in the running batch")
 WAITING = _gauge("num_requests_waiting", "sequences that wait for a place in the batch")
@@ -153,6 +157,10 @@ REFUSED_BLOCKS = _counter(
 )
 PEAK_USAGE = _gauge("kv_cache_usage_peak_perc", "largest kv_cache_usage_perc of the last ten minutes")
 RECOMPUTED = _counter("recomputed_tokens", "tokens computed again after a preemption")
+KV_EVENT_BATCHES = _counter("kv_event_batches", "messages of KV events that were published")
+KV_EVENTS_LOST = _counter(
+    "kv_events_lost_changes", "changes of the prefix cache that were not published as the queue was full"
+)
 
 MOVED_BYTES = _counter(
     "kv_offload_bytes", "bytes that rank 0 moved to its host tier (store) and from it (load)", "direction"

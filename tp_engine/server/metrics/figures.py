@@ -1,4 +1,4 @@
-"""What the server counts of requests, their tokens and HTTP exchanges.  Used by the event loop's thread alone.
+"""What the server counts of requests, their tokens, HTTP exchanges and batches.  Used by the event loop's thread alone.
 
 An observation is a bisection and two additions, without a lock.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import Metric
 
 from tp_engine.advice.block_size import LengthCounter
+from tp_engine.api.batches.objects import ACTIVE, ENDED, Batch
 from tp_engine.outputs import RequestMetrics
 from tp_engine.request import FinishReason
 from tp_engine.sampling_params import SamplingParams
@@ -100,6 +101,27 @@ class HttpFigures:
             (f.HTTP_RESPONSE_BYTES, self._response_bytes),
         ):
             yield samples(family, model_name, [((handler,), count, total) for handler, (count, total) in sizes.items()])
+
+
+class BatchFigures:
+    """Stored batches, by id, and the lines that have ended since the start."""
+
+    def __init__(self) -> None:
+        self.stored: Mapping[str, Batch] = {}
+        self._ends = Counter({"completed": 0, "failed": 0})
+
+    def count(self, *, completed: int = 0, failed: int = 0) -> None:
+        """Note that lines have ended with an answer or with an error."""
+        self._ends.update(completed=completed, failed=failed)
+
+    def metrics(self, model_name: str) -> Iterator[Metric]:
+        """Yield the exposition's lines."""
+        batches = list(self.stored.values())
+        states = Counter(batch.status for batch in batches)
+        active = [batch.request_counts for batch in batches if batch.is_active]
+        yield samples(f.BATCHES, model_name, [((state,), states[state]) for state in (*ACTIVE, *ENDED)])
+        yield samples(f.BATCH_LINES, model_name, [((result,), count) for result, count in self._ends.items()])
+        yield number(f.BATCH_LINES_WAITING, model_name, sum(one.total - one.completed - one.failed for one in active))
 
 
 class Histogram:

@@ -1,0 +1,187 @@
+"""What routers have been told: the runs of the prefix cache with their blocks' hashes, and events from changes.
+
+A run that follows a block which has left is not found any more.  The cache says nothing of it; here it leaves with that
+block, and so does what follows it in turn::
+
+    run 7   | h0 | h1 | h2 | h3 |        shortened to 2: h2 and h3 are removed, and first of all run 11's h4 and h5
+                        |
+                        +---> run 11   | h4 | h5 |      from then on unknown, as what is inserted behind it
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from tp_engine.engine.kv_events.events import (
+    MEDIA,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    chain_hashes,
+    root_hash,
+)
+from tp_engine.plan import NO_IDS
+from tp_engine.sched.blocks.cache_keys import CacheKey
+from tp_engine.sched.kv_events import CacheChange, Cleared, Inserted, Moved, Rebuilt, Retired, Shortened
+
+_PLAIN = CacheKey("")
+
+
+class _Run:
+    """``before`` is the hash of the block before, or None; ``followers`` maps the serials of the runs behind to the
+    number of the block that each follows."""
+
+    __slots__ = ("before", "followers", "hashes", "key", "parent", "serial", "tiers")
+
+    def __init__(
+        self, serial: int, parent: _Run | None, before: int | None, key: CacheKey, hashes: list[int], tiers: bytearray
+    ) -> None:
+        self.serial, self.parent, self.before, self.key, self.tiers = serial, parent, before, key, tiers
+        self.hashes = array("Q", hashes)
+        self.followers: dict[int, int] = {}
+
+
+class CacheMirror:
+    """Makes events of changes; ``block_size`` in tokens."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._block_bytes = block_size * NO_IDS.itemsize
+        self._runs: dict[int, _Run] = {}
+        self._serials: list[int] = []  # its keys, rising
+        self._events: list[Event] = []
+
+    def events(self, changes: Iterable[CacheChange]) -> list[Event]:
+        """Return the events of these changes, in order."""
+        for change in changes:
+            self._apply(change)
+        events, self._events = self._events, []
+        return events
+
+    def _apply(self, change: CacheChange) -> None:
+        match change:
+            case Inserted():
+                self._insert(change)
+            case Shortened():
+                if (run := self._runs.get(change.serial)) is not None:
+                    self._cut(run, change.length)
+            case Moved():
+                self._move(change)
+            case Retired():
+                generation, runs = change.generation, list(self._runs.values())
+                for run in [one for one in runs if one.parent is None and one.key.generation == generation]:
+                    self._cut(run, 0)
+            case Cleared():
+                self._clear()
+                self._events.append(AllBlocksCleared())
+            case Rebuilt():
+                self._clear()
+                if change.is_behind_gap:
+                    self._events.append(AllBlocksCleared())
+                for inserted in change.runs:
+                    self._insert(inserted)
+
+    def _clear(self) -> None:
+        self._runs.clear()
+        self._serials.clear()
+
+    def _insert(self, change: Inserted) -> None:
+        parent, number = None, 0
+        if isinstance(change.parent, str):
+            key, before = change.parent if isinstance(change.parent, CacheKey) else _PLAIN, None
+            start = root_hash(key.salt, key.adapter)
+        else:
+            found = self._find(change.parent)
+            if found is None:
+                return
+            parent, number = found
+            key, before = parent.key, parent.hashes[number]
+            start = before
+            parent.followers[change.serial] = number
+        hashes = chain_hashes(start, change.token_bytes, self._block_bytes, change.length)
+        run = _Run(change.serial, parent, before, key, hashes, bytearray(change.tiers.tobytes()))
+        self._runs[run.serial] = run
+        insort(self._serials, run.serial)
+        for first, end in _stretches(run.tiers, range(change.length)):
+            self._store(run, first, end, change.token_bytes)
+
+    def _find(self, identity: int) -> tuple[_Run, int] | None:
+        """The run and the number in it of the block with this identity; None if it is not there."""
+        place = bisect_right(self._serials, identity) - 1
+        if place < 0:
+            return None
+        run = self._runs[self._serials[place]]
+        number = identity - run.serial
+        return (run, number) if number < len(run.hashes) else None
+
+    def _move(self, change: Moved) -> None:
+        run = self._runs.get(change.serial)
+        if run is None:
+            return
+        old = bytearray(run.tiers)
+        numbers = [number for number in change.numbers.tolist() if number < len(old)]
+        for number, tier in zip(numbers, change.tiers.tolist(), strict=False):
+            run.tiers[number] = tier
+        numbers = [number for number in numbers if run.tiers[number] != old[number]]
+        for first, end in _stretches(run.tiers, numbers):
+            self._store(run, first, end, change.token_bytes)
+        for number in reversed(numbers):
+            self._remove(old[number], run.hashes[number])
+
+    def _cut(self, run: _Run, length: int) -> None:
+        """Only the first ``length`` blocks of a run are left; what follows the others leaves first."""
+        leaving = [(run, length)]
+        for one, left in leaving:  # grows on the way
+            lost = [serial for serial, number in one.followers.items() if number >= left]
+            leaving += [(self._runs[serial], 0) for serial in lost]
+        for one, left in reversed(leaving):
+            for number in reversed(range(left, len(one.hashes))):
+                self._remove(one.tiers[number], one.hashes[number])
+            del one.hashes[left:], one.tiers[left:]
+            if not left:
+                del self._runs[one.serial], self._serials[bisect_left(self._serials, one.serial)]
+                if one.parent is not None:
+                    del one.parent.followers[one.serial]
+
+    def _store(self, run: _Run, first: int, end: int, token_bytes: bytes) -> None:
+        key = run.key
+        is_start = first == 0 and run.parent is None
+        tokens = np.frombuffer(token_bytes, "<i4", (end - first) * self._block_size, first * self._block_bytes)
+        self._events.append(
+            BlockStored(
+                block_hashes=run.hashes[first:end].tolist(),
+                parent_block_hash=run.hashes[first - 1] if first else run.before,
+                token_ids=tokens.tolist(),
+                block_size=self._block_size,
+                lora_id=key.generation or None,
+                medium=MEDIA[run.tiers[first]],
+                lora_name=key.adapter or None,
+                extra_keys=[[key.salt], *[None] * (end - first - 1)] if key.salt and is_start else None,
+            )
+        )
+
+    def _remove(self, tier: int, block_hash: int) -> None:
+        """Removals from one medium, one behind the other, are one event."""
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved) and last.medium == MEDIA[tier]:
+            last.block_hashes.append(block_hash)
+        else:
+            self._events.append(BlockRemoved([block_hash], MEDIA[tier]))
+
+
+def _stretches(tiers: bytearray, numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Begin and end of each stretch of the rising ``numbers`` that follow each other and are in one tier."""
+    first = end = -1
+    for number in numbers:
+        if number != end or tiers[number] != tiers[first]:
+            if first >= 0:
+                yield first, end
+            first = number
+        end = number + 1
+    if first >= 0:
+        yield first, end

@@ -1,0 +1,113 @@
+"""KV events: the option ``kv_events_config``, with vLLM's names."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+from tp_engine.errors import ConfigError, shown
+from tp_engine.options.fields import json_object
+
+CONFIG_NAME = "kv_events_config"
+PUBLISHERS = ("zmq", "null")
+EVENT_FORMATS = ("map", "array")
+_LARGEST = 10**9
+_LONGEST_TOPIC = 1024
+_ENDPOINT = re.compile(r"(?:tcp://(?P<host>[^\s/]+):(?P<port>\*|\d{1,5})|(?:ipc|inproc)://\S+)")
+_BOUND = re.compile(r"(?:ipc|inproc)://.*|.*(?:\*|::).*|tcp://0\.0\.0\.0:.*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEventsConfig:
+    """Where and how the prefix cache's content is told to routers.
+
+    ``publisher`` is ``zmq`` or ``null`` (none).  Events are on with ``enable_kv_cache_events``, or if it is left out
+    and ``publisher`` is ``zmq``.
+
+    A PUB socket binds ``endpoint`` if it is on any address (``*``, ``::``, ``0.0.0.0``), ipc or inproc, and connects to
+    it otherwise.  ``topic`` is the first frame of each message.  ``hwm`` is the number of messages that wait for a slow
+    subscriber; further ones are dropped for it.
+
+    A ROUTER socket at ``replay_endpoint`` sends the last ``buffer_steps`` messages again to who asks.
+
+    ``max_queue_size`` changes of the cache may wait for the thread that publishes them.
+
+    ``event_format`` ``map``: an event is a map of its fields; ``array``: a list of their values, which older routers
+    read.  ``publish_salted``: blocks of prompts with a ``cache_salt`` are told too, with their salts.
+
+    Raises ``ConfigError`` for what can not be.
+    """
+
+    enable_kv_cache_events: bool | None = None
+    publisher: str | None = None
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+    event_format: str = "map"
+    publish_salted: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("enable_kv_cache_events", "publish_salted"):
+            if (switch := getattr(self, name)) is not None and not isinstance(switch, bool):
+                raise ConfigError(f"{CONFIG_NAME} has {name} {shown(switch)}; it must be true or false")
+        for name, choices in (("publisher", (None, *PUBLISHERS)), ("event_format", EVENT_FORMATS)):
+            if (choice := getattr(self, name)) not in choices:
+                raise ConfigError(
+                    f"{CONFIG_NAME} has the {name} {shown(choice)}; choose one of {', '.join(filter(None, choices))}"
+                )
+        for name, smallest in (("buffer_steps", 0), ("hwm", 1), ("max_queue_size", 1)):
+            number = getattr(self, name)
+            if type(number) is not int or not smallest <= number <= _LARGEST:
+                raise ConfigError(
+                    f"{CONFIG_NAME} has {name} {shown(number)}; it must be an integer, from {smallest} to {_LARGEST}"
+                )
+        if not isinstance(self.topic, str) or len(self.topic) > _LONGEST_TOPIC or not self.topic.isprintable():
+            raise ConfigError(
+                f"{CONFIG_NAME} has the topic {shown(self.topic)}; it must be a text of at most {_LONGEST_TOPIC} "
+                "characters"
+            )
+        _check_endpoint("endpoint", self.endpoint, binds=self.binds)
+        if self.replay_endpoint is not None:
+            _check_endpoint("replay_endpoint", self.replay_endpoint, binds=True)
+            if self.replay_endpoint == self.endpoint and not self.endpoint.endswith((":*", ":0")):
+                raise ConfigError(
+                    f"{CONFIG_NAME} has {shown(self.endpoint)} as endpoint and as replay_endpoint; give two of them"
+                )
+
+    @classmethod
+    def of(cls, text: str | None) -> KVEventsConfig | None:
+        """Parse the option's JSON text; None if events are off.  Raises ``ConfigError``."""
+        if text is None:
+            return None
+        known = [spec.name for spec in dataclasses.fields(cls)]
+        config = cls(**json_object(CONFIG_NAME, text, known, example='{"enable_kv_cache_events":true}'))
+        return config if config.is_on else None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are any events."""
+        wanted = self.publisher == "zmq" if self.enable_kv_cache_events is None else self.enable_kv_cache_events
+        return wanted and self.publisher != "null"
+
+    @property
+    def binds(self) -> bool:
+        """Whether the PUB socket binds its endpoint; else it connects to it."""
+        return _BOUND.fullmatch(str(self.endpoint)) is not None
+
+
+def _check_endpoint(name: str, endpoint: object, *, binds: bool) -> None:
+    found = _ENDPOINT.fullmatch(endpoint) if isinstance(endpoint, str) else None
+    if found is None or int((found["port"] or "1").replace("*", "0")) > 65535:
+        raise ConfigError(
+            f"{CONFIG_NAME} has the {name} {shown(endpoint)}; it must be tcp://HOST:PORT with a port up to 65535, "
+            "ipc://PATH or inproc://NAME, such as tcp://*:5557"
+        )
+    if not binds and found["port"] == "0":
+        raise ConfigError(
+            f"{CONFIG_NAME} has the {name} {shown(endpoint)}, to which the engine connects; it must name a port, or be "
+            "on any address, such as tcp://*:5557, so that the engine binds it"
+        )
