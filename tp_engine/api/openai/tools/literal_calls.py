@@ -2,14 +2,14 @@
 
 ::
 
-    START --[NAME(--> BLOCK --NAME(--> CALL --)--> BLOCK
-      |                 |                |
-      +--> TEXT --open--+                +-- no literals: not a call, shown as it is
-             ^--- close, or other text --+
+    START --[NAME(--> BLOCK --NAME(--> ARGUMENT --,--> ARGUMENT --)--> BLOCK
+      |                 |                |  |  ^
+      +--> TEXT --open--+                |  |  +-- , --+
+             ^--- close, or other text --+  +-- '--> STRING --'-- , or ) -->
 
-``LiteralMarks`` names the marks of one format, ``literals.py`` reads the arguments, which are passed on as a whole.  A
-mark in front tells that this is a call, and then arguments that are no literals are one string; without a mark only the
-last bracket tells.
+``LiteralMarks`` names the marks of one format, ``literals.py`` reads the arguments.  Each is passed on when it has
+ended, and a string as it comes.  A mark in front tells that this is a call; without one, the first argument tells,
+which must be a literal, or no call was meant.  In a call what is no literal is a string.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tp_engine.api.openai.tools.argument_types import ArgumentTypes
 from tp_engine.api.openai.tools.events import ToolFormat
-from tp_engine.api.openai.tools.literals import OPENING, PYTHON, Language, LiteralReader
+from tp_engine.api.openai.tools.literals import CLOSING, OPENING, PYTHON, Language, LiteralReader, string_end
 from tp_engine.api.openai.tools.text_parser import TextParser, partial_suffix
 
 if TYPE_CHECKING:
@@ -71,14 +71,23 @@ class LiteralCallsParser(TextParser):
         self._is_marked = False  # a mark has opened the block
         self._has_call = False
         self._name = ""
-        self._index = 0
+        self._index: int | None = None  # of the call, None before it is sure
+        self._names: list[str] = []  # of arguments that are written without a key
+        self._keys: set[str] = set()  # of the call's arguments so far
+        self._types = ArgumentTypes({})
+        self._num_arguments = 0
         self._place = 0  # in the pending text: what is before it has been looked at
         self._depth = 0
         self._quote = ""
 
     def _end(self) -> None:
-        if self._state == self._read_call and self._is_marked:
-            self._give_call(self._pending[1:])
+        if self._index is not None and self._state in (self._read_argument, self._read_string, self._read_behind):
+            if self._state == self._read_argument:
+                self._give_rest(self._pending)
+            else:
+                self._give_string(self._pending, len(self._pending))
+                self._add('"')
+            self._end_call()
         elif self._state != self._read_junk and not (self._state == self._read_block and self._has_call):
             self._give(self._raw + self._pending)
 
@@ -113,11 +122,9 @@ class LiteralCallsParser(TextParser):
             self._pending = rest[len(opens) :]
             self._open(opens)
         elif head is not None and (self._is_marked or head[1] in self._schemas):
-            self._name, self._raw = head[1], self._raw + space + head.group()[:-1]
-            self._pending = rest[head.end() - 1 :]
-            self._state, self._place, self._depth, self._quote = self._read_call, 0, 0, ""
-            if self._is_marked:
-                self._start_call()
+            self._name, self._raw = head[1], self._raw + space + head.group()
+            self._pending = rest[head.end() :]
+            self._begin_call()
         elif (
             not rest
             or any(mark.startswith(rest) for mark in (self._close, *self._opens))
@@ -143,38 +150,125 @@ class LiteralCallsParser(TextParser):
     def _junk_ends(self) -> tuple[str, ...]:
         return (self._close, *self._opens)
 
-    def _read_call(self) -> bool:
+    def _begin_call(self) -> None:
+        schema = self._schemas.get(self._name, {})
+        properties = schema.get("properties")
+        self._names = list(properties) if isinstance(properties, dict) else []
+        self._types = ArgumentTypes(schema)
+        self._index, self._num_arguments, self._keys = None, 0, set()
+        if self._is_marked:
+            self._start_call()
+        self._begin_argument()
+
+    def _start_call(self) -> None:
+        self._index, self._has_call, self._raw = self._sink.start_call(self._name), True, ""
+
+    def _end_call(self) -> None:
+        if self._index is None:
+            self._start_call()
+        self._add("}" if self._num_arguments else "{}")
+        self._index, self._state = None, self._read_block
+
+    def _begin_argument(self) -> None:
+        self._state, self._place, self._depth, self._quote = self._read_argument, 0, 0, ""
+
+    def _read_argument(self) -> bool:
+        """From the beginning of an argument: to its end, or into a string that is passed on as it comes."""
+        if self._place == 0 and self._index is not None:
+            found = self._marks.language.begun_string(self._pending)
+            if found is None:
+                return False
+            key, start, quote = found
+            if quote:
+                self._begin_value(key)
+                self._add('"')
+                self._state, self._pending, self._quote = self._read_string, self._pending[start:], quote
+                return True
         end = self._find_end()
         if end is None:
             return False
-        if self._give_call(self._pending[1 : end - 1]):
-            self._state, self._raw, self._pending = self._read_block, "", self._pending[end:]
+        if self._give_rest(self._pending[: end - 1]):
+            self._leave_argument(end)
         else:
             self._raw, self._pending = self._raw + self._pending[:end], self._pending[end:]
             self._not_a_call()
         return True
 
-    def _give_call(self, text: str) -> bool:
-        """Pass on the call; False if ``text`` is not its arguments."""
-        schema = self._schemas.get(self._name, {})
-        properties = schema.get("properties")
-        names = list(properties) if isinstance(properties, dict) else []
+    def _leave_argument(self, end: int) -> None:
+        """The argument ends with the character before ``end``: a comma, or the call's bracket."""
+        mark, self._pending = self._pending[end - 1], self._pending[end:]
+        if mark == ",":
+            self._begin_argument()
+        else:
+            self._end_call()
+
+    def _give_rest(self, text: str) -> bool:
+        """Pass on an argument as a whole, if there is one; False if it tells that this is no call."""
+        if not text.strip():
+            return True
+        free = next((one for one in self._names if one not in self._keys), None)
+        name = str(self._num_arguments + 1) if free is None else free
         try:
-            arguments = LiteralReader(self._marks.language, text).arguments(names, ArgumentTypes(schema))
+            key, value = LiteralReader(self._marks.language, text).argument(name, self._types)
         except (ValueError, OverflowError):
-            if not self._is_marked:
+            if self._index is None:
                 return False
-            arguments = json.dumps(text, ensure_ascii=False)
-        if not self._is_marked:
+            key, value = self._marks.language.divided(text)
+            value = json.dumps(value.strip(), ensure_ascii=False)
+        if self._index is None and key is None and free is None:
+            return False
+        if self._index is None:
             self._start_call()
-        self._sink.arguments(self._index, arguments)
+        self._begin_value(name if key is None else key)
+        self._add(value)
         return True
 
-    def _start_call(self) -> None:
-        self._index, self._has_call = self._sink.start_call(self._name), True
+    def _begin_value(self, key: str) -> None:
+        self._add(f"{', ' if self._num_arguments else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+        self._num_arguments += 1
+        self._keys.add(key)
+
+    def _read_string(self) -> bool:
+        """Inside of a string."""
+        language, text = self._marks.language, self._pending
+        end = string_end(text, 0, self._quote, language)
+        self._give_string(text, language.settled(text, self._quote) if end is None else end - len(self._quote))
+        if end is None:
+            return False
+        self._pending = text[end:]
+        self._state, self._place, self._depth, self._quote = self._read_behind, 0, 0, ""
+        return True
+
+    def _give_string(self, text: str, length: int) -> None:
+        """Pass on the first characters of ``text``, which is pending."""
+        plain = self._marks.language.unescaped(text[:length])
+        self._add(json.dumps(plain, ensure_ascii=False)[1:-1])
+        self._pending = text[length:]
+
+    def _read_behind(self) -> bool:
+        """Behind a string: another one that belongs to it, or the argument's end; other text is part of the string."""
+        rest = self._pending.lstrip()
+        quote = self._marks.language.quote_of(rest) if rest and self._place == 0 else ""
+        if not rest or quote is None:
+            return False
+        if quote:
+            self._state, self._pending, self._quote = self._read_string, rest[len(quote) :], quote
+            return True
+        end = self._find_end()
+        if end is None:
+            return False
+        if text := self._pending[: end - 1].rstrip():
+            self._add(json.dumps(text, ensure_ascii=False)[1:-1])
+        self._add('"')
+        self._leave_argument(end)
+        return True
+
+    def _add(self, text: str) -> None:
+        assert self._index is not None
+        self._sink.arguments(self._index, text)
 
     def _find_end(self) -> int | None:
-        """The place behind the bracket that ends the call; None if it has not come."""
+        """The place behind the comma or the bracket that ends the argument; None if it has not come."""
         text, language = self._pending, self._marks.language
         while True:
             found = language.pattern(self._quote).search(text, self._place)
@@ -188,7 +282,7 @@ class LiteralCallsParser(TextParser):
                 self._quote = "" if mark == self._quote else self._quote
             elif mark in language.quotes:
                 self._quote = mark
-            else:
+            elif self._depth == 0 and (mark == "," or mark in CLOSING):
+                return self._place
+            elif mark != ",":
                 self._depth += 1 if mark in OPENING else -1
-                if self._depth == 0:
-                    return self._place

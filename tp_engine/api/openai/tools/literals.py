@@ -1,14 +1,14 @@
-"""Arguments that models write as literals of a language, such as ``city='Paris', days=[1, 2]``, read to JSON."""
+"""Arguments that models write as literals of a language, such as ``city='Paris'`` or ``days=[1, 2]``, read to JSON."""
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from tp_engine.api.openai.tools.argument_types import ArgumentTypes, json_value
 from tp_engine.api.openai.tools.call_reader import valid_unicode
+from tp_engine.api.openai.tools.text_parser import partial_suffix
 
 OPENING, CLOSING = "([{", ")]}"
 _MAX_DEPTH = 64
@@ -18,6 +18,10 @@ _WORD = re.compile(r"[^,()\[\]{}:=\"'<]*")
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*)?(\.\d*)?([eE][+-]?\d+)?")
 _PREFIX = re.compile(r"[rbfuRBFU]{1,2}(?=[\"'])")
 _ESCAPE = re.compile(r"\\(\n|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|.)", re.DOTALL)
+_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_LONGEST_ESCAPE = 12  # a pair
+_LONGEST_QUOTE = 5
+_MAX_KEY = 256  # characters up to a value that is passed on as it comes
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": ""}
 _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 
@@ -39,18 +43,63 @@ class Language:
         """Return what to look for in a string of ``quote``, or, if that is empty, outside of strings."""
         return _pattern(self, quote)
 
+    def quote_of(self, text: str) -> str | None:
+        """Return the quote with which ``text`` begins, empty if with none; None if that is not known yet."""
+        if any(len(text) < len(quote) and quote.startswith(text) for quote in self.quotes):
+            return None
+        return next((quote for quote in self.quotes if text.startswith(quote)), "")
+
+    def begun_string(self, text: str) -> tuple[str, int, str] | None:
+        """Return the key, the beginning and the quote of a string that has one, at the beginning of an argument.
+
+        The quote is empty if it is another argument; None if that is not known yet.
+        """
+        found = _keyed(self).match(text)
+        if found is None or not found[1].strip() or found.end() > _MAX_KEY:
+            is_open = len(text) <= _MAX_KEY and _WORD.fullmatch(text) is not None
+            return None if is_open else ("", 0, "")
+        quote = self.quote_of(text[found.end() : found.end() + _LONGEST_QUOTE])
+        if quote is None:
+            return None if found.end() < len(text) or len(text) <= _MAX_KEY else ("", 0, "")
+        return found[1].strip(), found.end() + len(quote), quote
+
+    def divided(self, text: str) -> tuple[str | None, str]:
+        """Return the key of an argument, None if it has none, and the text behind it."""
+        found = _keyed(self).match(text)
+        return (None, text) if found is None or not found[1].strip() else (found[1].strip(), text[found.end() :])
+
+    def settled(self, text: str, quote: str) -> int:
+        """Return how many characters of ``text``, in a string of ``quote``, mean the same whatever follows."""
+        length, place = len(text) - partial_suffix(text, quote), 0
+        while self.escapes and 0 <= (slash := text.find("\\", place)) < length:
+            if slash + _LONGEST_ESCAPE > length:
+                return slash
+            found = _PAIR.match(text, slash) or _ESCAPE.match(text, slash)
+            place = slash + 1 if found is None else found.end()
+        return max(length, place)
+
+    def unescaped(self, text: str) -> str:
+        """Return what ``text`` in a string means."""
+        return valid_unicode(_ESCAPE.sub(_unescaped, text)) if self.escapes else text
+
 
 @lru_cache
 def _pattern(language: Language, quote: str) -> re.Pattern[str]:
-    marks = [quote, *(["\\"] if language.escapes else [])] if quote else [*language.quotes, *OPENING, *CLOSING]
+    marks = [quote, *(["\\"] if language.escapes else [])] if quote else [*language.quotes, *OPENING, *CLOSING, ","]
     return re.compile("|".join(map(re.escape, marks)))
+
+
+@lru_cache
+def _keyed(language: Language) -> re.Pattern[str]:
+    """A key, which is group 1, and what stands between it and its value."""
+    return re.compile(rf"({_WORD.pattern}){re.escape(language.equals)}\s*")
 
 
 PYTHON = Language(quotes=('"""', "'''", '"', "'"), escapes=True, equals="=")
 
 
 class LiteralReader:
-    """Reads the arguments of one call.  Raises ``ValueError`` for what is no literal; the text's end closes all."""
+    """Reads one argument of a call.  Raises ``ValueError`` for what is no literal; the text's end closes all."""
 
     def __init__(self, language: Language, text: str) -> None:
         self._language = language
@@ -58,20 +107,17 @@ class LiteralReader:
         self._place = 0
         self._depth = 0
 
-    def arguments(self, names: Sequence[str], types: ArgumentTypes) -> str:
-        """Return the arguments as the text of a JSON object; ``names`` are those of arguments without a key."""
-        found: dict[str, str] = {}
-        places = iter(names)
-        while self._next():
-            key = self._key()
-            if key is None:
-                key = next(places, None)
-                if key is None:
-                    raise ValueError("an argument without a name")
-            found[key] = self._typed(types, key)
-            if self._next() and not self._take(","):
-                raise ValueError("no comma")
-        return "{" + ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in found.items()) + "}"
+    def argument(self, name: str, types: ArgumentTypes) -> tuple[str | None, str]:
+        """Return the key of the argument, None if it has none, and its value as JSON text.
+
+        ``name`` is its name in the tool's schema if it has no key.
+        """
+        self._next()
+        key = self._key()
+        value = self._typed(types, name if key is None else key)
+        if self._next():
+            raise ValueError("more than one value")
+        return key, value
 
     def _typed(self, types: ArgumentTypes, key: str) -> str:
         """The JSON text of an argument; a bare word is read by the tool's schema."""
@@ -143,7 +189,7 @@ class LiteralReader:
         end = string_end(self._text, start, quote, self._language)
         text = self._text[start : len(self._text) if end is None else end - len(quote)]
         self._place = len(self._text) if end is None else end
-        return text if raw or not self._language.escapes else valid_unicode(_ESCAPE.sub(_unescaped, text))
+        return text if raw else self._language.unescaped(text)
 
     def _bare(self) -> str:
         found = _BARE.match(self._text, self._place)
