@@ -8,8 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.families import FAMILIES
 from tests.text_tokenizers import byte_level_tokenizer
-from tests.tiny_models import make_checkpoint
+from tests.tiny_models import make_checkpoint, make_config, randomise_vectors
 
 VOCAB = 384
 SHAPE: dict[str, Any] = {"vocab_size": VOCAB, "num_heads": 8, "num_kv_heads": 4, "max_position": 1024, "tie": False}
@@ -64,3 +65,51 @@ def change_config(folder: Path, **values: object) -> None:
     """Set keys of config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def make_classifier(folder: Path, architecture: str, kind: str = "ForSequenceClassification", **settings: Any) -> Any:
+    """Write a tiny classifier in the form of transformers, and return transformers' model of it.
+
+    ``kind`` is the end of its class's name; Qwen2's reward models, which transformers does not have, are its decoder
+    with two more layers.
+    """
+    import torch
+    import transformers
+
+    family, is_reward = FAMILIES[architecture], "Reward" in kind
+    config = make_config(architecture, **{"vocab_size": VOCAB, "max_position": 1024, **settings})
+    name = family.model.replace("ForConditionalGeneration", kind).replace("ForCausalLM", kind)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(family.seed)
+        if is_reward:
+            model: Any = torch.nn.Module()
+            model.model = transformers.Qwen2Model(config)
+            size, labels = config.hidden_size, 2 if "Process" in kind else 1
+            model.score = torch.nn.Sequential(
+                torch.nn.Linear(size, size), torch.nn.ReLU(), torch.nn.Linear(size, labels)
+            )
+        else:
+            text_only = name.replace("For", "TextFor", 1)
+            has_own = family.vision is None and hasattr(transformers, text_only)
+            model = getattr(transformers, text_only if has_own else name)(config)
+        randomise_vectors(model)
+    model.eval()
+    folder.mkdir(parents=True, exist_ok=True)
+    if is_reward:
+        from safetensors.torch import save_model
+
+        config.save_pretrained(folder)
+        save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+        change_config(folder, architectures=[name])
+    else:
+        model.save_pretrained(folder)
+    eos_tokenizer().save_pretrained(folder)
+    return model
+
+
+def token_scores(model: Any, token_ids: list[int]) -> Any:
+    """The scores (tokens, labels) that transformers' layers of ``make_classifier``'s model give each token."""
+    import torch
+
+    with torch.inference_mode():
+        return model.score(model.model(torch.tensor([token_ids])).last_hidden_state)[0].numpy()

@@ -38,7 +38,7 @@ def make_checkpoint(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(family.seed if seed is None else seed)
         model = getattr(transformers, family.model)(config)
-        _randomise_vectors(model)
+        randomise_vectors(model)
     model = model.to(getattr(torch, dtype))
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, **({"max_shard_size": max_shard_size} if max_shard_size else {}))
@@ -104,7 +104,7 @@ def make_config(
     return wrapped
 
 
-def _randomise_vectors(model: torch.nn.Module) -> None:
+def randomise_vectors(model: torch.nn.Module) -> None:
     """Add noise to the values that transformers leaves constant: norm weights (1), biases (0) and saved buffers.
 
     Recurrent states decay slowly, so that old tokens count.

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from tp_engine.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
+        ClassificationRequestOutput,
         CompletionOutput,
         EmbeddingRequestOutput,
+        PoolingRequestOutput,
         RequestOutput,
         ScoringRequestOutput,
     )
@@ -34,6 +36,7 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "ConfigError",
     "EmbeddingRequestOutput",
@@ -41,6 +44,7 @@ __all__ = [
     "EngineOptions",
     "LoRARequest",
     "PoolingParams",
+    "PoolingRequestOutput",
     "RequestError",
     "RequestOutput",
     "RequestOutputKind",
@@ -63,8 +67,8 @@ _PLACES = {
     "tp_engine.errors": ("ConfigError", "EngineDeadError", "RequestError"),
     "tp_engine.lora": ("LoRARequest",),
     "tp_engine.outputs": (
-        "BeamSearchOutput", "BeamSearchSequence", "CompletionOutput", "EmbeddingRequestOutput", "RequestOutput",
-        "ScoringRequestOutput",
+        "BeamSearchOutput", "BeamSearchSequence", "ClassificationRequestOutput", "CompletionOutput",
+        "EmbeddingRequestOutput", "PoolingRequestOutput", "RequestOutput", "ScoringRequestOutput",
     ),
     "tp_engine.sampling_params": ("BeamSearchParams", "RequestOutputKind", "SamplingParams"),
     "tp_engine.structured_outputs": ("StructuredOutputsParams",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from tp_engine.plan import FloatArray
@@ -100,22 +100,46 @@ class ScoringOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingRequestOutput:
-    """The embedding of one prompt."""
+class ClassificationOutput:
+    """A number for each label of a classifier: probabilities, unless asked otherwise."""
 
-    request_id: str
-    outputs: EmbeddingOutput
-    prompt_token_ids: list[int]
-    num_cached_tokens: int = 0
-    finished: bool = True
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """How many labels there are."""
+        return len(self.probs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoringRequestOutput:
-    """The score of one pair; ``prompt_token_ids`` are those of its prompt, or of its two, one after the other."""
+class PoolingOutput:
+    """What a model made of a prompt, float32: a vector (n,), or scores (labels,), or those of each token
+    (tokens, labels)."""
+
+    data: FloatArray
+
+
+Pooled = TypeVar("Pooled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingRequestOutput(Generic[Pooled]):
+    """What a model made of one prompt."""
 
     request_id: str
-    outputs: ScoringOutput
+    outputs: Pooled
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0
     finished: bool = True
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """The embedding of one prompt."""
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """The classification of one prompt."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """The score of one pair; ``prompt_token_ids`` are those of its prompt, or of its two, one after the other."""

@@ -85,6 +85,7 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 PAD_SLOT = -1
 MASK_TOKENS = 32  # token ids in a word of a mask
 FIRST_STEP_ID = 1
+POOLS_NONE, POOLS_LAST, POOLS_ALL = range(3)  # which outputs of a row are read in place of a token
 NO_IDS: IntArray = np.empty(0, dtype=np.int32)
 NO_FLOATS: FloatArray = np.empty(0, dtype=np.float32)
 NO_FLAGS: BoolArray = np.empty(0, dtype=np.bool_)
@@ -113,8 +114,9 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     number of alternatives per token, -1 for none at all.  ``min_tokens`` generated tokens must precede any of
     ``stop_token_ids`` (which include the EOS ids unless they are ignored).  ``allowed_token_ids`` empty means all.
 
-    A row that ``pools`` (1, else 0) returns, beside its first token, the hidden state that the token comes from, after
-    the final norm; or, with ``pooled_token_ids``, only the logits of these.
+    A row that ``pools`` (``POOLS_LAST``) returns, beside its first token, the hidden state that the token comes from,
+    after the final norm, or what a classifier's head makes of it; or, with ``pooled_token_ids``, only the logits of
+    these.  With ``POOLS_ALL`` it returns what the head makes of each token of its prompt.
     """
 
     temperature: float = 0.0
@@ -128,7 +130,7 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     logprobs: int = -1
     prompt_logprobs: int = -1
     min_tokens: int = 0
-    pools: int = 0
+    pools: int = POOLS_NONE
     stop_token_ids: IntArray = NO_IDS
     bias_token_ids: IntArray = NO_IDS
     bias_values: FloatArray = NO_FLOATS
@@ -228,7 +230,8 @@ class StepResult:
     ``logprobs`` (n rows, in the same order, as many alternatives as the greediest row asked for) is None when no row
     asked.  ``prompt_logprobs`` maps a row to the log-probabilities of the prompt positions that this step computed:
     entry i scores the token that follows computed position ``first + i`` of the chunk.  ``pooled`` maps the rows that
-    pool to their hidden states (hidden,), or to logits, one for each of their ``pooled_token_ids``.  ``drafts`` maps
+    pool to their hidden states (hidden,) or scores (labels,), to those of the chunk's tokens (n, size), or to logits,
+    one for each of their ``pooled_token_ids``.  ``drafts`` maps
     rows to what the draft head made behind the row's last token that counts, up to ``StepPlan.num_drafts`` tokens.
     """
 

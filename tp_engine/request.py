@@ -9,6 +9,12 @@ import msgspec
 from tp_engine.plan import FloatArray, TokenLogprobs
 from tp_engine.sampling_params import SamplingParams
 
+NOT_FINITE = (
+    "the model's outputs for this prompt are not numbers (NaN or infinity): the weights may be broken, or values may "
+    "overflow float16; serve it with --dtype bfloat16 or float32, or other weights"
+)
+"""The error of a request whose vector or scores mean nothing."""
+
 
 class FinishReason(enum.StrEnum):
     """Why a sequence ended; the values are those of the OpenAI API (and vLLM's ``abort``)."""
@@ -21,10 +27,12 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pooling:
-    """What a request returns that generates nothing: the hidden state of its last token, after the final norm.  With
-    ``token_ids``: instead of it the logits of these tokens as the next one."""
+    """What a request returns that generates nothing: the hidden state of its last token, after the final norm, or the
+    scores that a classifier's head makes of it; ``per_token``: those of all its tokens.  With ``token_ids``: instead of
+    it the logits of these tokens as the next one."""
 
     token_ids: tuple[int, ...] = ()
+    per_token: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

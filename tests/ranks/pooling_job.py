@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from tp_engine import LLM, SamplingParams
-from tp_engine.api.pooling import ScorePairs
+from tp_engine.api.scoring import ScorePairs
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest, Pooling
 
@@ -40,9 +40,7 @@ def run_pooling(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
 def _mixed(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
     processor, greedy = llm.input_processor, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     one = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    pairs = ScorePairs.of(
-        processor, llm.engine.model_info, [(query, document) for query, document in case["pairs"]], request_id="score"
-    )
+    pairs = ScorePairs.of(processor, [(query, document) for query, document in case["pairs"]], request_id="score")
     requests: list[EngineRequest] = []
     for number, prompt in enumerate(case["prompts"]):
         requests.append(processor.process(prompt, greedy, request_id=f"text-{number}"))

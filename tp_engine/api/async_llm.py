@@ -16,16 +16,25 @@ from tp_engine.api.engine_options import ChatTemplateOptions, EngineOptions, rea
 from tp_engine.api.input_processor import InputProcessor, Prompt, load_tokenizer, prompt_text
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.api.output_streams import Outputs
-from tp_engine.api.pooling import PoolingParams, ScorePairs, embedding_output, embedding_request, paired
+from tp_engine.api.pooling import Pooler, PoolingParams
 from tp_engine.api.preparing import PreparingThreads
 from tp_engine.api.request_state import SequenceUpdate
+from tp_engine.api.scoring import ScorePairs, paired
 from tp_engine.config import DEMO_MODEL
 from tp_engine.engine.client import EngineClient
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import EngineReport
 from tp_engine.errors import RankError, RequestError, shown
 from tp_engine.lora import LoRARequest, load_for
-from tp_engine.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
+from tp_engine.outputs import (
+    BeamSearchOutput,
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from tp_engine.sched.view import ViewLimits
@@ -176,19 +185,48 @@ class AsyncLLM:
     ) -> EmbeddingRequestOutput:
         """Do as ``LLM.embed``, for one prompt."""
         await self.start()
-        params = PoolingParams.of(pooling_params)
-        params.check(self.model_info)
-        request_id = request_id or new_request_id()
-        request = await self._preparing.run(
-            len(prompt_text(prompt) or ""),
-            embedding_request,
-            self.input_processor,
-            prompt,
-            params,
-            request_id=request_id,
-            priority=priority,
-        )
-        return embedding_output(await self._last(request), params)
+        pooler = Pooler.of(self.input_processor, pooling_params, "embed")
+        return pooler.embedding(await self._pool(pooler, prompt, request_id, priority))
+
+    async def classify(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> ClassificationRequestOutput:
+        """Do as ``LLM.classify``, for one prompt."""
+        await self.start()
+        pooler = Pooler.of(self.input_processor, pooling_params, "classify")
+        return pooler.classification(await self._pool(pooler, prompt, request_id, priority))
+
+    async def reward(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> PoolingRequestOutput[PoolingOutput]:
+        """Do as ``LLM.reward``, for one prompt."""
+        await self.start()
+        pooler = Pooler.of_rewards(self.input_processor, pooling_params)
+        return pooler.pooled(await self._pool(pooler, prompt, request_id, priority))
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+        *,
+        pooling_task: str | None = None,
+        priority: int = 0,
+    ) -> PoolingRequestOutput[PoolingOutput]:
+        """Do as ``LLM.encode``, for one prompt."""
+        await self.start()
+        pooler = Pooler.of(self.input_processor, pooling_params, pooling_task)
+        return pooler.pooled(await self._pool(pooler, prompt, request_id, priority))
 
     async def score(
         self,
@@ -206,7 +244,6 @@ class AsyncLLM:
             sum(len(str(text)) for pair in pairs for text in pair),
             ScorePairs.of,
             self.input_processor,
-            self.model_info,
             pairs,
             request_id=request_id or new_request_id(),
             instruction=instruction,
@@ -228,6 +265,16 @@ class AsyncLLM:
         search = BeamSearch(request, params, self.model_info)
         await self.run_search(search)
         return beam_search_output(search, self.outputs.decoder)
+
+    async def _pool(self, pooler: Pooler, prompt: Prompt, request_id: str | None, priority: int) -> RequestOutput:
+        request = await self._preparing.run(
+            len(prompt_text(prompt) or ""),
+            pooler.request,
+            prompt,
+            request_id=request_id or new_request_id(),
+            priority=priority,
+        )
+        return await self._last(request)
 
     async def run_search(self, search: BeamSearch) -> None:
         """Run a search to its end; ``input_processor`` has made its request."""

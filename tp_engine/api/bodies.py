@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 from tp_engine.api.anthropic.protocol import MessagesBody
 from tp_engine.api.anthropic.requests import prepare_message
 from tp_engine.api.input_processor import InputProcessor
-from tp_engine.api.openai.pooled import AnyPooledBody, EmbeddingBody, RerankBody, ScoreBody, prepare_pooled
+from tp_engine.api.openai.pooled import AnyPooledBody, InputBody, RerankBody, ScoreBody, prepare_pooled
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
 from tp_engine.api.openai.requests import PreparedBody, prepare
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
@@ -22,7 +22,7 @@ def num_prompts(body: Body) -> tuple[int, str]:
     match body:
         case CompletionBody():
             return len(completion_prompts(body)), "prompt"
-        case EmbeddingBody(input=given):
+        case InputBody(input=given):
             is_one = not isinstance(given, list) or (len(given) > 0 and isinstance(given[0], int))
             return 1 if is_one else len(given or ()), "input"
         case RerankBody():

@@ -180,6 +180,16 @@ class InputProcessor:
             self.check_token_ids(token_ids, param)
         return token_ids
 
+    def pair_token_ids(self, first: str, second: str, *, must_fit: bool, param: str) -> list[int]:
+        """Return the token ids of two texts as the tokenizer writes pairs, with its special tokens; errors are as those
+        of ``text_token_ids``."""
+        for text in (first, second):  # bounds what is tokenized
+            self.text_token_ids(text, add_special_tokens=False, may_be_empty=True, must_fit=must_fit, param=param)
+        assert self.tokenizer is not None, "text_token_ids would have refused"
+        token_ids: list[int] = self.tokenizer.encode(first, second)
+        self.check_token_ids(token_ids, param)
+        return token_ids
+
     def check_size(self, param: str, size: int, unit: str) -> None:
         """Raise ``RequestError`` if ``size`` would hold up others: more than fits is legal, but not much more."""
         most = max(_MOST_AT_ONCE, _PER_TOKEN * self.model.max_model_len)
@@ -273,12 +283,14 @@ class InputProcessor:
         return token_ids
 
     def _check_purpose(self, pooling: Pooling | None) -> None:
-        if pooling is None and self.model.convert == "embed":
-            raise RequestError(
-                f"the model {self.model.model!r} is served for embeddings and generates no text; send the request to "
-                "/v1/embeddings, or serve a model with an output head with --convert none",
-                param="model",
-            )
+        if pooling is not None or self.model.generates_text:
+            return
+        what, path = ("embeddings", "/v1/embeddings") if self.model.convert == "embed" else ("scores", "/classify")
+        raise RequestError(
+            f"the model {self.model.model!r} is served for {what} and generates no text; send the request to "
+            f"{path}, or serve a model with an output head with --convert none",
+            param="model",
+        )
 
     def _check_length(self, num_tokens: int, params: SamplingParams, pooling: Pooling | None, param: str) -> None:
         longest = self.model.max_model_len

@@ -17,7 +17,8 @@ from tp_engine.api.engine_options import ChatTemplateOptions, EngineOptions, rea
 from tp_engine.api.input_processor import InputProcessor, Prompt, prompt_text
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.api.output_streams import Outputs, Processed
-from tp_engine.api.pooling import PoolingParams, ScorePairs, embedding_output, embedding_request, paired
+from tp_engine.api.pooling import Pooler, PoolingParams
+from tp_engine.api.scoring import ScorePairs, paired
 from tp_engine.closing import Closing
 from tp_engine.config import DEMO_MODEL
 from tp_engine.engine.admin_commands import act
@@ -34,7 +35,15 @@ from tp_engine.engine.start import (
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import RequestError
 from tp_engine.lora import LoRARequest, load_for
-from tp_engine.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
+from tp_engine.outputs import (
+    BeamSearchOutput,
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
 from tp_engine.sched.allocation_monitor import AllocationMonitor
@@ -179,14 +188,43 @@ class LLM(Closing):
 
         Raises ``RequestError`` for a bad prompt before any prompt runs, and for a model that gives no embeddings.
         """
-        params = PoolingParams.of(pooling_params)
-        params.check(self.engine.model_info)
-        requests = [
-            embedding_request(self.input_processor, prompt, params, request_id=self._next_id())
-            for prompt in _as_batch(prompts)
-        ]
-        outputs = self._run(requests, [None] * len(requests), use_tqdm)
-        return [embedding_output(output, params) for output in outputs]
+        pooler = Pooler.of(self.input_processor, pooling_params, "embed")
+        return [pooler.embedding(output) for output in self._run_pooled(pooler, prompts, use_tqdm)]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Mapping[str, Any] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[ClassificationRequestOutput]:
+        """Return how likely each label of a classifier is for every prompt, in their order (docs/classifiers.md)."""
+        pooler = Pooler.of(self.input_processor, pooling_params, "classify")
+        return [pooler.classification(output) for output in self._run_pooled(pooler, prompts, use_tqdm)]
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Mapping[str, Any] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return what a reward model gives every prompt: its score, or, if it judges steps, those of each token."""
+        pooler = Pooler.of_rewards(self.input_processor, pooling_params)
+        return [pooler.pooled(output) for output in self._run_pooled(pooler, prompts, use_tqdm)]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Mapping[str, Any] | None = None,
+        *,
+        pooling_task: str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return what a task (``embed``, ``classify``, ``token_classify``; by default the model's own) gives every
+        prompt, as arrays."""
+        pooler = Pooler.of(self.input_processor, pooling_params, pooling_task)
+        return [pooler.pooled(output) for output in self._run_pooled(pooler, prompts, use_tqdm)]
 
     def score(
         self,
@@ -202,9 +240,7 @@ class LLM(Closing):
         ``instruction`` tells a reranker what relevant means.  Raises ``RequestError`` before anything runs.
         """
         pairs = paired(queries, documents)
-        scored = ScorePairs.of(
-            self.input_processor, self.engine.model_info, pairs, request_id=self._next_id(), instruction=instruction
-        )
+        scored = ScorePairs.of(self.input_processor, pairs, request_id=self._next_id(), instruction=instruction)
         return scored.outputs(self._run(scored.requests, [None] * len(scored.requests), use_tqdm))
 
     def step(self) -> Processed:
@@ -284,6 +320,10 @@ class LLM(Closing):
         done = self._act("update_weights", weight_version=weight_version, flush_cache=flush_cache, **source)
         version: str = done["weight_version"]
         return version
+
+    def _run_pooled(self, pooler: Pooler, prompts: Prompt | Sequence[Prompt], use_tqdm: bool) -> list[RequestOutput]:
+        requests = [pooler.request(prompt, request_id=self._next_id()) for prompt in _as_batch(prompts)]
+        return self._run(requests, [None] * len(requests), use_tqdm)
 
     def _adapters_of(self, lora: Lora, num_prompts: int) -> list[str]:
         """The name of each prompt's adapter, empty for none; those that are not loaded are loaded now."""

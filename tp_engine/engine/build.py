@@ -184,6 +184,7 @@ def model_info(effective: EffectiveConfig, num_blocks: int, *, longest: int | No
         hidden_size=model.hidden_size,
         convert=effective.pooling.convert,
         dimensions=effective.pooling.dimensions,
+        classifier=effective.pooling.classifier,
         enable_lora=config.enable_lora,
         adapters={source.name: source.path for source in parse_modules(config.lora_modules)},
     )

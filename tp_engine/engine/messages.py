@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.engine.report import EngineReport
+from tp_engine.model_config.classifier import ClassifierSpec
 from tp_engine.request import EngineRequest, StepOutput
 from tp_engine.sched.view import SchedulerStats, ViewLimits
 
@@ -22,8 +23,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a frontend must know about the model and the engine.
 
     ``model`` and ``tokenizer`` are folders or hub names; ``max_model_len`` counts prompt plus output tokens;
-    ``num_blocks`` KV blocks of ``block_size`` tokens exist on every rank.  ``convert`` and ``dimensions`` are those of
-    ``PoolingSpec``.  ``adapters`` that are loaded when the engine is ready, by name: their folders.
+    ``num_blocks`` KV blocks of ``block_size`` tokens exist on every rank.  ``convert``, ``dimensions`` and
+    ``classifier`` are those of ``PoolingSpec``.  ``adapters`` that are loaded when the engine is ready, by name: their
+    folders.
     """
 
     model: str
@@ -43,8 +45,14 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int = 0
     convert: str = "none"
     dimensions: tuple[int, ...] | None = None
+    classifier: ClassifierSpec | None = None
     enable_lora: bool = False
     adapters: dict[str, str] = {}
+
+    @property
+    def generates_text(self) -> bool:
+        """Whether it has an output head, as models for text and rerankers have."""
+        return self.convert == "none" or (self.classifier is not None and not self.classifier.linears)
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):

@@ -1,13 +1,15 @@
-"""Whether a checkpoint is for embeddings or for ranking, from the files beside its config.json.  No torch.
+"""Whether a checkpoint is for text, embeddings or scores, from its architecture and its files.  No torch.
 
-Such models have the architecture of the language model that they were trained from, so config.json alone does not tell.
-Models for embeddings have the files of the sentence-transformers library; a reranker is known by its name.
+A classifier has an architecture of its own.  Models for embeddings and rerankers have the architecture of the language
+model that they were trained from, so config.json alone does not tell: the former have the files of the
+sentence-transformers library, and a reranker is known by its name.
 """
 
 import dataclasses
 from pathlib import Path
 
 from tp_engine.errors import ConfigError, shown
+from tp_engine.model_config.classifier import YES_OR_NO, ClassifierSpec
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.model_config.source import CONFIG_FILE, read_json
 from tp_engine.model_config.spec import ModelSpec
@@ -18,30 +20,39 @@ _BARE_NAMES = ("", "lm_head.")  # of a decoder that was saved without its head: 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingSpec:
-    """What the model is for: ``convert`` is ``none`` (text), ``embed`` or ``classify`` (scores of pairs).
+    """What the model is for: ``convert`` is ``none`` (text), ``embed`` or ``classify`` (scores, by its ``classifier``).
 
     Its embeddings may be cut to ``dimensions`` if these are not None: to any number if they are empty.
     """
 
     convert: str
     dimensions: tuple[int, ...] | None = None
+    classifier: ClassifierSpec | None = None
 
 
 TEXT = PoolingSpec(convert="none")
 
 
-def read_pooling(model: str, folder: Path, convert: str) -> PoolingSpec:
+def read_pooling(model: str, folder: Path, convert: str, classifier: ClassifierSpec | None = None) -> PoolingSpec:
     """Return what the model in ``folder`` is for; ``model`` is what the user calls it, ``convert`` ``EngineConfig``'s.
+    ``classifier`` is what its architecture says.
 
-    Raises ``ConfigError`` for a model whose embeddings are not those of its last token.
+    Raises ``ConfigError`` for a model whose embeddings are not those of its last token, and for text by a classifier.
     """
     name = _own_name(model, folder)
-    if convert in ("auto", "pooling") and "reranker" in name:
+    if classifier is not None and convert == "none":
+        raise ConfigError(
+            "convert is none, which means text, and the architecture in config.json is that of a classifier: leave "
+            "convert out, or use the model that it was made from"
+        )
+    if convert in ("auto", "pooling") and (classifier is not None or "reranker" in name):
         convert = "classify"
     elif convert == "pooling" or (convert == "auto" and (folder / _MODULES_FILE).is_file()):
         convert = "embed"
     elif convert == "auto":
         convert = "none"
+    if convert == "classify":
+        return PoolingSpec(convert=convert, classifier=classifier or YES_OR_NO)
     if convert != "embed":
         return PoolingSpec(convert=convert)
     _check_last_token(folder)
@@ -53,10 +64,17 @@ def read_pooling(model: str, folder: Path, convert: str) -> PoolingSpec:
     return PoolingSpec(convert=convert, dimensions=() if is_free else None)
 
 
-def without_head(spec: ModelSpec) -> ModelSpec:
-    """Return the decoder of a model for embeddings: its checkpoint needs no output head and no prefix of names."""
-    names = CheckpointNames(spellings=(*spec.names.spellings, _BARE_NAMES), skipped=spec.names.skipped)
-    return dataclasses.replace(spec, tie_word_embeddings=True, has_own_head=False, names=names)
+def pooled(spec: ModelSpec, pooling: PoolingSpec) -> ModelSpec:
+    """Return ``spec`` as it is run: for embeddings, and for scores of a head, its checkpoint needs no output head, and
+    for embeddings no head at all and no prefix of names."""
+    if pooling.convert == "none" or (pooling.classifier is not None and not pooling.classifier.linears):
+        return spec
+    spec = dataclasses.replace(spec, tie_word_embeddings=True, has_own_head=False)
+    if pooling.convert == "classify":
+        return spec
+    skipped = () if spec.classifier is None else tuple(f"{linear.name}." for linear in spec.classifier.linears)
+    names = CheckpointNames(spellings=(*spec.names.spellings, _BARE_NAMES), skipped=(*spec.names.skipped, *skipped))
+    return dataclasses.replace(spec, classifier=None, names=names)
 
 
 def _own_name(model: str, folder: Path) -> str:

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Literal
 
 from tp_engine.kv_layout import KvKind, KvLayout, StateKind, lay_out
+from tp_engine.model_config.classifier import ClassifierSpec
 from tp_engine.model_config.mla import MLASpec
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 from tp_engine.model_config.names import USUAL_NAMES, CheckpointNames
@@ -199,9 +200,10 @@ class ModelSpec:
     """One decoder-only model.  Logits are multiplied by ``logit_scale``, then bounded by ``logit_softcap``.
 
     With ``tie_word_embeddings`` a checkpoint without an output head uses the embedding; if it ``has_own_head``, another
-    one, it uses that.  ``max_position_key`` is what bounds its positions, ``max_position``, in config.json.  ``beside``
-    is what a draft head keeps in the cache, as one more layer behind the model's.  ``notes`` and ``warnings`` are what
-    the operator should know of the checkpoint's files, ``ignored_keys`` those of config.json that have no effect.
+    one, it uses that.  A ``classifier`` makes scores in place of text.  ``max_position_key`` is what bounds its
+    positions, ``max_position``, in config.json.  ``beside`` is what a draft head keeps in the cache, as one more layer
+    behind the model's.  ``notes`` and ``warnings`` are what the operator should know of the checkpoint's files,
+    ``ignored_keys`` those of config.json that have no effect.
     """
 
     architecture: str
@@ -221,6 +223,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     names: CheckpointNames = USUAL_NAMES
     quantization: QuantizationSpec | None = None
+    classifier: ClassifierSpec | None = None
     beside: KvKind | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
     ignored_keys: tuple[str, ...] = field(default=(), compare=False)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tp_engine.model_config.checkpoint_files import CheckpointHeaders, are_equal
+from tp_engine.model_config.heads import check_head
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.model_config.spec import ModelSpec
 
@@ -18,6 +19,7 @@ def fitted(spec: ModelSpec, headers: CheckpointHeaders, *, says_dtype: bool = Tr
 
     The first holds whatever config.json says, as in transformers.  Without ``headers``, ``spec`` is the best estimate.
     """
+    check_head(spec, headers)
     spec, changes = with_head(spec, headers), dict[str, Any]()
     notes = [_OWN_HEAD] if headers.names and spec.has_own_head else []
     if headers.names and spec.quantization is not None:

@@ -22,6 +22,7 @@ from tp_engine.layers.norm import Norm
 from tp_engine.layers.quantization import choose_formats
 from tp_engine.layers.residual import Join
 from tp_engine.layers.rotary import RotaryEmbedding
+from tp_engine.layers.score_head import ScoreHead
 from tp_engine.lora import AdapterLimits
 from tp_engine.model_config.spec import LayerSpec, ModelSpec
 from tp_engine.models.decoder import DecoderLayer
@@ -72,6 +73,8 @@ class CausalLM(nn.Module):
             scale=spec.logit_scale,
             softcap=spec.logit_softcap,
         )
+        linears = () if spec.classifier is None else spec.classifier.linears
+        self.score_head = ScoreHead(linears, spec.hidden_size, context=context) if linears else None
         self._specs, self.hidden_size, self.dtype = spec.layers, spec.hidden_size, context.dtype
         self._joins = _make_joins(layers, spec.layers, self.norm, context)
         self._run: Sequence[int] = range(spec.num_layers)

@@ -25,7 +25,10 @@ from tp_engine.options.foreign_rows import (
     translated,
 )
 
-_TASKS = {"auto": "auto", "generate": "none", "embed": "embed", "embedding": "embed", "score": "classify"}
+_TASKS = {
+    "auto": "auto", "generate": "none", "embed": "embed", "embedding": "embed", "score": "classify",
+    "classify": "classify", "reward": "pooling",
+}  # fmt: skip
 _RUNNERS = {"auto": "auto", "generate": "none", "pooling": "pooling"}
 _METHODS = {"NEXTN": "mtp", "STANDALONE": "draft_model"}
 

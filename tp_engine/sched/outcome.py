@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from tp_engine.errors import INVALID_GRAMMAR
 from tp_engine.plan import BoolArray, IntArray, StepResult, TokenLogprobs
-from tp_engine.request import FinishReason, SequenceDelta, StepOutput
+from tp_engine.request import NOT_FINITE, FinishReason, SequenceDelta, StepOutput
 from tp_engine.sched.constraint import TokenConstraint
 from tp_engine.sched.decode_run import RowSet
 from tp_engine.sched.sequence import RequestGroup, Sequence
@@ -195,13 +195,15 @@ def collect_of_prompts(result: StepResult, sequences: dict[int, Sequence]) -> No
             sequence.prompt_logprobs.append(slice_logprobs(logprobs, 0, len(logprobs.ranks), wanted))
     for row, values in result.pooled.items():
         if (sequence := sequences.get(row)) is not None:
-            sequence.pooled = values
+            sequence.pooled.append(values)
 
 
 def _add_first(delta: SequenceDelta, sequence: Sequence) -> None:
     delta.num_cached_tokens = sequence.num_cached_tokens
-    if sequence.pooled is not None:  # its token means nothing
-        delta.pooled, delta.new_token_ids, delta.finish_reason = sequence.pooled, [], FinishReason.STOP
+    if sequence.pooled:  # its token means nothing
+        delta.pooled, delta.new_token_ids, delta.finish_reason = np.concatenate(sequence.pooled), [], FinishReason.STOP
+        if not np.isfinite(delta.pooled).all():
+            delta.pooled, delta.finish_reason, delta.error = None, FinishReason.ERROR, NOT_FINITE
     if sequence.wants_prompt_logprobs:
         delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
         sequence.sampling = msgspec.structs.replace(sequence.sampling, prompt_logprobs=-1)

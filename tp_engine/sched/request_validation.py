@@ -7,7 +7,7 @@ import numpy as np
 import xxhash
 
 from tp_engine.errors import RequestError
-from tp_engine.plan import NO_FLOATS, NO_IDS, IntArray, RowSampling
+from tp_engine.plan import NO_FLOATS, NO_IDS, POOLS_ALL, POOLS_LAST, POOLS_NONE, IntArray, RowSampling
 from tp_engine.request import EngineRequest
 from tp_engine.sched.blocks.cache_keys import CacheKeys
 from tp_engine.sched.limits import SchedulerLimits
@@ -101,7 +101,7 @@ def _row_sampling(request: EngineRequest, index: int, seed: int, stop_ids: Colle
         logprobs=-1 if params.logprobs is None else params.logprobs,
         prompt_logprobs=prompt_logprobs,
         min_tokens=params.min_tokens,
-        pools=int(pooling is not None),
+        pools=POOLS_NONE if pooling is None else POOLS_ALL if pooling.per_token else POOLS_LAST,
         stop_token_ids=_ids(sorted(stop_ids)) if params.min_tokens > 0 else NO_IDS,
         bias_token_ids=_ids(list(bias)),
         bias_values=np.array(list(bias.values()), dtype=np.float32) if bias else NO_FLOATS,

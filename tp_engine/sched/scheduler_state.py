@@ -157,6 +157,7 @@ class SchedulerState:
         sequence.num_lost_tokens += num_lost
         sequence.num_preemptions += 1
         sequence.prompt_logprobs.clear()
+        sequence.pooled.clear()
         self.counters.num_preemptions += 1
         self.waiting.push(sequence)
         _logger.info(

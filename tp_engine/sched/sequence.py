@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from tp_engine.plan import FloatArray, IntArray, RowSampling, TokenLogprobs
+from tp_engine.plan import POOLS_ALL, FloatArray, IntArray, RowSampling, TokenLogprobs
 from tp_engine.request import EngineRequest
 from tp_engine.sched.blocks.kv_windows import Counts
 from tp_engine.sched.blocks.lru_queue import BlockIds
@@ -118,7 +118,7 @@ class Sequence:
     first_scheduled_s: float = 0.0
     emitted: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    pooled: FloatArray | None = None
+    pooled: list[FloatArray] = field(default_factory=list)
     constraint: TokenConstraint | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -136,7 +136,7 @@ class Sequence:
     @property
     def can_fork(self) -> bool:
         """Whether it may begin as a copy of a sibling that has computed the prompt: until it has been preempted."""
-        return len(self.token_ids) == self.num_prompt_tokens and not self.wants_prompt_logprobs
+        return len(self.token_ids) == self.num_prompt_tokens and not self.wants_all_positions
 
     @property
     def has_waiting_siblings(self) -> bool:
@@ -145,8 +145,13 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """True until its first token: every prompt position must be computed, so that no cached block may be used."""
+        """True until its first token."""
         return self.sampling.prompt_logprobs >= 0
+
+    @property
+    def wants_all_positions(self) -> bool:
+        """Whether every prompt position must be computed, so that no cached block may be used."""
+        return self.wants_prompt_logprobs or self.sampling.pools == POOLS_ALL
 
 
 class Shared(msgspec.Struct, frozen=True):

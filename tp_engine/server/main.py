@@ -48,8 +48,9 @@ _TO_TRY = {
     "none": ("/v1/chat/completions", '{"messages":[{"role":"user","content":"12+34="}]}'),
     "embed": ("/v1/embeddings", '{"input":"Tea is a drink."}'),
     "classify": ("/rerank", '{"query":"what is tea","documents":["Tea is a drink.","A fox jumps."]}'),
+    "head": ("/pooling", '{"input":"Tea is a drink."}'),
 }
-"""What to try first: a path and a body, by what the model is for."""
+"""What to try first: a path and a body, by what the model is for: ``EngineConfig.convert``, or the head of scores."""
 
 
 class FrontendServer(uvicorn.Server):
@@ -147,7 +148,8 @@ class Frontend:
         socket_file = "" if config.uds is None else f"--unix-socket {config.uds} "
         names = ", ".join(self._state.model_names)
         key = "" if not config.api_keys else "-H 'Authorization: Bearer YOUR_KEY' "
-        path, body = _TO_TRY[self._state.healthy_llm().model_info.convert]
+        model = self._state.healthy_llm().model_info
+        path, body = _TO_TRY["head" if model.convert == "classify" and not model.generates_text else model.convert]
         print(
             f"serving {names} at {url}, try:\n"
             f"  curl {socket_file}{url}{path} {key}-H 'Content-Type: application/json' -d '{body}'",

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's API: completions, chats, responses, embeddings, models; of its kin: scores, ranks, tokens.
+"""The routes of OpenAI's API: completions, chats, responses, embeddings, models; of its kin: classes, scores, tokens.
 
 ``/invocations`` is the one route by which Amazon SageMaker sends all requests; ``/ping`` is its health check.
 """
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from tp_engine.api.bodies import Body
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.errors import HttpError
-from tp_engine.api.openai.pooled import EmbeddingBody, RerankBody, ScoreBody
+from tp_engine.api.openai.pooled import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.api.openai.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
@@ -50,6 +50,13 @@ _ANSWERED: tuple[tuple[type[Body], str, tuple[str, ...], str], ...] = (
         "embeddings",
         ("/v1/embeddings",),
         "The vectors of one or several inputs, as text or token ids.",
+    ),
+    (ClassifyBody, "classify", ("/v1/classify", "/classify"), "How likely each label of a classifier is for inputs."),
+    (
+        PoolingBody,
+        "pooling",
+        ("/v1/pooling", "/pooling"),
+        "What the model makes of inputs, as numbers: vectors or scores.",
     ),
     (ScoreBody, "score", ("/v1/score", "/score"), "How well documents answer queries."),
     (
@@ -98,7 +105,8 @@ def _add_answered(app: FastAPI, state: ServerState) -> None:
             names = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys()
         except msgspec.DecodeError as error:
             raise RequestError(f"the body is not a JSON object: {error}") from None
-        for name, kind in _KINDS.items():
+        kinds = _KINDS | ({"input": ClassifyBody} if state.llm.model_info.convert == "classify" else {})
+        for name, kind in kinds.items():
             if name in names:
                 return await answer_body(state, request, await parsed(kind, data, request, state))
         raise RequestError(

@@ -25,7 +25,7 @@ from tp_engine.model_config import (
 )
 from tp_engine.model_config.draft_head import DraftHeadSpec, load_draft_head
 from tp_engine.model_config.lora import check_expert_adapters, read_adapter_config
-from tp_engine.model_config.pooling import TEXT, PoolingSpec, read_pooling, without_head
+from tp_engine.model_config.pooling import TEXT, PoolingSpec, pooled, read_pooling
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.tp_invariant import check_tp_invariant
 from tp_engine.speculative import CONFIG_NAME, SpeculativeConfig
@@ -134,9 +134,8 @@ class EffectiveConfig:
 def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     """Resolve and check; raises ``ConfigError`` and touches no device.  The ranks are spread over ``num_hosts``."""
     model, path = load_model_config(config.model, config.revision, hf_overrides=config.hf_overrides)
-    pooling = read_pooling(config.model, path, config.convert)
-    if pooling.convert == "embed":
-        model = without_head(model)
+    pooling = read_pooling(config.model, path, config.convert, model.classifier)
+    model = pooled(model, pooling)
     check_tensor_parallel(model, config.tensor_parallel_size)
     local_world_size = config.tensor_parallel_size // num_hosts
     device = _resolve_device(config, local_world_size)

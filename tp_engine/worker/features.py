@@ -23,7 +23,7 @@ from tp_engine.worker.input_digests import InputDigests, NoteInputs
 from tp_engine.worker.lora import RankAdapters
 from tp_engine.worker.results.output_watch import OutputWatch
 from tp_engine.worker.results.pooled_rows import PooledRows
-from tp_engine.worker.results.prompt_scores import ScoredPrompts
+from tp_engine.worker.results.prompt_scores import ScoredPrompts, positions_at_once
 from tp_engine.worker.tiers.block_moves import staging_bytes
 from tp_engine.worker.tiers.host_tier import HostTierWorker
 
@@ -101,6 +101,11 @@ def _adapter_bytes(parts: RunnerFeatureParts) -> dict[str, int]:
     return {"adapters": sum(layer.num_bytes for layer in parts.model.adapted_layers)}
 
 
+def _pooled_rows(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature:
+    max_positions = positions_at_once(runner.batch.max_num_seqs)
+    return PooledRows(len(runner.batch.num_prompt), parts.model, parts.groups.communicator, max_positions)
+
+
 def _num_states(effective: EffectiveConfig) -> int:
     """Recurrent states: one for each row, then the snapshots."""
     return effective.config.max_num_seqs + effective.num_snapshots
@@ -150,7 +155,7 @@ FEATURES: tuple[FeatureKind, ...] = (
     FeatureKind(_adapters, _adapter_bytes),
     FeatureKind(_states, _state_bytes),
     FeatureKind(lambda p, r: ScoredPrompts(p.model, r.batch)),
-    FeatureKind(lambda p, r: PooledRows(len(r.batch.num_prompt), p.model.lm_head.slice, p.groups.communicator)),
+    FeatureKind(_pooled_rows),
     FeatureKind(_host_tier, _tier_bytes),
     FeatureKind(_head_drafter, _head_bytes),
 )

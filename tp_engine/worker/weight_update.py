@@ -26,7 +26,7 @@ import msgspec
 from tp_engine.errors import RequestError, WeightError
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.checkpoint_files import CheckpointHeaders
-from tp_engine.model_config.pooling import without_head
+from tp_engine.model_config.pooling import pooled
 from tp_engine.model_config.stored_model import with_head
 from tp_engine.units import format_gib
 from tp_engine.worker.model_loading import weight_bytes
@@ -103,8 +103,7 @@ def _same_model(folder: str, effective: EffectiveConfig) -> tuple[ModelSpec, Pat
     ``RequestError`` if its config.json describes another model.
     """
     described, path = load_model_config(folder, hf_overrides=effective.config.hf_overrides)
-    if effective.pooling.convert == "embed":
-        described = without_head(described)
+    described = pooled(described, effective.pooling)
     running = replace(
         effective.model, tie_word_embeddings=described.tie_word_embeddings, has_own_head=described.has_own_head
     )

@@ -17,8 +17,10 @@ from tests.pooling_models import eos_tokenizer, yes_no_tokenizer
 from tests.text_tokenizers import byte_level_tokenizer
 from tests.unit.sched.scheduler_harness import FakeWorker, limits
 from tp_engine.api.input_processor import InputProcessor
-from tp_engine.api.pooling import PoolingParams, ScorePairs, embedding_request, fields_of, paired
+from tp_engine.api.pooling import Pooler, PoolingParams
+from tp_engine.api.scoring import ScorePairs, fields_of, paired
 from tp_engine.errors import ConfigError, RequestError
+from tp_engine.model_config.classifier import YES_OR_NO
 from tp_engine.model_config.pooling import read_pooling
 from tp_engine.outputs import RequestOutput
 from tp_engine.plan import StepPlan, StepResult
@@ -27,7 +29,7 @@ from tp_engine.sampling_params import SamplingParams
 from tp_engine.sched.scheduler import Scheduler
 
 EMBED = msgspec.structs.replace(MODEL_INFO, convert="embed", hidden_size=8, dimensions=())
-RANK = msgspec.structs.replace(MODEL_INFO, convert="classify", hidden_size=8)
+RANK = msgspec.structs.replace(MODEL_INFO, convert="classify", classifier=YES_OR_NO, hidden_size=8)
 STATE = np.array([3.0, 0.0, 4.0, 0.0, 0.0, 0.0, 0.0, 12.0], dtype=np.float32)
 
 
@@ -62,15 +64,15 @@ def test_errors_name_the_text_that_the_client_sent() -> None:
     assert fields[1] == ("query", "documents[1]")
     processor = InputProcessor(EMBED, byte_level_tokenizer())
     with pytest.raises(RequestError) as error:
-        ScorePairs.of(processor, EMBED, pairs, request_id="s", fields=fields)
+        ScorePairs.of(processor, pairs, request_id="s", fields=fields)
     assert error.value.param == "documents[2]" and "documents[2] is empty" in str(error.value)
     long = ["a", "b" * 5000]
     pairs, fields = paired(["q", "r"], long), fields_of(["q", "r"], long, ("queries", "documents"))
     with pytest.raises(RequestError) as error:
-        ScorePairs.of(InputProcessor(RANK, yes_no_tokenizer()), RANK, pairs, request_id="s", fields=fields)
+        ScorePairs.of(InputProcessor(RANK, yes_no_tokenizer()), pairs, request_id="s", fields=fields)
     assert error.value.param == "documents[1]"
     with pytest.raises(RequestError) as error:
-        embedding_request(processor, "", PoolingParams(), request_id="r", prompt_field="input[3]")
+        Pooler.of(processor).request("", request_id="r", prompt_field="input[3]")
     assert error.value.param == "input[3]"
 
 
@@ -82,14 +84,14 @@ def test_truncation_from_either_side() -> None:
 
     def kept(prompt: Any, side: Any) -> list[int]:
         params = PoolingParams(truncate_prompt_tokens=4, truncation_side=side)
-        return embedding_request(processor, prompt, params, request_id="r").prompt_token_ids
+        return Pooler.of(processor, params).request(prompt, request_id="r").prompt_token_ids
 
     plain = tokenizer.encode(text, add_special_tokens=False)
     assert kept(text, "right") == [*plain[:3], tokenizer.eos_token_id]
     assert kept(text, None) == kept(text, "left") == [*plain[-3:], tokenizer.eos_token_id]
     assert kept([5, 6, 7, 8, 9, 1], "right") == [5, 6, 7, 8]
     (request,) = ScorePairs.of(
-        InputProcessor(RANK, yes_no_tokenizer()), RANK, [("q", "fox " * 100)], request_id="s",
+        InputProcessor(RANK, yes_no_tokenizer()), [("q", "fox " * 100)], request_id="s",
         params=PoolingParams(truncate_prompt_tokens=500, truncation_side="left"),
     ).requests  # fmt: skip
     assert len(request.prompt_token_ids) == 500
@@ -109,7 +111,7 @@ def test_truncation_from_either_side() -> None:
 def test_embeddings_that_are_refused(model: Any, params: dict[str, Any], words: Sequence[str]) -> None:
     """Oracle: the message names the value, the rule and the remedy."""
     with pytest.raises(RequestError) as caught:
-        PoolingParams(**params).check(model)
+        Pooler.of(InputProcessor(model, None), params, "embed")
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -124,13 +126,13 @@ def test_lengths_of_an_embedded_prompt() -> None:
     """Oracle: the whole context may be the prompt; a longer one is refused, or cut at its beginning."""
     model = msgspec.structs.replace(EMBED, max_model_len=16)
     processor = InputProcessor(model, eos_tokenizer())
-    whole = embedding_request(processor, list(range(16)), PoolingParams(), request_id="r")
+    whole = Pooler.of(processor).request(list(range(16)), request_id="r")
     assert whole.prompt_token_ids == list(range(16)) and whole.pooling == Pooling()
     with pytest.raises(RequestError, match=r"17 tokens.*truncate_prompt_tokens"):
-        embedding_request(processor, list(range(17)), PoolingParams(), request_id="r")
-    cut = embedding_request(processor, list(range(17)), PoolingParams(truncate_prompt_tokens=-1), request_id="r")
+        Pooler.of(processor).request(list(range(17)), request_id="r")
+    cut = Pooler.of(processor, {"truncate_prompt_tokens": -1}).request(list(range(17)), request_id="r")
     assert cut.prompt_token_ids == list(range(1, 17))
-    text = embedding_request(processor, "the quick", PoolingParams(), request_id="r")
+    text = Pooler.of(processor).request("the quick", request_id="r")
     assert text.prompt_token_ids[-1] == eos_tokenizer().eos_token_id
 
 
@@ -138,7 +140,7 @@ def test_scores_of_a_reranker() -> None:
     """Oracle: the model card's formula; the two ids are those of yes and no; each pair is one prompt."""
     tokenizer = yes_no_tokenizer()
     processor = InputProcessor(RANK, tokenizer)
-    pairs = ScorePairs.of(processor, RANK, [("q", "first"), ("q", "second")], request_id="s", instruction="Rate!")
+    pairs = ScorePairs.of(processor, [("q", "first"), ("q", "second")], request_id="s", instruction="Rate!")
     ids = tuple(tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))
     assert [request.pooling for request in pairs.requests] == [Pooling(token_ids=ids)] * 2
     text = tokenizer.decode(pairs.requests[1].prompt_token_ids)
@@ -155,7 +157,7 @@ def test_a_reranker_cuts_the_document_and_keeps_its_template() -> None:
     processor = InputProcessor(model, yes_no_tokenizer())
 
     def prompts(**options: Any) -> list[list[int]]:
-        pairs = ScorePairs.of(processor, model, [("q", "fox " * 100)], request_id="s", **options)
+        pairs = ScorePairs.of(processor, [("q", "fox " * 100)], request_id="s", **options)
         return [request.prompt_token_ids for request in pairs.requests]
 
     ((cut,), (fewer,)) = (prompts(params=PoolingParams(truncate_prompt_tokens=500)), prompts(max_tokens_per_doc=5))
@@ -171,13 +173,13 @@ def test_a_reranker_cuts_the_document_and_keeps_its_template() -> None:
 def test_scores_of_embeddings() -> None:
     """Oracle: cosines by hand; each distinct text is one request."""
     processor = InputProcessor(EMBED, eos_tokenizer())
-    pairs = ScorePairs.of(processor, EMBED, paired("q", ["a", "b", "a"]), request_id="s")
+    pairs = ScorePairs.of(processor, paired("q", ["a", "b", "a"]), request_id="s")
     assert len(pairs.requests) == 3
     vectors = [output("q", [1.0, 0.0]), output("a", [2.0, 2.0]), output("b", [0.0, 5.0])]
     assert pairs.scores(vectors) == pytest.approx([0.5**0.5, 0.0, 0.5**0.5])
     assert [len(one.prompt_token_ids) for one in pairs.outputs(vectors)] == [4, 4, 4]
     with pytest.raises(RequestError, match="instruction"):
-        ScorePairs.of(processor, EMBED, [("q", "a")], request_id="s", instruction="Rate!")
+        ScorePairs.of(processor, [("q", "a")], request_id="s", instruction="Rate!")
 
 
 @pytest.mark.parametrize(
@@ -193,11 +195,11 @@ def test_pairs_that_are_refused(queries: Any, documents: Any, text: str) -> None
 def test_scores_of_other_models_are_refused() -> None:
     """Oracle: the messages name the remedy: an option, or another model."""
     with pytest.raises(RequestError, match="--convert classify"):
-        ScorePairs.of(InputProcessor(MODEL_INFO, yes_no_tokenizer()), MODEL_INFO, [("q", "d")], request_id="s")
+        ScorePairs.of(InputProcessor(MODEL_INFO, yes_no_tokenizer()), [("q", "d")], request_id="s")
     with pytest.raises(RequestError, match="no single tokens for yes and no"):
-        ScorePairs.of(InputProcessor(RANK, eos_tokenizer()), RANK, [("q", "d")], request_id="s")
+        ScorePairs.of(InputProcessor(RANK, eos_tokenizer()), [("q", "d")], request_id="s")
     with pytest.raises(RequestError, match="no tokenizer"):
-        ScorePairs.of(InputProcessor(RANK, None), RANK, [("q", "d")], request_id="s")
+        ScorePairs.of(InputProcessor(RANK, None), [("q", "d")], request_id="s")
 
 
 def folder_of(folder: Path, pooling: dict[str, Any] | None, **config: object) -> Path:

@@ -94,6 +94,7 @@ def test_wrong_keywords_are_named(model: Any, options: dict[str, Any], words: st
 # What only one of the two has: ``LLM`` runs many prompts to their end, ``AsyncLLM`` one as a stream.
 OF_MANY = {"prompts", "use_tqdm", "concurrency_limit"}
 OF_ONE = {"prompt", "request_id", "address", "abort_running", "timeout_s"}
+POOLED = ("embed", "classify", "reward", "encode", "score", "beam_search")
 
 
 @pytest.mark.parametrize("name", sorted({*vars(LLM)} & {*dir(AsyncLLM)} - {*dir(object)} | {"__init__"}))
@@ -104,7 +105,7 @@ def test_llm_and_async_llm_have_the_same_keywords(name: str) -> None:
         return
     of_llm, of_async = set(inspect.signature(one).parameters), set(inspect.signature(other).parameters)
     assert of_llm - of_async <= OF_MANY
-    assert of_async - of_llm <= OF_ONE | ({"priority"} if name in ("embed", "score", "beam_search") else set())
+    assert of_async - of_llm <= OF_ONE | ({"priority"} if name in POOLED else set())
 
 
 def test_completion_shows_the_public_names() -> None:

@@ -26,6 +26,7 @@ from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import RequestError
 from tp_engine.grammar.compiler import compile_grammar
 from tp_engine.grammar.vocabulary import byte_vocabulary
+from tp_engine.model_config.classifier import YES_OR_NO
 from tp_engine.server.config import ServerConfig
 
 LONG = "x" * 5000
@@ -341,7 +342,8 @@ def test_invocations(convert: str, path: str, body: dict[str, Any]) -> None:
         for wrong in (b"[]", b"{}", b"{", b'{"documents": []}'):
             assert (await app.post("/invocations", wrong)).status == 400
 
-    info = msgspec.structs.replace(MODEL_INFO, convert=convert, hidden_size=4, dimensions=())
+    classifier = YES_OR_NO if convert == "classify" else None
+    info = msgspec.structs.replace(MODEL_INFO, convert=convert, classifier=classifier, hidden_size=4, dimensions=())
     tokenizer = {"none": chat_tokenizer, "embed": eos_tokenizer, "classify": yes_no_tokenizer}[convert]()
     run_served(scenario, FakeEngine(model_info=info), tokenizer)
 

@@ -14,10 +14,11 @@ from tests.asgi import App, run_served, until
 from tests.fake_engine import MODEL_INFO, FakeEngine, fake_pooled
 from tests.pooling_models import eos_tokenizer, yes_no_tokenizer
 from tests.tiny_server import chat_tokenizer
+from tp_engine.model_config.classifier import YES_OR_NO
 from tp_engine.server.config import ServerConfig
 
 EMBED = msgspec.structs.replace(MODEL_INFO, convert="embed", hidden_size=4, dimensions=())
-RANK = msgspec.structs.replace(MODEL_INFO, convert="classify", hidden_size=4)
+RANK = msgspec.structs.replace(MODEL_INFO, convert="classify", classifier=YES_OR_NO, hidden_size=4)
 
 
 def serve(scenario: Callable[[App], Awaitable[None]], info: Any = EMBED, config: ServerConfig | None = None) -> None:

@@ -11,7 +11,7 @@ from tp_engine.api.beam_search import BeamSearch, request_output
 from tp_engine.api.bodies import Body, num_prompts, prepare_body
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.errors import renamed
-from tp_engine.api.openai.pooled import EmbeddingBody, RerankBody, ScoreBody, check_pooled
+from tp_engine.api.openai.pooled import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody, check_pooled
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody, parse_body
 from tp_engine.api.openai.requests import PreparedBody
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
@@ -76,6 +76,8 @@ ENDPOINTS: Mapping[str, type[Body]] = {
     "/v1/embeddings": EmbeddingBody,
     "/v1/score": ScoreBody,
     "/v1/rerank": RerankBody,
+    "/v1/classify": ClassifyBody,
+    "/v1/pooling": PoolingBody,
 }
 
 

@@ -1,6 +1,7 @@
-"""Embeddings, scores and ranks over HTTP and in batch lines: the bodies, and the answers, as those of OpenAI and vLLM.
+"""Embeddings, classes, scores and ranks over HTTP and in batch lines: the bodies and the answers of OpenAI and vLLM.
 
-``/v1/embeddings`` is OpenAI's.  ``/score`` and ``/rerank`` are vLLM's; the latter is also that of Jina and Cohere.
+``/v1/embeddings`` is OpenAI's.  ``/classify``, ``/pooling``, ``/score`` and ``/rerank`` are vLLM's; the last is also
+that of Jina and Cohere.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -20,26 +21,84 @@ from tp_engine.api.openai.chat.body import chat_prompt
 from tp_engine.api.openai.protocol import ChatBody, PromptBody
 from tp_engine.api.openai.requests import PreparedBody
 from tp_engine.api.openai.sampling import listed_prompts
-from tp_engine.api.pooling import PoolingParams, ScorePairs, embedding_request, fields_of, paired
+from tp_engine.api.pooling import Pooler, PoolingParams
+from tp_engine.api.scoring import ScorePairs, fields_of, paired
+from tp_engine.engine.messages import ModelInfo
 from tp_engine.errors import RequestError, shown
 from tp_engine.outputs import RequestOutput
+from tp_engine.plan import FloatArray
 
 
-class EmbeddingBody(PromptBody):
-    """``POST /v1/embeddings``: ``input``, or ``messages`` that the chat template writes as one text, as in vLLM.
+class InputBody(PromptBody):
+    """What all bodies have that are about texts: ``input``, or ``messages`` that the chat template writes as one text,
+    as in vLLM.
 
-    ``normalize`` is a former name of ``use_activation``.
+    A kind of body has a task (None: the model's own), a prefix of its answers' ids, and what they tell of each input.
     """
+
+    id_prefix: ClassVar[str]
+    pooling_task: ClassVar[str | None] = None
 
     input: str | list[str] | list[int] | list[list[int]] | None = None
     messages: list[dict[str, Any]] | None = Field(None, min_length=1)
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    use_activation: bool | None = None
+
+    def entry(self, values: FloatArray, model: ModelInfo) -> JsonObject:
+        """Return what the answer tells of one input, of which the model made ``values``."""
+        raise NotImplementedError
+
+
+class VectorBody(InputBody):
+    """A body whose answers are arrays: lists of numbers, or base64 of float32."""
+
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    use_activation: bool | None = None
+
+    def shown(self, values: FloatArray) -> Any:
+        """Return an array as it is asked for."""
+        if self.encoding_format == "base64":
+            return base64.b64encode(values.astype("<f4").tobytes()).decode()
+        return values.tolist()
+
+
+class EmbeddingBody(VectorBody):
+    """``POST /v1/embeddings``.  ``normalize`` is a former name of ``use_activation``."""
+
+    id_prefix = "embd"
+    pooling_task = "embed"
+
     normalize: bool | None = None
-    add_special_tokens: bool | None = None
+
+    def entry(self, values: FloatArray, model: ModelInfo) -> JsonObject:
+        return {"object": "embedding", "embedding": self.shown(values)}
+
+
+class PoolingBody(VectorBody):
+    """``POST /pooling``: what a ``task`` makes of inputs, by default the model's own."""
+
+    id_prefix = "pool"
+
+    task: str | None = None
+
+    def entry(self, values: FloatArray, model: ModelInfo) -> JsonObject:
+        return {"object": "pooling", "data": self.shown(values)}
+
+
+class ClassifyBody(InputBody):
+    """``POST /classify``.  ``activation`` is a former name of ``use_activation``."""
+
+    id_prefix = "classify"
+    pooling_task = "classify"
+
+    activation: bool | None = None
+
+    def entry(self, values: FloatArray, model: ModelInfo) -> JsonObject:
+        assert model.classifier is not None
+        labels = model.classifier.labels
+        return {"label": labels[int(values.argmax())], "probs": values.tolist(), "num_classes": len(labels)}
 
 
 class ScoreBody(PromptBody):
@@ -64,16 +123,17 @@ class RerankBody(PromptBody):
     max_tokens_per_doc: int | None = None
 
 
-AnyPooledBody: TypeAlias = EmbeddingBody | ScoreBody | RerankBody
+AnyPooledBody: TypeAlias = InputBody | ScoreBody | RerankBody
 
 
 def check_pooled(body: AnyPooledBody) -> None:
     """Raise ``RequestError`` for fields that do not fit together."""
     if body.stream:
         raise RequestError("stream is true; these answers have no streams, leave it out", param="stream")
-    if isinstance(body, EmbeddingBody):
-        if body.normalize is not None:
-            raise RequestError("normalize is no field any more; its name is use_activation", param="normalize")
+    if isinstance(body, InputBody):
+        for former in ("normalize", "activation"):
+            if getattr(body, former, None) is not None:
+                raise RequestError(f"{former} is no field any more; its name is use_activation", param=former)
         if body.input is None and body.messages is None:
             raise RequestError("input is missing; give it, or messages", param="input")
         if body.input is not None and body.messages is not None:
@@ -90,13 +150,12 @@ def check_pooled(body: AnyPooledBody) -> None:
 def prepare_pooled(body: AnyPooledBody, processor: InputProcessor, model: str) -> PreparedBody:
     """Check and tokenize; raises ``RequestError``.  ``model`` is the name to answer with."""
     check_pooled(body)
-    if isinstance(body, EmbeddingBody):
-        return _prepare_embeddings(body, processor, model)
+    if isinstance(body, InputBody):
+        return _prepare_inputs(body, processor, model)
     envelope = _Envelope.of(body, "score" if isinstance(body, ScoreBody) else "rerank", model)
     queries, documents, names = _texts(body)
     pairs = ScorePairs.of(
         processor,
-        processor.model,
         paired(queries, documents),
         fields=fields_of(queries, documents, names),
         request_id=envelope.engine_id,
@@ -146,25 +205,24 @@ class _Envelope:
         }  # fmt: skip
 
 
-def _prepare_embeddings(body: EmbeddingBody, processor: InputProcessor, model: str) -> PreparedBody:
+def _prepare_inputs(body: InputBody, processor: InputProcessor, model: str) -> PreparedBody:
     params = PoolingParams(
-        dimensions=body.dimensions,
-        use_activation=body.use_activation is not False,
+        dimensions=body.dimensions if isinstance(body, VectorBody) else None,
+        use_activation=body.use_activation,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,
         add_special_tokens=body.add_special_tokens is not False,
         cache_salt=body.cache_salt,
     )
-    params.check(processor.model)
-    envelope = _Envelope.of(body, "embd", model)
+    task = body.task if isinstance(body, PoolingBody) else body.pooling_task
+    pooler = Pooler.of(processor, params, task)
+    envelope = _Envelope.of(body, body.id_prefix, model)
     is_list = isinstance(body.input, list) and not isinstance(next(iter(body.input), None), int)
     prompts = listed_prompts("input", body.input) if body.input is not None else [_chat_token_ids(body, processor)]
     whole = "messages" if body.input is None else "input"
     requests = [
-        embedding_request(
-            processor,
+        pooler.request(
             prompt,
-            params,
             request_id=f"{envelope.engine_id}-{number}",
             priority=body.priority or 0,
             prompt_field=f"input[{number}]" if is_list else whole,
@@ -173,19 +231,16 @@ def _prepare_embeddings(body: EmbeddingBody, processor: InputProcessor, model: s
     ]
 
     def answer(outputs: Sequence[RequestOutput]) -> JsonObject:
-        data: list[JsonObject] = []
-        for index, output in enumerate(outputs):
-            assert output.pooled is not None
-            vector = params.vector(output.pooled)
-            is_text = body.encoding_format == "base64"
-            shown = base64.b64encode(vector.astype("<f4").tobytes()).decode() if is_text else vector.tolist()
-            data.append({"index": index, "object": "embedding", "embedding": shown})
+        data = [
+            {"index": index, **body.entry(pooler.values(output), processor.model)}
+            for index, output in enumerate(outputs)
+        ]
         return envelope.listed(data, outputs)
 
     return PreparedBody(requests=requests, answer=answer)
 
 
-def _chat_token_ids(body: EmbeddingBody, processor: InputProcessor) -> list[int]:
+def _chat_token_ids(body: InputBody, processor: InputProcessor) -> list[int]:
     """The prompt that the chat template makes of ``messages``; it ends with the last message."""
     fields = {
         "messages": body.messages,

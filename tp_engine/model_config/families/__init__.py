@@ -12,6 +12,7 @@ from functools import cache
 
 from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
+from tp_engine.model_config.heads import HEADS, decoder_config, decoder_of, with_classifier
 from tp_engine.model_config.spec import ModelSpec
 
 
@@ -26,15 +27,19 @@ def families() -> dict[str, Callable[[ConfigJson], ModelSpec]]:
 
 
 def read_spec(config: ConfigJson) -> ModelSpec:
-    """Return the model that ``config`` describes.  Raises ``ConfigError`` if the engine does not run its
-    architecture."""
+    """Return the model that ``config`` describes: a decoder, or one with the head of a classifier.
+
+    Raises ``ConfigError`` if the engine does not run its architecture.
+    """
     name = config.architecture
     reader = families().get(name)
+    if reader is None and (decoder := decoder_of(config, families())) is not None:
+        return with_classifier(families()[decoder](decoder_config(config, decoder)), config)
     if reader is None:
         nearest = difflib.get_close_matches(name, families(), n=1)
         hint = f", of which {nearest[0]} has the nearest name" if nearest else ""
         raise ConfigError(
             f"config.json: architectures is {shown([name])}; this engine runs exactly one of "
-            f"{', '.join(families())}{hint}"
+            f"{', '.join(families())}{hint}. Classifiers on them end in {', '.join(HEADS)}"
         )
     return reader(config)

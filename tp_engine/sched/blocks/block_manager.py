@@ -125,7 +125,7 @@ class BlockManager:
 
     def find_hits(self, sequence: Sequence) -> Hits:
         """Return the cached K/V of a waiting sequence's first tokens; at least one token is left to compute."""
-        if not self._caching or sequence.wants_prompt_logprobs:
+        if not self._caching or sequence.wants_all_positions:
             return Hits(self._nothing, sequence.group.cache_key)
         return self.find_prefix(sequence.group.cache_key, sequence.token_ids, reads_disk=sequence.reads_disk)
 

@@ -1,11 +1,12 @@
-"""What rows return whose requests generate nothing: a hidden state, or the logits of a few tokens.
+"""What rows return whose requests generate nothing: a hidden state, scores of it, or the logits of a few tokens.
 
 A pooling request ends with its prompt.  Its row is sampled once, as any row at the end of its prompt, and what the
 sampler chooses there is not used.  So chunks, prefix cache, preemption and plans ahead treat it as a request of one
 token, and it shares steps with rows that generate.
 
-The hidden state after the final norm is the same on all ranks: rank 0 keeps it.  Of the logits each rank has a slice,
-so the ranks add up a small table in which each has written the columns that it holds::
+The hidden state after the final norm is the same on all ranks: rank 0 keeps it, or the scores that a classifier's head
+makes of it.  A row may also want the scores of every token of its prompt, chunk by chunk.  Of the logits each rank has
+a slice, so the ranks add up a small table in which each has written the columns that it holds::
 
     wanted token ids            7    150                     vocabulary 203 on 2 ranks, rank 1 holds 112 to 202
     rank 0               [ 1.25   0.00 ]
@@ -18,16 +19,17 @@ import numpy as np
 import torch
 
 from tp_engine.distributed.collectives import Communicator
-from tp_engine.layers.embedding import VocabSlice
+from tp_engine.layers.attention import Attention
 from tp_engine.layers.upload import upload, upload_all
-from tp_engine.plan import FloatArray, IntArray, StepPlan
+from tp_engine.models.causal_lm import CausalLM
+from tp_engine.plan import POOLS_ALL, POOLS_LAST, FloatArray, IntArray, StepPlan
 from tp_engine.sampling.logprobs import Fetch
 from tp_engine.worker.batch.step_inputs import StepInputs
 from tp_engine.worker.feature import RunnerFeature, RunningStep
 
 
 class PooledTensors:
-    """What ``rows`` of a step return, still on the device: ``states`` (n, hidden) of the first, ``logits`` (m, width)
+    """What ``rows`` of a step return, still on the device: ``states`` (n, size) of the first, ``logits`` (m, width)
     of the others, of which each has as many as ``num_logits`` says.  Either is None where no row wants it."""
 
     def __init__(
@@ -50,19 +52,23 @@ class PooledTensors:
 
 
 class PooledRows(RunnerFeature):
-    """Which of ``num_rows`` rows pool, and what; ``vocab`` is this rank's slice of the logits."""
+    """Which of ``num_rows`` rows pool outputs of ``model``, and what; of at most ``max_positions`` tokens at once."""
 
-    def __init__(self, num_rows: int, vocab: VocabSlice, communicator: Communicator) -> None:
-        self._pools = np.zeros(num_rows, dtype=np.bool_)
+    def __init__(self, num_rows: int, model: CausalLM, communicator: Communicator, max_positions: int) -> None:
+        self._pools = np.zeros(num_rows, dtype=np.int8)
         self._token_ids: dict[int, IntArray] = {}
-        self._vocab = vocab
-        self._communicator = communicator
+        self._model, self._vocab = model, model.lm_head.slice
+        self._communicator, self._max_positions = communicator, max_positions
+
+    def take_model(self, model: CausalLM) -> list[Attention]:
+        self._model = model
+        return []
 
     def apply(self, plan: StepPlan) -> None:
         """Note what the new occupants of rows ask for."""
         for admission in plan.admitted:
             row, sampling = admission.row, admission.sampling
-            self._pools[row] = bool(sampling.pools)
+            self._pools[row] = sampling.pools
             if sampling.pools:
                 self._token_ids[row] = sampling.pooled_token_ids.copy()
 
@@ -70,29 +76,50 @@ class PooledRows(RunnerFeature):
         """Return whether a prompt of the step pools."""
         return len(plan.prefill_rows) > 0 and bool(self._pools[plan.prefill_rows].any())
 
+    def reads_all(self, inputs: StepInputs) -> bool:
+        """Return whether a row of a step with prompts pools all its tokens."""
+        return not inputs.layout.is_decode_only and bool((self._pools[inputs.layout.rows] == POOLS_ALL).any())
+
+    def on_hidden(self, step: RunningStep, inputs: StepInputs, hidden: torch.Tensor) -> None:
+        rows, query_lens = inputs.layout.rows, inputs.layout.query_lens
+        places = np.flatnonzero(self._pools[rows] == POOLS_ALL).tolist()
+        if not places or not self._communicator.info.is_first:
+            return
+        ends = np.cumsum(query_lens)
+        parts = [hidden[ends[place] - query_lens[place] : ends[place]] for place in places]
+        scores = [torch.cat([self._scores(one) for one in part.split(self._max_positions)]) for part in parts]
+        fetched, named = step.fetch(scores), rows[places].tolist()
+        step.pending.pooled.append(lambda: dict(zip(named, fetched(), strict=True)))
+
     def on_logits(self, step: RunningStep, inputs: StepInputs, hidden: torch.Tensor, logits: torch.Tensor) -> None:
         pooled = self.collect(inputs.layout.sampled_rows, hidden, logits)
         if pooled is not None:
-            step.pending.pooled = pooled.to_host(step.fetch)
+            step.pending.pooled.append(pooled.to_host(step.fetch))
 
     def collect(self, rows: IntArray, hidden: torch.Tensor, logits: torch.Tensor) -> PooledTensors | None:
-        """Return what those of the sampled ``rows`` (n,) return that pool; None if there are none, and on other ranks.
+        """Return what those of the sampled ``rows`` (n,) return that pool their last token; None if there are none, and
+        on other ranks.
 
         ``hidden`` (n, hidden) are their outputs after the final norm, ``logits`` (n, width) this rank's slices.  A
         collective if one of them wants logits.
         """
-        places = np.flatnonzero(self._pools[rows])
+        places = np.flatnonzero(self._pools[rows] == POOLS_LAST)
         if not len(places):
             return None
         plain = [place for place in places.tolist() if not len(self._token_ids[int(rows[place])])]
         scored = [place for place in places.tolist() if len(self._token_ids[int(rows[place])])]
         is_first = self._communicator.info.is_first
-        states = hidden.index_select(0, _index(plain, hidden)).float() if plain and is_first else None
+        states = self._scores(hidden.index_select(0, _index(plain, hidden))) if plain and is_first else None
         table = self._table([self._token_ids[int(rows[place])] for place in scored], scored, logits)
         if not is_first:
             return None
         counts = [len(self._token_ids[int(rows[place])]) for place in scored]
         return PooledTensors([int(rows[place]) for place in plain + scored], states, table, counts)
+
+    def _scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states (n, hidden) in float32, or the scores (n, labels) of a classifier's head."""
+        scores: torch.Tensor = hidden.float() if self._model.score_head is None else self._model.score_head(hidden)
+        return scores
 
     def _table(self, wanted: list[IntArray], places: list[int], logits: torch.Tensor) -> torch.Tensor | None:
         """The logits of the ``wanted`` ids at ``places``, float32 (m, most), of all ranks; 0 behind those of a row."""

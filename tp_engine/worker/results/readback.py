@@ -35,7 +35,7 @@ class PendingStep:
     token_ids: Callable[[], IntArray] | None = None
     logprobs: Callable[[], TokenLogprobs] | None = None
     prompt_logprobs: dict[int, Callable[[], TokenLogprobs]] = field(default_factory=dict)
-    pooled: Callable[[], dict[int, FloatArray]] | None = None
+    pooled: list[Callable[[], dict[int, FloatArray]]] = field(default_factory=list)
     drafts: Callable[[], dict[int, IntArray]] | None = None
 
     def result(self) -> StepResult:
@@ -46,7 +46,7 @@ class PendingStep:
             token_ids=ids,
             logprobs=None if self.logprobs is None else self.logprobs(),
             prompt_logprobs={row: wait() for row, wait in self.prompt_logprobs.items()},
-            pooled={} if self.pooled is None else self.pooled(),
+            pooled={row: values for wait in self.pooled for row, values in wait().items()},
             drafts={} if self.drafts is None else self.drafts(),
         )
 

@@ -104,6 +104,12 @@ class ChatFormat:
         """The format of the model's reasoning; as ``tool_format``."""
         return self.options.reasoning_format(self._source(with_tools=True) or "")
 
+    @cached_property
+    def writes_pairs(self) -> bool:
+        """Whether the template is for scores: it writes messages of the roles query and document."""
+        source = self._source(with_tools=False) or ""
+        return all(f"'{role}'" in source or f'"{role}"' in source for role in ("query", "document"))
+
     def prepare(self) -> None:
         """Compile and probe the templates that chats without one of their own get, so that no chat waits for it.
 
