@@ -124,8 +124,11 @@ class _Sequence:
 
 
 def fake_pooled(request: EngineRequest) -> FloatArray:
-    """A hidden state of 4 that depends on the prompt, or two logits that favour short prompts."""
+    """A hidden state of 4, or 4 scores, that depend on the prompt; 4 of each token; or two logits that favour short
+    prompts."""
     token_ids = request.prompt_token_ids
+    if request.pooling is not None and request.pooling.per_token:
+        return np.array([[place, token_id, 0, 1] for place, token_id in enumerate(token_ids)], dtype=np.float32)
     if request.pooling is not None and request.pooling.token_ids:
         return np.array([10.0 - 0.125 * len(token_ids), 0.0], dtype=np.float32)
     return np.array([len(token_ids), token_ids[0], token_ids[-1], 1.0], dtype=np.float32)

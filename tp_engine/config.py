@@ -63,7 +63,7 @@ class EngineConfig:
     )
     convert: str = option(
         "auto",
-        "what the model is for: none (text), embed, classify (scores of pairs), pooling (one of these two); auto looks "
+        "what the model is for: none (text), embed, classify (scores), pooling (one of these two); auto looks "
         "at its files and its name",
         choices=CONVERSIONS,
     )

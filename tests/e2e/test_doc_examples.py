@@ -35,6 +35,8 @@ NOT_RUN = {
     ("embeddings.md", "python launch/serve.py"): "needs models of the hub; tests/e2e/test_pooling.py has tiny ones",
     ("embeddings.md", "from openai"): "needs a model of the hub; tests/e2e/test_pooling.py has tiny ones",
     ("embeddings.md", "from tp_engine"): "needs models of the hub; tests/e2e/test_pooling.py has tiny ones",
+    ("classifiers.md", "python launch/serve.py"): "needs a model of the hub; e2e/test_classifiers.py has tiny ones",
+    ("classifiers.md", "from tp_engine import LLM, Pool"): "needs a model of the hub; as above",
     ("new_weights.md", "import torch"): "needs a model of the hub",
     ("new_weights.md", "curl"): "needs a checkpoint of a trainer",
     ("replicas.md", "from ray"): "needs Ray, which scripts/test_ray installs",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from tp_engine import LLM, SamplingParams
+from tp_engine.api.pooling import Pooler
 from tp_engine.api.scoring import ScorePairs
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest, Pooling
@@ -37,6 +38,38 @@ def run_pooling(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def run_classifier(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
+    """The scores of the last token, or of all, of every prompt, from one batch of both, twice: ``classify`` has those
+    of the last tokens, unless the model only knows the others."""
+    poolers = [Pooler.of(llm.input_processor, {"use_activation": False}, task) for task in case["tasks"]]
+    found: dict[str, Any] = {pooler.task: [] for pooler in poolers}
+    for number in range(2):
+        requests = {
+            pooler.task: [
+                pooler.request(prompt, request_id=f"{pooler.task}-{number}-{place}")
+                for place, prompt in enumerate(case["prompts"])
+            ]
+            for pooler in poolers
+        }
+        outputs = _run(llm, [request for group in zip(*requests.values(), strict=True) for request in group])
+        for pooler in poolers:
+            found[pooler.task].append(
+                [pooler.values(outputs[request.request_id]).tolist() for request in requests[pooler.task]]
+            )
+    llm.engine.check_integrity()
+    return found
+
+
+def _run(llm: LLM, requests: list[EngineRequest]) -> dict[str, RequestOutput]:
+    outputs: dict[str, RequestOutput] = {}
+    for request in requests:
+        llm.engine.add_request(request)
+        llm.outputs.add(request)
+    while llm.engine.has_unfinished:
+        outputs |= {output.request_id: output for output in llm.step().finished}
+    return outputs
+
+
 def _mixed(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
     processor, greedy = llm.input_processor, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     one = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
@@ -46,12 +79,7 @@ def _mixed(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
         requests.append(processor.process(prompt, greedy, request_id=f"text-{number}"))
         requests.append(processor.process(prompt, one, request_id=f"state-{number}", pooling=Pooling()))
         requests += pairs.requests[number : number + 1]
-    outputs: dict[str, RequestOutput] = {}
-    for request in requests:
-        llm.engine.add_request(request)
-        llm.outputs.add(request)
-    while llm.engine.has_unfinished:
-        outputs |= {output.request_id: output for output in llm.step().finished}
+    outputs = _run(llm, requests)
     numbers = range(len(case["prompts"]))
     states = [outputs[f"state-{number}"].pooled for number in numbers]
     return {

@@ -11,9 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pooling_models import VOCAB, eos_tokenizer, make_embedding_model, make_reranker, yes_no_tokenizer
+from tests.pooling_models import (
+    VOCAB,
+    eos_tokenizer,
+    make_classifier,
+    make_embedding_model,
+    make_reranker,
+    token_scores,
+    yes_no_tokenizer,
+)
 from tests.ranks import parity_job
-from tests.ranks.pooling_job import run_pooling
+from tests.ranks.pooling_job import run_classifier, run_pooling
 from tests.ranks.warm_ranks import warm_ranks
 
 pytestmark = pytest.mark.slow
@@ -123,3 +131,35 @@ def test_vectors_and_scores_equal_transformers(
         assert found["scores"] == pytest.approx(scores, abs=1e-5)
         assert found["tokens"] == mixed["tokens"] and all(len(tokens) == 40 for tokens in found["tokens"])
     assert tight["num_preemptions"] > 0, "the pool was too large for the case"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_scores_of_heads_equal_transformers(world_size: int, tmp_path: Path) -> None:
+    """Oracle: transformers, one prompt at a time; last tokens and all tokens in one batch, in chunks, cached."""
+    heads = {
+        "ForSequenceClassification": ("qwen3", ["classify", "token_classify"]),
+        "ForProcessRewardModel": ("qwen2", ["token_classify"]),
+    }
+    models = {kind: make_classifier(tmp_path / kind, family, kind) for kind, (family, _) in heads.items()}
+    cases: list[dict[str, Any]] = [
+        {
+            "options": {
+                "model": str(tmp_path / kind), "tensor_parallel_size": world_size, "device": "cpu", "dtype": "float32",
+                "max_model_len": 448, **TIGHT,
+            },
+            "prompts": prompts(),
+            "tasks": tasks,
+        }
+        for kind, (_, tasks) in heads.items()
+    ]  # fmt: skip
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    files = (tmp_path / "cases.json", tmp_path / "out.json")
+    warm_ranks(world_size, parity_job.main, *files, run_classifier, timeout_s=280)
+    for model, found in zip(models.values(), json.loads((tmp_path / "out.json").read_text()), strict=True):
+        for place, prompt in enumerate(prompts()):
+            expected = token_scores(model, prompt)
+            for each in found["token_classify"]:
+                np.testing.assert_allclose(np.array(each[place]), expected, rtol=0, atol=1e-5)
+            for each in found.get("classify", []):
+                np.testing.assert_allclose(np.array(each[place]), expected[-1], rtol=0, atol=1e-5)

@@ -27,7 +27,7 @@ from tp_engine.options.foreign_rows import (
 
 _TASKS = {
     "auto": "auto", "generate": "none", "embed": "embed", "embedding": "embed", "score": "classify",
-    "classify": "classify", "reward": "pooling",
+    "classify": "classify", "reward": "auto",
 }  # fmt: skip
 _RUNNERS = {"auto": "auto", "generate": "none", "pooling": "pooling"}
 _METHODS = {"NEXTN": "mtp", "STANDALONE": "draft_model"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -20,16 +21,24 @@ from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.pooling import Pooler, PoolingParams
 from tp_engine.api.scoring import ScorePairs, fields_of, paired
 from tp_engine.errors import ConfigError, RequestError
-from tp_engine.model_config.classifier import YES_OR_NO
+from tp_engine.model_config.classifier import YES_OR_NO, ClassifierSpec, HeadLinear
 from tp_engine.model_config.pooling import read_pooling
-from tp_engine.outputs import RequestOutput
-from tp_engine.plan import StepPlan, StepResult
+from tp_engine.outputs import CompletionOutput, RequestOutput
+from tp_engine.plan import POOLS_ALL, POOLS_LAST, StepPlan, StepResult
 from tp_engine.request import EngineRequest, FinishReason, Pooling
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.sched.scheduler import Scheduler
 
 EMBED = msgspec.structs.replace(MODEL_INFO, convert="embed", hidden_size=8, dimensions=())
+ONE_LABEL = ClassifierSpec(
+    labels=("LABEL_0",),
+    activation="sigmoid",
+    linears=(HeadLinear(name="score", out_size=1, has_bias=False),),
+    pad_token_id=0,
+)
+HEAD = msgspec.structs.replace(MODEL_INFO, convert="classify", classifier=ONE_LABEL, hidden_size=8)
 RANK = msgspec.structs.replace(MODEL_INFO, convert="classify", classifier=YES_OR_NO, hidden_size=8)
+BROKEN = 9  # the token of which nothing can be made
 STATE = np.array([3.0, 0.0, 4.0, 0.0, 0.0, 0.0, 0.0, 12.0], dtype=np.float32)
 
 
@@ -192,6 +201,89 @@ def test_pairs_that_are_refused(queries: Any, documents: Any, text: str) -> None
         paired(queries, documents)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "kept"), [([5, 0, 7, 0, 0], [5, 0, 7]), ([5], [5]), ([0, 0], [0]), ([0, 6], [0, 6])]
+)
+def test_padding_at_the_end_is_not_pooled(prompt: list[int], kept: list[int]) -> None:
+    """Oracle: transformers' rule: the rightmost token that is no padding, or the first one; each token has scores of
+    its own, padding too."""
+    processor = InputProcessor(HEAD, None)
+    assert Pooler.of(processor).request(prompt, request_id="r").prompt_token_ids == kept
+    assert Pooler.of(processor, None, "token_classify").request(prompt, request_id="r").prompt_token_ids == prompt
+
+
+@pytest.mark.parametrize(
+    ("activation", "scores", "expected"),
+    [
+        ("softmax", [1000.0, 1000.0, -1000.0], [0.5, 0.5, 0.0]),
+        ("sigmoid", [0.0, 1000.0, -1000.0], [0.5, 1.0, 0.0]),
+        ("none", [2.0, -3.0, 0.0], [2.0, -3.0, 0.0]),
+    ],
+)
+def test_activations(activation: Any, scores: list[float], expected: list[float]) -> None:
+    """Oracle: by hand; large scores overflow nothing, and ``use_activation`` False leaves them as they are."""
+    spec = dataclasses.replace(ONE_LABEL, labels=("a", "b", "c"), activation=activation)
+    processor = InputProcessor(msgspec.structs.replace(HEAD, classifier=spec), None)
+    with np.errstate(all="raise", under="ignore"):
+        assert Pooler.of(processor).values(output("r", scores)).tolist() == pytest.approx(expected)
+        plain = Pooler.of(processor, {"use_activation": False}).classification(output("r", scores)).outputs
+    assert plain.probs == scores and plain.num_classes == 3
+
+
+def test_results_that_are_none() -> None:
+    """Oracle: outputs that are no numbers are the model's fault, an abort is not: both say what to do."""
+    pooler = Pooler.of(InputProcessor(HEAD, None))
+    failed = RequestOutput(request_id="r", prompt=None, prompt_token_ids=[7])
+    with pytest.raises(RuntimeError, match=r"not numbers.*--dtype"):
+        pooler.values(failed)
+    failed.outputs = [CompletionOutput(index=0, text="", token_ids=[], finish_reason="abort")]
+    with pytest.raises(RequestError, match="aborted before its result; send it again"):
+        pooler.values(failed)
+
+
+def test_pairs_of_a_classifier() -> None:
+    """Oracle: the tokenizer's own pairs, and a template with the roles query and document; its score is a sigmoid."""
+    tokenizer = eos_tokenizer()
+    processor = InputProcessor(HEAD, tokenizer)
+    pairs = ScorePairs.of(processor, [("q", "first"), ("q", "second one")], request_id="s")
+    assert [request.pooling for request in pairs.requests] == [Pooling()] * 2
+    assert pairs.requests[1].prompt_token_ids == tokenizer.encode("q", "second one")
+    assert pairs.scores([output("a", [0.0]), output("b", [-800.0])]) == [0.5, 0.0]
+    cut = ScorePairs.of(
+        processor, [("q", "a" * 100)], request_id="s", params=PoolingParams(truncate_prompt_tokens=9)
+    ).requests[0]
+    assert cut.prompt_token_ids == tokenizer.encode("q", "a" * 100)[:9]
+    with pytest.raises(RequestError, match="instruction is 'Rate!'; this model takes none"):
+        ScorePairs.of(processor, [("q", "a")], request_id="s", instruction="Rate!")
+    with pytest.raises(RequestError, match="reduce its length"):
+        ScorePairs.of(processor, [("q", "a" * 5000)], request_id="s")
+
+    written = copy.deepcopy(tokenizer)
+    written.chat_template = "{% for m in messages %}{{ m['role'] }}={{ m['content'] }};{% endfor %}"
+    assert not InputProcessor(HEAD, written).chat.writes_pairs
+    written.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'query' %}Q: {% elif m['role'] == 'document' %}D: {% endif %}"
+        "{{ m['content'] }} {% endfor %}"
+    )
+    processor = InputProcessor(HEAD, written)
+    pairs = ScorePairs.of(processor, [("tea", "a drink")], request_id="s", instruction="Rate!")
+    assert tokenizer.decode(pairs.requests[0].prompt_token_ids) == "Rate! Q: tea D: a drink "
+    with pytest.raises(RequestError, match="set max_tokens_per_doc"):
+        params = PoolingParams(truncate_prompt_tokens=9)
+        ScorePairs.of(processor, [("tea", "a drink")], request_id="s", params=params)
+
+
+def test_scores_of_several_labels_are_refused() -> None:
+    """Oracle: the number of labels, the rule, and the endpoint to use."""
+    for spec, words in (
+        (dataclasses.replace(ONE_LABEL, labels=("a", "b")), "has 2 labels"),
+        (dataclasses.replace(ONE_LABEL, per_token=True), "gives scores to each token"),
+    ):
+        processor = InputProcessor(msgspec.structs.replace(HEAD, classifier=spec), eos_tokenizer())
+        with pytest.raises(RequestError, match=rf"{words}, and .* one label: .*/classify or /pooling"):
+            ScorePairs.of(processor, [("q", "d")], request_id="s")
+
+
 def test_scores_of_other_models_are_refused() -> None:
     """Oracle: the messages name the remedy: an option, or another model."""
     with pytest.raises(RequestError, match="--convert classify"):
@@ -256,14 +348,19 @@ def test_other_poolings_are_refused(pooling: dict[str, Any], tmp_path: Path) -> 
 
 
 class PoolingWorker(FakeWorker):
-    """Pools the first token id of each row that pools."""
+    """Pools the first token id of each row that pools, or each token id of its chunk."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         result = super().execute(plan)
         pools = {admission.row: admission.sampling.pools for admission in plan.admitted}
         self.pools = getattr(self, "pools", {}) | pools
-        rows = [row for row in plan.prefill_rows[plan.prefill_samples].tolist() if self.pools[row]]
+        rows = [row for row in plan.prefill_rows[plan.prefill_samples].tolist() if self.pools[row] == POOLS_LAST]
         pooled = {row: np.array(self.rows[row].token_ids[:1], dtype=np.float32) for row in rows}
+        for row, count in zip(plan.prefill_rows.tolist(), plan.prefill_tokens.tolist(), strict=True):
+            if self.pools[row] == POOLS_ALL:
+                end = self.rows[row].computed
+                chunk = np.array(self.rows[row].token_ids[end - count : end], dtype=np.float32)
+                pooled[row] = np.where(chunk == BROKEN, np.nan, chunk)[:, None]
         return dataclasses.replace(result, pooled=pooled)
 
 
@@ -294,4 +391,32 @@ def test_the_scheduler_ends_pooling_rows_with_their_prompts(ahead: int) -> None:
                 found[delta.request_id] = delta.pooled.tolist()
                 assert delta.finish_reason is FinishReason.STOP and not delta.new_token_ids
     assert found == {"p1": [1.0], "p3": [3.0]}
+    scheduler.check_integrity()
+
+
+def test_the_scheduler_joins_what_is_pooled_of_chunks() -> None:
+    """Oracle: the prompts, whose tokens are what is pooled: in chunks, behind a cached prefix, which is computed again,
+    and after a preemption; what is no number is an error of that request alone."""
+    sizes = limits(num_blocks=64, block_size=4, max_model_len=40, max_num_batched_tokens=24)
+    scheduler, worker = Scheduler(sizes), PoolingWorker(sizes)
+    params = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
+    prompts = {"a": list(range(10, 50)), "b": list(range(10, 42)), "c": [BROKEN, 7]}
+    ended: dict[str, Any] = {}
+    for number, name in enumerate(("a", "b", "c")):
+        scheduler.add(
+            EngineRequest(
+                request_id=name, prompt_token_ids=prompts[name], params=params, pooling=Pooling(per_token=True)
+            )
+        )
+        for step in range(20):
+            plan = scheduler.schedule()
+            if plan is None:
+                break
+            result = worker.execute(plan)
+            ended |= {delta.request_id: delta for delta in scheduler.update(plan, result)}
+            if number == 0 and step == 0:
+                scheduler.preempt_all()
+    assert [ended[name].pooled.ravel().tolist() for name in "ab"] == [prompts["a"], prompts["b"]]
+    assert (ended["c"].finish_reason, ended["c"].pooled) == (FinishReason.ERROR, None)
+    assert "not numbers" in ended["c"].error and ended["c"].error_code is None
     scheduler.check_integrity()

@@ -14,10 +14,16 @@ from tests.asgi import App, run_served, until
 from tests.fake_engine import MODEL_INFO, FakeEngine, fake_pooled
 from tests.pooling_models import eos_tokenizer, yes_no_tokenizer
 from tests.tiny_server import chat_tokenizer
-from tp_engine.model_config.classifier import YES_OR_NO
+from tp_engine.model_config.classifier import YES_OR_NO, ClassifierSpec, HeadLinear
 from tp_engine.server.config import ServerConfig
 
 EMBED = msgspec.structs.replace(MODEL_INFO, convert="embed", hidden_size=4, dimensions=())
+LABELS = ClassifierSpec(
+    labels=("long", "first", "last", "one"),
+    activation="softmax",
+    linears=(HeadLinear(name="score", out_size=4, has_bias=False),),
+)
+HEAD = msgspec.structs.replace(MODEL_INFO, convert="classify", classifier=LABELS, hidden_size=4)
 RANK = msgspec.structs.replace(MODEL_INFO, convert="classify", classifier=YES_OR_NO, hidden_size=4)
 
 
@@ -175,6 +181,101 @@ def test_ranks() -> None:
         assert "--convert embed" in refused["error"]["message"]
 
     serve(scenario, RANK)
+
+
+def softmax(scores: Any) -> list[float]:
+    powers = np.exp(np.array(scores, dtype=np.float64) - np.max(scores))
+    found: list[float] = (powers / powers.sum()).tolist()
+    return found
+
+
+def test_classes() -> None:
+    """Oracle: the fake engine's scores and a softmax; vLLM's shape; token ids and messages are inputs too."""
+
+    async def scenario(app: App) -> None:
+        reply = (await app.post("/classify", {"model": "alias", "input": ["hi"]})).json()
+        assert reply["object"] == "list" and reply["model"] == "alias" and reply["id"].startswith("classify-")
+        body = {"input": [[5, 9, 1], [7, 2]]}
+        for path in ("/classify", "/v1/classify", "/invocations"):
+            reply = (await app.post(path, body)).json()
+            first, second = reply["data"]
+            assert (first["index"], first["label"], first["num_classes"]) == (0, "first", 4)
+            assert first["probs"] == pytest.approx(softmax([3, 5, 1, 1]), abs=1e-6)
+            assert (second["index"], second["label"]) == (1, "first")
+            assert reply["usage"]["prompt_tokens"] == reply["usage"]["total_tokens"] == 5
+        plain = (await app.post("/classify", {**body, "use_activation": False})).json()
+        assert plain["data"][0]["probs"] == [3.0, 5.0, 1.0, 1.0]
+        chat = {"messages": [{"role": "user", "content": "hi"}]}
+        tokens = (await app.post("/tokenize", {**chat, "add_generation_prompt": False})).json()["tokens"]
+        by_chat, by_ids = [(await app.post("/classify", one)).json() for one in (chat, {"input": tokens})]
+        assert by_chat["data"] == by_ids["data"]
+
+    run_served(scenario, FakeEngine(model_info=HEAD), chat_tokenizer())
+
+
+def test_pooled_numbers() -> None:
+    """Oracle: the fake engine's scores, of the last token or of each, and states; base64 is the same in float32."""
+
+    async def scenario(app: App) -> None:
+        body = {"input": [5, 9, 1], "use_activation": False}
+        for task, expected in (
+            (None, [3.0, 5.0, 1.0, 1.0]),
+            ("classify", [3.0, 5.0, 1.0, 1.0]),
+            ("token_classify", [[0.0, 5.0, 0.0, 1.0], [1.0, 9.0, 0.0, 1.0], [2.0, 1.0, 0.0, 1.0]]),
+        ):
+            reply = (await app.post("/pooling", {**body, "task": task})).json()
+            assert reply["id"].startswith("pool-") and reply["data"] == [
+                {"index": 0, "object": "pooling", "data": expected}
+            ]
+            coded = (await app.post("/v1/pooling", {**body, "task": task, "encoding_format": "base64"})).json()
+            numbers = np.frombuffer(base64.b64decode(coded["data"][0]["data"]), dtype="<f4")
+            assert numbers.tolist() == np.array(expected).ravel().tolist()
+        probs = (await app.post("/pooling", {"input": [5, 9, 1], "task": "token_classify"})).json()["data"][0]["data"]
+        assert probs[1] == pytest.approx(softmax([1, 9, 0, 1]), abs=1e-6)
+
+    serve(scenario, HEAD)
+
+    async def vectors(app: App) -> None:
+        reply = (await app.post("/pooling", {"input": [9, 8], "dimensions": 2})).json()
+        assert reply["data"][0]["data"] == pytest.approx(expected([9, 8], 2), abs=1e-6)
+
+    serve(vectors, EMBED)
+
+
+@pytest.mark.parametrize(
+    ("info", "path", "body", "param", "text"),
+    [
+        (EMBED, "/classify", {"input": "a"}, "model", "not served for classification"),
+        (MODEL_INFO, "/classify", {"input": "a"}, "model", "ForSequenceClassification"),
+        (MODEL_INFO, "/pooling", {"input": "a"}, "model", "--convert embed"),
+        (RANK, "/pooling", {"input": "a", "task": "token_classify"}, "model", "ForTokenClassification"),
+        (HEAD, "/v1/embeddings", {"input": "a"}, "model", "--convert embed"),
+        (HEAD, "/v1/completions", {"prompt": "a"}, "model", "/classify"),
+        (HEAD, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "model", "/classify"),
+        (HEAD, "/score", {"queries": "a", "documents": "b"}, "model", "has 4 labels"),
+        (HEAD, "/rerank", {"query": "a", "documents": ["b"]}, "model", "has 4 labels"),
+        (HEAD, "/pooling", {"input": "a", "task": "token_embed"}, "task", "classify, token_classify"),
+        (HEAD, "/pooling", {"input": "a", "task": ""}, "task", "classify, token_classify"),
+        (HEAD, "/pooling", {"input": "a", "dimensions": 2}, "dimensions", "a number for each label"),
+        (HEAD, "/classify", {}, "input", "missing"),
+        (HEAD, "/classify", {"input": []}, "input", "empty list"),
+        (HEAD, "/classify", {"input": "a", "messages": [{"role": "user", "content": "a"}]}, "messages", "both"),
+        (HEAD, "/classify", {"input": "a", "activation": True}, "activation", "use_activation"),
+        (HEAD, "/classify", {"input": [[5], [1000]]}, "input[1]", "1000"),
+        (HEAD, "/classify", {"input": "a", "stream": True}, "stream", "no streams"),
+        (HEAD, "/classify", {"input": "a", "use_activation": "no"}, "use_activation", "boolean"),
+    ],
+)
+def test_classes_that_are_refused(info: Any, path: str, body: dict[str, Any], param: str, text: str) -> None:
+    """Oracle: 400, the field, and the value, rule or remedy in the message; nothing runs."""
+
+    async def scenario(app: App) -> None:
+        reply = await app.post(path, body)
+        error = reply.json()["error"]
+        assert reply.status == 400 and error["param"] == param and text in error["message"], error
+        assert isinstance(app.service.engine, FakeEngine) and not app.service.engine.added
+
+    run_served(scenario, FakeEngine(model_info=info), chat_tokenizer())
 
 
 def test_a_client_that_leaves_ends_its_inputs() -> None:
