@@ -21,6 +21,7 @@ from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.feature import RunnerFeature
 from tp_engine.worker.input_digests import InputDigests, NoteInputs
 from tp_engine.worker.lora import RankAdapters
+from tp_engine.worker.results.layer_watch import LayerWatch
 from tp_engine.worker.results.output_watch import OutputWatch
 from tp_engine.worker.results.pooled_rows import PooledRows
 from tp_engine.worker.results.prompt_scores import ScoredPrompts, positions_at_once
@@ -152,6 +153,7 @@ def _head_bytes(parts: RunnerFeatureParts) -> dict[str, int]:
 FEATURES: tuple[FeatureKind, ...] = (
     FeatureKind(_digests),
     FeatureKind(_watch),
+    FeatureKind(lambda p, r: None if r.is_trial else LayerWatch(p.model)),
     FeatureKind(_adapters, _adapter_bytes),
     FeatureKind(_states, _state_bytes),
     FeatureKind(lambda p, r: ScoredPrompts(p.model, r.batch)),

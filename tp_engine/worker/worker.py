@@ -41,6 +41,7 @@ from tp_engine.worker.model_loading import load_head, load_model, log_weights
 from tp_engine.worker.model_runner import ModelRunner
 from tp_engine.worker.orders import Outcome, Prepare, Prepared, execute_command
 from tp_engine.worker.profiling import make_step_profiler, names_for
+from tp_engine.worker.results.layer_watch import LayerWatch, watch_layers
 from tp_engine.worker.results.readback import PendingStep
 from tp_engine.worker.sleep import sleep, wake_up
 from tp_engine.worker.startup_phases import StartUp
@@ -246,6 +247,7 @@ class Worker:
             "sleep": lambda _arguments: sleep(self.runner, self._device.empty_cache),
             "update_weights": lambda arguments: update_weights(self, arguments),
             "wake_up": lambda _arguments: wake_up(self.runner),
+            "watch_layers": lambda arguments: watch_layers(self._layer_watch, self.groups.info.rank, arguments),
         }
 
     @property
@@ -253,6 +255,12 @@ class Worker:
         adapters = self.runner.feature(RankAdapters)
         assert adapters is not None, "rank 0 has checked that there are adapters"
         return adapters
+
+    @property
+    def _layer_watch(self) -> LayerWatch:
+        watch = self.runner.feature(LayerWatch)
+        assert watch is not None, "a runner that serves requests has one"
+        return watch
 
     @staticmethod
     def _keep_out_of_garbage_collection() -> None:

@@ -1,0 +1,173 @@
+"""Each linear layer of each rank beside its stored weights: the rank's own rows times the weights, in float32.
+
+A layer is judged by the rows that it really got, so that an error does not come from a layer before it.  Which rows and
+columns of a stored weight a rank has is what the engine says; that the ranks have all of them is checked too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tp_engine.check.observed import Watched
+from tp_engine.check.stored import StoredWeights
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_NO_TEXT = ("vision", "visual", "audio", "image", "mtp")
+
+Round = Callable[[torch.Tensor], torch.Tensor]
+"""What a type does to values, such as ``x.bfloat16().float()``."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearFault:
+    """A product that is wrong: ``error`` relative to its size, at most ``bound`` would be right."""
+
+    layer: int
+    module: str
+    rank: int
+    position: int
+    error: float
+    bound: float
+    is_quantised: bool
+
+    @property
+    def place(self) -> str:
+        """For people."""
+        return f"layer {self.layer}, {self.module}, rank {self.rank}, position {self.position}"
+
+
+class Linears:
+    """Compares what the ranks recorded with the weights of ``stored``.
+
+    ``activation`` joins gate and up; ``rounds`` is what the engine's type does to rows, weights and products, None for
+    float32; ``floor`` is the relative error that float32 itself may have; ``wide`` are the modules' last names whose
+    products stay in float32.
+    """
+
+    def __init__(
+        self,
+        stored: StoredWeights,
+        *,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        rounds: Sequence[Round] | None,
+        floor: float,
+        wide: frozenset[str] = frozenset(),
+    ) -> None:
+        self._stored, self._activation, self._floor, self._wide = stored, activation, floor, wide
+        self._rounds = rounds
+        self._names = {_below_layers(name): name for name in stored.names if not any(one in name for one in _NO_TEXT)}
+        self.num_compared = self.num_quantised = 0
+        self.largest_ratio = 0.0
+
+    def faults(self, watched: Watched) -> Iterator[LinearFault]:
+        """Yield the products beyond their bounds, in the order of layers; rank by rank."""
+        names = sorted(watched.layouts[0], key=_order)
+        for name in names:
+            for rank, (arrays, layouts) in enumerate(zip(watched.arrays, watched.layouts, strict=True)):
+                if name in layouts:
+                    fault = self._fault(name, rank, arrays, layouts[name])
+                    if fault is not None:
+                        yield fault
+
+    def _fault(self, name: str, rank: int, arrays: Mapping[str, Any], layout: Mapping[str, Any]) -> LinearFault | None:
+        x, y = (torch.from_numpy(arrays[f"linears.{name}.{one}"]) for one in "xy")
+        stored = [self._names.get(_below_layers(part["name"]) + ".weight") for part in layout["parts"]]
+        if None in stored:
+            return None
+        parts = [(part, str(one)) for part, one in zip(layout["parts"], stored, strict=True)]
+        exact = self._product(x, parts, layout, rank, lambda values: values)
+        is_quantised = any(self._stored.is_quantised(one) for _, one in parts)
+        self.num_compared, self.num_quantised = self.num_compared + 1, self.num_quantised + is_quantised
+        size = exact.norm(dim=1).clamp_min(1e-30)
+        errors, bound = (y - exact).norm(dim=1) / size, self._floor
+        module = ", ".join(dict.fromkeys(_short(part["name"]) for part, _ in parts))
+        if self._rounds is not None and not self._wide & {part["name"].rpartition(".")[2] for part, _ in parts}:
+            rounded = [self._product(one(x), parts, layout, rank, one) for one in self._rounds]
+            last = self._rounds[0]
+            known = max(float(((last(one) - exact).norm(dim=1) / size).max()) for one in rounded)
+            bound = max(self._floor, 1.5 * known)
+        worst = int(errors.argmax())
+        error = float("inf") if bool(errors.isnan().any()) else float(errors[worst])
+        self.largest_ratio = max(self.largest_ratio, error / bound)
+        if error <= bound:
+            return None
+        if len(parts) > 1 and not layout["is_gated"]:
+            module = self._worst_part(y - exact, parts)
+        return LinearFault(_layer_of(name), module, rank, worst, error, bound, is_quantised)
+
+    def _product(
+        self, x: torch.Tensor, parts: Sequence[tuple[Any, str]], layout: Mapping[str, Any], rank: int, one: Round
+    ) -> torch.Tensor:
+        begin, end = layout["columns"]
+        is_whole = end - begin == layout["stored_columns"]
+        found = []
+        for part, name in parts:
+            weight = self._stored.read(name)
+            weight = weight.reshape(part["stored_rows"], -1)[:, begin:end]
+            rows = torch.tensor(part["rows"])
+            y = x[:, : end - begin] @ one(weight[rows]).T
+            bias = name.removesuffix(".weight") + ".bias"
+            if bias in self._stored.names and (is_whole or rank == 0):
+                y = y + self._stored.read(bias)[rows]
+            found.append(torch.nn.functional.pad(y, (0, part["room"] - len(rows))))
+        if layout["is_gated"]:
+            return self._activation(found[0]) * found[1]
+        return torch.cat(found, 1)
+
+    @staticmethod
+    def _worst_part(differences: torch.Tensor, parts: Sequence[tuple[Any, str]]) -> str:
+        rooms = [part["room"] for part, _ in parts]
+        sizes = [float(one.norm()) / room**0.5 for one, room in zip(differences.split(rooms, 1), rooms, strict=True)]
+        return _short(parts[int(np.argmax(sizes))][0]["name"])
+
+
+def missing_rows(watched: Watched) -> list[str]:
+    """Return the stored modules of which the ranks together do not have every row, or every column, equally often."""
+    held: dict[tuple[str, int], list[int]] = defaultdict(list)
+    columns: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+    for layouts in watched.layouts:
+        for layout in layouts.values():
+            for part in layout["parts"]:
+                key = (part["name"], part["stored_rows"])
+                held[key] += part["rows"]
+                columns[(part["name"], layout["stored_columns"])].append(tuple(layout["columns"]))
+    problems = []
+    for (name, num_rows), rows in held.items():
+        counts = np.bincount(rows, minlength=num_rows)
+        if len(counts) != num_rows or not counts.all():
+            missing = np.flatnonzero(counts == 0)[:3].tolist()
+            problems.append(f"{name}: rows {missing} are on no rank")
+    for (name, num_columns), spans in columns.items():
+        covered = np.zeros(num_columns, bool)
+        for begin, end in spans:
+            covered[begin:end] = True
+        if not covered.all():
+            problems.append(f"{name}: columns {np.flatnonzero(~covered)[:3].tolist()} are on no rank")
+    return problems
+
+
+def _below_layers(name: str) -> str:
+    """``model.language_model.layers.3.mlp.up_proj`` -> ``3.mlp.up_proj``; other names as they are."""
+    found = _LAYER.search(name)
+    return name if found is None else f"{found[1]}.{name[found.end() :]}"
+
+
+def _short(name: str) -> str:
+    return _below_layers(name).partition(".")[2]
+
+
+def _layer_of(name: str) -> int:
+    found = _LAYER.search(name)
+    return -1 if found is None else int(found[1])
+
+
+def _order(name: str) -> tuple[int, bool, str]:
+    """Layers in order, and attention before the MLP."""
+    return _layer_of(name), "mlp" in name, name

@@ -1,0 +1,293 @@
+"""What an engine answers in each set-up: tokens and log-probabilities, and what its layers computed.
+
+A *set-up* is a way in which one request can run: alone, in a batch, with a cached prefix, ...  All must give what the
+oracle gives.  Those of the user's own engine come first; each of the others is an engine of its own, whose options
+differ as the table ``OTHERS`` says.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tp_engine.api.llm import LLM
+from tp_engine.check.prompts import CheckPrompt
+from tp_engine.outputs import Logprob, RequestOutput
+from tp_engine.sampling_params import SamplingParams
+
+ALTERNATIVES = 4  # likeliest tokens compared at each position, beside the token itself
+_TIER_GIB = 0.05
+_CHUNK = 32
+_WATCHED_LINEARS = 40  # tokens whose products are compared, layer by layer
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A prompt's answer, and the log-probabilities that the engine gives along the sequence of both.
+
+    ::
+
+        sequence (n,)               prompt, then answer
+        alternatives (n, m)         token ids after each position; rows without any are -1
+        logprobs (n, m)             theirs by the engine
+    """
+
+    prompt: CheckPrompt
+    token_ids: tuple[int, ...]
+    alternatives: Ids
+    logprobs: Floats
+    num_cached_tokens: int = 0
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        """Prompt and answer."""
+        return (*self.prompt.token_ids, *self.token_ids)
+
+    @property
+    def answer_logprobs(self) -> Floats:
+        """(answer,): of the chosen tokens."""
+        return self.logprobs[len(self.prompt.token_ids) - 1 : -1, 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What every rank recorded of one prompt, by the names of ``LayerWatch``; ``layout`` is that of its linears."""
+
+    prompt: CheckPrompt
+    arrays: Sequence[Mapping[str, Floats]]
+    layouts: Sequence[Mapping[str, Any]]
+
+
+@dataclass(slots=True)
+class Observed:
+    """All that a check needs of the engines, which are closed by then.
+
+    ``set_ups``: name -> its answers, or why there are none.  ``facts`` are what the engine says of itself.
+    """
+
+    prompts: Sequence[CheckPrompt]
+    set_ups: dict[str, list[Answer] | str] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    watched: list[Watched] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def alone(self) -> list[Answer]:
+        """The answers of requests that ran alone, with log-probabilities of their prompts."""
+        found = self.set_ups[ALONE]
+        assert isinstance(found, list), "the first set-up"
+        return found
+
+
+ALONE, BATCH, CACHED = "alone", "in a batch", "cached prefix"
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """A set-up with an engine of its own; ``changes`` are options, given those of the user and the longest sequence.
+
+    ``happened`` tells from the engine and its answers whether what it is about took place; ``means`` says what to
+    suspect if it is wrong.
+    """
+
+    changes: Callable[[Mapping[str, Any], int], dict[str, Any] | None]
+    happened: Callable[[LLM, Sequence[Answer]], bool] = lambda _llm, _answers: True
+    remedy: str = ""
+    is_quick: bool = False
+    repeats: bool = False
+
+
+def _num_blocks(options: Mapping[str, Any], longest: int, times: float = 1.0) -> int:
+    return int(times * (-(-longest // options.get("block_size", 16)))) + 2
+
+
+def _preempted(options: Mapping[str, Any], longest: int) -> dict[str, Any]:
+    blocks = {"num_gpu_blocks_override": _num_blocks(options, longest), "kv_cache_memory_bytes": None}
+    return {**blocks, "enable_prefix_caching": False, **_no_tier(options), "max_model_len": longest}
+
+
+def _no_tier(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {"kv_offloading_size": 0.0, "kv_disk_path": None, "kv_disk_size": 0.0, "kv_offloading_codec": "none"}
+
+
+def _chunks(options: Mapping[str, Any], longest: int) -> dict[str, Any]:
+    return {"max_num_batched_tokens": _CHUNK, "max_num_seqs": 8}
+
+
+def _tier(options: Mapping[str, Any], longest: int) -> dict[str, Any] | None:
+    if options.get("kv_offloading_codec", "none") != "none":
+        return None
+    blocks = {"num_gpu_blocks_override": _num_blocks(options, longest), "kv_cache_memory_bytes": None}
+    size = max(_TIER_GIB, options.get("kv_offloading_size", 0.0))
+    return {**blocks, "max_model_len": longest, "enable_prefix_caching": True, "kv_offloading_size": size}
+
+
+def _speculation(options: Mapping[str, Any], longest: int) -> dict[str, Any] | None:
+    if options.get("speculative_config"):
+        return {"speculative_config": None}
+    return {"speculative_config": json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1})}
+
+
+def _one_rank(options: Mapping[str, Any], longest: int) -> dict[str, Any] | None:
+    return {"tensor_parallel_size": 1, "device_ids": None} if options.get("tensor_parallel_size", 1) > 1 else None
+
+
+def _graphs(options: Mapping[str, Any], longest: int) -> dict[str, Any]:
+    return {"enforce_eager": not options.get("enforce_eager", False)}
+
+
+def _was_preempted(llm: LLM, _answers: Sequence[Answer]) -> bool:
+    return llm.engine.stats().num_preemptions > 0
+
+
+def _was_cached(_llm: LLM, answers: Sequence[Answer]) -> bool:
+    return sum(one.num_cached_tokens for one in answers) > 0
+
+
+OTHERS: Mapping[str, Other] = {
+    "in chunks": Other(_chunks, remedy="--max-num-batched-tokens above the longest prompt", is_quick=True),
+    "preempted": Other(_preempted, _was_preempted, remedy="more KV blocks, so that nothing is preempted"),
+    "after a tier": Other(_tier, _was_cached, remedy="leave out --kv-offloading-size", repeats=True),
+    "speculation on or off": Other(_speculation, remedy="leave out --speculative-config"),
+    "one rank": Other(_one_rank, remedy="--all-reduce-backend nccl (GPUs) or gloo (CPUs)", is_quick=True),
+    "graphs on or off": Other(_graphs, remedy="--enforce-eager"),
+}
+
+
+def observe(
+    options: Mapping[str, Any],
+    prompts: Sequence[CheckPrompt],
+    *,
+    max_tokens: int,
+    quick: bool,
+    with_llm: Callable[[LLM, Observed], None],
+    note: Callable[[str], None],
+) -> Observed:
+    """Run the user's engine (``options``), then the others.  ``with_llm`` is called with the user's engine.
+
+    ``note`` is told what begins.  An engine that does not start, or fails, is a failure of its set-up.
+    """
+    observed = Observed(prompts)
+    longest = max(len(one.token_ids) for one in prompts) + max_tokens + 1
+    note("the engine as it is served")
+    with LLM(**options) as llm:
+        _note_facts(llm, observed)
+        observed.set_ups[ALONE] = _ask_alone(llm, prompts, max_tokens)
+        note(BATCH)
+        observed.set_ups[BATCH] = _ask(llm, prompts, max_tokens)
+        if llm.engine.operator.configuration()["enable_prefix_caching"]:
+            note(CACHED)
+            again = _ask(llm, prompts, max_tokens)
+            observed.set_ups[CACHED] = again if _was_cached(llm, again) else "nothing was found in the prefix cache"
+        note("layers")
+        observed.watched = list(_watch(llm, prompts))
+        with_llm(llm, observed)
+    for name, other in OTHERS.items():
+        if quick and not other.is_quick:
+            observed.set_ups[name] = "not in --quick"
+            continue
+        changes = other.changes(options, longest)
+        if changes is None:
+            observed.set_ups[name] = "does not apply to these options"
+            continue
+        note(name)
+        _run_other(name, other, {**options, **changes}, observed, max_tokens)
+    return observed
+
+
+def _run_other(name: str, other: Other, options: dict[str, Any], observed: Observed, max_tokens: int) -> None:
+    from tp_engine.errors import ConfigError, EngineDeadError, RequestError
+
+    try:
+        with LLM(**options) as llm:
+            answers = _ask(llm, observed.prompts, max_tokens)
+            if other.repeats:
+                answers = [_ask(llm, [one], max_tokens)[0] for one in observed.prompts]
+            happened = other.happened(llm, answers)
+        observed.set_ups[name] = answers if happened else "it did not come about with these prompts"
+    except ConfigError as error:
+        observed.set_ups[name] = f"these options exclude it: {error}"
+    except (RequestError, EngineDeadError, RuntimeError, OSError) as error:
+        observed.failures[name] = str(error)
+
+
+def _note_facts(llm: LLM, observed: Observed) -> None:
+    info = llm.engine.model_info
+    observed.facts = {
+        "eos_token_ids": tuple(info.eos_token_ids),
+        "dtype": info.dtype,
+        "device": info.device,
+        "max_model_len": info.max_model_len,
+        "vocab_size": info.vocab_size,
+        "configuration": llm.engine.operator.configuration(),
+    }
+
+
+def _params(max_tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=ALTERNATIVES, detokenize=False, **more
+    )
+
+
+def _ask_alone(llm: LLM, prompts: Sequence[CheckPrompt], max_tokens: int) -> list[Answer]:
+    params = _params(max_tokens, prompt_logprobs=ALTERNATIVES)
+    return [
+        _answer(one, llm.generate([list(one.token_ids)], params, use_tqdm=False)[0]) for one in prompts
+    ]
+
+
+def _ask(llm: LLM, prompts: Sequence[CheckPrompt], max_tokens: int) -> list[Answer]:
+    outputs = llm.generate([list(one.token_ids) for one in prompts], _params(max_tokens), use_tqdm=False)
+    return [_answer(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+
+
+def _answer(prompt: CheckPrompt, output: RequestOutput) -> Answer:
+    sample = output.outputs[0]
+    tokens = tuple(sample.token_ids)
+    of_prompt: list[dict[int, Logprob] | None] = list((output.prompt_logprobs or [None] * len(prompt.token_ids))[1:])
+    of_answer: list[dict[int, Logprob] | None] = list(sample.logprobs or [])
+    rows = [*of_prompt, *of_answer]
+    following = (*prompt.token_ids, *tokens)[1:]
+    alternatives = np.full((len(following) + 1, ALTERNATIVES + 1), -1, np.int64)
+    logprobs = np.zeros(alternatives.shape, np.float32)
+    for position, (found, token) in enumerate(zip(rows, following, strict=True)):
+        if found is None:
+            continue
+        others = [other for other in found if other != token][:ALTERNATIVES]
+        for column, other in enumerate((token, *others)):
+            alternatives[position, column], logprobs[position, column] = other, found[other].logprob
+    return Answer(prompt, tokens, alternatives, logprobs, output.num_cached_tokens)
+
+
+def _watch(llm: LLM, prompts: Sequence[CheckPrompt]) -> Iterator[Watched]:
+    """The streams of the longest prompt, and all products of a short one."""
+    longest = max(prompts, key=lambda one: len(one.token_ids))
+    first = prompts[0]
+    short = CheckPrompt(first.name, first.token_ids[:_WATCHED_LINEARS])
+    for prompt, mode in ((short, "linears"), (longest, "streams")):
+        yield _watch_one(llm, prompt, mode)
+
+
+def _watch_one(llm: LLM, prompt: CheckPrompt, mode: str) -> Watched:
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    order = llm.engine.operator.order
+    with tempfile.TemporaryDirectory(prefix="tp_engine-check-") as folder:
+        order("watch_layers", {"mode": mode})
+        llm.generate([list(prompt.token_ids)], params, use_tqdm=False)
+        order("watch_layers", {"folder": folder})
+        arrays, layouts = [], []
+        for rank in range(llm.engine.model_info.tensor_parallel_size):
+            with np.load(Path(folder) / f"rank{rank}.npz") as file:
+                layouts.append(json.loads(str(file["layout"])))
+                arrays.append({name: file[name] for name in file.files if name != "layout"})
+    return Watched(prompt, arrays, layouts)

@@ -1,0 +1,81 @@
+"""The fixed prompts of a check: several languages, code, figures, chats through the model's template, and a long one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+TEXTS: Mapping[str, str] = {
+    "english": "The harbour was quiet that morning. Two fishermen mended a net beside the wall, and the older one said",
+    "code": "def median(values: list[float]) -> float:\n    ordered = sorted(values)\n    middle = len(ordered) // 2\n",
+    "german": "Am Rande des Waldes stand ein kleines Haus, dessen Fensterläden seit Jahren geschlossen waren.",
+    "chinese": "春天到了，河边的柳树长出了新的叶子。孩子们在草地上放风筝，",
+    "arabic": "في الصباح الباكر فتح البائع دكانه ورتب الكتب على الرفوف ثم",
+    "russian": "Поезд опаздывал на сорок минут, и пассажиры грелись в зале ожидания.",
+    "figures": "Invoice 4711\nqty  price   total\n  3  12.50   37.50\n 10   0.99    9.90\n 12  7.25",
+}
+QUICK_TEXTS = ("english", "code", "chinese")
+CHATS: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "chat": [{"role": "user", "content": "Name three rivers, and the seas that they reach."}],
+    "chat with history": [
+        {"role": "user", "content": "What is 17 + 25?"},
+        {"role": "assistant", "content": "42"},
+        {"role": "user", "content": " And twice that?  Answer with the number only. "},
+    ],
+}
+_LONG = (
+    "Chapter {}. The survey of the northern valley went on for {} days. Each evening the party wrote down the height "
+    "of the river, the state of the bridges and the names of the farms that they had passed. "
+)
+_NUM_DRAWN = {"drawn 1": 33, "drawn 2": 21, "drawn 3": 48}
+_SEED = 46
+
+
+@dataclass(frozen=True, slots=True)
+class CheckPrompt:
+    """A prompt by its tokens; ``text`` or ``messages`` is what they come from, None if they are drawn."""
+
+    name: str
+    token_ids: tuple[int, ...]
+    text: str | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+
+
+def make_prompts(
+    tokenizer: Any | None, *, vocab_size: int, long_len: int, max_len: int, quick: bool, has_template: bool
+) -> list[CheckPrompt]:
+    """Return the prompts, each of at most ``max_len`` tokens; the last one has ``long_len``.
+
+    Texts and chats are tokenized by transformers, the oracle of the engine's own tokens.  A model without a tokenizer
+    gets tokens drawn from a fixed seed.
+    """
+    if tokenizer is None:
+        rng = np.random.default_rng(_SEED)
+        lengths = {**_NUM_DRAWN, "long": long_len}
+        drawn = {name: rng.integers(0, vocab_size, length) for name, length in lengths.items()}
+        return [CheckPrompt(name, tuple(map(int, ids[:max_len]))) for name, ids in drawn.items()]
+    texts = {name: text for name, text in TEXTS.items() if not quick or name in QUICK_TEXTS}
+    found = [CheckPrompt(name, _ids(tokenizer(text)["input_ids"], max_len), text=text) for name, text in texts.items()]
+    for name, messages in CHATS.items() if has_template else ():
+        if (ids := chat_ids(tokenizer, messages)) is not None and (not quick or name == "chat"):
+            found.append(CheckPrompt(name, _ids(ids, max_len), messages=messages))
+    text = "".join(_LONG.format(number, 3 * number + 2) for number in range(1, long_len))[: 8 * long_len]
+    found.append(CheckPrompt("long", _ids(tokenizer(text)["input_ids"], min(long_len, max_len))))
+    return [one for one in found if one.token_ids and max(one.token_ids) < vocab_size]
+
+
+def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int] | None:
+    """Return the tokens of a chat by transformers' ``apply_chat_template``; None if the template refuses the chat."""
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
+    except Exception:  # a template raises what it likes
+        return None
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _ids(ids: Sequence[int], most: int) -> tuple[int, ...]:
+    return tuple(map(int, ids[:most]))

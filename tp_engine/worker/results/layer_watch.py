@@ -1,0 +1,135 @@
+"""What each layer of this rank reads, and what each linear layer makes of it, recorded for ``tp-engine check``.
+
+::
+
+    streams   for each layer, the residual stream (N, hidden) that it reads; then the one behind the last layer
+    inner     for each layer, what its MLP reads (N, hidden), normalised
+    linears   for each linear layer of a rank (LocalLinear), its rows x (N, in) and its products y (N, out)
+
+Steps of several requests, or of parts of a prompt, follow one another.  While it records, no step is replayed.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from tp_engine.layers.attention import Attention
+from tp_engine.layers.linear import LocalLinear
+from tp_engine.models.causal_lm import CausalLM
+from tp_engine.plan import StepPlan
+from tp_engine.worker.batch.step_inputs import StepInputs
+from tp_engine.worker.feature import RunnerFeature, RunningStep
+from tp_engine.worker.orders import Prepared
+
+_MODES: Final = ("streams", "linears")
+
+
+class LayerWatch(RunnerFeature):
+    """Records while ``mode`` is set: only ``streams``, or ``linears`` too."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model, self._mode = model, ""
+        self._found: dict[str, list[torch.Tensor]] = defaultdict(list)
+
+    def take_model(self, model: CausalLM) -> list[Attention]:
+        self._model = model
+        return []
+
+    def must_launch(self, plan: StepPlan) -> bool:
+        return bool(self._mode)
+
+    def reads_all(self, inputs: StepInputs) -> bool:
+        return bool(self._mode)
+
+    def around_model(self, step: RunningStep, inputs: StepInputs) -> AbstractContextManager[object]:
+        return self._recording() if self._mode else nullcontext()
+
+    def start(self, mode: str) -> None:
+        """Record from the next step on."""
+        assert mode in _MODES, f"mode is {mode!r}; it must be one of {_MODES}"
+        self._mode = mode
+        self._found.clear()
+
+    def stop(self) -> None:
+        """Record no more."""
+        self._mode = ""
+        self._found.clear()
+
+    def write(self, path: Path) -> None:
+        """Write all that was recorded as float32, and ``layout``: which stored rows each linear layer has, as JSON."""
+        arrays = {name: torch.cat(parts).numpy() for name, parts in self._found.items()}
+        layout = {name: _layout_of(linear) for name, linear in self._linears() if f"linears.{name}.x" in arrays}
+        np.savez(path, layout=np.array(json.dumps(layout)), **arrays)
+
+    def _linears(self) -> list[tuple[str, LocalLinear]]:
+        return [(name, one) for name, one in self._model.named_modules() if isinstance(one, LocalLinear)]
+
+    def _keep(self, name: str, values: object) -> None:
+        if isinstance(values, torch.Tensor):  # not codes of 8 bits
+            self._found[name].append(values.detach().float().cpu().clone())
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        layers, last = self._model.layers, len(self._model.layers)
+        behind: list[torch.Tensor] = []
+
+        def on_layer(name: str, _layer: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+            self._keep(name, inputs[1])
+
+        def on_mlp(name: str, _mlp: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+            self._keep(name, inputs[0])
+
+        def on_last(_layer: torch.nn.Module, _inputs: object, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+            behind.append(outputs[1])  # the last join adds the layer's output to it
+
+        with ExitStack() as hooks:
+            for index, layer in enumerate(layers):
+                hooks.enter_context(layer.register_forward_pre_hook(partial(on_layer, f"streams.{index}")))
+                hooks.enter_context(layer.mlp.register_forward_pre_hook(partial(on_mlp, f"inner.{index}")))
+            hooks.enter_context(layers[last - 1].register_forward_hook(on_last))
+            for name, linear in self._linears() if self._mode == "linears" else ():
+                linear.product = self._recorded(name, linear.product)  # type: ignore[method-assign]
+                hooks.callback(linear.__dict__.pop, "product")
+            yield
+            self._keep(f"streams.{last}", behind[0])
+
+    def _recorded(self, name: str, product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def recorded(x: object, bias: torch.Tensor | None) -> torch.Tensor:
+            self._keep(f"linears.{name}.x", x)
+            y = product(x, bias)
+            self._keep(f"linears.{name}.y", y)
+            return y
+
+        return recorded
+
+
+def _layout_of(linear: LocalLinear) -> dict[str, Any]:
+    """Which row of which stored module each row of the product is, -1 for none, and which columns it has."""
+    parts = []
+    for part in linear.shape.parts:
+        stored = torch.arange(part.taken.start, part.taken.start + part.taken.size)
+        rows = part.decode(stored).tolist()
+        parts.append({"name": part.name, "stored_rows": part.stored_rows, "rows": rows, "room": part.room})
+    columns = linear.shape.columns
+    activation = linear.shape.activation
+    return {
+        "parts": parts,
+        "columns": [columns.start, columns.start + columns.size],
+        "stored_columns": linear.shape.stored_columns,
+        "is_gated": activation is not None,
+    }
+
+
+def watch_layers(watch: LayerWatch, rank: int, arguments: Any) -> Prepared:
+    """Begin to record in ``mode``, or write what was recorded below ``folder``, a file per rank, and end."""
+    if "mode" in arguments:
+        return Prepared(lambda: watch.start(str(arguments["mode"])))
+    watch.write(Path(arguments["folder"]) / f"rank{rank}.npz")
+    return Prepared(watch.stop)
