@@ -93,6 +93,11 @@ def log_level() -> str:
     return os.environ.get("TP_ENGINE_LOG_LEVEL", "INFO").upper()
 
 
+def log_warnings_only() -> None:
+    """Let this process, and those that it starts, log warnings and errors, unless ``TP_ENGINE_LOG_LEVEL`` is set."""
+    os.environ.setdefault("TP_ENGINE_LOG_LEVEL", "WARNING")
+
+
 def notify_socket() -> str | None:
     """``NOTIFY_SOCKET``: where systemd wants to hear of a service's state (``Type=notify``)."""
     return os.environ.get("NOTIFY_SOCKET") or None

@@ -10,19 +10,21 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from tp_engine.check.observed import Watched
+from tp_engine.check.oracle import ROUTERS
+from tp_engine.check.rounding import Round, Rounding, keep
 from tp_engine.check.stored import StoredWeights
+
+_Parts: TypeAlias = Sequence[tuple[Any, str]]
+"""A linear layer's parts, as ``LayerWatch`` describes them, with the names of their weights."""
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _NO_TEXT = ("vision", "visual", "audio", "image", "mtp")
-
-Round = Callable[[torch.Tensor], torch.Tensor]
-"""What a type does to values, such as ``x.bfloat16().float()``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,8 @@ class LinearFault:
 class Linears:
     """Compares what the ranks recorded with the weights of ``stored``.
 
-    ``activation`` joins gate and up; ``rounds`` is what the engine's type does to rows, weights and products, None for
-    float32; ``floor`` is the relative error that float32 itself may have; ``wide`` are the modules' last names whose
-    products stay in float32.
+    ``activation`` joins gate and up; ``rounding`` is the engine's; ``floor`` is the relative error that float32 itself
+    may have; ``wide`` are the last names of modules whose products stay in float32.
     """
 
     def __init__(
@@ -56,12 +57,12 @@ class Linears:
         stored: StoredWeights,
         *,
         activation: Callable[[torch.Tensor], torch.Tensor],
-        rounds: Sequence[Round] | None,
+        rounding: Rounding,
         floor: float,
         wide: frozenset[str] = frozenset(),
     ) -> None:
         self._stored, self._activation, self._floor, self._wide = stored, activation, floor, wide
-        self._rounds = rounds
+        self._rounding = rounding
         self._names = {_below_layers(name): name for name in stored.names if not any(one in name for one in _NO_TEXT)}
         self.num_compared = self.num_quantised = 0
         self.largest_ratio = 0.0
@@ -82,17 +83,16 @@ class Linears:
         if None in stored:
             return None
         parts = [(part, str(one)) for part, one in zip(layout["parts"], stored, strict=True)]
-        exact = self._product(x, parts, layout, rank, lambda values: values)
+        weights = [self._stored.read(one) for _, one in parts]
+        exact = self._product(x, parts, weights, layout, rank)
         is_quantised = any(self._stored.is_quantised(one) for _, one in parts)
         self.num_compared, self.num_quantised = self.num_compared + 1, self.num_quantised + is_quantised
         size = exact.norm(dim=1).clamp_min(1e-30)
         errors, bound = (y - exact).norm(dim=1) / size, self._floor
         module = ", ".join(dict.fromkeys(_short(part["name"]) for part, _ in parts))
-        if self._rounds is not None and not self._wide & {part["name"].rpartition(".")[2] for part, _ in parts}:
-            rounded = [self._product(one(x), parts, layout, rank, one) for one in self._rounds]
-            last = self._rounds[0]
-            known = max(float(((last(one) - exact).norm(dim=1) / size).max()) for one in rounded)
-            bound = max(self._floor, 1.5 * known)
+        if not self._rounding.is_exact and not self._wide & {part["name"].rpartition(".")[2] for part, _ in parts}:
+            rounded = self._rounded(x, parts, weights, layout, rank)
+            bound = max(self._floor, 1.5 * float(((rounded - exact).norm(dim=1) / size).max()))
         worst = int(errors.argmax())
         error = float("inf") if bool(errors.isnan().any()) else float(errors[worst])
         self.largest_ratio = max(self.largest_ratio, error / bound)
@@ -102,27 +102,43 @@ class Linears:
             module = self._worst_part(y - exact, parts)
         return LinearFault(_layer_of(name), module, rank, worst, error, bound, is_quantised)
 
-    def _product(
-        self, x: torch.Tensor, parts: Sequence[tuple[Any, str]], layout: Mapping[str, Any], rank: int, one: Round
+    def _rounded(
+        self, x: torch.Tensor, parts: _Parts, weights: Sequence[torch.Tensor], layout: Mapping[str, Any], rank: int
     ) -> torch.Tensor:
+        """The product with the engine's rounding."""
+        own, in_dtype = self._rounding, self._rounding.in_dtype
+        is_router = any(part["name"].endswith(ROUTERS) for part, _ in parts)
+        rows, of_weights = (keep, keep) if is_router else (own.rows, own.weights)
+        rounded = [in_dtype(of_weights(one)) for one in weights]
+        return self._product(rows(in_dtype(x)), parts, rounded, layout, rank, in_dtype)
+
+    def _product(
+        self,
+        x: torch.Tensor,
+        parts: _Parts,
+        weights: Sequence[torch.Tensor],
+        layout: Mapping[str, Any],
+        rank: int,
+        store: Round = keep,
+    ) -> torch.Tensor:
+        """The product, each of whose results is rounded by ``store``."""
         begin, end = layout["columns"]
         is_whole = end - begin == layout["stored_columns"]
         found = []
-        for part, name in parts:
-            weight = self._stored.read(name)
+        for (part, name), weight in zip(parts, weights, strict=True):
             weight = weight.reshape(part["stored_rows"], -1)[:, begin:end]
             rows = torch.tensor(part["rows"])
-            y = x[:, : end - begin] @ one(weight[rows]).T
+            y = x[:, : end - begin] @ weight[rows].T
             bias = name.removesuffix(".weight") + ".bias"
             if bias in self._stored.names and (is_whole or rank == 0):
                 y = y + self._stored.read(bias)[rows]
-            found.append(torch.nn.functional.pad(y, (0, part["room"] - len(rows))))
+            found.append(torch.nn.functional.pad(store(y), (0, part["room"] - len(rows))))
         if layout["is_gated"]:
-            return self._activation(found[0]) * found[1]
+            return store(store(self._activation(found[0])) * found[1])
         return torch.cat(found, 1)
 
     @staticmethod
-    def _worst_part(differences: torch.Tensor, parts: Sequence[tuple[Any, str]]) -> str:
+    def _worst_part(differences: torch.Tensor, parts: _Parts) -> str:
         rooms = [part["room"] for part, _ in parts]
         sizes = [float(one.norm()) / room**0.5 for one, room in zip(differences.split(rooms, 1), rooms, strict=True)]
         return _short(parts[int(np.argmax(sizes))][0]["name"])

@@ -24,7 +24,7 @@ from tp_engine.sampling_params import SamplingParams
 
 ALTERNATIVES = 4  # likeliest tokens compared at each position, beside the token itself
 _TIER_GIB = 0.05
-_CHUNK = 32
+CHUNK = 32
 _WATCHED_LINEARS = 40  # tokens whose products are compared, layer by layer
 
 Ids = npt.NDArray[np.int64]
@@ -73,6 +73,7 @@ class Observed:
     """All that a check needs of the engines, which are closed by then.
 
     ``set_ups``: name -> its answers, or why there are none.  ``facts`` are what the engine says of itself.
+    ``bound`` is the largest error of a log-probability that is right, once the oracle has run.
     """
 
     prompts: Sequence[CheckPrompt]
@@ -80,6 +81,7 @@ class Observed:
     failures: dict[str, str] = field(default_factory=dict)
     watched: list[Watched] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    bound: float = 0.0
 
     @property
     def alone(self) -> list[Answer]:
@@ -94,55 +96,64 @@ ALONE, BATCH, CACHED = "alone", "in a batch", "cached prefix"
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """A set-up with an engine of its own; ``changes`` are options, given those of the user and the longest sequence.
+    """A set-up with an engine of its own; ``changes`` are options, given those of the user.
 
-    ``happened`` tells from the engine and its answers whether what it is about took place; ``means`` says what to
-    suspect if it is wrong.
+    ``happened`` tells from the engine and its answers whether what it is about took place.  Each prompt runs in so many
+    ``copies`` at once, and again alone if it ``repeats``.
     """
 
-    changes: Callable[[Mapping[str, Any], int], dict[str, Any] | None]
+    changes: Callable[[Mapping[str, Any], Sizes], dict[str, Any] | None]
     happened: Callable[[LLM, Sequence[Answer]], bool] = lambda _llm, _answers: True
     remedy: str = ""
     is_quick: bool = False
     repeats: bool = False
+    copies: int = 1
 
 
-def _num_blocks(options: Mapping[str, Any], longest: int, times: float = 1.0) -> int:
-    return int(times * (-(-longest // options.get("block_size", 16)))) + 2
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The ``longest`` sequence, and the KV blocks that it needs in chunks of ``CHUNK`` tokens."""
+
+    longest: int
+    num_blocks: int
 
 
-def _preempted(options: Mapping[str, Any], longest: int) -> dict[str, Any]:
-    blocks = {"num_gpu_blocks_override": _num_blocks(options, longest), "kv_cache_memory_bytes": None}
-    return {**blocks, "enable_prefix_caching": False, **_no_tier(options), "max_model_len": longest}
+def _tight(options: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+    """A cache with room for the longest sequence and little more."""
+    blocks = {"num_gpu_blocks_override": sizes.num_blocks + 1, "kv_cache_memory_bytes": None}
+    return {**blocks, "max_model_len": sizes.longest, **_chunks(options, sizes)}
+
+
+def _preempted(options: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+    return {**_tight(options, sizes), "enable_prefix_caching": False, **_no_tier(options)}
 
 
 def _no_tier(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"kv_offloading_size": 0.0, "kv_disk_path": None, "kv_disk_size": 0.0, "kv_offloading_codec": "none"}
 
 
-def _chunks(options: Mapping[str, Any], longest: int) -> dict[str, Any]:
-    return {"max_num_batched_tokens": _CHUNK, "max_num_seqs": 8}
+def _chunks(options: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+    return {"max_num_batched_tokens": CHUNK, "max_num_seqs": 8, "cudagraph_prefill_capture_sizes": "none"}
 
 
-def _tier(options: Mapping[str, Any], longest: int) -> dict[str, Any] | None:
+def _tier(options: Mapping[str, Any], sizes: Sizes) -> dict[str, Any] | None:
     if options.get("kv_offloading_codec", "none") != "none":
         return None
-    blocks = {"num_gpu_blocks_override": _num_blocks(options, longest), "kv_cache_memory_bytes": None}
     size = max(_TIER_GIB, options.get("kv_offloading_size", 0.0))
-    return {**blocks, "max_model_len": longest, "enable_prefix_caching": True, "kv_offloading_size": size}
+    return {**_tight(options, sizes), "enable_prefix_caching": True, "kv_offloading_size": size}
 
 
-def _speculation(options: Mapping[str, Any], longest: int) -> dict[str, Any] | None:
+def _speculation(options: Mapping[str, Any], sizes: Sizes) -> dict[str, Any] | None:
     if options.get("speculative_config"):
         return {"speculative_config": None}
     return {"speculative_config": json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1})}
 
 
-def _one_rank(options: Mapping[str, Any], longest: int) -> dict[str, Any] | None:
+def _one_rank(options: Mapping[str, Any], sizes: Sizes) -> dict[str, Any] | None:
     return {"tensor_parallel_size": 1, "device_ids": None} if options.get("tensor_parallel_size", 1) > 1 else None
 
 
-def _graphs(options: Mapping[str, Any], longest: int) -> dict[str, Any]:
+def _graphs(options: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     return {"enforce_eager": not options.get("enforce_eager", False)}
 
 
@@ -155,8 +166,10 @@ def _was_cached(_llm: LLM, answers: Sequence[Answer]) -> bool:
 
 
 OTHERS: Mapping[str, Other] = {
-    "in chunks": Other(_chunks, remedy="--max-num-batched-tokens above the longest prompt", is_quick=True),
-    "preempted": Other(_preempted, _was_preempted, remedy="more KV blocks, so that nothing is preempted"),
+    "in chunks": Other(_chunks, remedy="--max-num-batched-tokens above the longest prompt"),
+    "preempted": Other(
+        _preempted, _was_preempted, remedy="more KV blocks, so that nothing is preempted", is_quick=True, copies=4
+    ),
     "after a tier": Other(_tier, _was_cached, remedy="leave out --kv-offloading-size", repeats=True),
     "speculation on or off": Other(_speculation, remedy="leave out --speculative-config"),
     "one rank": Other(_one_rank, remedy="--all-reduce-backend nccl (GPUs) or gloo (CPUs)", is_quick=True),
@@ -168,6 +181,7 @@ def observe(
     options: Mapping[str, Any],
     prompts: Sequence[CheckPrompt],
     *,
+    sizes: Sizes,
     max_tokens: int,
     quick: bool,
     with_llm: Callable[[LLM, Observed], None],
@@ -178,7 +192,6 @@ def observe(
     ``note`` is told what begins.  An engine that does not start, or fails, is a failure of its set-up.
     """
     observed = Observed(prompts)
-    longest = max(len(one.token_ids) for one in prompts) + max_tokens + 1
     note("the engine as it is served")
     with LLM(**options) as llm:
         _note_facts(llm, observed)
@@ -196,7 +209,7 @@ def observe(
         if quick and not other.is_quick:
             observed.set_ups[name] = "not in --quick"
             continue
-        changes = other.changes(options, longest)
+        changes = other.changes(options, sizes)
         if changes is None:
             observed.set_ups[name] = "does not apply to these options"
             continue
@@ -210,7 +223,7 @@ def _run_other(name: str, other: Other, options: dict[str, Any], observed: Obser
 
     try:
         with LLM(**options) as llm:
-            answers = _ask(llm, observed.prompts, max_tokens)
+            answers = _ask(llm, [*observed.prompts] * other.copies, max_tokens)
             if other.repeats:
                 answers = [_ask(llm, [one], max_tokens)[0] for one in observed.prompts]
             happened = other.happened(llm, answers)
@@ -241,9 +254,7 @@ def _params(max_tokens: int, **more: Any) -> SamplingParams:
 
 def _ask_alone(llm: LLM, prompts: Sequence[CheckPrompt], max_tokens: int) -> list[Answer]:
     params = _params(max_tokens, prompt_logprobs=ALTERNATIVES)
-    return [
-        _answer(one, llm.generate([list(one.token_ids)], params, use_tqdm=False)[0]) for one in prompts
-    ]
+    return [_answer(one, llm.generate([list(one.token_ids)], params, use_tqdm=False)[0]) for one in prompts]
 
 
 def _ask(llm: LLM, prompts: Sequence[CheckPrompt], max_tokens: int) -> list[Answer]:

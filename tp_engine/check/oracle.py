@@ -25,12 +25,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tp_engine.check.rounding import Round, Rounding, keep
 from tp_engine.check.stored import StoredWeights
 from tp_engine.errors import ConfigError, WeightError
+from tp_engine.hf_overrides import overridden
 
 _POSITIONS_AT_ONCE = 256  # whose logits exist at once
+ROUTERS = ("gate", "router", "shared_expert_gate")
 _NO_TEXT = ("vision", "visual", "audio", "image")
 _MAX_NAMED = 3
+
+EXACT = Rounding(dtype=torch.float32)
+"""Float32 throughout."""
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Ids: TypeAlias = npt.NDArray[np.int64]
@@ -69,7 +75,8 @@ anything, is what the next layer reads instead."""
 
 
 class Oracle:
-    """transformers' model of the checkpoint in ``folder``, computed in ``dtype`` on ``device``.
+    """transformers' model of the checkpoint in ``folder``, on ``device``, in float32 or with the ``rounding`` of an
+    engine.
 
     ``overrides`` are keys of config.json that differ.  ``ConfigError`` if transformers does not have the model.
     A context manager.
@@ -79,15 +86,15 @@ class Oracle:
         self,
         folder: str | Path,
         *,
-        dtype: torch.dtype = torch.float32,
+        rounding: Rounding = EXACT,
         device: str = "cpu",
         overrides: Mapping[str, Any] | None = None,
     ) -> None:
-        self._dtype, self._device = dtype, torch.device(device)
-        config = _read_config(Path(folder))
+        self._rounding, self._dtype, self._device = rounding, rounding.dtype, torch.device(device)
+        config = overridden(_read_config(Path(folder)), overrides or {})
         self.quantization = config.pop("quantization_config", None)
         self._stored = StoredWeights(Path(folder), self.quantization)
-        self._model = _empty_model(config, dtype, overrides or {})
+        self._model = _empty_model(config, rounding)
         self._layers_name, self._layers = _decoder_layers(self._model)
         self._places = _Places(self._model, self._stored)
         self._has_second = False
@@ -107,6 +114,16 @@ class Oracle:
     def num_layers(self) -> int:
         """Decoder layers."""
         return len(self._layers)
+
+    @property
+    def activation(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What joins gate and up in the model's MLPs."""
+        from transformers.activations import ACT2FN
+
+        config = self._model.config.get_text_config()
+        names = (getattr(config, key, None) for key in ("hidden_activation", "hidden_act"))
+        found: Callable[[torch.Tensor], torch.Tensor] = ACT2FN[next(filter(None, names), "silu")]
+        return found
 
     @property
     def layers(self) -> torch.nn.ModuleList:
@@ -160,11 +177,28 @@ class Oracle:
         layer = self._layers[index]
         forward = layer.__dict__.pop("forward")
         self._load(f"{self._layers_name}.{index}")
+        hooks = self._round(layer)
         try:
             yield layer
         finally:
+            for hook in hooks:
+                hook.remove()
             _drop(layer)
             layer.forward = forward
+
+    def _round(self, layer: torch.nn.Module) -> list[Any]:
+        """Round the layer's weights, and from now on the rows that its linear layers get; returns the hooks."""
+        weights, rows = self._rounding.weights, self._rounding.rows
+        hooks = []
+        for name, module in layer.named_modules():
+            if name.endswith(ROUTERS):
+                continue
+            for own, value in module.named_parameters(recurse=False):
+                if weights is not keep and value.dim() > 1:
+                    setattr(module, own, torch.nn.Parameter(weights(value), requires_grad=False))
+            if rows is not keep and isinstance(module, torch.nn.Linear):
+                hooks.append(module.register_forward_pre_hook(lambda _module, inputs: (rows(inputs[0]),)))
+        return hooks
 
     def _embed(self, sequences: Sequence[Sequence[int]]) -> tuple[list[torch.Tensor], list[list[_Arguments]]]:
         """The embeddings of each sequence (1, n, hidden), and what the model gives each layer."""
@@ -342,7 +376,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _empty_model(config: dict[str, Any], dtype: torch.dtype, overrides: Mapping[str, Any]) -> Any:
+def _empty_model(config: dict[str, Any], rounding: Rounding) -> Any:
     """transformers' model without weights; its buffers have their values."""
     import transformers
     from transformers.initialization import no_init_weights
@@ -354,16 +388,33 @@ def _empty_model(config: dict[str, Any], dtype: torch.dtype, overrides: Mapping[
             f"config.json names the architecture {architecture}, which transformers {transformers.__version__} does "
             "not have"
         )
-    known = kind.config_class.from_dict({**config, **overrides})
-    known._attn_implementation = "eager" if not kind._supports_sdpa else "sdpa"
+    known = kind.config_class.from_dict(config)
+    known._attn_implementation = _attention_with(rounding.cache) if kind._supports_sdpa else "eager"
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(rounding.dtype)
     try:
         with no_init_weights(), _parameters_on_meta(), _quiet():
             model = kind(known)
     finally:
         torch.set_default_dtype(before)
     return model.eval()
+
+
+def _attention_with(cache: Round) -> str:
+    """The name of an attention that rounds keys and values."""
+    if cache is keep:
+        return "sdpa"
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    def attend(module: Any, query: Any, key: Any, value: Any, *positional: Any, **named: Any) -> Any:
+        return sdpa_attention_forward(module, query, cache(key), cache(value), *positional, **named)
+
+    name = f"sdpa_{getattr(cache, '__name__', 'rounded')}"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    return name
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The fixed prompts of a check: several languages, code, figures, chats through the model's template, and a long one."""
+"""The fixed prompts of a check: several languages, code, figures, chats by the model's template, and a long one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TEXTS: Mapping[str, str] = {
     "english": "The harbour was quiet that morning. Two fishermen mended a net beside the wall, and the older one said",
     "code": "def median(values: list[float]) -> float:\n    ordered = sorted(values)\n    middle = len(ordered) // 2\n",
     "german": "Am Rande des Waldes stand ein kleines Haus, dessen Fensterläden seit Jahren geschlossen waren.",
-    "chinese": "春天到了，河边的柳树长出了新的叶子。孩子们在草地上放风筝，",
+    "chinese": "春天的河边的柳树长出了新的叶子。孩子们在草地上放风筝。",
     "arabic": "في الصباح الباكر فتح البائع دكانه ورتب الكتب على الرفوف ثم",
     "russian": "Поезд опаздывал на сорок минут, и пассажиры грелись в зале ожидания.",
     "figures": "Invoice 4711\nqty  price   total\n  3  12.50   37.50\n 10   0.99    9.90\n 12  7.25",
@@ -62,8 +62,10 @@ def make_prompts(
     for name, messages in CHATS.items() if has_template else ():
         if (ids := chat_ids(tokenizer, messages)) is not None and (not quick or name == "chat"):
             found.append(CheckPrompt(name, _ids(ids, max_len), messages=messages))
+    long_len = min(long_len, max_len)
     text = "".join(_LONG.format(number, 3 * number + 2) for number in range(1, long_len))[: 8 * long_len]
-    found.append(CheckPrompt("long", _ids(tokenizer(text)["input_ids"], min(long_len, max_len))))
+    long_ids = tokenizer(text, truncation=True, max_length=long_len)["input_ids"]
+    found.append(CheckPrompt("long", _ids(long_ids, long_len)))
     return [one for one in found if one.token_ids and max(one.token_ids) < vocab_size]
 
 

@@ -33,6 +33,7 @@ COMMANDS = {
     "complete": Command("tp_engine.cli.chat:complete_command", "continue a text"),
     "bench": Command("tp_engine.cli.bench:main", "measure: serve, offline, latency, throughput"),
     "recommend": Command("tp_engine.cli.recommend:main", "what fits on a device, and which options to use"),
+    "check": Command("tp_engine.cli.check:main", "whether what this machine answers is right"),
     "doctor": Command("tp_engine.cli.doctor:main", "what this machine has, and what would be chosen on it"),
 }
 

@@ -64,7 +64,7 @@ class LayerWatch(RunnerFeature):
 
     def write(self, path: Path) -> None:
         """Write all that was recorded as float32, and ``layout``: which stored rows each linear layer has, as JSON."""
-        arrays = {name: torch.cat(parts).numpy() for name, parts in self._found.items()}
+        arrays: dict[str, Any] = {name: torch.cat(parts).numpy() for name, parts in self._found.items()}
         layout = {name: _layout_of(linear) for name, linear in self._linears() if f"linears.{name}.x" in arrays}
         np.savez(path, layout=np.array(json.dumps(layout)), **arrays)
 
@@ -92,7 +92,8 @@ class LayerWatch(RunnerFeature):
         with ExitStack() as hooks:
             for index, layer in enumerate(layers):
                 hooks.enter_context(layer.register_forward_pre_hook(partial(on_layer, f"streams.{index}")))
-                hooks.enter_context(layer.mlp.register_forward_pre_hook(partial(on_mlp, f"inner.{index}")))
+                mlp = layer.get_submodule("mlp")
+                hooks.enter_context(mlp.register_forward_pre_hook(partial(on_mlp, f"inner.{index}")))
             hooks.enter_context(layers[last - 1].register_forward_hook(on_last))
             for name, linear in self._linears() if self._mode == "linears" else ():
                 linear.product = self._recorded(name, linear.product)  # type: ignore[method-assign]

@@ -1,0 +1,189 @@
+"""``tp-engine check MODEL``: the conductor.  First the engines run, then the oracle, then all is compared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tp_engine.api.llm import LLM
+from tp_engine.check.behaviour import check_behaviour
+from tp_engine.check.files import check_files
+from tp_engine.check.judged import EXACT_LAYERS, Judge
+from tp_engine.check.linears import LinearFault, Linears, missing_rows
+from tp_engine.check.observed import CHUNK, Ids, Observed, Sizes, observe
+from tp_engine.check.oracle import Oracle
+from tp_engine.check.passes import Passed, questions, run_pass
+from tp_engine.check.prompts import CheckPrompt, make_prompts
+from tp_engine.check.report import CheckFinding, CheckReport, CheckStatus, describe_environment
+from tp_engine.check.rounding import Rounding, rounding_of
+from tp_engine.engine.tokenizer import load_tokenizer
+from tp_engine.errors import ConfigError, EngineDeadError, WeightError
+from tp_engine.hf_overrides import parse_overrides
+from tp_engine.model_config import load_model_config
+from tp_engine.model_config.source import resolve_model_folder
+from tp_engine.model_config.spec import ModelSpec
+
+_QUICK_LONG, _LONG = 160, 768
+_QUICK_TOKENS, _TOKENS = 8, 24
+_BEHIND_WINDOW = 48
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCheck:
+    """What to check: ``options`` of ``LLM`` (the model too), and how.
+
+    ``reference`` is the folder of the checkpoint that the oracle reads, None for the model's own.  ``note`` is told
+    what begins, ``note_layer`` of each layer that the oracle has done.
+    """
+
+    options: Mapping[str, Any]
+    quick: bool = False
+    reference: str | None = None
+    oracle_device: str = "cpu"
+    note: Note = lambda _text: None
+    note_layer: Callable[[], None] = lambda: None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the oracle's checkpoint."""
+        return resolve_model_folder(self.reference or str(self.options["model"]), self.options.get("revision"))
+
+    def run(self) -> tuple[CheckReport, Observed | None]:
+        """Return the report, and what was observed, for a golden file; None if the engine did not run."""
+        model = str(self.options["model"])
+        environment = describe_environment()
+        folder = self.folder
+        begin_s = time.monotonic()
+        findings = [check_files(folder)]
+        try:
+            observed, behaviour = self._observe(folder)
+        except (WeightError, EngineDeadError, RuntimeError, OSError) as error:
+            findings.append(
+                CheckFinding(name="engine", status=CheckStatus.NOT_CHECKED, detail=f"it does not start: {error}")
+            )
+            return CheckReport(subject=model, findings=tuple(findings), environment=environment), None
+        try:
+            findings += behaviour + self._judge(folder, observed)
+        except (ConfigError, WeightError, MemoryError) as error:
+            findings += behaviour
+            findings.append(
+                CheckFinding(name="oracle", status=CheckStatus.NOT_CHECKED, detail=f"it can not run the model: {error}")
+            )
+        configuration = observed.facts["configuration"]
+        environment |= {"seconds": f"{time.monotonic() - begin_s:.1f}"}
+        environment |= {
+            name: str(configuration[name])
+            for name in ("dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size", "attention_backend")
+        }
+        return CheckReport(subject=model, findings=tuple(findings), environment=environment), observed
+
+    def _observe(self, folder: Path) -> tuple[Observed, list[CheckFinding]]:
+        tokenizer = load_tokenizer(str(self.options.get("tokenizer") or folder))
+        spec, _ = load_model_config(str(folder))
+        behaviour: list[CheckFinding] = []
+
+        def with_llm(llm: LLM, observed: Observed) -> None:
+            behaviour.extend(check_behaviour(llm, tokenizer, folder))
+
+        prompts = self._prompts(tokenizer, spec)
+        max_tokens = _QUICK_TOKENS if self.quick else _TOKENS
+        longest = max(len(one.token_ids) for one in prompts) + max_tokens + 1
+        layout = spec.kv_layout_on(int(self.options.get("tensor_parallel_size", 1)))
+        num_blocks = layout.blocks_for(longest, int(self.options.get("block_size", 16)), CHUNK)
+        observed = observe(
+            self.options,
+            prompts,
+            sizes=Sizes(longest, num_blocks),
+            max_tokens=max_tokens,
+            quick=self.quick,
+            with_llm=with_llm,
+            note=self.note,
+        )
+        return observed, behaviour
+
+    def _prompts(self, tokenizer: Any | None, spec: ModelSpec) -> list[CheckPrompt]:
+        windows = [one for one in spec.kv_layout_on(1).windows if one is not None]
+        longest = self.options.get("max_model_len") or spec.max_position
+        room = max(8, int(longest) - (_QUICK_TOKENS if self.quick else _TOKENS) - 2)
+        long_len = max(_QUICK_LONG if self.quick else _LONG, 0 if self.quick else max(windows, default=0))
+        long_len = min(room, long_len + (0 if self.quick else _BEHIND_WINDOW))
+        return make_prompts(
+            tokenizer,
+            vocab_size=spec.vocab_size,
+            long_len=long_len,
+            max_len=room,
+            quick=self.quick,
+            has_template=bool(getattr(tokenizer, "chat_template", None)),
+        )
+
+    def _judge(self, folder: Path, observed: Observed) -> list[CheckFinding]:
+        asked, heads = questions(observed), _heads(observed)
+        overrides = parse_overrides(self.options.get("hf_overrides"))
+        watched = observed.watched
+
+        def passed(oracle: Oracle) -> Passed:
+            return run_pass(oracle, asked, watched, heads, self.note_layer)
+
+        self.note("the oracle: transformers in float32, layer by layer")
+        with Oracle(folder, device=self.oracle_device, overrides=overrides) as oracle:
+            exact = passed(oracle)
+            quantization = oracle.quantization
+            rounding = rounding_of(observed.facts["configuration"], quantization, observed.facts["device"])
+            twin: Passed | None = None
+            if not rounding.is_exact:
+                self.note(f"its twin: transformers in {observed.facts['dtype']}")
+                with Oracle(folder, rounding=rounding, device=self.oracle_device, overrides=overrides) as other:
+                    twin = passed(other)
+            self.note("linear layers beside their stored weights")
+            products = self._linears(oracle, rounding, frozenset(() if twin is None else twin.wide))
+            faults = list(products.faults(watched[0]))
+        spec, _ = load_model_config(str(folder))
+        has_experts = any(layer.experts is not None for layer in spec.layers)
+        judge = Judge(observed=observed, asked=asked, exact=exact, twin=twin, has_experts=has_experts)
+        observed.bound = judge.allowed
+        return [
+            judge.layers(faults),
+            _linears_finding(products, faults, missing_rows(watched[0])),
+            judge.head(),
+            *judge.set_ups(),
+        ]
+
+    @staticmethod
+    def _linears(oracle: Oracle, rounding: Rounding, wide: frozenset[str]) -> Linears:
+        return Linears(oracle.stored, activation=oracle.activation, rounding=rounding, floor=EXACT_LAYERS, wide=wide)
+
+
+def _heads(observed: Observed) -> list[Ids]:
+    """What is asked after the engine's last states: the alternatives of the prompt that ran alone."""
+    found = []
+    for watched in observed.watched:
+        answer = next(one for one in observed.alone if one.prompt.name == watched.prompt.name)
+        found.append(np.maximum(answer.alternatives[: len(watched.prompt.token_ids)], 0))
+    return found
+
+
+def _linears_finding(products: Linears, faults: Sequence[LinearFault], missing: Iterable[str]) -> CheckFinding:
+    name = "linear layers"
+    detail = (
+        f"{products.num_compared} products, {products.num_quantised} of quantised weights, beside the stored weights: "
+        f"{products.largest_ratio:.2f} of the bound at most"
+    )
+    problems = list(missing)
+    if not faults and not problems:
+        return CheckFinding(name=name, status=CheckStatus.RIGHT, detail=detail)
+    first = faults[0] if faults else None
+    return CheckFinding(
+        name=name,
+        status=CheckStatus.WRONG,
+        detail=detail if first is None else f"{detail}; {len(faults)} are wrong, the first one by {first.error:.1e}",
+        place=first.place if first is not None else "; ".join(problems),
+        meaning="a rank multiplies with other numbers than the checkpoint has: another shard, scale, packing or byte",
+        remedy="another format of the same model; --dtype float32; compare the weights' files with the original",
+    )

@@ -1,0 +1,163 @@
+"""Golden answers: what one machine, driver or version answered, to compare another one with.
+
+::
+
+    {"format": 1, "subject": model, "environment": versions and hardware, "options": those of the engine,
+     "files": {file of weights: SHA-256}, "bound": largest error of a log-probability that was allowed,
+     "answers": [{"prompt", "prompt_token_ids", "token_ids", "logprobs"}, ...]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tp_engine import files
+from tp_engine.check.files import sha256
+from tp_engine.check.observed import Answer
+from tp_engine.check.report import CheckFinding, CheckStatus
+from tp_engine.errors import ConfigError
+from tp_engine.model_config.checkpoint_files import weight_files
+
+FORMAT = 1
+_NAME = "golden"
+_KEYS = ("format", "subject", "environment", "options", "files", "bound", "answers")
+_MAX_NAMED = 6
+_NOT_COMPARED = ("seconds",)
+
+
+def golden_content(
+    subject: str,
+    folder: Path,
+    answers: Sequence[Answer],
+    *,
+    bound: float,
+    environment: Mapping[str, str],
+    options: Mapping[str, Any],
+) -> str:
+    """Return the JSON of a golden file."""
+    content = {
+        "format": FORMAT,
+        "subject": subject,
+        "environment": dict(environment),
+        "options": {name: value for name, value in options.items() if value is not None},
+        "files": {path.name: sha256(path) for path in weight_files(folder)},
+        "bound": bound,
+        "answers": [
+            {
+                "prompt": one.prompt.name,
+                "prompt_token_ids": list(one.prompt.token_ids),
+                "token_ids": list(one.token_ids),
+                "logprobs": [float(value) for value in one.answer_logprobs],
+            }
+            for one in answers
+        ],
+    }
+    return json.dumps(content, indent=1, default=str) + "\n"
+
+
+def read_golden(path: Path) -> dict[str, Any]:
+    """Return the content of a golden file.  ``ConfigError`` if it is none."""
+    try:
+        content = files.read_json(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can not be read: {error}; --record writes such a file") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT or any(key not in content for key in _KEYS):
+        raise ConfigError(f"{path} is no golden file of format {FORMAT}; --record writes such a file")
+    try:
+        for one in content["answers"]:
+            lengths = {len(one["token_ids"]), len(one["logprobs"])}
+            if len(lengths) != 1 or not all(isinstance(token, int) for token in one["token_ids"]):
+                raise ValueError(f"prompt {one['prompt']!r} has tokens without log-probabilities")
+            np.asarray(one["logprobs"], np.float64)
+        float(content["bound"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is no golden file: {error!r}") from error
+    return content
+
+
+def compare(
+    golden: Mapping[str, Any], folder: Path, answers: Sequence[Answer], *, bound: float, environment: Mapping[str, str]
+) -> Iterator[CheckFinding]:
+    """Yield what differs from the golden file: the weights' files, and the answers beyond both bounds together."""
+    yield _files(golden, folder)
+    known = {tuple(one["prompt_token_ids"]): one for one in golden["answers"]}
+    pairs = [(one, known[one.prompt.token_ids]) for one in answers if one.prompt.token_ids in known]
+    told = _told(golden["environment"], environment)
+    if not pairs:
+        yield CheckFinding(
+            name=_NAME,
+            status=CheckStatus.NOT_CHECKED,
+            detail="no prompt of the golden file was run",
+            remedy="record it again with the same options (--quick or not, --max-model-len)",
+        )
+        return
+    allowed, largest, wrong = bound + float(golden["bound"]), 0.0, ""
+    for answer, one in pairs:
+        error, place = _difference(answer, one, allowed)
+        largest = max(largest, error)
+        if error > allowed and not wrong:
+            wrong = f"prompt {answer.prompt.name!r}, {place}"
+    detail = (
+        f"{len(pairs)} answers differ by at most {largest:.1e} in a log-probability, {allowed:.1e} is allowed; {told}"
+    )
+    yield CheckFinding(
+        name=_NAME,
+        status=CheckStatus.WRONG if wrong else CheckStatus.RIGHT,
+        detail=detail,
+        place=wrong,
+        meaning="this machine or version answers otherwise than the one that was recorded" if wrong else "",
+        remedy="change back what differs, one at a time" if wrong else "",
+        numbers={"largest_difference": largest, "allowed": allowed},
+    )
+
+
+def _difference(answer: Answer, golden: Mapping[str, Any], allowed: float) -> tuple[float, str]:
+    """The largest difference of log-probabilities up to the first token that differs, and where.
+
+    A token that differs is right if both are within ``allowed`` of one another: then rounding decides.
+    """
+    first, largest, place = len(answer.prompt.token_ids) - 1, 0.0, ""
+    for index, (own, other) in enumerate(zip(answer.token_ids, golden["token_ids"], strict=False)):
+        chosen = float(answer.logprobs[first + index, 0])
+        error = abs(chosen - float(golden["logprobs"][index]))
+        if own != other:
+            alternatives = answer.alternatives[first + index].tolist()
+            rank = alternatives.index(other) if other in alternatives else None
+            gap = float("inf") if rank is None else chosen - float(answer.logprobs[first + index, rank])
+            error = gap if gap > allowed else 0.0
+        if error > largest:
+            largest, place = error, f"answer's token {index}: {own} instead of {other}"
+        if own != other:
+            break
+    return largest, place
+
+
+def _files(golden: Mapping[str, Any], folder: Path) -> CheckFinding:
+    name, own = "golden files", {path.name: sha256(path) for path in weight_files(folder)}
+    changed = sorted(file for file in own.keys() | golden["files"].keys() if own.get(file) != golden["files"].get(file))
+    if not changed:
+        return CheckFinding(
+            name=name, status=CheckStatus.RIGHT, detail=f"{len(own)} files of weights have the recorded SHA-256"
+        )
+    return CheckFinding(
+        name=name,
+        status=CheckStatus.WRONG,
+        detail=f"{len(changed)} files of weights are not those that were recorded",
+        place=", ".join(changed[:_MAX_NAMED]),
+        meaning="other weights: another download, a broken file, or another model",
+        remedy="download the weights again, or record again",
+    )
+
+
+def _told(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    changes = [
+        f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and name not in _NOT_COMPARED
+    ]
+    return "changed since: " + ", ".join(changes) if changes else "same versions and hardware"

@@ -1,0 +1,291 @@
+"""Is what the engine gave right?  Log-probabilities, tokens, layers and products, each beside its bound.
+
+::
+
+    float32                       equal tokens, log-probabilities to 1e-4, layers to 64 steps of float32
+    16 bits, or quantised         at most 1.5 times the error that transformers itself has with the same rounding
+
+The error of transformers (the *twin*) comes from the same prompts, and for layers from the same states.  Where a model
+has experts, two of them may be nearly as likely, and rounding decides: half and nine tenths of the positions are held
+to the bound then, not each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from tp_engine.check.linears import LinearFault
+from tp_engine.check.observed import ALONE, BATCH, CACHED, OTHERS, Answer, Floats, Ids, Observed
+from tp_engine.check.passes import Passed, logprobs_of
+from tp_engine.check.report import CheckFinding, CheckStatus
+
+EXACT_LOGPROBS = 1e-4
+EXACT_LAYERS = 64 * 2.0**-23
+FACTOR = 1.5
+_SHARES = (0.5, 0.9)  # of the positions, of models with experts
+
+_EVERY_ANSWER = "answers differ from the model's own, for every request"
+_REMEDIES = {
+    BATCH: "--max-num-seqs 1, then --enforce-eager",
+    CACHED: "--no-enable-prefix-caching",
+    **{name: one.remedy for name, one in OTHERS.items()},
+}
+_FIRST_REMEDIES = "--enforce-eager, --attention-backend torch, --dtype float32; --bisect tries them"
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Errors (k,) at ``positions`` (k,), and those of the twin there, None for an engine in float32."""
+
+    own: Floats
+    twin: Floats | None
+    positions: Ids
+    floor: float
+    has_experts: bool = False
+
+    @staticmethod
+    def between(
+        given: Floats, exact: Floats, twin: Floats | None, *, floor: float, has_experts: bool = False
+    ) -> Errors:
+        """Return the absolute errors of ``given`` (n, m) where ``exact`` is a number; a given NaN is infinitely off."""
+        is_compared = ~np.isnan(exact)
+        own = np.nan_to_num(np.abs(given - exact)[is_compared], nan=np.inf, posinf=np.inf)
+        known = None if twin is None else np.abs(twin - exact)[is_compared]
+        return Errors(own, known, np.nonzero(is_compared)[0], floor, has_experts)
+
+    @property
+    def worst(self) -> int:
+        """The position of the largest error."""
+        return int(self.positions[self.own.argmax()]) if self.own.size else 0
+
+    @property
+    def first(self) -> int:
+        """The first position whose error is above the bound of the largest one."""
+        limit = self.floor if self.twin is None else FACTOR * float(self.twin.max(initial=0.0)) + self.floor
+        beyond = self.positions[self.own > limit]
+        return int(beyond.min()) if beyond.size else self.worst
+
+    @property
+    def largest(self) -> float:
+        """The largest error."""
+        return float(self.own.max(initial=0.0))
+
+    @property
+    def excess(self) -> float:
+        """The largest ratio of an error to its bound; at most 1 is right."""
+        if not self.own.size:
+            return 0.0
+        if self.twin is None:
+            return self.largest / self.floor
+        if self.has_experts:
+            pairs = [(_quantile(self.own, share), _quantile(self.twin, share)) for share in _SHARES]
+        else:
+            pairs = [(self.largest, float(self.twin.max())), (_rms(self.own), _rms(self.twin))]
+        return max(one / (FACTOR * other + self.floor) for one, other in pairs)
+
+
+def joined(parts: Sequence[Errors]) -> Errors:
+    """Return the errors of several answers as one; positions are each answer's own."""
+    twins = [one.twin for one in parts if one.twin is not None]
+    return Errors(
+        np.concatenate([one.own for one in parts]),
+        np.concatenate(twins) if twins else None,
+        np.concatenate([one.positions for one in parts]),
+        parts[0].floor,
+        parts[0].has_experts,
+    )
+
+
+def _quantile(values: Floats, share: float) -> float:
+    return float(np.quantile(values, share))
+
+
+def _rms(values: Floats) -> float:
+    return float(np.sqrt(np.square(values, dtype=np.float64).mean()))
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Makes findings of what the engines gave, what the oracle gives, and what its twin gives (None: float32)."""
+
+    observed: Observed
+    asked: Mapping[tuple[int, ...], Ids]
+    exact: Passed
+    twin: Passed | None
+    has_experts: bool
+
+    def set_ups(self) -> Iterator[CheckFinding]:
+        """Yield a finding for each set-up."""
+        for name, answers in self.observed.set_ups.items():
+            if isinstance(answers, str):
+                yield CheckFinding(name=name, status=CheckStatus.SKIPPED, detail=answers)
+            else:
+                yield self._set_up(name, answers)
+        for name, reason in self.observed.failures.items():
+            yield CheckFinding(
+                name=name,
+                status=CheckStatus.WRONG,
+                detail=f"the engine failed: {reason}",
+                meaning="requests that run this way end with an error",
+                remedy=_REMEDIES.get(name, ""),
+            )
+
+    def _set_up(self, name: str, answers: Sequence[Answer]) -> CheckFinding:
+        parts = [self._errors(answer) for answer in answers]
+        errors = joined(parts)
+        if name != ALONE:  # few positions: they are held to the bounds of all prompts
+            errors = replace(errors, twin=self._known.twin)
+        lapse, lapsed = max((self._lapse(answer), index) for index, answer in enumerate(answers))
+        ratio = max(errors.excess, lapse)
+        what = "prompts and answers" if name == ALONE else "answers"
+        detail = (
+            f"{len(answers)} {what}, {errors.own.size} log-probabilities: off by at most {errors.largest:.1e}, "
+            f"{ratio:.2f} of the bound"
+        )
+        numbers = {"largest_error": errors.largest, "ratio": ratio, "compared": float(errors.own.size)}
+        if ratio <= 1:
+            return CheckFinding(name=name, status=CheckStatus.RIGHT, detail=detail, numbers=numbers)
+        worst = max(range(len(parts)), key=lambda index: parts[index].largest)
+        is_lapse = lapse > errors.excess
+        answer = answers[lapsed if is_lapse else worst]
+        position = self._lapsed_at(answer) if is_lapse else parts[worst].first
+        where = "answer" if position >= len(answer.prompt.token_ids) - 1 else "prompt"
+        return CheckFinding(
+            name=name,
+            status=CheckStatus.WRONG,
+            detail=detail,
+            place=f"prompt {answer.prompt.name!r}, position {position} ({where})",
+            meaning=self._meaning(name),
+            remedy=_FIRST_REMEDIES if name == ALONE else _REMEDIES.get(name, ""),
+            numbers=numbers,
+        )
+
+    def _meaning(self, name: str) -> str:
+        if name == ALONE:
+            return _EVERY_ANSWER
+        return f"a request that runs this way ({name}) gets another answer than one that runs alone would get"
+
+    def _errors(self, answer: Answer) -> Errors:
+        asked, twin = self.asked[answer.sequence], None
+        exact = logprobs_of(self.exact.scores[answer.sequence], asked, answer)
+        if self.twin is not None:
+            twin = logprobs_of(self.twin.scores[answer.sequence], asked, answer)
+        return Errors.between(answer.logprobs, exact, twin, floor=EXACT_LOGPROBS, has_experts=self.has_experts)
+
+    def _lapses(self, answer: Answer) -> Floats:
+        """How much likelier the oracle's best token is than each chosen one."""
+        scores, first = self.exact.scores[answer.sequence], len(answer.prompt.token_ids) - 1
+        chosen = scores.next_logprobs[first:]
+        return np.asarray(scores.top_logprobs[first : first + len(chosen), 0] - chosen)
+
+    def _lapsed_at(self, answer: Answer) -> int:
+        return len(answer.prompt.token_ids) - 1 + int(self._lapses(answer).argmax())
+
+    def _lapse(self, answer: Answer) -> float:
+        """The largest lapse, relative to what the errors of two log-probabilities allow."""
+        lapses = self._lapses(answer)
+        return float(lapses.max(initial=0.0)) / (2 * self.allowed)
+
+    @cached_property
+    def _known(self) -> Errors:
+        """The errors of requests that ran alone."""
+        return joined([self._errors(answer) for answer in self.observed.alone])
+
+    @property
+    def allowed(self) -> float:
+        """The largest error of a log-probability that is allowed."""
+        if self._known.twin is None:
+            return EXACT_LOGPROBS
+        return FACTOR * float(self._known.twin.max(initial=0.0)) + EXACT_LOGPROBS
+
+    def layers(self, faults: Sequence[LinearFault]) -> CheckFinding:
+        """Return the finding on hidden states: the first layer beyond its bound, with rank and position."""
+        ratio, checked = 0.0, 0
+        wrong: CheckFinding | None = None
+        for number, watched in enumerate(self.observed.watched):
+            for layer in range(len(self.exact.layers[number])):
+                name = f"streams.{layer}"
+                for rank, arrays in enumerate(watched.arrays):
+                    errors = self._layer_errors(number, layer, arrays[name])
+                    checked += 1
+                    ratio = max(ratio, errors.excess)
+                    if errors.excess > 1 and (wrong is None or layer < wrong.numbers["layer"]):
+                        wrong = self._wrong_layer(number, layer, rank, errors, faults)
+        detail = f"{checked} outputs of layers, each from the engine's own input: {ratio:.2f} of the bound at most"
+        if wrong is not None:
+            return wrong
+        return CheckFinding(name="hidden states", status=CheckStatus.RIGHT, detail=detail, numbers={"ratio": ratio})
+
+    def _layer_errors(self, number: int, layer: int, given: Floats) -> Errors:
+        exact = self.exact.layers[number][layer]
+        twin = None if self.twin is None else self.twin.layers[number][layer]
+        return _relative(given, exact, twin, self.has_experts)
+
+    def _wrong_layer(
+        self, number: int, layer: int, rank: int, errors: Errors, faults: Sequence[LinearFault]
+    ) -> CheckFinding:
+        watched = self.observed.watched[number]
+        index = layer - 1
+        name = "embeddings" if layer == 0 else f"layer {index}, {self._part(number, index)}"
+        differs = any(not np.array_equal(one[f"streams.{layer}"], watched.arrays[0][f"streams.{layer}"], equal_nan=True)
+                      for one in watched.arrays)  # fmt: skip
+        fault = next((one for one in faults if one.layer == index), None)
+        of_rank = f"rank {rank}" if differs else "all ranks" if len(watched.arrays) > 1 else "rank 0"
+        if fault is not None:
+            of_rank = f"rank {fault.rank} ({fault.module})"
+        return CheckFinding(
+            name="hidden states",
+            status=CheckStatus.WRONG,
+            detail=f"layer {index} is the first one whose output is wrong: {errors.excess:.3g} times the bound"
+            if layer
+            else f"the embeddings are wrong: {errors.excess:.3g} times the bound",
+            place=f"{name}, {of_rank}, position {errors.first} of prompt {watched.prompt.name!r}",
+            meaning="this layer computes something else than transformers' layer, from the same input",
+            remedy=_FIRST_REMEDIES if fault is None else "compare the weights' files with the original",
+            numbers={"layer": float(layer), "ratio": errors.excess},
+        )
+
+    def _part(self, number: int, index: int) -> str:
+        """Which part of a layer is wrong: attention if what the MLP reads is wrong already."""
+        exact = self.exact.inner[number].get(index)
+        given = self.observed.watched[number].arrays[0].get(f"inner.{index}")
+        if exact is None or given is None or exact.shape != given.shape:
+            return "attention or MLP"
+        twin = None if self.twin is None else self.twin.inner[number].get(index)
+        is_wrong = _relative(given, exact, twin, self.has_experts).excess > 1
+        return "attention" if is_wrong else ("experts" if self.has_experts else "MLP")
+
+    def head(self) -> CheckFinding:
+        """Return the finding on the final norm and the output head, from the engine's last states."""
+        parts = []
+        for number, watched in enumerate(self.observed.watched):
+            answer = next(one for one in self.observed.alone if one.prompt.name == watched.prompt.name)
+            length = len(watched.prompt.token_ids) - 1
+            is_compared = answer.alternatives[:length] >= 0
+            exact = np.where(is_compared, self.exact.heads[number].wanted[:length], np.nan)
+            twin = None if self.twin is None else self.twin.heads[number].wanted[:length]
+            parts.append(Errors.between(answer.logprobs[:length], exact, twin, floor=EXACT_LOGPROBS, has_experts=False))
+        errors = joined(parts)
+        detail = f"{errors.own.size} log-probabilities from the engine's last states: {errors.excess:.2f} of the bound"
+        if errors.excess <= 1:
+            return CheckFinding(name="norm and output head", status=CheckStatus.RIGHT, detail=detail)
+        return CheckFinding(
+            name="norm and output head",
+            status=CheckStatus.WRONG,
+            detail=detail,
+            place=f"final norm, output head (tied or not), scale or soft cap of logits; position {errors.first}",
+            meaning="all layers may be right, and every token is still drawn from other probabilities",
+            remedy="compare lm_head, tie_word_embeddings and final_logit_softcapping with the original config.json",
+        )
+
+
+def _relative(given: Floats, exact: Floats, twin: Floats | None, has_experts: bool) -> Errors:
+    """Errors (n, 1) of rows (n, hidden), relative to their size."""
+    size = np.maximum(np.linalg.norm(exact, axis=1), 1e-30)
+    own = np.nan_to_num(np.linalg.norm(given - exact, axis=1) / size, nan=np.inf)
+    known = None if twin is None else np.linalg.norm(twin - exact, axis=1) / size
+    return Errors(own, known, np.arange(len(own)), EXACT_LAYERS, has_experts)

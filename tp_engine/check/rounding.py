@@ -1,0 +1,113 @@
+"""What a type or a format does to values, for the twin: transformers' model with the rounding that the engine has too.
+
+The error of the twin beside the oracle is what the bounds of a check follow from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+Round: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Values -> the nearest ones of a format, in the same type."""
+
+_E4M3_LARGEST = 448.0
+_INT4_GROUP = 32
+_TINY = 1e-30
+
+
+def keep(values: torch.Tensor) -> torch.Tensor:
+    """Round nothing."""
+    return values
+
+
+def _steps(values: torch.Tensor, largest: int) -> torch.Tensor:
+    step = values.abs().amax(-1, keepdim=True).clamp_min(_TINY) / largest
+    return (values / step).round().clamp(-largest, largest) * step
+
+
+def int8_rows(values: torch.Tensor) -> torch.Tensor:
+    """A scale for each row (..., n)."""
+    return _steps(values.float(), 127).to(values.dtype)
+
+
+def int4_groups(values: torch.Tensor) -> torch.Tensor:
+    """A scale for each 32 columns."""
+    columns = values.shape[-1]
+    padded = torch.nn.functional.pad(values.float(), (0, -columns % _INT4_GROUP))
+    groups = padded.unflatten(-1, (-1, _INT4_GROUP))
+    return _steps(groups, 7).flatten(-2)[..., :columns].to(values.dtype)
+
+
+def e4m3_rows(values: torch.Tensor) -> torch.Tensor:
+    """8-bit floats with a scale for each row."""
+    step = values.float().abs().amax(-1, keepdim=True).clamp_min(_TINY) / _E4M3_LARGEST
+    return ((values.float() / step).to(torch.float8_e4m3fn).float() * step).to(values.dtype)
+
+
+def bfloat16(values: torch.Tensor) -> torch.Tensor:
+    """16-bit floats of 8 bits of precision."""
+    return values.bfloat16().to(values.dtype)
+
+
+def float16(values: torch.Tensor) -> torch.Tensor:
+    """16-bit floats of 11 bits of precision."""
+    return values.half().to(values.dtype)
+
+
+WEIGHTS: Mapping[str, Round] = {"int8": int8_rows, "int4": int4_groups, "fp8": e4m3_rows}
+CACHE: Mapping[str, Round] = {"int8": int8_rows, "fp8": e4m3_rows, "bfloat16": bfloat16, "float16": float16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """How an engine rounds: everything to ``dtype``; the decoder's ``weights``, the ``rows`` that linear layers
+    multiply, and the ``cache`` of keys and values further."""
+
+    dtype: torch.dtype
+    weights: Round = keep
+    rows: Round = keep
+    cache: Round = keep
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the engine computes in float32 throughout."""
+        return self.dtype is torch.float32 and self.weights is self.rows is self.cache is keep
+
+    def in_dtype(self, values: torch.Tensor) -> torch.Tensor:
+        """Round to ``dtype``."""
+        return values.to(self.dtype).float()
+
+
+def rounding_of(configuration: Mapping[str, Any], quantization: Mapping[str, Any] | None, device: str) -> Rounding:
+    """Return what an engine with this effective configuration rounds, and a checkpoint with this
+    ``quantization_config``."""
+    chosen = configuration.get("quantization") if quantization is None else None
+    rows = keep
+    on_gpu = device.startswith("cuda")
+    if chosen == "int8" or _rounds_rows_to(quantization, "int"):
+        rows = int8_rows
+    elif on_gpu and (chosen == "fp8" or _is_fp8(quantization)):
+        rows = e4m3_rows
+    cache = configuration.get("kv_cache_dtype", "auto")
+    return Rounding(
+        dtype=_DTYPES[configuration["dtype"]],
+        weights=WEIGHTS.get(str(chosen), keep),
+        rows=rows,
+        cache=keep if cache == configuration["dtype"] else CACHE.get(cache, keep),
+    )
+
+
+def _rounds_rows_to(quantization: Mapping[str, Any] | None, kind: str) -> bool:
+    groups = (quantization or {}).get("config_groups") or {}
+    inputs = [one.get("input_activations") or {} for one in groups.values()]
+    return any(one.get("type") == kind and one.get("num_bits") == 8 for one in inputs)
+
+
+def _is_fp8(quantization: Mapping[str, Any] | None) -> bool:
+    found = quantization or {}
+    return found.get("quant_method") == "fp8" or found.get("quant_algo") == "FP8" or _rounds_rows_to(found, "float")
