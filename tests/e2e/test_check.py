@@ -18,10 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import tp_engine.worker.model_runner as model_runner
 from tests.quantised.checkpoints import compress
 from tests.quantised.formats import FORMATS
 from tests.tiers import slow_but
+from tp_engine.attention.base import prepare_groups
 from tp_engine.check import golden
 from tp_engine.check.engine_check import EngineCheck
 from tp_engine.check.report import CheckFinding, CheckReport, CheckStatus
@@ -194,15 +194,14 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> list[ModelRunner]:
 @pytest.mark.slow
 def test_mixed_up_keys_and_values_are_found(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: transformers; requests that run alone are right, and batches are not."""
-    prepare = model_runner.prepare_groups
 
     def mixed(backends: Any, metadata: Any) -> None:
         for group in metadata:
             if len(group.block_table) > 1:
                 group.block_table[[0, 1]] = group.block_table[[1, 0]].clone()
-        prepare(backends, metadata)
+        prepare_groups(backends, metadata)
 
-    monkeypatch.setattr(model_runner, "prepare_groups", mixed)
+    monkeypatch.setattr("tp_engine.worker.model_runner.prepare_groups", mixed)
     report = check(checkpoint("llama", vocab_size=VOCAB_SIZE), enforce_eager=True)
     found = wrong(report)
     assert "in a batch" in found and "alone" not in found and "hidden states" not in found, report.as_text()

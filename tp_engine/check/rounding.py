@@ -30,12 +30,12 @@ def _steps(values: torch.Tensor, largest: int) -> torch.Tensor:
 
 
 def int8_rows(values: torch.Tensor) -> torch.Tensor:
-    """A scale for each row (..., n)."""
+    """Round to 8 bits with a scale for each row (..., n)."""
     return _steps(values.float(), 127).to(values.dtype)
 
 
 def int4_groups(values: torch.Tensor) -> torch.Tensor:
-    """A scale for each 32 columns."""
+    """Round to 4 bits with a scale for each 32 columns."""
     columns = values.shape[-1]
     padded = torch.nn.functional.pad(values.float(), (0, -columns % _INT4_GROUP))
     groups = padded.unflatten(-1, (-1, _INT4_GROUP))
@@ -43,18 +43,18 @@ def int4_groups(values: torch.Tensor) -> torch.Tensor:
 
 
 def e4m3_rows(values: torch.Tensor) -> torch.Tensor:
-    """8-bit floats with a scale for each row."""
+    """Round to 8-bit floats with a scale for each row."""
     step = values.float().abs().amax(-1, keepdim=True).clamp_min(_TINY) / _E4M3_LARGEST
     return ((values.float() / step).to(torch.float8_e4m3fn).float() * step).to(values.dtype)
 
 
 def bfloat16(values: torch.Tensor) -> torch.Tensor:
-    """16-bit floats of 8 bits of precision."""
+    """Round to 16-bit floats of 8 bits of precision."""
     return values.bfloat16().to(values.dtype)
 
 
 def float16(values: torch.Tensor) -> torch.Tensor:
-    """16-bit floats of 11 bits of precision."""
+    """Round to 16-bit floats of 11 bits of precision."""
     return values.half().to(values.dtype)
 
 
