@@ -153,7 +153,7 @@ def test_ids_of_kimi_are_numbered() -> None:
     async def scenario(app: Any) -> None:
         ids = ["functions.get_weather:0", "functions.add:1", "functions.get_weather:2"]
         chat = ChatFormat(byte_level_tokenizer(), ChatOptions(chat_template=KIMI))
-        assert chat.render(history, numbers_calls=True).text.split() == [*ids[:2], ids[1], ids[0], ids[2], ids[2]]
+        assert chat.render(history, adapts_calls=True).text.split() == [*ids[:2], ids[1], ids[0], ids[2], ids[2]]
         assert chat.render(history).text.split()[:2] == ["call_0", "call_1"]
         answer = (await app.post(CHAT, body(messages=history))).json()
         assert [call["id"] for call in answer["choices"][0]["message"]["tool_calls"]] == ["functions.get_weather:3"]

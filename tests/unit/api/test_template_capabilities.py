@@ -224,3 +224,44 @@ def test_probes_are_bounded(body: str, monkeypatch: pytest.MonkeyPatch, caplog: 
     started_s = time.monotonic()
     assert probed(body + "{{ messages[0].content }}").form("user") == FORMS["text"]
     assert time.monotonic() - started_s < 5 and "could not be probed" in caplog.text
+
+
+LFM2_LIKE = """{% if tools %}List of tools: [{% for tool in tools %}{{ tool | tojson }}{% endfor %}]{% endif %}
+{%- for message in messages %}|{{ message.role }}:{{ message.content }}{% endfor %}"""
+GRANITE_LIKE = (
+    """{# <|tool_call|> #}{% for message in messages %}|{{ message.role }}:{{ message.content }}{% endfor %}"""
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "written"),
+    [
+        (LFM2_LIKE, "<|tool_call_start|>[f(a=1), f(a=1)]<|tool_call_end|>"),
+        (GRANITE_LIKE, '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {"a": 1}}]'),
+        (QWEN_LIKE, None),
+        ("{% for message in messages %}|{{ message.role }}:{{ message.content }}{% endfor %}", ""),
+    ],
+)
+def test_calls_that_a_template_does_not_show_are_written_into_the_content(source: str, written: str | None) -> None:
+    """Oracle: the spelling of the model; nothing is added where the template shows calls, where the format is not
+    known, and for callers that give messages as the template wants them."""
+    chat = ChatFormat(byte_level_tokenizer(), ChatOptions(chat_template=source))
+    messages = [USER, {"role": "assistant", "content": "I look. ", "tool_calls": CALLS}, *RESULTS]
+    plain, shown = chat.render(messages).text, chat.render(messages, adapts_calls=True).text
+    assert shown == (plain if written is None else plain.replace("I look. ", f"I look. {written}"))
+    alone = [USER, {"role": "assistant", "content": None, "tool_calls": CALLS}, *RESULTS]
+    assert (written or "") in chat.render(alone, adapts_calls=True).text
+
+
+@pytest.mark.parametrize(("source", "is_told"), [(LFM2_LIKE, True), (QWEN_LIKE, True), (GRANITE_LIKE, False)])
+def test_a_template_that_does_not_tell_of_tools_is_named(
+    source: str, is_told: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: a warning with the remedy, for requests with tools only."""
+    monkeypatch.setattr("tp_engine.log._said", set())
+    assert probed(source).shows_tools is is_told
+    chat = ChatFormat(byte_level_tokenizer(), ChatOptions(chat_template=source))
+    chat.render([USER])
+    assert "does not tell the model" not in caplog.text
+    chat.render([USER], {"tools": TOOLS})
+    assert ("does not tell the model" in caplog.text) is not is_told

@@ -285,6 +285,15 @@ def test_forced_calls_are_in_the_models_own_form(name: str) -> None:
         assert found.content == "" and parser.finish_reason("stop") == "tool_calls"
 
 
+@pytest.mark.parametrize("name", FORCED)
+def test_calls_of_a_conversation_are_written_as_the_model_writes_them(name: str) -> None:
+    """Oracle: the format's parser reads the same calls."""
+    values: Calls = [("add", {"city": 'Kö"ln', "n": -1, "ok": True, "o": {"k": [None, "a, b"]}}), ("größe", {})]
+    found = find(parser(name), [TOOL_FORMATS[name].written(values)])  # type: ignore[arg-type]
+    assert [(function, json.loads(arguments)) for function, arguments in found.calls] == values
+    assert found.content == ""
+
+
 def forced_output(name: str, tools: ToolRequest, text: str) -> bool:
     """Whether ``text`` is a whole output of calls that are forced."""
     form = TOOL_FORMATS[name].forced_form(tools)

@@ -67,10 +67,12 @@ class CallForm:
     """How calls are given.  ``argument_texts``: their arguments are JSON text, not an object.
 
     ``null_content``: a content that is null stays null beside calls, because the template shows none beside a text.
+    ``are_shown``: the template shows them at all.
     """
 
     argument_texts: bool = False
     null_content: bool = False
+    are_shown: bool = True
 
 
 # What --chat-template-content-format asks for.
@@ -81,13 +83,14 @@ _FORCED = {"string": ContentForm(), "openai": ContentForm(takes_text=False, take
 class TemplateCapabilities:
     """What a template takes.  ``contents`` has the form of each role; other roles have that of the user.
 
-    ``takes_thinking``: reasoning is called ``thinking``.
+    ``takes_thinking``: reasoning is called ``thinking``.  ``shows_tools``: the prompt tells of the request's tools.
     """
 
     contents: Mapping[str, ContentForm] = field(default_factory=dict)
     calls: CallForm = CallForm()
     knows_developer: bool = False
     takes_thinking: bool = False
+    shows_tools: bool = True
 
     @classmethod
     def of(
@@ -109,6 +112,7 @@ class TemplateCapabilities:
             knows_developer=template.mentions("developer")
             and (probes.shows("developer") or not probes.shows("system")),
             takes_thinking=template.mentions("message.thinking") and not template.mentions("reasoning_content"),
+            shows_tools=probes.shows_tools(),
         )
         if probes.is_late:
             logger.warning(
@@ -167,7 +171,13 @@ class _Probes:
                     return CallForm(False, null_content)
                 if written in self._render(self._call(written, null_content), tools):
                     return CallForm(True, null_content)
-        return CallForm()
+        return CallForm(are_shown=self.is_late)
+
+    def shows_tools(self) -> bool:
+        """Return whether the template tells of tools; True if it refuses the probes."""
+        messages = [self._message("system", "be brief"), self._message("user", "hi")]
+        probes = [(self._render(some, [_TOOL]), self._render(some, None)) for some in (messages, messages[1:])]
+        return self.is_late or any(shown != plain for shown, plain in probes) or not any(shown for shown, _ in probes)
 
     def _places(self, role: str) -> list[_Place]:
         """The places of a content of ``role`` that templates treat on their own."""

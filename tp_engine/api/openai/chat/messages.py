@@ -13,6 +13,7 @@
 | reasoning | reasoning_content too, its name in most templates, or thinking if the template knows that alone |
 | an answer of a tool, with the call's id | also the function's name |
 | ids of calls | the same, or numbered ones, if the model knows those alone |
+| calls that the template does not show | their text in the content, as the model writes it |
 | role developer | system, if the template does not know developer |
 """
 
@@ -23,6 +24,7 @@ from typing import Any
 
 from tp_engine.api.openai.chat.capabilities import TemplateCapabilities
 from tp_engine.api.openai.tools.call_reader import valid_unicode
+from tp_engine.api.openai.tools.events import ToolFormat
 from tp_engine.errors import RequestError, shown
 from tp_engine.log import get_logger, warn_once
 
@@ -35,11 +37,12 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def normal_messages(
-    messages: Sequence[Mapping[str, Any]], takes: TemplateCapabilities, numbered_id: str = ""
+    messages: Sequence[Mapping[str, Any]], takes: TemplateCapabilities, calls_format: ToolFormat | None = None
 ) -> list[dict[str, Any]]:
     """Checked copies, for a template that takes ``takes``; raises ``RequestError`` that names the faulty message.
 
-    ``numbered_id`` is the form of the calls' ids (``ToolFormat.numbered_id``); empty: they stay as they are.
+    ``calls_format`` is that of the calls, whose ids take its form, if it has one (``ToolFormat.numbered_id``), and
+    which are texts in it where the template does not show them; None: they stay as they are.
     """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError("messages must be a list of {'role': ..., 'content': ...}", param="messages")
@@ -47,8 +50,8 @@ def normal_messages(
         raise RequestError("messages is empty; give at least one message", param="messages")
     normal = [_normal_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
     _name_tools(normal)
-    if numbered_id:
-        _number_calls(normal, numbered_id)
+    if calls_format is not None and calls_format.numbered_id:
+        _number_calls(normal, calls_format.numbered_id)
     for message in normal:
         given, has_calls = message["content"], "tool_calls" in message
         if message["role"] == "developer" and not takes.knows_developer:
@@ -61,7 +64,20 @@ def normal_messages(
     calls = [call for message in normal for call in message.get("tool_calls", ())]
     give_arguments = _give_texts if takes.calls.argument_texts else _give_objects
     give_arguments(calls)
+    if calls_format is not None and not takes.calls.are_shown:
+        _write_calls(normal, takes, calls_format)
     return normal
+
+
+def _write_calls(messages: Sequence[dict[str, Any]], takes: TemplateCapabilities, calls_format: ToolFormat) -> None:
+    """Add calls to the contents of their messages, as the model writes them."""
+    for message in messages:
+        functions = [call["function"] for call in message.get("tool_calls", ())]
+        written = calls_format.written([(one["name"], _object(one["arguments"]) or {}) for one in functions])
+        if functions and written:
+            given = message["content"]
+            texts = [part["text"] for part in given] if isinstance(given, list) else [given or ""]
+            message["content"] = takes.form(message["role"]).content("".join(texts) + written)
 
 
 def _give_texts(calls: Sequence[Mapping[str, Any]]) -> None:

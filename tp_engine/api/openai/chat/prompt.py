@@ -55,11 +55,12 @@ class ChatFormat:
         messages: Sequence[Mapping[str, Any]],
         template_options: Mapping[str, Any] | None = None,
         *,
-        numbers_calls: bool = False,
+        adapts_calls: bool = False,
     ) -> ChatPrompt:
         """Return the prompt, up to the assistant's answer.  Raises ``RequestError``.
 
-        ``numbers_calls``: ids of calls take the form that the model knows (``ToolFormat.numbered_id``), if it has one.
+        ``adapts_calls``: ids of calls take the form that the model knows (``ToolFormat.numbered_id``), if it has one,
+        and calls that the template does not show are written into the message's content, as the model writes them.
 
         ``add_generation_prompt``, ``continue_final_message``, ``tools``, ``documents`` and ``chat_template`` (a text,
         or the name of one of the tokenizer's) among ``template_options`` mean the same as in transformers; the
@@ -74,8 +75,13 @@ class ChatFormat:
             warn_once(
                 logger, "the format of the model's tool calls is not known: those that it chooses to make stay text"
             )
-        numbered_id = self.tool_format.numbered_id if self.tool_format is not None and numbers_calls else ""
-        conversation = normal_messages(messages, takes, numbered_id)
+        if given.get("tools") and not takes.shows_tools:
+            warn_once(
+                logger,
+                "the chat template does not tell the model of a request's tools: serve with --chat-template and one "
+                "that does",
+            )
+        conversation = normal_messages(messages, takes, self.tool_format if adapts_calls else None)
         variables = {
             **self._special_tokens(),
             "tools": None,

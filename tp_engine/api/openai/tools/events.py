@@ -5,11 +5,12 @@ A stream sends each event as a delta, a whole answer joins them.
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from tp_engine.api.openai.tools.forced_arguments import JSON, ArgumentForm
 
@@ -166,6 +167,18 @@ class ToolFormat:
             return None
         fit = (_NAME.fullmatch(name) and self.forced.arguments.fits(one) for name, one in tools.argument_schemas())
         return self.forced if all(fit) else None
+
+    def written(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        """Return calls, pairs of a name and its arguments, as the model writes them; empty if that is not known."""
+        form = self.forced
+        if form is None:
+            return ""
+        texts = []
+        for number, (name, arguments) in enumerate(calls):
+            before, _, behind = form.call.replace("NUMBER", str(number)).partition("ARGUMENTS")
+            called = before.replace("NAME", json.dumps(name, ensure_ascii=False)[1:-1] if '"NAME"' in before else name)
+            texts.append(f"{called}{form.arguments.written(arguments)}{behind}")
+        return f"{form.begin}{form.between.join(texts)}{form.end}"
 
 
 class EventSink:

@@ -41,6 +41,9 @@ class ArgumentForm(Protocol):
     def rules(self, rule: str, schema: _Schema, writing: FormWriting) -> list[str]:
         """Return rules in Lark, the first of which is ``rule``, of arguments that follow ``schema``."""
 
+    def written(self, arguments: Mapping[str, Any]) -> str:
+        """Return arguments as a model writes them."""
+
 
 @dataclass(frozen=True, slots=True)
 class FormWriting:
@@ -102,6 +105,9 @@ class JsonArguments(ArgumentForm):
     def rules(self, rule: str, schema: _Schema, writing: FormWriting) -> list[str]:
         return [f"{rule}: %json {inner_schema(schema, writing.like)}"]
 
+    def written(self, arguments: Mapping[str, Any]) -> str:
+        return json.dumps(arguments, ensure_ascii=False)
+
 
 JSON = JsonArguments()
 
@@ -132,6 +138,15 @@ class MarkedArguments(ArgumentForm):
             assert kind is not None, "it fits"
             made.append(self._argument(f"{rule}_{number}", f'"{one.name}"', kind, schema, writing))
         return made
+
+    def written(self, arguments: Mapping[str, Any]) -> str:
+        texts = []
+        for key, value in arguments.items():
+            is_text = isinstance(value, str)
+            before, _, end = self.argument.replace("IS_TEXT", str(is_text).lower()).partition("VALUE")
+            text = value if is_text else json.dumps(value, ensure_ascii=False)
+            texts.append(f"{before.replace('KEY', key)}{text}{end}")
+        return "".join(texts)
 
     def _argument(self, rule: str, key: str, kind: _Kind, root: _Schema, writing: FormWriting) -> str:
         ways = []
@@ -167,6 +182,18 @@ class LiteralArguments(ArgumentForm):
 
     def rules(self, rule: str, schema: _Schema, writing: FormWriting) -> list[str]:
         return _LiteralRules(self, schema, writing).of_arguments(rule)
+
+    def written(self, arguments: Mapping[str, Any]) -> str:
+        return self.between.join(f"{key}{self.equals}{self._literal(value)}" for key, value in arguments.items())
+
+    def _literal(self, value: Any) -> str:
+        if not self.quote:
+            return repr(value) if not isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if isinstance(value, list):
+            return f"[{','.join(map(self._literal, value))}]"
+        if isinstance(value, Mapping):
+            return f"{{{','.join(f'{key}:{self._literal(one)}' for key, one in value.items())}}}"
+        return f"{self.quote}{value}{self.quote}" if isinstance(value, str) else json.dumps(value)
 
     def _fits(self, schema: Any, root: _Schema, seen: set[int], depth: int) -> bool:
         """Whether a value can be written; ``seen`` are the schemas that are being looked at, or have been."""
