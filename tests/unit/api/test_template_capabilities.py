@@ -246,10 +246,10 @@ def test_calls_that_a_template_does_not_show_are_written_into_the_content(source
     """Oracle: the spelling of the model; nothing is added where the template shows calls, where the format is not
     known, and for callers that give messages as the template wants them."""
     chat = ChatFormat(byte_level_tokenizer(), ChatOptions(chat_template=source))
-    messages = [USER, {"role": "assistant", "content": "I look. ", "tool_calls": CALLS}, *RESULTS]
+    messages: list[dict[str, Any]] = [USER, {"role": "assistant", "content": "I look. ", "tool_calls": CALLS}, *RESULTS]
     plain, shown = chat.render(messages).text, chat.render(messages, adapts_calls=True).text
     assert shown == (plain if written is None else plain.replace("I look. ", f"I look. {written}"))
-    alone = [USER, {"role": "assistant", "content": None, "tool_calls": CALLS}, *RESULTS]
+    alone: list[dict[str, Any]] = [USER, {"role": "assistant", "content": None, "tool_calls": CALLS}, *RESULTS]
     assert (written or "") in chat.render(alone, adapts_calls=True).text
 
 
