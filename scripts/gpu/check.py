@@ -1,8 +1,9 @@
 """Check a GPU host (scripts/gpu_check): run sections, each a separate command, and print one table at the end.
 
-Every section has a time limit.  After a failure the next section still runs.  --out keeps gpu_check.log (all output),
-gpu_check.json and gpu_check.txt (the table), written anew after each section.  Exit code 0: all passed; 1: something
-failed; 2: no GPU here.
+Every section has a time limit and ends with a verdict.  After a failure the next section still runs.  --out keeps
+gpu_check.log (all output), gpu_check.json (reports, figures, verdicts) and gpu_check.txt (the table), written anew
+after each section, those of a plan in a folder of their own; --document FILE ... writes the figures of such JSON files
+into docs/benchmarks/gpu.md.  Exit code 0: all passed; 1: something failed; 2: no GPU here.
 """
 
 from __future__ import annotations
@@ -14,17 +15,24 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from gpu.figures import figures_of
-from gpu.run import Outcome, run_section, why_not
-from gpu.sections import GPU_PEERS, Section, all_sections
+from gpu.run import ROOT, Outcome, run_section, why_not
+from gpu.sections import GPU_PEERS, PLAN_S, PLANS, Section, all_sections
+
+PAGE = ROOT / "docs" / "benchmarks" / "gpu.md"
+_BEGIN, _END = "<!-- figures of scripts/gpu_check -->", "<!-- end of the figures -->"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen sections; returns the exit code."""
     args = parse_arguments(arguments)
+    if args.document:
+        update(PAGE, [section for file in args.document for section in json.loads(file.read_text(encoding="utf-8"))])
+        return 0
     sections = chosen(args)
     if args.list or args.dry_run:
         for section in sections:
@@ -40,9 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    args.out.mkdir(parents=True, exist_ok=True)
-    with (args.out / "gpu_check.log").open("w", encoding="utf-8") as log:
-        outcomes = run_all(sections, num_gpus, args.budget_s, log, args.out)
+    out, budget_s = args.out, args.budget_s
+    if args.plan is not None:
+        out, budget_s = out / f"plan_{args.plan}", min(budget_s, PLAN_S)
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "gpu_check.log").open("w", encoding="utf-8") as log:
+        outcomes = run_all(sections, num_gpus, budget_s, log, out)
     return 1 if any(outcome.is_bad for outcome in outcomes) else 0
 
 
@@ -51,11 +62,19 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    plans = "; ".join(f"{number} {what}" for number, what in PLANS.items())
+    parser.add_argument("--plan", type=int, choices=PLANS, help=f"the sections of a call of {PLAN_S} s: {plans}")
     parser.add_argument("--sections", help="comma-separated names (default: all); --list shows them")
     parser.add_argument("--skip", default="", help="comma-separated names of sections to leave out")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="seconds for everything together")
     default = Path(os.environ.get("OUT") or "gpu_check_results")
     parser.add_argument("--out", type=Path, default=default, help="folder for the results (default: %(default)s)")
+    parser.add_argument(
+        "--lab-folder", type=Path, help="files of docs/lab.md's commit, where the checkout has no git history"
+    )
+    parser.add_argument(
+        "--document", type=Path, nargs="+", metavar="FILE", help="write their figures into docs/benchmarks/gpu.md"
+    )
     parser.add_argument("--nano-vllm-path", help="also measure the nano-vllm in this folder")
     peers = " or ".join(GPU_PEERS)
     parser.add_argument(
@@ -84,6 +103,7 @@ def chosen(args: argparse.Namespace) -> list[Section]:
         section
         for section in all_sections(args)
         if (args.sections is None or section.name in wanted) and section.name not in unwanted
+        if args.plan is None or section.plan == args.plan
     ]
 
 
@@ -109,6 +129,7 @@ def run_all(sections: Sequence[Section], num_gpus: int, budget_s: float, log: IO
         if outcome is None:
             outcome = run_section(section, log, min(section.limit_s, remaining_s))
         print(f"== {section.name}: {outcome.status} {outcome.note}", flush=True)
+        print(f"== verdict: {section.name}: {outcome.verdict}", flush=True)
         outcomes.append(outcome)
         save(outcomes, out)
     print("\n" + table(outcomes))
@@ -117,22 +138,40 @@ def run_all(sections: Sequence[Section], num_gpus: int, budget_s: float, log: IO
 
 
 def save(outcomes: Sequence[Outcome], out: Path) -> None:
-    """Write the table and the sections' reports."""
+    """Write the table, and for each section how it ended, its verdict, its figures and its report."""
     (out / "gpu_check.txt").write_text(table(outcomes), encoding="utf-8")
-    content = [vars(outcome) for outcome in outcomes]
+    content = [
+        vars(one) | {"verdict": one.verdict, "figures": [asdict(figure) for figure in figures_of(one.report)]}
+        for one in outcomes
+    ]
     (out / "gpu_check.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """How each section ended, then its figures beside their goals."""
-    lines = [f"{'section':<16}{'status':<12}{'seconds':>8}  note"]
-    lines += [f"{o.name:<16}{o.status:<12}{o.seconds:>8.1f}  {o.note}" for o in outcomes]
+    lines = [f"{'section':<16}{'status':<12}{'seconds':>8}  verdict"]
+    lines += [f"{o.name:<16}{o.status:<12}{o.seconds:>8.1f}  {o.verdict}" for o in outcomes]
     lines += ["", f"{'figure':<72}{'measured':>12} {'unit':<24}{'goal':>8}"]
     for outcome in outcomes:
         for figure in figures_of(outcome.report):
             goal = "" if figure.goal is None else f"{figure.goal:>8g}  {figure.verdict}"
             lines.append(f"{figure.label:<72}{figure.value:>12,.3f} {figure.unit:<24}{goal}")
     return "\n".join(lines) + "\n"
+
+
+def update(page: Path, sections: Sequence[dict[str, Any]]) -> None:
+    """Write the figures of ``sections``, as in gpu_check.json, into the table of the page between its marks."""
+    rows = ["| what | measured | goal | section |", "| --- | --- | --- | --- |"]
+    for section in sections:
+        for one in section["figures"]:
+            goal = "" if one["goal"] is None else f"{'below' if one['lower'] else 'at least'} {one['goal']:,g}"
+            value = f"{one['value']:,.0f}" if one["value"] >= 1000 else f"{one['value']:.3g}"
+            rows.append(f"| {one['label']} | {value} {one['unit']} | {goal} | {section['name']} |")
+    before, _, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
+    _, mark, after = rest.partition(_END)
+    if not mark:
+        raise SystemExit(f"{page} has no lines {_BEGIN} and {_END}, between which the table belongs")
+    page.write_text(before + "\n".join([_BEGIN, "", *rows, "", _END]) + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class Figure:
 
 def figures_of(report: Mapping[str, Any]) -> list[Figure]:
     """The figures of a script's JSON line; none for an unknown report."""
-    kinds = {"kernels": _kernels, "steps": _steps, "serve": _serve, "prompts": _prompts}
+    kinds = {"kernels": _kernels, "steps": _steps, "serve": _serve, "prompts": _prompts, "start": _start}
     if "decode_roofline_ms" in report and "workloads" in report:
         return list(_offline(report))
     make = kinds.get(str(report.get("benchmark")))
@@ -118,6 +118,11 @@ def _prompts(report: Mapping[str, Any]) -> Iterator[Figure]:
             yield Figure(label, found["equal_tokens"], "of the tokens equal")
             yield Figure(label, found["start_s"] - first["start_s"], "s more to start")
             yield Figure(label, found["graph_mib"] - first["graph_mib"], "MiB more of graphs")
+
+
+def _start(report: Mapping[str, Any]) -> Iterator[Figure]:
+    for cache, seconds in report["seconds"].items():
+        yield Figure(f"start of the demo model, {cache} kernel caches", seconds, "s")
 
 
 def _serve(report: Mapping[str, Any]) -> Iterator[Figure]:

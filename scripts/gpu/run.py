@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from gpu.figures import figures_of
 from gpu.sections import Section
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,12 +37,23 @@ class Outcome:
         """Whether the section ran and failed."""
         return self.status in ("failed", "timeout")
 
+    @property
+    def verdict(self) -> str:
+        """What the section has shown, in one line: its own verdict, the goals of its figures, or how it ended."""
+        if "verdict" in self.report:
+            return str(self.report["verdict"])
+        goals = [figure for figure in figures_of(self.report) if figure.goal is not None]
+        if self.status == "passed" and goals:
+            missed = [figure.label for figure in goals if figure.verdict == "missed"]
+            return f"{len(goals) - len(missed)} of {len(goals)} goals met" + "".join(
+                f"; missed: {one}" for one in missed
+            )
+        return " ".join(filter(None, (self.status, self.note)))
+
 
 def why_not(section: Section, num_gpus: int, remaining_s: float) -> Outcome | None:
     """The reason why a section can not run here; None if it can."""
     missing = [name for name in section.modules if importlib.util.find_spec(name) is None]
-    if section.needs:
-        return Outcome(name=section.name, status="skipped", note=f"needs {section.needs}")
     if section.min_gpus > num_gpus:
         return Outcome(name=section.name, status="skipped", note=f"needs {section.min_gpus} GPUs, found {num_gpus}")
     if missing:

@@ -1,4 +1,7 @@
-"""The sections of scripts/gpu_check: commands that also work by hand, each with its own time limit."""
+"""The sections of scripts/gpu_check: commands that also work by hand, each with its own time limit.
+
+Four plans spend half an hour on a GPU, each in a call of at most ``PLAN_S``; ``PLANS`` says what each answers.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,26 @@ _CORE = ("torch", "transformers", "safetensors", "msgspec", "zmq", "xxhash")
 _TESTS = (*_CORE, "pytest", "psutil", "triton")
 _SERVER = (*_CORE, "fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2")
 GPU_PEERS = ("vllm", "nano-vllm")
+PLANS = {
+    1: "does it work: environment, contexts, NCCL, engine, graphs",
+    2: "how fast: 0.6B and 8B, beside the peers that are given",
+    3: "what docs/lab.md holds: turn on, or stays out",
+    4: "ranks on one GPU, a killed rank, 32B, quantised 8B",
+}
+PLAN_S = 560
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """``command`` follows the interpreter; ``modules`` must be importable.  ``needs`` is what the command line must
-    name and does not; the section is then skipped."""
+    """``command`` follows the interpreter; ``modules`` must be importable.  ``plan`` 0: in none."""
 
     name: str
     what: str
     command: tuple[str, ...]
     limit_s: float
+    plan: int = 0
     modules: tuple[str, ...] = ()
     min_gpus: int = 1
-    needs: str = ""
 
     def argv(self) -> list[str]:
         """The whole command line."""
@@ -40,25 +49,23 @@ class Section:
 def all_sections(args: argparse.Namespace) -> list[Section]:
     """All sections, in the order in which they run."""
     given = [pair.partition("=")[0] for pair in args.peer_python] + ["nano-vllm"] * bool(args.nano_vllm_path)
-    peers = shlex.join(
-        [
-            *("--peer", *(dict.fromkeys(given) or GPU_PEERS)),
-            *(part for pair in args.peer_python for part in ("--peer-python", pair)),
-            *(("--nano-vllm-path", args.nano_vllm_path) if args.nano_vllm_path else ()),
-        ]
+    peers = (
+        ["--together", "--rounds", "2", "--peer", *dict.fromkeys(given)] if given else ["--no-peer", "--rounds", "1"]
     )
-    needs = "" if given else "--peer-python vllm=PATH or --nano-vllm-path PATH"
+    peers += [part for pair in args.peer_python for part in ("--peer-python", pair)]
+    peers += ["--nano-vllm-path", args.nano_vllm_path] if args.nano_vllm_path else []
+    lab = ["--folder", str(args.lab_folder)] if args.lab_folder else []
     return [
         Section(
             name=name,
+            plan=plan,
             limit_s=limit_s,
             what=what,
-            command=tuple(shlex.split(command.format(peers=peers))),
+            command=tuple(shlex.split(command.format(peers=shlex.join(peers), lab=shlex.join(lab)))),
             modules=_SERVER if "bench_serve" in command else _TESTS if "pytest" in command else _CORE,
             min_gpus=2 if "torch.distributed.run" in command else 1,
-            needs=needs if "{peers}" in command else "",
         )
-        for name, limit_s, what, command in _SECTIONS
+        for name, plan, limit_s, what, command in _SECTIONS
     ]
 
 
@@ -87,88 +94,93 @@ def _serve(server_args: str = "") -> str:
     )
 
 
-_PEERS = "--together --rounds 3 --workloads {} {{peers}}"
-_QUANTISED = "--rounds 1 --no-peer --quantization none,fp8,int4 --workloads latency,batch32,batch256"
+_QUANTISED = "--rounds 1 --no-peer --quantization none,fp8,int4 --workloads"
 _STEPS = "scripts/bench_steps.py --shape qwen3-{} --batch-size 256 --context-len 512"
 _PROMPTS = "scripts/bench_steps.py --shape qwen3-{} --prompts 'none;auto' --batch-size 32 --context-len 128 --steps 50"
 _KERNELS = "scripts/bench_kernels.py"
 _RECORDED = " --cudagraph-prefill-capture-sizes auto --served-model-name prompts-recorded"
+_LAB = "scripts/gpu/lab.py {} {{lab}}"
 
 _SECTIONS = (
-    # name, its limit in seconds, what it is, what follows the interpreter
-    ("environment", 60, "GPUs, driver, versions, missing packages", "scripts/gpu/environment.py"),
+    # name, its plan, its limit in seconds, what it is, what follows the interpreter
+    ("environment", 1, 30, "GPUs, driver, versions, missing packages", "scripts/gpu/environment.py"),
+    ("start", 1, 120, "contexts per GPU; a start with empty and full kernel caches", "scripts/gpu/probes.py start"),
+    ("nccl", 1, 50, "one rank: replayed 10,000 times, aborted while a graph runs", "scripts/gpu/probes.py nccl"),
     (
-        "kernels", 420, "tests/gpu without the engine: kernels and backends against their twins, captured too",
+        "engine", 1, 240, "tokens of transformers; recorded steps give those of eager ones; preempted, twice",
+        _engine("not (ranks_on_one_gpu or latent or prompt_graphs)"),
+    ),
+    (
+        "prompt_graphs", 1, 120, "recorded steps with prompts give the tokens of launched ones",
+        _engine("prompt_graphs"),
+    ),
+    (
+        "figures_0.6b", 2, 250, "batch 1, 32 and 256 requests, 0.6B shape, beside the peers that are given",
+        _offline("0.6b", "--workloads latency,batch32,batch256 {peers}"),
+    ),
+    (
+        "figures_8b", 2, 310, "batch 1 and 32 requests, 8B shape, beside the peers that are given",
+        _offline("8b", "--workloads latency,batch32 {peers}"),
+    ),
+    ("lab_few_rows", 3, 190, "products of few rows, norm and residual in them", _LAB.format("few_rows")),
+    ("lab_head_choice", 3, 80, "LM head that chooses tokens", _LAB.format("head_choice")),
+    ("lab_heads", 3, 140, "heads prepared inside decode attention", _LAB.format("heads")),
+    ("lab_long_prompts", 3, 140, "long prompts by cuDNN", _LAB.format("long_prompts")),
+    ("lab_others", 3, 10, "what is not tried", _LAB.format("others")),
+    (
+        "ranks", 4, 180, "2 and 4 ranks on one GPU give the tokens of one, launched and recorded",
+        _engine("ranks_on_one_gpu"),
+    ),
+    ("kill", 4, 60, "symmetric memory: a killed rank ends the call of the others", "scripts/gpu/probes.py kill"),
+    ("offline_32b", 4, 160, "batch 1, 32B shape", _offline("32b", "--rounds 1 --no-peer --workloads latency")),
+    (
+        "quantised_8b", 4, 160, "fp8 and int4 weights beside bfloat16, 8B shape",
+        _offline("8b", f"{_QUANTISED} latency"),
+    ),
+    (
+        "kernels", 0, 420, "tests/gpu without the engine: kernels and backends against their twins, captured too",
         _pytest(f"tests/gpu --ignore={_ENGINE_TESTS} --ignore={_CODEC_TESTS}"),
     ),
-    ("codecs", 240, "blocks through the host tier's codecs, on a stream and back", _pytest(_CODEC_TESTS)),
+    ("codecs", 0, 240, "blocks through the host tier's codecs, on a stream and back", _pytest(_CODEC_TESTS)),
+    ("latents", 0, 240, "latent attention, recorded and eager, gives the tokens of a CPU", _engine("latent")),
     (
-        "engine", 240, "the engine against transformers, preempted, twice",
-        _engine("not (recorded or ranks_on_one_gpu or latent or prompt_graphs)"),
-    ),
-    ("graphs", 420, "recorded steps give the tokens of eager ones", _engine("recorded and not latent")),
-    ("prompt_graphs", 240, "recorded steps with prompts give the tokens of launched ones", _engine("prompt_graphs")),
-    ("latents", 240, "latent attention, recorded and eager, gives the tokens of a CPU", _engine("latent")),
-    ("ranks", 240, "2 and 4 ranks on one GPU give the tokens of one", _engine("ranks_on_one_gpu_give")),
-    (
-        "ranks_recorded", 420, "the same with decodes recorded over symmetric memory",
-        _engine("ranks_on_one_gpu_record"),
-    ),
-    (
-        "multi_gpu", 420, "tests/multi_gpu on all GPUs",
+        "multi_gpu", 0, 420, "tests/multi_gpu on all GPUs",
         f"-m torch.distributed.run --standalone --nproc-per-node gpu {_PYTEST} tests/multi_gpu",
     ),
-    ("bench_kernels", 420, "kernels of the 8B shape", f"{_KERNELS} --shape qwen3-8b"),
+    ("bench_kernels", 0, 420, "kernels of the 8B shape", f"{_KERNELS} --shape qwen3-8b"),
     (
-        "prompt_attention", 240, "attention of prompts, 8B shape",
+        "prompt_attention", 0, 240, "attention of prompts, 8B shape",
         f"{_KERNELS} --only 'prefill attention' --batch 1 --prefill 1024,1280,2048,8192,32768",
     ),
     (
-        "bench_latents", 240, "decode attention of DeepSeek-V3 on 1 and 8 ranks",
+        "bench_latents", 0, 240, "decode attention of DeepSeek-V3 on 1 and 8 ranks",
         f"{_KERNELS} --only latent --batch 1,32,256 --length 1024,8192",
     ),
+    ("steps_0.6b", 0, 180, "gaps between decode steps, 0.6B shape", _STEPS.format("0.6b")),
+    ("steps_8b", 0, 180, "gaps between decode steps, 8B shape", _STEPS.format("8b")),
+    ("serve_0.6b", 0, 240, "HTTP at three rates, 0.6B shape", _serve()),
+    ("prompts_0.6b", 0, 300, "prompts of 128 tokens, launched and recorded, 0.6B shape", _PROMPTS.format("0.6b")),
+    ("prompts_8b", 0, 300, "prompts of 128 tokens, launched and recorded, 8B shape", _PROMPTS.format("8b")),
+    ("serve_prompts", 0, 240, "the same with CUDA graphs of steps with prompts", _serve(_RECORDED)),
+    ("offline_14b", 0, 300, "batch 1 and 256 requests, 14B shape", _offline("14b", "--rounds 1 --no-peer")),
     (
-        "offline_latents", 300, "batch 1 and 256 requests, a small DeepSeek-like shape",
-        "scripts/bench_offline.py --shape D --rounds 1 --no-peer",
-    ),
-    ("offline_0.6b", 240, "batch 1 and 256 requests, 0.6B shape", _offline("0.6b", "--rounds 2 --no-peer")),
-    ("steps_0.6b", 180, "gaps between decode steps, 0.6B shape", _STEPS.format("0.6b")),
-    ("offline_8b", 240, "batch 1 and 256 requests, 8B shape", _offline("8b", "--rounds 1 --no-peer")),
-    ("steps_8b", 180, "gaps between decode steps, 8B shape", _STEPS.format("8b")),
-    ("serve_0.6b", 240, "HTTP at three rates, 0.6B shape", _serve()),
-    ("prompts_0.6b", 300, "prompts of 128 tokens, launched and recorded, 0.6B shape", _PROMPTS.format("0.6b")),
-    ("prompts_8b", 300, "prompts of 128 tokens, launched and recorded, 8B shape", _PROMPTS.format("8b")),
-    ("serve_prompts", 240, "the same with CUDA graphs of steps with prompts", _serve(_RECORDED)),
-    ("peers_0.6b", 420, "batch 1 and 256 requests, 0.6B shape beside transformers", _offline("0.6b", "--rounds 1")),
-    (
-        "peers_gpu_0.6b", 540, "in turns with vLLM and nano-vllm, 0.6B shape",
-        _offline("0.6b", _PEERS.format("latency,batch32,batch256")),
+        "offline_30b-a3b", 0, 420, "batch 1 and 256 requests, 30B-A3B shape",
+        _offline("30b-a3b", "--rounds 1 --no-peer"),
     ),
     (
-        "peers_gpu_8b", 590, "in turns with vLLM and nano-vllm, 8B shape",
-        _offline("8b", _PEERS.format("latency,batch32")),
-    ),
-    ("offline_14b", 300, "batch 1 and 256 requests, 14B shape", _offline("14b", "--rounds 1 --no-peer")),
-    ("offline_30b-a3b", 420, "batch 1 and 256 requests, 30B-A3B shape", _offline("30b-a3b", "--rounds 1 --no-peer")),
-    ("quantised_8b", 560, "fp8 and int4 weights beside bfloat16, 8B shape", _offline("8b", _QUANTISED)),
-    (
-        "quantised_tiles", 560, "tiles for few rows with quantised weights, 8B shape",
+        "quantised_tiles", 0, 560, "tiles for few rows with quantised weights, 8B shape",
         f"{_KERNELS} --tiles quantised --batch 16,64,256 --weights 'int4, group 128' 'fp8 per row' mxfp4",
     ),
     (
-        "experts_mxfp4", 420, "tiles of experts of gpt-oss-20b as released",
+        "experts_mxfp4", 0, 420, "tiles of experts of gpt-oss-20b as released",
         f"{_KERNELS} --tiles experts --experts gpt-oss-20b --weights mxfp4 --batch 1,32,256,2048",
     ),
     (
-        "experts", 420, "tiles of experts beside torch._grouped_mm",
+        "experts", 0, 420, "tiles of experts beside torch._grouped_mm",
         f"{_KERNELS} --tiles experts --weights none --batch 1,8,32,128,256,2048",
     ),
-    ("offline_32b", 420, "batch 1 and 256 requests, 32B shape", _offline("32b", "--rounds 1 --no-peer")),
-    ("quantised_32b", 600, "fp8 and int4 weights beside bfloat16, 32B shape", _offline("32b", _QUANTISED)),
     (
-        "ranks_0.6b", 300, "1, 2 and 4 ranks on one GPU, 0.6B shape",
-        _offline(
-            "0.6b", "--rounds 1 --no-peer --workloads latency --tensor-parallel-size 1,2,4 --device-ids 0,0,0,0"
-        ),
+        "quantised_32b", 0, 600, "fp8 and int4 weights beside bfloat16, 32B shape",
+        _offline("32b", f"{_QUANTISED} latency"),
     ),
 )  # fmt: skip

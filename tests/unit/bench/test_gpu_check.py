@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bench_kernels import parse as parse_kernels
 from bench_steps import parse_arguments as parse_steps
 from benchmarks.offline.options import parse_arguments as parse_offline
 from benchmarks.serving.options import parse_arguments as parse_serve
-from gpu import check
+from gpu import check, lab
 from gpu.figures import Figure, figures_of
 from gpu.run import Outcome, why_not
-from gpu.sections import Section, all_sections
+from gpu.sections import PLAN_S, PLANS, Section, all_sections
 
 ROOT = Path(__file__).parents[3]
+WITH = {"TP_ENGINE_FEW_ROWS": "triton"}
 
 
 def section(name: str, code: str, limit_s: float = 30.0, **options: object) -> Section:
@@ -67,29 +71,123 @@ def test_benchmarks_are_called_as_they_want_it() -> None:
     assert seen == {*parsers, "bench_serve.py"}
 
 
+def test_plans_fit_in_a_call(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: 560 s, the most that a call of a plan may take; each plan shows its own sections, in order."""
+    names: list[str] = []
+    for plan in PLANS:
+        assert check.main(["--dry-run", "--plan", str(plan)]) == 0
+        shown = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+        names += [line.split()[0] for line in shown]
+        assert sum(int(line.split()[1]) for line in shown) <= PLAN_S == 560
+    assert names == [one.name for one in sections() if one.plan]
+
+
 def test_peers_take_turns_where_they_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the benchmark's own parser; without a peer the section says what it needs."""
-    named = check.parse_arguments(["--peer-python", "vllm=/x/python", "--sections", "peers_gpu_0.6b,peers_gpu_8b"])
+    """Oracle: the benchmark's own parser; without a peer the section measures this engine alone."""
+    named = check.parse_arguments(["--peer-python", "vllm=/x/python", "--plan", "2"])
     for one in check.chosen(named):
         args = parse_offline(list(one.command[1:]))
-        assert args.together and args.peer == ["vllm"] and args.peer_python["vllm"] == "/x/python" and not one.needs
-    both = check.parse_arguments(["--peer-python", "vllm=/x/python", "--nano-vllm-path", "here"])
-    command = {one.name: one for one in all_sections(both)}["peers_gpu_0.6b"].command
+        assert args.together and args.peer == ["vllm"] and args.peer_python["vllm"] == "/x/python"
+    both = check.parse_arguments(["--peer-python", "vllm=/x/python", "--nano-vllm-path", "here", "--plan", "2"])
+    command = check.chosen(both)[0].command
     assert command[command.index("--peer") :][:3] == ("--peer", "vllm", "nano-vllm")
     assert command[command.index("--workloads") + 1] == "latency,batch32,batch256"
-    lacking = {one.name: one for one in all_sections(check.parse_arguments([]))}["peers_gpu_0.6b"]
-    outcome = why_not(lacking, 1, remaining_s=600.0)
-    assert outcome is not None and outcome.status == "skipped"
-    assert outcome.note == "needs --peer-python vllm=PATH or --nano-vllm-path PATH"
+    alone = parse_offline(list(check.chosen(check.parse_arguments(["--plan", "2"]))[0].command[1:]))
+    assert alone.peer == [] and not alone.together
     with pytest.raises(SystemExit):
         check.parse_arguments(["--peer-python", "/x/python"])
     assert "it must be NAME=PATH with NAME vllm or nano-vllm" in capsys.readouterr().err
 
 
+def test_the_lab_names_what_it_tries() -> None:
+    """Oracle: the bold titles of docs/lab.md, and its commit; each experiment is a section of the third plan."""
+    page = (ROOT / "docs" / "lab.md").read_text(encoding="utf-8")
+    titles = [part.title for experiment in lab.EXPERIMENTS.values() for part in experiment.parts]
+    assert sorted(titles) == sorted(re.findall(r"^\* \*\*(.+?)\*\*", page, re.M))
+    assert f"commit {lab.COMMIT}" in page
+    assert [one.name for one in sections() if one.plan == 3] == [f"lab_{name}" for name in lab.EXPERIMENTS]
+
+
+def offline_report(ms_per_token: float, tokens_per_s: float) -> dict[str, object]:
+    """What bench_offline prints, as far as the lab reads it."""
+    found = {"latency": {"ms_per_token": ms_per_token}, "32 requests": {"tokens_per_s": tokens_per_s}}
+    return {"workloads": [{"workload": name, "engines": {"tp_engine TP 1": one}} for name, one in found.items()]}
+
+
+@pytest.mark.parametrize(
+    ("on", "statuses", "verdicts"),
+    [
+        (offline_report(0.9, 100.0), (0, 0, 0), ["stays out: +0.0 %", "turn on: +11.1 %"]),
+        (offline_report(1.0, 200.0), (0, 0, 0), ["turn on: +100.0 %", "stays out: +0.0 %"]),
+        (offline_report(0.9, 200.0), (1, 0, 0), ["stays out: its tests fail"] * 2),
+        ({}, (0, 0, 1), ["stays out: its benchmark fails"] * 2),
+    ],
+)
+def test_the_lab_judges(on: dict[str, object], statuses: tuple[int, ...], verdicts: list[str]) -> None:
+    """Oracle: by hand; a gain counts from 1 % of a workload on, after equal tokens."""
+    seen: list[tuple[str, dict[str, str]]] = []
+
+    def run(command: str, variables: Mapping[str, str]) -> tuple[int, Mapping[str, Any]]:
+        seen.append((command, dict(variables)))
+        return statuses[len(seen) - 1], [{}, offline_report(1.0, 100.0), on][len(seen) - 1]
+
+    assert list(lab.judge(lab.EXPERIMENTS["few_rows"], run).values()) == verdicts
+    assert seen[0] == ("-m pytest -q -p no:cacheprovider tests/gpu/test_kernels_gpu.py -k few_rows", WITH)
+    assert [variables for _, variables in seen[1:]] in ([], [{}, WITH])
+
+
+def test_the_lab_compares_heads() -> None:
+    """Oracle: by hand: the least gain over the library, of 64 rows and more."""
+    times = {("greedy", 1): (9, 1), ("greedy", 64): (10, 15), ("drawn", 64): (10, 12), ("drawn", 256): (10, 13)}
+    rows = [
+        {"layer": layer, "rows": count, "sizes": by, "us": us}
+        for (layer, count), pair in times.items()
+        for by, us in zip(("triton", "library"), pair, strict=True)
+    ]
+    failed = {"layer": "x", "rows": 64, "sizes": "triton", "error": "y"}
+    assert lab.head_gain({"results": [*rows, failed]}, {}) == pytest.approx(0.2)
+    assert lab.first_token_gain(*({"results": [{"ms_to_first_token": ms}]} for ms in (3.0, 2.0))) == 0.5
+
+
+def test_the_lab_restores_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the files that docs/lab.md names are there, and gone afterwards; without a history the error names the
+    way out."""
+    found = subprocess.run(["git", "cat-file", "-e", lab.COMMIT], cwd=ROOT, capture_output=True, check=False)
+    if found.returncode == 0:
+        page = (ROOT / "docs" / "lab.md").read_text(encoding="utf-8")
+        named = [path for path in re.findall(r"`([\w/*]+(?:\.py|\*))`", page) if "/" in path]
+        assert len(named) >= 10
+        with lab.restored(None) as folder:
+            assert [path for path in named if not list((folder / "tp_engine").glob(path))] == []
+            for experiment in lab.EXPERIMENTS.values():
+                assert not experiment.command or (folder / experiment.command.split()[0]).exists()
+            with lab.restored(folder) as given:
+                assert given == folder
+        assert not folder.exists()
+    monkeypatch.setattr(lab, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match=rf"git archive {lab.COMMIT} .* --lab-folder FOLDER"), lab.restored(None):
+        pass
+    with pytest.raises(SystemExit, match=r"has no scripts/bench_offline\.py"), lab.restored(tmp_path):
+        pass
+
+
+def test_the_page_has_the_saved_figures(tmp_path: Path) -> None:
+    """Oracle: the table of docs/benchmarks/gpu.md is what ``--document`` makes of the file beside it."""
+    page, figures = tmp_path / "gpu.md", json.loads((check.PAGE.parent / "gpu.json").read_text(encoding="utf-8"))
+    page.write_text(check.PAGE.read_text(encoding="utf-8"), encoding="utf-8")
+    check.update(page, figures)
+    assert page.read_text(encoding="utf-8") == check.PAGE.read_text(encoding="utf-8")
+    check.update(page, [{"name": "steps", "figures": [asdict(Figure("gap", 1234.5, "us", 50.0, lower=True))]}])
+    assert "| gap | 1,234 us | below 50 | steps |" in page.read_text(encoding="utf-8")
+    page.write_text("no marks", encoding="utf-8")
+    with pytest.raises(SystemExit, match="between which the table belongs"):
+        check.update(page, figures)
+
+
 def test_sections_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: their own order; the error for an unknown name lists the known ones."""
-    args = check.parse_arguments(["--sections", "graphs,environment,engine", "--skip", "engine"])
-    assert [one.name for one in check.chosen(args)] == ["environment", "graphs"]
+    args = check.parse_arguments(["--sections", "kernels,environment,engine", "--skip", "engine"])
+    assert [one.name for one in check.chosen(args)] == ["environment", "kernels"]
     with pytest.raises(SystemExit):
         check.parse_arguments(["--sections", "grafs"])
     assert "no section is called grafs; there are bench_kernels" in capsys.readouterr().err
@@ -105,12 +203,13 @@ def test_it_goes_on_after_failures(tmp_path: Path, capsys: pytest.CaptureFixture
         section("lacks", "", modules=("no_such_module",)),
         section("many", "", min_gpus=8),
         section("works", "print('= 3 passed in 1.0s ='); print('{\"benchmark\": \"steps\"')"),
+        section("judges", 'print(\'{"verdict": "turn on"}\')'),
     ]
     with (tmp_path / "gpu_check.log").open("w") as log:
         outcomes = check.run_all(chosen, 1, 600.0, log, tmp_path)
-    assert [outcome.status for outcome in outcomes] == ["failed", "timeout", "skipped", "skipped", "passed"]
+    assert [outcome.status for outcome in outcomes] == ["failed", "timeout", "skipped", "skipped", "passed", "passed"]
     assert outcomes[0].report == {"a": 1} and outcomes[0].note == "exit code 3"
-    assert [outcome.is_bad for outcome in outcomes] == [True, True, False, False, False]
+    assert [outcome.is_bad for outcome in outcomes] == [True, True, False, False, False, False]
     assert outcomes[2].note == "not installed: no_such_module" and "needs 8 GPUs, found 1" in outcomes[3].note
     assert "3 passed in 1.0s" in outcomes[4].note
     late = why_not(section("late", ""), 1, remaining_s=3.0)
@@ -118,7 +217,11 @@ def test_it_goes_on_after_failures(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "waiting" in (tmp_path / "gpu_check.log").read_text()
     saved = json.loads((tmp_path / "gpu_check.json").read_text())
     assert [one["name"] for one in saved] == [one.name for one in chosen]
-    assert (tmp_path / "gpu_check.txt").read_text() in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert (tmp_path / "gpu_check.txt").read_text() in shown
+    for verdict in ("fails: failed exit code 3", "works: passed 3 passed in 1.0s", "judges: turn on"):
+        assert f"== verdict: {verdict}" in shown
+    assert [one["verdict"] for one in saved][-1] == "turn on" and saved[0]["figures"] == []
 
 
 def test_figures_and_goals() -> None:
