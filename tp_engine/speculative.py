@@ -93,6 +93,10 @@ class SpeculativeConfig:
         """Most decodes of a step, before times have been measured."""
         return MOST_STEP_ROWS if self.max_step_rows is None else self.max_step_rows
 
+    def num_draft_rows(self, max_num_seqs: int) -> int:
+        """Return how many rows behind those of a batch of ``max_num_seqs`` are for draft tokens."""
+        return min(self.most_rows, max_num_seqs) - 1
+
     @classmethod
     def of(cls, text: str | None) -> SpeculativeConfig | None:
         """Parse the option's JSON text; None is no speculation.  Raises ``ConfigError``.

@@ -47,18 +47,27 @@ SAMPLERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_no_draft_token_changes_a_bit(world_size: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Oracle: tokens, ends and log-probabilities of the engine without speculation, bit for bit, for all samplers."""
-    window = checkpoint("mistral", num_kv_heads=2, vocab_size=VOCABULARY, sliding_window=20)
-    full = checkpoint("qwen3", num_kv_heads=2, vocab_size=VOCABULARY, head_dim=16)
+@pytest.mark.parametrize(
+    ("family", "world_size"), [("qwen3", 1), ("qwen3", 2), ("qwen3.5", 1), ("qwen3.5", 2), ("qwen3-next", 4)]
+)
+def test_no_draft_token_changes_a_bit(
+    family: str, world_size: int, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Oracle: tokens, ends and log-probabilities of the engine without speculation, bit for bit, for all samplers; of
+    layers that attend, with windows too, and of those with recurrent states."""
+    if family == "qwen3":
+        window = checkpoint("mistral", num_kv_heads=2, vocab_size=VOCABULARY, sliding_window=20)
+        full = checkpoint("qwen3", num_kv_heads=2, vocab_size=VOCABULARY, head_dim=16)
+    else:
+        window = full = checkpoint(family, vocab_size=VOCABULARY)
+    settings = ["chunks and preemption"] if world_size == 4 else [*SETTINGS][world_size > 1 :]
     for folder in (window, full):
         byte_level_tokenizer().save_pretrained(folder)
     prompts = make_prompts(VOCABULARY, len(SAMPLERS))
     cases = [
         {
             "options": {
-                **options,
+                **SETTINGS[name],
                 "model": str(folder),
                 "tensor_parallel_size": world_size,
                 "device": "cpu",
@@ -68,8 +77,7 @@ def test_no_draft_token_changes_a_bit(world_size: int, checkpoint: Callable[...,
             "params": [{"ignore_eos": True, **sampler} for sampler in SAMPLERS],
             "vocab_size": VOCABULARY,
         }
-        for name, options in SETTINGS.items()
-        if world_size == 1 or name != "plain"
+        for name in settings
         for folder in [window if name == "plain" else full]
         for speculation in (None, SPECULATION)
     ]
@@ -85,4 +93,6 @@ def test_no_draft_token_changes_a_bit(world_size: int, checkpoint: Callable[...,
         assert drafted["wrong"]["accepted_by"]["grammar"] > 10
         assert drafted["own again"]["num_accepted"] > drafted["own"]["num_accepted"]
         assert drafted["right"]["num_accepted"] > drafted["wrong"]["num_accepted"]
-    assert results[-3]["right"]["num_preemptions"] > 0 and results[-1]["right"]["num_cached_tokens"] > 0
+    last = dict(zip(settings, results[1::2], strict=True))
+    assert last["chunks and preemption"]["right"]["num_preemptions"] > 0
+    assert world_size == 4 or last["prefix hits"]["right"]["num_cached_tokens"] > 0

@@ -23,7 +23,8 @@ class AttentionMetadata:
 
     Layers with a recurrent state find it by rows of the persistent batch: ``decode_rows`` (num_decodes,) int32 on the
     device, -1 for padding, and on the host ``prefill_rows`` (B - num_decodes,), -1 for requests whose state is not
-    kept.  A prompt's first chunk begins with a state of zeros.
+    kept.  A prompt's first chunk begins with a state of zeros.  ``draft_runs`` (num_decodes, 2) int32 on the device
+    says which of the decodes are draft rows that go on behind others (``kernels/gated_delta_net.py``); None: none is.
     """
 
     num_decodes: int
@@ -35,6 +36,7 @@ class AttentionMetadata:
     host_seq_lens: IntArray
     is_padded: bool = True
     decode_rows: torch.Tensor | None = None
+    draft_runs: torch.Tensor | None = None
     prefill_rows: IntArray = field(default_factory=lambda: NO_IDS)
 
     @property

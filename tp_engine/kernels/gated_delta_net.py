@@ -13,8 +13,9 @@ A layer's projections make of each token, for the heads of this rank::
 
 4.  o is divided by its root mean square (with eps), then multiplied by a weight and by SiLU(z).
 
-``gated_delta_net_decode`` does that for one token of each row, and ``gated_delta_net_prefill`` for many tokens, in
-chunks: all that depends on the state before a chunk is a product with it, so a chunk's tokens are computed together.
+``gated_delta_net_decode`` does that for one token of each row, or for one and the draft tokens behind it, and
+``gated_delta_net_prefill`` for many tokens, in chunks: all that depends on the state before a chunk is a product with
+it, so a chunk's tokens are computed together.
 Within a chunk, with c the sums of g, D[i, j] = exp(c_i - c_j) for j <= i, and A the part of beta (K K') * D below the
 diagonal::
 
@@ -79,15 +80,41 @@ class Chunk(NamedTuple):
 
 
 def gated_delta_net_decode(
-    mixed: torch.Tensor, gates: torch.Tensor, rule: DeltaRule, states: LayerStates, slots: torch.Tensor
+    mixed: torch.Tensor,
+    gates: torch.Tensor,
+    rule: DeltaRule,
+    states: LayerStates,
+    slots: torch.Tensor,
+    runs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return one token of each of B rows: ``mixed`` (B, ...), ``gates`` (B, 2 VH) -> (B, VH DV), of the type of
     ``mixed``.
 
     Row i changes the states in ``slots[i]`` (B,) int32, which are distinct, and not the last slot of all.  A slot of -1
-    is padding: its output is arbitrary, and it may change the last slot, which no row has.  Nothing waits for the
-    device, so a CUDA graph can hold this twin too.
+    is padding: its output is arbitrary, and it may change the last slot, which no row has.  Without ``runs`` nothing
+    waits for the device, so a CUDA graph can hold this twin too.
+
+    ``runs`` (B, 2) int32: some rows are draft rows, which go on behind others.  ``runs[i]`` is the place of row i's
+    first draft row, behind which its others follow, and their number, or (0, -1) for a draft row.  The state behind
+    each token goes to the slot of its own row; what lies in a draft row's slot before is not read.
     """
+    if runs is None:
+        return _decode(mixed, gates, rule, states, slots)
+    found = torch.empty_like(mixed[:, : rule.kind.num_value_heads * rule.kind.value_dim])
+    own = [(row, first, count) for row, (first, count) in enumerate(runs.tolist()) if count >= 0]
+    for place in range(1 + max((count for _, _, count in own), default=-1)):
+        tokens = [first + place - 1 if place else row for row, first, count in own if count >= place]
+        if place:
+            before = [first + place - 2 if place > 1 else row for row, first, count in own if count >= place]
+            for part in states:
+                part[slots[tokens].long()] = part[slots[before].long()]
+        found[tokens] = _decode(mixed[tokens], gates[tokens], rule, states, slots[tokens])
+    return found
+
+
+def _decode(
+    mixed: torch.Tensor, gates: torch.Tensor, rule: DeltaRule, states: LayerStates, slots: torch.Tensor
+) -> torch.Tensor:
     kind = rule.kind
     places = torch.where(slots < 0, len(states.conv) - 1, slots).long()
     inputs, z = _split(widened(mixed), kind)

@@ -9,6 +9,9 @@ launches.
 There are two because value heads share the convolved query and key of their key head, whose inputs one program moves
 on.  A state is read and written once: a program holds all of it, so that the output's root mean square needs no third
 launch.  Padding rows read and write no state.
+
+The programs of a row with draft rows take their tokens too, in order, and write the state behind each to its slot;
+those of draft rows do nothing.
 """
 
 import torch
@@ -56,74 +59,101 @@ def softplus(x):
 
 @jit
 def causal_conv_kernel(
-    mixed, weight, kept, slots, out, mixed_stride, slot_stride,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, TAPS: tl.constexpr, PDL: tl.constexpr,
+    mixed, weight, kept, slots, runs, out, mixed_stride, slot_stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, TAPS: tl.constexpr, HAS_RUNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: up to BLOCK of the SIZE channels of one row."""
-    row, column, inside = begin_row_block(SIZE, BLOCK, PDL)
-    slot = tl.load(slots + row).to(tl.int64)
-    is_kept = inside & (slot >= 0)
-    item = tl.load(mixed + row * mixed_stride + column, mask=inside, other=0.0).to(tl.float32)
-    place = kept + slot * slot_stride + column
-    total = item * tl.load(weight + (TAPS - 1) * SIZE + column, mask=inside, other=0.0)
-    for tap in tl.static_range(TAPS - 1):
-        old = tl.load(place + tap * SIZE, mask=is_kept, other=0.0)
-        total += old * tl.load(weight + tap * SIZE + column, mask=inside, other=0.0)
-        if tap > 0:
-            tl.store(place + (tap - 1) * SIZE, old, mask=is_kept)
-        tl.debug_barrier()  # all threads have read this tap before the next store, which is to its place
-    if TAPS > 1:
-        tl.store(place + (TAPS - 2) * SIZE, item, mask=is_kept)
-    tl.store(out + row * SIZE + column, silu(total), mask=inside)
+    """One program: up to BLOCK of the SIZE channels of one row, and of its draft rows: the last one first, because the
+    inputs before all of them are in the slot of the row itself."""
+    own, column, inside = begin_row_block(SIZE, BLOCK, PDL)
+    before = kept + tl.load(slots + own).to(tl.int64) * slot_stride + column
+    first, count = own, 0
+    if HAS_RUNS:
+        first = tl.load(runs + 2 * own).to(tl.int64)
+        count = tl.load(runs + 2 * own + 1)
+    for turn in range(count + 1):
+        token = count - turn
+        row = tl.where(token == 0, own, first + token - 1)
+        slot = tl.load(slots + row).to(tl.int64)
+        is_kept = inside & (slot >= 0)
+        item = tl.load(mixed + row * mixed_stride + column, mask=inside, other=0.0).to(tl.float32)
+        place = kept + slot * slot_stride + column
+        total = item * tl.load(weight + (TAPS - 1) * SIZE + column, mask=inside, other=0.0)
+        for tap in tl.static_range(TAPS - 1):
+            at = token + tap - (TAPS - 1)  # among the run's tokens
+            old = tl.load(before + (tap + token) * SIZE, mask=is_kept & (at < 0), other=0.0)
+            if HAS_RUNS:
+                earlier = tl.where(at <= 0, own, first + at - 1)
+                of_run = tl.load(mixed + earlier * mixed_stride + column, mask=inside & (at >= 0), other=0.0)
+                old = tl.where(at < 0, old, of_run.to(tl.float32))
+            total += old * tl.load(weight + tap * SIZE + column, mask=inside, other=0.0)
+            if tap > 0:
+                tl.store(place + (tap - 1) * SIZE, old, mask=is_kept)
+            tl.debug_barrier()  # all threads have read this tap before the next store, which is to its place
+        if TAPS > 1:
+            tl.store(place + (TAPS - 2) * SIZE, item, mask=is_kept)
+        tl.store(out + row * SIZE + column, silu(total), mask=inside)
 
 
 @jit
 def gated_delta_net_decode_kernel(
-    convolved, mixed, gates, log_decay, dt_bias, weight, states, slots, out, mixed_stride, gates_stride, slot_stride,
-    eps,
+    convolved, mixed, gates, log_decay, dt_bias, weight, states, slots, runs, out, mixed_stride, gates_stride,
+    slot_stride, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, QUERY_SCALE: tl.constexpr, PDL: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, QUERY_SCALE: tl.constexpr, HAS_RUNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the state (KEY_DIM, VALUE_DIM) of one value head of one row."""
+    """One program: the state (KEY_DIM, VALUE_DIM) of one value head of one row, and of its draft rows."""
     let_next_begin(PDL)
     i, j = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     in_key, in_value = i < KEY_DIM, j < VALUE_DIM
     gain = tl.load(weight + j, mask=in_value, other=0.0)
     wait_for_previous(PDL)
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slots + row).to(tl.int64)
-    inside = in_key[:, None] & in_value[None, :] & (slot >= 0)
-    place = states + slot * slot_stride + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
-    state = tl.load(place, mask=inside, other=0.0)
-
+    own, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     keys: tl.constexpr = KEY_HEADS * KEY_DIM
     values: tl.constexpr = VALUE_HEADS * VALUE_DIM
-    own = convolved + row * (2 * keys + values)
-    own_key = own + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + i
-    query = tl.load(own_key, mask=in_key, other=0.0)
-    key = tl.load(own_key + keys, mask=in_key, other=0.0)
-    value = tl.load(own + 2 * keys + head * VALUE_DIM + j, mask=in_value, other=0.0)
-    query *= tl.rsqrt(tl.sum(query * query, axis=0) + _LENGTH_EPS) * QUERY_SCALE
-    key *= tl.rsqrt(tl.sum(key * key, axis=0) + _LENGTH_EPS)
-    b = tl.load(gates + row * gates_stride + head).to(tl.float32)
-    a = tl.load(gates + row * gates_stride + VALUE_HEADS + head).to(tl.float32)
-    beta = 1.0 / (1.0 + tl.exp(-b))
-    decay = tl.exp(tl.load(log_decay + head) * softplus(a + tl.load(dt_bias + head)))
+    inside = in_key[:, None] & in_value[None, :]
+    place = states + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
+    first, count = own, 0
+    if HAS_RUNS:
+        first = tl.load(runs + 2 * own).to(tl.int64)
+        count = tl.load(runs + 2 * own + 1)
+    slot = tl.load(slots + own).to(tl.int64)
+    state = tl.load(place + slot * slot_stride, mask=inside & (slot >= 0) & (count >= 0), other=0.0)
+    step = tl.load(log_decay + head)
+    for token in range(count + 1):
+        row = tl.where(token == 0, own, first + token - 1)
+        slot = tl.load(slots + row).to(tl.int64)
+        turned = convolved + row * (2 * keys + values)
+        own_key = turned + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + i
+        query = tl.load(own_key, mask=in_key, other=0.0)
+        key = tl.load(own_key + keys, mask=in_key, other=0.0)
+        value = tl.load(turned + 2 * keys + head * VALUE_DIM + j, mask=in_value, other=0.0)
+        query *= tl.rsqrt(tl.sum(query * query, axis=0) + _LENGTH_EPS) * QUERY_SCALE
+        key *= tl.rsqrt(tl.sum(key * key, axis=0) + _LENGTH_EPS)
+        b = tl.load(gates + row * gates_stride + head).to(tl.float32)
+        a = tl.load(gates + row * gates_stride + VALUE_HEADS + head).to(tl.float32)
+        beta = 1.0 / (1.0 + tl.exp(-b))
+        decay = tl.exp(step * softplus(a + tl.load(dt_bias + head)))
 
-    state *= decay
-    change = (value - tl.sum(state * key[:, None], axis=0)) * beta
-    state += key[:, None] * change[None, :]
-    tl.store(place, state, mask=inside)
-    attended = tl.sum(state * query[:, None], axis=0)
-    scale = tl.rsqrt(tl.sum(attended * attended, axis=0) / VALUE_DIM + eps)
-    z = mixed + row * mixed_stride + 2 * keys + values + head * VALUE_DIM + j
-    gate = silu(tl.load(z, mask=in_value, other=0.0).to(tl.float32))
-    result = attended * scale * gain * gate
-    tl.store(out + row * values + head * VALUE_DIM + j, result.to(out.dtype.element_ty), mask=in_value)
+        state *= decay
+        change = (value - tl.sum(state * key[:, None], axis=0)) * beta
+        state += key[:, None] * change[None, :]
+        tl.store(place + slot * slot_stride, state, mask=inside & (slot >= 0))
+        attended = tl.sum(state * query[:, None], axis=0)
+        scale = tl.rsqrt(tl.sum(attended * attended, axis=0) / VALUE_DIM + eps)
+        z = mixed + row * mixed_stride + 2 * keys + values + head * VALUE_DIM + j
+        gate = silu(tl.load(z, mask=in_value, other=0.0).to(tl.float32))
+        result = attended * scale * gain * gate
+        tl.store(out + row * values + head * VALUE_DIM + j, result.to(out.dtype.element_ty), mask=in_value)
 
 
 def gated_delta_net_decode_triton(
-    mixed: torch.Tensor, gates: torch.Tensor, rule: DeltaRule, states: LayerStates, slots: torch.Tensor
+    mixed: torch.Tensor,
+    gates: torch.Tensor,
+    rule: DeltaRule,
+    states: LayerStates,
+    slots: torch.Tensor,
+    runs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``gated_delta_net.gated_delta_net_decode``; rows of ``mixed`` and ``gates`` may lie apart, and padding changes no
     slot at all."""
@@ -136,7 +166,9 @@ def gated_delta_net_decode_triton(
     if num_rows == 0:
         return out
     convolved = torch.empty((num_rows, channels), dtype=torch.float32, device=mixed.device)
-    arguments = mixed, rule.conv, states.conv, slots, convolved, mixed.stride(0), states.conv.stride(0)
+    has_runs = runs is not None
+    assert runs is None or runs.is_contiguous(), runs.stride()
+    arguments = mixed, rule.conv, states.conv, slots, runs, convolved, mixed.stride(0), states.conv.stride(0)
     launch_row_blocks(
         causal_conv_kernel,
         mixed,
@@ -145,15 +177,16 @@ def gated_delta_net_decode_triton(
         *arguments,
         most=_CONV_BLOCK,
         TAPS=kind.taps,
+        HAS_RUNS=has_runs,
         num_warps=_CONV_WARPS,
     )
     key_block, value_block = (max(int(triton.next_power_of_2(dim)), _MIN_BLOCK) for dim in (kind.key_dim, width))
     num_warps = key_block * value_block // (32 * _ELEMENTS_PER_THREAD)
     gated_delta_net_decode_kernel[(num_rows, heads)](
-        convolved, mixed, gates, rule.decay, rule.dt_bias, rule.norm, states.recurrent, slots, out, mixed.stride(0),
-        gates.stride(0), states.recurrent.stride(0), rule.eps,
+        convolved, mixed, gates, rule.decay, rule.dt_bias, rule.norm, states.recurrent, slots, runs, out,
+        mixed.stride(0), gates.stride(0), states.recurrent.stride(0), rule.eps,
         KEY_HEADS=kind.num_key_heads, VALUE_HEADS=heads, KEY_DIM=kind.key_dim, VALUE_DIM=width, KEY_BLOCK=key_block,
-        VALUE_BLOCK=value_block, QUERY_SCALE=kind.key_dim**-0.5, num_warps=min(max(num_warps, 1), _MAX_WARPS),
-        **dependent_launch(mixed.device),
+        VALUE_BLOCK=value_block, QUERY_SCALE=kind.key_dim**-0.5, HAS_RUNS=has_runs,
+        num_warps=min(max(num_warps, 1), _MAX_WARPS), **dependent_launch(mixed.device),
     )  # fmt: skip
     return out

@@ -79,8 +79,8 @@ class GatedDeltaNet(Layer):
         num_decodes, rule, parts = batch.num_decodes, self.rule, []
         if num_decodes:
             assert self.states is not None and batch.decode_rows is not None, "decodes need the states of their rows"
-            slots = batch.decode_rows
-            parts.append(self._step(mixed[:num_decodes], gates[:num_decodes], rule, self.states, slots))
+            places = batch.decode_rows, batch.draft_runs
+            parts.append(self._step(mixed[:num_decodes], gates[:num_decodes], rule, self.states, *places))
         if len(mixed) > num_decodes:
             chunks = chunks_of(batch)
             parts.append(self._chunks(mixed[num_decodes:], gates[num_decodes:], rule, self.states, chunks))

@@ -32,15 +32,15 @@ class SchedulerLimits:
     each of them for every ``block_size`` tokens.  Kernels may read from the start of the tile of ``tile_tokens`` on
     that the first visible key is in.
 
-    ``has_states``: each row has a recurrent state too, that behind the row's last computed token.  ``num_snapshots``
-    more can be kept for the prefix cache.
+    ``has_states``: each row has a recurrent state too, that behind the row's last computed token; so has each draft
+    row.  ``num_snapshots`` more can be kept for the prefix cache.
 
     ``num_host_slots`` blocks fit into the host tier and ``num_disk_slots`` on disk, 0 without such a tier; a plan moves
     at most ``max_host_moves`` blocks each way, unless nothing else can run.  With ``checks_stores`` a block on the host
     is used only after all ranks have reported that they have it; there is no disk then.
 
-    ``speculation``: how tokens are drafted, for models without states.  ``decode_seconds``: numbers of decodes in
-    a step, and the time that it takes, if that decides how many draft tokens pay.
+    ``speculation``: how tokens are drafted.  ``decode_seconds``: numbers of decodes in a step, and the time that it
+    takes, if that decides how many draft tokens pay.
 
     ``max_loras``: slots for adapters.
     """
@@ -73,6 +73,11 @@ class SchedulerLimits:
     def num_groups(self) -> int:
         """Blocks of the pool that make a logical block."""
         return len(self.windows)
+
+    @property
+    def num_draft_rows(self) -> int:
+        """Rows behind those of the batch, for draft tokens."""
+        return 0 if self.speculation is None else self.speculation.num_draft_rows(self.max_num_seqs)
 
     @property
     def kv_windows(self) -> KvWindows:

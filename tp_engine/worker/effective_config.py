@@ -102,7 +102,7 @@ class EffectiveConfig:
     @property
     def num_draft_rows(self) -> int:
         """Rows behind those of the batch, for draft tokens."""
-        return max(0, self.most_drafting_rows - 1)
+        return 0 if self.speculation is None else self.speculation.num_draft_rows(self.config.max_num_seqs)
 
     @property
     def gpu_memory_utilization(self) -> float:
@@ -184,11 +184,6 @@ def _resolve_head(config: EngineConfig, model: ModelSpec) -> LocalHead | None:
     speculation = SpeculativeConfig.of(config.speculative_config)
     if speculation is None:
         return None
-    if model.kv_layout.states is not None:
-        raise ConfigError(
-            f"{CONFIG_NAME} is {config.speculative_config!r}, but layers of this {model.architecture} have recurrent "
-            "states, from which a wrong draft token can not be taken back: leave it out"
-        )
     if speculation.method == "mtp":
         raise ConfigError(
             f"{CONFIG_NAME} is {config.speculative_config!r}, but this engine runs no head for multi-token prediction "

@@ -108,8 +108,8 @@ def _pooled_rows(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeatur
 
 
 def _num_states(effective: EffectiveConfig) -> int:
-    """Recurrent states: one for each row, then the snapshots."""
-    return effective.config.max_num_seqs + effective.num_snapshots
+    """Recurrent states: one for each row, then one for each draft row, then the snapshots."""
+    return effective.config.max_num_seqs + effective.num_draft_rows + effective.num_snapshots
 
 
 def _states(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | None:

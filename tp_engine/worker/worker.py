@@ -437,6 +437,7 @@ def make_batch(effective: EffectiveConfig, layout: KvLayout, device: torch.devic
         num_groups=len(layout.groups),
         device=device,
         num_draft_rows=effective.num_draft_rows,
+        has_states=layout.states is not None,
     )
 
 

@@ -81,14 +81,41 @@ def check_step(device: str, numbers: tuple[int, ...], dtype: torch.dtype) -> Non
             assert_close_enough(own[:-1], other[:-1], wide[:-1], 4 * wide.abs().max().item())
 
 
+def check_draft_runs(device: str, numbers: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Draft rows behind rows; what is compared is the same kernel on the tokens one by one, bit by bit."""
+    kind = kind_of(numbers)
+    step, _ = both("gated_delta_net_decode")
+    rule, states = make_rule(kind, device), make_states(kind, device)
+    alone = LayerStates(*(part.clone() for part in states))
+    width = kind.num_channels + kind.num_value_heads * kind.value_dim
+    slots = torch.tensor([3, -1, 0, 4, 1], dtype=torch.int32, device=device)
+    runs = torch.tensor([[2, 3], [0, 0], [0, -1], [0, -1], [0, -1]], dtype=torch.int32, device=device)
+    mixed, gates = random((5, width), dtype, device, 5), random((5, 2 * kind.num_value_heads), dtype, device, 6)
+    found = step(mixed, gates, rule, states, slots, runs)
+    nothing = torch.zeros((1, 2), dtype=torch.int32, device=device)
+    for index, place in enumerate((0, 2, 3, 4)):
+        row = slice(place, place + 1)
+        assert torch.equal(step(mixed[row], gates[row], rule, alone, slots[:1], nothing), found[row])
+        for own, other in zip(states, alone, strict=True):
+            assert torch.equal(own[slots[place]], other[3])
+            own[3] = own[3] if index else other[3]
+    for own, other in zip(states, alone, strict=True):
+        assert torch.equal(own[2], other[2])
+
+
 CASES: dict[str, Case] = {
-    f"delta-step-{numbers}-{dtype}": partial(check_step, numbers=numbers, dtype=dtype)
+    f"delta-{name}-{numbers}-{dtype}": partial(check, numbers=numbers, dtype=dtype)
+    for name, check in (("step", check_step), ("draft-runs", check_draft_runs))
     for numbers, dtype in product(KINDS, DTYPES)
 }
 
 
 def launch_step(
-    num_rows: int, numbers: tuple[int, ...] = (16, 32, 128, 128, 4), dtype: torch.dtype = torch.bfloat16
+    num_rows: int,
+    numbers: tuple[int, ...] = (16, 32, 128, 128, 4),
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    has_runs: bool = False,
 ) -> None:
     """A step of one layer, by default of Qwen3-Next on one rank, whose inputs begin a batch with prompts."""
 
@@ -102,13 +129,15 @@ def launch_step(
     mixed = empty(num_rows + 5, kind.num_channels + heads * width, dtype=dtype)
     gates, slots = empty(num_rows + 5, 2 * heads, dtype=dtype), empty(num_rows + 5, dtype=torch.int32)
     step = implementation("gated_delta_net_decode", "triton")
-    step(mixed[:num_rows], gates[:num_rows], rule, states, slots[:num_rows])
+    runs = empty(num_rows, 2, dtype=torch.int32) if has_runs else None
+    step(mixed[:num_rows], gates[:num_rows], rule, states, slots[:num_rows], runs)
 
 
 def launch_all() -> None:
     """Qwen3-Next and Qwen3.5 on one rank and on one of 16, in every type, and the largest heads."""
     launch_step(7)
     launch_step(7, (16, 48, 128, 128, 4))
+    launch_step(7, has_runs=True)
     for dtype in DTYPES:
         launch_step(7, (1, 2, 128, 128, 4), dtype)
     launch_step(7, (1, 1, 256, 256, 4))

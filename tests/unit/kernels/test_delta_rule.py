@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -191,6 +192,51 @@ def test_steps_in_c(dtype: torch.dtype, num_rows: int) -> None:
             one = native_gated_delta_net_decode(library, mixed[own], gates[own], rule, alone, slots[own])
             assert torch.equal(one, found[own])
         assert all(torch.equal(one, other) for one, other in zip(states, alone, strict=True))
+
+
+# Places of each run's tokens: with draft rows behind the others, in any order; the last row is padding.
+DRAFT_RUNS = [[0, 3, 4, 5, 6, 7, 8], [1], [2, 9, 10], [11]]
+
+
+def runs_of(places: list[list[int]]) -> torch.Tensor:
+    found = torch.tensor([[0, -1]] * sum(map(len, places)), dtype=torch.int32)
+    for own, *behind in places:
+        found[own] = torch.tensor([behind[0] if behind else 0, len(behind)])
+    return found
+
+
+@pytest.mark.parametrize("in_c", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_draft_rows_go_on_behind_their_row(in_c: bool, dtype: torch.dtype) -> None:
+    """Oracle: the tokens of a run one by one in the row's own slot, in C bit by bit, outputs and the state behind each;
+    slots of other rows stay as they are."""
+    rtol, atol = (0.0, 0.0) if in_c else (1e-2 if dtype is torch.bfloat16 else 1e-5, 1e-5)
+    library = native_library()
+    if in_c and library is None:
+        pytest.skip("no compiled kernels")
+    step = partial(native_gated_delta_net_decode, library) if in_c and library else gated_delta_net_decode
+    for kind in (*KINDS, *LARGER):
+        mixed, gates, rule = inputs_of(kind, 12)
+        mixed, gates = mixed.to(dtype), gates.to(dtype)
+        states = random_states(kind, 14)
+        before, one_by_one = copy_of(states), copy_of(states)
+        slots = torch.randperm(14)[:12].int()
+        slots[11] = -1
+        found = step(mixed, gates, rule, states, slots, runs_of(DRAFT_RUNS))
+        for places in DRAFT_RUNS[:-1]:
+            own = slots[places[0]].reshape(1)
+            for place in places:
+                row = slice(place, place + 1)
+                alone = step(mixed[row], gates[row], rule, one_by_one, own)
+                torch.testing.assert_close(alone, found[row], rtol=rtol, atol=atol)
+                for part, other in zip(states, one_by_one, strict=True):
+                    torch.testing.assert_close(part[slots[place]], other[own[0]], rtol=rtol, atol=atol)
+                if place == places[0]:
+                    first = copy_of(one_by_one)
+            for part, other in zip(one_by_one, first, strict=True):
+                part[own[0]] = other[own[0]]
+        unused = sorted({*range(14)} - {*slots.tolist()})
+        assert all(torch.equal(part[unused], old[unused]) for part, old in zip(states, before, strict=True))
 
 
 # Tokens, slot, is_fresh: shorter than the convolution, as long as a block of 32 tokens, and longer; None is not kept.

@@ -118,7 +118,7 @@ class Rows:
     def expected(self, rows: IntArray) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """Hidden states, greedy tokens, cache and states of the next step of ``rows``, without a tape."""
         before = [one.clone() for one in self.memory]
-        self.batch.decodes.set_rows(rows, len(rows))
+        self.batch.decodes.set_rows(StepPlan(step_id=1, decode_rows=rows), len(rows))
         with torch.inference_mode():
             hidden = self.captured._run_model(len(rows)).clone()
             tokens = row_argmax(self.model.compute_local_logits(hidden))

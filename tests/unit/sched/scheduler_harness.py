@@ -157,6 +157,7 @@ class FakeWorker:
             for group in range(self.limits.num_groups):
                 slots = self._slots(draft_row, group, draft_row.computed - 1)
                 self.kv_token[slots], self.kv_chain[slots], self.kv_group[slots] = token_id, draft_row.chain[-1], group
+            self.states[place] = draft_row.chain[-1]
             found.append(self._sample_lane(plan, place, draft_row))
         return found
 
@@ -192,7 +193,10 @@ class FakeWorker:
             "a slot is the target of two copies"
         )
         assert self.limits.has_states or not len(plan.state_copies)
-        self.states |= {target: self.states[source] for source, target in plan.state_copies.tolist()}
+        copied = {target: self.states[source] for source, target in plan.state_copies.tolist()}
+        first, behind = self.limits.max_num_seqs, self.limits.max_num_seqs + self.limits.num_draft_rows
+        assert not any(first <= target < behind for target in copied), "a state is copied to a draft row"
+        self.states |= copied
         for cache in (self.kv_token, self.kv_chain, self.kv_group):
             blocks = cache.reshape(self.limits.num_blocks, self.limits.block_size)
             blocks[plan.copies[:, 1]] = blocks[plan.copies[:, 0]]

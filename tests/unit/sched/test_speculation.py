@@ -92,20 +92,22 @@ def counters(simulation: Simulation) -> SpeculationCounters:
 @pytest.mark.parametrize("ahead", slow_but([1], [0, 1]))
 def test_random_loads_give_the_tokens_of_single_steps(kind: str, ahead: int) -> None:
     """Chunks, forks, stops, aborts, preemptions, shared prefixes.  Oracle: the fake model; no block is lost, and what
-    prompts find cached is their own history (``FakeWorker``)."""
-    num_preemptions = num_accepted = 0
-    for seed in range(4):
+    prompts find cached is their own history, recurrent states too (``FakeWorker``)."""
+    num_preemptions = num_accepted = num_hits = 0
+    for seed in range(6):
         sizes = {"num_blocks": 14 + 8 * (seed % 3), "max_num_batched_tokens": 12 + 20 * (seed % 2), "max_num_seqs": 8}
         windows = {"windows": (None, 8), "tile_tokens": 4, "num_blocks": 40} if seed == 3 else {}
-        simulation = simulate(kind, ahead=ahead, most_rows=12, **{**sizes, **windows})
+        states = {"has_states": True, "num_snapshots": 4 * (seed - 3)} if seed > 3 else {}
+        simulation = simulate(kind, ahead=ahead, most_rows=12, **{**sizes, **windows, **states})
         load = RandomLoad(simulation, seed)
         for _ in range(200):
             load.act()
         simulation.run()
         num_preemptions += simulation.scheduler.stats().num_preemptions
+        num_hits += simulation.scheduler.stats().num_prefix_hit_tokens
         num_accepted += counters(simulation).num_accepted_tokens
         assert counters(simulation).num_draft_tokens > 0
-    assert num_preemptions > 0, "the load was too light"
+    assert num_preemptions > 0 and num_hits > 0, "the load was too light"
     assert num_accepted > 0 or kind in ("wrong", "random")
 
 
@@ -374,10 +376,53 @@ def test_a_head_without_a_method_is_eagle3() -> None:
     assert SpeculativeConfig.of('{"model": "a/head"}') == SpeculativeConfig(method="eagle3", model="a/head")
 
 
-def test_models_with_recurrent_states_are_refused(checkpoint: Callable[..., Path]) -> None:
-    """By hand."""
-    with pytest.raises(ConfigError, match="recurrent states, from which a wrong draft token can not be taken back"):
-        resolve(EngineConfig(model=str(checkpoint("qwen3.5")), device="cpu", speculative_config="{}"))
+def test_models_without_a_head_are_refused(checkpoint: Callable[..., Path]) -> None:
+    """By hand: the remedy is a method that needs none."""
+    for name in ("llama", "qwen3.5"):
+        config = EngineConfig(model=str(checkpoint(name)), device="cpu", speculative_config='{"method": "mtp"}')
+        with pytest.raises(ConfigError, match=r"multi-token prediction .* set the method ngram or suffix"):
+            resolve(config)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_golden_states_behind_kept_tokens(place: int) -> None:
+    """By hand, 8 rows: of 3 draft tokens in rows 8 to 10 ``place`` are right, and the state behind them is copied."""
+    source = ScriptedSource(
+        lambda right, count, rng: [*right[:place], *((one + 1) % VOCABULARY for one in right[place:])]
+    )
+    config = SpeculativeConfig(num_speculative_tokens=3, max_step_rows=8)
+    simulation = Simulation(limits(speculation=config, has_states=True, max_num_seqs=8), proposer=source)
+    source.simulation = simulation
+    simulation.add(PROMPT, max_tokens=12, seed=3, ignore_eos=True)
+    simulation.run()
+    drafted = [index for index, plan in enumerate(simulation.plans[:-1]) if len(plan.draft_base_rows) == 3]
+    assert drafted
+    for index in drafted:
+        expected = [[8 + place - 1, 0]] if place else []
+        assert simulation.plans[index + 1].state_copies.tolist() == expected
+
+
+def test_a_row_that_was_left_gets_no_state_of_its_last_occupant() -> None:
+    """By hand: a request is preempted when its result is there, and the next plan gives its row to another, which
+    begins behind a snapshot."""
+    config = SpeculativeConfig(num_speculative_tokens=3, max_step_rows=4)
+    source = ScriptedSource(PROPOSERS["right"])
+    options = {"has_states": True, "num_snapshots": 4, "max_num_seqs": 4, "block_size": 4}
+    simulation = Simulation(limits(speculation=config, **options), proposer=source)
+    source.simulation = simulation
+    simulation.add(list(range(11)), max_tokens=2, ignore_eos=True)
+    simulation.run()  # leaves a snapshot behind 8 tokens
+    simulation.add(PROMPT, max_tokens=15, seed=3, ignore_eos=True)
+    while not len(simulation.plans[-1].draft_base_rows):
+        simulation.step()
+    (row,) = set(simulation.plans[-1].draft_base_rows.tolist())
+    simulation.scheduler.preempt_all()
+    simulation.add(list(range(11)), max_tokens=4, ignore_eos=True, priority=-1)
+    plan = simulation.step()
+    assert plan is not None and plan.admitted[0].row == row and row in plan.kept_rows
+    (source_of_row,) = (start for start, target in plan.state_copies.tolist() if target == row)
+    assert source_of_row >= 4 + 3, "the state of a draft row, and no snapshot"
+    simulation.run()
 
 
 def test_usage_tells_what_was_drafted() -> None:

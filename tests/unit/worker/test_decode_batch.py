@@ -12,6 +12,7 @@ from tp_engine.attention.base import AttentionMetadata
 from tp_engine.kernels.ops import Kind, implementation, kind_of
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
 from tp_engine.worker.batch import decode_batch, input_batch
+from tp_engine.worker.batch.decode_batch import DecodeBatch
 from tp_engine.worker.batch.draft_rows import MirroredTable
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.step_inputs import StepInputs
@@ -234,7 +235,7 @@ def test_padded_step() -> None:
             inputs = batch.prepare(plan)
             batch.advance(inputs, torch.zeros(len(plan.sampled_rows), dtype=torch.int32))
     before = batch.num_computed.copy()
-    batch.decodes.set_rows(np.array([3, 0], dtype=np.int32), 4)
+    batch.decodes.set_rows(StepPlan(step_id=9, decode_rows=np.array([3, 0], dtype=np.int32)), 4)
     padded = batch.decodes.prepare(4)
     (metadata,) = batch.decodes.metadata(padded, np.append(before[[3, 0]] + 1, [0, 0]).astype(np.int32))
     assert padded.seq_lens.tolist() == metadata.host_seq_lens.tolist() and metadata.is_padded
@@ -250,7 +251,8 @@ def test_rows_of_an_epoch_are_set_once() -> None:
     decodes = make_batch().decodes
 
     def after(rows: list[int], size: int, epoch: int) -> list[int]:
-        decodes.set_rows(np.array(rows, dtype=np.int32), size, epoch)
+        plan = StepPlan(step_id=1, rows_epoch=epoch, decode_rows=np.array(rows, dtype=np.int32))
+        decodes.set_rows(plan, size)
         found: list[int] = decodes.inputs(size).rows.tolist()
         return found
 
@@ -258,3 +260,22 @@ def test_rows_of_an_epoch_are_set_once() -> None:
     assert after([1, 2], 2, 6) == [1, 2]
     assert after([2, 1], 2, 0) == [2, 1] and after([1, 2], 2, 0) == [1, 2]
     assert after([3, 0], 3, 6)[:2] == [3, 0]
+
+
+def test_draft_rows_go_on_behind_their_row() -> None:
+    """By hand, 8 rows: three draft rows of row 4, one of row 2; the same rows with other draft rows, and with none."""
+    decodes = DecodeBatch(make_batch().row_tables(), 8, has_draft_runs=True)
+
+    def after(rows: list[int], bases: list[int], size: int) -> list[list[int]]:
+        own, draft = np.array(rows, dtype=np.int32), np.array(bases, dtype=np.int32)
+        decodes.set_rows(StepPlan(step_id=1, decode_rows=own, draft_base_rows=draft), size)
+        runs = decodes.draft_runs(size)
+        assert runs is not None
+        found: list[list[int]] = runs.tolist()
+        return found
+
+    none = [0, -1]
+    assert after([4, 0, 2, 8, 9, 10, 11], [4, 4, 4, 2], 8) == [[3, 3], [0, 0], [6, 1], *[none] * 4, [0, 0]]
+    assert after([4, 0, 2, 8, 9, 10, 11], [2, 4, 4, 4], 8) == [[4, 3], [0, 0], [3, 1], *[none] * 4, [0, 0]]
+    assert after([4, 0, 2, 7], [], 4) == [[0, 0]] * 4
+    assert make_batch().decodes.draft_runs(2) is None

@@ -1,5 +1,5 @@
-/* The gated delta rule for runs of tokens, of which a decode's is one token long (kernels/gated_delta_net.py has the formulas),
-   and gates of attention.
+/* The gated delta rule for runs of tokens, of which a decode's is one token long, or that and its draft tokens
+   (kernels/gated_delta_net.py has the formulas), and gates of attention.
 
    A task is a key head of a run, with the value heads that it serves.  It takes its tokens in order, a block at a time, and
    within a block each tile of a state's columns goes through all tokens while it is in the first-level cache:
@@ -27,11 +27,18 @@ typedef struct {
     float eps;
 } Delta;
 
-/* `count` tokens of one row from `start` on.  Its state is in `slot`, or nowhere if that is -1; `is_fresh`: what lies there is
-   not read, the state before is 0. */
+/* `count` tokens of one row: `start`, then those from `next` on.  Its state is in `slot`, or nowhere if that is -1; `is_fresh`:
+   what lies there is not read, the state before is 0.  With `slots`, of all tokens, the state behind each is in the token's own. */
 typedef struct {
-    int64_t start, count, slot, is_fresh;
+    int64_t start, count, slot, is_fresh, next;
+    const int32_t *slots;
 } Run;
+
+/* The place among a step's tokens of a run's token. */
+INLINE int64_t place_of(const Run *run, int64_t token) { return token ? run->next + token - 1 : run->start; }
+
+/* Where the state behind a run's token goes. */
+INLINE int64_t slot_behind(const Run *run, int64_t token) { return run->slots ? run->slots[place_of(run, token)] : run->slot; }
 
 static float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
@@ -46,7 +53,7 @@ INLINE vf input_of(const Delta *d, const Run *run, const char *mixed, int64_t st
                    int64_t count, const int dtype)
 {
     if (token >= 0)
-        return load_some(mixed + (token * stride + first) * item_bytes(dtype), i, count, dtype);
+        return load_some(mixed + (place_of(run, token) * stride + first) * item_bytes(dtype), i, count, dtype);
     if (run->is_fresh || run->slot < 0)
         return splat(0);
     const float *const kept = d->inputs + run->slot * d->inputs_stride + (d->taps - 1 + token) * num_channels(d);
@@ -69,14 +76,17 @@ INLINE void convolve(const Delta *d, const Run *run, const char *mixed, int64_t 
         }
 }
 
-/* The slot keeps the run's last inputs of `count` channels from `first` on. */
+/* The slots keep the last inputs of `count` channels from `first` on: of the run, or behind each of its tokens, the last one
+   first, because the first one's slot is that of the inputs before the run. */
 INLINE void keep_inputs(const Delta *d, const Run *run, const char *mixed, int64_t stride, int64_t first, int64_t count,
                         const int dtype)
 {
-    float *kept = d->inputs + run->slot * d->inputs_stride + first;
-    for (int64_t tap = 1 - d->taps; tap < 0; tap++, kept += num_channels(d))
-        for (int64_t i = 0; i < count; i += VW)
-            store_some(kept, i, count, input_of(d, run, mixed, stride, run->count + tap, first, i, count, dtype), FLOAT32);
+    for (int64_t token = run->count - 1; token >= (run->slots ? 0 : run->count - 1); token--) {
+        float *kept = d->inputs + slot_behind(run, token) * d->inputs_stride + first;
+        for (int64_t tap = 2 - d->taps; tap <= 0; tap++, kept += num_channels(d))
+            for (int64_t i = 0; i < count; i += VW)
+                store_some(kept, i, count, input_of(d, run, mixed, stride, token + tap, first, i, count, dtype), FLOAT32);
+    }
 }
 
 /* Divides a query or a key by its length. */
@@ -94,15 +104,18 @@ INLINE void to_length(float *x, int64_t count, float length)
 typedef struct {
     const float *queries, *keys; /* (tokens, rows) */
     float *values;               /* (tokens, width): they become the outputs */
+    float *states[BLOCK + 1];    /* (rows, width): before the block, then behind each token */
     float decay[BLOCK], beta[BLOCK];
     int64_t tokens, rows, width;
 } Block;
 
 /* One token goes into `n` vectors of a state's rows: `change` is what its key adds.  `seen` becomes what the next key, if there
    is one, sees in them. */
-INLINE void update_tile(float *state, const Block *b, int64_t token, const vf *change, vf *out, vf *seen, const int n,
+INLINE void update_tile(const Block *b, int64_t token, int64_t first, const vf *change, vf *out, vf *seen, const int n,
                         const int has_next)
 {
+    const float *const before = b->states[token] + first;
+    float *const behind = b->states[token + 1] + first;
     const float *const query = b->queries + token * b->rows, *const key = b->keys + token * b->rows;
     const float *const next = key + b->rows;
     const vf decay = splat(b->decay[token]);
@@ -110,9 +123,8 @@ INLINE void update_tile(float *state, const Block *b, int64_t token, const vf *c
         const vf of_query = splat(query[i]), of_key = splat(key[i]), of_next = splat(has_next ? next[i] : 0);
 #pragma GCC unroll 4
         for (int j = 0; j < n; j++) {
-            float *const place = state + i * b->width + j * VW;
-            const vf item = multiply_add(load_vector(place) * decay, change[j], of_key);
-            store_vector(place, item);
+            const vf item = multiply_add(load_vector(before + i * b->width + j * VW) * decay, change[j], of_key);
+            store_vector(behind + i * b->width + j * VW, item);
             out[j] = multiply_add(out[j], item, of_query);
             if (has_next)
                 seen[j] = multiply_add(seen[j], item, of_next);
@@ -121,10 +133,10 @@ INLINE void update_tile(float *state, const Block *b, int64_t token, const vf *c
 }
 
 /* A block's tokens go into `n` vectors of a state's rows, from column `first` on. */
-INLINE void run_tile(float *state, const Block *b, int64_t first, const int n)
+INLINE void run_tile(const Block *b, int64_t first, const int n)
 {
     vf seen[TILE], change[TILE], out[TILE];
-    state += first;
+    const float *const state = b->states[0] + first;
 #pragma GCC unroll 4
     for (int j = 0; j < n; j++)
         seen[j] = splat(0);
@@ -140,9 +152,9 @@ INLINE void run_tile(float *state, const Block *b, int64_t first, const int n)
             out[j] = seen[j] = splat(0);
         }
         if (token + 1 < b->tokens)
-            update_tile(state, b, token, change, out, seen, n, 1);
+            update_tile(b, token, first, change, out, seen, n, 1);
         else
-            update_tile(state, b, token, change, out, seen, n, 0);
+            update_tile(b, token, first, change, out, seen, n, 0);
 #pragma GCC unroll 4
         for (int j = 0; j < n; j++)
             store_vector(value + j * VW, out[j]);
@@ -150,33 +162,34 @@ INLINE void run_tile(float *state, const Block *b, int64_t first, const int n)
 }
 
 /* The same of a single column. */
-static void run_column(float *state, const Block *b, int64_t first)
+static void run_column(const Block *b, int64_t first)
 {
-    state += first;
     for (int64_t token = 0; token < b->tokens; token++) {
+        const float *const before = b->states[token] + first;
+        float *const behind = b->states[token + 1] + first;
         const float *const query = b->queries + token * b->rows, *const key = b->keys + token * b->rows;
         float *const value = b->values + token * b->width + first;
         float seen = 0, out = 0;
         for (int64_t i = 0; i < b->rows; i++)
-            seen += state[i * b->width] * key[i];
+            seen += before[i * b->width] * key[i];
         seen = (*value - seen * b->decay[token]) * b->beta[token];
         for (int64_t i = 0; i < b->rows; i++) {
-            state[i * b->width] = state[i * b->width] * b->decay[token] + seen * key[i];
-            out += state[i * b->width] * query[i];
+            behind[i * b->width] = before[i * b->width] * b->decay[token] + seen * key[i];
+            out += behind[i * b->width] * query[i];
         }
         *value = out;
     }
 }
 
-static void run_block(float *state, const Block *b)
+static void run_block(const Block *b)
 {
     int64_t i = 0;
     for (; i + TILE * VW <= b->width; i += TILE * VW)
-        run_tile(state, b, i, TILE);
+        run_tile(b, i, TILE);
     for (; i + VW <= b->width; i += VW)
-        run_tile(state, b, i, 1);
+        run_tile(b, i, 1);
     for (; i < b->width; i++)
-        run_column(state, b, i);
+        run_column(b, i);
 }
 
 /* out = x / rms(x) * norm * silu(z). */
@@ -195,19 +208,21 @@ INLINE void gated_norm(const Delta *d, const float *x, const char *z, char *out,
     }
 }
 
-/* The decays and betas of a block's tokens, whose gates of value head `head` are in the rows of `gates`. */
-INLINE void read_gates(const Delta *d, Block *b, const char *gates, int64_t stride, int64_t head, const int dtype)
+/* The decays and betas of a block's tokens, those of a run from `begin` on, of value head `head`. */
+INLINE void read_gates(const Delta *d, Block *b, const Run *run, int64_t begin, const char *gates, int64_t stride, int64_t head,
+                       const int dtype)
 {
     float numbers[VW];
-    for (int64_t token = 0; token < b->tokens; token++, gates += stride * item_bytes(dtype)) {
-        store_vector(numbers, load_tail(gates, head, 1, dtype));
+    for (int64_t token = 0; token < b->tokens; token++) {
+        const char *const own = gates + place_of(run, begin + token) * stride * item_bytes(dtype);
+        store_vector(numbers, load_tail(own, head, 1, dtype));
         b->beta[token] = sigmoid(numbers[0]);
-        store_vector(numbers, load_tail(gates, d->value_heads + head, 1, dtype));
+        store_vector(numbers, load_tail(own, d->value_heads + head, 1, dtype));
         b->decay[token] = expf(d->decay[head] * softplus(numbers[0] + d->dt_bias[head]));
     }
 }
 
-/* `mixed`, `gates` and `out` are of the run's first token; `states` are those of the key head's value heads. */
+/* `states` are those of the key head's value heads before the run, and behind each token of a run without `slots`. */
 INLINE void run_key_head(const Delta *d, const Run *run, int64_t head, const char *mixed, int64_t stride, const char *gates,
                          int64_t gates_stride, char *out, float *states, const int dtype)
 {
@@ -226,11 +241,16 @@ INLINE void run_key_head(const Delta *d, const Run *run, int64_t head, const cha
         for (int64_t i = 0; i < group; i++) {
             const int64_t own = head * group + i;
             convolve(d, run, mixed, stride, begin, b.tokens, 2 * keys + own * width, width, values, dtype);
-            read_gates(d, &b, gates + begin * gates_stride * size, gates_stride, own, dtype);
-            run_block(states + i * matrix, &b);
+            read_gates(d, &b, run, begin, gates, gates_stride, own, dtype);
+            for (int64_t token = -1; token < b.tokens; token++)
+                b.states[token + 1] = run->slots && begin + token >= 0
+                    ? d->matrices + slot_behind(run, begin + token) * d->matrices_stride + own * matrix
+                    : states + i * matrix;
+            run_block(&b);
             for (int64_t token = 0; token < b.tokens; token++) {
-                const char *const z = mixed + ((begin + token) * stride + num_channels(d) + own * width) * size;
-                gated_norm(d, values + token * width, z, out + ((begin + token) * out_stride + own * width) * size, dtype);
+                const int64_t place = place_of(run, begin + token);
+                const char *const z = mixed + (place * stride + num_channels(d) + own * width) * size;
+                gated_norm(d, values + token * width, z, out + (place * out_stride + own * width) * size, dtype);
             }
         }
     }
@@ -245,27 +265,26 @@ INLINE void run_key_head(const Delta *d, const Run *run, int64_t head, const cha
 static int run_task(const Delta *d, const Run *run, int64_t head, const char *mixed, int64_t stride, const char *gates,
                     int64_t gates_stride, char *out, int dtype)
 {
-    const int64_t group = d->value_heads / d->key_heads * d->key_dim * d->value_dim, size = item_bytes(dtype);
+    const int64_t group = d->value_heads / d->key_heads * d->key_dim * d->value_dim;
     float *const own = run->slot < 0 ? calloc(group, sizeof *own) : NULL;
     float *const states = run->slot < 0 ? own : d->matrices + run->slot * d->matrices_stride + head * group;
     if (!states)
         return 1;
     if (run->slot >= 0 && run->is_fresh)
         memset(states, 0, group * sizeof *states);
-    mixed += run->start * stride * size;
-    gates += run->start * gates_stride * size;
-    out += run->start * d->value_heads * d->value_dim * size;
     FOR_DTYPE(run_key_head(d, run, head, mixed, stride, gates, gates_stride, out, states, TYPE))
     free(own);
     return 0;
 }
 
 /* mixed (rows, ...), gates (rows, 2 value_heads), so many elements from row to row; slots (rows), -1 for padding, whose output
-   is 0; out (rows, value_heads * value_dim); the rest as in Delta. */
+   is 0; runs (rows, 2), NULL if no row is of a draft token: the place of a row's first draft token and how many it has, -1 of a
+   draft token, which goes on in its run; out (rows, value_heads * value_dim); the rest as in Delta. */
 int gated_delta_net_decode(const float *conv, const float *decay, const float *dt_bias, const float *norm, float eps, float *inputs,
                float *matrices, int64_t inputs_stride, int64_t matrices_stride, int64_t key_heads, int64_t value_heads,
                int64_t key_dim, int64_t value_dim, int64_t taps, const char *mixed, int64_t mixed_stride, const char *gates,
-               int64_t gates_stride, const int32_t *slots, char *out, int64_t rows, int64_t dtype, int64_t num_threads)
+               int64_t gates_stride, const int32_t *slots, const int32_t *runs, char *out, int64_t rows, int64_t dtype,
+               int64_t num_threads)
 {
     const Delta d = {conv, decay, dt_bias, norm, inputs, matrices, inputs_stride, matrices_stride,
                      key_heads, value_heads, key_dim, value_dim, taps, eps};
@@ -273,30 +292,33 @@ int gated_delta_net_decode(const float *conv, const float *decay, const float *d
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && tasks > 1 && rows * width * key_dim >= MIN_PARALLEL)
     for (int64_t task = 0; task < tasks; task++) {
         const int64_t row = task / key_heads, head = task % key_heads, own = width / key_heads * size;
-        const Run run = {row, 1, slots[row], 0};
+        const int64_t behind = runs ? runs[2 * row + 1] : 0;
+        const Run run = {row, 1 + behind, slots[row], 0, behind ? runs[2 * row] : 0, behind ? slots : NULL};
         if (run.slot < 0)
             memset(out + (row * key_heads + head) * own, 0, own);
-        else
+        else if (behind >= 0)
             run_task(&d, &run, head, mixed, mixed_stride, gates, gates_stride, out, (int)dtype);
     }
     return 0;
 }
 
-/* `runs` (num_runs) share the rows of mixed (tokens, ...), gates and out; their slots are distinct; the rest as in gated_delta_net_decode.
-   Returns 1 if memory ran out. */
+/* `runs` (num_runs, 4), the start, count, slot and is_fresh of each, share the rows of mixed (tokens, ...), gates and out; their
+   slots are distinct; the rest as in gated_delta_net_decode.  Returns 1 if memory ran out. */
 int gated_delta_net_prefill(const float *conv, const float *decay, const float *dt_bias, const float *norm, float eps, float *inputs,
                  float *matrices, int64_t inputs_stride, int64_t matrices_stride, int64_t key_heads, int64_t value_heads,
                  int64_t key_dim, int64_t value_dim, int64_t taps, const char *mixed, int64_t mixed_stride, const char *gates,
-                 int64_t gates_stride, const Run *runs, char *out, int64_t num_runs, int64_t dtype, int64_t num_threads)
+                 int64_t gates_stride, const int64_t *runs, char *out, int64_t num_runs, int64_t dtype, int64_t num_threads)
 {
     const Delta d = {conv, decay, dt_bias, norm, inputs, matrices, inputs_stride, matrices_stride,
                      key_heads, value_heads, key_dim, value_dim, taps, eps};
     const int64_t tasks = num_runs * key_heads;
     int failed = 0;
 #pragma omp parallel for schedule(dynamic) reduction(| : failed) num_threads((int)num_threads) if (num_threads > 1 && tasks > 1)
-    for (int64_t task = 0; task < tasks; task++)
-        failed |= run_task(&d, runs + task / key_heads, task % key_heads, mixed, mixed_stride, gates, gates_stride, out,
-                           (int)dtype);
+    for (int64_t task = 0; task < tasks; task++) {
+        const int64_t *const own = runs + task / key_heads * 4;
+        const Run run = {own[0], own[1], own[2], own[3], own[0] + 1, NULL};
+        failed |= run_task(&d, &run, task % key_heads, mixed, mixed_stride, gates, gates_stride, out, (int)dtype);
+    }
     return failed;
 }
 
@@ -320,8 +342,8 @@ int play_gated_delta_net_decode(const Word *a)
 {
     return gated_delta_net_decode(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].number, a[5].pointer, a[6].pointer,
                       a[7].integer, a[8].integer, a[9].integer, a[10].integer, a[11].integer, a[12].integer, a[13].integer,
-                      a[14].pointer, a[15].integer, a[16].pointer, a[17].integer, a[18].pointer, a[19].pointer, a[20].integer,
-                      a[21].integer, a[22].integer);
+                      a[14].pointer, a[15].integer, a[16].pointer, a[17].integer, a[18].pointer, a[19].pointer, a[20].pointer,
+                      a[21].integer, a[22].integer, a[23].integer);
 }
 
 int play_sigmoid_gate(const Word *a)

@@ -21,12 +21,14 @@ def gated_delta_net_decode(
     rule: DeltaRule,
     states: LayerStates,
     slots: torch.Tensor,
+    runs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute ``gated_delta_net.gated_delta_net_decode`` in C."""
     if not _takes(mixed, gates, rule):
-        return delta_twins.gated_delta_net_decode(mixed, gates, rule, states, slots)
-    assert slots.dtype == torch.int32 and slots.is_contiguous()
-    return _run(library.gated_delta_net_decode, mixed, gates, rule, states, slots.data_ptr(), len(mixed))
+        return delta_twins.gated_delta_net_decode(mixed, gates, rule, states, slots, runs)
+    assert all(one.dtype == torch.int32 and one.is_contiguous() for one in (slots, runs) if one is not None)
+    rows = slots.data_ptr(), None if runs is None else runs.data_ptr()
+    return _run(library.gated_delta_net_decode, mixed, gates, rule, states, rows, len(mixed))
 
 
 def gated_delta_net_prefill(
@@ -48,7 +50,7 @@ def gated_delta_net_prefill(
         ],
         np.int64,
     )
-    return _run(library.gated_delta_net_prefill, mixed, gates, rule, states, runs.ctypes.data, len(chunks))
+    return _run(library.gated_delta_net_prefill, mixed, gates, rule, states, (runs.ctypes.data,), len(chunks))
 
 
 def _takes(mixed: torch.Tensor, gates: torch.Tensor, rule: DeltaRule) -> bool:
@@ -63,10 +65,10 @@ def _run(
     gates: torch.Tensor,
     rule: DeltaRule,
     states: LayerStates | None,
-    rows: int,
+    rows: tuple[int | None, ...],
     num_rows: int,
 ) -> torch.Tensor:
-    """``function`` of the library; ``rows`` is the address of its ``num_rows`` slots or runs."""
+    """``function`` of the library; ``rows`` are the addresses of what says where its ``num_rows`` rows or runs are."""
     kind = rule.kind
     out = torch.empty((len(mixed), kind.num_value_heads * kind.value_dim), dtype=mixed.dtype)
     failed = function(
@@ -74,7 +76,7 @@ def _run(
         *((None, None) if states is None else (part.data_ptr() for part in states)),
         *((0, 0) if states is None else (part.stride(0) for part in states)), kind.num_key_heads, kind.num_value_heads,
         kind.key_dim, kind.value_dim, kind.taps, mixed.data_ptr(), mixed.stride(0), gates.data_ptr(), gates.stride(0),
-        rows, out.data_ptr(), num_rows, DTYPE_CODES[mixed.dtype], torch.get_num_threads(),
+        *rows, out.data_ptr(), num_rows, DTYPE_CODES[mixed.dtype], torch.get_num_threads(),
     )  # fmt: skip
     if failed:
         raise MemoryError("the delta rule has no memory for states that are not kept")

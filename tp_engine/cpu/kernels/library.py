@@ -24,10 +24,7 @@ from tp_engine.log import get_logger
 _logger = get_logger(__name__)
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_DELTA = (
-    *(*[_POINTER] * 4, _FLOAT, _POINTER, _POINTER, *[_INT] * 7),
-    *(_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT),
-)
+_DELTA = (*[_POINTER] * 4, _FLOAT, _POINTER, _POINTER, *[_INT] * 7, _POINTER, _INT, _POINTER, _INT)
 _SIGNATURES: dict[str, tuple[object, ...]] = {
     "paged_attention": (ctypes.POINTER(Step), ctypes.POINTER(AttentionLayer), *[_POINTER] * 4, *[_INT] * 3),
     "norm_rows": (*[_POINTER] * 4, *[_INT] * 3, *[_FLOAT] * 4, *[_INT] * 3),
@@ -57,8 +54,8 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "mix_experts": (ctypes.POINTER(ExpertPanels), *[_POINTER] * 5, _INT, _INT),
     "add_gated": (*[_POINTER] * 3, *[_INT] * 5),
     "experts_work_bytes": (ctypes.POINTER(ExpertPanels), _INT),
-    "gated_delta_net_decode": _DELTA,
-    "gated_delta_net_prefill": _DELTA,
+    "gated_delta_net_decode": (*_DELTA, *[_POINTER] * 3, *[_INT] * 3),
+    "gated_delta_net_prefill": (*_DELTA, *[_POINTER] * 2, *[_INT] * 3),
     "sigmoid_gate": (_POINTER, _POINTER, *[_INT] * 5),
     "embed_panels": (*[_POINTER] * 3, *[_INT] * 4, _FLOAT, _INT, _INT),
     "pack_weight": (_POINTER, _POINTER, *[_INT] * 5),

@@ -80,7 +80,8 @@ class BlockManager:
         self.tier = HostTierManager(limits, self.pool, self.cache, links) if has_tier else None
         self.snapshots = None
         if limits.has_states and self._caching:
-            self.snapshots = Snapshots(limits.max_num_seqs, limits.num_snapshots, rows)
+            first_slot = limits.max_num_seqs + limits.num_draft_rows
+            self.snapshots = Snapshots(first_slot, limits.num_snapshots, rows)
         self._max_chunk = limits.max_chunk_tokens
         self._rows = rows
         self._from_start = self.windows.first_needed(0)

@@ -1,7 +1,7 @@
 """Snapshots of recurrent states: what the prefix cache needs besides blocks, where layers keep a state instead of K/V.
 
 A state exists only as it is behind a row's last computed token.  A prompt may begin with cached tokens if their blocks
-are there, and a snapshot of the state behind them.  Snapshots are slots of their own behind those of the rows, evicted
+are there, and a snapshot of the state behind them.  Snapshots are slots of their own behind those of all rows, evicted
 in the order of their last use; each is named by the identity of the block before it in the prefix cache::
 
     slots      | row 0 | row 1 | ... | snapshot | snapshot | ...

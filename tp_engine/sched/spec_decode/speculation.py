@@ -59,8 +59,8 @@ class SpeculationCounters:
 
 class DraftRun(msgspec.Struct, gc=False):
     """The draft rows of a row in a step, from the ``first`` on: ``tokens`` (n,) are their draft tokens, by the sources
-    of ``parts``, and ``masks`` (n, words) what a grammar allows there; once the result is there, ``kept`` (a,) are the
-    tokens behind the row's own that were sampled right."""
+    of ``parts``, and ``masks`` (n, words) what a grammar allows there; once the result of the step ``step_id`` is
+    there, ``kept`` (a,) are the tokens behind the row's own that were sampled right."""
 
     row: int
     tokens: IntArray
@@ -68,6 +68,7 @@ class DraftRun(msgspec.Struct, gc=False):
     masks: IntArray | None = None
     first: int = 0
     kept: IntArray = NO_IDS
+    step_id: int = 0
 
 
 class Verified(msgspec.Struct, gc=False):
@@ -229,7 +230,7 @@ class Speculation(SchedulerFeature):
             behind = sampled[draft_rows][run.first : run.first + len(run.tokens)]
             before = np.concatenate(([own[run.row]], behind[:-1]))
             num_right = int((run.tokens == before).cumprod().sum())
-            run.kept = behind[:num_right].copy()
+            run.kept, run.step_id = behind[:num_right].copy(), plan.step_id
             self._count(plan, run, num_right)
         logprobs = result.logprobs
         return Verified(
@@ -346,7 +347,24 @@ class Speculation(SchedulerFeature):
             plan,
             kept_rows=np.repeat([run.row for run in kept], [len(run.kept) for run in kept]).astype(np.int32),
             kept_tokens=np.concatenate([run.kept for run in kept]),
+            state_copies=self._with_states(plan.state_copies, kept),
         )
+
+    def _with_states(self, copies: IntArray, kept: list[DraftRun]) -> IntArray:
+        """``copies`` and, where there are recurrent states, those behind the rows' last kept tokens.
+
+        A row that was left since then may have an occupant already, whose state this plan copies there."""
+        limits = self._state.limits
+        if not limits.has_states:
+            return copies
+        pairs = [
+            (limits.max_num_seqs + run.first + len(run.kept) - 1, run.row)
+            for run in kept
+            if self._rows.since_step[run.row] <= run.step_id
+        ]
+        found = np.concatenate((copies, np.array(pairs, dtype=np.int32).reshape(-1, 2)))
+        assert len(np.unique(found[:, 1])) == len(found), f"two states for one row: {found.tolist()}"
+        return found
 
 
 def _without(logprobs: TokenLogprobs, draft_rows: slice) -> TokenLogprobs:

@@ -10,7 +10,7 @@ from tp_engine.attention.base import AttentionMetadata
 from tp_engine.kernels.ops import op
 from tp_engine.kernels.steps.decode_inputs import PAD_ROW, DecodeInputs, RowTables
 from tp_engine.layers.upload import upload_into
-from tp_engine.plan import IntArray
+from tp_engine.plan import IntArray, StepPlan
 
 GroupViews: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 """Each group's ``slot_mapping`` (B,) and ``block_table`` (B, M)."""
@@ -38,9 +38,11 @@ class DecodeBatch:
 
     ``set_rows`` is the host's part of a step, ``prepare`` and ``advance`` are the device's: their launches depend only
     on ``size``, so a CUDA graph may hold them and what lies between.
+
+    With ``has_draft_runs`` layers are told which draft rows go on behind which row.
     """
 
-    def __init__(self, tables: RowTables, max_requests: int) -> None:
+    def __init__(self, tables: RowTables, max_requests: int, *, has_draft_runs: bool = False) -> None:
         self.tables = tables
         device_type = tables.token_ids.device.type
         self._prepare, self._advance = op("prepare_decodes", device_type), op("advance_decodes", device_type)
@@ -50,18 +52,26 @@ class DecodeBatch:
         self._ones: IntArray = np.ones(max_requests, dtype=np.int32)
         self._rows: IntArray = np.full(max_requests, PAD_ROW, dtype=np.int32)
         self._given = (0, 0)  # epoch and size
+        self._host_runs: IntArray = np.zeros((max_requests, 2), dtype=np.int32)
+        device = tables.token_ids.device
+        self._runs = torch.zeros((max_requests, 2), dtype=torch.int32, device=device) if has_draft_runs else None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the inputs."""
-        return self._inputs.num_bytes
+        return self._inputs.num_bytes + (0 if self._runs is None else self._runs.nbytes)
 
-    def set_rows(self, rows: IntArray, size: int, epoch: int = 0) -> None:
-        """Note that the next step is of ``rows`` (n,), padded to ``size`` requests; ``epoch`` is
-        ``StepPlan.rows_epoch``."""
+    def set_rows(self, plan: StepPlan, size: int) -> None:
+        """Note that the next step has the decodes of ``plan``, padded to ``size`` requests."""
+        rows, epoch = plan.decode_rows, plan.rows_epoch
         if epoch and self._given == (epoch, size):
             return
         self._given = epoch, size
+        if self._runs is not None:
+            runs = draft_runs(plan, size)
+            if not np.array_equal(runs, self._host_runs[:size]):
+                upload_into(self._runs[:size], runs)
+                self._host_runs[:size] = runs
         if len(rows) == size and np.array_equal(rows, self._rows[:size]):
             return
         wanted: IntArray = np.full(size, PAD_ROW, dtype=np.int32)
@@ -70,22 +80,28 @@ class DecodeBatch:
             upload_into(self._inputs.rows[:size], wanted)
             self._rows[:size] = wanted
 
+    def draft_runs(self, size: int) -> torch.Tensor | None:
+        """Return ``AttentionMetadata.draft_runs`` of a step of ``size`` decodes."""
+        return None if self._runs is None else self._runs[:size]
+
     def prepare(self, size: int) -> DecodeInputs:
         """Make the inputs of a step of ``size`` requests."""
         inputs = self.inputs(size)
         self._prepare(self.tables, inputs)
         return inputs
 
-    def prepare_before(self, rows: IntArray, prefills: PrefillInputs) -> torch.Tensor:
-        """Make the inputs of ``rows`` (n,) in the room before the prefills'; the step's ``seq_lens`` (n + P,).
+    def prepare_before(self, plan: StepPlan, prefills: PrefillInputs) -> torch.Tensor:
+        """Make the inputs of the n decodes of ``plan`` in the room before the prefills'; the step's ``seq_lens``
+        (n + P,).
 
         Its block tables are those of ``groups(n + P)``.
         """
-        first, whole = len(rows), self.inputs(len(rows) + len(prefills.rows))
+        first = len(plan.decode_rows)
+        whole = self.inputs(first + len(prefills.rows))
         whole.seq_lens[first:].copy_(prefills.seq_lens)
         torch.index_select(self.tables.block_table, 1, prefills.rows, out=whole.block_table[:, first:])
         if first:
-            self.set_rows(rows, first)
+            self.set_rows(plan, first)
             own = self.inputs(first)
             decodes = DecodeInputs(
                 rows=own.rows,
@@ -142,6 +158,24 @@ class DecodeBatch:
                 host_seq_lens=host_seq_lens,
                 is_padded=is_padded,
                 decode_rows=inputs.rows,
+                draft_runs=self.draft_runs(size),
             )
             for slot_mapping, block_table in self.groups(size)
         )
+
+
+def draft_runs(plan: StepPlan, size: int) -> IntArray:
+    """Return for each of the plan's decodes, padded to ``size``, the place of its first draft row and their number
+    (size, 2); (0, -1) for a draft row."""
+    runs: IntArray = np.zeros((size, 2), dtype=np.int32)
+    bases = plan.draft_base_rows
+    if len(bases):
+        end = len(plan.decode_rows)
+        num_own = end - len(bases)
+        runs[num_own:end, 1] = -1
+        firsts = np.flatnonzero(np.diff(bases, prepend=-1))
+        own = plan.decode_rows[:num_own]
+        order = own.argsort()
+        owners = order[np.searchsorted(own, bases[firsts], sorter=order)]
+        runs[owners] = np.stack((num_own + firsts, np.diff(firsts, append=len(bases))), 1)
+    return runs

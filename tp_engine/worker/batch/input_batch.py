@@ -40,6 +40,7 @@ class InputBatch:
         num_groups: int,
         device: torch.device,
         num_draft_rows: int = 0,
+        has_states: bool = False,
     ) -> None:
         self._block_size = block_size
         self._num_groups = num_groups
@@ -56,7 +57,7 @@ class InputBatch:
         self.num_computed = self._computed.host
         self.num_prompt = np.zeros(num_rows, dtype=np.int32)
         self._draft_rows = DraftRows(self._token_ids, self._block_table, self._computed)
-        self.decodes = DecodeBatch(self.row_tables(), max_num_seqs)
+        self.decodes = DecodeBatch(self.row_tables(), max_num_seqs, has_draft_runs=has_states and num_draft_rows > 0)
 
     @property
     def num_bytes(self) -> int:
@@ -117,9 +118,9 @@ class InputBatch:
         layout = self._layout_of(plan)
         seq_lens = self.num_computed[layout.rows] + layout.query_lens
         if not layout.is_decode_only:
-            return self._with_prefills(layout, seq_lens)
+            return self._with_prefills(plan, layout, seq_lens)
         num_decodes = layout.num_decodes
-        self.decodes.set_rows(layout.rows, num_decodes, plan.rows_epoch)
+        self.decodes.set_rows(plan, num_decodes)
         inputs = self.decodes.prepare(num_decodes)
         return StepInputs(
             layout=layout,
@@ -129,11 +130,11 @@ class InputBatch:
             sampled_positions=seq_lens,
         )
 
-    def _with_prefills(self, layout: BatchLayout, seq_lens: IntArray) -> StepInputs:
+    def _with_prefills(self, plan: StepPlan, layout: BatchLayout, seq_lens: IntArray) -> StepInputs:
         """The host makes the inputs of the prefills, the device those of the decodes before them."""
         first = layout.num_decodes
         prefills, sampled_places = self._prefills(layout, seq_lens[first:])
-        lengths = self.decodes.prepare_before(layout.rows[:first], prefills)
+        lengths = self.decodes.prepare_before(plan, prefills)
         tables = (table for _, table in self.decodes.groups(len(layout.rows)))
         return StepInputs(
             layout=layout,
@@ -150,6 +151,7 @@ class InputBatch:
                     host_seq_lens=seq_lens,
                     is_padded=False,
                     decode_rows=self.decodes.inputs(first).rows,
+                    draft_runs=self.decodes.draft_runs(first),
                     prefill_rows=layout.prefill_rows,
                 )
                 for slot_mapping, block_table in zip(prefills.slot_mapping.unbind(), tables, strict=True)

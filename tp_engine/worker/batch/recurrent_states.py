@@ -1,5 +1,6 @@
 """The recurrent states of one rank: a slot for each row of the batch, with the states of all layers of the state group,
-then slots for snapshots (``sched/blocks/snapshots.py``), and one that padding rows may write to.
+then for each draft row, then slots for snapshots (``sched/blocks/snapshots.py``), and one that padding rows may write
+to.
 
 ::
 
@@ -40,7 +41,7 @@ class RecurrentStatePool(RunnerFeature):
         raw = allocate_zeros(
             num_slots * group.slot_bytes,
             device,
-            content=f"the states of {num_slots} rows and snapshots",
+            content=f"the states of {num_slots} rows, draft rows and snapshots",
             options="max_num_seqs, num_state_snapshots or gpu_memory_utilization",
         )
         self.raw = raw.view(torch.float32).view(num_slots, group.slot_bytes // STATE_BYTES)

@@ -99,7 +99,7 @@ class DecodeShape(StepShape[int]):
         return size
 
     def set_step(self, plan: StepPlan, size: int) -> None:
-        self._batch.set_rows(plan.decode_rows, size, plan.rows_epoch)
+        self._batch.set_rows(plan, size)
 
     def prepare(self, size: int) -> PlacedInputs:
         inputs = self._batch.prepare(size)
