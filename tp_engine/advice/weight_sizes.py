@@ -108,15 +108,15 @@ def local_weight_bytes(
 def _kinds(model: ModelSpec, online: _Online | None) -> dict[tuple[LayerSpec, Schemes], int]:
     """Each kind of layer with the schemes of its products, and how many there are."""
 
-    def schemes_of(index: int, layer: LayerSpec) -> Schemes:
+    def schemes_of(path: str, layer: LayerSpec) -> Schemes:
         products = _products(model.hidden_size, layer, 1)
         if online is not None:
             return tuple(online.experts if one.is_expert else online.linear for one in products)
-        return tuple(model.scheme_of(*(f"model.layers.{index}.{name}" for name in one.modules)) for one in products)
+        return tuple(model.scheme_of(*(f"{path}.{name}" for name in one.modules)) for one in products)
 
     if model.quantization is None:
-        return {(layer, schemes_of(0, layer)): count for layer, count in model.distinct_layers.items()}
-    return Counter((layer, schemes_of(index, layer)) for index, layer in enumerate(model.layers))
+        return {(layer, schemes_of("", layer)): count for layer, count in model.distinct_layers.items()}
+    return Counter((layer, schemes_of(path, layer)) for path, layer in model.layers_by_path.items())
 
 
 def _weight_bytes(product: _Product, scheme: WeightScheme | None, itemsize: int) -> int:
@@ -268,6 +268,9 @@ def _others_of_mlp(hidden: int, mlp: MlpSpec | ExpertsSpec, world_size: int, *, 
 
 
 def _outside_of_layers(model: ModelSpec, world_size: int) -> int:
-    """The embedding, the output head unless it is the same, and the last norm."""
-    vocabulary = local_vocab_size(model, world_size) * model.hidden_size * (1 if model.is_tied else 2)
-    return model.hidden_size + vocabulary
+    """The embedding, the output head unless it is the same, the last norm; norms and projection of a head (MTP)."""
+    hidden, mtp = model.hidden_size, model.mtp
+    found = hidden + local_vocab_size(model, world_size) * hidden * (1 if model.is_tied else 2)
+    if mtp is not None:
+        found += 2 * hidden * hidden // world_size + hidden * (2 + (mtp.final_norm is not None))
+    return found

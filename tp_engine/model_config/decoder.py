@@ -11,7 +11,7 @@ from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.mlp import Activation, ActivationKind, ExpertsSpec, MlpSpec, RoutingRule
 from tp_engine.model_config.quant_methods import read_quantization
 from tp_engine.model_config.rope import LAYER_TYPES, PLAIN, RopeRules, RopeSpec, read_rope
-from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
+from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec, MtpSpec, NormSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
 ASSUMED_DTYPE = "bfloat16"
@@ -130,6 +130,18 @@ class DecoderReader:
             input_norm=self.norm("input_layernorm"),
             mlp_norm=self.norm("post_attention_layernorm"),
             **changes,
+        )
+
+    def next_token_layer(self, attention: AttentionSpec, mlp: MlpSpec | ExpertsSpec) -> MtpSpec:
+        """DeepSeek-V3's head for multi-token prediction: the layer behind the last, with tensors of its own."""
+        path = f"model.layers.{self.num_layers}"
+        return MtpSpec(
+            path=path,
+            layer=self.pre_norm_layer(attention, mlp),
+            projection=f"{path}.eh_proj",
+            embed_norm=self.norm(f"{path}.enorm"),
+            hidden_norm=self.norm(f"{path}.hnorm"),
+            final_norm=self.norm(f"{path}.shared_head.norm"),
         )
 
     def post_norm_layer(self, attention: AttentionSpec, mlp: MlpSpec) -> LayerSpec:

@@ -98,14 +98,17 @@ class QuantizationSpec:
                 )
         return scheme
 
-    def found_among(self, names: Set[str]) -> QuantizationSpec:
+    def found_among(self, names: Set[str], mtp_names: Set[str] = frozenset()) -> QuantizationSpec:
         """Return the same, without the modules that have a plain weight among the tensors ``names``.
 
-        For specs with ``is_found_by_tensors``; a quantised module has ``qweight``.
+        For all modules of specs with ``is_found_by_tensors``, in which a quantised one has ``qweight``, and for those
+        of ``mtp_names``, of multi-token prediction, whose projection few checkpoints list: a quantised one has scales.
         """
-        modules = (name.removesuffix(".weight") for name in names if name.endswith(".weight"))
-        plain = tuple((module, None) for module in sorted(modules) if f"{module}.qweight" not in names)
-        return replace(self, rules=plain + self.rules) if self.is_found_by_tensors else self
+        asked = names if self.is_found_by_tensors else mtp_names
+        modules = sorted(name.removesuffix(".weight") for name in asked if name.endswith(".weight"))
+        marks = ("qweight", "weight_scale", "weight_scale_inv")
+        plain = tuple((one, None) for one in modules if not any(f"{one}.{mark}" in names for mark in marks))
+        return replace(self, rules=plain + self.rules)
 
     @cached_property
     def _matcher(self) -> _Matcher:

@@ -9,7 +9,7 @@ A norm may be None: absent.  In a *parallel* layer attention and MLP read the sa
 are added at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -195,6 +195,34 @@ class LayerSpec:
         return next((one for one in self.mlps if isinstance(one, ExpertsSpec)), None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpSpec:
+    """A model's own head for multi-token prediction (https://arxiv.org/abs/2412.19437, section 2.2)::
+
+        state of the model at p, final-normed -> hidden_norm -+
+        token p + 1              -> embedding -> embed_norm --+-> projection -> layer -> final_norm -> token p + 2
+
+    The projection reads both side by side, the embedding first.  Embedding and output head are the model's.  Of several
+    draft tokens each further one has the head's own output in the place of the model's state.
+
+    ``path`` is the ``layer``'s name in the checkpoint and ``projection`` that of its module; the names of norms are
+    whole.
+    """
+
+    path: str
+    layer: LayerSpec
+    projection: str
+    embed_norm: NormSpec
+    hidden_norm: NormSpec
+    final_norm: NormSpec | None
+
+    @property
+    def kv_kind(self) -> KvKind:
+        """What its layer keeps in the cache."""
+        assert isinstance(self.layer.attention, AttentionSpec), "the layer of a head attends"
+        return self.layer.attention.kv_kind
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """One decoder-only model.  Logits are multiplied by ``logit_scale``, then bounded by ``logit_softcap``.
@@ -202,7 +230,8 @@ class ModelSpec:
     With ``tie_word_embeddings`` a checkpoint without an output head uses the embedding; if it ``has_own_head``, another
     one, it uses that.  A ``classifier`` makes scores in place of text.  ``max_position_key`` is what bounds its
     positions, ``max_position``, in config.json.  ``beside`` is what a draft head keeps in the cache, as one more layer
-    behind the model's.  ``notes`` and ``warnings`` are what the operator should know of the checkpoint's files,
+    behind the model's.  ``stored_mtp`` is the model's own head, if the checkpoint has one, and ``mtp`` that if the
+    engine runs it.  ``notes`` and ``warnings`` are what the operator should know of the checkpoint's files,
     ``ignored_keys`` those of config.json that have no effect.
     """
 
@@ -225,6 +254,8 @@ class ModelSpec:
     quantization: QuantizationSpec | None = None
     classifier: ClassifierSpec | None = None
     beside: KvKind | None = None
+    mtp: MtpSpec | None = None
+    stored_mtp: MtpSpec | None = field(default=None, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
     ignored_keys: tuple[str, ...] = field(default=(), compare=False)
     warnings: tuple[str, ...] = field(default=(), compare=False)
@@ -238,6 +269,10 @@ class ModelSpec:
             return None
         return self.quantization.scheme_of_parts([self.names.spell(module) for module in modules])
 
+    def mtp_names(self, names: Collection[str]) -> set[str]:
+        """Return those of ``names``, a checkpoint's tensors, that are of multi-token prediction."""
+        return self.names.mtp_names(names, self.num_layers)
+
     @property
     def is_tied(self) -> bool:
         """Whether the embedding is the output head."""
@@ -248,10 +283,16 @@ class ModelSpec:
         return len(self.layers)
 
     @property
+    def layers_by_path(self) -> dict[str, LayerSpec]:
+        """The layers by their names in a checkpoint, the head's last."""
+        found = {f"model.layers.{index}": layer for index, layer in enumerate(self.layers)}
+        return found if self.mtp is None else found | {self.mtp.path: self.mtp.layer}
+
+    @property
     def distinct_layers(self) -> dict[LayerSpec, int]:
-        """Each kind of layer and how many there are, in order of first occurrence."""
+        """Each kind of layer and how many there are, that of a head included, in order of first occurrence."""
         counts: dict[LayerSpec, int] = {}
-        for layer in self.layers:
+        for layer in self.layers_by_path.values():
             counts[layer] = counts.get(layer, 0) + 1
         return counts
 

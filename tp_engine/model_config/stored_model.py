@@ -20,10 +20,10 @@ def fitted(spec: ModelSpec, headers: CheckpointHeaders, *, says_dtype: bool = Tr
     The first holds whatever config.json says, as in transformers.  Without ``headers``, ``spec`` is the best estimate.
     """
     check_head(spec, headers)
-    spec, changes = with_head(spec, headers), dict[str, Any]()
+    spec, changes = with_mtp(with_head(spec, headers), headers), dict[str, Any]()
     notes = [_OWN_HEAD] if headers.names and spec.has_own_head else []
     if headers.names and spec.quantization is not None:
-        changes["quantization"] = spec.quantization.found_among(headers.names)
+        changes["quantization"] = spec.quantization.found_among(headers.names, spec.mtp_names(headers.names))
     if not says_dtype:
         changes["dtype"] = dtype = headers.dtype or spec.dtype
         why = "as the first tensors of the checkpoint" if headers.dtype else "by assumption, without its tensors"
@@ -36,6 +36,14 @@ def with_head(spec: ModelSpec, headers: CheckpointHeaders) -> ModelSpec:
     if not headers.names:
         return spec
     return dataclasses.replace(spec, has_own_head=spec.tie_word_embeddings and has_own_head(spec.names, headers))
+
+
+def with_mtp(spec: ModelSpec, headers: CheckpointHeaders) -> ModelSpec:
+    """``spec`` without a head for multi-token prediction, if the tensors have none."""
+    if spec.stored_mtp is None or not headers.names:
+        return spec
+    is_stored = any(f"{name}.weight" in headers.names for name in spec.names.spell(spec.stored_mtp.projection))
+    return spec if is_stored else dataclasses.replace(spec, stored_mtp=None)
 
 
 def has_own_head(names: CheckpointNames, headers: CheckpointHeaders) -> bool:

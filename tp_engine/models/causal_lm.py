@@ -11,7 +11,7 @@ from torch import nn
 
 from tp_engine.attention.base import Backends
 from tp_engine.distributed.collectives import Communicator
-from tp_engine.layers.attention import Attention
+from tp_engine.layers.attention import Attention, only
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_engine.layers.experts import Experts
@@ -26,12 +26,14 @@ from tp_engine.layers.score_head import ScoreHead
 from tp_engine.lora import AdapterLimits
 from tp_engine.model_config.spec import LayerSpec, ModelSpec
 from tp_engine.models.decoder import DecoderLayer
+from tp_engine.models.mtp_head import MtpHead
 
 
 class CausalLM(nn.Module):
     """The decoder that ``spec`` describes; ``backends`` has one attention backend for each of its KV groups.
 
-    A draft head reads the inputs of ``state_layers``.
+    A draft head reads the inputs of ``state_layers``; the model's own (``mtp``), if it has one, the normalised outputs
+    of the last layer.
 
     Weights are allocated but not set: load them, then call ``finish_loading``, then bind the KV cache.
     """
@@ -79,6 +81,20 @@ class CausalLM(nn.Module):
         self._joins = _make_joins(layers, spec.layers, self.norm, context)
         self._run: Sequence[int] = range(spec.num_layers)
         self._state_layers = state_layers
+        self.mtp: MtpHead | None = None
+        if spec.mtp is not None:
+            group, _ = layout.place_of(spec.num_layers)
+            self.mtp = MtpHead(
+                spec.mtp,
+                spec.hidden_size,
+                spec.ropes,
+                ropes=self.ropes,
+                embed_tokens=self.embed_tokens,
+                lm_head=self.lm_head,
+                backend=backends[group],
+                group=group,
+                context=context,
+            )
         self._copy_rows = context.op("copy_rows")
 
     @property
@@ -152,10 +168,12 @@ class CausalLM(nn.Module):
         """``input_ids`` and ``positions`` (N,) -> (N, hidden), normalised.  Call it inside of ``forward_context``.
 
         With ``wanted`` (n,) int64, the tokens whose outputs are read: (n, hidden), only theirs.  For the other tokens
-        the last layer only stores keys and values, and attends.
+        the last layer only stores keys and values, and attends, unless the model's own head reads their outputs too.
 
-        ``states`` (N, layers * hidden) takes the inputs of the ``state_layers``, of all tokens.
+        ``states`` (N, layers * hidden) takes the inputs of the ``state_layers``, of all tokens, or their outputs.
         """
+        given, is_output = wanted, self.mtp is not None and states is not None
+        wanted = None if is_output else given
         rotations = [rope(positions) for rope in self.ropes]
         residual, part, last = self.embed_tokens(input_ids), None, self._run[-1]
         for index in self._run:
@@ -165,7 +183,11 @@ class CausalLM(nn.Module):
                 first = self._state_layers.index(index) * residual.shape[1]
                 self._copy_rows(residual, states[:, first : first + residual.shape[1]])
             part, residual = self.layers[index](x, residual, rotations, own)
-        return self._joins[-1](part, residual)
+        hidden = self._joins[-1](part, residual)
+        if is_output:
+            self._copy_rows(hidden, states)
+            hidden = only(given, hidden)
+        return hidden
 
     def compute_local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` (n, hidden) -> (n, width), this rank's slice of the logits.  No collective."""

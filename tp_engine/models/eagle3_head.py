@@ -1,12 +1,10 @@
-"""A draft head on one rank: a model's states and the tokens behind them in, draft tokens of the tokens after those out.
+"""An EAGLE-3 head on one rank: a model's states and the tokens behind in, draft tokens of the tokens after those out.
 
 It is split over the ranks as the model is (``model_config/draft_head.py`` draws it)::
 
     fc            this rank's columns of the states; one all-reduce
     attention     this rank's heads, whose K/V are one more layer of the KV cache
     lm_head       this rank's part of the drafts' vocabulary
-
-The K/V of position p are made of the model's states at p and of token p + 1.
 """
 
 from collections.abc import Callable
@@ -30,11 +28,12 @@ from tp_engine.model_config.draft_head import DraftHeadSpec
 from tp_engine.model_config.spec import AttentionSpec
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.decoder import SelfAttention
+from tp_engine.models.draft_head import DraftHead
 from tp_engine.models.mlp import make_mlp
 from tp_engine.weights.source import equal_share, vector_source
 
 
-class DraftHead(nn.Module):
+class Eagle3Head(DraftHead):
     """The head that ``spec`` describes, of a ``model``, whose embedding it uses if it has none.
 
     ``backend`` attends for its layer, whose blocks are in KV ``group``.  Weights are allocated but not set: load them,
@@ -51,7 +50,7 @@ class DraftHead(nn.Module):
         max_model_len: int,
         context: LayerContext,
     ) -> None:
-        super().__init__()
+        super().__init__(spec.state_size, context)
         self._spec, head = spec, spec.model
         (layer,) = head.layers
         attention, layer_context, hidden = layer.attention, context.at(spec.layer_path), head.hidden_size
@@ -67,7 +66,7 @@ class DraftHead(nn.Module):
             if spec.has_embedding
             else None
         )
-        self.embed_as(model)
+        self.embed_as(model.embed_tokens)
         self.input_norm = Norm(layer.input_norm, hidden, context=layer_context.at(layer.input_norm.name))
         self.hidden_norm = Norm(spec.hidden_norm, hidden, context=layer_context.at(spec.hidden_norm.name))
         self.rope = RotaryEmbedding(head.ropes[0], max_model_len, dtype=context.dtype, device=context.device)
@@ -90,27 +89,15 @@ class DraftHead(nn.Module):
             self.d2t = context.parameter((head.vocab_size,), (source,), dtype=torch.int64)
         self._joins = (Join(None, self.mlp_norm, 1.0, context=context), Join(None, self.norm, 1.0, context=context))
 
-    def embed_as(self, model: CausalLM) -> None:
-        """Use the embedding of ``model``, unless the head has its own."""
-        embedding = model.embed_tokens if self.own_embedding is None else self.own_embedding
-        self._embed: Callable[[torch.Tensor], torch.Tensor] = embedding.__call__  # no module of the head
-
-    def new_states(self, num_tokens: int) -> torch.Tensor:
-        """Room for the model's states of ``num_tokens``, (num_tokens, layers * hidden)."""
-        return self.mlp_norm.weight.new_empty((num_tokens, self._spec.state_size))
+    def embed_as(self, embedding: VocabParallelEmbedding) -> None:
+        own = embedding if self.own_embedding is None else self.own_embedding
+        self._embed: Callable[[torch.Tensor], torch.Tensor] = own.__call__  # no module of the head
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of the model's states of one token."""
-        return self._spec.state_size * self.mlp_norm.weight.itemsize
-
-    @property
-    def attention_layer(self) -> Attention:
-        """Its layer with K/V."""
-        return self.self_attn.attention
+    def own_attention(self) -> list[Attention]:
+        return [self.self_attn.attention]
 
     def finish_loading(self) -> None:
-        """Prepare the layers for running, once, after all weights have their values; raises ``WeightError``."""
         for module in self.modules():
             if isinstance(module, Layer):
                 module.finish_loading()
@@ -120,7 +107,6 @@ class DraftHead(nn.Module):
                 raise WeightError(f"d2t of the draft head leads to tokens outside of the vocabulary of {size}")
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the model's ``states`` (N, layers * hidden) -> (N, hidden), in the place of the head's own output."""
         if self.states_norm is not None:
             states = self.states_norm(states)
         if len(self.state_norms):
@@ -132,11 +118,6 @@ class DraftHead(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``hidden`` (N, hidden) of ``positions`` (N,), which may change, and the tokens behind, ``input_ids`` (N,).
-
-        Returns of the tokens ``wanted`` (n,) int64, or of all, what ``lm_head`` reads and what the next draft token
-        takes as ``hidden``, both (n, hidden).  Call it inside of ``forward_context``.
-        """
         normalised = self.hidden_norm(hidden)
         residual = normalised if self._spec.norm_before_residual else hidden
         x = torch.cat((self.input_norm(self._embed(input_ids)), normalised), dim=1)
@@ -147,11 +128,10 @@ class DraftHead(nn.Module):
         return out, out if self._spec.norm_output else residual
 
     def tokens_of(self, drafts: torch.Tensor) -> torch.Tensor:
-        """Return the model's tokens (n,) of the same type for ids ``drafts`` (n,) of the drafts' vocabulary."""
         return drafts if self.d2t is None else drafts + self.d2t[drafts].to(drafts.dtype)
 
 
-def build_draft_head(
+def build_eagle3_head(
     spec: DraftHeadSpec,
     model: CausalLM,
     *,
@@ -161,10 +141,10 @@ def build_draft_head(
     backends: Backends,
     group: int,
     max_model_len: int,
-) -> DraftHead:
+) -> Eagle3Head:
     """Return this rank's part of the head, its weights allocated on ``device`` but not yet set."""
     context = LayerContext(
         communicator=communicator, dtype=dtype, device=device, format_of=choose_formats(None, spec.model)
     )
     options: dict[str, Any] = {"backends": backends, "group": group, "max_model_len": max_model_len}
-    return DraftHead(spec, model, context=context, **options).eval()
+    return Eagle3Head(spec, model, context=context, **options).eval()

@@ -24,6 +24,7 @@ Stored: TypeAlias = Checkpoint | DummyWeights
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NEVER_NEEDED = re.compile(r"\.rotary_emb\.inv_freq$")
 _MODEL, _HEAD, _EMBEDDING = "model.", "lm_head.", "model.embed_tokens.weight"
+_COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
 _MAX_NAMED = 5
 
 
@@ -70,7 +71,9 @@ def load_weights(
     first = next(iter(parameters.values()))
     with _open(parameters, source, load_format, seed, first) as stored, torch.no_grad():
         items = _items(parameters, spec, stored)
-        mtp = spec.names.mtp_names(stored.names(), spec.num_layers)
+        mtp = spec.mtp_names(stored.names()) - {item.name for item in items}
+        if spec.mtp is not None:  # its tensors are complete, but for copies of the model's own
+            mtp = {name for name in mtp if name.endswith(_COPIES)}
         _check_tensors(stored, items, spec, mtp)
         _take_stored_types(stored, items)
         for name, parameter in parameters.items():

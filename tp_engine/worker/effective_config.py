@@ -26,7 +26,7 @@ from tp_engine.model_config import (
 from tp_engine.model_config.draft_head import DraftHeadSpec, load_draft_head
 from tp_engine.model_config.lora import check_expert_adapters, read_adapter_config
 from tp_engine.model_config.pooling import TEXT, PoolingSpec, pooled, read_pooling
-from tp_engine.model_config.spec import ModelSpec
+from tp_engine.model_config.spec import ModelSpec, MtpSpec
 from tp_engine.model_config.tp_invariant import check_tp_invariant
 from tp_engine.speculative import CONFIG_NAME, SpeculativeConfig
 from tp_engine.worker.gpu_host import choose_device_type
@@ -159,6 +159,8 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     )
     _check_adapters(effective, pooling)
     check_expert_adapters(model, effective)
+    if (mtp := _resolve_mtp(config, model, path)) is not None:
+        model = dataclasses.replace(model, mtp=mtp, beside=mtp.kv_kind)
     head = _resolve_head(config, model)
     if head is not None:
         model = dataclasses.replace(model, beside=head.spec.kv_kind)
@@ -178,19 +180,32 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     )
 
 
-def _resolve_head(config: EngineConfig, model: ModelSpec) -> LocalHead | None:
-    """The draft head, if there is to be one.  Raises ``ConfigError`` if draft tokens, or the head, do not suit the
-    model."""
+def _resolve_mtp(config: EngineConfig, model: ModelSpec, path: Path) -> MtpSpec | None:
+    """The model's own head, if it is to draft.  Raises ``ConfigError`` if there is none."""
     speculation = SpeculativeConfig.of(config.speculative_config)
-    if speculation is None:
+    if speculation is None or speculation.method != "mtp":
         return None
-    if speculation.method == "mtp":
+    given = speculation.model
+    if given not in (None, config.model) and Path(given or "").expanduser().resolve() != path.resolve():
         raise ConfigError(
-            f"{CONFIG_NAME} is {config.speculative_config!r}, but this engine runs no head for multi-token prediction "
-            f"of {model.architecture}: set the method ngram or suffix"
+            f"{CONFIG_NAME} has the model {given!r}, but with the method mtp the head is a part of the served model's "
+            f"checkpoint, {config.model!r}: leave the model out, or set the method eagle3 for a head of its own"
         )
-    if speculation.model is None:
+    if model.stored_mtp is None:
+        raise ConfigError(
+            f"{CONFIG_NAME} is {config.speculative_config!r}, but this {model.architecture} has no head for "
+            "multi-token prediction that this engine runs, or its checkpoint, such as many quantised ones, was stored "
+            "without it: set the method ngram or suffix, or use a checkpoint with the head"
+        )
+    return model.stored_mtp
+
+
+def _resolve_head(config: EngineConfig, model: ModelSpec) -> LocalHead | None:
+    """The draft head of its own, if there is to be one.  Raises ``ConfigError`` if it does not suit the model."""
+    speculation = SpeculativeConfig.of(config.speculative_config)
+    if speculation is None or speculation.method != "eagle3":
         return None
+    assert speculation.model is not None, "the option has been checked"
     if any(one.latent is not None for one in model.attentions):
         raise ConfigError(
             f"{CONFIG_NAME} is {config.speculative_config!r}, but this {model.architecture} keeps latents, and a draft "

@@ -10,7 +10,8 @@ from tp_engine.distributed.groups import RankGroups
 from tp_engine.distributed.rank import RankInfo
 from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM, build_model
-from tp_engine.models.draft_head import DraftHead, build_draft_head
+from tp_engine.models.draft_head import DraftHead
+from tp_engine.models.eagle3_head import build_eagle3_head
 from tp_engine.units import format_gib
 from tp_engine.weights.loader import LoadReport, load_weights
 from tp_engine.worker.device import Device
@@ -63,11 +64,12 @@ def load_model(
 def load_head(
     effective: EffectiveConfig, groups: RankGroups, backends: Backends, device: Device, model: CausalLM
 ) -> DraftHead | None:
-    """Return the configured draft head of ``model``, if there is one; ``finish_loading`` comes next."""
+    """Return the draft head of ``model``, its own or the configured one, if there is one; ``finish_loading`` comes
+    next."""
     head, config = effective.draft_head, effective.config
     if head is None:
-        return None
-    draft_head = build_draft_head(
+        return model.mtp
+    draft_head = build_eagle3_head(
         head.spec,
         model,
         communicator=groups.communicator,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tp_engine.models.causal_lm import CausalLM
     from tp_engine.worker.effective_config import EffectiveConfig
 
-_OWN_FIELDS = ("dtype", "eos_token_ids", "max_position", "max_position_key", "beside")
+_OWN_FIELDS = ("dtype", "eos_token_ids", "max_position", "max_position_key", "beside", "mtp")
 
 
 class SharedFile(msgspec.Struct, frozen=True):

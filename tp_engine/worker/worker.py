@@ -341,7 +341,7 @@ class Worker:
     def _attention_layers(self) -> list[Attention]:
         """The layers with K/V, in the layout's order: the model's, then the draft head's."""
         head = self._parts.head
-        return [*self._parts.model.attention_layers, *([] if head is None else [head.attention_layer])]
+        return [*self._parts.model.attention_layers, *([] if head is None else head.own_attention)]
 
     def _try_steps(self, graphs: GraphPlan | None) -> int:
         """Run one-time set-up, then measure the bytes that recorded steps take."""

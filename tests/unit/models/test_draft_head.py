@@ -20,7 +20,7 @@ from tp_engine.layers.attention import forward_context
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.draft_head import load_draft_head
 from tp_engine.models.causal_lm import build_model
-from tp_engine.models.draft_head import DraftHead, build_draft_head
+from tp_engine.models.eagle3_head import Eagle3Head, build_eagle3_head
 from tp_engine.weights.loader import load_weights
 
 VOCABULARY = 203
@@ -46,7 +46,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Pa
     return found
 
 
-def build(folder: Path, target_folder: Path, communicator: Communicator) -> tuple[Any, DraftHead]:
+def build(folder: Path, target_folder: Path, communicator: Communicator) -> tuple[Any, Eagle3Head]:
     """The model and the head, loaded."""
     model_spec, _ = load_model_config(str(target_folder))
     spec, _ = load_draft_head(str(folder), model_spec)
@@ -57,7 +57,7 @@ def build(folder: Path, target_folder: Path, communicator: Communicator) -> tupl
         "max_model_len": 128,
     }
     model = build_model(model_spec, backends=NO_BACKENDS, state_layers=spec.state_layers, **options)
-    head = build_draft_head(spec, model, backends=NO_BACKENDS, group=0, **options)
+    head = build_eagle3_head(spec, model, backends=NO_BACKENDS, group=0, **options)
     load_weights(dict(model.named_parameters()), model_spec, target_folder, info=communicator.info)
     load_weights(dict(head.named_parameters()), spec.model, folder, info=communicator.info)
     model.finish_loading()

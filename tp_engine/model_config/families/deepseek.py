@@ -97,11 +97,13 @@ def latent_model(
     bounds: dict[str, Any] = {}
     skipped: list[str] = []
     if has_indexer:
-        skipped = [f"model.layers.{index}.self_attn.indexer." for index in range(reader.num_layers)]
+        skipped = [f"model.layers.{index}.self_attn.indexer." for index in range(reader.num_layers + 1)]
         longest = config.take_positive("index_topk", 2048)
         if longest < reader.max_position:
             bounds = {"max_position": longest, "max_position_key": _INDEXED}
-    return reader.model(layers, (rope,), names=replace(names, skipped=(*names.skipped, *skipped)), eos=eos, **bounds)
+    names = replace(names, skipped=(*names.skipped, *skipped))
+    mtp = reader.next_token_layer(attention, experts)
+    return reader.model(layers, (rope,), names=names, eos=eos, stored_mtp=mtp, **bounds)
 
 
 def take_dense_layers(reader: DecoderReader, default: int) -> list[bool]:

@@ -4,7 +4,7 @@ from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.mlp import MlpSpec, RoutingRule
 from tp_engine.model_config.rope import RopeRules
-from tp_engine.model_config.spec import ModelSpec
+from tp_engine.model_config.spec import ModelSpec, MtpSpec
 
 ARCHITECTURES = ("Ernie4_5_MoeForCausalLM",)
 
@@ -44,4 +44,12 @@ def read(config: ConfigJson) -> ModelSpec:
         for index in range(reader.num_layers)
     )
     rope = reader.rope(RopeRules(theta=5e5, is_interleaved=True))
-    return reader.model(layers, (rope,), tied=True, eos=(2,))
+    mtp = MtpSpec(
+        path="model.mtp_block.0",
+        layer=reader.pre_norm_layer(reader.attention(), reader.mlp()),
+        projection="model.mtp_linear_proj.0",
+        embed_norm=reader.norm("model.mtp_emb_norm.0"),
+        hidden_norm=reader.norm("model.mtp_hidden_norm.0"),
+        final_norm=None,
+    )
+    return reader.model(layers, (rope,), tied=True, eos=(2,), stored_mtp=mtp)

@@ -24,7 +24,8 @@ def read(config: ConfigJson) -> ModelSpec:
         reader.pre_norm_layer(attention, reader.mlp() if index < num_dense else experts)
         for index in range(reader.num_layers)
     )
-    return reader.model(layers, (reader.rope(RopeRules(partial=0.5)),))
+    mtp = reader.next_token_layer(attention, experts)
+    return reader.model(layers, (reader.rope(RopeRules(partial=0.5)),), stored_mtp=mtp)
 
 
 def read_experts(

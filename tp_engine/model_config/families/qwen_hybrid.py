@@ -8,7 +8,7 @@ from tp_engine.model_config.families.qwen_moe import take_sparse_layers
 from tp_engine.model_config.mlp import EACH, FUSED, ExpertsSpec, MlpSpec, RoutingRule
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.model_config.rope import RopeRules
-from tp_engine.model_config.spec import GatedDeltaNetSpec, LayerSpec, ModelSpec, QkNormSpec
+from tp_engine.model_config.spec import GatedDeltaNetSpec, LayerSpec, ModelSpec, MtpSpec, QkNormSpec
 
 _NEXT = "Qwen3NextForCausalLM"
 _DENSE = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
@@ -44,17 +44,27 @@ def read(config: ConfigJson) -> ModelSpec:
         qkv_bias=bias, out_bias=bias, has_gate=True, qk_norm=QkNormSpec(eps=reader.eps, offset=1.0)
     )
     delta = _read_delta(reader, is_fused=architecture == _NEXT)
-    layers = tuple(
-        LayerSpec(
+
+    def layer(*, attends: bool, is_sparse: bool) -> LayerSpec:
+        return LayerSpec(
             attention=attention if attends else delta,
-            mlp=experts if experts is not None and sparse else reader.mlp(),
+            mlp=experts if experts is not None and is_sparse else reader.mlp(),
             input_norm=reader.norm("input_layernorm", offset=1.0),
             mlp_norm=reader.norm("post_attention_layernorm", offset=1.0),
         )
-        for attends, sparse in zip(_take_kinds(reader), is_sparse, strict=True)
+
+    kinds = zip(_take_kinds(reader), is_sparse, strict=True)
+    layers = tuple(layer(attends=attends, is_sparse=sparse) for attends, sparse in kinds)
+    mtp = MtpSpec(
+        path="mtp.layers.0",
+        layer=layer(attends=True, is_sparse=True),
+        projection="mtp.fc",
+        embed_norm=reader.norm("mtp.pre_fc_norm_embedding", offset=1.0),
+        hidden_norm=reader.norm("mtp.pre_fc_norm_hidden", offset=1.0),
+        final_norm=reader.norm("mtp.norm", offset=1.0),
     )
     rope = reader.rope(RopeRules(partial=0.25, is_multimodal=architecture != _NEXT))
-    return reader.model(layers, (rope,), final_norm=reader.norm("norm", offset=1.0), names=_NAMES)
+    return reader.model(layers, (rope,), final_norm=reader.norm("norm", offset=1.0), names=_NAMES, stored_mtp=mtp)
 
 
 def _take_kinds(reader: DecoderReader) -> list[bool]:

@@ -66,8 +66,10 @@ class HeadDrafter(RunnerFeature):
         self._states = self._room = head.new_states(batch.max_num_seqs)
 
     def take_model(self, model: CausalLM) -> list[Attention]:
-        self._head.embed_as(model)
-        return [self._head.attention_layer]
+        if model.mtp is not None:  # a part of each model that runs
+            self._head = model.mtp
+        self._head.embed_as(model.embed_tokens)
+        return self._head.own_attention
 
     def state_room(self, num_tokens: int) -> torch.Tensor:
         """Return the same place for all steps of up to ``max_num_seqs`` tokens, as recorded decodes need it."""

@@ -92,7 +92,7 @@ def _prompt_sizes(
     sizes = StepSizes(decodes=tuple(size for size in _PROMPT_DECODES if size <= most), tokens=tokens)
     if not backend.can_capture_prompts:
         obstacle: str | None = f"the attention backend {backend.name} plans prompts on the host"
-    elif (speculation := SpeculativeConfig.of(config.speculative_config)) is not None and speculation.model is not None:
+    elif (speculation := SpeculativeConfig.of(config.speculative_config)) is not None and speculation.has_head:
         obstacle = "a draft head reads what layers make of prompts"
     elif model.state_layers:
         obstacle = "some layers have recurrent states, whose prompts are planned on the host"

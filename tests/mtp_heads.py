@@ -1,0 +1,146 @@
+"""Tiny checkpoints with a head for multi-token prediction, and the oracle: transformers' ``MtpModel`` over whole texts.
+
+For ERNIE's head transformers has only the parts, a dense layer of ERNIE 4.5 and no norm behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+_QWEN = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "post_norm": "norm",
+    "mtp_block": "layers.0",
+}
+_DEEPSEEK = {"post_norm": "shared_head.norm"}
+_ERNIE = {
+    "enorm": "mtp_emb_norm.0",
+    "hnorm": "mtp_hidden_norm.0",
+    "eh_proj": "mtp_linear_proj.0",
+    "mtp_block": "mtp_block.0",
+}
+_LAST_ATTENDS = {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3.5": _LAST_ATTENDS,
+    "qwen3.5-moe": {},
+    "qwen3-next": _LAST_ATTENDS,
+    "deepseek-v3": {},
+    "glm4-moe": {},
+    "glm4-moe-lite": {},
+    "ernie4.5-moe": {},
+}
+"""Families with such a head, and what transformers needs to make one: of which class its norms are, it finds in the
+last layer."""
+
+
+def make_mtp(folder: Path, target_folder: Path) -> Path:
+    """Copy the checkpoint of ``target_folder`` to ``folder``, with the tensors of a random head beside its own."""
+    shutil.copytree(target_folder, folder)
+    head, name = _new_head(_load(target_folder), seed=5)
+    found = load_file(folder / "model.safetensors")
+    for key, tensor in _stored(head).items():
+        found[name(key)] = tensor.contiguous().clone()
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _load(folder: Path) -> Any:
+    import transformers
+
+    (name,) = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+    return getattr(transformers, name).from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def _new_head(model: Any, seed: int) -> tuple[Any, Callable[[str], str]]:
+    """A random head of ``model``, and what the checkpoint calls its tensors."""
+    from transformers.modeling_layers import MtpModel
+
+    config, kind = model.config.get_text_config(), model.config.model_type
+    config.num_mtp_layers, config.mtp_layer_types, config.mtp_mlp_layer_types = 1, ["full_attention"], ["sparse"]
+    is_ernie = kind == "ernie4_5_moe"
+    if is_ernie:
+        config.moe_layer_start_index, config.chain_hidden_post_norm = config.num_hidden_layers, False
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = MtpModel(model, 1).eval()
+        for tensor in head.layers.parameters():
+            torch.nn.init.normal_(tensor, std=0.2)
+            if tensor.dim() == 1 and not kind.startswith("qwen3_"):
+                tensor.data += 1.0
+    last = config.num_hidden_layers
+
+    def name(key: str) -> str:
+        part, rest = key.split(".", 1)
+        if kind.startswith("qwen3_"):
+            return f"mtp.{_QWEN[part]}.{rest}"
+        if is_ernie:
+            return f"model.{_ERNIE[part]}.{rest}"
+        path = _DEEPSEEK.get(part, part)
+        return f"model.layers.{last}.{rest if part == 'mtp_block' else f'{path}.{rest}'}"
+
+    return head, name
+
+
+def _stored(head: Any) -> dict[str, torch.Tensor]:
+    """The layer's tensors, experts one by one, as checkpoints have them."""
+    found: dict[str, torch.Tensor] = {}
+    for key, tensor in head.layers[0].state_dict().items():
+        if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            found[key] = tensor
+            continue
+        path, _, kind = key.rpartition(".")
+        for index, one in enumerate(tensor):
+            if kind == "down_proj":
+                found[f"{path}.{index}.down_proj.weight"] = one
+            else:
+                gate, up = one.chunk(2)
+                found[f"{path}.{index}.gate_proj.weight"], found[f"{path}.{index}.up_proj.weight"] = gate, up
+    return found
+
+
+class ReferenceMtp:
+    """The head in ``folder``, by transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = _load(folder)
+        self._head, name = _new_head(self._model, seed=0)
+        tensors = load_file(folder / "model.safetensors")
+        for key, own in _stored(self._head).items():  # views of the head's tensors
+            own.copy_(tensors[name(key)])
+
+    @torch.inference_mode()
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """Logits (n, vocabulary) behind each position of ``tokens`` (n + 1,) but the last."""
+        logits: torch.Tensor = self._head.shared_head(self._run(self._states(tokens[:-1]), tokens[1:]))
+        return logits
+
+    @torch.inference_mode()
+    def drafts(self, tokens: list[int], count: int) -> list[int]:
+        """Greedy drafts behind ``tokens``."""
+        hidden, ids, found = self._states(tokens[:-1]), tokens[1:], list[int]()
+        for _ in range(count):
+            out = self._run(hidden, ids)
+            found.append(int(self._head.shared_head(out[-1]).argmax()))
+            hidden, ids = torch.cat((hidden, out[-1:])), [*ids, found[-1]]
+        return found
+
+    def _states(self, tokens: list[int]) -> torch.Tensor:
+        hidden: torch.Tensor = self._model.get_decoder()(input_ids=torch.tensor([tokens])).last_hidden_state[0]
+        return hidden
+
+    def _run(self, hidden: torch.Tensor, ids: list[int]) -> torch.Tensor:
+        from transformers.cache_utils import MtpCache
+
+        positions = torch.arange(1, len(ids) + 1)[None]
+        cache = MtpCache(config=self._head.config)
+        out: torch.Tensor = self._head.forward_layer(0, hidden[None], positions, cache, input_ids=torch.tensor([ids]))
+        return out[0]

@@ -1,0 +1,70 @@
+"""Drafts of a model's own head change no bit, and are those of transformers' head over the whole text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mtp_heads import FAMILIES, ReferenceMtp, make_mtp
+from tests.ranks import draft_head_job, parity_job
+from tests.ranks.test_draft_head import SETTINGS, WITHOUT_TEXT
+from tests.ranks.test_parity import make_prompts
+from tests.ranks.test_speculation import VOCABULARY
+from tests.ranks.warm_ranks import warm_ranks
+
+pytestmark = pytest.mark.slow
+
+# Each family in one of the settings on so many ranks; hybrids in all of them.
+CASES = {
+    1: [
+        ("qwen3.5", "plain"),
+        ("qwen3.5", "chunks and preemption"),
+        ("qwen3-next", "prefix hits"),
+        ("deepseek-v3", "plain"),
+        ("glm4-moe", "chunks and preemption"),
+        ("ernie4.5-moe", "prefix hits"),
+    ],
+    2: [
+        ("qwen3.5-moe", "plain"),
+        ("qwen3-next", "chunks and preemption"),
+        ("qwen3.5", "prefix hits"),
+        ("glm4-moe-lite", "chunks and preemption"),
+    ],
+    4: [("qwen3-next", "chunks and preemption"), ("glm4-moe", "plain")],
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world_size", CASES)
+def test_drafts_change_no_bit(world_size: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: tokens, ends and log-probabilities of the engine without speculation, bit for bit; and transformers'
+    head, whose drafts are the engine's but for near ties."""
+    prompts, made = make_prompts(VOCABULARY, len(WITHOUT_TEXT)), dict[str, Path]()
+    cases: list[dict[str, Any]] = []
+    for family, name in CASES[world_size]:
+        if family not in made:
+            target = checkpoint(family, vocab_size=VOCABULARY, **FAMILIES[family])
+            made[family] = make_mtp(tmp_path / family, target)
+        own = {"model": str(made[family]), "tensor_parallel_size": world_size, "device": "cpu", **SETTINGS[name]}
+        speculation = json.dumps({"method": "mtp", "num_speculative_tokens": 3, "max_step_rows": 24})
+        params = [{"ignore_eos": True, **sampler} for sampler in WITHOUT_TEXT]
+        cases += [
+            {"options": {**own, "speculative_config": config}, "prompts": prompts, "params": params}
+            for config in (None, speculation)
+        ]
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    arguments = tmp_path / "cases.json", tmp_path / "out.json", draft_head_job.run
+    warm_ranks(world_size, parity_job.main, *arguments, timeout_s=280)
+    results = json.loads((tmp_path / "out.json").read_text())
+    for (family, name), plain, drafted in zip(CASES[world_size], results[::2], results[1::2], strict=True):
+        assert drafted["answers"] == plain["answers"], (family, name)
+        assert drafted["logprobs"] == plain["logprobs"], (family, name)
+        assert drafted["num_drafted"] > 0, (family, name)
+        reference = ReferenceMtp(made[family])
+        seen = drafted["drafts"][:200]
+        num_equal = sum(reference.drafts(tokens, len(drafts)) == drafts for tokens, drafts in seen)
+        assert num_equal >= 0.98 * len(seen) > 20, (family, name, num_equal, len(seen))

@@ -1,0 +1,143 @@
+"""Heads for multi-token prediction: their logits on one rank and on several simulated ones, their tensors, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.mtp_heads import FAMILIES, ReferenceMtp, make_mtp
+from tests.simulated_ranks import run_ranks
+from tests.unit.models.test_models import CPU, LENGTHS, NO_BACKENDS, prefill_metadata
+from tp_engine.config import EngineConfig
+from tp_engine.distributed.collectives import Communicator, SingleRank
+from tp_engine.errors import ConfigError, WeightError
+from tp_engine.kv_layout import MAX_GROUPS
+from tp_engine.layers.attention import forward_context
+from tp_engine.model_config import load_model_config
+from tp_engine.models.causal_lm import CausalLM, build_model
+from tp_engine.weights.loader import load_weights
+from tp_engine.worker.effective_config import resolve
+
+VOCABULARY = 203
+NAME = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Path]) -> Callable[[str], Path]:
+    """A checkpoint with a head for each family."""
+    folder, made = tmp_path_factory.mktemp("mtp"), dict[str, Path]()
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = make_mtp(folder / family, checkpoint(family, **FAMILIES[family]))
+        return made[family]
+
+    return get
+
+
+def build(folder: Path, communicator: Communicator) -> CausalLM:
+    """The model with its head, loaded."""
+    spec, _ = load_model_config(str(folder))
+    assert spec.stored_mtp is not None
+    spec = dataclasses.replace(spec, mtp=spec.stored_mtp, beside=spec.stored_mtp.kv_kind)
+    options: dict[str, Any] = {"communicator": communicator, "dtype": torch.float32, "device": CPU}
+    model = build_model(spec, backends=NO_BACKENDS, max_model_len=128, **options)
+    load_weights(dict(model.named_parameters()), spec, folder, info=communicator.info)
+    model.finish_loading()
+    return model
+
+
+def texts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(VOCABULARY, (length + 1,), generator=generator).tolist() for length in LENGTHS]
+
+
+def logits(folder: Path, communicator: Communicator, wanted: torch.Tensor | None = None) -> torch.Tensor | None:
+    """The head's logits behind all positions of ``texts``; the model's last layer is asked for the ``wanted`` only."""
+    model = build(folder, communicator)
+    assert model.mtp is not None
+    ids, following = (
+        torch.tensor([token for text in texts() for token in text[part]]) for part in (slice(-1), slice(1, None))
+    )
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    states = model.mtp.new_states(len(ids))
+    with torch.inference_mode(), forward_context([prefill_metadata(LENGTHS)] * MAX_GROUPS):
+        model(ids.int(), positions, wanted, states)
+        out, _ = model.mtp(following.int(), model.mtp.combine(states), positions)
+        return model.mtp.lm_head.gather(model.mtp.lm_head(out))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_logits(family: str, world_size: int, heads: Callable[[str], Path]) -> None:
+    """Oracle: transformers' head, within 1e-4, of all tokens although the model's outputs are wanted of one alone."""
+    folder = heads(family)
+    found = run_ranks(world_size, lambda communicator: logits(folder, communicator, torch.tensor([0])))[0]
+    reference = ReferenceMtp(folder)
+    expected = torch.cat([reference.logits(text) for text in texts()])
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "ernie4.5-moe"])
+def test_every_tensor_is_read(family: str, heads: Callable[[str], Path], tmp_path: Path) -> None:
+    """By hand: a tensor that is lost, or one too many, is an error that names it; a changed one changes the logits."""
+    source = heads(family)
+    folder = tmp_path / family
+    shutil.copytree(source, folder)
+    tensors, before = load_file(source / NAME), logits(source, SingleRank())
+    assert before is not None
+    names = [name for name in tensors if "mtp" in name]
+    assert len(names) > 10
+
+    def stored(changed: dict[str, torch.Tensor]) -> Path:
+        save_file(changed, folder / NAME, metadata={"format": "pt"})
+        return folder
+
+    for name in names:
+        found = logits(stored({**tensors, name: tensors[name].flip(0) + 0.1}), SingleRank())
+        assert found is not None and not torch.allclose(found, before, rtol=1e-3, atol=1e-3), name
+    lost = next(name for name in names if name.endswith("k_proj.weight"))
+    with pytest.raises(WeightError, match=f"missing: {lost}"):
+        build(stored({name: tensor for name, tensor in tensors.items() if name != lost}), SingleRank())
+    more = lost.replace("k_proj", "other")
+    with pytest.raises(WeightError, match=f"unexpected: {more}"):
+        build(stored({**tensors, more: torch.zeros(3)}), SingleRank())
+
+
+def test_copies_of_the_models_own_tensors_are_not_read(heads: Callable[[str], Path], tmp_path: Path) -> None:
+    """By hand: DeepSeek-V3's checkpoints have the embedding and the output head a second time."""
+    folder = tmp_path / "copies"
+    shutil.copytree(heads("deepseek-v3"), folder)
+    tensors = load_file(folder / NAME)
+    path = next(name for name in tensors if name.endswith(".eh_proj.weight")).removesuffix("eh_proj.weight")
+    copies = {f"{path}embed_tokens.weight": torch.zeros(3), f"{path}shared_head.head.weight": torch.zeros(3)}
+    save_file({**tensors, **copies}, folder / NAME, metadata={"format": "pt"})
+    assert build(folder, SingleRank()).mtp is not None
+
+
+def test_refusals(heads: Callable[[str], Path], checkpoint: Callable[..., Path]) -> None:
+    """By hand: what is asked for, why it is not there, and what to do instead."""
+
+    def config(folder: Path, text: str, **options: Any) -> EngineConfig:
+        return EngineConfig(model=str(folder), device="cpu", speculative_config=text, **options)
+
+    folder = heads("qwen3.5")
+    for text in ('{"method": "mtp"}', f'{{"method": "qwen3_5_mtp", "model": "{folder}", "num_speculative_tokens": 2}}'):
+        model = resolve(config(folder, text)).model
+        assert model.mtp is not None and model.beside == model.mtp.kv_kind
+    assert resolve(config(folder, "{}")).model.mtp is None
+    for other in ("qwen3.5", "llama"):
+        with pytest.raises(ConfigError, match=r"no head for multi-token prediction .* set the method ngram or suffix"):
+            resolve(config(checkpoint(other), '{"method": "mtp"}'))
+    with pytest.raises(ConfigError, match=r"has the model 'a/head', but with the method mtp the head is a part of"):
+        resolve(config(folder, '{"method": "mtp", "model": "a/head"}'))
+    with pytest.raises(ConfigError, match="has a draft head, which does not know of adapters"):
+        resolve(config(folder, '{"method": "mtp"}', enable_lora=True))
