@@ -36,6 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek-v3": {},
     "glm4-moe": {},
     "glm4-moe-lite": {},
+    "deepseek-v3.2": {},
     "ernie4.5-moe": {},
 }
 """Families with such a head, and what transformers needs to make one: of which class its norms are, it finds in the
@@ -53,11 +54,28 @@ def make_mtp(folder: Path, target_folder: Path) -> Path:
     return folder
 
 
+def make_mtp_cycle(folder: Path, target_folder: Path) -> Path:
+    """Make a model of ``target_folder``, a tiny hybrid, whose blocks add nothing, and a head that always knows what it
+    samples: likeliest is the next token of a cycle through the vocabulary, but others are likely too."""
+    make_mtp(folder, target_folder)
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    signs = torch.randint(2, embedding.shape, generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "norm.weight")) or "norm_" in name:
+            tensor.zero_()  # norms add 1
+    hidden = embedding.shape[1]
+    tensors |= {"model.embed_tokens.weight": signs, "lm_head.weight": 0.06 * signs.roll(1, 0)}
+    tensors["mtp.fc.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def _load(folder: Path) -> Any:
     import transformers
 
     (name,) = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
-    return getattr(transformers, name).from_pretrained(folder, dtype=torch.float32).eval()
+    return getattr(transformers, name).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def _new_head(model: Any, seed: int) -> tuple[Any, Callable[[str], str]]:
@@ -138,9 +156,6 @@ class ReferenceMtp:
         return hidden
 
     def _run(self, hidden: torch.Tensor, ids: list[int]) -> torch.Tensor:
-        from transformers.cache_utils import MtpCache
-
-        positions = torch.arange(1, len(ids) + 1)[None]
-        cache = MtpCache(config=self._head.config)
-        out: torch.Tensor = self._head.forward_layer(0, hidden[None], positions, cache, input_ids=torch.tensor([ids]))
+        positions = torch.arange(len(ids))[None]  # of the states: positions count as differences alone
+        out: torch.Tensor = self._head.forward_layer(0, hidden[None], positions, None, input_ids=torch.tensor([ids]))
         return out[0]

@@ -15,7 +15,7 @@ from tp_engine.speculative import SpeculativeConfig
 
 
 class Watched(DraftHeadProposer):
-    """Keeps all drafts that are looked for: the tokens before them, and the drafts."""
+    """Keeps all drafts that are looked for of greedy requests: the tokens before them, and the drafts."""
 
     def __init__(self, method: str) -> None:
         super().__init__(SpeculativeConfig(method=method, model="any" if method == "eagle3" else None))
@@ -24,7 +24,7 @@ class Watched(DraftHeadProposer):
     def proposals(self, sequence: Sequence, tokens: IntArray, count: int) -> Iterable[Proposal]:
         """See ``Proposer``."""
         drafts = None if sequence.constraint is not None else self._drafts.get(sequence.row)
-        if drafts is not None:
+        if drafts is not None and sequence.group.request.params.temperature == 0.0:
             self.seen.append((tokens.tolist(), drafts.tolist()))
         return super().proposals(sequence, tokens, count)
 

@@ -72,7 +72,7 @@ def test_drafts_change_no_bit(world_size: int, checkpoint: Callable[..., Path], 
         if name != "always right":
             reference = ReferenceHead(head, model)
             num_equal = sum(reference.drafts(tokens, len(drafts)) == drafts for tokens, drafts in drafted["drafts"])
-            assert num_equal >= 0.98 * len(drafted["drafts"]) > 20, name
+            assert num_equal >= 0.98 * len(drafted["drafts"]) > 10, name
     assert results[3]["num_preemptions"] > 0 and results[5]["num_cached_tokens"] > 0
     right = results[2 * list(SETTINGS).index("always right") + 1]
     assert right["num_accepted"] >= 0.9 * right["num_drafted"] and right["num_accepted"] > right["num_runs"]

@@ -158,6 +158,7 @@ def _limits(effective: EffectiveConfig, num_blocks: int, worker: Worker) -> Sche
         num_snapshots=effective.num_snapshots,
         speculation=effective.speculation,
         decode_seconds=tuple(worker.decode_seconds.items()),
+        draft_seconds=tuple(worker.draft_seconds.items()),
         max_loras=0 if effective.adapters is None else effective.adapters.max_loras,
     )
 

@@ -40,7 +40,7 @@ class SchedulerLimits:
     is used only after all ranks have reported that they have it; there is no disk then.
 
     ``speculation``: how tokens are drafted.  ``decode_seconds``: numbers of decodes in a step, and the time that it
-    takes, if that decides how many draft tokens pay.
+    takes, and ``draft_seconds``, that of one more draft of a head for each, if these decide how many draft tokens pay.
 
     ``max_loras``: slots for adapters.
     """
@@ -62,6 +62,7 @@ class SchedulerLimits:
     checks_stores: bool = False
     speculation: SpeculativeConfig | None = None
     decode_seconds: tuple[tuple[int, float], ...] = ()
+    draft_seconds: tuple[tuple[int, float], ...] = ()
     max_loras: int = 0
 
     def __post_init__(self) -> None:

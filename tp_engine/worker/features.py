@@ -12,6 +12,7 @@ from tp_engine.kv_layout import KvLayout
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.progress import RankProgress
+from tp_engine.sampling.state import SamplingState
 from tp_engine.tier_progress import TierProgress
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.recurrent_states import RecurrentStatePool
@@ -52,13 +53,14 @@ class RunnerFeatureParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerParts:
-    """What a feature shares with its runner: the ``batch``, the cache's blocks ``pool`` (blocks, block_bytes) uint8,
-    and where the rank says what it does.
+    """What a feature shares with its runner: the ``batch`` and its rows' ``sampling``, the cache's blocks ``pool``
+    (blocks, block_bytes) uint8, and where the rank says what it does.
 
     ``num_slots`` are those of the host tier, 0 for none.  A runner that ``is_trial`` serves no requests.
     """
 
     batch: InputBatch
+    sampling: SamplingState
     pool: torch.Tensor
     progress: RankProgress
     num_slots: int = 0
@@ -141,7 +143,7 @@ def _head_drafter(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeatu
     if parts.head is None:
         return None
     group = parts.effective.draft_group
-    return HeadDrafter(parts.head, parts.backends, group, runner.batch, parts.groups.communicator)
+    return HeadDrafter(parts.head, parts.backends, group, runner.batch, runner.sampling, parts.groups.communicator)
 
 
 def _head_bytes(parts: RunnerFeatureParts) -> dict[str, int]:

@@ -73,8 +73,9 @@ def run_largest_decodes(runner: ModelRunner, config: EngineConfig, adapter: int 
         runner.run(_plan(config, runner.num_groups, [_GREEDY] * num_rows, adapter=adapter)).result()
 
 
-def time_decodes(runner: ModelRunner, config: EngineConfig, most_rows: int) -> dict[int, float]:
-    """Seconds of a greedy decode step of 1, 2, 4, ... and ``most_rows`` rows; a collective.
+def time_decodes(runner: ModelRunner, config: EngineConfig, most_rows: int, *, num_drafts: int = 0) -> dict[int, float]:
+    """Seconds of a greedy decode step of 1, 2, 4, ... and ``most_rows`` rows, with so many drafts of a head behind
+    each; a collective.
 
     The first two steps of a size may be recorded and compared (``captured_decodes``); the fastest of
     three later ones counts.
@@ -82,7 +83,7 @@ def time_decodes(runner: ModelRunner, config: EngineConfig, most_rows: int) -> d
     found: dict[int, float] = {}
     for num_rows in _decode_sizes(most_rows):
         first = _plan(config, runner.num_groups, [_GREEDY] * num_rows)
-        again = StepPlan(step_id=FIRST_STEP_ID, decode_rows=first.decode_rows)
+        again = StepPlan(step_id=FIRST_STEP_ID, decode_rows=first.decode_rows, num_drafts=num_drafts)
         times: list[float] = []
         for _ in range(4):
             runner.run(first).result()

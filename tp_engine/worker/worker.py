@@ -91,6 +91,7 @@ class Worker:
         self.memory: dict[str, int] = {}
         self.num_host_slots = 0
         self.decode_seconds: dict[int, float] = {}  # by the number of rows, with speculation
+        self.draft_seconds: dict[int, float] = {}  # of one more draft for each row, with a draft head
         self.disk: DiskStart | None = None
         self._profiler = make_step_profiler(config, groups.info.rank)
         self._closing.callback(self._profiler.close)
@@ -124,7 +125,7 @@ class Worker:
         num_blocks = self._settle(ledger)
         self.num_host_slots = self._settle_host_tier(num_blocks, device)
         if effective.speculation is not None and effective.speculation.max_step_rows is None:
-            self.decode_seconds = start_up.run("timing decodes", lambda: self._time_decodes(graphs))
+            start_up.run("timing decodes", lambda: self._time_decodes(graphs))
         runner = self._runner = start_up.run_agreed_phase(
             "allocating the KV cache",
             lambda: self._make_runner(num_blocks, self.groups.progress, num_slots=self.num_host_slots),
@@ -313,14 +314,17 @@ class Worker:
         blocks = KvBlocks.allocate(self._kv_shape, num_blocks, device)
         blocks.bind(self._attention_layers)
         batch = make_batch(self.effective, self._layout, device)
-        shared = RunnerParts(batch=batch, pool=blocks.raw, progress=progress, num_slots=num_slots, is_trial=is_trial)
+        sampling = make_sampling(self.effective, self.groups.info, device)
+        shared = RunnerParts(
+            batch=batch, sampling=sampling, pool=blocks.raw, progress=progress, num_slots=num_slots, is_trial=is_trial
+        )
         return ModelRunner(
             model=self._parts.model,
             backends=self._backends,
             batch=batch,
             blocks=blocks,
             communicator=self.groups.communicator,
-            sampling=make_sampling(self.effective, self.groups.info, device),
+            sampling=sampling,
             progress=progress,
             features=make_features(self._parts, shared),
             check=self.groups.check,
@@ -353,14 +357,25 @@ class Worker:
                 "measuring CUDA graphs", lambda: measure_graph_bytes(graphs, self._device, runner.graphs)
             )
 
-    def _time_decodes(self, graphs: GraphPlan | None) -> dict[int, float]:
-        """How much longer steps with draft tokens take; a collective."""
-        most_rows = self.effective.most_drafting_rows
+    def _time_decodes(self, graphs: GraphPlan | None) -> None:
+        """Measure how much longer steps with draft tokens take, and what a head's drafts take; a collective."""
+        most_rows, config, speculation = (
+            self.effective.most_drafting_rows,
+            self.effective.config,
+            self.effective.speculation,
+        )
         with self._trial_runner() as runner:
             if graphs is not None:
                 runner.graphs.capture(graphs, most_rows)
             try:
-                return time_decodes(runner, self.effective.config, most_rows)
+                self.decode_seconds = time_decodes(runner, config, most_rows)
+                if speculation is not None and speculation.has_head:
+                    count = speculation.num_speculative_tokens
+                    drafting = time_decodes(runner, config, most_rows, num_drafts=count)
+                    self.draft_seconds = {
+                        rows: max(0.0, seconds - self.decode_seconds[rows]) / count
+                        for rows, seconds in drafting.items()
+                    }
             finally:
                 runner.graphs.forget()
 

@@ -49,3 +49,15 @@ def test_likely_draft_tokens_are_verified_where_unlikely_ones_do_not_pay() -> No
     assert tiny.most_decodes == 3
     assert tiny.num_paying(1, np.full(8, 1.0)) == 8
     assert tiny.num_paying(1, np.array([0.3, 0.09, 0.03])) == 0
+
+
+def test_a_heads_own_time_counts() -> None:
+    """Oracle: by hand: a row takes 10 s and 1 s for each more; 1, 2, 3 drafts are right 9, 7.2, 5 times of 10."""
+    measured, likelihoods = ((1, 10.0), (32, 41.0)), np.array([0.9, 0.72, 0.5])
+    for seconds, expected in ((0.1, 3), (3.0, 2), (6.0, 1), (9.0, 0)):
+        found = StepCosts(measured, ((1, seconds), (32, seconds))).num_drafts(1, likelihoods)
+        assert found == expected, seconds
+    dear = StepCosts(measured, ((1, 1.0), (16, 30.0)))
+    assert [dear.num_drafts(rows, likelihoods) for rows in (1, 2, 4, 16)] == [3, 2, 1, 0]
+    assert dear.most_decodes < StepCosts(measured).most_decodes
+    assert StepCosts(measured).num_drafts(11, likelihoods) == 1, "there are times of 32 rows at most"

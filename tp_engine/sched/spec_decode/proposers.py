@@ -102,12 +102,13 @@ class Proposers:
         heads = [name for one in self._sources if isinstance(one, DraftHeadProposer) for name in one.most_matched]
         self._head = self._acceptance[heads[0]] if heads else None
 
-    def num_drafts(self) -> int:
-        """Tokens that the ranks' draft head, if they have one, is to make behind each row of a step: each costs a pass,
-        so as many as were likely to pay of late."""
+    def head_likelihoods(self) -> npt.NDArray[np.float64]:
+        """Return how likely the next draft tokens of the ranks' head, if they have one, are right, as far as they may
+        pay: each costs a pass."""
         if self._head is None:
-            return 0
-        return int((self._head.likelihoods(0, self._most_tokens) >= _LEAST_LIKELIHOOD).sum())
+            return np.zeros(0)
+        found = self._head.likelihoods(0, self._most_tokens)
+        return found[found >= _LEAST_LIKELIHOOD]
 
     @property
     def has_head(self) -> bool:

@@ -95,7 +95,7 @@ class Speculation(SchedulerFeature):
     ) -> None:
         self._most_tokens = config.num_speculative_tokens
         measured = state.limits.decode_seconds
-        self._costs = StepCosts(measured) if measured else None
+        self._costs = StepCosts(measured, state.limits.draft_seconds) if measured else None
         self._most_rows = min(config.most_rows, state.limits.max_num_seqs)
         self._most_decodes = self._most_rows // 2
         if self._costs is not None:
@@ -331,7 +331,9 @@ class Speculation(SchedulerFeature):
         if self._num_drafts:
             num_sampled = len(plan.decode_rows) - len(plan.draft_base_rows) + int(plan.prefill_samples.sum())
             if 0 < num_sampled <= self._most_decodes:
-                plan = msgspec.structs.replace(plan, num_drafts=self.sources.num_drafts())
+                likelihoods = self.sources.head_likelihoods()
+                count = len(likelihoods) if self._costs is None else self._costs.num_drafts(num_sampled, likelihoods)
+                plan = msgspec.structs.replace(plan, num_drafts=count)
         masked = [run for run in self._verifying if run.masks is not None]
         if masked:
             draft_rows = [np.arange(run.first, run.first + len(run.tokens), dtype=np.int32) for run in masked]

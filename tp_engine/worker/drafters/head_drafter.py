@@ -10,6 +10,10 @@ All of a step's tokens go through the head, in the step's own batch, so its K/V 
 (plan.py) are among them.  Which draft tokens of a request were right follows from integers that are equal on all ranks,
 so the host waits for nothing.
 
+A draft is the token that the head's logits give with the temperature of the request and the noise of the draft's own
+position, with which the model samples there too: both choose alike as far as their logits do, at any temperature, and a
+draft needs no probabilities.  Filters, penalties and masks are left out.
+
 Drafts go to rank 0 with the step's result, and rank 0 alone puts them into a plan, as draft tokens in draft rows
 (plan.py). K/V of drafts lie behind those of the request's tokens, in blocks that it has; where these end, so do its
 drafts.
@@ -30,6 +34,8 @@ from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.plan import PAD_SLOT, IntArray, StepPlan
 from tp_engine.sampling import vocab_parallel
+from tp_engine.sampling.noise import device_noise_keys, gumbel_noise
+from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.batch.draft_rows import places_in_runs
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.step_inputs import StepInputs
@@ -54,13 +60,35 @@ class ComputedStep:
     wanted: torch.Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class DraftNoise:
+    """What requests sample with: ``temperature`` (m, 1) float32, 0 for greedy ones, and ``seeds`` (m,) int64."""
+
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+
+    def scores(self, logits: torch.Tensor, positions: torch.Tensor, first_id: int) -> torch.Tensor:
+        """Return ``logits`` (m, c) of tokens from ``first_id`` on, to be drafted at ``positions`` (m,), with noise."""
+        ids = torch.arange(first_id, first_id + logits.shape[1], dtype=torch.int32, device=logits.device)
+        is_greedy, plain = self.temperature == 0.0, logits.float()
+        noise = gumbel_noise(ids, device_noise_keys(self.seeds, positions))
+        return torch.where(is_greedy, plain, plain / self.temperature.masked_fill(is_greedy, 1.0) + noise)
+
+
 class HeadDrafter(RunnerFeature):
-    """A head with the rows of ``batch``; its layer is in KV ``group``, for which ``backends[group]`` attends."""
+    """A head with the rows of ``batch``, which sample by ``sampling``; its layer is in KV ``group``, for which
+    ``backends[group]`` attends."""
 
     def __init__(
-        self, head: DraftHead, backends: Backends, group: int, batch: InputBatch, communicator: Communicator
+        self,
+        head: DraftHead,
+        backends: Backends,
+        group: int,
+        batch: InputBatch,
+        sampling: SamplingState,
+        communicator: Communicator,
     ) -> None:
-        self._head, self._batch, self._communicator = head, batch, communicator
+        self._head, self._batch, self._sampling, self._communicator = head, batch, sampling, communicator
         self._backend, self._group, self._num_groups = backends[group], group, len(backends)
         self._tables = batch.row_tables()
         self._states = self._room = head.new_states(batch.max_num_seqs)
@@ -125,7 +153,8 @@ class HeadDrafter(RunnerFeature):
         last = self._last_right(plan, sampled) if len(plan.draft_base_rows) else None
         position = only(last, only(step.wanted, step.positions))
         table = self._tables.block_table[self._group].index_select(0, on_rows)
-        tokens = self._draft(plan.num_drafts, only(last, out), only(last, fed), position, table, on_limits)
+        noise = self._noise(rows, sampled.device)
+        tokens = self._draft(plan.num_drafts, only(last, out), only(last, fed), position, table, on_limits, noise)
         if self._communicator.info.is_first:
             wait = running.fetch([tokens])
             running.pending.drafts = lambda: by_row(rows, wait()[0])
@@ -146,6 +175,13 @@ class HeadDrafter(RunnerFeature):
         room = self._batch.num_blocks[rows].astype(np.int64) * self._tables.block_size
         return np.minimum(room, self._tables.token_ids.shape[1] - 1)
 
+    def _noise(self, rows: IntArray, device: torch.device) -> DraftNoise | None:
+        """What ``rows`` (m,) sample with; None if all are greedy."""
+        temperature = self._sampling.temperature[rows]
+        if not temperature.any():
+            return None
+        return DraftNoise(*upload_all((temperature[:, np.newaxis], self._sampling.seed[rows].view(np.int64)), device))
+
     def _last_right(self, plan: StepPlan, sampled: torch.Tensor) -> torch.Tensor:
         """For each request (m,) int64 the place in ``sampled`` of its last token that counts."""
         chains, num_right = right_draft_rows(plan, sampled)
@@ -160,9 +196,10 @@ class HeadDrafter(RunnerFeature):
         position: torch.Tensor,
         table: torch.Tensor,
         limits: torch.Tensor,
+        noise: DraftNoise | None,
     ) -> torch.Tensor:
         """(m, count) int32, from what the head gave at ``position`` (m,); requests have ``limits`` (m,) slots."""
-        tokens, found = self._best(out), []
+        tokens, found = self._best(out, position, noise), []
         is_open = torch.ones_like(tokens, dtype=torch.bool)
         for _ in range(count - 1):
             found.append(tokens.masked_fill(~is_open, NO_DRAFT))
@@ -171,7 +208,7 @@ class HeadDrafter(RunnerFeature):
             position = torch.minimum(position, limits - 1)
             with forward_context([self._metadata(position, is_open, table)] * self._num_groups):
                 out, fed = self._head(tokens, fed, position)
-            tokens = self._best(out)
+            tokens = self._best(out, position, noise)
         return torch.stack((*found, tokens.masked_fill(~is_open, NO_DRAFT)), 1)
 
     def _metadata(self, position: torch.Tensor, is_open: torch.Tensor, table: torch.Tensor) -> AttentionMetadata:
@@ -198,10 +235,14 @@ class HeadDrafter(RunnerFeature):
         found: IntArray = lengths.cpu().numpy()
         return found
 
-    def _best(self, out: torch.Tensor) -> torch.Tensor:
-        """The likeliest token (m,) int32 behind each of ``out`` (m, hidden); a collective."""
+    def _best(self, out: torch.Tensor, position: torch.Tensor, noise: DraftNoise | None) -> torch.Tensor:
+        """The best token (m,) int32 behind each of ``out`` (m, hidden), whose K/V are at ``position`` (m,): the token
+        behind the next one.  A collective."""
         lm_head = self._head.lm_head
-        share = vocab_parallel.greedy_share(lm_head(out)[:, : lm_head.slice.num_ids], lm_head.slice)
+        own, logits = lm_head.slice, lm_head(out)[:, : lm_head.slice.num_ids]
+        if noise is not None and own.num_ids:
+            logits = noise.scores(logits, position + 2, own.first)
+        share = vocab_parallel.greedy_share(logits, own)
         (stack,) = vocab_parallel.exchange(self._communicator, [share])
         return self._head.tokens_of(vocab_parallel.merge_best(stack))
 
