@@ -155,3 +155,55 @@ def test_what_is_refused_by_name(messages: list[Any], words: str) -> None:
     with pytest.raises(RequestError) as raised:
         chat(messages)
     assert words in str(raised.value) and raised.value.param == "messages"
+
+
+def change(kind: str, **tool: Any) -> dict[str, Any]:
+    return {"role": "system", "content": [{"type": f"tool_{kind}", "tool": tool}]}
+
+
+def test_messages_change_the_list_of_tools() -> None:
+    """Oracle: the tools that are offered behind the last message, in their order; the blocks themselves are no text."""
+    tools = [{"name": name, "input_schema": {}} for name in "fg"]
+    definition = {"name": "h", "description": "new", "input_schema": {"properties": {}}}
+    remove, add = (change(kind, type="tool_reference", name="f") for kind in ("removal", "addition"))
+    define = change("addition", type="tool_definition", definition=definition)
+    other = change("addition", type="mcp_tool_reference", name="x", server_name="y")
+    for changes, names in (
+        ([], "fg"), ([remove], "g"), ([remove, add], "gf"), ([define], "fgh"), ([other], "fg"),
+        ([define, change("removal", type="tool_reference", name="h")], "fg"),
+    ):  # fmt: skip
+        found = chat([user("a"), *changes, user("b")], tools=tools)
+        assert [tool["function"]["name"] for tool in found.tools] == [*names]
+        assert found.messages == [user(text("a", "b"))]
+    assert chat([user("a"), define]).tools[0]["function"]["description"] == "new"
+    assert chat([user("a"), remove], tools=tools[:1], tool_choice={"type": "auto"}).tools is None
+
+
+@pytest.mark.parametrize(
+    ("tool", "words"),
+    [
+        (None, r"messages\[1\].content\[0\].tool is None"),
+        ({"type": "tool_definition", "definition": {"name": 3}}, r"tool.definition: .*name"),
+    ],
+)
+def test_a_change_of_tools_that_can_not_be_read_is_named(tool: Any, words: str) -> None:
+    """Oracle: the place of the block."""
+    with pytest.raises(RequestError, match=words):
+        chat([user("a"), {"role": "system", "content": [{"type": "tool_addition", "tool": tool}]}])
+
+
+def test_a_system_message_may_end_with_the_next_turn() -> None:
+    """Oracle: it is shown while no later message is the user's; one without a content says nothing."""
+    system = {"role": "system", "content": "3 tokens left", "clear_at": "next_user_message"}
+    assert chat([user("a"), system]).messages == [user(text("a", "3 tokens left"))]
+    assert chat([user("a"), system, user("b")]).messages == [user(text("a", "b"))]
+    assert chat([user("a"), {"role": "system", "output_config": {"effort": "low"}}]).messages == [user(text("a"))]
+    with pytest.raises(RequestError, match=r"messages\[0\].content is missing"):
+        chat([{"role": "user"}])
+
+
+def test_blocks_of_tools_that_anthropics_servers_run_are_left_out() -> None:
+    """Oracle: the kinds that Anthropic's SDK has for messages of the assistant."""
+    kinds = ["advisor_tool_result", "mcp_tool_listing", "web_search_tool_result", "server_tool_use", "compaction"]
+    content = [*({"type": kind} for kind in kinds), *text("Ok.")]
+    assert chat([user("a"), {"role": "assistant", "content": content}, user("b")]).messages[1]["content"] == text("Ok.")

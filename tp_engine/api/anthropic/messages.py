@@ -11,6 +11,7 @@
     image, document of another kind           refused; a note in a tool's answer, which would else end the conversation
     redacted_thinking, what a server's own
     tool did                                  nothing; the log says so
+    tool_addition, tool_removal               nothing; the list of tools changes
     a system message behind the first turn    a message of the user in its place, so that the prompt before it stays
 """
 
@@ -31,18 +32,27 @@ ChatMessages = list[dict[str, Any]]
 _BILLING = "x-anthropic-billing-header"
 # What only Anthropic's servers write or read.
 _UNTOLD = frozenset({
-    "bash_code_execution_tool_result", "code_execution_tool_result", "compaction", "container_upload", "fallback",
-    "mcp_tool_result", "mcp_tool_use", "redacted_thinking", "server_tool_use", "text_editor_code_execution_tool_result",
-    "tool_addition", "tool_removal", "tool_search_tool_result", "web_fetch_tool_result", "web_search_tool_result",
+    "advisor_tool_result", "bash_code_execution_tool_result", "code_execution_tool_result", "compaction",
+    "container_upload", "fallback", "mcp_tool_listing", "mcp_tool_result", "mcp_tool_use", "redacted_thinking",
+    "server_tool_use", "text_editor_code_execution_tool_result", "tool_search_tool_result", "web_fetch_tool_result",
+    "web_search_tool_result",
 })  # fmt: skip
+# What changes the list of tools (``requests.py``), and is no text.
+TOOL_CHANGES = frozenset({"tool_addition", "tool_removal"})
 
 
 def chat_messages(system: str | Sequence[Block] | None, messages: Sequence[Message]) -> ChatMessages:
     """Return the chat; raises ``RequestError`` that names the faulty block."""
     chat: ChatMessages = []
     leading = [] if system is None else [*_texts("system", system)]
+    last_user = max((number for number, one in enumerate(messages) if one.role == "user"), default=-1)
     for number, message in enumerate(messages):
         where = f"messages[{number}].content"
+        is_cleared = message.clear_at == "next_user_message" and number < last_user
+        if message.role == "system" and (is_cleared or message.content is None):
+            continue
+        if message.content is None:
+            raise _refused(f"{where} is missing; it must be text, or a list of blocks")
         if message.role == "system" and not chat:
             leading += _texts(where, message.content)
         elif message.role == "assistant":
@@ -114,6 +124,8 @@ def _result(where: str, block: Block) -> str:
 def _text(where: str, block: Block, *, in_result: bool = False) -> str | None:
     """The text of a block; None for one that tells the model nothing."""
     kind = block["type"]
+    if kind in TOOL_CHANGES:
+        return None
     if kind in _UNTOLD:
         warn_once(logger, "blocks of the type %s are left out of messages: they tell the model nothing", kind)
         return None

@@ -17,10 +17,15 @@ _ERROR_TYPES = {**ERROR_TYPES, 413: "request_too_large", 503: "overloaded_error"
 
 
 class Message(RequestBody):
-    """One turn; a text is one block.  ``messages.py`` reads the blocks."""
+    """One turn; a text is one block.  ``messages.py`` reads the blocks.
+
+    ``clear_at``: a system message, which may have no content, is shown until the next message of the user only, or
+    always.
+    """
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[Block] | None = None
+    clear_at: Literal["next_user_message", "never"] | None = None
 
 
 class Tool(RequestBody):
@@ -42,9 +47,9 @@ class ToolChoice(RequestBody):
 
 
 class Thinking(RequestBody):
-    """Whether the model thinks first; ``adaptive`` leaves it to the model.  A budget is not kept."""
+    """Whether the model thinks first; other types than on and off leave it to the model.  A budget is not kept."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=1)
     display: Literal["summarized", "omitted"] | None = None
 

@@ -6,14 +6,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from tp_engine.api.anthropic.events import MessageShape, MessageWriter, whole_message
-from tp_engine.api.anthropic.messages import chat_messages
+from tp_engine.api.anthropic.messages import TOOL_CHANGES, chat_messages
 from tp_engine.api.anthropic.protocol import CountTokensBody, MessagesBody, Tool, ToolChoice
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.chat.body import chat_prompt
 from tp_engine.api.openai.errors import renamed
 from tp_engine.api.openai.protocol import ChatBody, PromptBody, request_error
 from tp_engine.api.openai.requests import PreparedFromChat, prepare
-from tp_engine.errors import ContextLengthError, RequestError
+from tp_engine.errors import ContextLengthError, RequestError, shown
 from tp_engine.log import get_logger, warn_once
 
 logger = get_logger(__name__)
@@ -69,7 +69,7 @@ def chat_body(body: CountTokensBody) -> ChatBody:
             "the last message is a call of the assistant; send the tool_result, or end with a message of the user",
             param="messages",
         )
-    tools = _tools(body.tools or ())
+    tools = _tools(_offered(body))
     fields: dict[str, Any] = {
         "messages": messages,
         "tools": tools,
@@ -92,7 +92,35 @@ def chat_body(body: CountTokensBody) -> ChatBody:
         raise renamed(request_error(error), NAMES) from None
 
 
-def _tools(tools: list[Tool] | tuple[()]) -> list[dict[str, Any]] | None:
+def _offered(body: CountTokensBody) -> list[Tool]:
+    """The tools of the body, and what its messages add and take away, in their order."""
+    known = {tool.name: tool for tool in body.tools or ()}
+    offered = dict(known)
+    changes = [
+        (f"messages[{number}].content[{place}]", block)
+        for number, message in enumerate(body.messages)
+        for place, block in enumerate(message.content or ())
+        if isinstance(block, Mapping) and block.get("type") in TOOL_CHANGES
+    ]
+    for where, block in changes:
+        given = block.get("tool")
+        if not isinstance(given, Mapping):
+            raise RequestError(f"{where}.tool is {shown(given)}; it must be a tool, or name one", param="messages")
+        name = str(given.get("name"))
+        if block["type"] == "tool_removal":
+            offered.pop(name, None)
+        elif given.get("type") == "tool_definition":
+            try:
+                tool = Tool.model_validate(given.get("definition"))
+            except ValidationError as error:
+                raise RequestError(f"{where}.tool.definition: {request_error(error)}", param="messages") from None
+            known[tool.name] = offered[tool.name] = tool
+        elif name in known:
+            offered[name] = known[name]
+    return list(offered.values()) if changes else body.tools or []
+
+
+def _tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
     found = []
     for tool in tools:
         if tool.type not in (None, "custom"):
@@ -118,7 +146,7 @@ def _thinking(body: CountTokensBody) -> dict[str, Any]:
     """The chat's fields that switch thinking on or off and say how much of it is wanted."""
     effort = body.output_config.effort if body.output_config is not None else None
     fields: dict[str, Any] = {"reasoning_effort": _EFFORTS[effort]} if effort is not None else {}
-    if body.thinking is None or body.thinking.type == "adaptive":
+    if body.thinking is None or body.thinking.type in ("adaptive", "between_tools"):
         return fields
     if body.thinking.type == "disabled":
         return {"reasoning_effort": "none"}
