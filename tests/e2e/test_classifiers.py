@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pooling_models import make_classifier, token_scores
-from tp_engine import LLM, PoolingParams, RequestError
+from tests.pooling_models import eos_tokenizer, make_classifier, token_scores
+from tp_engine import LLM, ConfigError, PoolingParams, RequestError, run_batch
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "num_gpu_blocks_override": 96, "block_size": 4, "max_num_batched_tokens": 16,
@@ -76,3 +77,80 @@ def test_scores_equal_transformers(family: str, kind: str, settings: dict[str, A
             llm.encode(PROMPTS[:1], PoolingParams(dimensions=2), use_tqdm=False)
         with pytest.raises(RequestError, match=r"task is 'token_embed'; this model has .*token_classify"):
             llm.encode(PROMPTS[:1], pooling_task="token_embed", use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def one_label(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A classifier with one label, and transformers' model of it."""
+    folder = tmp_path_factory.mktemp("one-label")
+    return folder, make_classifier(folder, "llama", num_labels=1)
+
+
+def test_batch_lines(one_label: tuple[Path, Any], tmp_path: Path) -> None:
+    """Oracle: transformers' score of each text, or pair, and its sigmoid; lines that the model can not answer have
+    errors of their own and fail no other."""
+    folder, model = one_label
+    encode = eos_tokenizer().encode
+
+    def probability(*texts: str) -> float:
+        return float(1 / (1 + np.exp(-token_scores(model, encode(*texts))[-1, 0])))
+
+    lines = {
+        "/v1/classify": {"input": ["hi", "what is tea"]},
+        "/v1/pooling": {"input": "hi", "task": "token_classify", "use_activation": False},
+        "/v1/score": {"queries": "tea", "documents": ["a drink", "fox"]},
+        "/v1/rerank": {"query": "tea", "documents": ["a drink", "fox"]},
+        "/v1/embeddings": {"input": "hi"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    }
+    (tmp_path / "in.jsonl").write_text(
+        "".join(
+            json.dumps({"custom_id": url, "method": "POST", "url": url, "body": body}) + "\n"
+            for url, body in lines.items()
+        )
+    )
+    run_batch(str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), model=str(folder), **OPTIONS)
+    results = {one["custom_id"]: one for one in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    bodies = {url: results[url]["response"]["body"] for url in lines}
+    probs = [one["probs"][0] for one in bodies["/v1/classify"]["data"]]
+    assert probs == pytest.approx([probability("hi"), probability("what is tea")], abs=1e-5)
+    (pooled,) = bodies["/v1/pooling"]["data"]
+    np.testing.assert_allclose(pooled["data"], token_scores(model, encode("hi")), rtol=0, atol=1e-5)
+    pairs = [probability("tea", "a drink"), probability("tea", "fox")]
+    assert [one["score"] for one in bodies["/v1/score"]["data"]] == pytest.approx(pairs, abs=1e-5)
+    ranked = bodies["/v1/rerank"]["results"]
+    assert [one["relevance_score"] for one in ranked] == pytest.approx(sorted(pairs, reverse=True), abs=1e-5)
+    for url, words in (("/v1/embeddings", "--convert embed"), ("/v1/chat/completions", "served for scores")):
+        assert results[url]["response"]["status_code"] == 400 and words in results[url]["error"]["message"]
+
+
+def test_new_weights_and_broken_ones(one_label: tuple[Path, Any]) -> None:
+    """Oracle: a head twice as large gives twice the score; one with NaN an error; the old one again the old score."""
+    from safetensors.torch import load_file
+
+    folder, model = one_label
+    tensors = load_file(folder / "model.safetensors")
+    score = token_scores(model, PROMPTS[0])[-1]
+    with LLM(str(folder), **OPTIONS) as llm:
+        for factor in (1.0, 2.0, float("nan"), 1.0):
+            llm.update_weights([*{**tensors, "score.weight": tensors["score.weight"] * factor}.items()])
+            if np.isnan(factor):
+                with pytest.raises(RuntimeError, match=r"not numbers.*--dtype"):
+                    llm.reward(PROMPTS[:1], use_tqdm=False)
+            else:
+                (found,) = llm.reward(PROMPTS[:1], use_tqdm=False)
+                np.testing.assert_allclose(found.outputs.data, factor * score, rtol=0, atol=1e-5)
+        llm.engine.check_integrity()
+
+
+def test_what_else_a_classifier_is_served_for(one_label: tuple[Path, Any]) -> None:
+    """Oracle: transformers' hidden state as an embedding; adapters are refused."""
+    folder, model = one_label
+    with torch.inference_mode():
+        state = model.model(torch.tensor([PROMPTS[0]])).last_hidden_state[0, -1]
+    with LLM(str(folder), convert="embed", **OPTIONS) as llm:
+        (found,) = llm.embed(PROMPTS[:1], use_tqdm=False)
+    expected = torch.nn.functional.normalize(state, dim=0).numpy()
+    np.testing.assert_allclose(found.outputs.embedding, expected, rtol=0, atol=1e-5)
+    with pytest.raises(ConfigError, match="adapters are served for text only"):
+        LLM(str(folder), enable_lora=True, **OPTIONS)

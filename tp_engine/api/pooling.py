@@ -37,6 +37,8 @@ from tp_engine.plan import FloatArray
 from tp_engine.request import NOT_FINITE, EngineRequest, Pooling
 from tp_engine.sampling_params import SamplingParams
 
+# Numbers of one result; a text's tokens may be many, and so may a model's labels.
+_MOST_SCORES = 1 << 20
 _SERVE = {
     "embed": "this model is not served for embeddings; serve one that is made for them, or start with --convert embed",
     "classify": "this model is not served for classification; serve one whose architecture ends in "
@@ -166,6 +168,8 @@ class Pooler:
             pooling=pooling,
             prompt_field=prompt_field,
         )
+        if pooling.per_token:
+            self._check_size(len(made.prompt_token_ids), prompt_field)
         return made if pads is None else replace(made, prompt_token_ids=_without_pads(made.prompt_token_ids, pads))
 
     def values(self, output: RequestOutput) -> FloatArray:
@@ -197,6 +201,16 @@ class Pooler:
         """Return the scores of a finished request."""
         probs = self.values(output).tolist()
         return ClassificationRequestOutput(outputs=ClassificationOutput(probs=probs), **_read(output))
+
+    def _check_size(self, num_tokens: int, param: str) -> None:
+        """Raise ``RequestError`` for more scores than one answer may have."""
+        num_labels = len(self.classifier.labels)
+        if num_tokens * num_labels > _MOST_SCORES:
+            raise RequestError(
+                f"{param} has {num_tokens} tokens, and each has scores for {num_labels} labels; an answer has at most "
+                f"{_MOST_SCORES:,} scores: send at most {_MOST_SCORES // num_labels} tokens, or set task to classify",
+                param=param,
+            )
 
     def _answer_ids(self) -> tuple[int, ...]:
         """The token ids of a reranker's answers; empty for scores of a head."""

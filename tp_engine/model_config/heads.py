@@ -101,11 +101,17 @@ def with_classifier(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
 
 
 def check_head(spec: ModelSpec, headers: CheckpointHeaders) -> None:
-    """Raise ``ConfigError`` if the checkpoint has another number of labels than config.json."""
-    if spec.classifier is None or not spec.classifier.linears:
+    """Raise ``ConfigError`` if the checkpoint has no head, or another number of labels than config.json."""
+    if spec.classifier is None or not spec.classifier.linears or not headers.names:
         return
     last = spec.classifier.linears[-1]
     found, shape = headers.find(f"{last.name}.weight"), (last.out_size, spec.hidden_size)
+    if found is None and f"{last.name}.weight" not in headers.names:
+        raise ConfigError(
+            f"{spec.architecture} has a head, and the checkpoint no {last.name}.weight (heads are not quantised); if "
+            "that is a language model, leave architectures as it is, or name the tokens that stand for labels: "
+            '--hf-overrides \'{"classifier_from_token": ["no", "yes"]}\''
+        )
     if found is not None and found.shape != shape:
         raise ConfigError(
             f"{last.name}.weight is {found.shape}, and by config.json it has a row for each of {last.out_size} labels "

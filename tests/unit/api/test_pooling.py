@@ -230,6 +230,19 @@ def test_activations(activation: Any, scores: list[float], expected: list[float]
     assert plain.probs == scores and plain.num_classes == 3
 
 
+def test_scores_of_too_many_tokens_are_refused() -> None:
+    """Oracle: 2^20 numbers are the most: 1,024 tokens with 1,024 labels, but not one label more."""
+    for num_labels in (1024, 1025):
+        spec = dataclasses.replace(ONE_LABEL, labels=tuple(map(str, range(num_labels))))
+        processor = InputProcessor(msgspec.structs.replace(HEAD, classifier=spec), None)
+        pooler = Pooler.of(processor, None, "token_classify")
+        if num_labels == 1024:
+            assert pooler.request([5] * 1024, request_id="r").pooling == Pooling(per_token=True)
+        else:
+            with pytest.raises(RequestError, match=r"prompt has 1024 tokens.* 1025 labels.*at most 1023 tokens"):
+                pooler.request([5] * 1024, request_id="r")
+
+
 def test_results_that_are_none() -> None:
     """Oracle: outputs that are no numbers are the model's fault, an abort is not: both say what to do."""
     pooler = Pooler.of(InputProcessor(HEAD, None))

@@ -27,6 +27,9 @@ def read(tmp_path: Path, config: dict[str, Any], changes: dict[str, Any] | None 
     return spec.classifier
 
 
+QWEN2 = {**llama(), "model_type": "qwen2"}
+
+
 def scores(**keys: Any) -> dict[str, Any]:
     return llama(**{"architectures": [SCORES], **keys})
 
@@ -95,6 +98,8 @@ def test_a_weight_with_other_labels_is_refused(tmp_path: Path) -> None:
     save_file({"score.weight": weight}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"score.weight is \(3, .*each of 2 labels.*--hf-overrides"):
         read(tmp_path, scores(id2label={"0": "a", "1": "b"}))
+    with pytest.raises(ConfigError, match=r"no score.2.weight.*classifier_from_token"):
+        read(tmp_path, {**QWEN2, "architectures": ["Qwen2ForRewardModel"]})
     assert len(read(tmp_path, scores(id2label={"0": "a", "1": "b"}), {"id2label": None, "num_labels": 3}).labels) == 3
 
 
