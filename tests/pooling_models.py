@@ -111,5 +111,6 @@ def token_scores(model: Any, token_ids: list[int]) -> Any:
     """The scores (tokens, labels) that transformers' layers of ``make_classifier``'s model give each token."""
     import torch
 
+    inputs = torch.tensor([token_ids], device=next(model.parameters()).device)
     with torch.inference_mode():
-        return model.score(model.model(torch.tensor([token_ids])).last_hidden_state)[0].numpy()
+        return model.score(model.model(inputs).last_hidden_state)[0].cpu().numpy()

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tp_engine import LLM, SamplingParams
+from tests.pooling_models import make_classifier, token_scores
+from tp_engine import LLM, PoolingParams, SamplingParams
 from tp_engine.plan import StepPlan
 from tp_engine.worker.batch.padded_batch import StepSize
 from tp_engine.worker.graphs.step_runner import Captured, StepRunner
@@ -104,6 +105,26 @@ def test_quantised_weights(folder: Path, quantization: str, enforce_eager: bool)
     options: dict[str, Any] = {"dtype": "float32", "quantization": quantization}
     on_cpu = generated(folder, GREEDY, device="cpu", **options)
     assert generated(folder, GREEDY, enforce_eager=enforce_eager, max_num_batched_tokens=256, **options) == on_cpu
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("qwen3", "ForSequenceClassification"), ("qwen2", "ForProcessRewardModel")]
+)
+def test_scores_of_heads_equal_transformers(family: str, kind: str, tmp_path: Path) -> None:
+    """Oracle: transformers on the same GPU in fp32, one prompt at a time: scores of last tokens and of all tokens."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = make_classifier(tmp_path, family, kind, vocab_size=1000, **SIZES).cuda()
+    expected = [token_scores(model, prompt) for prompt in prompts()]
+    del model
+    plain = PoolingParams(use_activation=False)
+    with LLM(str(tmp_path), **(OPTIONS | {"dtype": "float32", "max_num_batched_tokens": 64})) as llm:
+        every = llm.encode(prompts(), plain, pooling_task="token_classify", use_tqdm=False)
+        last = [] if "Process" in kind else llm.classify(prompts(), plain, use_tqdm=False)
+        llm.engine.check_integrity()
+    for found, scores in zip(every, expected, strict=True):
+        np.testing.assert_allclose(found.outputs.data, scores, rtol=0, atol=1e-4)
+    for one, scores in zip(last, expected, strict=False):
+        np.testing.assert_allclose(one.outputs.probs, scores[-1], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["recorded", "eager"])
