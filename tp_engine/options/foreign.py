@@ -131,7 +131,7 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
             "weight_loader_disable_mmap",
         ),
         accepted(
-            "config.json and the tokenizer are read in the Hugging Face form",
+            "config.json and the tokenizer are read in the Hugging Face form, and tekken.json without such files",
             "config_format= tokenizer_backend= tokenizer_mode=",
             harmless=(*OFF, "auto", "hf"),
         ),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from dataclasses import replace
 
 import pytest
 
+from tests.text_tokenizers import byte_level_tokenizer
 from tests.unit.api.test_reasoning import follows
 from tests.unit.api.test_tool_parsers import ARGUMENTS, find
 from tp_engine.api.openai.chat.options import TOOL_FORMATS
@@ -16,6 +18,8 @@ from tp_engine.api.openai.structured import TokenWriting
 from tp_engine.api.openai.tools.events import CallArguments, ToolParser
 from tp_engine.api.openai.tools.forced import forced_calls
 from tp_engine.api.openai.tools.request import ToolRequest
+from tp_engine.grammar.compiler import compile_grammar
+from tp_engine.grammar.vocabulary import make_vocabulary
 from tp_engine.structured_outputs import StructuredOutputsParams
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}}
@@ -292,6 +296,32 @@ def test_calls_of_a_conversation_are_written_as_the_model_writes_them(name: str)
     found = find(parser(name), [TOOL_FORMATS[name].written(values)])  # type: ignore[arg-type]
     assert [(function, json.loads(arguments)) for function, arguments in found.calls] == values
     assert found.content == ""
+
+
+@pytest.mark.parametrize("is_special", ["all", "some"])
+@pytest.mark.parametrize("name", FORCED)
+def test_forced_calls_with_marks_that_are_special_tokens(name: str, is_special: str) -> None:
+    """Oracle: the tokens of a whole answer; no text has a mark, and none that is a token replaces one.
+
+    ``some``: those that open and close a block, which most tokenizers have as tokens.
+    """
+    form, calls = FORCED[name], TOOL_FORMATS[name]
+    full, empty, _ = ARGUMENT_FORMS.get(name, JSON_FORM)
+    written = [
+        form.call.replace("NAME", function).replace("NUMBER", "0").replace("ARGUMENTS", arguments)
+        for function, arguments in (("add", full), ("größe", empty))
+    ]
+    tokenizer = copy.deepcopy(byte_level_tokenizer())
+    marks = calls.marks if is_special == "all" else calls.marks[:2]
+    tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
+    tools = ToolRequest(tools=TOOLS.tools, choice="required")
+    grammar = forced_calls(form, calls.marks, tools, TokenWriting(tokenizer), StructuredOutputsParams(json={}))
+    vocabulary = make_vocabulary(tokenizer.backend_tokenizer.to_str(), len(tokenizer), [tokenizer.eos_token_id])
+    matcher = compile_grammar(StructuredOutputsParams(grammar=grammar), vocabulary).start()
+    text = form.begin + form.between.join(written) + form.end
+    for token_id in tokenizer.encode(text, add_special_tokens=False):
+        assert matcher.accept(token_id), (tokenizer.decode([token_id]), text)
+    assert matcher.is_over or matcher.accept(tokenizer.eos_token_id)
 
 
 def forced_output(name: str, tools: ToolRequest, text: str) -> bool:

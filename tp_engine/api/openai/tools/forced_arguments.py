@@ -88,7 +88,7 @@ class FormWriting:
         return self._names[key]
 
     def _until(self, name: str, text: str, end: str, stops: Sequence[str]) -> list[str]:
-        if any(map(self.tokens.is_special, stops or (end,))):  # no text can have a special token
+        if any(self.tokens.is_special(mark) for mark in self.marks if mark in end):  # which no text can have
             return [f"{name}: {text} {self.text(end.lstrip())}"]
         others = "|".join(re.escape(mark).replace("/", r"\/") for mark in stops)
         without = f" & ~/(?s:.*)({others})(?s:.*)/" if others else ""
