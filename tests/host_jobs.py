@@ -99,6 +99,7 @@ def hosts_job(
     given_hosts: list[Host] | None = None,
     delay_s: float = 0.0,
     loss: float = 0.0,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[HostsJob]:
     """A job of ``fault_jobs.job`` over two hosts; ``far_options`` are other options of the second one."""
     with contextlib.ExitStack() as stack:
@@ -109,6 +110,9 @@ def hosts_job(
             own.mkdir(parents=True)
             place = HostPlace(host, meeting_of(index, made[0], is_static=is_static))
             given = dict(options or {}) | (dict(far_options or {}) if index else {})
-            part = job(kind, own, fault=fault, num_ranks=num_local, rounds=rounds, options=given, place=place)
+            part = job(
+                kind, own, fault=fault, num_ranks=num_local, rounds=rounds, options=given, environment=environment,
+                place=place,
+            )  # fmt: skip
             parts.append(stack.enter_context(part))
         yield HostsJob(made, parts, num_local)

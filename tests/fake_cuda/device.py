@@ -14,7 +14,7 @@ import ctypes
 import gc
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -24,7 +24,7 @@ Closure: TypeAlias = Callable[[], object]
 
 _runtime = ctypes.CDLL(None)
 _runtime.fake_cuda_defers.argtypes = [ctypes.c_void_p]
-_CALL = ctypes.CFUNCTYPE(None, ctypes.c_long)
+_CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_long)
 _runtime.fake_cuda_give.argtypes = [ctypes.c_void_p, _CALL, ctypes.c_long]
 
 # Kernels that only make or describe tensors; the device's own do that.
@@ -42,14 +42,21 @@ _WAITING = {
 }  # fmt: skip
 
 _closures: list[Closure] = []
+_waiting: dict[int, Iterator[None]] = {}
 
 
-def _call(number: int) -> None:
+def _call(number: int) -> int:
+    """Run a closure, or go on with one that waits for other ranks, which is a generator; 0: it waits still."""
     try:
         with torch.inference_mode():
-            _closures[number]()
+            found = _waiting.pop(number, None) or _closures[number]()
+            if isinstance(found, Iterator):
+                for _ in found:
+                    _waiting[number] = found
+                    return 0
     except BaseException:
         _fail(f"operation {number}")
+    return 1
 
 
 _run = _CALL(_call)
@@ -222,22 +229,70 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     return target
 
 
+def _one_shot(room: torch.Tensor, own: torch.Tensor, _op: str, group: str, out: torch.Tensor) -> torch.Tensor:
+    """symm_mem's all-reduce of ``own`` through ``room``, a part of the buffer that all ranks have mapped."""
+    _give(_sum_of_ranks(room, group, on_host(own), on_host(out)))
+    return out
+
+
+def _two_shot(room: torch.Tensor, _op: str, group: str, out: torch.Tensor) -> torch.Tensor:
+    """As ``_one_shot``, of what is in ``room`` already."""
+    _give(_sum_of_ranks(room, group, None, on_host(out)))
+    return out
+
+
+def _sum_of_ranks(room: torch.Tensor, group: str, own: torch.Tensor | None, out: torch.Tensor) -> Closure:
+    """Adds up the ranks' rooms, in the order of the ranks; begins and ends when all ranks have come so far."""
+    symmetric: Any = torch.distributed._symmetric_memory
+    handle = symmetric.rendezvous(room, group)
+    offset = room.data_ptr() - handle.buffer_ptrs[handle.rank]
+    rooms = [_memory(address + offset, room) for address in handle.buffer_ptrs]
+    # The last word of a rank's signals: how often it has come.
+    counts = [ctypes.c_int64.from_address(pad + handle.signal_pad_size - 8) for pad in handle.signal_pad_ptrs]
+
+    def meet() -> Iterator[None]:
+        counts[handle.rank].value += 1
+        while any(one.value < counts[handle.rank].value for one in counts):
+            yield
+
+    def closure() -> Iterator[None]:
+        if own is not None:
+            rooms[handle.rank].copy_(own.view_as(room))
+        yield from meet()
+        total = rooms[0].clone()
+        for one in rooms[1:]:
+            total += one
+        yield from meet()
+        out.copy_(total.view_as(out))
+
+    return closure
+
+
+def _memory(address: int, like: torch.Tensor) -> torch.Tensor:
+    """The memory at ``address`` with the form of ``like``, which is contiguous."""
+    memory = (ctypes.c_char * like.nbytes).from_address(address)
+    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
+
+
 _SUBSTITUTES: dict[str, Any] = {}
-_library: Any = None
+_libraries: list[Any] = []
 
 
 def use_torch() -> None:
     """Replace the kernels of torch for CUDA."""
-    global _library
-    _library = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("aten", "IMPL")
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
         namespace, _, rest = name.partition("::")
         base, _, overload = rest.partition(".")
         if namespace != "aten" or base in _KEPT:
             continue
         op = getattr(getattr(torch.ops.aten, base), overload or "default")
-        _library.impl(rest, _kernel(op), "CUDA", allow_override=True)
-    _library.impl("copy_", _copy, "CUDA", allow_override=True)
+        library.impl(rest, _kernel(op), "CUDA", allow_override=True)
+    library.impl("copy_", _copy, "CUDA", allow_override=True)
+    symmetric = torch.library.Library("symm_mem", "IMPL")
+    symmetric.impl("one_shot_all_reduce_copy_out", _one_shot, "CUDA", allow_override=True)
+    symmetric.impl("two_shot_all_reduce_out", _two_shot, "CUDA", allow_override=True)
+    _libraries.extend((library, symmetric))
     atexit.register(_release)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 # One layer of each kind is enough for the path; products are wide enough for Triton's tiles.
 _DENSE: dict[str, Any] = {
     "architecture": "qwen3", "num_layers": 1, "vocab_size": 101, "hidden_size": 128, "intermediate_size": 128,
+    "num_heads": 4, "num_kv_heads": 2,
 }  # fmt: skip
 _SMALL: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16,
@@ -44,16 +45,112 @@ class Job:
         return {**_SMALL, **self.options, "device": "cpu", "attention_backend": "torch"}
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A start that must fail before a rank has memory of a GPU, with ``message`` (a regular expression)."""
+
+    name: str
+    covers: str
+    message: str
+    ranks: int = 1
+    node: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A job that must end by itself within the watchdog's limits, and say ``message`` (a regular expression).
+
+    ``fault``: of ``TP_ENGINE_FAULT``; ``node``: as above, with ``FAULTS``.
+    """
+
+    name: str
+    covers: str
+    message: str
+    fault: str = ""
+    node: Mapping[str, str] = field(default_factory=dict)
+
+
+_LAZY = {"LAZY": "1"}
+_NCCL = {"all_reduce_backend": "nccl"}
+_SYMMETRIC = {"all_reduce_backend": "symm_mem"}
+_NO_SYMMETRIC = r"all_reduce_backend is 'symm_mem', but"
+_NGRAM = '{"method": "ngram", "num_speculative_tokens": 1, "max_step_rows": 2}'
+_EXPERTS = {"architecture": "qwen3-moe", "num_layers": 2, "vocab_size": 101, "hidden_size": 128}
+
 JOBS = (
-    Job(
-        "one rank, work as late as it may",
-        "streams, events and pinned readbacks; decode graphs; the device's sampler",
-        node={"LAZY": "1"},
-    ),
-    Job(
-        "two ranks, NCCL",
-        "process groups; NCCL in decode graphs; ranked sampling over ranks",
-        ranks=2,
-        only_gpu={"all_reduce_backend": "nccl"},
-    ),
+    Job("1 rank, work as late as it may", "streams, events, readbacks; decode graphs; device sampler", node=_LAZY),
+    Job("1 rank, every sampler", "the general sampler, log-probabilities, penalties", program="sample", node=_LAZY),
+    Job("2 ranks, NCCL", "groups; NCCL in decode graphs; sampling over ranks", ranks=2, only_gpu=_NCCL),
+    Job("2 ranks, every sampler", "a nucleus over ranks, gathered logits", ranks=2, program="sample", node=_LAZY,
+        only_gpu=_NCCL),
+    Job("2 ranks, symmetric memory", "cuMem handles between processes, its checks and sums", ranks=2,
+        only_gpu=_SYMMETRIC, node=_LAZY),
+    Job("2 ranks, prompts in graphs", "graphs of steps with prompts", ranks=2, node=_LAZY,
+        options={"max_num_batched_tokens": 24}, only_gpu={**_NCCL, "cudagraph_prefill_capture_sizes": "24"}),
+    Job("2 ranks, eager", "launches without graphs", ranks=2, only_gpu={**_NCCL, "enforce_eager": True}, node=_LAZY),
+    Job("2 ranks on one GPU", "gloo through the host", ranks=2, only_gpu={"device_ids": "0,0"},
+        node={"GPUS": "1xH100", **_LAZY}),
+    Job("8 ranks", "KV heads on four ranks each", ranks=8, only_gpu=_NCCL, model={**_DENSE, "num_heads": 8}),
+    Job("2 ranks, experts", "whole experts per rank", ranks=2, model=_EXPERTS, node=_LAZY,
+        only_gpu={**_NCCL, "enable_expert_parallel": True}),
+    Job("2 ranks, latent attention", "MLA in Triton", ranks=2, only_gpu=_NCCL, node=_LAZY,
+        model={"architecture": "deepseek-v3", "num_layers": 2, "vocab_size": 101}),
+    Job("2 ranks, recurrent states", "states and their snapshots", ranks=2, only_gpu=_NCCL, node=_LAZY,
+        model={"architecture": "qwen3.5", "num_layers": 2, "vocab_size": 101, "intermediate_size": 64,
+               "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+               "linear_num_value_heads": 6}),
+    Job("1 rank, fp8", "quantised products and cache", options={"quantization": "fp8", "kv_cache_dtype": "int8"}),
+    Job("2 ranks, int4", "packed products", ranks=2, options={"quantization": "int4"}, only_gpu=_NCCL, node=_LAZY),
+    Job("1 rank, bfloat16 on A100", "a GPU without early launches", options={"dtype": "bfloat16"},
+        node={"GPUS": "1xA100", **_LAZY}),
+    Job("2 ranks, adapters", "LoRA slots and their uploads", ranks=2, program="adapters", node=_LAZY,
+        options={"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}, only_gpu=_NCCL),
+    Job("2 ranks, speculation", "verified drafts", ranks=2, options={"speculative_config": _NGRAM}, only_gpu=_NCCL,
+        node=_LAZY),
+    Job("2 ranks, new weights", "staged weights, sleep, a new cache", ranks=2, program="new_weights", only_gpu=_NCCL,
+        node=_LAZY),
+    Job("2 ranks, a host tier", "page-locked blocks, copies on a stream of their own", ranks=2, program="many",
+        options={"kv_offloading_size": 0.001}, only_gpu={**_NCCL, "num_gpu_blocks_override": 8}, node=_LAZY),
+    Job("2 of 8 GPUs, others visible", "CUDA_VISIBLE_DEVICES", ranks=2, only_gpu={**_NCCL, "enforce_eager": True},
+        environment={"CUDA_VISIBLE_DEVICES": "5,2"}),
+    Job("2 B200", "a newer GPU", ranks=2, only_gpu={**_NCCL, "enforce_eager": True}, node={"GPUS": "2xB200"}),
+)  # fmt: skip
+
+REFUSALS = (
+    Refusal("an old driver", "`gpu_host.py`: the driver's version", r"too old for it: it takes CUDA up to 12\.2",
+            node={"DRIVER": "12.2"}),
+    Refusal("fewer GPUs than ranks", "`effective_config.py`: a GPU for each rank", r"\b4\b.*\b2\b", ranks=4,
+            node={"GPUS": "2xH100"}),
+    Refusal("a GPU that is not visible", "the same with CUDA_VISIBLE_DEVICES", r"\b2\b.*\b1\b", ranks=2,
+            environment={"CUDA_VISIBLE_DEVICES": "1"}),
+    Refusal("mixed kinds", "`device.py`: equal GPUs", r"rank 0 runs on NVIDIA H100.*rank 1 on NVIDIA A100", ranks=2,
+            node={"GPUS": "1xH100,1xA100"}),
+    Refusal("slices of one GPU", "`device.py`: places on the bus", r"slices of a GPU \(MIG\) count as that GPU",
+            ranks=2, node={"GPUS": "2xMIG"}),
+    Refusal("no bfloat16", "`effective_config.py`: what a GPU computes", r"bfloat16", node={"GPUS": "1xT4"},
+            options={"dtype": "bfloat16"}),
+    Refusal("symmetric memory without peers", "`reduce_plan.py`: peer access", _NO_SYMMETRIC, ranks=2,
+            node={"P2P": "0"}, options=_SYMMETRIC),
+    Refusal("symmetric memory without atomics", "`symmetric_memory.py`: the driver's answer for each pair",
+            _NO_SYMMETRIC, ranks=2, node={"ATOMICS": "0"}, options=_SYMMETRIC),
+    Refusal("symmetric memory against NCCL's switch", "`env.py`: NCCL_P2P_DISABLE", _NO_SYMMETRIC, ranks=2,
+            environment={"NCCL_P2P_DISABLE": "1"}, options=_SYMMETRIC),
+    Refusal("NCCL on one GPU", "`all_reduce.py`: ranks that share a GPU", r"NCCL refuses ranks that share a GPU",
+            ranks=2, options={**_NCCL, "device_ids": "0,0"}),
+)  # fmt: skip
+
+# Of jobs that torchrun or a script launches, with short limits for what hangs.
+LAUNCHED_OPTIONS: dict[str, Any] = {
+    **_SMALL, **_NCCL, "device": "cuda", "attention_backend": "triton", "watchdog_warn_s": 10, "watchdog_timeout_s": 20,
+    "collective_timeout_s": 25,
+}  # fmt: skip
+
+FAULTS = (
+    Fault("kill -9", "a rank that is gone", r"rank 1", fault="1:step_begin@3:kill"),
+    Fault("a rank that raises", "an error of one rank", r"rank 1", fault="1:step_begin@3:raise"),
+    Fault("a collective that hangs", "NCCL aborted by the watchdog", r"rank", node={"FAULTS": "hang@1:60"}),
+    Fault("a GPU that is lost", "errors of CUDA", r"unspecified launch failure", node={"FAULTS": "lost@1:1500"}),
+    Fault("memory that runs out", "an allocation that fails", r"out of memory", node={"FAULTS": "alloc@1:4"}),
 )

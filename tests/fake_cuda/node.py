@@ -54,4 +54,16 @@ class Node:
             "TRITON_INTERPRET": "1",
             "FAKE_CUDA_LOG": str(logs),
             **own,
+            **_coverage(),
         }
+
+
+def _coverage() -> dict[str, str]:
+    """Where processes write which lines ran, if FAKE_GPUS_COVERAGE names a folder."""
+    folder = os.environ.get("FAKE_GPUS_COVERAGE")
+    if folder is None:
+        return {}
+    settings = Path(folder, "settings")
+    sources = ", ".join(str(ROOT / "tp_engine" / name) for name in ("worker", "distributed", "sampling", "attention"))
+    settings.write_text(f"[run]\nparallel = true\nsigterm = true\ndata_file = {folder}/.coverage\nsource = {sources}\n")
+    return {"COVERAGE_PROCESS_START": str(settings)}

@@ -9,38 +9,97 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tp_engine import LLM, SamplingParams
+from tp_engine import LLM, LoRARequest, SamplingParams
 
-Program: TypeAlias = Callable[[LLM], Any]
+Program: TypeAlias = Callable[[LLM, Path], Any]
+Sampling: TypeAlias = Mapping[str, Any]
 
-PROMPTS = [[5, 9, 13, 7], list(range(20, 50)), [7] * 17]
+PROMPTS = [[5, 9, 13, 7], list(range(20, 40)), [7, 3]]
 # Greedy, by noise with a rank, and by noise alone.
-_SAMPLING: tuple[dict[str, Any], ...] = (
+_COMMON: tuple[Sampling, ...] = (
     {"temperature": 0},
     {"temperature": 0.8, "top_k": 5, "seed": 4},
     {"temperature": 1.0, "seed": 3},
 )
+_OTHERS: tuple[Sampling, ...] = (
+    {"temperature": 0.9, "top_p": 0.8, "seed": 4},
+    {"temperature": 1.0, "top_p": 0.9, "min_p": 0.05, "seed": 5, "presence_penalty": 0.5},
+    {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "seed": 6, "logprobs": 2},
+)
 
 
-def generate(llm: LLM, sampling: tuple[dict[str, Any], ...] = _SAMPLING, max_tokens: int = 6) -> list[list[int]]:
+def generate(llm: LLM, folder: Path) -> list[list[int]]:
     """Token ids of three prompts, the longer ones in chunks beside decodes."""
+    return tokens(llm, _COMMON)
+
+
+def sample(llm: LLM, folder: Path) -> list[list[int]]:
+    """The same with a nucleus, penalties and log-probabilities."""
+    return tokens(llm, _OTHERS)
+
+
+def adapters(llm: LLM, folder: Path) -> list[list[int]]:
+    """A LoRA adapter beside the base model, loaded while the engine runs."""
+    from tests.lora_adapters import ADAPTERS, make_adapter
+
+    with tempfile.TemporaryDirectory() as made:
+        path = make_adapter(Path(made), folder, **ADAPTERS["linears"])
+        request = LoRARequest("linears", 1, str(path))
+        params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+        outputs = llm.generate(PROMPTS, params, lora_request=[request, None, request], use_tqdm=False)
+        found = [list(output.outputs[0].token_ids) for output in outputs]
+        llm.unload_lora_adapter("linears")
+    return found
+
+
+def new_weights(llm: LLM, folder: Path) -> list[list[list[int]]]:
+    """Tokens before and after new weights, which come from memory, then after a sleep without its cache."""
+    import torch
+    from safetensors.torch import load_file
+
+    weights: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    found = [tokens(llm, _COMMON[:1])]
+    llm.update_weights({name: values.flip(0).contiguous() for name, values in weights.items()}.items())
+    found.append(tokens(llm, _COMMON[:1]))
+    llm.update_weights_from_disk(folder)
+    llm.sleep(1)
+    llm.wake_up()
+    return [*found, tokens(llm, _COMMON[:1])]
+
+
+def many(llm: LLM, folder: Path) -> list[list[int]]:
+    """More prompts than the cache holds, twice: blocks move to a tier and come back."""
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    prompts = [[token] * 33 for token in range(10, 16)]
+    found = []
+    for _ in range(2):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found += [list(output.outputs[0].token_ids) for output in outputs]
+    return found
+
+
+def tokens(llm: LLM, sampling: Sequence[Sampling], max_tokens: int = 4) -> list[list[int]]:
+    """Token ids of a prompt for each way of sampling."""
     params = [SamplingParams(max_tokens=max_tokens, ignore_eos=True, **own) for own in sampling]
-    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    outputs = llm.generate(PROMPTS[: len(params)], params, use_tqdm=False)
     llm.engine.check_integrity()
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-PROGRAMS: dict[str, Program] = {"generate": generate}
+PROGRAMS: dict[str, Program] = {
+    program.__name__: program for program in (generate, sample, adapters, new_weights, many)
+}  # fmt: skip
 
 
 def run(name: str, options: Mapping[str, Any]) -> Any:
     """The result of a program on an engine with these options."""
     with LLM(**options) as llm:
-        return PROGRAMS[name](llm)
+        return PROGRAMS[name](llm, Path(options["model"]))
 
 
 def main(name: str, options: str, result: str) -> None:

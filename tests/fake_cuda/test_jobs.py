@@ -5,19 +5,27 @@ They need torch's CUDA build: ``scripts/test_fake_gpus`` runs them in an environ
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.fake_cuda import logs, programs
-from tests.fake_cuda.jobs import JOBS, Job
+from tests import fault_jobs
+from tests.fake_cuda import jobs, logs, programs
+from tests.fake_cuda.jobs import FAULTS, JOBS, REFUSALS, Fault, Job, Refusal
 from tests.fake_cuda.node import ROOT, Node, build
+from tests.fault_jobs import interrupt
+from tests.host_jobs import hosts_job
 
 _LIMIT_S = 300
 # The oracle is plain PyTorch: compiling the CPU's kernels takes longer than what they save.
@@ -59,6 +67,70 @@ def test_tokens_and_logs(
     assert result.exists(), output
     assert not (found := logs.faults(logs.read_logs(tmp_path), pinned_bytes=_UPLOAD_BYTES)), "\n".join(found) + output
     assert json.loads(result.read_text()) == expected(job), output
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=[refusal.name for refusal in REFUSALS])
+def test_refusals(refusal: Refusal, library: Path, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: the rule, in the message; no rank has allocated or captured anything."""
+    job = Job(refusal.name, refusal.covers, refusal.ranks, node=refusal.node, options=refusal.options,
+              environment=refusal.environment)  # fmt: skip
+    options = {**job.all_options(), "model": str(checkpoint(**job.model))}
+    output = run_program(Node(library, job.node), tmp_path, [job.program, json.dumps(options), "none"], job)
+    assert re.search(refusal.message, " ".join(output.split())), output
+    assert "ConfigError" in output, output
+    assert not [one for log in logs.read_logs(tmp_path) for one in log.of("capture", "nccl")]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
+def test_faults(fault: Fault, library: Path, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: every process ends by itself, in time, and the message names the cause."""
+    with launched("script", library, checkpoint, tmp_path, fault.node, fault=fault.fault, rounds=3) as running:
+        code = running.wait_end(time.monotonic() + _LIMIT_S)
+    assert code != 0, running.tail()
+    assert re.search(fault.message, running.text()), running.tail()
+    assert not (found := logs.faults(logs.read_logs(tmp_path / "logs"), ends_well=False)), found
+
+
+def test_server(library: Path, checkpoint: Callable[..., Path], expected: Callable[[Job], Any], tmp_path: Path) -> None:
+    """Oracle: the greedy tokens of one CPU rank, through HTTP; SIGTERM ends all ranks with 0, and they keep nothing."""
+    with launched("serve", library, checkpoint, tmp_path, {"LAZY": "1"}) as running:
+        running.wait_ready(_LIMIT_S)
+        body = {"prompt": programs.PROMPTS[0], "max_tokens": 6, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+        request = urllib.request.Request(
+            running.url() + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        answer = json.loads(urllib.request.urlopen(request, timeout=_LIMIT_S).read())
+        interrupt(running.process, signal.SIGTERM)
+        running.wait_end(time.monotonic() + _LIMIT_S)
+    assert answer["usage"]["completion_tokens"] == 6, answer
+    assert not (found := logs.faults(logs.read_logs(tmp_path / "logs"), pinned_bytes=_UPLOAD_BYTES)), found
+
+
+def test_two_hosts(library: Path, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: the greedy tokens of one CPU rank; each host has one rank and one GPU."""
+    (tmp_path / "logs").mkdir()
+    node = Node(library, {"GPUS": "1xH100", "LAZY": "1"})
+    options = {**jobs.LAUNCHED_OPTIONS, "model": str(checkpoint(**JOBS[0].model))}
+    with hosts_job(
+        "script", tmp_path, num_local=1, options=options, environment=node.environment(tmp_path / "logs")
+    ) as running:
+        for part in running.parts:
+            assert part.wait_end(time.monotonic() + _LIMIT_S) == 0, running.tail()
+    found = logs.faults(logs.read_logs(tmp_path / "logs"), shares_devices=True, pinned_bytes=_UPLOAD_BYTES)
+    assert not found, found
+    assert "tokens " in running.text(), running.tail()
+
+
+@contextlib.contextmanager
+def launched(
+    kind: str, library: Path, checkpoint: Callable[..., Path], folder: Path, node: Mapping[str, str], **more: Any
+) -> Iterator[fault_jobs.Job]:
+    """A job of two ranks of ``tests.fault_jobs`` on a node; its logs are in ``folder / "logs"``."""
+    (folder / "logs").mkdir()
+    environment = Node(library, node).environment(folder / "logs")
+    options = {**jobs.LAUNCHED_OPTIONS, "model": str(checkpoint(**JOBS[0].model))}
+    with fault_jobs.job(kind, folder, options=options, environment=environment, **more) as running:
+        yield running
 
 
 def run_program(node: Node, folder: Path, arguments: list[str], job: Job) -> str:

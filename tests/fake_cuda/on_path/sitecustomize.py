@@ -5,7 +5,9 @@ This folder is on the path of every process of a job.  Processes that import nei
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -44,3 +46,5 @@ class _Finder:
 
 
 sys.meta_path.insert(0, _Finder())
+if "COVERAGE_PROCESS_START" in os.environ:
+    importlib.import_module("coverage").process_startup()

@@ -16,14 +16,16 @@ static std::map<CUdeviceptr, Handle*>& mappings() {
     return all;
 }
 
+using Shared = CUmemGenericAllocationHandle;
+
 extern "C" {
-#undef cuDeviceGetCount
 CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 CUresult cuDriverGetVersion(int* version) { *version = node().driver; return CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice* device, int index) { *device = index; return CUDA_SUCCESS; }
 CUresult cuDeviceGetCount(int* count) { *count = (int)node().kinds.size(); return CUDA_SUCCESS; }
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
-    *value = attribute == CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED || attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
+    *value = attribute == CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED ||
+             attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
     return CUDA_SUCCESS;
 }
 CUresult cuDeviceGetP2PAttribute(int* value, CUdevice_P2PAttribute attribute, CUdevice a, CUdevice b) {
@@ -36,41 +38,51 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* is_ac
     *is_active = has_context(device);
     return CUDA_SUCCESS;
 }
-CUresult cuCtxGetCurrent(CUcontext* context) { *context = has_context(current_device()) ? (CUcontext)1 : nullptr; return CUDA_SUCCESS; }
-CUresult cuGetErrorString(CUresult, const char** text) { *text = "an error of the driver that does not exist"; return CUDA_SUCCESS; }
+CUresult cuCtxGetCurrent(CUcontext* context) {
+    *context = has_context(current_device()) ? (CUcontext)1 : nullptr;
+    return CUDA_SUCCESS;
+}
+CUresult cuGetErrorString(CUresult, const char** text) {
+    *text = "an error of the driver that does not exist";
+    return CUDA_SUCCESS;
+}
 
-CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) { *bytes = 2 << 20; return CUDA_SUCCESS; }
-CUresult cuMemCreate(CUmemGenericAllocationHandle* made, size_t bytes, const CUmemAllocationProp* how, unsigned long long) {
+CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
+    *bytes = 2 << 20;
+    return CUDA_SUCCESS;
+}
+CUresult cuMemCreate(Shared* made, size_t bytes, const CUmemAllocationProp* how, unsigned long long) {
     if (how->requestedHandleTypes & ~CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_NOT_SUPPORTED;
     if (strikes("alloc", current_device())) return CUDA_ERROR_OUT_OF_MEMORY;
     int file = memfd_create("fake_cuda", MFD_CLOEXEC);
     if (file < 0 || ftruncate(file, bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
-    *made = (CUmemGenericAllocationHandle) new Handle{file, bytes, how->location.id};
+    *made = (Shared) new Handle{file, bytes, how->location.id};
     return CUDA_SUCCESS;
 }
-CUresult cuMemExportToShareableHandle(void* shared, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType, unsigned long long) {
+CUresult cuMemExportToShareableHandle(void* shared, Shared handle, CUmemAllocationHandleType, unsigned long long) {
     *(int*)shared = dup(((Handle*)handle)->file);
     return CUDA_SUCCESS;
 }
-CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* made, void* shared, CUmemAllocationHandleType) {
+CUresult cuMemImportFromShareableHandle(Shared* made, void* shared, CUmemAllocationHandleType) {
     struct stat found;
     int file = dup((int)(uintptr_t)shared);
     if (file < 0 || fstat(file, &found)) return CUDA_ERROR_INVALID_VALUE;
-    *made = (CUmemGenericAllocationHandle) new Handle{file, (size_t)found.st_size, current_device()};
+    *made = (Shared) new Handle{file, (size_t)found.st_size, current_device()};
     return CUDA_SUCCESS;
 }
-CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+CUresult cuMemRelease(Shared handle) {
     close(((Handle*)handle)->file);  // mappings go on without it
     return CUDA_SUCCESS;
 }
 CUresult cuMemAddressReserve(CUdeviceptr* address, size_t bytes, size_t alignment, CUdeviceptr, unsigned long long) {
     size_t step = alignment > (2 << 20) ? alignment : 2 << 20;
-    uintptr_t room = (uintptr_t)mmap(nullptr, bytes + step, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    uintptr_t room = (uintptr_t)mmap(nullptr, bytes + step, PROT_NONE, flags, -1, 0);
     *address = (room + step - 1) / step * step;
     return CUDA_SUCCESS;
 }
 CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) { munmap((void*)address, bytes); return CUDA_SUCCESS; }
-CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long) {
+CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, Shared handle, unsigned long long) {
     Handle* from = (Handle*)handle;
     void* found = mmap((void*)address, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, from->file, offset);
     if (found == MAP_FAILED) return CUDA_ERROR_INVALID_VALUE;
@@ -86,10 +98,10 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) {
     return CUDA_SUCCESS;
 }
 CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) { return CUDA_SUCCESS; }
-CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* found, void* address) {
+CUresult cuMemRetainAllocationHandle(Shared* found, void* address) {
     auto it = mappings().find((CUdeviceptr)address);
     if (it == mappings().end()) return CUDA_ERROR_INVALID_VALUE;
-    *found = (CUmemGenericAllocationHandle)it->second;
+    *found = (Shared)it->second;
     return CUDA_SUCCESS;
 }
 
@@ -99,13 +111,20 @@ int nvmlInit() { return 0; }
 int nvmlInit_v2() { return 0; }
 int nvmlDeviceGetCount_v2(unsigned* count) { *count = node().counted; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** handle) { *handle = (void*)(uintptr_t)(index + 1); return 0; }
-int nvmlDeviceGetHandleByUUID(const char*, void**) { return 6; }          // not found
-int nvmlDeviceGetHandleByPciBusId_v2(const char*, void**) { return 6; }
-int nvmlDeviceGetComputeRunningProcesses_v3(void*, unsigned*, void*) { return 3; }  // not supported
+int nvmlDeviceGetHandleByUUID(const char*, void**) { return 6; }  // not found
+int nvmlSystemGetCudaDriverVersion_v2(int* version) { *version = node().driver; return 0; }
+// What it does not support; torch wants them to exist.
+#define REFUSED(name) int name(void*, unsigned, void*) { return 3; }
+REFUSED(nvmlDeviceGetComputeRunningProcesses_v3)
+REFUSED(nvmlDeviceGetComputeRunningProcesses)
+REFUSED(nvmlDeviceGetNvLinkRemoteDeviceType)
+REFUSED(nvmlDeviceGetNvLinkRemotePciInfo_v2)
+REFUSED(nvmlDeviceGetGpuFabricInfoV)
+int nvmlDeviceGetHandleByPciBusId_v2(const char*, void** handle) { *handle = (void*)1; return 0; }
 int nvmlDeviceGetUUID(void* handle, char* text, unsigned size) {
-    int byte = (int)(uintptr_t)handle;
-    snprintf(text, size, "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", byte, byte, byte, byte, byte, byte, byte, byte, byte,
-             byte, byte, byte, byte, byte, byte, byte);
+    const char* format = "GPU-%1$02x%1$02x%1$02x%1$02x-%1$02x%1$02x-%1$02x%1$02x-%1$02x%1$02x-"
+                         "%1$02x%1$02x%1$02x%1$02x%1$02x%1$02x";
+    snprintf(text, size, format, (int)(uintptr_t)handle);
     return 0;
 }
 }

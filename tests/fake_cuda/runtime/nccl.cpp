@@ -4,6 +4,7 @@
 // rank are enough.  Sends have two places per pair.  Sums are made in the order of the ranks, on each rank.
 #include "node.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -18,7 +19,9 @@ typedef void* ncclComm_t;
 typedef struct { char internal[128]; } ncclUniqueId;
 enum ncclResult_t { ncclSuccess = 0, ncclSystemError = 2, ncclInvalidArgument = 4, ncclInvalidUsage = 5 };
 enum ncclRedOp_t { ncclSum, ncclProd, ncclMax, ncclMin, ncclAvg };
-enum ncclDataType_t { ncclUint8 = 1, ncclInt32, ncclUint32, ncclInt64, ncclUint64, ncclFloat16, ncclFloat32, ncclFloat64, ncclBfloat16 };
+enum Type {
+    ncclUint8 = 1, ncclInt32, ncclUint32, ncclInt64, ncclUint64, ncclFloat16, ncclFloat32, ncclFloat64, ncclBfloat16
+};
 
 static const size_t PLACE = 64 << 20, MAX_RANKS = 16;
 
@@ -56,12 +59,13 @@ static uint16_t to_bfloat16(float value) {
 }
 
 template <typename T, typename Wide, typename Load, typename Store>
-static void add_as(Comm* comm, void* target, size_t count, int op, uint64_t number, size_t first, Load load, Store store) {
+static void add_as(Comm* comm, void* target, size_t count, int op, uint64_t number, size_t first, Load load,
+                   Store store) {
     for (size_t i = 0; i < count; i++) {
         Wide total = load(((T*)comm->shared(0, number))[first + i]);
         for (int rank = 1; rank < comm->size; rank++) {
             Wide one = load(((T*)comm->shared(rank, number))[first + i]);
-            total = op == ncclMax ? (one > total ? one : total) : op == ncclMin ? (one < total ? one : total) : total + one;
+            total = op == ncclMax ? std::max(one, total) : op == ncclMin ? std::min(one, total) : total + one;
         }
         ((T*)target)[i] = store(op == ncclAvg ? total / comm->size : total);
     }
@@ -76,7 +80,8 @@ static void add(Comm* comm, void* target, size_t count, int type, int op, uint64
     if (type == ncclInt64) return add_as<int64_t, int64_t>(comm, target, count, op, number, first, same, same);
     if (type == ncclUint8) return add_as<uint8_t, int>(comm, target, count, op, number, first, same, same);
     if (type == ncclFloat16) return add_as<_Float16, float>(comm, target, count, op, number, first, same, same);
-    if (type == ncclBfloat16) return add_as<uint16_t, float>(comm, target, count, op, number, first, from_bfloat16, to_bfloat16);
+    if (type == ncclBfloat16)
+        return add_as<uint16_t, float>(comm, target, count, op, number, first, from_bfloat16, to_bfloat16);
     say("unmodelled", ",\"name\":\"a sum of NCCL's type %d\"", type);
 }
 
@@ -85,20 +90,20 @@ static thread_local std::vector<std::pair<Stream*, Operation>> sends, receipts;
 
 static ncclResult_t note(Comm* comm, const char* op, size_t count, int type, int peer, Stream* stream) {
     if (comm->is_aborted) return ncclInvalidUsage;
-    say("nccl", ",\"op\":\"%s\",\"comm\":%u,\"count\":%zu,\"type\":%d,\"peer\":%d,\"graph\":%d", op, comm->name, count, type, peer,
-        stream->graph ? stream->graph->number : -1);
-    if (count * bytes_of(type) * (op[3] == 'G' ? comm->size : 1) > PLACE) fprintf(stderr, "too much for a place: %s of %zu\n", op, count), abort();
+    say("nccl", ",\"op\":\"%s\",\"comm\":%u,\"count\":%zu,\"type\":%d,\"peer\":%d,\"graph\":%d", op, comm->name, count,
+        type, peer, stream->graph ? stream->graph->number : -1);
+    if (count * bytes_of(type) > PLACE) fprintf(stderr, "%s of %zu: too much for a place\n", op, count), abort();
     return ncclSuccess;
 }
 
 // A collective: every rank posts `count` elements, and when all have, `finish(number)` takes what it wants.
-static ncclResult_t collect(const char* op, int kind, const void* source, size_t count, ncclDataType_t type, ncclComm_t handle, cudaStream_t stream,
-                            std::function<void(Comm*, uint64_t)> finish) {
+static ncclResult_t collect(const char* op, int kind, const void* source, size_t count, Type type,
+                            ncclComm_t handle, cudaStream_t on, std::function<void(Comm*, uint64_t)> finish) {
     Comm* comm = (Comm*)handle;
-    if (auto error = note(comm, op, count, type, -1, stream_of(stream))) return error;
+    if (auto error = note(comm, op, count, type, -1, stream_of(on))) return error;
     size_t bytes = count * bytes_of(type);
     bool hangs = strikes("hang", current_device());
-    give(stream_of(stream), [=, number = (uint64_t)0]() mutable {
+    give(stream_of(on), [=, number = (uint64_t)0]() mutable {
         if (comm->is_aborted) return true;
         if (hangs) return false;
         Segment& all = *comm->segment;
@@ -113,7 +118,8 @@ static ncclResult_t collect(const char* op, int kind, const void* source, size_t
         for (int rank = 0; rank < comm->size; rank++) {
             Letter theirs = all.letters[rank][number % 2];
             if (theirs.kind == kind && theirs.type == (int)type && theirs.count == count) continue;
-            say("mismatch", ",\"op\":\"%s\",\"comm\":%u,\"count\":%zu,\"rank\":%d,\"theirs\":%zu", op, comm->name, count, rank, theirs.count);
+            say("mismatch", ",\"op\":\"%s\",\"comm\":%u,\"count\":%zu,\"rank\":%d,\"theirs\":%zu", op, comm->name,
+                count, rank, theirs.count);
         }
         finish(comm, number);
         return true;
@@ -149,7 +155,8 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* made, int size, ncclUniqueId id,
     if (file < 0 || ftruncate(file, bytes)) return ncclSystemError;
     comm->segment = (Segment*)mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
     close(file);
-    say("nccl", ",\"op\":\"CommInit\",\"comm\":%u,\"rank\":%d,\"size\":%d,\"count\":0,\"type\":0,\"peer\":-1,\"graph\":-1", comm->name, rank, size);
+    say("nccl", ",\"op\":\"CommInit\",\"comm\":%u,\"rank\":%d,\"size\":%d,\"count\":0,\"type\":0,\"peer\":-1,"
+        "\"graph\":-1", comm->name, rank, size);
     comm->segment->joined++;
     while (comm->segment->joined < (uint64_t)size) nap();
     if (rank == 0) unlink(path);
@@ -163,33 +170,38 @@ static ncclResult_t leave(ncclComm_t handle, const char* op) {
 }
 ncclResult_t ncclCommFinalize(ncclComm_t comm) { return leave(comm, "CommFinalize"); }
 ncclResult_t ncclCommDestroy(ncclComm_t comm) { return leave(comm, "CommDestroy"); }
-ncclResult_t ncclCommAbort(ncclComm_t comm) {
-    ((Comm*)comm)->is_aborted = true;
-    return leave(comm, "CommAbort");
-}
+ncclResult_t ncclCommAbort(ncclComm_t comm) { ((Comm*)comm)->is_aborted = true; return leave(comm, "CommAbort"); }
 
-ncclResult_t ncclAllReduce(const void* source, void* target, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
-    return collect("AllReduce", 1, source, count, type, comm, stream, [=](Comm* of, uint64_t number) { add(of, target, count, type, op, number, 0); });
+ncclResult_t ncclAllReduce(const void* source, void* target, size_t count, Type type, ncclRedOp_t op,
+                           ncclComm_t comm, cudaStream_t on) {
+    return collect("AllReduce", 1, source, count, type, comm, on,
+                   [=](Comm* of, uint64_t number) { add(of, target, count, type, op, number, 0); });
 }
-ncclResult_t ncclReduceScatter(const void* source, void* target, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
-    return collect("ReduceScatter", 2, source, count * ((Comm*)comm)->size, type, comm, stream,
+ncclResult_t ncclReduceScatter(const void* source, void* target, size_t count, Type type, ncclRedOp_t op,
+                               ncclComm_t comm, cudaStream_t on) {
+    return collect("ReduceScatter", 2, source, count * ((Comm*)comm)->size, type, comm, on,
                    [=](Comm* of, uint64_t number) { add(of, target, count, type, op, number, of->rank * count); });
 }
-ncclResult_t ncclAllGather(const void* source, void* target, size_t count, ncclDataType_t type, ncclComm_t comm, cudaStream_t stream) {
+ncclResult_t ncclAllGather(const void* source, void* target, size_t count, Type type,
+                           ncclComm_t comm, cudaStream_t on) {
     size_t bytes = count * bytes_of(type);
-    return collect("AllGather", 3, source, count, type, comm, stream, [=](Comm* of, uint64_t number) {
-        for (int rank = 0; rank < of->size; rank++) memcpy((char*)target + rank * bytes, of->shared(rank, number), bytes);
+    return collect("AllGather", 3, source, count, type, comm, on, [=](Comm* of, uint64_t number) {
+        for (int rank = 0; rank < of->size; rank++)
+            memcpy((char*)target + rank * bytes, of->shared(rank, number), bytes);
     });
 }
-ncclResult_t ncclBroadcast(const void* source, void* target, size_t count, ncclDataType_t type, int root, ncclComm_t comm, cudaStream_t stream) {
+ncclResult_t ncclBroadcast(const void* source, void* target, size_t count, Type type, int root,
+                           ncclComm_t comm, cudaStream_t on) {
     size_t bytes = count * bytes_of(type);
-    return collect("Broadcast", 4, ((Comm*)comm)->rank == root ? source : target, count, type, comm, stream,
+    return collect("Broadcast", 4, ((Comm*)comm)->rank == root ? source : target, count, type, comm, on,
                    [=](Comm* of, uint64_t number) { memcpy(target, of->shared(root, number), bytes); });
 }
-ncclResult_t ncclGather(const void* source, void* target, size_t count, ncclDataType_t type, int root, ncclComm_t comm, cudaStream_t stream) {
+ncclResult_t ncclGather(const void* source, void* target, size_t count, Type type, int root,
+                        ncclComm_t comm, cudaStream_t on) {
     size_t bytes = count * bytes_of(type);
-    return collect("Gather", 5, source, count, type, comm, stream, [=](Comm* of, uint64_t number) {
-        for (int rank = 0; of->rank == root && rank < of->size; rank++) memcpy((char*)target + rank * bytes, of->shared(rank, number), bytes);
+    return collect("Gather", 5, source, count, type, comm, on, [=](Comm* of, uint64_t number) {
+        for (int rank = 0; of->rank == root && rank < of->size; rank++)
+            memcpy((char*)target + rank * bytes, of->shared(rank, number), bytes);
     });
 }
 
@@ -201,11 +213,11 @@ ncclResult_t ncclGroupEnd() {
     receipts.clear();
     return ncclSuccess;
 }
-ncclResult_t ncclSend(const void* source, size_t count, ncclDataType_t type, int peer, ncclComm_t handle, cudaStream_t stream) {
+ncclResult_t ncclSend(const void* source, size_t count, Type type, int peer, ncclComm_t handle, cudaStream_t on) {
     Comm* comm = (Comm*)handle;
-    if (auto error = note(comm, "Send", count, type, peer, stream_of(stream))) return error;
+    if (auto error = note(comm, "Send", count, type, peer, stream_of(on))) return error;
     ncclGroupStart();
-    sends.emplace_back(stream_of(stream), [=] {
+    sends.emplace_back(stream_of(on), [=] {
         Segment& all = *comm->segment;
         uint64_t nth = comm->sent[peer];
         if (comm->is_aborted) return true;
@@ -216,11 +228,11 @@ ncclResult_t ncclSend(const void* source, size_t count, ncclDataType_t type, int
     });
     return ncclGroupEnd();
 }
-ncclResult_t ncclRecv(void* target, size_t count, ncclDataType_t type, int peer, ncclComm_t handle, cudaStream_t stream) {
+ncclResult_t ncclRecv(void* target, size_t count, Type type, int peer, ncclComm_t handle, cudaStream_t on) {
     Comm* comm = (Comm*)handle;
-    if (auto error = note(comm, "Recv", count, type, peer, stream_of(stream))) return error;
+    if (auto error = note(comm, "Recv", count, type, peer, stream_of(on))) return error;
     ncclGroupStart();
-    receipts.emplace_back(stream_of(stream), [=] {
+    receipts.emplace_back(stream_of(on), [=] {
         Segment& all = *comm->segment;
         uint64_t nth = comm->taken[peer];
         if (comm->is_aborted) return true;

@@ -2,7 +2,7 @@
 //
 // Memory is the host's.  A stream is a queue of operations.  They run as soon as they can, or, with FAKE_CUDA_LAZY, as
 // late as a program may rely on: when somebody waits.  A collective that waits for another rank holds its stream back.
-// The environment describes the node; README.md beside this folder lists the variables.
+// The environment describes the node: ../node.py lists the variables.
 #pragma once
 #include <atomic>
 #include <cstdarg>
@@ -18,7 +18,7 @@
 #include <cuda_runtime_api.h>
 
 struct Kind {
-    const char* name;
+    const char *word, *name;
     int major, minor, processors;
     size_t memory;
     int shared_kib;  // that a block can have when it asks
@@ -32,7 +32,7 @@ struct Node {
     int counted;               // by the driver's library, whatever is visible
     int driver = 13000;
     size_t free_bytes = 0;     // of each device before anybody allocates; 0: all
-    bool is_lazy = false, has_values = false;
+    bool is_lazy = false;
     bool reaches(const char* variable, int a, int b) const;  // FAKE_CUDA_P2P, FAKE_CUDA_ATOMICS
 };
 const Node& node();
@@ -63,7 +63,6 @@ struct Stream {
     uint64_t given = 0, done = 0;     // operations
     bool is_running = false;          // one of them, in some thread
     std::shared_ptr<Graph> graph;     // that it records
-    bool has_begun = false;           // the capture itself, so it may not end on another stream
     uint64_t recorded = 0, joined = 0;  // operations of the capture, and those that its first stream waits for
 };
 

@@ -19,15 +19,14 @@
 
 static const size_t GiB = 1ull << 30;
 static const Kind KINDS[] = {
-    {"NVIDIA H100 80GB HBM3", 9, 0, 132, 80 * GiB, 227, false},
-    {"NVIDIA A100-SXM4-80GB", 8, 0, 108, 80 * GiB, 163, false},
-    {"NVIDIA L40S", 8, 9, 142, 45 * GiB, 99, false},
-    {"NVIDIA B200", 10, 0, 148, 178 * GiB, 227, false},
-    {"NVIDIA RTX PRO 6000 Blackwell", 12, 0, 188, 96 * GiB, 99, false},
-    {"Tesla T4", 7, 5, 40, 15 * GiB, 64, false},
-    {"NVIDIA H100 80GB HBM3 MIG 3g.40gb", 9, 0, 60, 40 * GiB, 227, true},
+    {"H100", "NVIDIA H100 80GB HBM3", 9, 0, 132, 80 * GiB, 227, false},
+    {"A100", "NVIDIA A100-SXM4-80GB", 8, 0, 108, 80 * GiB, 163, false},
+    {"L40", "NVIDIA L40S", 8, 9, 142, 45 * GiB, 99, false},
+    {"B200", "NVIDIA B200", 10, 0, 148, 178 * GiB, 227, false},
+    {"RTX6000", "NVIDIA RTX PRO 6000 Blackwell", 12, 0, 188, 96 * GiB, 99, false},
+    {"T4", "Tesla T4", 7, 5, 40, 15 * GiB, 64, false},
+    {"MIG", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", 9, 0, 60, 40 * GiB, 227, true},
 };
-static const char* SHORT[] = {"H100", "A100", "L40", "B200", "RTX6000", "T4", "MIG"};
 static const size_t CONTEXT_BYTES = 534ull << 20;
 
 static std::string variable(const char* name, const char* otherwise = "") {
@@ -53,8 +52,8 @@ static Node make_node() {
         std::string name = x == std::string::npos ? part : part.substr(x + 1);
         int count = x == std::string::npos ? 1 : atoi(part.c_str());
         const Kind* kind = nullptr;
-        for (size_t i = 0; i < std::size(KINDS); i++)
-            if (name == SHORT[i]) kind = &KINDS[i];
+        for (const Kind& one : KINDS)
+            if (name == one.word) kind = &one;
         if (!kind) fprintf(stderr, "FAKE_CUDA_GPUS has no kind %s\n", name.c_str()), abort();
         all.insert(all.end(), count, kind);
     }
@@ -72,14 +71,10 @@ static Node make_node() {
     if (!driver.empty()) made.driver = (int)(atof(driver.c_str()) * 1000 + 0.5) / 10 * 10;
     made.free_bytes = (size_t)(atof(variable("FREE_GIB", "0").c_str()) * GiB);
     made.is_lazy = variable("LAZY", "0") == "1";
-    made.has_values = variable("VALUES", "1") == "1";
     return made;
 }
 
-const Node& node() {
-    static Node& made = *new Node(make_node());
-    return made;
-}
+const Node& node() { static Node& made = *new Node(make_node()); return made; }
 
 // "1" (the default) and "0" are for all pairs; "0-1,2-3" names those that can.
 bool Node::reaches(const char* name, int a, int b) const {
@@ -183,10 +178,13 @@ static std::atomic<int> global_captures{0};
 static thread_local int own_captures = 0;
 static thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
+static void forbid(const char* call, bool is_own) {
+    say("forbidden", ",\"call\":\"%s\",\"own\":%s", call, is_own ? "true" : "false");
+}
 bool is_unsafe(const char* function) {
     bool is_own = own_captures && capture_mode != cudaStreamCaptureModeRelaxed;
     bool is_beside = !own_captures && global_captures && capture_mode == cudaStreamCaptureModeGlobal;
-    if (is_own || is_beside) say("forbidden", ",\"call\":\"%s\",\"own\":%s", function, is_own ? "true" : "false");
+    if (is_own || is_beside) forbid(function, is_own);
     return is_own || is_beside;
 }
 #define SAFE(function) \
@@ -217,14 +215,9 @@ bool advance(Stream* stream, uint64_t target) {
     return stream->done >= target;
 }
 
-void drain(Stream* stream, uint64_t target) {
-    while (!advance(stream, target)) nap();
-}
+void drain(Stream* stream, uint64_t target) { while (!advance(stream, target)) nap(); }
 
-static std::set<Stream*>& streams() {
-    static std::set<Stream*> all;
-    return all;
-}
+static std::set<Stream*>& streams() { static std::set<Stream*> all; return all; }
 
 void drain_device() {
     std::vector<Stream*> all{stream_of(nullptr)};
@@ -301,7 +294,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int device) {
     found->sharedMemPerMultiprocessor = (kind.shared_kib + 1) << 10;
     found->regsPerMultiprocessor = found->regsPerBlock = 65536;
     found->l2CacheSize = 50 << 20, found->textureAlignment = 512;
-    for (int i = 0; i < 3; i++) found->maxGridSize[i] = i ? 65535 : 2147483647, found->maxThreadsDim[i] = i < 2 ? 1024 : 64;
+    for (int i = 0; i < 3; i++)
+        found->maxGridSize[i] = i ? 65535 : 2147483647, found->maxThreadsDim[i] = i < 2 ? 1024 : 64;
     found->pciBusID = kind.is_slice ? 1 : number + 1;
     memset(found->uuid.bytes, number + 1, 16);
     OK;
@@ -432,13 +426,11 @@ static cudaError_t copy(void* target, const void* source, size_t bytes, void* ha
     Stream* stream = stream_of(handle);
     bool from_pageable = device_holding(source) < 0 && !is_pinned(source);
     bool to_pageable = device_holding(target) < 0 && !is_pinned(target);
-    if ((from_pageable || to_pageable) && stream->graph) say("forbidden", ",\"call\":\"a copy of pageable memory\",\"own\":true");
+    if ((from_pageable || to_pageable) && stream->graph) forbid("a copy of pageable memory", true);
     if (from_pageable) {
         auto kept = std::make_shared<std::string>((const char*)source, bytes);
         give(stream, [=] { memcpy(target, kept->data(), bytes); return true; });
-    } else {
-        give(stream, [=] { memmove(target, source, bytes); return true; });
-    }
+    } else { give(stream, [=] { memmove(target, source, bytes); return true; }); }
     if (to_pageable && !stream->graph) drain(stream, stream->given);
     OK;
 }
@@ -459,8 +451,7 @@ cudaError_t cudaMemcpyPeerAsync(void* target, int, const void* source, int, size
 cudaError_t cudaMemcpy2DAsync(void* target, size_t target_pitch, const void* source, size_t pitch, size_t width,
                               size_t height, cudaMemcpyKind kind, cudaStream_t stream) {
     for (size_t row = 0; row < height; row++)
-        if (auto error = cudaMemcpyAsync((char*)target + row * target_pitch, (const char*)source + row * pitch, width, kind, stream))
-            return error;
+        cudaMemcpyAsync((char*)target + row * target_pitch, (const char*)source + row * pitch, width, kind, stream);
     OK;
 }
 cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t stream) {
@@ -481,7 +472,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int pri
     OK;
 }
 cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) { return cudaStreamCreateWithPriority(stream, flags, 0); }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return cudaStreamCreate(stream); }
 cudaError_t cudaStreamDestroy(cudaStream_t) { OK; }
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) { *priority = stream_of(stream)->priority; OK; }
 cudaError_t cudaStreamQuery(cudaStream_t handle) {
@@ -517,7 +508,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t handle, uns
     *(Event*)event = {stream, stream->given, stream->graph, stream->recorded};
     OK;
 }
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return cudaEventRecordWithFlags(event, stream, 0); }
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t on) { return cudaEventRecordWithFlags(event, on, 0); }
 cudaError_t cudaEventQuery(cudaEvent_t handle) {
     READY("cudaEventQuery");
     SAFE("cudaEventQuery");
@@ -542,20 +533,20 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t waited, unsigne
         Guard guard(lock);
         if (!stream->graph) stream->graph = event.graph, stream->recorded = stream->joined = 0;
         if (event.stream->joined < event.recorded) event.stream->joined = event.recorded;
-    } else if (!stream->graph) {
-        give(stream, [event] { return advance(event.stream, event.position); });
-    }
+    } else if (!stream->graph) { give(stream, [event] { return advance(event.stream, event.position); }); }
     OK;
 }
 
 // ---- Captures
+
+using Held = std::shared_ptr<Graph>;  // what handles of graphs point to
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
     static std::atomic<int> number{0};
     Stream* stream = stream_of(handle);
     stream->graph = std::make_shared<Graph>();
     stream->graph->number = number++;
-    stream->has_begun = true, stream->recorded = stream->joined = 0;
+    stream->recorded = stream->joined = 0;
     own_captures++;
     if (mode == cudaStreamCaptureModeGlobal) global_captures++;
     say("capture", ",\"graph\":%d", stream->graph->number);
@@ -564,23 +555,24 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mo
 cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
     Stream* stream = stream_of(handle);
     Guard guard(lock);
-    std::shared_ptr<Graph> made = stream->graph;
+    Held made = stream->graph;
     own_captures--, global_captures = global_captures > 0 ? global_captures - 1 : 0;
     for (Stream* other : streams()) {
         if (other->graph != made) continue;
-        if (other != stream && other->joined < other->recorded) say("forbidden", ",\"call\":\"the end without a stream that joined\",\"own\":true");
-        other->graph = nullptr, other->has_begun = false;
+        if (other != stream && other->joined < other->recorded) forbid("the end without a stream that joined", true);
+        other->graph = nullptr;
     }
-    *graph = (cudaGraph_t) new std::shared_ptr<Graph>(made);
+    *graph = (cudaGraph_t) new Held(made);
     say("captured", ",\"graph\":%d,\"nodes\":%zu", made->number, made->nodes.size());
     OK;
 }
 static cudaStreamCaptureStatus status_of(cudaStream_t stream) {
     return stream_of(stream)->graph ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
 }
-cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) { *status = status_of(stream); OK; }
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t* graph,
-                                     const cudaGraphNode_t** nodes, const cudaGraphEdgeData** edges, size_t* count) {
+cudaError_t cudaStreamIsCapturing(cudaStream_t on, cudaStreamCaptureStatus* status) { *status = status_of(on); OK; }
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                     cudaGraph_t* graph, const cudaGraphNode_t** nodes, const cudaGraphEdgeData** edges,
+                                     size_t* count) {
     *status = status_of(stream);
     if (id) *id = stream_of(stream)->graph ? stream_of(stream)->graph->number + 1 : 0;
     if (graph) *graph = (cudaGraph_t)stream_of(stream)->graph.get();
@@ -591,20 +583,26 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) { std::swap(*mode, capture_mode); OK; }
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph, unsigned long long) {
-    *made = (cudaGraphExec_t) new std::shared_ptr<Graph>(*(std::shared_ptr<Graph>*)graph);
+    *made = (cudaGraphExec_t) new Held(*(Held*)graph);
     OK;
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
     READY("cudaGraphLaunch");
-    std::shared_ptr<Graph> launched = *(std::shared_ptr<Graph>*)graph;
+    Held launched = *(Held*)graph;
     say("replay", ",\"graph\":%d", launched->number);
     for (const Operation& operation : launched->nodes) give(stream_of(stream), operation);
     OK;
 }
-cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) { *count = (*(std::shared_ptr<Graph>*)graph)->nodes.size(); OK; }
-cudaError_t cudaGraphDestroy(cudaGraph_t graph) { delete (std::shared_ptr<Graph>*)graph; OK; }
-cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { delete (std::shared_ptr<Graph>*)graph; OK; }
-cudaError_t cudaUserObjectCreate(cudaUserObject_t* made, void*, cudaHostFn_t, unsigned, unsigned) { *made = (cudaUserObject_t)malloc(8); OK; }
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
+    *count = (*(Held*)graph)->nodes.size();
+    OK;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) { delete (Held*)graph; OK; }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { delete (Held*)graph; OK; }
+cudaError_t cudaUserObjectCreate(cudaUserObject_t* made, void*, cudaHostFn_t, unsigned, unsigned) {
+    *made = (cudaUserObject_t)malloc(8);
+    OK;
+}
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
     give(stream_of(stream), [=] { function(data); return true; });
     OK;
@@ -614,7 +612,11 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void*
 
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 cudaError_t cudaPeekAtLastError() { return last_error; }
-const char* cudaGetErrorName(cudaError_t error) { static thread_local char text[24]; snprintf(text, 24, "cudaError %d", error); return text; }
+const char* cudaGetErrorName(cudaError_t error) {
+    static thread_local char text[24];
+    snprintf(text, 24, "cudaError %d", error);
+    return text;
+}
 const char* cudaGetErrorString(cudaError_t error) {
     switch (error) {
         case cudaErrorMemoryAllocation: return "out of memory";
@@ -628,7 +630,7 @@ const char* cudaGetErrorString(cudaError_t error) {
     }
 }
 
-// ---- Kernels: compiled ones do nothing.  With values each is in the log once, because its result is missing.
+// ---- Kernels: compiled ones do nothing, and are in the log once, because their results are missing
 
 static std::unordered_map<const void*, const char*>& kernels() {
     static std::unordered_map<const void*, const char*> names;
@@ -637,9 +639,8 @@ static std::unordered_map<const void*, const char*>& kernels() {
 static cudaError_t launch(const void* kernel) {
     READY("cudaLaunchKernel");
     static std::unordered_set<const void*> seen;
-    if (!node().has_values) OK;
     Guard guard(lock);
-    if (seen.insert(kernel).second) say("kernel", ",\"name\":\"%.400s\"", kernels().count(kernel) ? kernels()[kernel] : "?");
+    if (seen.insert(kernel).second) say("kernel", ",\"name\":\"%.400s\"", kernels()[kernel] ? kernels()[kernel] : "?");
     OK;
 }
 cudaError_t cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t) { return launch(kernel); }
@@ -659,7 +660,7 @@ cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, 
 void** __cudaRegisterFatBinary(void*) { static void* handle[2]; return handle; }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
-void __cudaRegisterFunction(void**, const char* function, char*, const char* name, int, void*, void*, void*, void*, int*) {
+void __cudaRegisterFunction(void**, const char* function, char*, const char* name) {  // and what says how it is called
     kernels()[function] = name;
 }
 void __cudaRegisterVar() {}
@@ -669,9 +670,13 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
     found->maxThreadsPerBlock = 1024, found->numRegs = 32, found->binaryVersion = found->ptxVersion = 90;
     OK;
 }
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* count, const void*, int, size_t, unsigned) { *count = 2; OK; }
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* count, const void*, int, size_t, unsigned) {
+    *count = 2;
+    OK;
+}
 cudaError_t cudaGetSymbolAddress(void** address, const void*) { static char room[1 << 16]; *address = room; OK; }
-cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found, unsigned, unsigned long long, cudaDriverEntryPointQueryResult* result) {
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
     static void* library = dlopen("libcuda.so.1", RTLD_NOW);
     *found = library ? dlsym(library, name) : nullptr;
     if (!*found) *found = (void*)+[] { return CUDA_ERROR_NOT_SUPPORTED; };
@@ -679,30 +684,25 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found, uns
     OK;
 }
 
-// ---- For Python (python/), whose closures are operations too
+// ---- For Python (../device.py), whose closures are operations too
 
 int fake_cuda_defers(void* handle) {
     Stream* stream = stream_of(handle);
     Guard guard(lock);
     return stream->graph ? 2 : node().is_lazy || !stream->queue.empty();
 }
-void fake_cuda_give(void* handle, void (*function)(long), long number) {
-    if (global_captures && !stream_of(handle)->graph && own_captures) say("forbidden", ",\"call\":\"an operation of another stream\",\"own\":true");
-    give(stream_of(handle), [=] { function(number); return true; });
+void fake_cuda_give(void* handle, int (*function)(long), long number) {  // 0: it waits for another rank
+    if (own_captures && !stream_of(handle)->graph) forbid("an operation of another stream", true);
+    give(stream_of(handle), [=] { return function(number) != 0; });
 }
-int fake_cuda_is_allowed(const char* function) { return !is_unsafe(function); }
 void fake_cuda_say(const char* event, const char* text) { say(event, ",\"name\":\"%.400s\"", text); }
-size_t fake_cuda_used(int device) { return used_bytes[device]; }
 }
 
 void own_memory(void* address, size_t bytes, int device) {
     Guard guard(lock);
     blocks[(char*)address] = {bytes, device, true};
 }
-void disown_memory(void* address) {
-    Guard guard(lock);
-    blocks.erase((char*)address);
-}
+void disown_memory(void* address) { Guard guard(lock); blocks.erase((char*)address); }
 
 // What is left when the process ends, if it ends by itself.
 __attribute__((destructor)) static void end() {
@@ -712,5 +712,6 @@ __attribute__((destructor)) static void end() {
     for (auto& [address, bytes] : registered) mappings += bytes;
     bool has_any = false;
     for (auto& one : contexts) has_any |= one;
-    if (has_any) say("end", ",\"device_bytes\":%zu,\"pinned_bytes\":%zu,\"registered_bytes\":%zu,\"mapped_bytes\":%zu", device, host, mappings, mapped);
+    const char* format = ",\"device_bytes\":%zu,\"pinned_bytes\":%zu,\"registered_bytes\":%zu,\"mapped_bytes\":%zu";
+    if (has_any) say("end", format, device, host, mappings, mapped);
 }
