@@ -23,6 +23,7 @@ MARKS = CallMarks(
     key_end=">",
     value_end="</｜DSML｜parameter>",
     bare=True,
+    drops=tuple(f"<{slash}｜DSML｜tool_calls>" for slash in ("", "/")),  # DeepSeek V4's name of a block
 )
 FORMAT = MARKS.format(
     "DeepSeek V3.2",

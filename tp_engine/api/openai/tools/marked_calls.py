@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tp_engine.api.openai.tools.argument_types import ArgumentTypes, Types, is_text, json_value
+from tp_engine.api.openai.tools.argument_types import ArgumentTypes, Types, is_text, json_value, parsed_json
 from tp_engine.api.openai.tools.events import ToolFormat
 from tp_engine.api.openai.tools.text_parser import TextParser, first_mark, partial_suffix
 
@@ -42,7 +42,8 @@ class CallMarks:
     follows.
     ``own_lines``: a value that begins with a line end is on lines of its own, and the line ends around it do not belong
     to it.  A key in quotes may have ``string="true"`` behind it: its value is text unless the schema says otherwise.
-    ``bare``: a call may come without ``open`` if it names a tool of the request.
+    ``bare``: a call may come without ``open`` if it names a tool of the request.  Texts never show ``drops``.
+    Models also write the arguments of a call as one JSON object, without marks, which is read in each format.
     """
 
     open: str
@@ -57,6 +58,7 @@ class CallMarks:
     value_breaks: tuple[str, ...] = ()
     own_lines: bool = False
     bare: bool = False
+    drops: tuple[str, ...] = ()
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -96,13 +98,14 @@ class MarkedCallsParser(TextParser):
     """The parser of ``CallMarks``.  A block without a call is content, with its marks, so that no text is lost."""
 
     def __init__(self, marks: CallMarks, tools: ToolRequest) -> None:
-        super().__init__(marks.opens, close=marks.close)
+        super().__init__(marks.opens, close=marks.close, drops=marks.drops)
         self._marks = marks
         self._types = {name: ArgumentTypes(parameters) for name, parameters in tools.parameters().items()}
         self._is_bare = False
         self._index = 0
         self._of_tool = ArgumentTypes({})
         self._num_arguments = 0
+        self._has_object = False  # the arguments have come as one object
         self._value_types: Types | None = None
         self._at_beginning = False  # of a value
         self._on_own_lines = False
@@ -114,7 +117,9 @@ class MarkedCallsParser(TextParser):
             end = self._last_end()
             self._end_value(self._pending[:end], is_closed=end == len(self._pending))
             self._end_call()
-        elif self._state in (self._read_call, self._read_key, self._read_before_value):
+        elif self._state in (self._read_call, self._read_key, self._read_before_value, self._read_object):
+            if self._state == self._read_object:
+                self._give_object(self._pending)
             self._end_call()
         elif self._state in (self._read_text, self._read_name) or (self._state == self._read_block and self._raw):
             self._give(self._raw + self._pending)
@@ -159,7 +164,7 @@ class MarkedCallsParser(TextParser):
             return True
         is_mark = found[1] in (marks.key, marks.close)
         self._pending = self._pending[length + (0 if is_mark else len(found[1])) :]
-        self._index, self._num_arguments = self._sink.start_call(name), 0
+        self._index, self._num_arguments, self._has_object = self._sink.start_call(name), 0, False
         self._of_tool = self._types.get(name, ArgumentTypes({}))
         self._state, self._raw = self._read_call, ""
         return True
@@ -175,7 +180,7 @@ class MarkedCallsParser(TextParser):
         """Between arguments; text without marks there is dropped."""
         marks, rest = self._marks, self._pending.lstrip()
         ends = tuple(mark for mark in (marks.call_end, marks.close, marks.open, marks.call) if mark)
-        if rest.startswith(marks.key):
+        if rest.startswith(marks.key) and not self._has_object:
             self._state, self._pending = self._read_key, rest[len(marks.key) :]
         elif rest.startswith(ends):
             self._end_call()
@@ -183,10 +188,29 @@ class MarkedCallsParser(TextParser):
             self._state, self._pending = self._read_block, rest[len(marks.call_end) :] if ended else rest
         elif any(mark.startswith(rest) for mark in (marks.key, *ends)):
             return False
+        elif rest[0] == "{" and not self._num_arguments and not self._has_object:
+            self._state, self._pending, self._settled = self._read_object, rest, 0
         else:
             place = rest.find("<", 1)
             self._pending = rest[place:] if place > 0 else ""
         return True
+
+    def _read_object(self) -> bool:
+        """In the arguments of a call that are one JSON object; other text is dropped, as between arguments."""
+        ends = tuple(filter(None, (self._marks.key, self._marks.call_end, self._marks.close)))
+        found = first_mark(self._pending, ends, self._settled)
+        if found is None:
+            self._settled = len(self._pending) - partial_suffix(self._pending, *ends)
+            return False
+        self._give_object(self._pending[: found[0]])
+        self._state, self._pending = self._read_call, self._pending[found[0] :]
+        return True
+
+    def _give_object(self, text: str) -> None:
+        written, value = parsed_json(text.strip()) or ("", None)
+        if isinstance(value, dict):
+            self._has_object = True
+            self._give_arguments(written)
 
     def _read_key(self) -> bool:
         end = self._marks.key_end
@@ -300,7 +324,8 @@ class MarkedCallsParser(TextParser):
         )
 
     def _end_call(self) -> None:
-        self._give_arguments("}" if self._num_arguments else "{}")
+        if not self._has_object:
+            self._give_arguments("}" if self._num_arguments else "{}")
 
     def _give_arguments(self, text: str) -> None:
         self._sink.arguments(self._index, text)
