@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from tp_engine.api.server_client import ServerClient, ServerError
 from tp_engine.cli.session import (
     Ask,
     ClientConfig,
-    ServerClient,
-    ServerError,
     ask_person,
     connected,
     finish_note,

@@ -60,8 +60,8 @@ def started(options: Mapping[str, Any], log_file: Path) -> Iterator[TpServer]:
 
     ``ConfigError`` for an unknown or impossible option, ``RuntimeError`` with the end of the log if it does not start.
     """
+    from tp_engine.api.server_client import ServerClient
     from tp_engine.cli.own_server import own_server
-    from tp_engine.cli.session import ServerClient
     from tp_engine.config import EngineConfig
     from tp_engine.errors import ConfigError
     from tp_engine.options import fields_of

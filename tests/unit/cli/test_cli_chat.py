@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from tp_engine.api.server_client import ServerClient, ServerError
 from tp_engine.cli import chat
 from tp_engine.cli.chat import ChatConfig, Conversation, converse
 from tp_engine.cli.main import main
-from tp_engine.cli.session import ClientConfig, ServerClient, ServerError
+from tp_engine.cli.session import ClientConfig
 
 KEY = "secret"
 MODEL = "demo"
