@@ -9,9 +9,11 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.ranks.launch import torchrun
+from tests.tiny_models import make_checkpoint
 
 pytestmark = pytest.mark.slow
 COMMAND = ("-m", "tp_engine.check", "--only", "machine", "--device", "cpu")
+MODEL = ("-m", "tp_engine.check", "--quick", "--device", "cpu", "--num-gpu-blocks-override", "200")
 
 
 def test_a_machine_that_is_right(tmp_path: Path) -> None:
@@ -43,3 +45,12 @@ def test_a_rank_that_stops_or_dies_is_named(
     assert failure is not None and failure.attrib["message"].startswith(f"rank {rank}: ")
     assert "the others were at: " in failure.attrib["message"]
     assert f"where: rank {rank}" in job.stdout
+
+
+def test_the_model_comes_after_the_machine(tmp_path: Path) -> None:
+    """Oracle: one report with findings on both, all right, of a tiny model on the ranks that the machine has."""
+    folder, junit = make_checkpoint(tmp_path / "model", num_layers=2, max_position=256), tmp_path / "both.xml"
+    job = torchrun(2, [*MODEL, str(folder), "--junit", str(junit)])
+    assert job.returncode == 0, job.stdout[-4000:]
+    names = {case.attrib["name"] for case in ElementTree.parse(junit).iter("testcase")}
+    assert names >= {"all_reduce, shm", "speed, gloo", "hidden states", "alone", "one rank"}

@@ -6,14 +6,16 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tp_engine import env
-from tp_engine.check.report import CheckFinding, CheckReport, CheckStatus, describe_environment
-from tp_engine.config import EngineConfig
+from tp_engine.check.report import EXIT_WRONG, CheckFinding, CheckReport, CheckStatus, describe_environment
+from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.errors import ConfigError, RankError
+from tp_engine.log import configure_logging
 from tp_engine.options import Options
 from tp_engine.options.fields import check_fields, option
 from tp_engine.options.launch import run_launched
@@ -28,6 +30,7 @@ class RanksConfig:
     only: str | None = option(None, "check this alone (default: the machine, then the model)", choices=("machine",))
     json: bool = option(False, "print JSON")
     junit: str | None = option(None, "file for the findings as JUnit's XML")
+    quick: bool = option(False, "fewer prompts and set-ups for the model")
     limit_s: float = option(120.0, "after so long without progress the check ends and names the rank")
 
     def __post_init__(self) -> None:
@@ -64,9 +67,27 @@ def check_job(options: Options) -> int:
     report = CheckReport(
         subject=f"{world_size} ranks of this machine", findings=tuple(findings), environment=describe_environment()
     )
+    if rank == 0 and config.only is None and report.exit_code != EXIT_WRONG:
+        report = _with_model(report, {**options.given["engine"], "tensor_parallel_size": world_size}, config.quick)
     if rank == writer:
         write(report, config)
     return report.exit_code
+
+
+def _with_model(report: CheckReport, options: Mapping[str, Any], quick: bool) -> CheckReport:
+    """Check the model as ``tp-engine check MODEL -tp N`` does, with ranks of its own; the others have ended by then."""
+    from tp_engine.check.engine_check import EngineCheck
+
+    env.leave_launch()
+    env.log_warnings_only()
+    configure_logging("check")
+    model = {"model": str(DEMO_MODEL), **options}
+    found, _ = EngineCheck(options=model, quick=quick, note=lambda text: print(text, file=sys.stderr, flush=True)).run()
+    return CheckReport(
+        subject=f"{report.subject}, and {found.subject}",
+        findings=(*report.findings, *found.findings),
+        environment={**report.environment, **found.environment},
+    )
 
 
 def write(report: CheckReport, config: RanksConfig) -> None:

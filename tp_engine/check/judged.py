@@ -39,13 +39,17 @@ _FIRST_REMEDIES = "--enforce-eager, --attention-backend torch, --dtype float32; 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Errors (k,) at ``positions`` (k,), and those of the twin there, None for an engine in float32."""
+    """Errors (k,) at ``positions`` (k,), and those of the twin there, None for an engine in float32.
+
+    ``scatter``: the largest error may be so much further, because it is an extreme of another program's roundings.
+    """
 
     own: Floats
     twin: Floats | None
     positions: Ids
     floor: float
     has_experts: bool = False
+    scatter: float = 1.0
 
     @staticmethod
     def between(
@@ -65,7 +69,8 @@ class Errors:
     @property
     def first(self) -> int:
         """The first position whose error is above the bound of the largest one."""
-        limit = self.floor if self.twin is None else FACTOR * float(self.twin.max(initial=0.0)) + self.floor
+        factor = FACTOR * self.scatter
+        limit = self.floor if self.twin is None else factor * float(self.twin.max(initial=0.0)) + self.floor
         beyond = self.positions[self.own > limit]
         return int(beyond.min()) if beyond.size else self.worst
 
@@ -84,7 +89,7 @@ class Errors:
         if self.has_experts:
             pairs = [(_quantile(self.own, share), _quantile(self.twin, share)) for share in _SHARES]
         else:
-            pairs = [(self.largest, float(self.twin.max())), (_rms(self.own), _rms(self.twin))]
+            pairs = [(self.largest, self.scatter * float(self.twin.max())), (_rms(self.own), _rms(self.twin))]
         return max(one / (FACTOR * other + self.floor) for one, other in pairs)
 
 
@@ -97,6 +102,7 @@ def joined(parts: Sequence[Errors]) -> Errors:
         np.concatenate([one.positions for one in parts]),
         parts[0].floor,
         parts[0].has_experts,
+        parts[0].scatter,
     )
 
 
@@ -110,13 +116,17 @@ def _rms(values: Floats) -> float:
 
 @dataclass(frozen=True)
 class Judge:
-    """Makes findings of what the engines gave, what the oracle gives, and what its twin gives (None: float32)."""
+    """Makes findings of what the engines gave, what the oracle gives, and what its twin gives (None: float32).
+
+    ``scatter`` is 1 for this engine, whose roundings are the twin's, and more for others.
+    """
 
     observed: Observed
     asked: Mapping[tuple[int, ...], Ids]
     exact: Passed
     twin: Passed | None
     has_experts: bool
+    scatter: float = 1.0
 
     def set_ups(self) -> Iterator[CheckFinding]:
         """Yield a finding for each set-up."""
@@ -137,8 +147,8 @@ class Judge:
     def _set_up(self, name: str, answers: Sequence[Answer]) -> CheckFinding:
         parts = [self._errors(answer) for answer in answers]
         errors = joined(parts)
-        if name != ALONE:  # few positions: they are held to the bounds of all prompts
-            errors = replace(errors, twin=self._known.twin)
+        if name != ALONE:  # few positions: the twin's error on them, or on all prompts, is the measure
+            errors = min(errors, replace(errors, twin=self._known.twin), key=lambda one: one.excess)
         lapse, lapsed = max((self._lapse(answer), index) for index, answer in enumerate(answers))
         ratio = max(errors.excess, lapse)
         what = "prompts and answers" if name == ALONE else "answers"
@@ -174,7 +184,8 @@ class Judge:
         exact = logprobs_of(self.exact.scores[answer.sequence], asked, answer)
         if self.twin is not None:
             twin = logprobs_of(self.twin.scores[answer.sequence], asked, answer)
-        return Errors.between(answer.logprobs, exact, twin, floor=EXACT_LOGPROBS, has_experts=self.has_experts)
+        errors = Errors.between(answer.logprobs, exact, twin, floor=EXACT_LOGPROBS, has_experts=self.has_experts)
+        return replace(errors, scatter=self.scatter)
 
     def _lapses(self, answer: Answer) -> Floats:
         """How much likelier the oracle's best token is than each chosen one."""
@@ -200,7 +211,7 @@ class Judge:
         """The largest error of a log-probability that is allowed."""
         if self._known.twin is None:
             return EXACT_LOGPROBS
-        return FACTOR * float(self._known.twin.max(initial=0.0)) + EXACT_LOGPROBS
+        return FACTOR * self.scatter * float(self._known.twin.max(initial=0.0)) + EXACT_LOGPROBS
 
     def layers(self, faults: Sequence[LinearFault]) -> CheckFinding:
         """Return the finding on hidden states: the first layer beyond its bound, with rank and position."""

@@ -27,13 +27,17 @@ _DESCRIPTION = (
 TABLES = {"engine": EngineConfig, "server": ServerConfig}
 # Options of the server that say how chats become prompts.
 _TEMPLATE = ("chat_template", "chat_template_content_format", "generation_config", "override_generation_config")
+_OF_ENGINES = ("bisect", "record", "against")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig:
     """What to check, with what, and where the findings go."""
 
-    quick: bool = option(False, "fewer prompts and set-ups: under a minute for 0.6B on two cores", section="Check")
+    url: str | None = option(
+        None, "a running server, of any engine, that should serve the model: http://localhost:8000", section="Check"
+    )
+    quick: bool = option(False, "fewer prompts and set-ups: under a minute for 0.6B on two cores")
     reference: str | None = option(None, "folder of the checkpoint that is right (default: the model itself)")
     oracle_device: str = option("cpu", "device of the oracle, such as cuda:0")
     bisect: bool = option(False, "if something is wrong, switch options off one at a time and say which one mends it")
@@ -44,6 +48,8 @@ class CheckConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.url is not None and (mixed := [name for name in _OF_ENGINES if getattr(self, name)]):
+            raise ConfigError(f"{mixed[0]} is for a model that runs here; leave it out, or leave url out")
         for name in ("record", "junit"):
             path = getattr(self, name)
             if path is not None and not Path(path).absolute().parent.is_dir():
@@ -61,7 +67,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     env.log_warnings_only()
     configure_logging("check")
-    report = _check(options, config, engine, server)
+    check = _check if config.url is None else _check_url
+    report = check(options, config, engine, server)
     print(report.as_json() if config.json else report.as_text(), flush=True)
     if config.junit is not None:
         Path(config.junit).write_text(report.as_junit(), encoding="utf-8")
@@ -111,3 +118,22 @@ def _check(options: Options, config: CheckConfig, engine: EngineConfig, server: 
             found = bisect(check, report, seen.facts["configuration"], note)
             report = dataclasses.replace(report, findings=(*report.findings, *found))
     return report
+
+
+def _check_url(options: Options, config: CheckConfig, engine: EngineConfig, server: ServerConfig) -> CheckReport:
+    from tp_engine.check.url_check import ENGINE_OPTIONS, UrlCheck
+
+    if foreign := sorted(options.given["engine"].keys() - {"model", *ENGINE_OPTIONS}):
+        raise ConfigError(f"{foreign[0]} is for a model that runs here; leave it out, or leave url out")
+    with tqdm(desc="check", unit=" steps", file=sys.stderr, disable=None, leave=False) as bar:
+        return UrlCheck(
+            url=config.url or "",
+            model=config.reference or engine.model,
+            name=next(iter(server.served_model_name), None),
+            api_key=next(iter(server.api_key), env.default_api_key()),
+            quick=config.quick,
+            oracle_device=config.oracle_device,
+            note=lambda text: bar.set_description(text),
+            note_layer=bar.update,
+            **{name: value for name, value in options.given["engine"].items() if name in ENGINE_OPTIONS},
+        ).run()
