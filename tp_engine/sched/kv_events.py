@@ -38,13 +38,13 @@ Tiers: TypeAlias = npt.NDArray[np.uint8]
 
 class Inserted(msgspec.Struct, frozen=True, gc=False):
     """``length`` logical blocks that follow each other and ``parent``, their identities from ``serial`` on.
-    ``token_bytes`` has their token ids, and perhaps more."""
+    ``token_bytes`` has their token ids, and perhaps more.  ``tiers`` None: all are in the pool."""
 
     serial: int
     parent: Identity
     length: int
     token_bytes: bytes
-    tiers: Tiers
+    tiers: Tiers | None
 
 
 class Shortened(msgspec.Struct, frozen=True, gc=False):
@@ -118,6 +118,7 @@ class KVEvents(SchedulerFeature):
         self._num_groups = limits.num_groups
         self._first_host = limits.num_blocks
         self._first_disk = limits.num_blocks + limits.num_host_slots
+        self._has_tiers = limits.num_host_slots > 0
         self._first_serial = self._last_serial = 0  # older runs are of old weights
         self._retired: set[int] = set()
         cache.observers.append(self)
@@ -177,8 +178,8 @@ class KVEvents(SchedulerFeature):
         return key.generation not in self._retired and (not key.salt or self._sink.publish_salted)
 
     def _described(self, run: Run) -> Inserted:
-        blocks = run.blocks[: run.length]
-        return Inserted(run.serial, run.name[0], run.length, run.token_bytes, self._tiers(blocks))
+        tiers = self._tiers(run.blocks[: run.length]) if self._has_tiers else None
+        return Inserted(run.serial, run.name[0], run.length, run.token_bytes, tiers)
 
     def _tiers(self, blocks: BlockIds) -> Tiers:
         """Of logical blocks (n, G)."""

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 
 _HASH_BYTES = 8
+_ZERO, _ONE = bytes(_HASH_BYTES), (1).to_bytes(_HASH_BYTES, "little")
 
 #: Where blocks are, by their tier: the pool, the host tier, the disk tier.
 MEDIA = ("GPU", "CPU", "STORAGE")
@@ -70,18 +73,18 @@ def root_hash(salt: str, adapter: str) -> int:
     """Return what stands before a prompt's first block."""
     if not (salt or adapter):
         return 0
-    return _number(hashlib.sha256(json.dumps([salt, adapter]).encode()).digest())
+    return int.from_bytes(_first_bytes(json.dumps([salt, adapter]).encode()), "little")
 
 
-def chain_hashes(before: int, token_bytes: bytes, block_bytes: int, count: int) -> list[int]:
-    """Return the hashes of ``count`` blocks behind the hash ``before``."""
-    hashes: list[int] = []
-    for start in range(0, count * block_bytes, block_bytes):
-        tokens = token_bytes[start : start + block_bytes]
-        before = _number(hashlib.sha256(before.to_bytes(_HASH_BYTES, "little") + tokens).digest())
-        hashes.append(before)
-    return hashes
+def chain_hashes(before: int, token_bytes: bytes, block_bytes: int) -> array[int]:
+    """Return the hashes of the blocks with these token ids, behind the hash ``before``; uint64."""
+    digest, digests = before.to_bytes(_HASH_BYTES, "little"), []
+    for start in range(0, len(token_bytes), block_bytes):
+        digest = _first_bytes(digest + token_bytes[start : start + block_bytes])
+        digests.append(digest)
+    return array("Q", np.frombuffer(b"".join(digests), "<u8").tobytes())
 
 
-def _number(digest: bytes) -> int:
-    return int.from_bytes(digest[:_HASH_BYTES], "little") or 1
+def _first_bytes(data: bytes) -> bytes:
+    digest = hashlib.sha256(data).digest()[:_HASH_BYTES]
+    return digest if digest != _ZERO else _ONE

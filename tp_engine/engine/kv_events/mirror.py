@@ -11,8 +11,8 @@ block, and so does what follows it in turn::
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -39,10 +39,10 @@ class _Run:
     __slots__ = ("before", "followers", "hashes", "key", "parent", "serial", "tiers")
 
     def __init__(
-        self, serial: int, parent: _Run | None, before: int | None, key: CacheKey, hashes: list[int], tiers: bytearray
+        self, serial: int, parent: _Run | None, before: int | None, key: CacheKey, hashes: array[int], tiers: bytearray
     ) -> None:
-        self.serial, self.parent, self.before, self.key, self.tiers = serial, parent, before, key, tiers
-        self.hashes = array("Q", hashes)
+        self.serial, self.parent, self.before, self.key = serial, parent, before, key
+        self.hashes, self.tiers = hashes, tiers
         self.followers: dict[int, int] = {}
 
 
@@ -103,10 +103,17 @@ class CacheMirror:
             key, before = parent.key, parent.hashes[number]
             start = before
             parent.followers[change.serial] = number
-        hashes = chain_hashes(start, change.token_bytes, self._block_bytes, change.length)
-        run = _Run(change.serial, parent, before, key, hashes, bytearray(change.tiers.tobytes()))
+        hashes = chain_hashes(start, change.token_bytes[: change.length * self._block_bytes], self._block_bytes)
+        run = _Run(
+            change.serial,
+            parent,
+            before,
+            key,
+            hashes,
+            bytearray(change.length if change.tiers is None else change.tiers.tobytes()),
+        )
         self._runs[run.serial] = run
-        insort(self._serials, run.serial)
+        self._serials.append(run.serial)  # the largest one so far
         for first, end in _stretches(run.tiers, range(change.length)):
             self._store(run, first, end, change.token_bytes)
 
@@ -130,8 +137,8 @@ class CacheMirror:
         numbers = [number for number in numbers if run.tiers[number] != old[number]]
         for first, end in _stretches(run.tiers, numbers):
             self._store(run, first, end, change.token_bytes)
-        for number in reversed(numbers):
-            self._remove(old[number], run.hashes[number])
+        for first, end in _stretches(old, numbers):
+            self._remove(old[first], run.hashes[first:end])
 
     def _cut(self, run: _Run, length: int) -> None:
         """Only the first ``length`` blocks of a run are left; what follows the others leaves first."""
@@ -140,8 +147,8 @@ class CacheMirror:
             lost = [serial for serial, number in one.followers.items() if number >= left]
             leaving += [(self._runs[serial], 0) for serial in lost]
         for one, left in reversed(leaving):
-            for number in reversed(range(left, len(one.hashes))):
-                self._remove(one.tiers[number], one.hashes[number])
+            for first, end in reversed([*_stretches(one.tiers, range(left, len(one.hashes)))]):
+                self._remove(one.tiers[first], one.hashes[first:end])
             del one.hashes[left:], one.tiers[left:]
             if not left:
                 del self._runs[one.serial], self._serials[bisect_left(self._serials, one.serial)]
@@ -165,17 +172,21 @@ class CacheMirror:
             )
         )
 
-    def _remove(self, tier: int, block_hash: int) -> None:
-        """Removals from one medium, one behind the other, are one event."""
+    def _remove(self, tier: int, hashes: array[int]) -> None:
+        """Remove the last of ``hashes`` first.  Removals from one medium, one behind the other, are one event."""
         last = self._events[-1] if self._events else None
-        if isinstance(last, BlockRemoved) and last.medium == MEDIA[tier]:
-            last.block_hashes.append(block_hash)
-        else:
-            self._events.append(BlockRemoved([block_hash], MEDIA[tier]))
+        if not isinstance(last, BlockRemoved) or last.medium != MEDIA[tier]:
+            self._events.append(last := BlockRemoved([], MEDIA[tier]))
+        last.block_hashes += reversed(hashes)
 
 
-def _stretches(tiers: bytearray, numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+def _stretches(tiers: bytearray, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Begin and end of each stretch of the rising ``numbers`` that follow each other and are in one tier."""
+    if numbers and numbers[-1] - numbers[0] + 1 == len(numbers):  # the usual case: all of them do
+        first, end = numbers[0], numbers[-1] + 1
+        if tiers.count(tiers[first], first, end) == len(numbers):
+            yield first, end
+            return
     first = end = -1
     for number in numbers:
         if number != end or tiers[number] != tiers[first]:

@@ -32,6 +32,7 @@ from tp_engine.sched.kv_events import CacheChange, KVEventCounters, Rebuilt
 logger = get_logger(__name__)
 
 _MOST_CHANGES = 1024  # of a message
+_GATHER_S = 0.005  # the thread holds Python's lock, for which the engine's waits: seldom and briefly
 _END = (-1).to_bytes(8, "big", signed=True)
 _LINGER_MS = 500
 _CLOSE_S = 5.0
@@ -129,6 +130,8 @@ class KVEventPublisher(Closing):
             poller.register(self._replays, zmq.POLLIN)
         try:
             while self._queue or not self._is_closing:
+                if self._queue and not self._is_closing:
+                    time.sleep(_GATHER_S)
                 self._publish()
                 self._is_idle = True  # before the look at the queue, so that no change comes unseen
                 ready = dict(poller.poll(0 if self._queue or self._is_closing else None))
