@@ -168,9 +168,13 @@ static ncclResult_t leave(ncclComm_t handle, const char* op) {
     say("nccl", ",\"op\":\"%s\",\"comm\":%u,\"count\":0,\"type\":0,\"peer\":-1,\"graph\":-1", op, comm->name);
     return ncclSuccess;
 }
-ncclResult_t ncclCommFinalize(ncclComm_t comm) { return leave(comm, "CommFinalize"); }
-ncclResult_t ncclCommDestroy(ncclComm_t comm) { return leave(comm, "CommDestroy"); }
+// Finalizing waits for what was given; what waits for ranks that have gone ends with the communicator.
+ncclResult_t ncclCommFinalize(ncclComm_t comm) {
+    for (int tries = 0; tries < 20000 && !advance_device(); tries++) nap();
+    return leave(comm, "CommFinalize");
+}
 ncclResult_t ncclCommAbort(ncclComm_t comm) { ((Comm*)comm)->is_aborted = true; return leave(comm, "CommAbort"); }
+ncclResult_t ncclCommDestroy(ncclComm_t comm) { ((Comm*)comm)->is_aborted = true; return leave(comm, "CommDestroy"); }
 
 ncclResult_t ncclAllReduce(const void* source, void* target, size_t count, Type type, ncclRedOp_t op,
                            ncclComm_t comm, cudaStream_t on) {

@@ -70,7 +70,7 @@ Stream* stream_of(void* handle);
 void give(Stream* stream, Operation operation);  // records it, or puts it into the queue and runs what can run
 bool advance(Stream* stream, uint64_t target);   // runs what can run; whether `target` operations are done
 void drain(Stream* stream, uint64_t target);     // waits for them
-void drain_device();
+bool advance_device();                           // the same of all streams of the current one
 void own_memory(void* address, size_t bytes, int device);  // mapped by the driver's functions
 void disown_memory(void* address);
 

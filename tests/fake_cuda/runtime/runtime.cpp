@@ -8,6 +8,7 @@
 #include <map>
 #include <set>
 #include <sstream>
+#include <thread>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -146,7 +147,7 @@ void nap() {
 
 static std::atomic<bool> contexts[64];
 static std::atomic<bool> is_lost[64];
-static std::recursive_mutex lock;
+static auto& lock = *new std::recursive_mutex;
 using Guard = std::lock_guard<std::recursive_mutex>;
 
 int current_device() { return current; }
@@ -192,11 +193,21 @@ bool is_unsafe(const char* function) {
 
 // ---- Streams
 
+static auto& streams = *new std::set<Stream*>;  // never destroyed, as all that go_on() reads
+
 Stream* stream_of(void* handle) {
-    static Stream defaults[64];
+    static auto& defaults = *new std::map<int, Stream*>;
     if (handle && handle != cudaStreamLegacy && handle != cudaStreamPerThread) return (Stream*)handle;
-    defaults[current].device = current;
-    return &defaults[current];
+    Guard guard(lock);
+    if (!defaults[current]) streams.insert(defaults[current] = new Stream{current});
+    return defaults[current];
+}
+static std::vector<Stream*> streams_of(int device) {  // -1: of all
+    std::vector<Stream*> found;
+    Guard guard(lock);
+    for (Stream* stream : streams)
+        if ((device < 0 || stream->device == device) && !stream->graph) found.push_back(stream);
+    return found;
 }
 
 bool advance(Stream* stream, uint64_t target) {
@@ -217,17 +228,22 @@ bool advance(Stream* stream, uint64_t target) {
 
 void drain(Stream* stream, uint64_t target) { while (!advance(stream, target)) nap(); }
 
-static std::set<Stream*>& streams() { static std::set<Stream*> all; return all; }
 
-void drain_device() {
-    std::vector<Stream*> all{stream_of(nullptr)};
-    {
-        Guard guard(lock);
-        for (Stream* stream : streams())
-            if (stream->device == current) all.push_back(stream);
+bool advance_device() {
+    bool is_done = true;
+    for (Stream* stream : streams_of(current)) is_done &= advance(stream, stream->given);
+    return is_done;
+}
+static void drain_device() {
+    while (!advance_device()) nap();
+}
+
+// A device goes on though nobody waits, so that other ranks are not held up; a lazy one a moment later.
+static void go_on() {
+    for (;;) {
+        usleep(node().is_lazy ? 30000 : 1000);
+        for (Stream* stream : streams_of(-1)) advance(stream, stream->given);
     }
-    for (Stream* stream : all)
-        if (!stream->graph) drain(stream, stream->given);
 }
 
 void give(Stream* stream, Operation operation) {
@@ -237,6 +253,8 @@ void give(Stream* stream, Operation operation) {
         stream->graph->nodes.push_back(std::move(operation));
         return;
     }
+    static bool goes_on = (std::thread(go_on).detach(), true);
+    (void)goes_on;
     uint64_t target;
     {
         Guard guard(lock);
@@ -467,7 +485,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int pri
     READY("cudaStreamCreate");
     Stream* made = new Stream{current, priority};
     Guard guard(lock);
-    streams().insert(made);
+    streams.insert(made);
     *stream = (cudaStream_t)made;
     OK;
 }
@@ -557,7 +575,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
     Guard guard(lock);
     Held made = stream->graph;
     own_captures--, global_captures = global_captures > 0 ? global_captures - 1 : 0;
-    for (Stream* other : streams()) {
+    for (Stream* other : streams) {
         if (other->graph != made) continue;
         if (other != stream && other->joined < other->recorded) forbid("the end without a stream that joined", true);
         other->graph = nullptr;
