@@ -60,6 +60,7 @@ def generated(folder: Path, params: SamplingParams, num_prompts: int = 12, **opt
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=24, ignore_eos=True)
+TOP_P = SamplingParams(temperature=0.6, top_p=0.9, seed=8, max_tokens=24, ignore_eos=True)
 TOP_K = SamplingParams(temperature=0.9, top_k=20, top_p=0.95, seed=7, max_tokens=24, ignore_eos=True)
 PENALISED = SamplingParams(temperature=0.9, presence_penalty=0.5, seed=7, max_tokens=24, ignore_eos=True)
 
@@ -232,7 +233,7 @@ def test_ranks_on_one_gpu_give_the_tokens_of_one_rank(folder: Path, size: int, a
     assert generated(folder, GREEDY, dtype="float32", enforce_eager=True, **options) == one
 
 
-@pytest.mark.parametrize("params", [GREEDY, TOP_K], ids=["greedy", "top_k"])
+@pytest.mark.parametrize("params", [GREEDY, TOP_K, TOP_P], ids=["greedy", "top_k", "top_p"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_on_one_gpu_record_their_decodes(
     folder: Path, size: int, params: SamplingParams, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
@@ -21,6 +21,7 @@ import torch
 
 from tp_engine.kernels import ops
 from tp_engine.kernels.ops import has_triton
+from tp_engine.units import KIB
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 # Triton warns of its own environment variable while it compiles for some targets.
@@ -46,12 +47,19 @@ def triton_ops_on_cpus() -> Iterator[set[str]]:
         function.cache_clear()
 
 
+# What one program may use of a GPU's shared memory, by its compute capability (sm_86 and sm_89 have what sm_120 has).
+SHARED_MEMORY = {80: 163 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
+Repeats = Literal["compile", "measure", "skip"]
+
+
 @contextmanager
-def compiled_for(capability: int, *, once: bool = False) -> Iterator[list[Any]]:
+def compiled_for(capability: int, *, repeats: Repeats = "compile") -> Iterator[list[Any]]:
     """Inside, launches compile for a GPU of this capability (90: sm_90) and do not run; yields the compiled kernels.
 
-    With ``once``, each kernel compiles for the first launch with each combination of types of tensors.
+    ``repeats`` are a kernel's launches with types of tensors that it has had before: they compile as the first one
+    did, or until their shared memory is known (a third less work), or not at all.
     """
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
@@ -67,13 +75,15 @@ def compiled_for(capability: int, *, once: bool = False) -> Iterator[list[Any]]:
     def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *kwargs.values()]
         types = (self.fn, *(one.dtype for one in given if isinstance(one, torch.Tensor)))
-        if once and types in by_types:
+        if types in by_types and repeats == "skip":
             return by_types[types]
-        kernels.append(launch(self, *args, **(kwargs | {"warmup": True})))
-        by_types[types] = kernels[-1]
-        return kernels[-1]
+        target.measures = types in by_types and repeats == "measure"
+        with patch.object(knobs.runtime, "add_stages_inspection_hook", until_memory if target.measures else None):
+            kernels.append(launch(self, *args, **(kwargs | {"warmup": True})))
+        return by_types.setdefault(types, kernels[-1])
 
-    driver.set_active(_Target(f"sm_{capability}", GPUTarget("cuda", capability, 32)))
+    target = _Target(f"sm_{capability}", GPUTarget("cuda", capability, 32))
+    driver.set_active(target)
     JITFunction.run = compile_only
     try:
         with (
@@ -86,24 +96,42 @@ def compiled_for(capability: int, *, once: bool = False) -> Iterator[list[Any]]:
         driver._active = active
 
 
+def until_memory(_backend: Any = None, stages: dict[str, Any] | None = None, *_: Any) -> tuple[str, str] | None:
+    """A hook of Triton's compiler: no machine code is made.  Without arguments: what distinguishes such kernels."""
+    if stages is None:
+        return "memory", "memory"
+
+    def name_it(_source: Any, metadata: dict[str, Any]) -> str:
+        metadata["name"] = "measured"
+        return ""
+
+    stages["ptx"], stages["cubin"] = name_it, lambda _source, _metadata: b""
+    return None
+
+
 class _Target:
-    """What Triton asks a driver while it compiles.  Its name keeps compiled kernels of different targets apart."""
+    """What Triton asks a driver while it compiles.  The device's name keeps compiled kernels of different targets
+    apart, and those that are only measured."""
 
     def __init__(self, name: str, target: Any) -> None:
-        self.get_current_device: Callable[[], str] = lambda: name
+        self.measures = False
+        self.get_current_device: Callable[[], str] = lambda: name + " measured" * self.measures
         self.get_current_target: Callable[[], Any] = lambda: target
 
     def get_current_stream(self, device: object) -> int:
         return 0
 
 
-def compile_cases(module: str, capability: int, *, once: bool = False) -> list[Any]:
+def compile_cases(module: str, capability: int, *, repeats: Repeats = "compile") -> list[Any]:
     """Compile what ``tests.unit.kernels.<module>.launch_all`` launches, with the capability if it takes one; returns
-    the kernels.  ``once``: see ``compiled_for``."""
+    the kernels, of which none needs more shared memory than the GPU has.  ``repeats``: see ``compiled_for``."""
     launch_all = importlib.import_module(f"tests.unit.kernels.{module}").launch_all
-    with compiled_for(capability, once=once) as kernels:
+    with compiled_for(capability, repeats=repeats) as kernels:
         launch_all(**({"capability": capability} if "capability" in signature(launch_all).parameters else {}))
     assert kernels, f"{module} has launched nothing"
     for kernel in kernels:
-        assert kernel.asm["cubin"], f"{kernel.name} has no machine code for sm_{capability}"
+        used, room = kernel.metadata.shared, SHARED_MEMORY[capability]
+        assert used <= room, f"{kernel.src.name} needs {used:,} bytes of shared memory; an sm_{capability} has {room:,}"
+        if kernel.name != "measured":
+            assert kernel.asm["cubin"], f"{kernel.name} has no machine code for sm_{capability}"
     return kernels

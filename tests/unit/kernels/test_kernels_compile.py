@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from tests.tiers import slow_but
-from tests.unit.kernels.kernel_harness import compile_cases, needs_triton, quiet
+from tests.unit.kernels import kernel_cases_gather
+from tests.unit.kernels.kernel_harness import (
+    SHARED_MEMORY,
+    Repeats,
+    compile_cases,
+    compiled_for,
+    needs_triton,
+    quiet,
+)
 from tests.unit.kernels.ptx import JOINING, check_early_start, check_joins, has_atomics, read_from
 
 pytestmark = [needs_triton, quiet]
@@ -23,20 +31,22 @@ MODULES = sorted(
 NEEDS_E4M3 = ("kernel_cases_norm_codes",)
 # Modules with kernels of which the last program joins the parts of all.
 JOINS = ("kernel_cases_latents", "kernel_cases_paged_attention", "kernel_cases_sampling")
-# Modules whose kernels may need more shared memory than a GPU has.
-CHECK_MEMORY = ("kernel_cases_latents", "kernel_cases_paged_attention")
+# Modules with products: how much shared memory their kernels need depends on their tiles, so on each launch.
+ATTENTION = {"kernel_cases_latents", "kernel_cases_paged_attention"}
+PRODUCTS = ATTENTION | {f"kernel_cases_{name}" for name in ("adapters", "experts", "quantised", "tree_linear")}
 
 # Most of the time; ``test_kernels_specialisations`` and ``test_kernels_latents`` compile the usual launches of these in
 # the fast tier, too.
 MANY_LAUNCHES = {f"kernel_cases_{name}" for name in ("experts", "heads", "latents", "paged_attention")}
 
 
-def compile_and_check(name: str, capability: int, *, once: bool = False) -> list[Any]:
-    """The module's kernels, checked by its ``check_compiled`` if it has one."""
-    kernels = compile_cases(name, capability, once=once)
+def compile_and_check(name: str, capability: int, *, repeats: Repeats = "compile") -> list[Any]:
+    """The module's kernels, checked by its ``check_compiled`` if it has one, and their shared memory."""
+    kernels = compile_cases(name, capability, repeats=repeats)
     module = importlib.import_module(f"tests.unit.kernels.{name}")
     for kernel in kernels if hasattr(module, "check_compiled") else ():
-        module.check_compiled(kernel, capability)
+        if kernel.name != "measured":
+            module.check_compiled(kernel, capability)
     return kernels
 
 
@@ -55,19 +65,29 @@ def test_kernels_of_sm_90(module: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("capability", [80, 100])
+@pytest.mark.parametrize("capability", [80, 100, 120])
 @pytest.mark.parametrize("module", MODULES)
 def test_kernels_of_other_gpus(module: str, capability: int) -> None:
     """Oracle: Triton's own compiler, and the module's rules.  A GPU decides about instructions for types and about
-    shared memory, so each kernel compiles once for its types, and for all launches where its memory is checked."""
+    shared memory, so each kernel compiles once for its types.  Where tiles differ, the other launches go as far as
+    their memory is known: those of all products where it is least, on sm_120, elsewhere those of attention.  An sm_120
+    stands for sm_86 and sm_89, whose kernels need the same."""
     if capability >= 89 or module not in NEEDS_E4M3:
-        compile_and_check(module, capability, once=module not in CHECK_MEMORY)
+        measured = PRODUCTS if capability == 120 else ATTENTION
+        compile_and_check(module, capability, repeats="measure" if module in measured else "skip")
 
 
-@pytest.mark.slow
-def test_attention_of_sm_89() -> None:
-    """Oracle: as above; no other GPU has as little shared memory for 8-bit floats."""
-    compile_and_check("kernel_cases_paged_attention", 89)
+def test_shared_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the same launch with machine code; what needs more than the GPU has is refused by name."""
+    with compiled_for(120, repeats="measure") as kernels:
+        for _ in range(2):
+            kernel_cases_gather.launch_all()
+    compiled, measured = kernels[0], kernels[len(kernels) // 2]
+    assert measured.metadata.shared == compiled.metadata.shared > 1000
+    assert compiled.asm["cubin"] and measured.name == "measured"
+    monkeypatch.setitem(SHARED_MEMORY, 120, 1000)
+    with pytest.raises(AssertionError, match=r"kernel needs [\d,]+ bytes of shared memory; an sm_120 has 1,000"):
+        compile_cases("kernel_cases_gather", 120)
 
 
 def test_registers_are_followed_to_their_parameter() -> None:

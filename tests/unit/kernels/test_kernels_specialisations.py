@@ -103,7 +103,7 @@ def launch_attention(
 
 def launch_decode_inputs_and_sampling(num_rows: int, slots: torch.Tensor) -> None:
     """The other launches of a step of ``num_rows`` decodes, whose ``slots`` (G, N) precede those of prefills."""
-    from tp_engine.kernels.sampling import candidates_triton, filter_triton, nucleus_triton
+    from tp_engine.kernels.sampling import candidates_triton, filter_triton, nucleus_ranks_triton, nucleus_triton
     from tp_engine.kernels.sampling.best_triton import best_tokens_triton
 
     tables = RowTables(
@@ -125,6 +125,12 @@ def launch_decode_inputs_and_sampling(num_rows: int, slots: torch.Tensor) -> Non
     nucleus_triton.draw_nucleus_triton(logits, rows, positions, sampling, best)
     filter_triton.top_keys_triton(logits, rows, sampling, first_id=0, width=64)
     candidates_triton.draw_ranked_triton(logits, rows, positions, sampling, best.token_ids)
+    part: dict[str, Any] = {"first_id": VOCAB // 8, "vocab_size": VOCAB}
+    own = (logits[:, : VOCAB // 8], rows, positions, sampling)
+    nucleus_ranks_triton.front_share_triton(empty(num_rows, 64, dtype=torch.int64), *own, **part)
+    front, _ = nucleus_ranks_triton.weigh_fronts_triton(empty(8, num_rows, 64, dtype=torch.int64), *own, **part)
+    sums = empty(8, num_rows, 65, dtype=torch.int64)
+    nucleus_ranks_triton.choose_of_fronts_triton(best.token_ids, front, sums, rows, sampling, vocab_size=VOCAB)
 
 
 @needs_triton
