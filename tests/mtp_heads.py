@@ -54,13 +54,13 @@ def make_mtp(folder: Path, target_folder: Path) -> Path:
     return folder
 
 
-def make_mtp_cycle(folder: Path, target_folder: Path) -> Path:
+def make_mtp_cycle(folder: Path, target_folder: Path, *, seed: int = 0) -> Path:
     """Make a model of ``target_folder``, a tiny hybrid, whose blocks add nothing, and a head that always knows what it
     samples: likeliest is the next token of a cycle through the vocabulary, but others are likely too."""
     make_mtp(folder, target_folder)
     tensors = load_file(folder / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
-    signs = torch.randint(2, embedding.shape, generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    signs = torch.randint(2, embedding.shape, generator=torch.Generator().manual_seed(seed)) * 2.0 - 1
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "norm.weight")) or "norm_" in name:
             tensor.zero_()  # norms add 1

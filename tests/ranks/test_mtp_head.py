@@ -16,6 +16,8 @@ from tests.ranks.test_draft_head import SETTINGS, WITHOUT_TEXT
 from tests.ranks.test_parity import make_prompts
 from tests.ranks.test_speculation import VOCABULARY
 from tests.ranks.warm_ranks import warm_ranks
+from tp_engine import LLM, SamplingParams
+from tp_engine.errors import RequestError
 
 pytestmark = pytest.mark.slow
 
@@ -94,3 +96,34 @@ def test_a_head_that_knows_all_is_always_right(
     tokens = plain["answers"][2][0]
     assert sum((second - first) % 203 != 1 for first, second in pairwise(tokens)) > 10
     assert drafted["num_accepted"] >= 0.97 * drafted["num_drafted"] > 90
+
+
+def test_new_weights_are_the_heads_too(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: an engine that starts with the new weights; drafts are always right, so the head is theirs, after a sleep
+    too.  A checkpoint without the head is refused, and nothing changes."""
+    target = checkpoint("qwen3.5", tie=False, **FAMILIES["qwen3.5"])
+    first, second = (make_mtp_cycle(tmp_path / f"cycle {seed}", target, seed=seed) for seed in (0, 9))
+    params = [SamplingParams(temperature=one, seed=3, max_tokens=30, ignore_eos=True) for one in (0.0, 1.0)]
+    config = {"method": "mtp", "num_speculative_tokens": 4, "max_step_rows": 24}
+
+    def run(llm: LLM) -> list[list[int]]:
+        before = llm.engine.stats().speculation
+        outputs = llm.generate(make_prompts(203, 2), params, use_tqdm=False)
+        after = llm.engine.stats().speculation
+        assert before is not None and after is not None
+        num_drafted = after.num_draft_tokens - before.num_draft_tokens
+        assert after.num_accepted_tokens - before.num_accepted_tokens >= 0.97 * num_drafted > 30
+        return [output.outputs[0].token_ids for output in outputs]
+
+    with LLM(str(second), device="cpu", speculative_config=config, **SETTINGS["plain"]) as llm:
+        expected = run(llm)
+    with LLM(str(first), device="cpu", speculative_config=config, **SETTINGS["plain"]) as llm:
+        assert run(llm) != expected
+        llm.update_weights_from_disk(second)
+        assert run(llm) == expected
+        llm.sleep()
+        llm.wake_up()
+        assert run(llm) == expected
+        with pytest.raises(RequestError, match=r"missing: mtp\.fc\.weight"):
+            llm.update_weights_from_disk(target)
+        assert run(llm) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.mtp_heads import FAMILIES, ReferenceMtp, make_mtp
+from tests.quantised.checkpoints import compress
 from tests.simulated_ranks import run_ranks
 from tests.unit.models.test_models import CPU, LENGTHS, NO_BACKENDS, prefill_metadata
 from tp_engine.config import EngineConfig
@@ -84,6 +86,24 @@ def test_logits(family: str, world_size: int, heads: Callable[[str], Path]) -> N
     expected = torch.cat([reference.logits(text) for text in texts()])
     assert found is not None
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3-next", "deepseek-v3"])
+def test_a_quantised_head_with_a_plain_projection(family: str, heads: Callable[[str], Path], tmp_path: Path) -> None:
+    """Oracle: transformers' head with the weights that the codes stand for; config.json does not list what is plain."""
+    own, twin = tmp_path / "own", tmp_path / "twin"
+    compress(heads(family), own, twin, "fp8-block", group=8, kept_modules=r".*\.(fc|eh_proj)")
+    config = json.loads((own / "config.json").read_text())
+    listed = config["quantization_config"]["modules_to_not_convert"]
+    config["quantization_config"]["modules_to_not_convert"] = [
+        name for name in listed if not name.endswith(("fc", "eh_proj"))
+    ]
+    assert len(config["quantization_config"]["modules_to_not_convert"]) < len(listed)
+    (own / "config.json").write_text(json.dumps(config))
+    found, reference = logits(own, SingleRank()), ReferenceMtp(twin)
+    assert found is not None
+    expected = torch.cat([reference.logits(text) for text in texts()])
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["qwen3.5", "ernie4.5-moe"])
