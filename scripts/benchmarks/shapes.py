@@ -49,6 +49,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }  # fmt: skip
+WITH_HEAD = "Q-mtp"
+"""Shape Q with three times its layers, so that output head and layer of a draft are 14 % of a step's weights, as in
+large models.  It repeats its last token, and its head for multi-token prediction knows that: as fast as drafts can be,
+because all layers run."""
+SHAPES[WITH_HEAD] = {**SHAPES["Q"], "num_hidden_layers": 24}
 
 # The published config.json of Qwen3: the shared settings, and each size's (hidden, intermediate, layers, heads, tied).
 _QWEN3 = {
@@ -108,7 +113,30 @@ def make_checkpoint(folder: Path, shape: str, dtype: str) -> Path:
 
     torch.manual_seed(0)
     random_model(shape).to(getattr(torch, dtype)).save_pretrained(folder)
+    if shape == WITH_HEAD:
+        _add_head(folder, SHAPES[shape]["num_hidden_layers"] - 1)
     return folder
+
+
+def _add_head(folder: Path, last: int) -> None:
+    """Let no block add to the stream, and add a head that passes the embedding on, with a layer like layer ``last``."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    embedding.copy_(torch.randint(2, embedding.shape) * 2.0 - 1)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    path = f"model.layers.{last}."
+    own = {name.removeprefix(path): tensor for name, tensor in tensors.items() if name.startswith(path)}
+    hidden = embedding.shape[1]
+    none = embedding.new_zeros(hidden)  # norms add 1
+    tensors |= {f"mtp.layers.0.{name}": tensor.clone() for name, tensor in own.items()}
+    tensors |= {f"mtp.{name}.weight": none.clone() for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    tensors["mtp.fc.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1).to(embedding.dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def random_model(shape: str) -> Any:

@@ -39,10 +39,14 @@ def engine_makers(args: argparse.Namespace, model: str, packed: Mapping[str, str
     folder of the same model by packing ("awq")."""
     makers: Makers = {}
     sizes, kinds = args.tensor_parallel_size.split(","), args.quantization.split(",")
-    for size, kind, way in itertools.product(sizes, kinds, args.tp_invariant.split(",")):
+    ways = itertools.product(args.tp_invariant.split(","), args.mtp.split(","))
+    for size, kind, (way, drafts) in itertools.product(sizes, kinds, list(ways)):
         name = f"tp_engine TP {size}" + ("" if kind == "none" else f" {kind}") + " invariant" * (way == "on")
+        name += "" if drafts == "0" else f" mtp {drafts}"
         options = engine_options(args, int(size)) | ({"quantization": kind} if kind in QUANTIZATIONS else {})
         options |= {"tp_invariant": True} if way == "on" else {}
+        if drafts != "0":
+            options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": int(drafts)}
         makers[name] = partial(_make_ours, args, packed.get(kind, model), options, alone=len(sizes) == 1)
     if "transformers" in args.peer:
         compiled = " (static cache, compiled)" if torch.cuda.is_available() else ""
