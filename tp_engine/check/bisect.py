@@ -43,7 +43,7 @@ def bisect(
     for option, value in SWITCHES.items():
         if configuration.get(option) == value or not wrong:
             continue
-        flag = f"--{option.replace('_', '-')} {value}"
+        flag = _flag(option, value)
         note(f"without {option}")
         try:
             options = {**check.options, **_WITH_IT.get(option, {}), option: value}
@@ -52,6 +52,16 @@ def bisect(
             yield CheckFinding(name=f"bisect {option}", status=CheckStatus.SKIPPED, detail=f"{flag}: {error}")
             continue
         yield _judged(option, flag, wrong, again)
+
+
+def _flag(option: str, value: Any) -> str:
+    """The switch as the command line has it."""
+    name = option.replace("_", "-")
+    if value is None:
+        return f"no --{name}"
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name} {value}"
 
 
 def _judged(option: str, flag: str, wrong: set[str], again: CheckReport) -> CheckFinding:

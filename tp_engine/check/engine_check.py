@@ -146,7 +146,14 @@ class EngineCheck:
             faults = list(products.faults(watched[0]))
         spec, _ = load_model_config(str(folder))
         has_experts = any(layer.experts is not None for layer in spec.layers)
-        judge = Judge(observed=observed, asked=asked, exact=exact, twin=twin, has_experts=has_experts)
+        judge = Judge(
+            observed=observed,
+            asked=asked,
+            exact=exact,
+            twin=twin,
+            has_experts=has_experts,
+            is_rough=has_experts or rounding.is_rough,
+        )
         observed.bound = judge.allowed
         return [
             judge.layers(faults),

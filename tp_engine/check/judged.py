@@ -6,8 +6,9 @@
     16 bits, or quantised         at most 1.5 times the error that transformers itself has with the same rounding
 
 The error of transformers (the *twin*) comes from the same prompts, and for layers from the same states.  Where a model
-has experts, two of them may be nearly as likely, and rounding decides: half and nine tenths of the positions are held
-to the bound then, not each.
+has experts, two of them may be nearly as likely, and rounding decides; where rows or weights are rounded to 8 bits or
+fewer, a few positions are far off in any engine.  Half and nine tenths of the log-probabilities are held to the bound
+then, not each; layers are so only with experts.
 """
 
 from __future__ import annotations
@@ -48,18 +49,20 @@ class Errors:
     twin: Floats | None
     positions: Ids
     floor: float
+<<<<<<< HEAD
     has_experts: bool = False
     scatter: float = 1.0
+=======
+    by_shares: bool = False
+>>>>>>> f3436215 (check: docs, and what 8 bits do to a few positions)
 
     @staticmethod
-    def between(
-        given: Floats, exact: Floats, twin: Floats | None, *, floor: float, has_experts: bool = False
-    ) -> Errors:
+    def between(given: Floats, exact: Floats, twin: Floats | None, *, floor: float, by_shares: bool = False) -> Errors:
         """Return the absolute errors of ``given`` (n, m) where ``exact`` is a number; a given NaN is infinitely off."""
         is_compared = ~np.isnan(exact)
         own = np.nan_to_num(np.abs(given - exact)[is_compared], nan=np.inf, posinf=np.inf)
         known = None if twin is None else np.abs(twin - exact)[is_compared]
-        return Errors(own, known, np.nonzero(is_compared)[0], floor, has_experts)
+        return Errors(own, known, np.nonzero(is_compared)[0], floor, by_shares)
 
     @property
     def worst(self) -> int:
@@ -86,7 +89,7 @@ class Errors:
             return 0.0
         if self.twin is None:
             return self.largest / self.floor
-        if self.has_experts:
+        if self.by_shares:
             pairs = [(_quantile(self.own, share), _quantile(self.twin, share)) for share in _SHARES]
         else:
             pairs = [(self.largest, self.scatter * float(self.twin.max())), (_rms(self.own), _rms(self.twin))]
@@ -101,8 +104,12 @@ def joined(parts: Sequence[Errors]) -> Errors:
         np.concatenate(twins) if twins else None,
         np.concatenate([one.positions for one in parts]),
         parts[0].floor,
+<<<<<<< HEAD
         parts[0].has_experts,
         parts[0].scatter,
+=======
+        parts[0].by_shares,
+>>>>>>> f3436215 (check: docs, and what 8 bits do to a few positions)
     )
 
 
@@ -118,7 +125,12 @@ def _rms(values: Floats) -> float:
 class Judge:
     """Makes findings of what the engines gave, what the oracle gives, and what its twin gives (None: float32).
 
+<<<<<<< HEAD
     ``scatter`` is 1 for this engine, whose roundings are the twin's, and more for others.
+=======
+    ``is_rough``: log-probabilities of a few positions may be far off, because of experts or of quantised rows, weights
+    or keys and values.
+>>>>>>> f3436215 (check: docs, and what 8 bits do to a few positions)
     """
 
     observed: Observed
@@ -126,7 +138,11 @@ class Judge:
     exact: Passed
     twin: Passed | None
     has_experts: bool
+<<<<<<< HEAD
     scatter: float = 1.0
+=======
+    is_rough: bool
+>>>>>>> f3436215 (check: docs, and what 8 bits do to a few positions)
 
     def set_ups(self) -> Iterator[CheckFinding]:
         """Yield a finding for each set-up."""
@@ -184,8 +200,12 @@ class Judge:
         exact = logprobs_of(self.exact.scores[answer.sequence], asked, answer)
         if self.twin is not None:
             twin = logprobs_of(self.twin.scores[answer.sequence], asked, answer)
+<<<<<<< HEAD
         errors = Errors.between(answer.logprobs, exact, twin, floor=EXACT_LOGPROBS, has_experts=self.has_experts)
         return replace(errors, scatter=self.scatter)
+=======
+        return Errors.between(answer.logprobs, exact, twin, floor=EXACT_LOGPROBS, by_shares=self.is_rough)
+>>>>>>> f3436215 (check: docs, and what 8 bits do to a few positions)
 
     def _lapses(self, answer: Answer) -> Floats:
         """How much likelier the oracle's best token is than each chosen one."""
@@ -279,7 +299,7 @@ class Judge:
             is_compared = answer.alternatives[:length] >= 0
             exact = np.where(is_compared, self.exact.heads[number].wanted[:length], np.nan)
             twin = None if self.twin is None else self.twin.heads[number].wanted[:length]
-            parts.append(Errors.between(answer.logprobs[:length], exact, twin, floor=EXACT_LOGPROBS, has_experts=False))
+            parts.append(Errors.between(answer.logprobs[:length], exact, twin, floor=EXACT_LOGPROBS))
         errors = joined(parts)
         detail = f"{errors.own.size} log-probabilities from the engine's last states: {errors.excess:.2f} of the bound"
         if errors.excess <= 1:

@@ -271,6 +271,9 @@ class Oracle:
     def _load_once(self, name: str, module: torch.nn.Module) -> None:
         if any(value.is_meta for value in module.parameters(recurse=False)):
             self._load(name)
+            if name.endswith("lm_head") and self._rounding.head is not keep:
+                weight = self._rounding.head(module.get_parameter("weight"))
+                module.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
 
     def _load(self, name: str) -> None:
         self._places.load(name, self._dtype, self._device)

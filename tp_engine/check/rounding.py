@@ -66,17 +66,23 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
     """How an engine rounds: everything to ``dtype``; the decoder's ``weights``, the ``rows`` that linear layers
-    multiply, and the ``cache`` of keys and values further."""
+    multiply, the ``cache`` of keys and values, and the weights of the output ``head`` further."""
 
     dtype: torch.dtype
     weights: Round = keep
     rows: Round = keep
     cache: Round = keep
+    head: Round = keep
 
     @property
     def is_exact(self) -> bool:
         """Whether the engine computes in float32 throughout."""
         return self.dtype is torch.float32 and self.weights is self.rows is self.cache is keep
+
+    @property
+    def is_rough(self) -> bool:
+        """Whether something is rounded beyond ``dtype``."""
+        return not self.weights is self.rows is self.cache is keep
 
     def in_dtype(self, values: torch.Tensor) -> torch.Tensor:
         """Round to ``dtype``."""
@@ -98,6 +104,7 @@ def rounding_of(configuration: Mapping[str, Any], quantization: Mapping[str, Any
         dtype=_DTYPES[configuration["dtype"]],
         weights=WEIGHTS.get(str(chosen), keep),
         rows=rows,
+        head=int8_rows if chosen == "int4" else keep,
         cache=keep if cache == configuration["dtype"] else CACHE.get(cache, keep),
     )
 

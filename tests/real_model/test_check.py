@@ -1,0 +1,31 @@
+"""``tp-engine check`` finds SmolLM2 right in every format that the engine makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tp_engine.check.engine_check import EngineCheck
+
+pytestmark = pytest.mark.slow
+
+FORMATS: list[dict[str, Any]] = [
+    {"dtype": "float32"},
+    {"dtype": "bfloat16"},
+    {"dtype": "bfloat16", "quantization": "int8"},
+    {"dtype": "bfloat16", "quantization": "fp8"},
+    {"dtype": "bfloat16", "quantization": "int4"},
+    {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+    {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    {"dtype": "float32", "tensor_parallel_size": 3},
+]
+
+
+@pytest.mark.parametrize("options", FORMATS, ids=lambda options: "-".join(map(str, options.values())))
+def test_smollm2_is_right(options: dict[str, Any], smollm2: Path) -> None:
+    """Oracle: transformers, layer by layer, in float32 and with the engine's rounding."""
+    given = {"model": str(smollm2), "device": "cpu", "max_model_len": 512, "num_gpu_blocks_override": 256, **options}
+    report, _ = EngineCheck(options=given, quick=True).run()
+    assert report.exit_code == 0, report.as_text()
