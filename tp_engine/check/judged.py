@@ -49,12 +49,8 @@ class Errors:
     twin: Floats | None
     positions: Ids
     floor: float
-<<<<<<< HEAD
-    has_experts: bool = False
-    scatter: float = 1.0
-=======
     by_shares: bool = False
->>>>>>> f3436215 (check: docs, and what 8 bits do to a few positions)
+    scatter: float = 1.0
 
     @staticmethod
     def between(given: Floats, exact: Floats, twin: Floats | None, *, floor: float, by_shares: bool = False) -> Errors:
@@ -104,12 +100,8 @@ def joined(parts: Sequence[Errors]) -> Errors:
         np.concatenate(twins) if twins else None,
         np.concatenate([one.positions for one in parts]),
         parts[0].floor,
-<<<<<<< HEAD
-        parts[0].has_experts,
-        parts[0].scatter,
-=======
         parts[0].by_shares,
->>>>>>> f3436215 (check: docs, and what 8 bits do to a few positions)
+        parts[0].scatter,
     )
 
 
@@ -125,12 +117,9 @@ def _rms(values: Floats) -> float:
 class Judge:
     """Makes findings of what the engines gave, what the oracle gives, and what its twin gives (None: float32).
 
-<<<<<<< HEAD
-    ``scatter`` is 1 for this engine, whose roundings are the twin's, and more for others.
-=======
-    ``is_rough``: log-probabilities of a few positions may be far off, because of experts or of quantised rows, weights
-    or keys and values.
->>>>>>> f3436215 (check: docs, and what 8 bits do to a few positions)
+    ``scatter`` is 1 for this engine, whose roundings are the twin's, and more for others.  ``is_rough``:
+    log-probabilities of a few positions may be far off, because of experts or of quantised rows, weights or keys and
+    values.
     """
 
     observed: Observed
@@ -138,11 +127,8 @@ class Judge:
     exact: Passed
     twin: Passed | None
     has_experts: bool
-<<<<<<< HEAD
+    is_rough: bool = False
     scatter: float = 1.0
-=======
-    is_rough: bool
->>>>>>> f3436215 (check: docs, and what 8 bits do to a few positions)
 
     def set_ups(self) -> Iterator[CheckFinding]:
         """Yield a finding for each set-up."""
@@ -200,12 +186,8 @@ class Judge:
         exact = logprobs_of(self.exact.scores[answer.sequence], asked, answer)
         if self.twin is not None:
             twin = logprobs_of(self.twin.scores[answer.sequence], asked, answer)
-<<<<<<< HEAD
-        errors = Errors.between(answer.logprobs, exact, twin, floor=EXACT_LOGPROBS, has_experts=self.has_experts)
+        errors = Errors.between(answer.logprobs, exact, twin, floor=EXACT_LOGPROBS, by_shares=self.is_rough)
         return replace(errors, scatter=self.scatter)
-=======
-        return Errors.between(answer.logprobs, exact, twin, floor=EXACT_LOGPROBS, by_shares=self.is_rough)
->>>>>>> f3436215 (check: docs, and what 8 bits do to a few positions)
 
     def _lapses(self, answer: Answer) -> Floats:
         """How much likelier the oracle's best token is than each chosen one."""

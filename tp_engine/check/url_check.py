@@ -175,7 +175,15 @@ class UrlCheck:
             with Oracle(folder, rounding=rounding, device=self.oracle_device, overrides=overrides) as other:
                 twin = run_pass(other, asked, [], [], self.note_layer)
         has_experts = any(layer.experts is not None for layer in spec.layers)
-        judge = Judge(observed=observed, asked=asked, exact=exact, twin=twin, has_experts=has_experts, scatter=_SCATTER)
+        judge = Judge(
+            observed=observed,
+            asked=asked,
+            exact=exact,
+            twin=twin,
+            has_experts=has_experts,
+            is_rough=has_experts or rounding.is_rough,
+            scatter=_SCATTER,
+        )
         yield from judge.set_ups()
 
 
