@@ -244,20 +244,21 @@ def _two_shot(room: torch.Tensor, _op: str, group: str, out: torch.Tensor) -> to
 def _sum_of_ranks(room: torch.Tensor, group: str, own: torch.Tensor | None, out: torch.Tensor) -> Closure:
     """Adds up the ranks' rooms, in the order of the ranks; begins and ends when all ranks have come so far."""
     symmetric: Any = torch.distributed._symmetric_memory
-    handle = symmetric.rendezvous(room, group)
-    offset = room.data_ptr() - handle.buffer_ptrs[handle.rank]
+    handle = symmetric.rendezvous(room, group)  # not in the closure, which lives on when the memory goes
+    rank, form = handle.rank, room.shape
+    offset = room.data_ptr() - handle.buffer_ptrs[rank]
     rooms = [_memory(address + offset, room) for address in handle.buffer_ptrs]
     # The last word of a rank's signals: how often it has come.
     counts = [ctypes.c_int64.from_address(pad + handle.signal_pad_size - 8) for pad in handle.signal_pad_ptrs]
 
     def meet() -> Iterator[None]:
-        counts[handle.rank].value += 1
-        while any(one.value < counts[handle.rank].value for one in counts):
+        counts[rank].value += 1
+        while any(one.value < counts[rank].value for one in counts):
             yield
 
     def closure() -> Iterator[None]:
         if own is not None:
-            rooms[handle.rank].copy_(own.view_as(room))
+            rooms[rank].copy_(own.view(form))
         yield from meet()
         total = rooms[0].clone()
         for one in rooms[1:]:
