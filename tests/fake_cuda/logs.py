@@ -97,7 +97,8 @@ def _stray_contexts(logs: Sequence[ProcessLog], shares_devices: bool) -> Iterato
     for log in logs:
         made = list(log.of("context"))
         for event in made[1:]:
-            yield f"{log} has GPU {made[0]['device']}, and makes a context on {event['device']} too, by {event['by']}"
+            how = f"by {event['by']} ({event['name']})"
+            yield f"{log} has GPU {made[0]['device']}, and makes a context on {event['device']} too, {how}"
         if made and log.rank is not None and not shares_devices:
             owner = owners.setdefault(made[0]["device"], log)
             if owner is not log:

@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 from tp_engine import env
 from tp_engine.distributed.collectives import Communicator, ProcessGroupCommunicator, SingleRank
+from tp_engine.distributed.device_threads import use_device
 from tp_engine.distributed.rank import RankInfo
 from tp_engine.distributed.store import Store, WatchedStore
 from tp_engine.errors import RankError
@@ -91,8 +92,11 @@ class RankGroups:
     """This rank's membership: its place, its collectives, and the ``progress`` that other ranks see.
 
     ``device_group`` is that of device tensors, and ``patience_s`` bounds its collectives.  ``close`` leaves the groups.
-    ``report`` is told of an error that this rank's main thread may be unable to raise.
+    ``report`` is told of an error that this rank's main thread may be unable to raise.  ``device`` is where the rank
+    computes, as soon as it has chosen it.
     """
+
+    device = torch.device("cpu")
 
     def __init__(
         self,
@@ -153,6 +157,7 @@ class RankGroups:
         Only for NCCL; gloo's collectives raise by themselves when a peer ends.
         """
         if self._owns_default and dist.is_initialized() and dist.get_backend() == "nccl":
+            use_device(self.device)  # torch asks events, which makes a context on the thread's GPU
             _abort_process_group()
 
     def close(self) -> None:

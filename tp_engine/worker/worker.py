@@ -279,6 +279,7 @@ class Worker:
             check=self.groups.check,
         )
         device.set_current()
+        self.groups.device = device.torch_device
         return device
 
     def _load(self, device: Device) -> tuple[CausalLM, DraftHead | None]:

@@ -154,7 +154,10 @@ int current_device() { return current; }
 bool has_context(int device) { return contexts[device]; }
 
 void need_context(const char* function) {
-    if (!contexts[current].exchange(true)) say("context", ",\"by\":\"%s\"", function);
+    char thread[16] = "";  // torch names its own
+    if (contexts[current].exchange(true)) return;
+    pthread_getname_np(pthread_self(), thread, sizeof thread);
+    say("context", ",\"by\":\"%s\",\"name\":\"%s\"", function, thread);
 }
 
 // Devices that are gone fail every call, as after an Xid.

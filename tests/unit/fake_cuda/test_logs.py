@@ -27,7 +27,10 @@ def nccl(op: str, count: int = 128, *, type: int = FLOAT32, peer: int = -1, grap
 def rank_log(rank: int, *calls: dict[str, Any], size: int = 2, **kept: int) -> list[dict[str, Any]]:
     """A process of a rank that makes ``calls`` and ends, with what it kept."""
     none = {"device_bytes": 0, "pinned_bytes": 0, "registered_bytes": 0, "mapped_bytes": 0}
-    start = [event("context", device=rank, by="cudaSetDevice"), {**nccl("CommInit"), "rank": rank, "size": size}]
+    start = [
+        event("context", device=rank, by="cudaSetDevice", name="python"),
+        {**nccl("CommInit"), "rank": rank, "size": size},
+    ]
     return [*start, *calls, {**event("end"), **none, **kept}]
 
 
@@ -95,8 +98,8 @@ def test_messages(tmp_path: Path) -> None:
 
 def test_contexts(tmp_path: Path) -> None:
     """A second context in a process, and one GPU for two ranks, which may be wanted."""
-    stray = event("context", device=0, is_main=False, by="cudaSetDevice")
-    expected = "rank 1 has GPU 1, and makes a context on 0 too, by cudaSetDevice"
+    stray = event("context", device=0, is_main=False, by="cudaSetDevice", name="python")
+    expected = "rank 1 has GPU 1, and makes a context on 0 too, by cudaSetDevice (python)"
     assert found(tmp_path, rank_log(0), rank_log(1, stray)) == [expected]
     shared = [{**one, "device": 0} for one in rank_log(1)]
     assert found(tmp_path, rank_log(0), shared) == ["rank 1 and rank 0 are both on GPU 0"]

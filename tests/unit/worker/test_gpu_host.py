@@ -14,8 +14,10 @@ import torch
 
 from tp_engine.cli import machine
 from tp_engine.cli.findings import Status
-from tp_engine.distributed import device_threads
+from tp_engine.distributed import device_threads, groups
+from tp_engine.distributed.collectives import SingleRank
 from tp_engine.errors import ConfigError
+from tp_engine.progress import RankProgress
 from tp_engine.worker import gpu_host
 from tp_engine.worker.device import CudaDevice
 from tp_engine.worker.gpu_host import choose_device_type, why_no_gpus
@@ -169,10 +171,26 @@ def test_threads_of_a_rank_have_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     assert told == [gpu]
 
 
+def test_an_abort_from_another_thread_uses_the_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the order of the calls; torch asks CUDA's events in that thread, where GPU 0 is the current one."""
+    told: list[object] = []
+    for module, name in ((groups, "use_device"), (groups, "_abort_process_group")):
+        monkeypatch.setattr(module, name, lambda *arguments, name=name: told.append((name, *arguments)))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
+    communicator = SingleRank()
+    host = groups.HostGroup(communicator.info, None)
+    joined = groups.RankGroups(communicator.info, communicator, host, RankProgress(), owns_default=True)
+    joined.device = torch.device("cuda", 3)
+    joined.abort()
+    assert told == [("use_device", torch.device("cuda", 3)), ("_abort_process_group",)]
+
+
 def test_ranks_start_threads_in_one_place() -> None:
     """Oracle: the rule, read from the source; the thread that closes files, and the compiler's, touch no device."""
-    allowed = {"ranks/device_threads.py", "worker/tiers/disk_tier.py", "cpu/kernels/build.py", "ranks/groups.py"}
-    parts = ("attention", "kernels", "layers", "models", "ranks", "sampling", "weights", "worker")
+    allowed = {"worker/tiers/disk_tier.py", "cpu/kernels/build.py"}
+    allowed |= {f"distributed/{name}.py" for name in ("device_threads", "groups")}
+    parts = ("attention", "kernels", "layers", "models", "distributed", "sampling", "weights", "worker")
     for path in sorted(path for part in parts for path in (PACKAGE / part).rglob("*.py")):
         names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
         names |= {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
