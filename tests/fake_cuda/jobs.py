@@ -23,7 +23,7 @@ class Job:
 
     ``covers`` names parts of the CUDA path.  ``model``: parameters of ``tests.tiny_models.make_checkpoint``; ``node``:
     variables of ``tests.fake_cuda.node``; ``options``: of ``LLM``, beside those of all jobs; ``only_gpu``: those that
-    the CPU does not have; ``environment``: other variables.
+    the CPU does not have; ``environment``: other variables; ``kept_bytes``: device memory that torch keeps for ever.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Job:
     options: Mapping[str, Any] = field(default_factory=dict)
     only_gpu: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    kept_bytes: int = 0
 
     def all_options(self) -> dict[str, Any]:
         """Options of ``LLM`` on the node, but for the model."""
@@ -80,42 +81,58 @@ _NGRAM = '{"method": "ngram", "num_speculative_tokens": 1, "max_step_rows": 2}'
 _EXPERTS = {"architecture": "qwen3-moe", "num_layers": 2, "vocab_size": 101, "hidden_size": 128}
 
 JOBS = (
-    Job("1 rank, work as late as it may", "streams, events, readbacks; decode graphs; device sampler", node=_LAZY),
-    Job("1 rank, every sampler", "the general sampler, log-probabilities, penalties", program="sample", node=_LAZY),
-    Job("2 ranks, NCCL", "groups; NCCL in decode graphs; sampling over ranks", ranks=2, only_gpu=_NCCL),
-    Job("2 ranks, every sampler", "a nucleus over ranks, gathered logits", ranks=2, program="sample", node=_LAZY,
+    Job("1 rank, work as late as it may", "`readback.py`, `recorder.py`, `transfer.py`: streams, events, decode graphs",
+        node=_LAZY),
+    Job("1 rank, every sampler", "`sampler.py`, `logprobs.py`: penalties, a nucleus, log-probabilities",
+        program="sample", node=_LAZY),
+    Job("2 ranks, NCCL", "`groups.py`, `collectives.py`, `device_sampler.py`: NCCL, also in graphs",
+        ranks=2, only_gpu=_NCCL),
+    Job("2 ranks, every sampler", "`vocab_parallel.py`, `ranking.py`: a nucleus over ranks in graphs",
+        ranks=2, program="sample", node=_LAZY,
         only_gpu=_NCCL),
-    Job("2 ranks, symmetric memory", "cuMem handles between processes, its checks and sums", ranks=2,
-        only_gpu=_SYMMETRIC, node=_LAZY),
-    Job("2 ranks, prompts in graphs", "graphs of steps with prompts", ranks=2, node=_LAZY,
+    Job("2 ranks, symmetric memory", "`symmetric_memory.py`, `all_reduce.py`: mapping, its checks, sums", ranks=2,
+        only_gpu=_SYMMETRIC, node=_LAZY, kept_bytes=2 << 20),  # torch's arrays of addresses
+    Job("2 ranks, prompts in graphs", "`padded_batch.py`, `graph_plan.py`: graphs of steps with prompts",
+        ranks=2, node=_LAZY,
         options={"max_num_batched_tokens": 24}, only_gpu={**_NCCL, "cudagraph_prefill_capture_sizes": "24"}),
-    Job("2 ranks, eager", "launches without graphs", ranks=2, only_gpu={**_NCCL, "enforce_eager": True}, node=_LAZY),
-    Job("2 ranks on one GPU", "gloo through the host", ranks=2, only_gpu={"device_ids": "0,0"},
+    Job("2 ranks, eager", "`step_runner.py`: launches without graphs",
+        ranks=2, only_gpu={**_NCCL, "enforce_eager": True}, node=_LAZY),
+    Job("2 ranks on one GPU", "`groups.py`: gloo through the host", ranks=2, only_gpu={"device_ids": "0,0"},
         node={"GPUS": "1xH100", **_LAZY}),
-    Job("8 ranks", "KV heads on four ranks each", ranks=8, only_gpu=_NCCL, model={**_DENSE, "num_heads": 8}),
-    Job("2 ranks, experts", "whole experts per rank", ranks=2, model=_EXPERTS, node=_LAZY,
+    Job("8 ranks", "`groups.py`, `layers/attention.py`: KV heads on four ranks each",
+        ranks=8, only_gpu=_NCCL, model={**_DENSE, "num_heads": 8}),
+    Job("2 ranks, experts", "`kernels/experts/`: whole experts per rank", ranks=2, model=_EXPERTS, node=_LAZY,
         only_gpu={**_NCCL, "enable_expert_parallel": True}),
-    Job("2 ranks, latent attention", "MLA in Triton", ranks=2, only_gpu=_NCCL, node=_LAZY,
+    Job("2 ranks, latent attention", "`triton_mla.py`, `mla.py`", ranks=2, only_gpu=_NCCL, node=_LAZY,
         model={"architecture": "deepseek-v3", "num_layers": 2, "vocab_size": 101}),
-    Job("2 ranks, recurrent states", "states and their snapshots", ranks=2, only_gpu=_NCCL, node=_LAZY,
+    Job("2 ranks, recurrent states", "`gated_delta_net_triton.py`, `worker/memory/`: states and their snapshots",
+        ranks=2, only_gpu=_NCCL, node=_LAZY,
         model={"architecture": "qwen3.5", "num_layers": 2, "vocab_size": 101, "intermediate_size": 64,
                "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
                "linear_num_value_heads": 6}),
-    Job("1 rank, fp8", "quantised products and cache", options={"quantization": "fp8", "kv_cache_dtype": "int8"}),
-    Job("2 ranks, int4", "packed products", ranks=2, options={"quantization": "int4"}, only_gpu=_NCCL, node=_LAZY),
-    Job("1 rank, bfloat16 on A100", "a GPU without early launches", options={"dtype": "bfloat16"},
+    Job("1 rank, fp8", "`quantised_products.py`, `layer_kv.py`: 8-bit weights and cache",
+        options={"quantization": "fp8", "kv_cache_dtype": "int8"}),
+    Job("2 ranks, int4", "`quantised.py`, `packings.py`: packed weights",
+        ranks=2, options={"quantization": "int4"}, only_gpu=_NCCL, node=_LAZY),
+    Job("1 rank, bfloat16 on A100", "`dependent_launch_triton.py`: a GPU without early launches",
+        options={"dtype": "bfloat16"},
         node={"GPUS": "1xA100", **_LAZY}),
-    Job("2 ranks, adapters", "LoRA slots and their uploads", ranks=2, program="adapters", node=_LAZY,
+    Job("2 ranks, adapters", "`lora.py`, `upload.py`: slots and their uploads", ranks=2, program="adapters", node=_LAZY,
         options={"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}, only_gpu=_NCCL),
-    Job("2 ranks, speculation", "verified drafts", ranks=2, options={"speculative_config": _NGRAM}, only_gpu=_NCCL,
+    Job("2 ranks, speculation", "`draft_rows.py`, `trial_steps.py`: verified drafts",
+        ranks=2, options={"speculative_config": _NGRAM}, only_gpu=_NCCL,
         node=_LAZY),
-    Job("2 ranks, new weights", "staged weights, sleep, a new cache", ranks=2, program="new_weights", only_gpu=_NCCL,
+    Job("2 ranks, new weights", "`weight_update.py`, `staged_tensors.py`: sleep, a new cache",
+        ranks=2, program="new_weights", only_gpu=_NCCL,
         node=_LAZY),
-    Job("2 ranks, a host tier", "page-locked blocks, copies on a stream of their own", ranks=2, program="many",
+    Job("2 ranks, a host tier", "`host_tier.py`, `block_moves.py`: page-locked blocks, a stream of their own",
+        ranks=2, program="many",
         options={"kv_offloading_size": 0.001}, only_gpu={**_NCCL, "num_gpu_blocks_override": 8}, node=_LAZY),
-    Job("2 of 8 GPUs, others visible", "CUDA_VISIBLE_DEVICES", ranks=2, only_gpu={**_NCCL, "enforce_eager": True},
+    Job("2 of 8 GPUs, others visible", "`effective_config.py`, `device.py`: CUDA_VISIBLE_DEVICES",
+        ranks=2, only_gpu={**_NCCL, "enforce_eager": True},
         environment={"CUDA_VISIBLE_DEVICES": "5,2"}),
-    Job("2 B200", "a newer GPU", ranks=2, only_gpu={**_NCCL, "enforce_eager": True}, node={"GPUS": "2xB200"}),
+    Job("2 B200", "`triton_backend.py`: what depends on a GPU's kind",
+        ranks=2, only_gpu={**_NCCL, "enforce_eager": True}, node={"GPUS": "2xB200"}),
 )  # fmt: skip
 
 REFUSALS = (

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -68,19 +68,24 @@ def read_logs(folder: Path) -> list[ProcessLog]:
 
 
 def faults(
-    logs: Sequence[ProcessLog], *, ends_well: bool = True, shares_devices: bool = False, pinned_bytes: int = 0
+    logs: Sequence[ProcessLog],
+    *,
+    ends_well: bool = True,
+    shares_devices: bool = False,
+    pinned_bytes: int = 0,
+    device_bytes: int = 0,
 ) -> list[str]:
     """Everything that is wrong, the first difference of each kind; empty for a right job.
 
     Unless the job ``ends_well``, its ranks may have stopped at different calls and kept their memory.
-    ``shares_devices``: ranks have one GPU.  ``pinned_bytes``: what each process may keep for its whole life.
+    ``shares_devices``: ranks have one GPU.  ``pinned_bytes``, ``device_bytes``: what a process may keep.
     """
     return [
         *_wrong_calls(logs),
         *_stray_contexts(logs, shares_devices),
         *_different_orders(logs, ends_well),
         *_unpaired(logs, ends_well),
-        *(_kept_memory(logs, pinned_bytes) if ends_well else ()),
+        *(_kept_memory(logs, {"pinned_bytes": pinned_bytes, "device_bytes": device_bytes}) if ends_well else ()),
     ]
 
 
@@ -151,8 +156,7 @@ def _unpaired(logs: Sequence[ProcessLog], ends_well: bool) -> Iterator[str]:
             break
 
 
-def _kept_memory(logs: Sequence[ProcessLog], pinned_bytes: int) -> Iterator[str]:
-    allowed = {"pinned_bytes": pinned_bytes}
+def _kept_memory(logs: Sequence[ProcessLog], allowed: Mapping[str, int]) -> Iterator[str]:
     for log in logs:
         ends = list(log.of("end"))
         if not ends:

@@ -111,11 +111,23 @@ int nvmlInit() { return 0; }
 int nvmlInit_v2() { return 0; }
 int nvmlDeviceGetCount_v2(unsigned* count) { *count = node().counted; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** handle) { *handle = (void*)(uintptr_t)(index + 1); return 0; }
-int nvmlDeviceGetHandleByUUID(const char*, void**) { return 6; }  // not found
+int nvmlDeviceGetHandleByUUID(const char* text, void** handle) {
+    unsigned byte = 0;
+    sscanf(text, "GPU-%2x", &byte);
+    *handle = (void*)(uintptr_t)byte;
+    return byte ? 0 : 6;  // not found
+}
+struct ProcessInfo { unsigned pid; unsigned long long bytes; unsigned instances[2]; };
+int nvmlDeviceGetComputeRunningProcesses_v3(void* handle, unsigned* count, ProcessInfo* found) {
+    *count = 0;
+    for (size_t device = 0; device < node().numbers.size(); device++)
+        if (node().numbers[device] + 1 == (int)(uintptr_t)handle && has_context(device))
+            found[(*count)++] = {(unsigned)getpid(), bytes_of_device(device), {}};
+    return 0;
+}
 int nvmlSystemGetCudaDriverVersion_v2(int* version) { *version = node().driver; return 0; }
 // What it does not support; torch wants them to exist.
 #define REFUSED(name) int name(void*, unsigned, void*) { return 3; }
-REFUSED(nvmlDeviceGetComputeRunningProcesses_v3)
 REFUSED(nvmlDeviceGetComputeRunningProcesses)
 REFUSED(nvmlDeviceGetNvLinkRemoteDeviceType)
 REFUSED(nvmlDeviceGetNvLinkRemotePciInfo_v2)

@@ -47,6 +47,7 @@ void say(const char* event, const char* format = "", ...) __attribute__((format(
 int current_device();
 void need_context(const char* function);  // makes one if the current device has none
 bool has_context(int device);
+size_t bytes_of_device(int device);       // that this process has there, with its context
 bool is_unsafe(const char* function);     // whether a capture forbids a call of this thread; says so
 
 // An operation; true when it is done, else it is tried again.

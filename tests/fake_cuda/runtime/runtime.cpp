@@ -719,6 +719,7 @@ void fake_cuda_give(void* handle, int (*function)(long), long number) {  // 0: i
 void fake_cuda_say(const char* event, const char* text) { say(event, ",\"name\":\"%.400s\"", text); }
 }
 
+size_t bytes_of_device(int device) { return CONTEXT_BYTES + used_bytes[device]; }
 void own_memory(void* address, size_t bytes, int device) {
     Guard guard(lock);
     blocks[(char*)address] = {bytes, device, true};
