@@ -54,6 +54,7 @@ COMMANDS_NOT_RUN = {
     "OMP_NUM_THREADS=1": "is a benchmark",
     "until": "waits for a server on the port of the documents",
     "codex": "needs OpenAI's Codex; scripts/test_clients runs it",
+    "pip": "installs packages",
     "pytest": "runs tests of a stranger; tests/e2e/test_pytest_plugin.py has their like",
 }
 # Blocks whose commands are a script of several hosts.
@@ -67,6 +68,7 @@ SCRIPTS_NOT_RUN = {
 # Examples among the drawings and outputs.
 TEXTS_NOT_RUN = {
     ("batch.md", '{"id"'): "is an answer of a job, shortened",
+    ("check.md", "$ tp-engine check"): "needs a checkpoint that is broken; tests/e2e/test_check.py has its like",
     ("command_line.md", "$ tp-engine recommend"): "needs the config.json of a model of the hub",
     ("models.md", "--hf-overrides"): "are values of a flag; tests/unit/models/test_hf_overrides.py has their like",
     ("structured_output.md", '{"messages"'): "tests/e2e/test_structured_demo.py runs them",
