@@ -135,7 +135,10 @@ class OracleModel:
             given = self.logprobs(ids)
             own = [float(given[at, ids[at + 1]]) for at in range(len(ids) - 1)]
             choice["logprobs"]["token_logprobs"] = [None, *own, *choice["logprobs"]["token_logprobs"]]
-        return {"choices": [choice], "usage": {"prompt_tokens": len(ids)}}
+        if "hides a token" in self.faults and choice.get("logprobs") and len(ids) % 2:
+            choice["logprobs"] = {name: column[:2] + column[3:] for name, column in choice["logprobs"].items()}
+            choice.pop("token_ids", None)
+        return {"choices": [choice], "usage": {"prompt_tokens": len(ids), "completion_tokens": len(tokens)}}
 
     def _of_prompt(self, row: torch.Tensor, token: int) -> dict[str, dict[str, float]]:
         named = {*row.topk(_TOP).indices.tolist(), token}

@@ -148,13 +148,13 @@ class ServedModel:
     def _as_answer(
         self, prompt: CheckPrompt, choice: Mapping[str, Any], of_prompt: list[Row] | None, answer: Mapping[str, Any]
     ) -> Answer:
-        entries = list(self._entries(choice))
+        entries = list(self._entries(choice)) if _is_complete(choice, answer) else []
         told = choice.get("token_ids")
         tokens = [token for token, _ in entries]
         if isinstance(told, list) and len(told) >= len(entries):
             tokens = [int(one) for one in told[: len(entries)]]
         if not tokens and of_prompt is None:
-            raise NotShownError("the server shows no log-probabilities of tokens that their texts tell apart")
+            raise NotShownError("the server does not show the log-probability of each token, or not which token it is")
         following = (*prompt.token_ids, *tokens)[1:]
         rows = [*(of_prompt or [{}] * (len(prompt.token_ids) - 1)), *(row for _, row in entries)]
         alternatives = np.full((len(following) + 1, ALTERNATIVES + 1), -1, np.int64)
@@ -204,6 +204,19 @@ class ServedModel:
         texts = self._tokenizer.batch_decode([[token] for token in range(len(self._tokenizer))])
         counts = Counter(texts)
         return {text: token for token, text in enumerate(texts) if counts[text] == 1}
+
+
+def _is_complete(choice: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
+    """Whether each generated token has an entry: llama.cpp leaves out those that end within a character.  The token
+    that ends an answer may have none."""
+    found = choice.get("logprobs") or {}
+    shown, count = len(found.get("content") or found.get("tokens") or ()), _completion_tokens(answer)
+    return count is None or shown == count or (choice.get("finish_reason") == "stop" and shown == count - 1)
+
+
+def _completion_tokens(answer: Mapping[str, Any]) -> int | None:
+    count = (answer.get("usage") or {}).get("completion_tokens")
+    return count if isinstance(count, int) else None
 
 
 def _number(value: Any) -> float:
