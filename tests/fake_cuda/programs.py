@@ -83,6 +83,12 @@ def many(llm: LLM, folder: Path) -> list[list[int]]:
     return found
 
 
+def first(llm: LLM, folder: Path) -> list[int]:
+    """What scripts of ``tests.fault_jobs`` print: the tokens of their first prompt."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    return list(llm.generate([[65, 66, 67]], params, use_tqdm=False)[0].outputs[0].token_ids)
+
+
 def tokens(llm: LLM, sampling: Sequence[Sampling], max_tokens: int = 4) -> list[list[int]]:
     """Token ids of a prompt for each way of sampling."""
     params = [SamplingParams(max_tokens=max_tokens, ignore_eos=True, **own) for own in sampling]
@@ -92,7 +98,7 @@ def tokens(llm: LLM, sampling: Sequence[Sampling], max_tokens: int = 4) -> list[
 
 
 PROGRAMS: dict[str, Program] = {
-    program.__name__: program for program in (generate, sample, adapters, new_weights, many)
+    program.__name__: program for program in (generate, sample, adapters, new_weights, many, first)
 }  # fmt: skip
 
 

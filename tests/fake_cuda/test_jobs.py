@@ -99,18 +99,26 @@ def test_server(library: Path, checkpoint: Callable[..., Path], expected: Callab
     """Oracle: the greedy tokens of one CPU rank, through HTTP; SIGTERM ends all ranks with 0, and they keep nothing."""
     with launched("serve", library, checkpoint, tmp_path, {"LAZY": "1"}) as running:
         running.wait_ready(_LIMIT_S)
-        body = {"prompt": programs.PROMPTS[0], "max_tokens": 6, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+        body = {
+            "prompt": programs.PROMPTS[0],
+            "max_tokens": 4,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
         request = urllib.request.Request(
             running.url() + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         answer = json.loads(urllib.request.urlopen(request, timeout=_LIMIT_S).read())
         interrupt(running.process, signal.SIGTERM)
         running.wait_end(time.monotonic() + _LIMIT_S)
-    assert answer["usage"]["completion_tokens"] == 6, answer
+    assert answer["choices"][0]["token_ids"] == expected(JOBS[0])[0], answer
     assert not (found := logs.faults(logs.read_logs(tmp_path / "logs"), pinned_bytes=_UPLOAD_BYTES)), found
 
 
-def test_two_hosts(library: Path, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_two_hosts(
+    library: Path, checkpoint: Callable[..., Path], expected: Callable[[Job], Any], tmp_path: Path
+) -> None:
     """Oracle: the greedy tokens of one CPU rank; each host has one rank and one GPU."""
     (tmp_path / "logs").mkdir()
     node = Node(library, {"GPUS": "1xH100", "LAZY": "1"})
@@ -122,7 +130,8 @@ def test_two_hosts(library: Path, checkpoint: Callable[..., Path], tmp_path: Pat
             assert part.wait_end(time.monotonic() + _LIMIT_S) == 0, running.tail()
     found = logs.faults(logs.read_logs(tmp_path / "logs"), shares_devices=True, pinned_bytes=_UPLOAD_BYTES)
     assert not found, found
-    assert "tokens " in running.text(), running.tail()
+    line = " ".join(["tokens", *map(str, expected(Job("", "", program="first")))])
+    assert line in running.text(), running.tail()
 
 
 @contextlib.contextmanager
