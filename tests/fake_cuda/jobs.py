@@ -156,6 +156,12 @@ REFUSALS = (
             environment={"NCCL_P2P_DISABLE": "1"}, options=_SYMMETRIC),
     Refusal("NCCL on one GPU", "`all_reduce.py`: ranks that share a GPU", r"NCCL refuses ranks that share a GPU",
             ranks=2, options={**_NCCL, "device_ids": "0,0"}),
+    Refusal("sums through memory of the host", "`all_reduce.py`: rows for CPUs", r"'shm', which is for CPUs", ranks=2,
+            options={"all_reduce_backend": "shm"}),
+    Refusal("an fp8 cache on A100", "`triton_backend.py`: what a GPU converts", r"before compute capability 8\.9",
+            node={"GPUS": "1xA100"}, options={"kv_cache_dtype": "fp8", "attention_backend": "triton"}),
+    Refusal("a package that is not there", "`flash_attn.py`", r"the flash-attn package is not installed",
+            options={"attention_backend": "flash_attn"}),
 )  # fmt: skip
 
 # Of jobs that torchrun or a script launches, with short limits for what hangs.
