@@ -129,8 +129,8 @@ def test_two_hosts(
         for part in running.parts:
             assert part.wait_end(time.monotonic() + _LIMIT_S) == 0, running.tail()
     # The script's LLM, though closed, lives to the end with a small tensor.
-    kept = {"pinned_bytes": _UPLOAD_BYTES, "device_bytes": 2 << 20}
-    found = logs.faults(logs.read_logs(tmp_path / "logs"), shares_devices=True, **kept)
+    read = logs.read_logs(tmp_path / "logs")
+    found = logs.faults(read, shares_devices=True, pinned_bytes=_UPLOAD_BYTES, device_bytes=2 << 20)
     assert not found, found
     line = " ".join(["tokens", *map(str, expected(Job("", "", program="first")))])
     assert line in running.text(), running.tail()
