@@ -175,5 +175,5 @@ FAULTS = (
     Fault("a rank that raises", "an error of one rank", r"rank 1", fault="1:step_begin@3:raise"),
     Fault("a collective that hangs", "NCCL aborted by the watchdog", r"rank", node={"FAULTS": "hang@1:60"}),
     Fault("a GPU that is lost", "errors of CUDA", r"unspecified launch failure", node={"FAULTS": "lost@1:1500"}),
-    Fault("memory that runs out", "an allocation that fails", r"out of memory", node={"FAULTS": "alloc@1:4"}),
+    Fault("memory that runs out", "an allocation that fails", r"out of memory", node={"FAULTS": "alloc@1:2"}),
 )
