@@ -101,6 +101,9 @@ def test_contexts(tmp_path: Path) -> None:
     stray = event("context", device=0, is_main=False, by="cudaSetDevice", name="python")
     expected = "rank 1 has GPU 1, and makes a context on 0 too, by cudaSetDevice (python)"
     assert found(tmp_path, rank_log(0), rank_log(1, stray)) == [expected]
+    of_torch = {**stray, "name": "pt_nccl_heartbt"}
+    assert len(found(tmp_path, rank_log(0), rank_log(1, of_torch))) == 1
+    assert found(tmp_path, rank_log(0), rank_log(1, of_torch), ends_well=False) == []
     shared = [{**one, "device": 0} for one in rank_log(1)]
     assert found(tmp_path, rank_log(0), shared) == ["rank 1 and rank 0 are both on GPU 0"]
     assert found(tmp_path, rank_log(0), shared, shares_devices=True) == []
