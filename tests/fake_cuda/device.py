@@ -275,7 +275,14 @@ def _memory(address: int, like: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
 
-_SUBSTITUTES: dict[str, Any] = {}
+def _depthwise(values: Any, weight: Any, _size: Any, bias: Any, stride: Any, padding: Any, dilation: Any) -> Any:
+    """cuDNN's convolution of each channel by itself, as that of all devices."""
+    groups = values.shape[-3]
+    return torch.ops.aten.convolution(values, weight, bias, stride, padding, dilation, False, [0, 0], groups)
+
+
+# Operations that only CUDA has.
+_SUBSTITUTES: dict[str, Any] = {"aten._conv_depthwise2d.default": _depthwise}
 _libraries: list[Any] = []
 
 
