@@ -23,7 +23,8 @@ class Job:
 
     ``covers`` names parts of the CUDA path.  ``model``: parameters of ``tests.tiny_models.make_checkpoint``; ``node``:
     variables of ``tests.fake_cuda.node``; ``options``: of ``LLM``, beside those of all jobs; ``only_gpu``: those that
-    the CPU does not have; ``environment``: other variables; ``kept_bytes``: device memory that torch keeps for ever.
+    the CPU does not have; ``environment``: other variables; ``kept_bytes``: device memory that torch keeps for ever;
+    ``has_head``: for multi-token prediction, whose drafts are always accepted (``tests.mtp_heads.make_mtp_cycle``).
     """
 
     name: str
@@ -36,6 +37,7 @@ class Job:
     only_gpu: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     kept_bytes: int = 0
+    has_head: bool = False
 
     def all_options(self) -> dict[str, Any]:
         """Options of ``LLM`` on the node, but for the model."""
@@ -78,6 +80,11 @@ _NCCL = {"all_reduce_backend": "nccl"}
 _SYMMETRIC = {"all_reduce_backend": "symm_mem"}
 _NO_SYMMETRIC = r"all_reduce_backend is 'symm_mem', but"
 _NGRAM = '{"method": "ngram", "num_speculative_tokens": 1, "max_step_rows": 2}'
+_MTP = '{"method": "mtp", "num_speculative_tokens": 2, "max_step_rows": 4}'
+_HYBRID = {
+    "architecture": "qwen3.5", "num_layers": 2, "vocab_size": 101, "intermediate_size": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 _EXPERTS = {"architecture": "qwen3-moe", "num_layers": 2, "vocab_size": 101, "hidden_size": 128}
 
 JOBS = (
@@ -107,9 +114,7 @@ JOBS = (
         model={"architecture": "deepseek-v3", "num_layers": 2, "vocab_size": 101}),
     Job("2 ranks, recurrent states", "`gated_delta_net_triton.py`, `worker/memory/`: states and their snapshots",
         ranks=2, only_gpu=_NCCL, node=_LAZY,
-        model={"architecture": "qwen3.5", "num_layers": 2, "vocab_size": 101, "intermediate_size": 64,
-               "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
-               "linear_num_value_heads": 6}),
+        model={**_HYBRID, "linear_num_key_heads": 2, "linear_num_value_heads": 6}),
     Job("1 rank, fp8", "`quantised_products.py`, `layer_kv.py`: 8-bit weights and cache",
         options={"quantization": "fp8", "kv_cache_dtype": "int8"}),
     Job("2 ranks, int4", "`quantised.py`, `packings.py`: packed weights",
@@ -122,6 +127,9 @@ JOBS = (
     Job("2 ranks, speculation", "`draft_rows.py`, `trial_steps.py`: verified drafts",
         ranks=2, options={"speculative_config": _NGRAM}, only_gpu=_NCCL,
         node=_LAZY),
+    Job("2 ranks, a draft head", "`head_drafter.py`: drafts of a head of the model, in graphs",
+        ranks=2, options={"speculative_config": _MTP, "max_num_seqs": 4}, only_gpu=_NCCL, node=_LAZY, has_head=True,
+        model={**_HYBRID, "tie": False}),
     Job("2 ranks, new weights", "`weight_update.py`, `staged_tensors.py`: sleep, a new cache",
         ranks=2, program="new_weights", only_gpu=_NCCL,
         node=_LAZY),

@@ -6,6 +6,7 @@ They need torch's CUDA build: ``scripts/test_fake_gpus`` runs them in an environ
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from tests.fake_cuda.jobs import FAULTS, JOBS, REFUSALS, Fault, Job, Refusal
 from tests.fake_cuda.node import ROOT, Node, build
 from tests.fault_jobs import interrupt
 from tests.host_jobs import hosts_job
+from tests.mtp_heads import make_mtp_cycle
 
 _LIMIT_S = 300
 # The oracle is plain PyTorch: compiling the CPU's kernels takes longer than what they save.
@@ -42,14 +44,29 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def expected(checkpoint: Callable[..., Path]) -> Callable[[Job], Any]:
+def model(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[Job], str]:
+    """The folder of a job's checkpoint."""
+
+    @functools.cache
+    def with_head(folder: Path) -> Path:
+        return make_mtp_cycle(tmp_path_factory.mktemp("head") / "model", folder)
+
+    def of(job: Job) -> str:
+        folder = checkpoint(**job.model)
+        return str(with_head(folder) if job.has_head else folder)
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def expected(model: Callable[[Job], str]) -> Callable[[Job], Any]:
     """The result of a job's program on one CPU rank."""
     known: dict[str, Any] = {}
 
     def of(job: Job) -> Any:
-        key = repr((job.program, job.model, job.oracle_options()))
+        options = {**job.oracle_options(), "model": model(job)}
+        key = repr((job.program, options))
         if key not in known:
-            options = {**job.oracle_options(), "model": str(checkpoint(**job.model))}
             known[key] = json.loads(json.dumps(programs.run(job.program, options)))
         return known[key]
 
@@ -58,11 +75,11 @@ def expected(checkpoint: Callable[..., Path]) -> Callable[[Job], Any]:
 
 @pytest.mark.parametrize("job", JOBS, ids=[job.name for job in JOBS])
 def test_tokens_and_logs(
-    job: Job, library: Path, checkpoint: Callable[..., Path], expected: Callable[[Job], Any], tmp_path: Path
+    job: Job, library: Path, model: Callable[[Job], str], expected: Callable[[Job], Any], tmp_path: Path
 ) -> None:
     """Oracle: the tokens of one CPU rank; the rules of ``logs.faults``."""
     result = tmp_path / "result.json"
-    options = {**job.all_options(), "model": str(checkpoint(**job.model))}
+    options = {**job.all_options(), "model": model(job)}
     output = run_program(Node(library, job.node), tmp_path, [job.program, json.dumps(options), str(result)], job)
     assert result.exists(), output
     found = logs.faults(
