@@ -37,7 +37,7 @@ class CheckConfig:
     url: str | None = option(
         None, "a running server, of any engine, that should serve the model: http://localhost:8000", section="Check"
     )
-    quick: bool = option(False, "fewer prompts and set-ups: under a minute for 0.6B on two cores")
+    quick: bool = option(False, "fewer prompts and set-ups: for a first look, and for jobs that must be short")
     reference: str | None = option(None, "folder of the checkpoint that is right (default: the model itself)")
     oracle_device: str = option("cpu", "device of the oracle, such as cuda:0")
     bisect: bool = option(False, "if something is wrong, switch options off one at a time and say which one mends it")
