@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.mtp_heads import FAMILIES, ReferenceMtp, make_mtp, make_mtp_cycle
+from tests.quantised.checkpoints import compress
 from tests.ranks import draft_head_job, parity_job
 from tests.ranks.test_draft_head import SETTINGS, WITHOUT_TEXT
 from tests.ranks.test_parity import make_prompts
@@ -127,3 +129,39 @@ def test_new_weights_are_the_heads_too(checkpoint: Callable[..., Path], tmp_path
         with pytest.raises(RequestError, match=r"missing: mtp\.fc\.weight"):
             llm.update_weights_from_disk(target)
         assert run(llm) == expected
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "awq"])
+def test_a_head_that_is_not_used_may_be_absent_from_new_weights(
+    name: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Oracle: an engine that starts with the new weights, whose quantised checkpoint was stored without the head; with
+    a head in use its tensors are missing."""
+    made: list[Path] = []
+    for seed in (11, 12):
+        target = checkpoint("qwen3-next", seed=seed, vocab_size=VOCABULARY, **FAMILIES["qwen3-next"])
+        dense = make_mtp(tmp_path / f"dense {seed}", target)
+        made.append(tmp_path / f"own {seed}")
+        compress(dense, made[-1], tmp_path / f"twin {seed}", name, group=8, kept_modules=r"mtp\.fc")
+        config = json.loads((made[-1] / "config.json").read_text())
+        listed = config["quantization_config"]["modules_to_not_convert"]
+        config["quantization_config"]["modules_to_not_convert"] = [one for one in listed if "mtp" not in one]
+        (made[-1] / "config.json").write_text(json.dumps(config))
+    (second,) = made[1].glob("*.safetensors")
+    save_file({key: one for key, one in load_file(second).items() if not key.startswith("mtp.")}, second)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+
+    def run(llm: LLM) -> list[Any]:
+        outputs = llm.generate(make_prompts(VOCABULARY, 2), params, use_tqdm=False)
+        return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+    with LLM(str(made[1]), device="cpu", **SETTINGS["plain"]) as llm:
+        expected = run(llm)
+    with LLM(str(made[0]), device="cpu", **SETTINGS["plain"]) as llm:
+        assert run(llm) != expected
+        llm.update_weights_from_disk(made[1])
+        assert run(llm) == expected
+    drafting = {"method": "mtp", "num_speculative_tokens": 2}
+    options: dict[str, Any] = {"device": "cpu", "speculative_config": drafting, **SETTINGS["plain"]}
+    with LLM(str(made[0]), **options) as llm, pytest.raises(RequestError, match=r"missing: mtp\.fc\.weight"):
+        llm.update_weights_from_disk(made[1])

@@ -98,21 +98,24 @@ class QuantizationSpec:
                 )
         return scheme
 
-    def found_among(self, names: Set[str], mtp_names: Set[str] = frozenset()) -> QuantizationSpec:
-        """Return the same, without the modules that have a plain weight among the tensors ``names``.
+    def found_among(self, names: Set[str]) -> QuantizationSpec:
+        """Return the same; if it ``is_found_by_tensors``, without the modules that are plain among those ``names``."""
+        return self.without(plain_modules(names)) if self.is_found_by_tensors else self
 
-        For all modules of specs with ``is_found_by_tensors``, in which a quantised one has ``qweight``, and for those
-        of ``mtp_names``, of multi-token prediction, whose projection few checkpoints list: a quantised one has scales.
-        """
-        asked = names if self.is_found_by_tensors else mtp_names
-        modules = sorted(name.removesuffix(".weight") for name in asked if name.endswith(".weight"))
-        marks = ("qweight", "weight_scale", "weight_scale_inv")
-        plain = tuple((one, None) for one in modules if not any(f"{one}.{mark}" in names for mark in marks))
-        return replace(self, rules=plain + self.rules)
+    def without(self, modules: Sequence[str]) -> QuantizationSpec:
+        """Return the same, without these ``modules``, which are not quantised."""
+        return replace(self, rules=tuple((module, None) for module in modules) + self.rules)
 
     @cached_property
     def _matcher(self) -> _Matcher:
         return _Matcher([pattern for pattern, _ in self.rules])
+
+
+def plain_modules(names: Set[str]) -> tuple[str, ...]:
+    """Return the modules that have a plain weight among the tensors ``names``: a quantised one has codes or scales."""
+    modules = sorted(name.removesuffix(".weight") for name in names if name.endswith(".weight"))
+    marks = ("qweight", "weight_scale", "weight_scale_inv")
+    return tuple(one for one in modules if not any(f"{one}.{mark}" in names for mark in marks))
 
 
 class _Matcher:

@@ -10,9 +10,9 @@ are added at once.
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Self
 
 from tp_engine.kv_layout import KvKind, KvLayout, StateKind, lay_out
 from tp_engine.model_config.classifier import ClassifierSpec
@@ -206,7 +206,7 @@ class MtpSpec:
     draft tokens each further one has the head's own output in the place of the model's state.
 
     ``path`` is the ``layer``'s name in the checkpoint and ``projection`` that of its module; the names of norms are
-    whole.
+    whole.  ``plain_modules`` are those of its modules that a quantised checkpoint stores plainly.
     """
 
     path: str
@@ -215,6 +215,7 @@ class MtpSpec:
     embed_norm: NormSpec
     hidden_norm: NormSpec
     final_norm: NormSpec | None
+    plain_modules: tuple[str, ...] = ()
 
     @property
     def kv_kind(self) -> KvKind:
@@ -259,6 +260,11 @@ class ModelSpec:
     notes: tuple[str, ...] = field(default=(), compare=False)
     ignored_keys: tuple[str, ...] = field(default=(), compare=False)
     warnings: tuple[str, ...] = field(default=(), compare=False)
+
+    def drafting_with(self, head: MtpSpec) -> Self:
+        """Return the model that drafts with its own ``head``, which only then is a part of it."""
+        quantization = None if self.quantization is None else self.quantization.without(head.plain_modules)
+        return replace(self, mtp=head, beside=head.kv_kind, quantization=quantization)
 
     def scheme_of(self, *modules: str) -> WeightScheme | None:
         """Return how the checkpoint stores ``modules``, the parts of one product, named in the usual spelling.

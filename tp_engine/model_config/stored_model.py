@@ -7,6 +7,7 @@ from typing import Any
 from tp_engine.model_config.checkpoint_files import CheckpointHeaders, are_equal
 from tp_engine.model_config.heads import check_head
 from tp_engine.model_config.names import CheckpointNames
+from tp_engine.model_config.quantization import plain_modules
 from tp_engine.model_config.spec import ModelSpec
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -23,7 +24,7 @@ def fitted(spec: ModelSpec, headers: CheckpointHeaders, *, says_dtype: bool = Tr
     spec, changes = with_mtp(with_head(spec, headers), headers), dict[str, Any]()
     notes = [_OWN_HEAD] if headers.names and spec.has_own_head else []
     if headers.names and spec.quantization is not None:
-        changes["quantization"] = spec.quantization.found_among(headers.names, spec.mtp_names(headers.names))
+        changes["quantization"] = spec.quantization.found_among(headers.names - spec.mtp_names(headers.names))
     if not says_dtype:
         changes["dtype"] = dtype = headers.dtype or spec.dtype
         why = "as the first tensors of the checkpoint" if headers.dtype else "by assumption, without its tensors"
@@ -39,11 +40,14 @@ def with_head(spec: ModelSpec, headers: CheckpointHeaders) -> ModelSpec:
 
 
 def with_mtp(spec: ModelSpec, headers: CheckpointHeaders) -> ModelSpec:
-    """``spec`` without a head for multi-token prediction, if the tensors have none."""
+    """``spec`` with the modules of its head for multi-token prediction that are not quantised, which few checkpoints
+    list; without this head, if the tensors have none."""
     if spec.stored_mtp is None or not headers.names:
         return spec
     is_stored = any(f"{name}.weight" in headers.names for name in spec.names.spell(spec.stored_mtp.projection))
-    return spec if is_stored else dataclasses.replace(spec, stored_mtp=None)
+    plain = () if spec.quantization is None else plain_modules(spec.mtp_names(headers.names))
+    head = dataclasses.replace(spec.stored_mtp, plain_modules=plain) if is_stored else None
+    return dataclasses.replace(spec, stored_mtp=head)
 
 
 def has_own_head(names: CheckpointNames, headers: CheckpointHeaders) -> bool:

@@ -160,7 +160,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     _check_adapters(effective, pooling)
     check_expert_adapters(model, effective)
     if (mtp := _resolve_mtp(config, model, path)) is not None:
-        model = dataclasses.replace(model, mtp=mtp, beside=mtp.kv_kind)
+        model = model.drafting_with(mtp)
     head = _resolve_head(config, model)
     if head is not None:
         model = dataclasses.replace(model, beside=head.spec.kv_kind)

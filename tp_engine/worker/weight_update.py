@@ -104,6 +104,8 @@ def _same_model(folder: str, effective: EffectiveConfig) -> tuple[ModelSpec, Pat
     """
     described, path = load_model_config(folder, hf_overrides=effective.config.hf_overrides)
     described = pooled(described, effective.pooling)
+    if (own := effective.model.mtp) is not None:
+        described = described.drafting_with(described.stored_mtp or own)
     running = replace(
         effective.model, tie_word_embeddings=described.tie_word_embeddings, has_own_head=described.has_own_head
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -48,7 +47,7 @@ def build(folder: Path, communicator: Communicator) -> CausalLM:
     """The model with its head, loaded."""
     spec, _ = load_model_config(str(folder))
     assert spec.stored_mtp is not None
-    spec = dataclasses.replace(spec, mtp=spec.stored_mtp, beside=spec.stored_mtp.kv_kind)
+    spec = spec.drafting_with(spec.stored_mtp)
     options: dict[str, Any] = {"communicator": communicator, "dtype": torch.float32, "device": CPU}
     model = build_model(spec, backends=NO_BACKENDS, max_model_len=128, **options)
     load_weights(dict(model.named_parameters()), spec, folder, info=communicator.info)
