@@ -31,6 +31,7 @@ from tp_engine.model_config.spec import ModelSpec, NormSpec, QkNormSpec
 
 _AUTHORS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _SPECULATORS = ("Eagle3Speculator", "Eagle3DraftModel")
+_ASSISTANTS = ("Gemma4AssistantForCausalLM",)
 _LAYER_PATHS = ("midlayer", "layers.0")
 _NOT_READ = ("t2d", "verifier_norm.", "verifier_lm_head.")
 _TRANSFORMER_LAYERS = ("llama", "qwen3")
@@ -89,7 +90,14 @@ def read_draft_head(values: Mapping[str, Any], stored: Set[str], target: ModelSp
     name, is_authors = whole.architecture, whole.architecture in _AUTHORS
     if not is_authors and name not in _SPECULATORS:
         rule = f"a draft head is one of {', '.join(_AUTHORS + _SPECULATORS)}"
-        raise whole.refusal("architectures", [name], rule, "use such a head")
+        if name in _ASSISTANTS:
+            rule = "such an assistant reads the model's own keys and values, which this engine does not do; " + rule
+        raise whole.refusal(
+            "architectures",
+            [name],
+            rule,
+            "use such a head, set the method ngram or suffix without a model, or leave speculative_config out",
+        )
     reader, is_qwen3 = (DecoderReader(whole), False) if is_authors else _open_speculators(whole, values)
     head = _read(_Options(whole, reader, norm_before_residual=not is_authors), is_qwen3, stored, target)
     ignored = tuple(sorted(whole.unread.ignored))

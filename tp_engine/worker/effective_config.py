@@ -185,17 +185,18 @@ def _resolve_mtp(config: EngineConfig, model: ModelSpec, path: Path) -> MtpSpec 
     speculation = SpeculativeConfig.of(config.speculative_config)
     if speculation is None or speculation.method != "mtp":
         return None
+    if model.stored_mtp is None:
+        raise ConfigError(
+            f"{CONFIG_NAME} is {config.speculative_config!r}, but this {model.architecture} has no head for "
+            "multi-token prediction that this engine runs, or its checkpoint, such as many quantised ones, was stored "
+            "without it: set the method ngram or suffix without a model, leave the option out, or use a checkpoint "
+            "with the head"
+        )
     given = speculation.model
     if given not in (None, config.model) and Path(given or "").expanduser().resolve() != path.resolve():
         raise ConfigError(
             f"{CONFIG_NAME} has the model {given!r}, but with the method mtp the head is a part of the served model's "
             f"checkpoint, {config.model!r}: leave the model out, or set the method eagle3 for a head of its own"
-        )
-    if model.stored_mtp is None:
-        raise ConfigError(
-            f"{CONFIG_NAME} is {config.speculative_config!r}, but this {model.architecture} has no head for "
-            "multi-token prediction that this engine runs, or its checkpoint, such as many quantised ones, was stored "
-            "without it: set the method ngram or suffix, or use a checkpoint with the head"
         )
     return model.stored_mtp
 

@@ -156,6 +156,9 @@ def test_refusals(heads: Callable[[str], Path], checkpoint: Callable[..., Path])
     for other in ("qwen3.5", "llama"):
         with pytest.raises(ConfigError, match=r"no head for multi-token prediction .* set the method ngram or suffix"):
             resolve(config(checkpoint(other), '{"method": "mtp"}'))
+    assistant = '{"method": "gemma4_mtp", "model": "google/gemma-4-31B-it-assistant"}'
+    with pytest.raises(ConfigError, match=r"31B-it-assistant.*no head .* ngram or suffix without a model, leave"):
+        resolve(config(checkpoint("llama"), assistant))
     with pytest.raises(ConfigError, match=r"has the model 'a/head', but with the method mtp the head is a part of"):
         resolve(config(folder, '{"method": "mtp", "model": "a/head"}'))
     with pytest.raises(ConfigError, match="has a draft head, which does not know of adapters"):
