@@ -107,7 +107,7 @@ JOBS = (
     Job("2 ranks on one GPU", "`groups.py`: gloo through the host", ranks=2, only_gpu={"device_ids": "0,0"},
         node={"GPUS": "1xH100", **_LAZY}),
     Job("8 ranks", "`groups.py`, `layers/attention.py`: KV heads on four ranks each",
-        ranks=8, only_gpu=_NCCL, model={**_DENSE, "num_heads": 8}),
+        ranks=8, only_gpu={**_NCCL, "enforce_eager": True}, model={**_DENSE, "num_heads": 8}),
     Job("2 ranks, experts", "`kernels/experts/`: whole experts per rank", ranks=2, model=_EXPERTS, node=_LAZY,
         only_gpu={**_NCCL, "enable_expert_parallel": True}),
     Job("2 ranks, latent attention", "`triton_mla.py`, `mla.py`", ranks=2, only_gpu=_NCCL, node=_LAZY,

@@ -59,29 +59,28 @@ static uint16_t to_bfloat16(float value) {
 }
 
 template <typename T, typename Wide, typename Load, typename Store>
-static void add_as(Comm* comm, void* target, size_t count, int op, uint64_t number, size_t first, Load load,
-                   Store store) {
+static void add_as(Comm* comm, void* target, size_t count, int op, uint64_t number, Load load, Store store) {
     for (size_t i = 0; i < count; i++) {
-        Wide total = load(((T*)comm->shared(0, number))[first + i]);
+        Wide total = load(((T*)comm->shared(0, number))[i]);
         for (int rank = 1; rank < comm->size; rank++) {
-            Wide one = load(((T*)comm->shared(rank, number))[first + i]);
+            Wide one = load(((T*)comm->shared(rank, number))[i]);
             total = op == ncclMax ? std::max(one, total) : op == ncclMin ? std::min(one, total) : total + one;
         }
         ((T*)target)[i] = store(op == ncclAvg ? total / comm->size : total);
     }
 }
 
-// Adds up `count` elements from `first` on of what all ranks have posted.
-static void add(Comm* comm, void* target, size_t count, int type, int op, uint64_t number, size_t first) {
+// Adds up `count` elements of what all ranks have posted.
+static void add(Comm* comm, void* target, size_t count, int type, int op, uint64_t number) {
     auto same = [](auto value) { return value; };
-    if (type == ncclFloat32) return add_as<float, float>(comm, target, count, op, number, first, same, same);
-    if (type == ncclFloat64) return add_as<double, double>(comm, target, count, op, number, first, same, same);
-    if (type == ncclInt32) return add_as<int32_t, int32_t>(comm, target, count, op, number, first, same, same);
-    if (type == ncclInt64) return add_as<int64_t, int64_t>(comm, target, count, op, number, first, same, same);
-    if (type == ncclUint8) return add_as<uint8_t, int>(comm, target, count, op, number, first, same, same);
-    if (type == ncclFloat16) return add_as<_Float16, float>(comm, target, count, op, number, first, same, same);
+    if (type == ncclFloat32) return add_as<float, float>(comm, target, count, op, number, same, same);
+    if (type == ncclFloat64) return add_as<double, double>(comm, target, count, op, number, same, same);
+    if (type == ncclInt32) return add_as<int32_t, int32_t>(comm, target, count, op, number, same, same);
+    if (type == ncclInt64) return add_as<int64_t, int64_t>(comm, target, count, op, number, same, same);
+    if (type == ncclUint8) return add_as<uint8_t, int>(comm, target, count, op, number, same, same);
+    if (type == ncclFloat16) return add_as<_Float16, float>(comm, target, count, op, number, same, same);
     if (type == ncclBfloat16)
-        return add_as<uint16_t, float>(comm, target, count, op, number, first, from_bfloat16, to_bfloat16);
+        return add_as<uint16_t, float>(comm, target, count, op, number, from_bfloat16, to_bfloat16);
     say("unmodelled", ",\"name\":\"a sum of NCCL's type %d\"", type);
 }
 
@@ -179,32 +178,13 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) { ((Comm*)comm)->is_aborted = true
 ncclResult_t ncclAllReduce(const void* source, void* target, size_t count, Type type, ncclRedOp_t op,
                            ncclComm_t comm, cudaStream_t on) {
     return collect("AllReduce", 1, source, count, type, comm, on,
-                   [=](Comm* of, uint64_t number) { add(of, target, count, type, op, number, 0); });
-}
-ncclResult_t ncclReduceScatter(const void* source, void* target, size_t count, Type type, ncclRedOp_t op,
-                               ncclComm_t comm, cudaStream_t on) {
-    return collect("ReduceScatter", 2, source, count * ((Comm*)comm)->size, type, comm, on,
-                   [=](Comm* of, uint64_t number) { add(of, target, count, type, op, number, of->rank * count); });
+                   [=](Comm* of, uint64_t number) { add(of, target, count, type, op, number); });
 }
 ncclResult_t ncclAllGather(const void* source, void* target, size_t count, Type type,
                            ncclComm_t comm, cudaStream_t on) {
     size_t bytes = count * bytes_of(type);
     return collect("AllGather", 3, source, count, type, comm, on, [=](Comm* of, uint64_t number) {
         for (int rank = 0; rank < of->size; rank++)
-            memcpy((char*)target + rank * bytes, of->shared(rank, number), bytes);
-    });
-}
-ncclResult_t ncclBroadcast(const void* source, void* target, size_t count, Type type, int root,
-                           ncclComm_t comm, cudaStream_t on) {
-    size_t bytes = count * bytes_of(type);
-    return collect("Broadcast", 4, ((Comm*)comm)->rank == root ? source : target, count, type, comm, on,
-                   [=](Comm* of, uint64_t number) { memcpy(target, of->shared(root, number), bytes); });
-}
-ncclResult_t ncclGather(const void* source, void* target, size_t count, Type type, int root,
-                        ncclComm_t comm, cudaStream_t on) {
-    size_t bytes = count * bytes_of(type);
-    return collect("Gather", 5, source, count, type, comm, on, [=](Comm* of, uint64_t number) {
-        for (int rank = 0; of->rank == root && rank < of->size; rank++)
             memcpy((char*)target + rank * bytes, of->shared(rank, number), bytes);
     });
 }
