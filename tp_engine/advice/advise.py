@@ -11,6 +11,7 @@
 """
 
 import dataclasses
+from functools import partial
 
 from tp_engine.advice import sizes
 from tp_engine.advice.block_size import choose_block_size, describe_waste
@@ -89,9 +90,13 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
         max_model_len=question.max_model_len or min(model.max_position, workload.longest),
         chunk_tokens=num_batched_tokens,
     )
-    per_row = sizes.state_bytes(model, world_size, MAX_NUM_SEQS) / MAX_NUM_SEQS
-    concurrency = _concurrency(workload, capacity, max(0, spare // block_bytes), per_row / block_bytes)
-    available = spare - sizes.state_bytes(model, world_size, _num_sequences(concurrency))
+    states = partial(sizes.state_bytes, model, world_size)
+    per_row = states(MAX_NUM_SEQS) / MAX_NUM_SEQS
+    of_drafts = states(num_sequences, question.num_draft_rows(num_sequences)) - states(num_sequences)
+    num_blocks = max(0, (spare - of_drafts) // block_bytes)
+    concurrency = _concurrency(workload, capacity, num_blocks, per_row / block_bytes)
+    max_num_seqs = _num_sequences(concurrency)
+    available = spare - states(max_num_seqs, question.num_draft_rows(max_num_seqs))
     num_blocks = max(0, available // block_bytes)
     problems = _problems(question, available, capacity, num_blocks)
     return Recommendation(
@@ -119,9 +124,10 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
         num_tokens=capacity.num_tokens(num_blocks),
         longest_request=capacity.longest_request(num_blocks),
         max_model_len=capacity.max_model_len,
-        max_num_seqs=_num_sequences(concurrency),
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=num_batched_tokens,
         expected_concurrency=concurrency,
+        speculative_config=question.speculative_config,
         notes=model.notes,
         fits=not problems,
         reasons=_reasons(question, capacity, concurrency),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from tp_engine.advice.block_size import Lengths
 from tp_engine.errors import ConfigError, did_you_mean
 from tp_engine.model_config.spec import ModelSpec
+from tp_engine.speculative import SpeculativeConfig
 from tp_engine.units import GIB
 
 # GiB as torch.cuda.mem_get_info reports them; less than the number in the name.
@@ -119,3 +120,9 @@ class Question:
     gpu_memory_utilization: float | None = None
     max_model_len: int | None = None
     block_size: int | None = None
+    speculative_config: str | None = None
+
+    def num_draft_rows(self, max_num_seqs: int) -> int:
+        """Return how many rows behind those of a batch of ``max_num_seqs`` are for draft tokens."""
+        speculation = SpeculativeConfig.of(self.speculative_config)
+        return 0 if speculation is None else speculation.num_draft_rows(max_num_seqs)

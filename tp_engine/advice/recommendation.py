@@ -1,6 +1,7 @@
 """The recommendation: its numbers, its text for people, and the command that follows from it."""
 
 import dataclasses
+import shlex
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,7 @@ class Recommendation:
     max_num_batched_tokens: int
     expected_concurrency: float
     fits: bool
+    speculative_config: str | None = None
     notes: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
@@ -72,6 +74,8 @@ class Recommendation:
         given = {name: getattr(self, name) for name in _OPTIONS}
         if self.quantization is not None:
             given["quantization"] = self.quantization
+        if self.speculative_config is not None:
+            given["speculative_config"] = self.speculative_config
         return given if self.kv_cache_dtype == self.dtype else given | {"kv_cache_dtype": self.kv_cache_dtype}
 
     @property
@@ -79,7 +83,7 @@ class Recommendation:
         """The command line of the server; None if it does not fit."""
         if not self.fits:
             return None
-        flags = [f"--{name.replace('_', '-')} {value}" for name, value in self.options.items()]
+        flags = [f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in self.options.items()]
         return " ".join(("tp-engine serve", *flags))
 
     def as_dict(self) -> dict[str, Any]:

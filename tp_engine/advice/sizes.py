@@ -29,10 +29,10 @@ def block_bytes(model: ModelSpec, world_size: int, block_size: int, kv_dtype: st
     return layout.block_bytes(block_size, ITEMSIZES[kv_dtype], has_scales=kv_dtype in QUANTISED)
 
 
-def state_bytes(model: ModelSpec, world_size: int, max_num_seqs: int) -> int:
+def state_bytes(model: ModelSpec, world_size: int, max_num_seqs: int, num_draft_rows: int = 0) -> int:
     """Bytes of the recurrent states of all rows, and of snapshots, on one rank; 0 if no layer has one."""
-    states = model.kv_layout_on(world_size).states
-    return 0 if states is None else (max_num_seqs + default_snapshots(max_num_seqs) + 1) * states.slot_bytes
+    states, num_slots = model.kv_layout_on(world_size).states, max_num_seqs + default_snapshots(max_num_seqs) + 1
+    return 0 if states is None else (num_slots + num_draft_rows) * states.slot_bytes
 
 
 def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_tokens: int, num_sequences: int) -> int:
@@ -44,7 +44,8 @@ def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_token
         waiting = 0 if layer.beside is None else 2 * model.hidden_size  # the dense MLP's output, and the experts' input
         per_token = max(per_token, inner + waiting, 2 * heads)
     logits = num_sequences * local_vocab_size(model, world_size) * ITEMSIZES["float32"] * _LOGITS_COPIES
-    return num_tokens * (3 * model.hidden_size + per_token) * ITEMSIZES[dtype] + logits
+    streams = 3 if model.mtp is None else 4  # a head reads the model's outputs of the whole step
+    return num_tokens * (streams * model.hidden_size + per_token) * ITEMSIZES[dtype] + logits
 
 
 def _mixer_elements(attention: AttentionSpec | GatedDeltaNetSpec, world_size: int) -> int:

@@ -8,8 +8,11 @@ from tp_engine.advice.advise import advise
 from tp_engine.advice.question import Hardware, Question, Workload, find_gpu, find_workload
 from tp_engine.advice.recommendation import Recommendation
 from tp_engine.config import DEMO_MODEL
+from tp_engine.errors import ConfigError
 from tp_engine.model_config import load_model_config
+from tp_engine.model_config.drafting import with_own_head
 from tp_engine.model_config.spec import ModelSpec
+from tp_engine.speculative import SpeculativeConfig
 from tp_engine.units import parse_bytes
 from tp_engine.worker.memory.host_memory import host_memory
 
@@ -31,29 +34,40 @@ def recommend(
     block_size: int | None = None,
     revision: str | None = None,
     hf_overrides: Mapping[str, Any] | str | None = None,
+    speculative_config: Mapping[str, Any] | str | None = None,
 ) -> Recommendation:
     """Block size, blocks, sequences and concurrency for ``model``: a folder, a hub name, or its parsed configuration.
 
     The device is ``gpu`` (a name such as ``h100``), or one with ``device_memory`` (bytes, or ``"24GiB"``), or else this
     machine's.  ``workload`` is chat, code, long-doc, or another ``Workload``.  ``tensor_parallel_size`` None takes the
     smallest number of ranks that fits.  ``quantization`` is that of ``LLM``; a quantised checkpoint's own format needs
-    no option.  ``hf_overrides`` changes keys of config.json.  Raises ``ConfigError`` for a question without an answer.
+    no option.  ``hf_overrides`` changes keys of config.json.  ``speculative_config`` is that of ``LLM``: a model's own
+    head and draft rows need memory.  Raises ``ConfigError`` for a question without an answer.
     A model that does not fit has an answer: ``fits`` is False, and ``problems`` and ``remedies`` tell why and what to
     do.
     """
-    changes = hf_overrides if isinstance(hf_overrides, str | None) else json.dumps(hf_overrides)
+    changes, speculation = (
+        one if isinstance(one, str | None) else json.dumps(one) for one in (hf_overrides, speculative_config)
+    )
+    drafting = SpeculativeConfig.of(speculation)
+    if drafting is not None and drafting.method == "eagle3":
+        raise ConfigError(
+            f"speculative_config is {speculation!r}, and the size of a draft head with files of its own is not known "
+            "here: leave it out, and lower gpu_memory_utilization by what the head's files take"
+        )
     if isinstance(model, ModelSpec):
-        config = model
+        name, config, folder = model.architecture, model, None
     else:
-        config, _ = load_model_config(model, revision, files=CONFIG_FILES, hf_overrides=changes)
+        name = model
+        config, folder = load_model_config(model, revision, files=CONFIG_FILES, hf_overrides=changes)
     if device_memory is not None:
         hardware = Hardware(name=f"a GPU with {device_memory}", memory=parse_bytes(device_memory))
     else:
         hardware = find_gpu(gpu) if gpu is not None else this_machine()
     return advise(
         Question(
-            name=config.architecture if isinstance(model, ModelSpec) else model,
-            model=config,
+            name=name,
+            model=with_own_head(config, speculation, name=name, folder=folder),
             hardware=hardware,
             workload=find_workload(workload) if isinstance(workload, str) else workload,
             tensor_parallel_size=tensor_parallel_size,
@@ -63,6 +77,7 @@ def recommend(
             gpu_memory_utilization=gpu_memory_utilization,
             max_model_len=max_model_len,
             block_size=block_size,
+            speculative_config=speculation,
         )
     )
 

@@ -17,7 +17,8 @@ from tp_engine.options.fields import check_fields, option
 DOES_NOT_FIT = 1
 # Options that are keywords of ``recommend`` too.
 _ASKED = ("tensor_parallel_size", "gpu", "device_memory", "dtype", "quantization", "kv_cache_dtype",
-          "gpu_memory_utilization", "max_model_len", "block_size", "revision", "hf_overrides")  # fmt: skip
+          "gpu_memory_utilization", "max_model_len", "block_size", "revision", "hf_overrides",
+          "speculative_config")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,9 @@ class RecommendConfig:
     )
     max_model_len: int | None = option(None, "longest prompt plus output (default: the workload's longest)")
     block_size: int | None = option(None, "tokens per KV block (default: by the workload's lengths)")
+    speculative_config: str | None = option(
+        None, "JSON object, as of serve: what drafts tokens (default: nothing)", json=True, flags=("-sc",)
+    )
     json: bool = option(False, "print JSON")
 
     def __post_init__(self) -> None:

@@ -24,9 +24,10 @@ from tp_engine.model_config import (
     resolve_max_model_len,
 )
 from tp_engine.model_config.draft_head import DraftHeadSpec, load_draft_head
+from tp_engine.model_config.drafting import with_own_head
 from tp_engine.model_config.lora import check_expert_adapters, read_adapter_config
 from tp_engine.model_config.pooling import TEXT, PoolingSpec, pooled, read_pooling
-from tp_engine.model_config.spec import ModelSpec, MtpSpec
+from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.tp_invariant import check_tp_invariant
 from tp_engine.speculative import CONFIG_NAME, SpeculativeConfig
 from tp_engine.worker.gpu_host import choose_device_type
@@ -159,8 +160,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     )
     _check_adapters(effective, pooling)
     check_expert_adapters(model, effective)
-    if (mtp := _resolve_mtp(config, model, path)) is not None:
-        model = model.drafting_with(mtp)
+    model = with_own_head(model, config.speculative_config, name=config.model, folder=path)
     head = _resolve_head(config, model)
     if head is not None:
         model = dataclasses.replace(model, beside=head.spec.kv_kind)
@@ -178,27 +178,6 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     return EffectiveConfig(
         config=effective, model=model, model_path=path, pooling=pooling, num_hosts=num_hosts, draft_head=head
     )
-
-
-def _resolve_mtp(config: EngineConfig, model: ModelSpec, path: Path) -> MtpSpec | None:
-    """The model's own head, if it is to draft.  Raises ``ConfigError`` if there is none."""
-    speculation = SpeculativeConfig.of(config.speculative_config)
-    if speculation is None or speculation.method != "mtp":
-        return None
-    if model.stored_mtp is None:
-        raise ConfigError(
-            f"{CONFIG_NAME} is {config.speculative_config!r}, but this {model.architecture} has no head for "
-            "multi-token prediction that this engine runs, or its checkpoint, such as many quantised ones, was stored "
-            "without it: set the method ngram or suffix without a model, leave the option out, or use a checkpoint "
-            "with the head"
-        )
-    given = speculation.model
-    if given not in (None, config.model) and Path(given or "").expanduser().resolve() != path.resolve():
-        raise ConfigError(
-            f"{CONFIG_NAME} has the model {given!r}, but with the method mtp the head is a part of the served model's "
-            f"checkpoint, {config.model!r}: leave the model out, or set the method eagle3 for a head of its own"
-        )
-    return model.stored_mtp
 
 
 def _resolve_head(config: EngineConfig, model: ModelSpec) -> LocalHead | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ from tests.mtp_heads import FAMILIES, ReferenceMtp, make_mtp
 from tests.quantised.checkpoints import compress
 from tests.simulated_ranks import run_ranks
 from tests.unit.models.test_models import CPU, LENGTHS, NO_BACKENDS, prefill_metadata
+from tp_engine import recommend
+from tp_engine.advice.question import Workload
 from tp_engine.config import EngineConfig
 from tp_engine.distributed.collectives import Communicator, SingleRank
 from tp_engine.errors import ConfigError, WeightError
@@ -140,6 +143,35 @@ def test_copies_of_the_models_own_tensors_are_not_read(heads: Callable[[str], Pa
     copies = {f"{path}embed_tokens.weight": torch.zeros(3), f"{path}shared_head.head.weight": torch.zeros(3)}
     save_file({**tensors, **copies}, folder / NAME, metadata={"format": "pt"})
     assert build(folder, SingleRank()).mtp is not None
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "deepseek-v3"])
+def test_a_recommendation_counts_the_head(family: str, heads: Callable[[str], Path]) -> None:
+    """Oracle: the head's tensors in the checkpoint, the layout of the KV cache, and by hand a state per draft row."""
+    folder, question = heads(family), dict[str, Any](device_memory="2GiB", dtype="float32", tensor_parallel_size=1)
+    question["workload"] = Workload(name="short", prompt=64, output=64, longest=256)
+    speculation = {"method": "mtp", "num_speculative_tokens": 2, "max_step_rows": 9}
+    drafting = recommend(str(folder), speculative_config=speculation, **question)
+    lookup = recommend(str(folder), speculative_config='{"max_step_rows": 9}', **question)
+    plain, tensors = recommend(str(folder), **question), load_file(folder / NAME)
+    assert plain.fits and lookup.fits and drafting.fits
+    own = sum(tensors[name].numel() * 4 for name in load_model_config(str(folder))[0].mtp_names(tensors))
+    assert drafting.weight_bytes - plain.weight_bytes == own and lookup.weight_bytes == plain.weight_bytes
+    effective = resolve(EngineConfig(model=str(folder), device="cpu", speculative_config=json.dumps(speculation)))
+    layout = effective.model.kv_layout_on(1)
+    assert (
+        drafting.block_bytes == layout.block_bytes(drafting.block_size, 4) and lookup.block_bytes == plain.block_bytes
+    )
+    assert drafting.bytes_per_token > plain.bytes_per_token and drafting.activation_bytes > plain.activation_bytes
+    if layout.states is not None:
+        assert lookup.max_num_seqs == plain.max_num_seqs
+        assert lookup.state_bytes - plain.state_bytes == 8 * layout.states.slot_bytes
+    assert json.loads(drafting.options["speculative_config"]) == speculation
+    assert drafting.command is not None
+    words = shlex.split(drafting.command)
+    assert json.loads(words[words.index("--speculative-config") + 1]) == speculation
+    with pytest.raises(ConfigError, match=r"of a draft head with files of its own .* lower gpu_memory_utilization"):
+        recommend(str(folder), speculative_config={"method": "eagle3", "model": "a/head"}, **question)
 
 
 def test_refusals(heads: Callable[[str], Path], checkpoint: Callable[..., Path]) -> None:

@@ -1,0 +1,31 @@
+"""The served model with what drafts its tokens, where that is a part of it.  No torch."""
+
+from pathlib import Path
+
+from tp_engine.errors import ConfigError
+from tp_engine.model_config.spec import ModelSpec
+from tp_engine.speculative import CONFIG_NAME, SpeculativeConfig
+
+
+def with_own_head(model: ModelSpec, text: str | None, *, name: str, folder: Path | None) -> ModelSpec:
+    """Return ``model``, which the user calls ``name``, of this local ``folder``, with its own head if ``text``, the
+    option ``speculative_config``, lets it draft.
+
+    Raises ``ConfigError`` if the option is wrong, or the model has no such head.
+    """
+    speculation = SpeculativeConfig.of(text)
+    if speculation is None or speculation.method != "mtp":
+        return model
+    if model.stored_mtp is None:
+        raise ConfigError(
+            f"{CONFIG_NAME} is {text!r}, but this {model.architecture} has no head for multi-token prediction that "
+            "this engine runs, or its checkpoint, such as many quantised ones, was stored without it: set the method "
+            "ngram or suffix without a model, leave the option out, or use a checkpoint with the head"
+        )
+    given = speculation.model
+    if given not in (None, name) and (folder is None or Path(given or "").expanduser().resolve() != folder.resolve()):
+        raise ConfigError(
+            f"{CONFIG_NAME} has the model {given!r}, but with the method mtp the head is a part of the served model's "
+            f"checkpoint, {name!r}: leave the model out, or set the method eagle3 for a head of its own"
+        )
+    return model.drafting_with(model.stored_mtp)
