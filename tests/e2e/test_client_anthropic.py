@@ -98,8 +98,8 @@ def test_a_round_trip_of_a_tool(client: anthropic.Anthropic) -> None:
 def test_a_forced_call(client: anthropic.Anthropic, choice: Any) -> None:
     """Oracle: the scripted text has the form that the constraint asks of a model; the answer has one call."""
     arguments = {"city": "Ulm"}
-    forced = [{"name": "weather", "parameters": arguments}] if choice["type"] == "any" else arguments
-    message = client.messages.create(**say(json.dumps(forced)), tools=[TOOL], tool_choice=choice)
+    forced = json.dumps({"name": "weather", "arguments": arguments})
+    message = client.messages.create(**say(f"<tool_call>\n{forced}\n</tool_call>"), tools=[TOOL], tool_choice=choice)
     assert message.stop_reason == "tool_use" and message.content[-1].input == arguments
 
 

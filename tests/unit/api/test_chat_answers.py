@@ -222,7 +222,7 @@ def test_a_forced_form_begins_behind_the_reasoning(fields: dict[str, Any]) -> No
 
     config = ServerConfig(chat_template=QWEN_LIKE, reasoning_parser="deepseek_r1", enable_auto_tool_choice=True,
                           tool_call_parser="hermes")  # fmt: skip
-    text = "Hm.</think>" + ('[{"name": "get_time", "parameters": {}}]' if "tool_choice" in fields else "[]")
+    text = f"Hm.</think>{CALL if 'tool_choice' in fields else '[]'}"
     serve(speaking(text), scenario, config)
 
 
@@ -284,7 +284,7 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 )
 def test_a_form_holds_from_the_first_token_where_thinking_is_off(form: dict[str, Any], off: dict[str, Any]) -> None:
     """Oracle: no preamble; all of the text is the answer, also an opening mark."""
-    text = "[]" if "tool_choice" in form else "<think>"
+    text = CALL if "tool_choice" in form else "<think>"
 
     async def scenario(app: App) -> None:
         answer = whole((await app.post(CHAT, body(**form, **off))).json())

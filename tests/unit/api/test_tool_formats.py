@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from tests.unit.api.test_tool_parsers import ARGUMENTS, find
 from tp_engine.api.openai.chat.options import TOOL_FORMATS
 from tp_engine.api.openai.chat.parser import ChatParsing, ParsedMessage
 from tp_engine.api.openai.structured import TokenWriting
-from tp_engine.api.openai.tools.events import CallArguments, ToolParser
+from tp_engine.api.openai.tools.events import CallArguments, ForcedForm, ToolParser
 from tp_engine.api.openai.tools.forced import forced_calls
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.grammar.compiler import compile_grammar
@@ -237,32 +238,101 @@ def test_long_literals_take_linear_time(name: str) -> None:
         assert found.content or found.calls
 
 
-FORCED = {name: calls.forced for name, calls in TOOL_FORMATS.items() if calls.forced is not None}
+# The formats that have a form of forced calls, with its versions; that of whole messages has a grammar of its own.
+FORCED = [
+    (name, version)
+    for name, calls in TOOL_FORMATS.items()
+    if calls.forced is not None
+    for version in range(len(calls.forced.versions))
+]
+CITY = '{"city": "Köln", "n": 5}'
+CITY_CALL, EMPTY_CALL = f'{{"name": "add", "arguments": {CITY}}}', '{"name": "größe", "arguments": {}}'
 JSON_FORM = ('{"city": "Köln", "n": 5}', "{}", '{"n": "x"}')
 MARKED = "<parameter=city>\nKöln\n</parameter>\n<parameter=n>\n5\n</parameter>\n"
 DSML_CITY = '<｜DSML｜parameter name="city" string="true">Köln</｜DSML｜parameter>\n'
 DSML_N = '<｜DSML｜parameter name="n" string="false">{}</｜DSML｜parameter>\n'
+GLM = "<arg_key>city</arg_key>\n<arg_value>Köln</arg_value>\n<arg_key>n</arg_key>\n<arg_value>{}</arg_value>\n"
 MINIMAX = '<parameter name="city">Köln</parameter>\n<parameter name="n">{}</parameter>\n'
-# the format -> arguments of a city and a number, none, and arguments that break the schema; by hand
+# the format, or one of its other versions -> arguments of a city and a number, none, and arguments that break the
+# schema; by hand
 ARGUMENT_FORMS = {
     "seed_oss": (MARKED, "", MARKED.replace("5", "x")),
     "qwen3_coder": (MARKED, "", MARKED.replace("5", "x")),
     "minimax_m2": (MINIMAX.format(5), "", MINIMAX.format("x")),
+    "glm45": (GLM.format(5), "", GLM.format("x")),
+    "glm45 1": (GLM.format(5).replace("\n", ""), "", GLM.format("x").replace("\n", "")),
     "deepseek_v32": (DSML_CITY + DSML_N.format(5), "", DSML_N.format("x")),
     "gemma4": (f"city:{G}Köln{G},n:5", "", "n:x"),
     **dict.fromkeys(("pythonic", "olmo3", "lfm2"), ('city="Köln", n=5', "", 'n="x"')),
 }
 
 
-@pytest.mark.parametrize("name", FORCED)
-def test_forced_calls_are_in_the_models_own_form(name: str) -> None:
+def version_of(name: str, version: int) -> tuple[ForcedForm, tuple[str, str, str]]:
+    """The form of forced calls, and arguments as in ``ARGUMENT_FORMS``."""
+    forced = TOOL_FORMATS[name].forced
+    assert forced is not None
+    key = f"{name} {version}" if version else name
+    return forced.versions[version], ARGUMENT_FORMS.get(key, JSON_FORM)
+
+
+def written_call(form: ForcedForm, function: str, arguments: str) -> str:
+    words = {"NUMBER": "0", "IDENTIFIER": "a1B2c3D4e", "NAME": function, "ARGUMENTS": arguments}
+    return re.sub("|".join(words), lambda found: words[found[0]], form.call)
+
+
+def test_every_format_forces_its_own_form() -> None:
+    """Oracle: the table of formats: each names a form of its calls, or is of whole messages, which have a grammar."""
+    assert {name for name, calls in TOOL_FORMATS.items() if (calls.forced is None) == (calls.message is None)} == set()
+
+
+# By hand, of each version of the models: a call of add(city="Köln", n=5), and that with a call of größe() behind it.
+OWN_FORMS = [
+    ("hermes", f"<tool_call>\n{CITY_CALL}\n</tool_call>", f"\n<tool_call>\n{EMPTY_CALL}\n</tool_call>"),
+    ("hermes", f"<tool_call>{CITY_CALL}</tool_call>", f"\n<tool_call>{EMPTY_CALL}</tool_call>"),
+    ("ernie45", f"<tool_call>\n{CITY_CALL}\n</tool_call>", f"\n<tool_call>\n{EMPTY_CALL}\n</tool_call>"),
+    ("mistral", f"[TOOL_CALLS]add[ARGS]{CITY}", "[TOOL_CALLS]größe[ARGS]{}"),
+    ("mistral", f"[TOOL_CALLS]add[CALL_ID]a1B2c3D4e[ARGS]{CITY}", "[TOOL_CALLS]größe[CALL_ID]000000000[ARGS]{}"),
+    ("mistral", f"[TOOL_CALLS][{CITY_CALL}]", f", {EMPTY_CALL}]"),
+    ("mistral", f"[TOOL_CALLS] [{CITY_CALL}]", f", {EMPTY_CALL}]"),
+    ("llama3_json", CITY_CALL.replace("arguments", "parameters"), f"; {EMPTY_CALL.replace('arguments', 'parameters')}"),
+    ("glm45", f"<tool_call>add\n{GLM.format(5)}</tool_call>", "\n<tool_call>größe\n</tool_call>"),
+    ("glm45", f"<tool_call>add{GLM.format(5)}</tool_call>".replace("\n", ""), "<tool_call>größe</tool_call>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "one", "more"), OWN_FORMS)
+def test_the_forms_of_other_versions(name: str, one: str, more: str) -> None:
+    """Oracle: texts by hand; JSON without marks, and a text in front of the call, are refused."""
+    tools = ToolRequest(tools=TOOLS.tools, choice="required")
+    both = one.removesuffix("]") + more
+    for asked, text, fits in (
+        (tools, one, True),
+        (tools, both, True),
+        (replace(tools, choice="named", name="add"), one, True),
+        (replace(tools, several=False), both, False),
+        (tools, f'[{{"name": "add", "parameters": {CITY}}}]', False),
+        (replace(tools, choice="named", name="add"), CITY, False),
+        (tools, f"I add. {one}", False),
+    ):
+        assert forced_output(name, asked, text) is fits, (asked.choice, text)
+
+
+def test_a_function_may_be_called_as_a_word_of_the_forms() -> None:
+    """Oracle: by hand: names are names, also those that forms use for their own places."""
+    for word in ("NUMBER", "NAME", "ARGUMENTS", "IDENTIFIER", "MY_NUMBER"):
+        tools = forcing({"type": "object"}, word)
+        assert forced_output("hermes", tools, f'<tool_call>\n{{"name": "{word}", "arguments": {{}}}}\n</tool_call>')
+        assert not forced_output("hermes", tools, '<tool_call>\n{"name": "12", "arguments": {}}\n</tool_call>')
+
+
+@pytest.mark.parametrize(("name", "version"), FORCED)
+def test_forced_calls_are_in_the_models_own_form(name: str, version: int) -> None:
     """Oracle: the grammar takes what the form says, by hand, and nothing else; the format's parser reads the calls."""
-    form = FORCED[name]
-    full, empty, wrong = ARGUMENT_FORMS.get(name, JSON_FORM)
+    form, (full, empty, wrong) = version_of(name, version)
     tools = ToolRequest(tools=TOOLS.tools, choice="required")
 
     def call(function: str, arguments: str) -> str:
-        return form.call.replace("NAME", function).replace("NUMBER", "0").replace("ARGUMENTS", arguments)
+        return written_call(form, function, arguments)
 
     def text(*calls: str) -> str:
         return form.begin + form.between.join(calls) + form.end
@@ -274,7 +344,7 @@ def test_forced_calls_are_in_the_models_own_form(name: str) -> None:
         (tools, text(one), True),
         (tools, text(one, other, one), True),
         (tools, text(), False),
-        (tools, one, False),
+        (tools, one, not form.begin + form.end),
         (tools, text(call("unheard_of", empty)), False),
         (tools, text(call("add", wrong)), False),
         (single, text(one), True),
@@ -297,7 +367,7 @@ def test_forced_calls_are_in_the_models_own_form(name: str) -> None:
         assert found.content == "" and parser.finish_reason("stop") == "tool_calls"
 
 
-@pytest.mark.parametrize("name", FORCED)
+@pytest.mark.parametrize("name", sorted(dict(FORCED)))
 def test_calls_of_a_conversation_are_written_as_the_model_writes_them(name: str) -> None:
     """Oracle: the format's parser reads the same calls."""
     values: Calls = [("add", {"city": 'Kö"ln', "n": -1, "ok": True, "o": {"k": [None, "a, b"]}}), ("größe", {})]
@@ -307,23 +377,20 @@ def test_calls_of_a_conversation_are_written_as_the_model_writes_them(name: str)
 
 
 @pytest.mark.parametrize("is_special", ["all", "some"])
-@pytest.mark.parametrize("name", FORCED)
-def test_forced_calls_with_marks_that_are_special_tokens(name: str, is_special: str) -> None:
+@pytest.mark.parametrize(("name", "version"), FORCED)
+def test_forced_calls_with_marks_that_are_special_tokens(name: str, version: int, is_special: str) -> None:
     """Oracle: the tokens of a whole answer; no text has a mark, and none that is a token replaces one.
 
     ``some``: those that open and close a block, which most tokenizers have as tokens.
     """
-    form, calls = FORCED[name], TOOL_FORMATS[name]
-    full, empty, _ = ARGUMENT_FORMS.get(name, JSON_FORM)
-    written = [
-        form.call.replace("NAME", function).replace("NUMBER", "0").replace("ARGUMENTS", arguments)
-        for function, arguments in (("add", full), ("größe", empty))
-    ]
+    calls, (form, (full, empty, _)) = TOOL_FORMATS[name], version_of(name, version)
+    assert calls.forced is not None
+    written = [written_call(form, function, arguments) for function, arguments in (("add", full), ("größe", empty))]
     tokenizer = copy.deepcopy(byte_level_tokenizer())
     marks = calls.marks if is_special == "all" else calls.marks[:2]
     tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
     tools = ToolRequest(tools=TOOLS.tools, choice="required")
-    grammar = forced_calls(form, calls.marks, tools, TokenWriting(tokenizer), StructuredOutputsParams(json={}))
+    grammar = forced_calls(calls.forced, calls.marks, tools, TokenWriting(tokenizer), StructuredOutputsParams(json={}))
     vocabulary = make_vocabulary(tokenizer.backend_tokenizer.to_str(), len(tokenizer), [tokenizer.eos_token_id])
     matcher = compile_grammar(StructuredOutputsParams(grammar=grammar), vocabulary).start()
     text = form.begin + form.between.join(written) + form.end

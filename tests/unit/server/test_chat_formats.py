@@ -11,6 +11,7 @@ import pytest
 
 from tests.asgi import App
 from tests.chat_templates import QWEN_LIKE
+from tests.unit.api.test_calls_in_reasoning import CALLS
 from tests.unit.api.test_chat_answers import (
     ARGUMENTS,
     CHAT,
@@ -23,6 +24,10 @@ from tests.unit.api.test_chat_answers import (
     speaking,
 )
 from tests.unit.api.test_chat_answers import whole as message_of
+from tests.unit.api.test_chosen_formats import TEMPLATES
+from tests.unit.api.test_reasoning import follows
+from tp_engine.api.openai.chat.options import TOOL_FORMATS
+from tp_engine.api.openai.reasoning import REASONING_ALIASES, REASONING_FORMATS
 from tp_engine.server.config import ServerConfig
 
 CITY = "Köln 😀"
@@ -96,6 +101,40 @@ def test_responses(parsers: tuple[str, str], text: str) -> None:
         assert [item["type"] for item in events[-1]["response"]["output"]] == [item["type"] for item in items]
 
     serve(speaking(text), scenario, config(*parsers))
+
+
+# The formats of calls and of reasoning that one model has: those that a template chooses, and further ones.
+PAIRS = {(tools, reasoning) for _, tools, reasoning in TEMPLATES.values() if tools and reasoning}
+PAIRS |= {(name.partition(",")[0], REASONING_ALIASES.get(one, one)) for name, (one, _) in CALLS.items()}
+
+
+@pytest.mark.parametrize("parsers", sorted(PAIRS), ids=str)
+def test_a_forced_call_behind_reasoning(parsers: tuple[str, str]) -> None:
+    """Oracle: by hand: the reasoning, then the call in the model's own form, whole and streamed; the grammar takes that
+    text, and none with a content, without a call, or with a call in JSON."""
+    calls, reasoning = TOOL_FORMATS[parsers[0]], REASONING_FORMATS[parsers[1]]
+    thought = f"{reasoning.opens[0]}A tool.{reasoning.closes[0]}" if reasoning.message is None else THOUGHT
+    call = calls.written([("get_weather", {"city": CITY})]) if calls.message is None else CALL.removesuffix("<|call|>")
+
+    async def scenario(app: App) -> None:
+        for choice, reason in (("required", "tool_calls"), (NAMED, "stop")):
+            request = body(tool_choice=choice)
+            found = expected() | {"content": "", "finish_reason": reason}
+            assert message_of((await app.post(CHAT, request)).json()) == found
+            assert joined((await app.post(CHAT, request | {"stream": True})).events) == found
+            constraint = last_request(app).params.structured_outputs
+            assert constraint is not None
+            for text, fits in (
+                (thought + call, True),
+                (call, not reasoning.always),
+                (thought, False),
+                (f"{thought}I look.{call}", False),
+                (f"{thought}{ARGUMENTS}", False),
+                (f'{thought}[{{"name": "get_weather", "parameters": {ARGUMENTS}}}]', False),
+            ):
+                assert follows(constraint, text) is fits, text
+
+    serve(speaking(thought + call), scenario, config(*parsers))
 
 
 @pytest.mark.parametrize("text", [THOUGHT + CALL, CALL, CALL.removesuffix("<|call|>")])

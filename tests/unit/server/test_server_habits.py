@@ -279,7 +279,7 @@ def choice_of(mode: Any, *names: Any) -> dict[str, Any]:
 def test_allowed_tools_of_a_chat() -> None:
     """Oracle: OpenAI's form for chats: the model sees only these, and ``required`` forces one of them."""
     other = {"type": "function", "function": {"name": "g", "parameters": {"type": "object", "properties": {}}}}
-    message = {"role": "user", "content": 'SAY:[{"name": "g", "parameters": {}}]'}
+    message = {"role": "user", "content": 'SAY:<tool_call>{"name": "g", "arguments": {}}</tool_call>'}
     body = {"messages": [message], "tools": [FUNCTION, other]}
 
     async def scenario(app: App) -> None:
@@ -287,7 +287,8 @@ def test_allowed_tools_of_a_chat() -> None:
         (call,) = reply.json()["choices"][0]["message"]["tool_calls"]
         assert call["function"]["name"] == "g"
         added = app.service.engine.added[-1]  # type: ignore[attr-defined]
-        assert '"f"' not in str(added.params.structured_outputs) and '"g"' in str(added.params.structured_outputs)
+        grammar = added.params.structured_outputs.grammar
+        assert r"\"f\"" not in grammar and r"\"g\"" in grammar
         assert (await app.post("/v1/chat/completions", body | {"tool_choice": choice_of("auto", "f")})).status == 200
         for wrong in (choice_of("auto"), choice_of("auto", "h"), choice_of("named", "f"), {"type": "allowed_tools"}):
             reply = await app.post("/v1/chat/completions", body | {"tool_choice": wrong})

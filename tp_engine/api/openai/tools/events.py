@@ -126,15 +126,22 @@ class TemplateMarks:
 class ForcedForm:
     """How a model writes calls that are forced: ``begin``, calls with ``between`` between them, ``end``.
 
-    In ``call`` stand the words NAME, ARGUMENTS, and NUMBER for any number; ``arguments`` tells how arguments are
-    written.
+    In ``call`` stand the words NAME, ARGUMENTS, NUMBER for any number, and IDENTIFIER for nine letters and digits;
+    ``arguments`` tells how arguments are written.  ``others`` are forms of other versions of the models: the grammar
+    takes each, so that the model decides.
     """
 
-    begin: str
+    begin: str = ""
     call: str
     between: str = ""
     end: str = ""
     arguments: ArgumentForm = JSON
+    others: tuple[ForcedForm, ...] = ()
+
+    @property
+    def versions(self) -> tuple[ForcedForm, ...]:
+        """This form, which history is written in, and the others."""
+        return (self, *self.others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +153,8 @@ class ToolFormat:
     reasoning, which the call ends.  ``call_ids`` makes the ids of one answer's calls; ``numbered_id`` is the only form
     of ids that the model knows (with ``{name}`` and ``{number}``, which counts the calls of a conversation from 0), so
     that the template gets every id in it.  A chat template that one of ``template`` fits is of such a model.
-    ``forced`` is the form of calls that a request forces, unless it can not keep a tool's schema; None: JSON without
-    marks.  ``message``: the calls are part of a format of whole messages.
+    ``forced`` is the form of calls that a request forces, unless it can not keep a tool's schema; then they are JSON
+    without marks.  ``message``: the calls, forced ones too, are part of a format of whole messages.
     """
 
     models: str
@@ -165,7 +172,8 @@ class ToolFormat:
         """Return the form of the calls that ``tools`` force; None: JSON without marks."""
         if self.forced is None or tools.choice == "auto":
             return None
-        fit = (_NAME.fullmatch(name) and self.forced.arguments.fits(one) for name, one in tools.argument_schemas())
+        ways = {version.arguments for version in self.forced.versions}
+        fit = (_NAME.fullmatch(name) and all(way.fits(one) for way in ways) for name, one in tools.argument_schemas())
         return self.forced if all(fit) else None
 
     def written(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:

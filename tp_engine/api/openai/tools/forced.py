@@ -1,15 +1,14 @@
-"""Tool calls that the request forces: a constraint of the engine makes the text JSON, without markup.
+"""Tool calls that the request forces: a constraint of the engine makes the text such calls.
 
-Where a format says how its model writes calls (``ForcedForm``), the constraint makes the text such calls.
+They are in the model's own form (``ForcedForm``), or JSON without marks where that is not known, or can not be kept.
 """
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 from tp_engine.api.openai.tools.events import ForcedForm, NewCallId, openai_call_id
-from tp_engine.api.openai.tools.forced_arguments import FormWriting
+from tp_engine.api.openai.tools.forced_arguments import WORDS, FormWriting
 from tp_engine.api.openai.tools.json_calls import SEPARATORS, ObjectsParser
 from tp_engine.api.openai.tools.text_parser import TextParser
 
@@ -26,19 +25,27 @@ def forced_calls(
 
     ``marks`` may be special tokens; arguments have white space as in the constraint ``like``.
     """
-    writing = FormWriting(marks, tokens, like)
-    before, _, behind = form.call.partition("ARGUMENTS")
-    schemas = tools.argument_schemas()
-    more = f"({writing.text(form.between)} call)*" if tools.several and tools.name is None else ""
+    writing, versions = FormWriting(marks, tokens, like), form.versions
     rules = [
-        f"start: {writing.text(form.begin)} call {more} {writing.text(form.end)}",
-        f"call: {' | '.join(f'call_{number}' for number in range(len(schemas)))}",
-        "NUMBER: /[0-9]{1,4}/",
+        f"start: {' | '.join(f'calls_{place}' for place in range(len(versions)))}",
+        *(f"{word}: {terminal}" for word, terminal in WORDS.items()),
     ]
-    for number, (name, schema) in enumerate(schemas):
-        called = before.replace("NAME", json.dumps(name, ensure_ascii=False)[1:-1] if '"NAME"' in before else name)
-        rules.append(f"call_{number}: {writing.text(called)} arguments_{number} {writing.text(behind)}")
-        rules += form.arguments.rules(f"arguments_{number}", schema, writing)
+    schemas = tools.argument_schemas()
+    ways = list(dict.fromkeys(version.arguments for version in versions))
+    for place, way in enumerate(ways):
+        for number, (_, schema) in enumerate(schemas):
+            rules += way.rules(f"arguments_{place}_{number}", schema, writing)
+    for place, version in enumerate(versions):
+        call, way_place = f"call_{place}", ways.index(version.arguments)
+        more = f"({writing.text(version.between)} {call})*" if tools.several and tools.name is None else ""
+        rules += [
+            f"calls_{place}: {writing.text(version.begin)} {call} {more} {writing.text(version.end)}",
+            f"{call}: {' | '.join(f'{call}_{number}' for number in range(len(schemas)))}",
+        ]
+        before, _, behind = version.call.partition("ARGUMENTS")
+        for number, (name, _) in enumerate(schemas):  # a name of letters, digits, dots and hyphens: itself in JSON
+            start, end = writing.text(before, name), writing.text(behind)
+            rules.append(f"{call}_{number}: {start} arguments_{way_place}_{number} {end}")
     return "\n".join([*rules, *writing.rules])
 
 

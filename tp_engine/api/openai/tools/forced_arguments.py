@@ -29,6 +29,8 @@ _REFERENCE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
 _KEY = re.compile(r"[^\W\d][\w.\-]*")
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _NOTHING = '""'
+# Words in the text of a form, and the terminals that they stand for.
+WORDS = {"NUMBER": "/[0-9]{1,4}/", "IDENTIFIER": "/[A-Za-z0-9]{9}/"}
 _MAX_DEPTH, _MAX_LENGTH, _MAX_CHOICES = 16, 4096, 1000
 
 
@@ -58,11 +60,11 @@ class FormWriting:
     rules: list[str] = field(default_factory=list)
     _names: dict[tuple[str, ...], str] = field(default_factory=dict)
 
-    def text(self, text: str) -> str:
-        """Return ``text``, in which NUMBER is any number."""
-        pieces = "|".join(map(re.escape, (*sorted(self.marks, key=len, reverse=True), "NUMBER")))
+    def text(self, text: str, name: str = "") -> str:
+        """Return ``text``, in which NAME is ``name``, and each of ``WORDS`` a terminal."""
+        pieces = "|".join(map(re.escape, (*sorted(self.marks, key=len, reverse=True), *WORDS)))
         parts = filter(None, re.split(f"({pieces})", text))
-        return " ".join("NUMBER" if part == "NUMBER" else self.tokens.mark(part) for part in parts) or _NOTHING
+        return " ".join(self._part(part, name) for part in parts) or _NOTHING
 
     def json(self, schema: Any, root: _Schema) -> str:
         """Return the name of a rule: JSON that follows ``schema``, a part of ``root``."""
@@ -86,6 +88,9 @@ class FormWriting:
             name = self._names[key] = f"value_{len(self._names)}"
             self.rules.extend(made(name))
         return self._names[key]
+
+    def _part(self, part: str, name: str) -> str:
+        return part if part in WORDS else self.tokens.mark(part.replace("NAME", name))
 
     def _until(self, name: str, text: str, end: str, stops: Sequence[str]) -> list[str]:
         if any(self.tokens.is_special(mark) for mark in self.marks if mark in end):  # which no text can have

@@ -1,4 +1,4 @@
-"""Tool calls as GLM-4.5 to 4.7 models write them; a line end between name and arguments may be missing.
+"""Tool calls as GLM-4.5 to 4.7 models write them; the latter write no line ends between marks.
 
 ::
 
@@ -8,7 +8,8 @@
     </tool_call>
 """
 
-from tp_engine.api.openai.tools.events import TemplateMarks
+from tp_engine.api.openai.tools.events import ForcedForm, TemplateMarks
+from tp_engine.api.openai.tools.forced_arguments import MarkedArguments
 from tp_engine.api.openai.tools.marked_calls import CallMarks
 
 MARKS = CallMarks(
@@ -21,6 +22,20 @@ MARKS = CallMarks(
     value_end="</arg_value>",
     value_breaks=("</tool_call>",),
 )
+_ARGUMENT = "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n"
 FORMAT = MARKS.format(
-    "GLM-4.5 to 5", aliases=("glm47", "glm"), template=(TemplateMarks(("<tool_call>", "<arg_key>", "[gMASK]")),)
+    "GLM-4.5 to 5",
+    aliases=("glm47", "glm"),
+    template=(TemplateMarks(("<tool_call>", "<arg_key>", "[gMASK]")),),
+    forced=ForcedForm(
+        call="<tool_call>NAME\nARGUMENTS</tool_call>",
+        between="\n",
+        arguments=MarkedArguments(argument=_ARGUMENT),
+        others=(
+            ForcedForm(
+                call="<tool_call>NAMEARGUMENTS</tool_call>",
+                arguments=MarkedArguments(argument=_ARGUMENT.replace("\n", "")),
+            ),
+        ),
+    ),
 )

@@ -4,7 +4,7 @@
 name of one of the request's tools; other braces are content.
 """
 
-from tp_engine.api.openai.tools.events import TemplateMarks, ToolFormat
+from tp_engine.api.openai.tools.events import ForcedForm, TemplateMarks, ToolFormat
 from tp_engine.api.openai.tools.json_calls import ObjectsParser
 
 PYTHON_TAG = "<|python_tag|>"
@@ -65,5 +65,6 @@ FORMAT = ToolFormat(
     marks=(PYTHON_TAG,),
     opens=(PYTHON_TAG,),
     template=(TemplateMarks(("dictionary of argument name and its value",)),),
+    forced=ForcedForm(call='{"name": "NAME", "parameters": ARGUMENTS}', between="; "),
     new_parser=lambda tools: Llama3JsonToolParser(tools.names),
 )

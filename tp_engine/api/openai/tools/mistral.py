@@ -3,15 +3,17 @@
 ::
 
     [TOOL_CALLS]NAME[ARGS]{...}[TOOL_CALLS]NAME[ARGS]{...}
+    [TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{...}
     [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]
 
-``[ARGS]`` may be missing, and ``[CALL_ID]`` with an id may come before it.
+``[ARGS]`` may be missing.
 """
 
 import re
 import uuid
+from dataclasses import replace
 
-from tp_engine.api.openai.tools.events import TemplateMarks
+from tp_engine.api.openai.tools.events import ForcedForm, TemplateMarks
 from tp_engine.api.openai.tools.json_calls import CallBlock
 
 
@@ -27,4 +29,17 @@ BLOCK = CallBlock(
     arguments="[ARGS]",
     in_head=("[CALL_ID]",),
 )
-FORMAT = BLOCK.format("Mistral", call_ids=lambda tools: new_call_id, template=(TemplateMarks(("[TOOL_CALLS]",)),))
+_LIST = ForcedForm(begin="[TOOL_CALLS][", call='{"name": "NAME", "arguments": ARGUMENTS}', between=", ", end="]")
+FORMAT = BLOCK.format(
+    "Mistral",
+    call_ids=lambda tools: new_call_id,
+    template=(TemplateMarks(("[TOOL_CALLS]",)),),
+    forced=ForcedForm(
+        call="[TOOL_CALLS]NAME[ARGS]ARGUMENTS",
+        others=(
+            ForcedForm(call="[TOOL_CALLS]NAME[CALL_ID]IDENTIFIER[ARGS]ARGUMENTS"),
+            _LIST,
+            replace(_LIST, begin="[TOOL_CALLS] ["),  # the tokenizers of the first ones put a space behind a mark
+        ),
+    ),
+)
