@@ -93,6 +93,15 @@ def logging_as_before() -> Iterator[None]:
     logger.handlers[:], logger.level, logger.propagate = before
 
 
+@pytest.fixture(autouse=True)
+def log_level_comes_back() -> Iterator[None]:
+    """``tp-engine check``, run in this process, sets the level for itself and the processes that it starts."""
+    before = os.environ.get("TP_ENGINE_LOG_LEVEL")
+    yield
+    if before is None:
+        os.environ.pop("TP_ENGINE_LOG_LEVEL", None)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """``checkpoint("llama", num_layers=3, ...)`` -> folder; made once per session for each set of parameters.
