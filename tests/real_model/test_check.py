@@ -1,4 +1,4 @@
-"""``tp-engine check`` finds SmolLM2 right in every format that the engine makes of it."""
+"""``tp-engine check`` finds SmolLM2 right, in bfloat16 and with weights of 8 bits."""
 
 from __future__ import annotations
 
@@ -11,16 +11,7 @@ from tp_engine.check.engine_check import EngineCheck
 
 pytestmark = pytest.mark.slow
 
-FORMATS: list[dict[str, Any]] = [
-    {"dtype": "float32"},
-    {"dtype": "bfloat16"},
-    {"dtype": "bfloat16", "quantization": "int8"},
-    {"dtype": "bfloat16", "quantization": "fp8"},
-    {"dtype": "bfloat16", "quantization": "int4"},
-    {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
-    {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
-    {"dtype": "float32", "tensor_parallel_size": 3},
-]
+FORMATS: list[dict[str, Any]] = [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"}]
 
 
 @pytest.mark.parametrize("options", FORMATS, ids=lambda options: "-".join(map(str, options.values())))
