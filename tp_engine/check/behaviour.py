@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tp_engine.api.llm import LLM
 from tp_engine.api.openai.chat.parser import ChatParsing
 from tp_engine.api.openai.tools.request import ToolRequest
-from tp_engine.check.prompts import CHATS, TEXTS, chat_ids
+from tp_engine.check.prompts import CHATS, TEXTS, WEATHER_SCHEMA, WEATHER_TOOL, chat_ids, differing_prompt
 from tp_engine.check.report import CheckFinding, CheckStatus
 from tp_engine.errors import RequestError
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.structured_outputs import StructuredOutputsParams
 
 _PUSH = 100.0  # a bias that no other token survives
-_SCHEMA: Mapping[str, Any] = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Oslo", "Lima"]}, "sunny": {"type": "boolean"}},
-    "required": ["city", "sunny"],
-    "additionalProperties": False,
-}
 _JSON_TOKENS = 96
-TOOLS: Sequence[Mapping[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "The weather of a city.",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string", "description": "Its name."}},
-                "required": ["city"],
-            },
-        },
-    }
-]
+_PROMPT_REMEDY = (
+    "compare tokenizer.json, tokenizer_config.json and chat_template.jinja with the original; a server's "
+    "--chat-template and --tokenizer take other files"
+)
 _ARGUMENTS = {"city": "Oslo"}
 _ASKED = [{"role": "user", "content": "What is the weather in Oslo?"}]
 _CALL = {
@@ -54,10 +38,10 @@ def check_behaviour(llm: LLM, tokenizer: Any | None, folder: Path) -> list[Check
     """Return the findings; ``tokenizer`` is transformers', ``folder`` that of the oracle."""
     found = [_check_eos(llm, folder)]
     if tokenizer is None:
-        return [_skipped("tokens", "the model has no tokenizer"), *found]
+        return [CheckFinding.skipped("tokens", "the model has no tokenizer"), *found]
     found = [_check_tokens(llm, tokenizer), *found, _check_json(llm)]
     if _template_of(llm) is None:
-        return [*found, _skipped("chat template", "the model has no chat template")]
+        return [*found, CheckFinding.skipped("chat template", "the model has no chat template")]
     return [*found, _check_template(llm, tokenizer), *_check_tools(llm, tokenizer)]
 
 
@@ -77,8 +61,10 @@ def _check_tokens(llm: LLM, tokenizer: Any) -> CheckFinding:
         expected = tokenizer(text)["input_ids"]
         output = llm.generate([text], SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)[0]
         if output.prompt_token_ids != expected:
-            return _differs("tokens", f"text {name!r}", output.prompt_token_ids, expected, tokenizer)
-    return _right("tokens", f"{len(TEXTS)} texts have the tokens of transformers' tokenizer")
+            return differing_prompt(
+                "tokens", f"text {name!r}", output.prompt_token_ids, expected, tokenizer, _PROMPT_REMEDY
+            )
+    return CheckFinding.right("tokens", f"{len(TEXTS)} texts have the tokens of transformers' tokenizer")
 
 
 def _check_template(llm: LLM, tokenizer: Any) -> CheckFinding:
@@ -91,24 +77,8 @@ def _check_template(llm: LLM, tokenizer: Any) -> CheckFinding:
             found = None
         compared += found is not None
         if found != expected:
-            return _differs("chat template", name, found or [], expected or [], tokenizer)
-    return _right("chat template", f"{compared} chats have the tokens of transformers' apply_chat_template")
-
-
-def _differs(check: str, name: str, found: Sequence[int], expected: Sequence[int], tokenizer: Any) -> CheckFinding:
-    pairs = zip(found, expected, strict=False)
-    position = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(found), len(expected)))
-    window = slice(max(0, position - 2), position + 4)
-    texts = [repr(tokenizer.decode(ids[window])) for ids in (list(found), list(expected))]
-    return CheckFinding(
-        name=check,
-        status=CheckStatus.WRONG,
-        detail=f"{name}: {len(found)} tokens, transformers has {len(expected)}",
-        place=f"position {position}: {texts[0]} instead of {texts[1]}",
-        meaning="the model reads another prompt than the one that it was trained on; answers get worse, never an error",
-        remedy="compare tokenizer.json, tokenizer_config.json and chat_template.jinja with the original; a server's "
-        "--chat-template and --tokenizer take other files",
-    )
+            return differing_prompt("chat template", name, found or [], expected or [], tokenizer, _PROMPT_REMEDY)
+    return CheckFinding.right("chat template", f"{compared} chats have the tokens of transformers' apply_chat_template")
 
 
 def eos_ids(folder: Path) -> set[int]:
@@ -154,13 +124,13 @@ def _check_eos(llm: LLM, folder: Path) -> CheckFinding:
                 remedy=remedy,
             )
     if not known:
-        return _skipped(name, "the model names no token that ends a sequence")
-    return _right(name, f"an answer ends at each of the tokens {sorted(known)}")
+        return CheckFinding.skipped(name, "the model names no token that ends a sequence")
+    return CheckFinding.right(name, f"an answer ends at each of the tokens {sorted(known)}")
 
 
 def _check_json(llm: LLM) -> CheckFinding:
     params = SamplingParams(
-        temperature=0.0, max_tokens=_JSON_TOKENS, structured_outputs=StructuredOutputsParams(json=_SCHEMA)
+        temperature=0.0, max_tokens=_JSON_TOKENS, structured_outputs=StructuredOutputsParams(json=WEATHER_SCHEMA)
     )
     name = "JSON by schema"
     try:
@@ -174,7 +144,7 @@ def _check_json(llm: LLM) -> CheckFinding:
     except (ValueError, TypeError):
         is_right = False
     if is_right:
-        return _right(name, f"the answer {text} follows its schema")
+        return CheckFinding.right(name, f"the answer {text} follows its schema")
     return CheckFinding(
         name=name,
         status=CheckStatus.WRONG,
@@ -188,21 +158,23 @@ def _check_tools(llm: LLM, tokenizer: Any) -> Iterator[CheckFinding]:
     """The template shows tools, a call and its result as transformers does; the parser reads the call back."""
     name, chat = "tool round trip", llm.input_processor.chat
     rounds: list[Mapping[str, Any]] = [*_ASKED, _CALL, _RESULT]
-    expected = chat_ids(tokenizer, rounds, tools=list(TOOLS), **_given_template(llm))
+    expected = chat_ids(tokenizer, rounds, tools=[WEATHER_TOOL], **_given_template(llm))
     plain = chat_ids(tokenizer, rounds, **_given_template(llm))
     if expected is None or expected == plain:
-        yield _skipped(name, "the chat template takes no tools")
+        yield CheckFinding.skipped(name, "the chat template takes no tools")
         return
     as_sent = [*_ASKED, _with_text(_CALL), _RESULT]  # clients send arguments as JSON text
     try:
-        found = llm.input_processor.chat_token_ids(as_sent, tools=list(TOOLS))
+        found = llm.input_processor.chat_token_ids(as_sent, tools=[WEATHER_TOOL])
     except RequestError:
         found = []
     if found != expected:
-        yield _differs(name, "a call and its result", found, expected, tokenizer)
+        yield differing_prompt(name, "a call and its result", found, expected, tokenizer, _PROMPT_REMEDY)
         return
     if chat.tool_format is None:
-        yield _skipped(name, "prompts are right; the format of the model's calls is not known (--tool-call-parser)")
+        yield CheckFinding.skipped(
+            name, "prompts are right; the format of the model's calls is not known (--tool-call-parser)"
+        )
         return
     yield _parsed(llm, name)
 
@@ -215,15 +187,15 @@ def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parsed(llm: LLM, name: str) -> CheckFinding:
     chat = llm.input_processor.chat
-    options = {"tools": list(TOOLS)}
+    options = {"tools": [WEATHER_TOOL]}
     before = chat.render(_ASKED, options).text
     whole = chat.render([*_ASKED, _with_text(_CALL)], {**options, "add_generation_prompt": False}).text
     if not whole.startswith(before):
-        return _skipped(
+        return CheckFinding.skipped(
             name, "prompts are right; the template changes earlier messages, so the call can not be cut out"
         )
     parsing = ChatParsing(
-        tools=ToolRequest(tools=tuple(TOOLS), choice="auto"),
+        tools=ToolRequest(tools=(WEATHER_TOOL,), choice="auto"),
         tool_format=chat.tool_format,
         message=None if chat.tool_format is None else chat.tool_format.message,
         prompt=before,
@@ -232,7 +204,7 @@ def _parsed(llm: LLM, name: str) -> CheckFinding:
     message = parsing.parse(text, (), "stop")
     calls = [(one[1], _loaded(one[2])) for one in message.calls]
     if calls == [("get_weather", _ARGUMENTS)]:
-        return _right(name, "the template and the parser agree on a call, and its result is shown")
+        return CheckFinding.right(name, "the template and the parser agree on a call, and its result is shown")
     return CheckFinding(
         name=name,
         status=CheckStatus.WRONG,
@@ -248,11 +220,3 @@ def _loaded(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _right(name: str, detail: str) -> CheckFinding:
-    return CheckFinding(name=name, status=CheckStatus.RIGHT, detail=detail)
-
-
-def _skipped(name: str, detail: str) -> CheckFinding:
-    return CheckFinding(name=name, status=CheckStatus.SKIPPED, detail=detail)

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from tp_engine.check.report import CheckFinding, CheckStatus
+
 TEXTS: Mapping[str, str] = {
     "english": "The harbour was quiet that morning. Two fishermen mended a net beside the wall, and the older one said",
     "code": "def median(values: list[float]) -> float:\n    ordered = sorted(values)\n    middle = len(ordered) // 2\n",
@@ -26,6 +28,26 @@ CHATS: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"role": "user", "content": " And twice that?  Answer with the number only. "},
     ],
 }
+WEATHER_SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Lima"]}, "sunny": {"type": "boolean"}},
+    "required": ["city", "sunny"],
+    "additionalProperties": False,
+}
+WEATHER_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "enum": ["Oslo", "Lima"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+PROMPT_MEANING = "the model reads another prompt than in its training; answers get worse, never an error"
 _LONG = (
     "Chapter {}. The survey of the northern valley went on for {} days. Each evening the party wrote down the height "
     "of the river, the state of the bridges and the names of the farms that they had passed. "
@@ -81,3 +103,21 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
 
 def _ids(ids: Sequence[int], most: int) -> tuple[int, ...]:
     return tuple(map(int, ids[:most]))
+
+
+def differing_prompt(
+    check: str, name: str, found: Sequence[int], expected: Sequence[int], tokenizer: Any, remedy: str
+) -> CheckFinding:
+    """Return that a prompt has the tokens ``found`` instead of transformers', with the first place that differs."""
+    pairs = zip(found, expected, strict=False)
+    position = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(found), len(expected)))
+    window = slice(max(0, position - 2), position + 4)
+    texts = [repr(tokenizer.decode(ids[window])) for ids in (list(found), list(expected))]
+    return CheckFinding(
+        name=check,
+        status=CheckStatus.WRONG,
+        detail=f"{name}: {len(found)} tokens, transformers has {len(expected)}",
+        place=f"position {position}: {texts[0]} instead of {texts[1]}",
+        meaning=PROMPT_MEANING,
+        remedy=remedy,
+    )

@@ -47,6 +47,16 @@ class CheckFinding:
     numbers: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
 
+    @classmethod
+    def right(cls, name: str, detail: str) -> CheckFinding:
+        """Return that what was compared is right."""
+        return cls(name=name, status=CheckStatus.RIGHT, detail=detail)
+
+    @classmethod
+    def skipped(cls, name: str, detail: str) -> CheckFinding:
+        """Return why this was not compared."""
+        return cls(name=name, status=CheckStatus.SKIPPED, detail=detail)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:

@@ -21,7 +21,17 @@ from tp_engine.check.judged import Judge
 from tp_engine.check.observed import ALONE, BATCH, CACHED, Answer, Observed
 from tp_engine.check.oracle import Oracle
 from tp_engine.check.passes import questions, run_pass
-from tp_engine.check.prompts import CHATS, TEXTS, CheckPrompt, chat_ids, make_prompts
+from tp_engine.check.prompts import (
+    CHATS,
+    PROMPT_MEANING,
+    TEXTS,
+    WEATHER_SCHEMA,
+    WEATHER_TOOL,
+    CheckPrompt,
+    chat_ids,
+    differing_prompt,
+    make_prompts,
+)
 from tp_engine.check.report import CheckFinding, CheckReport, CheckStatus, describe_environment
 from tp_engine.check.rounding import rounding_of
 from tp_engine.check.served import NotShownError, ServedModel
@@ -40,26 +50,6 @@ _QUICK_LONG, _LONG = 160, 512
 _QUICK_TOKENS, _TOKENS = 8, 24
 _PUSH = 100
 _SHAPED_TOKENS = 128
-_SCHEMA: Mapping[str, Any] = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Oslo", "Lima"]}, "sunny": {"type": "boolean"}},
-    "required": ["city", "sunny"],
-    "additionalProperties": False,
-}
-_TOOL: Mapping[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "enum": ["Oslo", "Lima"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
-_PROMPT_MEANING = "the model reads another prompt than in its training; answers get worse, never an error"
 _PROMPT_REMEDY = "the server's tokenizer and chat template, beside those of the original model"
 
 Note = Callable[[str], None]
@@ -109,7 +99,9 @@ class UrlCheck:
         self.note("answers of the server")
         observed = self._observe(served, folder, tokenizer)
         if not served.shows_prompts and isinstance(observed.set_ups.get(ALONE), list):
-            yield _skipped("prompts", "the server shows no log-probabilities of prompts; those of answers are compared")
+            yield CheckFinding.skipped(
+                "prompts", "the server shows no log-probabilities of prompts; those of answers are compared"
+            )
         yield from self._judge(folder, observed)
         self.note("ends, JSON and tools")
         yield from _timed(_check_ends, served, folder)
@@ -157,7 +149,7 @@ class UrlCheck:
             )
             return
         if isinstance(reason := observed.set_ups.get(ALONE, "it fails"), str):
-            yield _skipped("completions", reason)  # a server of chats alone: bounds follow from these
+            yield CheckFinding.skipped("completions", reason)  # a server of chats alone: bounds follow from these
             observed.set_ups[ALONE] = next(one for one in observed.set_ups.values() if isinstance(one, list))
         spec, _ = load_model_config(str(folder))
         dtype = spec.dtype if self.dtype == "auto" else self.dtype
@@ -212,24 +204,26 @@ def _timed(check: Callable[..., Iterator[CheckFinding]], *arguments: Any) -> Ite
         for one in check(*arguments):
             yield dataclasses.replace(one, seconds=time.monotonic() - begun_s)
     except NotShownError as error:
-        yield _skipped(_NAMES[check], str(error))
+        yield CheckFinding.skipped(_NAMES[check], str(error))
     except ServerError as error:
         if error.status is None:
             raise
-        yield _skipped(_NAMES[check], f"the server refuses the request (status {error.status}): {error}")
+        yield CheckFinding.skipped(_NAMES[check], f"the server refuses the request (status {error.status}): {error}")
 
 
 def _check_tokens(served: ServedModel, tokenizer: Any | None) -> Iterator[CheckFinding]:
     if tokenizer is None:
-        yield _skipped("tokens", "the model has no tokenizer")
+        yield CheckFinding.skipped("tokens", "the model has no tokenizer")
         return
     try:
         for name, text in TEXTS.items():
             expected, found = tokenizer(text)["input_ids"], served.token_ids(text)
             if found != expected:
-                yield _differs("tokens", f"text {name!r}", found, expected, tokenizer)
+                yield differing_prompt("tokens", f"text {name!r}", found, expected, tokenizer, _PROMPT_REMEDY)
                 return
-        yield _right("tokens", f"{len(TEXTS)} texts have the tokens of transformers' tokenizer, by /tokenize")
+        yield CheckFinding.right(
+            "tokens", f"{len(TEXTS)} texts have the tokens of transformers' tokenizer, by /tokenize"
+        )
     except NotShownError as reason:
         counts = {name: served.num_prompt_tokens("/v1/completions", {"prompt": text}) for name, text in TEXTS.items()}
         expected_counts = {name: len(tokenizer(text)["input_ids"]) for name, text in TEXTS.items()}
@@ -239,7 +233,7 @@ def _check_tokens(served: ServedModel, tokenizer: Any | None) -> Iterator[CheckF
 def _check_template(served: ServedModel, tokenizer: Any | None) -> Iterator[CheckFinding]:
     name = "chat template"
     if not getattr(tokenizer, "chat_template", None):
-        yield _skipped(name, "the model has no chat template")
+        yield CheckFinding.skipped(name, "the model has no chat template")
         return
     chats = {key: chat_ids(tokenizer, messages) for key, messages in CHATS.items()}
     expected = {key: ids for key, ids in chats.items() if ids is not None}
@@ -247,9 +241,9 @@ def _check_template(served: ServedModel, tokenizer: Any | None) -> Iterator[Chec
         for key, ids in expected.items():
             found = served.chat_token_ids(CHATS[key])
             if found != ids:
-                yield _differs(name, key, found, ids, tokenizer)
+                yield differing_prompt(name, key, found, ids, tokenizer, _PROMPT_REMEDY)
                 return
-        yield _right(name, f"{len(expected)} chats have the tokens of transformers' apply_chat_template")
+        yield CheckFinding.right(name, f"{len(expected)} chats have the tokens of transformers' apply_chat_template")
     except NotShownError as reason:
         counts = {
             key: served.num_prompt_tokens("/v1/chat/completions", {"messages": list(CHATS[key])}) for key in expected
@@ -259,31 +253,18 @@ def _check_template(served: ServedModel, tokenizer: Any | None) -> Iterator[Chec
 
 def _counted(name: str, reason: str, found: Mapping[str, int | None], expected: Mapping[str, int]) -> CheckFinding:
     if any(count is None for count in found.values()):
-        return _skipped(name, f"{reason}, and its answers do not tell usage.prompt_tokens")
+        return CheckFinding.skipped(name, f"{reason}, and its answers do not tell usage.prompt_tokens")
     wrong = next((key for key in expected if found[key] != expected[key]), None)
     if wrong is None:
-        return _right(name, f"{reason}; usage.prompt_tokens of {len(expected)} requests is transformers' number")
+        return CheckFinding.right(
+            name, f"{reason}; usage.prompt_tokens of {len(expected)} requests is transformers' number"
+        )
     return CheckFinding(
         name=name,
         status=CheckStatus.WRONG,
         detail=f"{wrong}: usage.prompt_tokens is {found[wrong]}, transformers has {expected[wrong]}",
         place=f"request {wrong!r}",
-        meaning=_PROMPT_MEANING,
-        remedy=_PROMPT_REMEDY,
-    )
-
-
-def _differs(check: str, name: str, found: Sequence[int], expected: Sequence[int], tokenizer: Any) -> CheckFinding:
-    pairs = zip(found, expected, strict=False)
-    position = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(found), len(expected)))
-    window = slice(max(0, position - 2), position + 4)
-    texts = [repr(tokenizer.decode(ids[window])) for ids in (list(found), list(expected))]
-    return CheckFinding(
-        name=check,
-        status=CheckStatus.WRONG,
-        detail=f"{name}: {len(found)} tokens, transformers has {len(expected)}",
-        place=f"position {position}: {texts[0]} instead of {texts[1]}",
-        meaning=_PROMPT_MEANING,
+        meaning=PROMPT_MEANING,
         remedy=_PROMPT_REMEDY,
     )
 
@@ -291,7 +272,7 @@ def _differs(check: str, name: str, found: Sequence[int], expected: Sequence[int
 def _check_ends(served: ServedModel, folder: Path) -> Iterator[CheckFinding]:
     name, known = "end of sequence", sorted(eos_ids(folder))
     if not known:
-        yield _skipped(name, "the model names no token that ends a sequence")
+        yield CheckFinding.skipped(name, "the model names no token that ends a sequence")
         return
     for token in known:
         body = {"prompt": "The harbour", "max_tokens": 8, "logit_bias": {str(token): _PUSH}}
@@ -307,12 +288,15 @@ def _check_ends(served: ServedModel, folder: Path) -> Iterator[CheckFinding]:
                 remedy="eos_token_id of the server's generation_config.json and config.json, beside the original",
             )
             return
-    yield _right(name, f"an answer ends at each of the tokens {known}")
+    yield CheckFinding.right(name, f"an answer ends at each of the tokens {known}")
 
 
 def _check_json(served: ServedModel) -> Iterator[CheckFinding]:
     name = "JSON by schema"
-    response_format = {"type": "json_schema", "json_schema": {"name": "weather", "schema": _SCHEMA, "strict": True}}
+    response_format = {
+        "type": "json_schema",
+        "json_schema": {"name": "weather", "schema": WEATHER_SCHEMA, "strict": True},
+    }
     body = {
         "messages": [{"role": "user", "content": "The weather in Oslo, as JSON."}],
         "max_tokens": _SHAPED_TOKENS,
@@ -320,7 +304,7 @@ def _check_json(served: ServedModel) -> Iterator[CheckFinding]:
     }
     choice = served.ask("/v1/chat/completions", body)
     if choice.get("finish_reason") == "length":
-        yield _skipped(name, f"the answer is longer than {_SHAPED_TOKENS} tokens")
+        yield CheckFinding.skipped(name, f"the answer is longer than {_SHAPED_TOKENS} tokens")
         return
     text = (choice.get("message") or {}).get("content")
     try:
@@ -330,7 +314,7 @@ def _check_json(served: ServedModel) -> Iterator[CheckFinding]:
     except (ValueError, TypeError, AttributeError):
         is_right = False
     if is_right:
-        yield _right(name, f"the answer {text} follows its schema")
+        yield CheckFinding.right(name, f"the answer {text} follows its schema")
         return
     yield CheckFinding(
         name=name,
@@ -343,16 +327,16 @@ def _check_json(served: ServedModel) -> Iterator[CheckFinding]:
 
 
 def _check_call(served: ServedModel) -> Iterator[CheckFinding]:
-    name, tool = "tool call", _TOOL["function"]["name"]
+    name, tool = "tool call", WEATHER_TOOL["function"]["name"]
     body = {
         "messages": [{"role": "user", "content": "What is the weather in Oslo?"}],
         "max_tokens": _SHAPED_TOKENS,
-        "tools": [_TOOL],
+        "tools": [WEATHER_TOOL],
         "tool_choice": {"type": "function", "function": {"name": tool}},
     }
     choice = served.ask("/v1/chat/completions", body)
     if choice.get("finish_reason") == "length":
-        yield _skipped(name, f"the call is longer than {_SHAPED_TOKENS} tokens")
+        yield CheckFinding.skipped(name, f"the call is longer than {_SHAPED_TOKENS} tokens")
         return
     message = choice.get("message") or {}
     calls = message.get("tool_calls") or []
@@ -362,7 +346,7 @@ def _check_call(served: ServedModel) -> Iterator[CheckFinding]:
     except (ValueError, TypeError, LookupError):
         is_right = False
     if is_right:
-        yield _right(name, f"a forced call comes as {tool}({calls[0]['function']['arguments']})")
+        yield CheckFinding.right(name, f"a forced call comes as {tool}({calls[0]['function']['arguments']})")
         return
     yield CheckFinding(
         name=name,
@@ -381,11 +365,3 @@ _NAMES: Mapping[Callable[..., Iterator[CheckFinding]], str] = {
     _check_json: "JSON by schema",
     _check_call: "tool call",
 }
-
-
-def _right(name: str, detail: str) -> CheckFinding:
-    return CheckFinding(name=name, status=CheckStatus.RIGHT, detail=detail)
-
-
-def _skipped(name: str, detail: str) -> CheckFinding:
-    return CheckFinding(name=name, status=CheckStatus.SKIPPED, detail=detail)

@@ -61,7 +61,7 @@ class DraftHead(nn.Module):
         Returns of the tokens ``wanted`` (n,) int64, or of all, what ``lm_head`` reads and what the next draft token
         takes as ``hidden``, both (n, hidden).  Call it inside of ``forward_context``.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of head has its own
 
     def tokens_of(self, drafts: torch.Tensor) -> torch.Tensor:
         """Return the model's tokens (n,) of the same type for ids ``drafts`` (n,) of the drafts' vocabulary."""

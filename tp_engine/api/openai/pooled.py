@@ -48,7 +48,7 @@ class InputBody(PromptBody):
 
     def entry(self, values: FloatArray, model: ModelInfo) -> JsonObject:
         """Return what the answer tells of one input, of which the model made ``values``."""
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of body has its own
 
 
 class VectorBody(InputBody):
