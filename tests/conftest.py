@@ -84,21 +84,14 @@ def same_numbers_each_time(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.set_num_threads(1)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
-    """Restore the library's logger, which a launched process changes."""
-    logger = logging.getLogger("tp_engine")
+    """Restore the library's logger and its level in the environment, which commands and launched processes change."""
+    logger, level = logging.getLogger("tp_engine"), os.environ.get("TP_ENGINE_LOG_LEVEL")
     before = logger.handlers[:], logger.level, logger.propagate
     yield
     logger.handlers[:], logger.level, logger.propagate = before
-
-
-@pytest.fixture(autouse=True)
-def log_level_comes_back() -> Iterator[None]:
-    """``tp-engine check``, run in this process, sets the level for itself and the processes that it starts."""
-    before = os.environ.get("TP_ENGINE_LOG_LEVEL")
-    yield
-    if before is None:
+    if level is None:
         os.environ.pop("TP_ENGINE_LOG_LEVEL", None)
 
 

@@ -137,7 +137,7 @@ def test_a_model_that_the_server_does_not_have(folder: Path) -> None:
     assert report.exit_code == 2 and "it has served" in report.findings[-1].detail
 
 
-def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logging_as_before: None) -> None:
+def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the exit code and JUnit's file of a fault; options that only an engine here has are refused."""
     monkeypatch.setenv("TP_ENGINE_LOG_LEVEL", "WARNING")  # the command sets it
     junit = tmp_path / "junit.xml"

@@ -17,8 +17,6 @@ from tp_engine.cli import bench, machine
 from tp_engine.cli.findings import Status
 from tp_engine.cli.main import COMMANDS, main
 
-pytestmark = pytest.mark.usefixtures("logging_as_before")
-
 
 def test_every_command_is_listed_and_exists(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the table of commands; each names an existing function."""

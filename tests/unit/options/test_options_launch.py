@@ -15,9 +15,6 @@ from tp_engine.options.launch import run_launched
 TABLES = {"engine": EngineConfig}
 
 
-pytestmark = pytest.mark.usefixtures("logging_as_before")
-
-
 @pytest.fixture(params=[0, 1], ids=["rank 0", "rank 1"])
 def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """This process as a rank of a torchrun job of two."""
