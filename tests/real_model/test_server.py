@@ -80,12 +80,13 @@ def test_json_by_schema(client: openai.OpenAI) -> None:
 
 @pytest.mark.timeout(600)
 def test_a_tool_s_round_trip(client: openai.OpenAI) -> None:
-    """Oracle: the tool's name and schema; the model has not learned tools, so the call is forced.
+    """Oracle: the tool's name and schema; the tool's result goes back, and the answer ends by itself.
 
-    The tool's result goes back, and the answer ends by itself.
+    The model has not learned tools: the call is forced, and one alone, because it would repeat it without an end.
     """
     messages: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Paris?"}]
-    asked = chat(client, messages, tools=[WEATHER], tool_choice="required", max_tokens=96).choices[0]
+    forced = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
+    asked = chat(client, messages, **forced, max_tokens=96).choices[0]
     assert asked.finish_reason == "tool_calls"
     call = asked.message.tool_calls[0]
     assert call.function.name == "get_weather"
