@@ -36,6 +36,38 @@ class Pooling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageInput:
+    """One image of a prompt: where its tokens stand, and where its pixels are.
+
+    It takes the ``num_tokens`` places of the expanded prompt from ``start`` on: as many as its rows of embeddings, and
+    those of the texts between rows that a family puts inside of an image.  ``grid`` is (rows, columns) of embeddings.
+    ``digest`` (32 bytes) is a sha256 over the pixels, their size, and all else that changes the embeddings: equal
+    digests mean equal embeddings.  The pixels, RGB of uint8 after the resize, (height, width, 3), begin ``offset``
+    bytes into file ``fd`` of process ``pid``, an anonymous file that this process keeps open until the request ends.
+    """
+
+    start: int
+    num_tokens: int
+    grid: tuple[int, int]
+    digest: bytes
+    pid: int
+    fd: int
+    offset: int
+    height: int
+    width: int
+
+    @property
+    def num_rows(self) -> int:
+        """Embeddings that the tower makes of it."""
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its pixels."""
+        return self.height * self.width * 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """A checked and tokenized request.
 
@@ -46,7 +78,8 @@ class EngineRequest:
     of one token, which means nothing.  ``adapter`` names a LoRA adapter, or is empty.  The scheduler enters the
     ``adapter_generation`` of what is loaded under that name: a number that no other load of any adapter has, 0 for the
     model alone.  Its K/V are never taken for those of another.  ``prompt_field`` is the field of the client's request
-    that the prompt comes from, for errors.
+    that the prompt comes from, for errors.  ``images`` stand in the order of their places; the ids at the places of
+    their rows are the model's placeholder (``VisionSpec.image_token_id``), which means no image anywhere else.
     """
 
     request_id: str
@@ -61,6 +94,7 @@ class EngineRequest:
     adapter: str = ""
     adapter_generation: int = 0
     prompt_field: str = "prompt"
+    images: tuple[ImageInput, ...] = ()
 
     @property
     def is_constrained(self) -> bool:

@@ -15,6 +15,7 @@ from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 from tp_engine.model_config.source import CONFIG_FILE, MODEL_FILES, QUANTIZATION_FILE, read_json, resolve_model_folder
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.stored_model import fitted, says_dtype
+from tp_engine.model_config.vision import READY, read_vision
 from tp_engine.units import round_up
 
 MAX_WORLD_SIZE = 64
@@ -25,7 +26,9 @@ def read_model(config: Mapping[str, Any]) -> ModelSpec:
     """Parse a config.json.  Raises ``ConfigError`` for anything that is missing, wrong or not supported."""
     whole = ConfigJson(config)
     spec = read_spec(whole)
-    return dataclasses.replace(spec, ignored_keys=tuple(sorted(whole.unread.ignored)), warnings=whole.unread.warnings)
+    vision = read_vision(whole, spec.hidden_size) if whole.architecture in READY else None
+    ignored = tuple(sorted(whole.unread.ignored))
+    return dataclasses.replace(spec, vision=vision, ignored_keys=ignored, warnings=whole.unread.warnings)
 
 
 def load_model_config(

@@ -21,6 +21,7 @@ from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 from tp_engine.model_config.names import USUAL_NAMES, CheckpointNames
 from tp_engine.model_config.quantization import QuantizationSpec, WeightScheme
 from tp_engine.model_config.rope import RopeSpec
+from tp_engine.model_config.vision import VisionSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,8 +233,8 @@ class ModelSpec:
     one, it uses that.  A ``classifier`` makes scores in place of text.  ``max_position_key`` is what bounds its
     positions, ``max_position``, in config.json.  ``beside`` is what a draft head keeps in the cache, as one more layer
     behind the model's.  ``stored_mtp`` is the model's own head, if the checkpoint has one, and ``mtp`` that if the
-    engine runs it.  ``notes`` and ``warnings`` are what the operator should know of the checkpoint's files,
-    ``ignored_keys`` those of config.json that have no effect.
+    engine runs it.  ``vision`` is how it sees images; None: the engine runs text alone.  ``notes`` and ``warnings`` are
+    what the operator should know of the checkpoint's files, ``ignored_keys`` those of config.json that have no effect.
     """
 
     architecture: str
@@ -257,6 +258,7 @@ class ModelSpec:
     beside: KvKind | None = None
     mtp: MtpSpec | None = None
     stored_mtp: MtpSpec | None = field(default=None, compare=False)
+    vision: VisionSpec | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
     ignored_keys: tuple[str, ...] = field(default=(), compare=False)
     warnings: tuple[str, ...] = field(default=(), compare=False)

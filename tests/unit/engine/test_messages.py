@@ -14,7 +14,7 @@ from tp_engine.engine import messages
 from tp_engine.engine.messages import ToEngine, ToFrontend, decode_to_engine, decode_to_frontend, encode
 from tp_engine.errors import RequestError
 from tp_engine.plan import TokenLogprobs
-from tp_engine.request import EngineRequest, FinishReason, Pooling, SequenceDelta, StepOutput
+from tp_engine.request import EngineRequest, FinishReason, ImageInput, Pooling, SequenceDelta, StepOutput
 from tp_engine.sampling_params import SamplingParams
 
 EVERY_PARAM = SamplingParams(
@@ -84,6 +84,26 @@ TO_ENGINE: list[ToEngine] = [
     messages.AddRequest(
         request=EngineRequest(
             request_id="p", prompt_token_ids=[7], params=SamplingParams(), pooling=Pooling(token_ids=(3, 5))
+        )
+    ),
+    messages.AddRequest(
+        request=EngineRequest(
+            request_id="i",
+            prompt_token_ids=[7, 300, 300],
+            params=SamplingParams(),
+            images=(
+                ImageInput(
+                    start=1,
+                    num_tokens=2,
+                    grid=(1, 2),
+                    digest=bytes(range(32)),
+                    pid=2**22,
+                    fd=9,
+                    offset=2**33,
+                    height=32,
+                    width=64,
+                ),
+            ),
         )
     ),
     messages.AbortRequests(request_ids=["a", "b"]),

@@ -1,0 +1,155 @@
+"""The vision part of a model, as far as text, rules and plans need to know it.  No torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from tp_engine.errors import ConfigError, shown
+from tp_engine.model_config.config_json import ConfigJson
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+HALF = (0.5, 0.5, 0.5)
+READY: frozenset[str] = frozenset()
+"""The architectures whose images the engine takes; of the others it runs the text part."""
+
+_Numbers: TypeAlias = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionSpec:
+    """How a model sees images.
+
+    ``family`` names the rules of its sizes and its tower.  An image is cut into patches of ``patch`` pixels a side, and
+    ``merge`` x ``merge`` of them make one row of ``hidden_size`` elements, the text part's, at the place of one
+    ``image_token_id``; each patch is repeated ``temporal_patch`` times, as if the image were so many frames.  Pixels
+    from 0 to 1 are normalised by ``mean`` and ``std``, per colour.  The tokens ``start_token_id`` and ``end_token_id``,
+    if config.json names them, stand around an image as text.
+
+    ``turns_by_place``: tokens of an image turn by time, row and column (``RopeSpec.sections``), and text goes on behind
+    the larger of its rows and columns.  ``deep_layers``: how many further rows of an image are added behind the first
+    layers of the text part (DeepStack).  ``is_bidirectional``: tokens of an image see all of it, so that no chunk may
+    cut it.  ``config`` is the object ``vision_config`` of config.json, ``whole`` the file without its text part, for
+    what a family keeps beside it.
+    """
+
+    family: str
+    image_token_id: int
+    hidden_size: int
+    patch: int
+    merge: int
+    temporal_patch: int = 1
+    mean: _Numbers = HALF
+    std: _Numbers = HALF
+    start_token_id: int | None = None
+    end_token_id: int | None = None
+    turns_by_place: bool = False
+    deep_layers: int = 0
+    is_bidirectional: bool = False
+    config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+    whole: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+
+
+def read_vision(config: ConfigJson, hidden_size: int) -> VisionSpec | None:
+    """Return the vision part of the model that ``config`` describes, whose text part has ``hidden_size``.
+
+    None: it has none that this engine knows.  Raises ``ConfigError`` for what is wrong in it.
+    """
+    found = _FAMILIES.get(config.architecture)
+    own = config.peek("vision_config")
+    if found is None or not isinstance(own, dict):
+        return None
+    family, read = found
+    whole = {name: config.peek(name) for name in config.names if name not in ("text_config", "vision_config")}
+    return VisionSpec(
+        family=family,
+        hidden_size=hidden_size,
+        config=own,
+        whole=whole,
+        **read(config, config.below(own, "vision_config")),
+    )
+
+
+def _qwen(config: ConfigJson, vision: ConfigJson, patch: int = 16) -> dict[str, Any]:
+    """Qwen2.5-VL and later: three positions per token, two frames per patch."""
+    return {
+        "image_token_id": _token(config, "image_token_id"),
+        "start_token_id": config.take("vision_start_token_id", int),
+        "end_token_id": config.take("vision_end_token_id", int),
+        "patch": vision.take_positive("patch_size", patch),
+        "merge": vision.take_positive("spatial_merge_size", 2),
+        "temporal_patch": vision.take_positive("temporal_patch_size", 2),
+        "turns_by_place": True,
+        "deep_layers": len(vision.take("deepstack_visual_indexes", list, []) or []),
+    }
+
+
+def _qwen2_5(config: ConfigJson, vision: ConfigJson) -> dict[str, Any]:
+    return {**_qwen(config, vision, patch=14), "mean": CLIP_MEAN, "std": CLIP_STD, "deep_layers": 0}
+
+
+def _mistral3(config: ConfigJson, vision: ConfigJson) -> dict[str, Any]:
+    """Rows of an image end with a token of the text."""
+    return {
+        "image_token_id": _token(config, "image_token_id", "image_token_index"),
+        "patch": vision.take_positive("patch_size", 14),
+        "merge": config.take_positive("spatial_merge_size", 2),
+        "mean": CLIP_MEAN,
+        "std": CLIP_STD,
+    }
+
+
+def _gemma3(config: ConfigJson, vision: ConfigJson) -> dict[str, Any]:
+    """One size for all images; the patches of a square are averaged."""
+    patch, side = vision.take_positive("patch_size", 14), vision.take_positive("image_size", 896)
+    rows = round(config.take_positive("mm_tokens_per_image", 256) ** 0.5)
+    if side % patch or side // patch % rows:
+        raise ConfigError(
+            f"{config.origin}: an image has {side // patch} patches a side and mm_tokens_per_image asks for {rows} "
+            "tokens a side; the first must be a multiple of the second"
+        )
+    return {
+        "image_token_id": _token(config, "image_token_id", "image_token_index"),
+        "start_token_id": config.take("boi_token_index", int),
+        "end_token_id": config.take("eoi_token_index", int),
+        "patch": patch,
+        "merge": side // patch // rows,
+        "is_bidirectional": True,
+    }
+
+
+def _gemma4(config: ConfigJson, vision: ConfigJson) -> dict[str, Any]:
+    """The tower itself maps pixels to -1 ... 1; bidirectional only where config.json says so."""
+    inner = config.peek("text_config")
+    way = inner.get("use_bidirectional_attention") if isinstance(inner, dict) else None
+    return {
+        "image_token_id": _token(config, "image_token_id"),
+        "start_token_id": config.take("boi_token_id", int),
+        "end_token_id": config.take("eoi_token_id", int),
+        "patch": vision.take_positive("patch_size", 16),
+        "merge": vision.take_positive("pooling_kernel_size", 3),
+        "mean": (0.0, 0.0, 0.0),
+        "std": (1.0, 1.0, 1.0),
+        "is_bidirectional": way == "vision",
+    }
+
+
+def _token(config: ConfigJson, *names: str) -> int:
+    found = config.take_either(int, *names)
+    if found is None or found < 0:
+        raise ConfigError(f"{config.origin}: {names[0]} is {shown(found)}; it must be the id of the image's token")
+    return found
+
+
+_FAMILIES: dict[str, tuple[str, Callable[[ConfigJson, ConfigJson], dict[str, Any]]]] = {
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", _qwen2_5),
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl", _qwen),
+    "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl", _qwen),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", _qwen),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5", _qwen),
+    "Mistral3ForConditionalGeneration": ("mistral3", _mistral3),
+    "Gemma3ForConditionalGeneration": ("gemma3", _gemma3),
+    "Gemma4ForConditionalGeneration": ("gemma4", _gemma4),
+}
+"""By architecture: the family's name, and the reader of what differs."""
