@@ -48,7 +48,7 @@ DIRECTIONS = {
 LAUNCHERS = {"serve", "batch"}
 
 # Folders that belong to the foundation: modules of it that now have several files.
-FOUNDATION_FOLDERS = {"advice", "model_config", "options", "flight_recorder"}
+FOUNDATION_FOLDERS = {"advice", "model_config", "options", "flight_recorder", "images"}
 
 # What the modules of cpu/ belong to; they stand in one folder so that who works on GPUs may pass it by.
 CPU_PARTS = {"attention": "attention", "shared_memory": "distributed", "tape_recorder": "worker"}
@@ -62,6 +62,7 @@ DOORS = {
     "safetensors": "tp_engine/weights/",
     "llguidance": "tp_engine/grammar/",
     "ray": "tp_engine/integrations/",
+    "PIL": "tp_engine/images/",
     "pytest": "tp_engine/testing/",
     "os.environ": "tp_engine/env.py",
     "os.getenv": "tp_engine/env.py",

@@ -1,0 +1,194 @@
+"""The sizes to which images are resized, and the tokens that they take, per family.
+
+Oracle of sizes, tokens and pixels: transformers' image processors that work with Pillow.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import (
+    Gemma4ImageProcessorPil,
+    get_aspect_ratio_preserving_size,
+)
+from transformers.models.pixtral.image_processing_pil_pixtral import (
+    PixtralImageProcessorPil,
+    get_resize_output_image_size,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+
+from tp_engine.errors import ConfigError, RequestError
+from tp_engine.images.rules import ImageRules, image_rules, read_processor
+
+HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+# family -> the file's settings as the Hub has them, the side of a cell, transformers' class.
+FAMILIES: dict[str, tuple[dict[str, Any], int, type[Any]]] = {
+    "qwen2_5_vl": ({"min_pixels": 3136, "max_pixels": 12845056}, 28, Qwen2VLImageProcessorPil),
+    "qwen3_5": (
+        {"size": {"shortest_edge": 65536, "longest_edge": 16777216}, "patch_size": 16, "merge_size": 2, **HALF},
+        32,
+        Qwen2VLImageProcessorPil,
+    ),
+    "gemma3": ({"size": {"height": 896, "width": 896}, "do_pan_and_scan": None}, 56, Gemma3ImageProcessorPil),
+    "gemma4": ({"max_soft_tokens": 280, "do_normalize": False}, 48, Gemma4ImageProcessorPil),
+    "mistral3": (
+        {"size": {"longest_edge": 1540}, "patch_size": {"height": 28, "width": 28}},
+        28,
+        PixtralImageProcessorPil,
+    ),
+}
+# (height, width) -> tokens, as measured with the processors of five families.
+TOKENS = {
+    "qwen2_5_vl": [4, 28, 391, 2691, 4, 4, 13, 15301],
+    "qwen3_5": [64, 72, 300, 2040, 64, 64, 102, 11750],
+    "gemma3": [256] * 8,
+    "gemma4": [256, 253, 266, 264, 256, 256, 210, 266],
+    "mistral3": [12, 36, 432, 1736, 6, 2, 16, 2365],
+}
+SHAPES = [(64, 64), (100, 200), (480, 640), (1080, 1920), (33, 33), (1, 1), (10, 400), (4000, 3000)]
+
+
+def rules_of(family: str) -> ImageRules:
+    settings, cell, _ = FAMILIES[family]
+    return image_rules(family, settings, cell=cell)
+
+
+def expected_size(family: str, height: int, width: int) -> Any:
+    """What transformers' function for sizes says; one size for Gemma 3."""
+    settings, cell, _ = FAMILIES[family]
+    if family.startswith("qwen"):
+        size = settings.get("size", {"shortest_edge": 3136, "longest_edge": 12845056})
+        return smart_resize(height, width, cell, size["shortest_edge"], size["longest_edge"])
+    if family == "gemma4":
+        return get_aspect_ratio_preserving_size(height, width, 16, 280 * 9, 3)
+    if family == "mistral3":
+        # an image that takes no memory: all its pixels are one
+        image = np.broadcast_to(np.zeros(1, np.uint8), (3, height, width))
+        return get_resize_output_image_size(image, 1540, 28, "channels_first")
+    return 896, 896
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_shapes_are_those_that_were_measured(family: str) -> None:
+    """Oracle: numbers that transformers' processors gave, written here."""
+    rules = rules_of(family)
+    assert [rules.num_tokens(*rules.resized(*shape)) for shape in SHAPES] == TOKENS[family]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_are_those_of_transformers(family: str) -> None:
+    """Oracle: transformers' functions, for 2,000 shapes: of any ratio, and near each limit."""
+    rules = rules_of(family)
+    draw = random.Random(family)
+    limits = [1, 2, 27, 28, 29, 31, 32, 33, 47, 48, 49, 255, 256, 257, 1539, 1540, 1541, 3584, 4095, 4096, 4097]
+    for _ in range(2000):
+        height, width = (
+            draw.choice(limits) if draw.random() < 0.3 else int(2 ** draw.uniform(0, 13)) for _ in range(2)
+        )
+        if family.startswith("qwen") and max(height, width) / min(height, width) > 200:
+            with pytest.raises(RequestError, match=f"{width} x {height} pixels.*200 times"):
+                rules.resized(height, width)
+            continue
+        if family == "mistral3" and max(height, width) > 1540 * min(height, width):
+            continue  # transformers would make a side of 0 pixels
+        resized = rules.resized(height, width)
+        assert resized == expected_size(family, height, width), (height, width)
+        rows, columns = rules.grid(*resized)
+        largest_rows, largest_columns = rules.grid(*rules.largest)
+        assert 1 <= rows * columns <= largest_rows * largest_columns
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pixels_have_the_bits_of_transformers(family: str) -> None:
+    """Oracle: the processor's own float32 pixels, for images of any shape, and a form that is resized to itself."""
+    settings, _, kind = FAMILIES[family]
+    rules = rules_of(family)
+    processor = kind(**settings)
+    noise = np.random.default_rng(3)
+    for height, width in [(64, 64), (1, 1), (200, 1), (37, 411), (333, 500), rules.resized(500, 333)]:
+        image = Image.fromarray(noise.integers(0, 256, (height, width, 3), np.uint8))
+        rows, columns = rules.resized(height, width)
+        pixels = np.asarray(image.resize((columns, rows), rules.resample))
+        own = ((pixels * (1 / 255)).astype(np.float32) - np.array(rules.mean, np.float32)) / np.array(
+            rules.std, np.float32
+        )
+        theirs = np.asarray(processor(image)["pixel_values"])
+        assert np.array_equal(in_patches(family, own.transpose(2, 0, 1)), theirs.reshape(-1)[: own.size * 2])
+
+
+def in_patches(family: str, pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Pixels (3, height, width) in the order of the family's processor, flat."""
+    _, height, width = pixels.shape
+    if family.startswith("qwen"):
+        patch = FAMILIES[family][1] // 2
+        blocks = pixels.reshape(3, height // patch // 2, 2, patch, width // patch // 2, 2, patch)
+        return np.stack([blocks.transpose(1, 4, 2, 5, 0, 3, 6)] * 2, axis=5).reshape(-1)
+    if family == "gemma4":
+        patches = pixels.reshape(3, height // 16, 16, width // 16, 16).transpose(1, 3, 2, 4, 0).reshape(-1, 768)
+        return np.pad(patches, ((0, 280 * 9 - len(patches)), (0, 0))).reshape(-1)[: pixels.size * 2]
+    return pixels.reshape(-1)
+
+
+def test_largest_is_kept_as_it_is() -> None:
+    """Oracle: an image of the largest size takes the most tokens, and is not resized."""
+    for family, tokens in {"qwen2_5_vl": 16384, "qwen3_5": 16384, "gemma4": 280, "mistral3": 55 * 56}.items():
+        rules = rules_of(family)
+        assert rules.resized(*rules.largest) == rules.largest
+        assert rules.num_tokens(*rules.largest) == tokens
+
+
+def test_overrides_stand_for_the_file() -> None:
+    """Oracle: sizes computed by hand."""
+    settings, cell, _ = FAMILIES["qwen2_5_vl"]
+    size = {"size": {"shortest_edge": 784, "longest_edge": 7840}}
+    assert image_rules("qwen2_5_vl", settings, cell=cell, overrides=size).resized(280, 280) == (84, 84)
+    assert image_rules("qwen2_5_vl", settings, cell=cell, overrides={"max_pixels": 7840}).resized(280, 280) == (84, 84)
+    gemma = image_rules("gemma4", {}, cell=48, overrides={"max_soft_tokens": 70})
+    assert gemma.num_tokens(*gemma.resized(480, 480)) == 64
+    with pytest.raises(ConfigError, match=r"'max_pixel'.*did you mean max_pixels"):
+        image_rules("qwen2_5_vl", settings, cell=cell, overrides={"max_pixel": 7840})
+    with pytest.raises(ConfigError, match=r"--mm-processor-kwargs: max_pixels is -1; it must be a whole number"):
+        image_rules("qwen2_5_vl", settings, cell=cell, overrides={"max_pixels": -1})
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("llama", {}, "images of llama have no rules"),
+        ("gemma3", {"do_pan_and_scan": True}, "do_pan_and_scan is True; it must be False"),
+        ("qwen3_5", {"do_resize": False}, "do_resize is False; it must be True"),
+        ("qwen3_5", {"rescale_factor": 0.5}, "rescale_factor is 0.5"),
+        ("qwen3_5", {"image_std": [1, 1, 0]}, "image_std is .* three numbers"),
+        ("qwen3_5", {"size": {"shortest_edge": 1 << 40}}, "shortest_edge is 1099511627776"),
+        ("qwen3_5", {"size": {"shortest_edge": 9999, "longest_edge": 1024}}, "min <= max"),
+        ("gemma3", {"size": {"height": 900, "width": 896}}, "multiples of 32"),
+        ("gemma4", {"max_soft_tokens": 100}, "one of"),
+        ("mistral3", {"size": {"height": 10, "width": 20}}, "one length for both sides"),
+        ("qwen3_5", {"resample": "bicubic"}, "resample is 'bicubic'"),
+    ],
+)
+def test_settings_that_no_tower_takes_are_refused_by_name(family: str, settings: dict[str, Any], message: str) -> None:
+    """Oracle: the message names the setting, its value and the rule."""
+    with pytest.raises(ConfigError, match=message):
+        image_rules(family, settings, cell=32)
+
+
+def test_both_files_of_a_folder_are_read(tmp_path: Path) -> None:
+    """Oracle: the newer file, which has the older one's content below a key, goes first, as in transformers."""
+    with pytest.raises(ConfigError, match=r"has no preprocessor_config\.json"):
+        read_processor(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 1}))
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_token": "[IMG]"}))
+    assert read_processor(tmp_path) == ({"min_pixels": 1}, "preprocessor_config.json")
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {"min_pixels": 2}}))
+    assert read_processor(tmp_path) == ({"min_pixels": 2}, "processor_config.json")
+    (tmp_path / "processor_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="can not be read"):
+        read_processor(tmp_path)
