@@ -287,9 +287,9 @@ class Settings:
         return first, second, third
 
 
-# model_type of config.json -> its rules, and what transformers takes where a file says nothing.
+# VisionSpec.family -> its rules, and what transformers takes where a file says nothing.
 _FAMILIES: dict[str, tuple[type[ImageRules], dict[str, Any]]] = {
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), (QwenRules, _CLIP)),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_5"), (QwenRules, _CLIP)),
     "gemma3": (FixedRules, {**_HALF, "resample": _BILINEAR}),
     "gemma4": (SoftTokenRules, {"do_normalize": False, "image_mean": (0.0,) * 3, "image_std": (1.0,) * 3}),
     "mistral3": (LongestEdgeRules, _CLIP),
@@ -306,7 +306,7 @@ def image_rules(
 ) -> ImageRules:
     """Return the rules of a model.
 
-    ``family`` is the ``model_type`` of config.json, ``processor`` the content of the file ``origin``
+    ``family`` is that of ``VisionSpec``, ``processor`` the content of the file ``origin``
     (``read_processor``), ``cell`` the tower's patch size times the merged patches of a side, and ``overrides`` those of
     ``--mm-processor-kwargs``.  ``ConfigError`` for a family without rules, and for settings that have no effect or
     that no tower could take.
