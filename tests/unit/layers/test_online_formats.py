@@ -68,3 +68,19 @@ def test_error_of_a_model_is_bounded(
     assert found is not None and expected is not None
     error = relative_rms(found, expected)
     assert 0.001 < error < largest * (1.5 if architecture == "qwen3-moe" else 1.0), error
+
+
+def test_int4_does_not_depend_on_the_order_of_sums() -> None:
+    """Oracle: the columns of each group in another order, as another device adds them; codes follow their columns.
+
+    Half of the groups have two weights of the largest magnitude, one of each sign, as bfloat16 weights often have.
+    """
+    weight = torch.randn(512, 8 * INT4_GROUP, generator=torch.Generator().manual_seed(0))
+    groups = weight.view(-1, INT4_GROUP)
+    groups[::2, 3] = groups[::2].abs().amax(-1) * 1.25
+    groups[::2, 20] = -groups[::2, 3]
+    order = torch.randperm(INT4_GROUP, generator=torch.Generator().manual_seed(1))
+    one, other = (quantise_int4(rows.reshape(weight.shape)) for rows in (groups, groups[:, order]))
+    assert one.scales is not None and other.scales is not None and torch.equal(one.scales, other.scales)
+    codes = [torch.stack((each.codes & 15, each.codes >> 4), -1).view(-1, INT4_GROUP) for each in (one, other)]
+    assert torch.equal(codes[0][:, order], codes[1])

@@ -96,20 +96,28 @@ def _int4_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     The weight of the largest magnitude gets code -8, so that all 16 codes occur, or is clipped a little.  For each such
     choice of codes the best scale follows from the sum of ``|w| * error ** 2``, and the best choice is kept.  Without
     the factor ``|w|`` large weights are clipped too much, and perplexities rise (docs/benchmarks.md).
+
+    Every device chooses the same codes and scales: of two weights of the largest magnitude the positive one counts, and
+    sums are in float64, so that the order of their terms does not change what is rounded to float16.
     """
     magnitudes = groups.abs()
-    largest = groups.gather(-1, magnitudes.argmax(-1, keepdim=True))
-    best, scales = torch.full_like(largest, -1), torch.zeros_like(largest)
+    highest, lowest = groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True)
+    largest = torch.where(highest >= -lowest, highest, lowest)
+    best, scales = torch.full_like(largest, -1, dtype=torch.float64), torch.zeros_like(largest, dtype=torch.float64)
     for share in _INT4_SHARES:
         codes = _int4_codes(groups, largest * (share / -INT4_OFFSET))
         weighted = magnitudes * codes
-        products, squares = (weighted * groups).sum(-1, keepdim=True), (weighted * codes).sum(-1, keepdim=True)
+        products, squares = (_exact_sum(weighted * factor) for factor in (groups, codes))
         fit = products * _inverse(squares)
         gain = fit * products  # what these codes take away from the error of zeros
         scales = torch.where(gain > best, fit, scales)
         best = torch.maximum(gain, best)
     scales = scales.half()
     return _int4_codes(groups, scales.float()).add_(INT4_OFFSET).to(torch.uint8), scales
+
+
+def _exact_sum(values: torch.Tensor) -> torch.Tensor:
+    return values.sum(-1, keepdim=True, dtype=torch.float64)
 
 
 def _int4_codes(groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
