@@ -21,6 +21,7 @@ from tests.quantised.packing import Tensors
 KEPT_MODULES = re.compile(
     r"lm_head|.*\.(gate|router|router\.proj|shared_expert_gate|in_proj_(ba|b|a))|.*\.(vision_tower|visual)\..*"
 )
+_KEPT_BUT_HEAD = re.compile(KEPT_MODULES.pattern.removeprefix("lm_head|"))
 STACKED_EXPERTS = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 SAME_NUMBERS = ("pack-quantized-asym", "awq", "gptq-asym", "gptq-v2-asym")
 
@@ -36,14 +37,15 @@ def compress(
     with_patterns: bool = False,
     moves_experts: bool = False,
     kept_modules: str = "",
+    with_head: bool = False,
 ) -> None:
     """Write the checkpoint ``folder`` in the format ``name`` of ``FORMATS``.
 
     ``target`` gets the quantised checkpoint, ``twin`` a float32 one with the weights that the codes stand for.
     ``group`` is the group or block size, if the format has one (None: its usual one).  The layers ``kept_layers`` stay
     as they are, which the configuration says ``with_patterns`` if the format has any.  Modules whose whole names match
-    ``kept_modules`` stay too.  Stacks of experts (experts, out, in) become modules for each expert, as in what
-    compressors write; with ``moves_experts`` they are below ``moe``.
+    ``kept_modules`` stay too, and so does the output head unless ``with_head``.  Stacks of experts (experts, out, in)
+    become modules for each expert, as in what compressors write; with ``moves_experts`` they are below ``moe``.
 
     Raises ``ValueError`` if a weight's columns are no multiple of the group.
     """
@@ -52,7 +54,8 @@ def compress(
         raise ValueError(f"{name} has no groups: leave out group={group}")
     how = replace(how, group=group or how.group)
     folders = (folder, target, twin)
-    kept = re.compile(f"{KEPT_MODULES.pattern}|{kept_modules}") if kept_modules else KEPT_MODULES
+    usual = _KEPT_BUT_HEAD if with_head else KEPT_MODULES
+    kept = re.compile(f"{usual.pattern}|{kept_modules}") if kept_modules else usual
 
     def quantise(weight: torch.Tensor) -> Numbers:
         return how.quantise(weight, how.group)
@@ -95,8 +98,18 @@ def compress_mixed(folder: Path, target: Path, twin: Path, *, joint_rows: Sequen
             whole = {"weight": torch.cat([one["weight"] for one in packed]), **scales}
         return whole, torch.cat([one.weight() for one in parts])
 
-    kept = re.compile(KEPT_MODULES.pattern.removeprefix("lm_head|"))
-    _write(folder, target, twin, fp4, (), False, lambda weight: fp4.quantise(weight, fp4.group), False, kept, pack)
+    _write(
+        folder,
+        target,
+        twin,
+        fp4,
+        (),
+        False,
+        lambda weight: fp4.quantise(weight, fp4.group),
+        False,
+        _KEPT_BUT_HEAD,
+        pack,
+    )
     path = target / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["quantization_config"] = {

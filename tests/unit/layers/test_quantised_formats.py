@@ -214,6 +214,32 @@ def test_integer_products_equal_an_emulation(checkpoint: Callable[..., Path], tm
     torch.testing.assert_close(layer.product(x, None).double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_auto_round", [False, True])
+@pytest.mark.parametrize("name", ["awq", "gptq", "gptq-8-asym"])
+def test_quantised_heads(name: str, is_auto_round: bool, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: the twin, with the output head; AutoRound writes the same tensors, and other keys."""
+    folder = checkpoint("qwen3", tie=False, vocab_size=208, **SHAPE)
+    compress(folder, tmp_path / "target", tmp_path / "twin", name, group=32, with_head=True)
+    path = tmp_path / "target" / "config.json"
+    config = json.loads(path.read_text())
+    own = config["quantization_config"]
+    own["lm_head"] = True
+    if is_auto_round:
+        shared = {"bits": own["bits"], "group_size": 32, "sym": own.get("sym", True), "data_type": "int"}
+        config["quantization_config"] = {
+            "quant_method": "auto-round",
+            **shared,
+            "packing_format": f"auto_round:auto_{'awq' if name == 'awq' else 'gptq'}",
+            "block_name_to_quantize": "model.layers",
+            "extra_config": {"lm_head": shared, "model.layers.0.self_attn.qkv": {"bits": 16, "data_type": "float"}},
+            "autoround_version": "0.9.0",
+            "seqlen": 512,
+        }
+    path.write_text(json.dumps(config))
+    for world_size in (1, 2):
+        assert_equal_twin(tmp_path / "target", tmp_path / "twin", world_size, least=9)
+
+
 @pytest.mark.parametrize("name", ["awq", "gptq"])
 def test_unnamed_plain_modules_are_found(name: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: the twin, although config.json does not name the layer that is not quantised."""

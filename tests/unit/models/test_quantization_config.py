@@ -56,6 +56,11 @@ AWQ: dict[str, Any] = {
     "bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm",
     "zero_point": True,
 }  # fmt: skip
+AUTO_ROUND: dict[str, Any] = {
+    "autoround_version": "0.5.1", "batch_size": 8, "bits": 4, "data_type": "int", "group_size": 128, "iters": 200,
+    "low_gpu_mem_usage": True, "nsamples": 512, "packing_format": "auto_round:auto_gptq", "quant_method": "auto-round",
+    "seqlen": 2048, "sym": True,
+}  # fmt: skip
 NVFP4 = {
     "producer": {"name": "modelopt", "version": "0.29.0"},
     "quantization": {
@@ -215,6 +220,17 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[WeightScheme | None, WeightSche
         {**GPTQ, "modules_in_block_to_quantize": [["self_attn.q_proj"], ["self_attn.o_proj"]]},
         (GPTQ4, None, None),
     ),
+    "Intel/Qwen3.5-122B-A10B-int4-AutoRound": (
+        {
+            **AUTO_ROUND, "block_name_to_quantize": ["model.language_model.layers", "model.layers"],
+            "extra_config": {f"{LAYER}.self_attn.q_proj": {"bits": 8}, r".*mlp\.gate": {"bits": 16}},
+        },
+        (WeightScheme(packing="gptq", kind="int8", group=128, scale_name="scales"), None, GPTQ4),
+    ),
+    "AutoRound as AWQ": (
+        {**AUTO_ROUND, "quant_method": "intel/auto-round", "packing_format": "auto_round:auto_awq", "block_name_to_quantize": "model.layers.3, model.x"},
+        (AWQ4,) * 3,
+    ),
     "gpt-oss-20b": (
         {
             "quant_method": "mxfp4",
@@ -246,14 +262,22 @@ def test_published_configurations(name: str) -> None:
 
 def test_every_method_is_covered() -> None:
     """Oracle: the table of readers."""
-    named = {values.get("quant_method", "modelopt") for values, _ in PUBLISHED.values()}
+    named = {values.get("quant_method", "modelopt").removeprefix("intel/") for values, _ in PUBLISHED.values()}
     assert named | {"modelopt_fp4"} == quant_methods().keys()
 
 
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        *(({"quant_method": name}, name) for name in ("bitsandbytes", "gguf", "hqq", "exl2", "auto-round", "quark")),
+        *(({"quant_method": name}, name) for name in ("bitsandbytes", "gguf", "hqq", "exl2", "quark")),
+        ({**AUTO_ROUND, "packing_format": "auto_round:fp8"}, "auto_gptq and auto_awq"),
+        ({**AUTO_ROUND, "packing_format": "auto_awq", "bits": 8}, "bits is 8"),
+        ({**AUTO_ROUND, "bits": 2}, "bits is 2"),
+        ({**AUTO_ROUND, "data_type": "mx_fp"}, "data_type"),
+        ({**AUTO_ROUND, "act_bits": 8}, "act_bits"),
+        ({**AUTO_ROUND, "rotation": "hadamard"}, "rotation"),
+        ({**AUTO_ROUND, "extra_config": {GATE: {"bits": 4, "rotation": "hadamard"}}}, "rotation"),
+        ({**AUTO_ROUND, "block_name_to_quantize": 3}, "block_name_to_quantize"),
         ({"bits": 4}, "quant_method"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "e5m2"),
         ({"quant_method": "fp8", "scale_fmt": "ue5m3"}, "ue5m3"),
@@ -264,12 +288,10 @@ def test_every_method_is_covered() -> None:
         ({**AWQ, "version": "gemv"}, "gemm"),
         ({**AWQ, "bits": 3}, "bits is 3"),
         ({**AWQ, "zero_point": False}, "zero_point"),
-        ({**AWQ, "lm_head": True}, "lm_head"),
         ({**AWQ, "modules_to_not_convert": [1]}, "list of names"),
         ({**GPTQ, "desc_act": True}, "desc_act is True.*AWQ or w4a16"),
         ({**GPTQ, "bits": 3}, "bits is 3"),
         ({**GPTQ, "group_size": 0}, "group_size"),
-        ({**GPTQ, "lm_head": True}, "lm_head"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "marlin"),
         ({**GPTQ, "is_marlin_format": True}, "is_marlin_format"),
         ({**GPTQ, "dynamic": {"+:.*": {"desc_act": True}}}, "desc_act"),
@@ -339,7 +361,9 @@ def test_the_document_lists_the_methods() -> None:
 def test_refused_methods_have_no_reader() -> None:
     """Oracle: the rule that a method is served or refused; unknown ones are refused, too."""
     assert not REFUSED.keys() & quant_methods().keys()
-    with pytest.raises(ConfigError, match=r"'other'.*serves awq, compressed-tensors, fp8"):
+    with pytest.raises(
+        ConfigError, match=r"'other'.*serves auto-round, awq, compressed-tensors, fp8"
+    ):
         read({"quant_method": "other"})
 
 

@@ -33,7 +33,6 @@ REFUSED = {
     "torchao": "its layout is not read",
     "quark": "its layout is not read",
     "fbgemm_fp8": "its layout is not read",
-    "auto-round": "its own layout is not read; export it as auto_gptq or auto_awq",
     "bitnet": "its weights of 2 bits are not read",
     "spqr": "its layout is not read",
     "higgs": "its layout is not read",
@@ -75,7 +74,7 @@ def _method(config: ConfigJson) -> str:
     """``quant_method``; modelopt's older files do not have it, but name their maker, or their algorithm by its key."""
     producer = config.peek("producer")
     if config.peek("quant_method") is not None:
-        return config.require("quant_method", str).lower()
+        return config.require("quant_method", str).lower().removeprefix("intel/")  # AutoRound's older files
     maker = producer.get("name") if isinstance(producer, dict) else producer
     if maker == "modelopt" or (maker is None and config.has("quant_algo")):
         return "modelopt"

@@ -21,15 +21,15 @@ def read(config: ConfigJson) -> QuantizationSpec:
             "look for a checkpoint with it, or save this one again by AutoAWQ with version gemm",
         )
     config.expect("zero_point", bool, True)
-    config.expect("lm_head", bool, False)
     config.skip("backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse")
     group = config.take_either(int, "group_size", "q_group_size") or 128
     scheme = WeightScheme(
         packing="awq", kind="int4", group=None if group == -1 else group, has_zeros=True, scale_name="scales"
     )
     ignored = config.take_names("modules_to_not_convert")
+    head = scheme if config.take("lm_head", bool, False) else None
     return QuantizationSpec(
         method="awq",
-        rules=(*((name, None) for name in (*ignored, "lm_head")), (EVERY_MODULE, scheme)),
+        rules=(*((name, None) for name in ignored), ("lm_head", head), (EVERY_MODULE, scheme)),
         is_found_by_tensors=True,
     )

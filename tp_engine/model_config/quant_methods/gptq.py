@@ -22,7 +22,6 @@ _NOTES = (
 def read(config: ConfigJson) -> QuantizationSpec:
     """Rules of ``dynamic`` come before all others; of ``modules_in_block_to_quantize`` only the named are quantised."""
     config.skip(*_NOTES)
-    config.expect("lm_head", bool, False)
     config.expect("is_marlin_format", bool, False)
     config.expect("pack_dtype", str, "int32")
     packing = _packing(config)
@@ -35,7 +34,8 @@ def read(config: ConfigJson) -> QuantizationSpec:
     scheme = _scheme(usual, packing, config)
     changes = tuple(_dynamic(config, usual, packing))
     named = _named(config)
-    rules = (*changes, ("lm_head", None), *((name, scheme) for name in named or (EVERY_MODULE,)))
+    head = scheme if config.take("lm_head", bool, False) else None
+    rules = (*changes, ("lm_head", head), *((name, scheme) for name in named or (EVERY_MODULE,)))
     has_zeros = any(one is not None and one.has_zeros for _, one in rules)
     if has_zeros:  # all modules' zero points are read, although those of symmetric ones are the middle
         rules = tuple((name, None if one is None else replace(one, has_zeros=True)) for name, one in rules)
