@@ -15,7 +15,9 @@ class Family:
     """The names of transformers' configuration and model, and the changes to ``make_checkpoint``'s settings.
 
     ``vision`` holds the settings of the vision part; the others are then those of the text part.  ``seed`` is chosen so
-    that no token is near the border between two experts.
+    that no token is near the border between two experts.  ``hub_name`` is what the hub's files call the model, where
+    transformers has another name.  ``saves_own_names``: tensors have transformers' names, because those that it makes
+    of them for the hub's form are not the hub's.
     """
 
     config: str
@@ -23,6 +25,8 @@ class Family:
     changes: dict[str, Any] = field(default_factory=dict)
     vision: dict[str, Any] | None = None
     seed: int = 0
+    hub_name: str | None = None
+    saves_own_names: bool = False
 
 
 _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.2, 1.5], "long_factor": [1.0, 2.0, 4.0]}
@@ -125,6 +129,26 @@ FAMILIES: dict[str, Family] = {
         vision=_GEMMA_VISION,
         seed=10,
     ),
+    "gemma4-e": Family(
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 8,
+            "layer_types": [*["sliding_attention", "sliding_attention", "full_attention"] * 2, *["full_attention"] * 2],
+            "attention_k_eq_v": False,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 203,
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma4-unified": Family(
+        "Gemma4UnifiedConfig",
+        "Gemma4UnifiedForConditionalGeneration",
+        {**_GEMMA4, "final_logit_softcapping": 9.0, "model_type": "gemma4_unified_text"},
+        vision={"mm_embed_dim": 32, "output_proj_dims": 32, "mm_posemb_size": 8},
+    ),
     "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM"),
     "olmo3": Family("Olmo3Config", "Olmo3ForCausalLM", {**_SLIDING_3_TO_1, "rope_scaling": _YARN}),
     "granite": Family(
@@ -132,11 +156,22 @@ FAMILIES: dict[str, Family] = {
         "GraniteForCausalLM",
         {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     ),
+    "hyperclovax": Family(
+        "HyperCLOVAXConfig",
+        "HyperCLOVAXForCausalLM",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 0.5},
+    ),
     "glm": Family("GlmConfig", "GlmForCausalLM"),
     "glm4": Family("Glm4Config", "Glm4ForCausalLM"),
     "smollm3": Family("SmolLM3Config", "SmolLM3ForCausalLM", {"num_hidden_layers": 4}),
     "seed-oss": Family("SeedOssConfig", "SeedOssForCausalLM", {"attention_out_bias": True}),
     "exaone4": Family("Exaone4Config", "Exaone4ForCausalLM", _SLIDING_3_TO_1),
+    "exaone4.5": Family(
+        "Exaone4_5_Config",
+        "Exaone4_5_ForConditionalGeneration",
+        {**_SLIDING_3_TO_1, "model_type": "exaone4"},
+        vision={**_QWEN_VISION, "num_key_value_heads": 2, "out_hidden_size": 64},
+    ),
     "cohere2": Family("Cohere2Config", "Cohere2ForCausalLM", {**_SLIDING_3_TO_1, "logit_scale": 0.5}),
     "ministral3": Family(
         "Ministral3Config",
@@ -211,6 +246,23 @@ FAMILIES: dict[str, Family] = {
         },
         seed=8,
     ),
+    "solar-open": Family(
+        "SolarOpenConfig",
+        "SolarOpenForCausalLM",
+        {
+            **_SHARED,
+            "n_routed_experts": 8,
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
+            "rope_parameters": {**_YARN, "rope_theta": 1e4},
+        },
+    ),
+    "hy-v3": Family(
+        "HYV3Config",
+        "HYV3ForCausalLM",
+        {**_SHARED, "num_experts": 8, "num_hidden_layers": 3, "router_scaling_factor": 1.5},
+        seed=1,
+    ),
     "minimax-m2": Family(
         "MiniMaxM2Config",
         "MiniMaxM2ForCausalLM",
@@ -234,6 +286,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek-v3": Family(
         "DeepseekV3Config", "DeepseekV3ForCausalLM", {**_LATENT, "rope_parameters": _LATENT_YARN}, seed=1
+    ),
+    "kimi-k2.5": Family(
+        "Kimi_K25Config",
+        "Kimi_K25ForConditionalGeneration",
+        {**_LATENT, "n_group": 1, "topk_group": 1, "rope_parameters": _LATENT_YARN, "model_type": "deepseek_v3"},
+        vision={**_VISION, "patch_size": 14, "pos_emb_height": 4, "pos_emb_width": 4},
+        hub_name="KimiK25ForConditionalGeneration",
+        saves_own_names=True,
     ),
     "deepseek-v3.2": Family("DeepseekV32Config", "DeepseekV32ForCausalLM", {**_LATENT, "index_topk": 256}),
     "glm4-moe-lite": Family(

@@ -41,7 +41,8 @@ def make_checkpoint(
         randomise_vectors(model)
     model = model.to(getattr(torch, dtype))
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder, **({"max_shard_size": max_shard_size} if max_shard_size else {}))
+    options: dict[str, Any] = {"max_shard_size": max_shard_size} if max_shard_size else {}
+    model.save_pretrained(folder, save_original_format=not family.saves_own_names, **options)
     return folder
 
 

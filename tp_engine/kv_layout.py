@@ -200,8 +200,9 @@ class KvLayout:
         raise AssertionError(f"layer {layer} is in no group")
 
 
-def lay_out(kinds: Sequence[KvKind | StateKind], world_size: int = 1, beside: KvKind | None = None) -> KvLayout:
+def lay_out(kinds: Sequence[KvKind | StateKind | None], world_size: int = 1, beside: KvKind | None = None) -> KvLayout:
     """Return the layout of a model on ``world_size`` ranks whose layer i is of ``kinds[i]``, at least one with K/V.
+    None: the layer keeps nothing.
 
     ``beside`` is one more layer, of a draft head: it joins the smallest group that it fits, if there is one, because it
     is no reason to cut the model's layers into other groups.
@@ -219,7 +220,7 @@ def lay_out(kinds: Sequence[KvKind | StateKind], world_size: int = 1, beside: Kv
     for layer, kind in enumerate(kinds):
         if isinstance(kind, StateKind):
             states.append((layer, kind.on(world_size)))
-        else:
+        elif kind is not None:
             layers_of.setdefault(kind, []).append(layer)
     heads = {kind: local_num_kv_heads(kind.num_kv_heads, world_size) for kind in layers_of}
     widths = {kind: kind.num_parts * heads[kind] * kind.head_dim for kind in layers_of}

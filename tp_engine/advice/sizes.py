@@ -17,10 +17,13 @@ def local_heads(attention: AttentionSpec, world_size: int) -> tuple[int, int]:
 
 
 def local_vocab_size(model: ModelSpec, world_size: int) -> int:
-    """Rows of the vocabulary on one rank.  A single rank holds the vocabulary without padding."""
-    if world_size == 1:
-        return model.vocab_size
-    return padded_vocab_size(model.vocab_size, world_size) // world_size
+    """Rows of the vocabulary on one rank."""
+    return local_rows(model.vocab_size, world_size)
+
+
+def local_rows(vocab_size: int, world_size: int) -> int:
+    """Rows of a vocabulary on one rank.  A single rank holds the vocabulary without padding."""
+    return vocab_size if world_size == 1 else padded_vocab_size(vocab_size, world_size) // world_size
 
 
 def block_bytes(model: ModelSpec, world_size: int, block_size: int, kv_dtype: str) -> int:
@@ -45,6 +48,8 @@ def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_token
         per_token = max(per_token, inner + waiting, 2 * heads)
     logits = num_sequences * local_vocab_size(model, world_size) * ITEMSIZES["float32"] * _LOGITS_COPIES
     streams = 3 if model.mtp is None else 4  # a head reads the model's outputs of the whole step
+    own = model.layer_embedding
+    per_token += 0 if own is None else 3 * model.num_layers * own.size  # rows, what is projected, and its norm
     return num_tokens * (streams * model.hidden_size + per_token) * ITEMSIZES[dtype] + logits
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import TypeAlias
 
-from tp_engine.advice.sizes import ITEMSIZES, local_heads, local_vocab_size
+from tp_engine.advice.sizes import ITEMSIZES, local_heads, local_rows, local_vocab_size
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec, block_bounds, local_inner_size
 from tp_engine.model_config.quantization import Packing, WeightScheme
 from tp_engine.model_config.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, ModelSpec
@@ -71,7 +71,7 @@ def local_parameters(model: ModelSpec, world_size: int, *, active_only: bool = F
 
     ``active_only`` counts those that one token meets: of experts, the ones that it goes to.
     """
-    found = _outside_of_layers(model, world_size)
+    found = _outside_of_layers(model, world_size, active_only=active_only)
     for layer, count in model.distinct_layers.items():
         products = _products(model.hidden_size, layer, world_size, active_only=active_only)
         found += count * sum(one.num_parameters for one in products)
@@ -88,7 +88,7 @@ def local_weight_bytes(
     int4 does, which gives it 8 bits.
     """
     itemsize, hidden = ITEMSIZES[dtype], model.hidden_size
-    found = _outside_of_layers(model, world_size) * itemsize
+    found = _outside_of_layers(model, world_size, active_only=active_only) * itemsize
     online = None if quantization is None or model.quantization is not None else _ONLINE[quantization]
     of_checkpoint = None if model.is_tied else model.scheme_of("lm_head")
     if (head_scheme := of_checkpoint if online is None else online.head) is not None:
@@ -148,6 +148,10 @@ def _products(
     for mlp in layer.mlps:
         scheme = None if schemes is None else schemes[len(found)]
         found += _products_of_mlp(hidden, mlp, mlp.name, world_size, scheme, active_only)
+    if layer.embedding is not None:
+        size = layer.embedding.size
+        found.append(_Product(modules=("per_layer_input_gate",), rows=size, columns=hidden))
+        found.append(_Product(modules=("per_layer_projection",), rows=hidden, columns=size))
     return found
 
 
@@ -157,9 +161,10 @@ def _products_of_attention(hidden: int, attention: AttentionSpec, world_size: in
     latent, width = attention.latent, num_heads * attention.value_dim
     if latent is None:
         queries, keys = num_heads * attention.head_dim, num_kv_heads * attention.head_dim
+        keys = keys if attention.kv_source is None else 0
         modules = _below("self_attn", attention.fused_name, *attention.projections)
         rows = queries * (2 if attention.has_gate else 1) + 2 * keys
-        found = [_Product(modules=modules, rows=rows, columns=hidden, row_cuts=(queries, keys))]
+        found = [_Product(modules=modules, rows=rows, columns=hidden, row_cuts=(queries, keys or queries))]
     else:
         first, queries = latent.down_rows(num_heads), num_heads * latent.query_dim
         modules = _below("self_attn", None, "q_a_proj" if latent.query_rank else "q_proj", "kv_a_proj_with_mqa")
@@ -245,10 +250,11 @@ def _others(hidden: int, layer: LayerSpec, world_size: int, *, active_only: bool
         return found + own.taps * own.num_channels + 2 * own.num_value_heads + own.value_dim
     num_heads = local_heads(attention, world_size)[0]
     queries, keys = (heads * attention.head_dim for heads in local_heads(attention, world_size))
+    keys = keys if attention.kv_source is None else 0
     rows = queries * (2 if attention.has_gate else 1) + 2 * keys
     found += rows * attention.qkv_bias + hidden * attention.out_bias
     if attention.qk_norm is not None:
-        found += queries + keys if attention.qk_norm.spans_heads else 2 * attention.head_dim
+        found += queries + keys if attention.qk_norm.spans_heads else (2 if keys else 1) * attention.head_dim
     if attention.latent is not None:
         found += (num_heads * attention.latent.up_dim + 1) * attention.latent.rank + (attention.latent.query_rank or 0)
     return found + num_heads * attention.has_sinks
@@ -267,10 +273,14 @@ def _others_of_mlp(hidden: int, mlp: MlpSpec | ExpertsSpec, world_size: int, *, 
     return found
 
 
-def _outside_of_layers(model: ModelSpec, world_size: int) -> int:
-    """The embedding, the output head unless it is the same, the last norm; norms and projection of a head (MTP)."""
+def _outside_of_layers(model: ModelSpec, world_size: int, *, active_only: bool) -> int:
+    """The embedding, the output head unless it is the same, the last norm; norms and projection of a head (MTP); the
+    table of embeddings for each layer, of which a token reads one row."""
     hidden, mtp = model.hidden_size, model.mtp
     found = hidden + local_vocab_size(model, world_size) * hidden * (1 if model.is_tied else 2)
     if mtp is not None:
         found += 2 * hidden * hidden // world_size + hidden * (2 + (mtp.final_norm is not None))
+    if (own := model.layer_embedding) is not None:
+        rows = 1 if active_only else local_rows(own.vocab_size, world_size)
+        found += (rows + hidden) * model.num_layers * own.size + own.size
     return found

@@ -4,6 +4,8 @@ The layer holds its shape and its part of the KV cache; a backend does the work.
 of a forward pass.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -49,14 +51,31 @@ class Attention(Layer):
     """Causal attention of one layer over this rank's heads; its blocks are in the tables of KV group ``group``.
 
     ``kv`` is None until ``bind_kv_cache``: memory is measured before there is a cache, with new requests whose keys and
-    values are all in the step.
+    values are all in the step.  With a ``source`` the layer reads the keys and values of that one, and has none.
     """
 
-    def __init__(self, shape: AttentionShape, backend: AttentionBackend, group: int = 0) -> None:
+    def __init__(
+        self, shape: AttentionShape, backend: AttentionBackend, group: int = 0, source: Attention | None = None
+    ) -> None:
         super().__init__()
         self.shape, self.group = shape, group
-        self.kv: LayerKv | None = None
+        self._kv: LayerKv | None = None
         self._backend = backend
+        self._sources = () if source is None else (source,)  # in a tuple, or it would be a part of this module
+        self._is_read = False  # by other layers
+        self._fresh: KeyValue | None = None  # of a step without a cache, for these
+        for one in self._sources:
+            one._is_read = True
+
+    @property
+    def has_own_kv(self) -> bool:
+        """Whether the layer keeps keys and values."""
+        return not self._sources
+
+    @property
+    def kv(self) -> LayerKv | None:
+        """The layer's part of the cache, or that of its source."""
+        return self._sources[0].kv if self._sources else self._kv
 
     def bind_kv_cache(self, kv_cache: torch.Tensor, kv_scales: torch.Tensor | None = None) -> None:
         """Use this layer's slice (parts, blocks, block_size, local KV heads, head_dim) from now on.
@@ -64,11 +83,11 @@ class Attention(Layer):
         ``kv_scales`` (parts, blocks, local KV heads, block_size) float32 belong to a quantised cache.
         """
         assert kv_cache.shape[-2:] == (self.shape.num_kv_heads, self.shape.head_dim), (kv_cache.shape, self.shape)
-        self.kv = LayerKv(kv_cache, kv_scales)
+        self._kv, self._fresh = LayerKv(kv_cache, kv_scales), None
 
     def unbind_kv_cache(self) -> None:
         """Drop the cache: the layer is as before ``bind_kv_cache``."""
-        self.kv = None
+        self._kv = None
 
     def forward(self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor:
         """``query`` (N, heads, head_dim), ``key``, ``value`` (N, KV heads, head_dim) -> (N, heads, head_dim).
@@ -80,6 +99,8 @@ class Attention(Layer):
         metadata = current_metadata(self.group)
         new = None if key is None or value is None else KeyValue(key, value)
         if self.kv is None:
+            new = self._sources[0]._fresh if self._sources else new
+            self._fresh = new if self._is_read else None
             assert new is not None, "keys and values are needed: there is no cache yet"
             return attend_fresh(query, new, metadata, self.shape)
         return self._backend.forward(query, new, self.kv, metadata, self.shape)

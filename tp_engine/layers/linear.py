@@ -109,23 +109,17 @@ class QKVParallelLinear(LocalLinear):
         8 query heads, 2 KV heads, 4 ranks:   rank 0 [q0 q1 k0 v0]   rank 1 [q2 q3 k0 v0]   rank 2 [q4 q5 k1 v1] ...
 
     ``num_heads`` and ``num_kv_heads`` are this rank's.  ``order`` is that of the rows of query and key heads.  Where
-    the key projection makes the values too, its rows are here twice, because values do not turn.
+    the key projection makes the values too, its rows are here twice, because values do not turn.  A layer that reads
+    another's keys and values has rows of queries alone.
     """
 
     def __init__(self, hidden_size: int, spec: AttentionSpec, order: Decode, *, context: LayerContext) -> None:
         heads = equal_share(spec.num_heads, context.rank, context.world_size)
         kv_heads = kv_head_share(spec.num_kv_heads, context.rank, context.world_size)
         dim = spec.head_dim
-        of_query, of_key, of_value = spec.projections
-        parts = _parts(
-            context,
-            spec.fused_name,
-            [
-                (of_query, spec.num_heads * dim, times(heads, dim), order),
-                (of_key, spec.num_kv_heads * dim, times(kv_heads, dim), order),
-                (of_value, spec.num_kv_heads * dim, times(kv_heads, dim), as_stored),
-            ],
-        )
+        sizes = [(spec.num_heads * dim, times(heads, dim)), *[(spec.num_kv_heads * dim, times(kv_heads, dim))] * 2]
+        modules = zip(spec.projections, sizes, (order, order, as_stored), strict=False)
+        parts = _parts(context, spec.fused_name, [(name, *size, own) for name, size, own in modules])
         if spec.has_gate:
             query = replace(parts[0], stored_rows=2 * spec.num_heads * dim, step=2 * dim, count=dim)
             parts = (query, *parts[1:], replace(query, first=dim, order=as_stored))

@@ -39,9 +39,12 @@ class QKNorm(Layer):
         self._spec, self._attention, self._communicator = spec, attention, context.communicator
         heads = equal_share(attention.num_heads, context.rank, context.world_size)
         kv_heads = kv_head_share(attention.num_kv_heads, context.rank, context.world_size)
-        self._counts = heads.size, kv_heads.size
+        has_keys = attention.kv_source is None
+        self._counts = heads.size, kv_heads.size if has_keys else 0
         self.q_weight = self._weight("q_norm", attention.num_heads, heads, order, context)
-        self.k_weight = self._weight("k_norm", attention.num_kv_heads, kv_heads, order, context)
+        self.k_weight = (
+            self._weight("k_norm", attention.num_kv_heads, kv_heads, order, context) if has_keys else self.q_weight
+        )
         self._weights: torch.Tensor | None = None
         self._squares, self._normalise = context.op("head_squares"), context.op("norm_width")
         self.is_recordable = not spec.spans_heads or context.can_record("head_squares", "norm_width")

@@ -17,7 +17,7 @@ from typing import Literal, Self
 from tp_engine.kv_layout import KvKind, KvLayout, StateKind, lay_out
 from tp_engine.model_config.classifier import ClassifierSpec
 from tp_engine.model_config.mla import MLASpec
-from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
+from tp_engine.model_config.mlp import Activation, ExpertsSpec, MlpSpec
 from tp_engine.model_config.names import USUAL_NAMES, CheckpointNames
 from tp_engine.model_config.quantization import QuantizationSpec, WeightScheme
 from tp_engine.model_config.rope import RopeSpec
@@ -63,7 +63,8 @@ class AttentionSpec:
     query, key and value rows.  ``values_from_keys``: the key projection makes the values too, which are neither turned
     nor normalised as keys are.  ``latent``: keys and values are made of latents; then ``num_kv_heads`` is 1, the cached
     row, and ``head_dim`` that of queries.  ``has_gate``: behind the rows of each head, the query projection has as many
-    of a gate, by whose sigmoid the head's output is multiplied.
+    of a gate, by whose sigmoid the head's output is multiplied.  ``kv_source``: the layer makes queries alone, and
+    reads the keys and values of that layer before it.
     """
 
     num_heads: int
@@ -81,6 +82,7 @@ class AttentionSpec:
     values_from_keys: bool = False
     latent: MLASpec | None = None
     has_gate: bool = False
+    kv_source: int | None = None
 
     @property
     def heads(self) -> tuple[tuple[str, int], tuple[str, int]]:
@@ -100,8 +102,11 @@ class AttentionSpec:
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
-    def projections(self) -> tuple[str, str, str]:
-        """The modules that make queries, keys and values, unless they are fused."""
+    def projections(self) -> tuple[str, ...]:
+        """The modules that make queries, keys and values, unless they are fused; of queries alone with a
+        ``kv_source``."""
+        if self.kv_source is not None:
+            return ("q_proj",)
         return "q_proj", "k_proj", "k_proj" if self.values_from_keys else "v_proj"
 
 
@@ -159,9 +164,25 @@ class BesideSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerEmbeddingSpec:
+    """Embeddings of their own for each layer, of ``size`` (``models/layer_embeddings.py`` draws them); ``vocab_size``
+    tokens have some.
+
+    ``norm`` is that of what is projected from the model's embeddings, ``out_norm`` that of what a layer adds.
+    """
+
+    size: int
+    vocab_size: int
+    activation: Activation
+    norm: NormSpec
+    out_norm: NormSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer; the module's text draws it.  Each block's output is multiplied by ``residual_scale`` when added.
 
+    ``embedding``: the layer has an embedding of its own, and adds what it makes of that behind the MLP.
     ``stream_scale`` is the name of a stored number, by which the stream is multiplied at the layer's end.
     """
 
@@ -174,14 +195,16 @@ class LayerSpec:
     mlp_out_norm: NormSpec | None = None
     is_parallel: bool = False
     residual_scale: float = 1.0
+    embedding: LayerEmbeddingSpec | None = None
     stream_scale: str | None = None
 
     @property
     def norms(self) -> Iterator[NormSpec]:
         """The norms that are present."""
-        own = (self.input_norm, self.attention_out_norm, self.mlp_norm, self.mlp_out_norm)
-        beside = self.beside
-        for norm in own if beside is None else (*own, beside.norm, beside.out_norm, beside.mlp_out_norm):
+        own, beside = [self.input_norm, self.attention_out_norm, self.mlp_norm, self.mlp_out_norm], self.beside
+        own += [] if beside is None else [beside.norm, beside.out_norm, beside.mlp_out_norm]
+        own += [] if self.embedding is None else [self.embedding.out_norm]
+        for norm in own:
             if norm is not None:
                 yield norm
 
@@ -306,7 +329,16 @@ class ModelSpec:
 
     def kv_layout_on(self, world_size: int) -> KvLayout:
         """Return which layers share block tables, on each of ``world_size`` ranks."""
-        return lay_out([layer.attention.kv_kind for layer in self.layers], world_size, self.beside)
+        kinds = [
+            None if isinstance(one, AttentionSpec) and one.kv_source is not None else one.kv_kind
+            for one in (layer.attention for layer in self.layers)
+        ]
+        return lay_out(kinds, world_size, self.beside)
+
+    @property
+    def layer_embedding(self) -> LayerEmbeddingSpec | None:
+        """That of all layers, if they have embeddings of their own."""
+        return self.layers[0].embedding
 
     @property
     def attentions(self) -> list[AttentionSpec]:

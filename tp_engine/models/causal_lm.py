@@ -24,8 +24,9 @@ from tp_engine.layers.residual import Join
 from tp_engine.layers.rotary import RotaryEmbedding
 from tp_engine.layers.score_head import ScoreHead
 from tp_engine.lora import AdapterLimits
-from tp_engine.model_config.spec import LayerSpec, ModelSpec
+from tp_engine.model_config.spec import AttentionSpec, ModelSpec
 from tp_engine.models.decoder import DecoderLayer
+from tp_engine.models.layer_embeddings import LayerEmbeddings
 from tp_engine.models.mtp_head import MtpHead
 
 
@@ -55,17 +56,32 @@ class CausalLM(nn.Module):
             RotaryEmbedding(rope, max_model_len, dtype=context.dtype, device=context.device) for rope in spec.ropes
         )
         group_of = {index: layout.place_of(index)[0] for index in layout.layers}
-        layers = [
-            DecoderLayer(
-                layer,
-                spec.hidden_size,
-                spec.ropes,
-                backend=backends[group_of[index]] if index in group_of else None,
-                group=group_of.get(index),
-                context=model.at("layers").at(str(index)),
+        self._sources = {
+            index: one.kv_source
+            for index, one in enumerate(layer.attention for layer in spec.layers)
+            if isinstance(one, AttentionSpec) and one.kv_source is not None
+        }
+        layers: list[DecoderLayer] = []
+        for index, layer in enumerate(spec.layers):
+            source = self._sources.get(index)
+            group = group_of.get(index if source is None else source)
+            layers.append(
+                DecoderLayer(
+                    layer,
+                    spec.hidden_size,
+                    spec.ropes,
+                    backend=None if group is None else backends[group],
+                    group=group,
+                    context=model.at("layers").at(str(index)),
+                    kv_source=None if source is None else layers[source].self_attn.attention,
+                )
             )
-            for index, layer in enumerate(spec.layers)
-        ]
+        embeddings = spec.layer_embedding
+        self.layer_embeddings = (
+            None
+            if embeddings is None
+            else LayerEmbeddings(embeddings, spec.num_layers, spec.hidden_size, context=model)
+        )
         self.layers = nn.ModuleList(layers)
         self.norm = Norm(spec.final_norm, spec.hidden_size, context=model.at(spec.final_norm.name))
         self.lm_head = ParallelLMHead(
@@ -78,7 +94,7 @@ class CausalLM(nn.Module):
         linears = () if spec.classifier is None else spec.classifier.linears
         self.score_head = ScoreHead(linears, spec.hidden_size, context=context) if linears else None
         self._specs, self.hidden_size, self.dtype = spec.layers, spec.hidden_size, context.dtype
-        self._joins = _make_joins(layers, spec.layers, self.norm, context)
+        self._joins = _make_joins(layers, self.norm, context)
         self._run: Sequence[int] = range(spec.num_layers)
         self._state_layers = state_layers
         self.mtp: MtpHead | None = None
@@ -99,8 +115,8 @@ class CausalLM(nn.Module):
 
     @property
     def attention_layers(self) -> list[Attention]:
-        """One per layer with K/V, in order."""
-        return [module for module in self.modules() if isinstance(module, Attention)]
+        """One per layer with K/V of its own, in order."""
+        return [module for module in self.modules() if isinstance(module, Attention) and module.has_own_kv]
 
     @property
     def state_layers(self) -> list[GatedDeltaNet]:
@@ -147,12 +163,15 @@ class CausalLM(nn.Module):
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
-        """Within this context only one layer of each kind runs, and the second: the others need no further memory.
+        """Within this context only one layer of each kind runs, with those whose keys and values it reads, and the
+        second: the others need no further memory.
 
         Before the second layer, unlike the first, a part waits to be added to the residual stream.
         """
         first_of_kind = {spec: index for index, spec in reversed(list(enumerate(self._specs)))}
-        run, self._run = self._run, sorted({*first_of_kind.values(), *range(min(2, len(self._specs)))})
+        chosen = {*first_of_kind.values(), *range(min(2, len(self._specs)))}
+        chosen |= {self._sources[index] for index in chosen & self._sources.keys()}
+        run, self._run = self._run, sorted(chosen)
         try:
             yield
         finally:
@@ -176,13 +195,15 @@ class CausalLM(nn.Module):
         wanted = None if is_output else given
         rotations = [rope(positions) for rope in self.ropes]
         residual, part, last = self.embed_tokens(input_ids), None, self._run[-1]
+        embeddings = None if self.layer_embeddings is None else self.layer_embeddings(input_ids, residual)
         for index in self._run:
             join, own = self._joins[index], wanted if index == last else None
             x = join(part, residual) if own is not None else join.for_readers(part, residual)
             if states is not None and index in self._state_layers:
                 first = self._state_layers.index(index) * residual.shape[1]
                 self._copy_rows(residual, states[:, first : first + residual.shape[1]])
-            part, residual = self.layers[index](x, residual, rotations, own)
+            more = () if embeddings is None else (embeddings[index],)
+            part, residual = self.layers[index](x, residual, rotations, own, *more)
         hidden = self._joins[-1](part, residual)
         if is_output:
             self._copy_rows(hidden, states)
@@ -199,15 +220,13 @@ class CausalLM(nn.Module):
         return self.lm_head.gather(self.lm_head(hidden))
 
 
-def _make_joins(
-    layers: Sequence[DecoderLayer], specs: Sequence[LayerSpec], final_norm: Norm, context: LayerContext
-) -> list[Join]:
+def _make_joins(layers: Sequence[DecoderLayer], final_norm: Norm, context: LayerContext) -> list[Join]:
     """The joins before each layer and after the last: the output norm of the layer before, the norm of the next."""
     next_norms = [*(layer.input_norm for layer in layers), final_norm]
     readers = [*(layer.readers for layer in layers), ()]
     joins = [Join(None, next_norms[0], 1.0, readers[0], context=context)]
-    for layer, spec, next_norm, own in zip(layers, specs, next_norms[1:], readers[1:], strict=True):
-        places = (layer.mlp_out_norm, next_norm, spec.residual_scale, own)
+    for layer, next_norm, own in zip(layers, next_norms[1:], readers[1:], strict=True):
+        places = (layer.out_norm, next_norm, layer.out_scale, own)
         joins.append(Join(*places, stream_scale=layer.stream_scale, is_summed=layer.returns_sum, context=context))
     return joins
 

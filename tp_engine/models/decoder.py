@@ -4,6 +4,7 @@ The modules that it is built from split themselves over the ranks.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -19,6 +20,7 @@ from tp_engine.layers.residual import Join, StreamScale
 from tp_engine.layers.rotary import order_of
 from tp_engine.model_config.rope import RopeSpec
 from tp_engine.model_config.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, NormSpec
+from tp_engine.models.layer_embeddings import LayerEmbedding
 from tp_engine.models.mla_attention import MLAAttention
 from tp_engine.models.mlp import make_mlp
 from tp_engine.weights.source import equal_share, vector_source
@@ -27,7 +29,8 @@ from tp_engine.weights.source import equal_share, vector_source
 class SelfAttention(Layer):
     """Projections, rotation, attention, this rank's part of the output projection; its blocks are in KV ``group``.
 
-    It reads rows of ``in_size``, ``hidden_size`` unless said otherwise."""
+    It reads rows of ``in_size``, ``hidden_size`` unless said otherwise.  ``kv_source``: that of the layer whose keys
+    and values it reads."""
 
     def __init__(
         self,
@@ -39,6 +42,7 @@ class SelfAttention(Layer):
         group: int,
         context: LayerContext,
         in_size: int | None = None,
+        kv_source: Attention | None = None,
     ) -> None:
         super().__init__()
         order = order_of(rope, spec.head_dim)
@@ -61,8 +65,9 @@ class SelfAttention(Layer):
             softcap=spec.softcap,
             sinks=self.sinks,
         )
-        self.attention = Attention(shape, backend, group)
-        self._num_all = shape.num_heads + 2 * shape.num_kv_heads
+        self.attention = Attention(shape, backend, group, kv_source)
+        self._num_kv_heads = shape.num_kv_heads if kv_source is None else 0  # of this layer's own
+        self._num_all = shape.num_heads + 2 * self._num_kv_heads
         self._has_gate, self._gate = spec.has_gate, context.op("sigmoid_gate")
         self._qk_norm_rope_store = context.op("qk_norm_rope_store")
         self.is_recordable = context.can_record("qk_norm_rope_store", *(("sigmoid_gate",) if spec.has_gate else ()))
@@ -84,9 +89,11 @@ class SelfAttention(Layer):
             if head_norm is None:
                 self.qk_norm.normalise(heads)
         slots = current_metadata(attention.group).slot_mapping
-        attended = attention(
-            *self._qk_norm_rope_store(heads, shape.num_kv_heads, head_norm, rotation, attention.kv, slots)
-        )
+        if self._num_kv_heads:
+            states = self._qk_norm_rope_store(heads, self._num_kv_heads, head_norm, rotation, attention.kv, slots)
+        else:
+            states = self._qk_norm_rope_store(heads, 0, head_norm, rotation, None, slots)[0], None, None
+        attended = attention(*states)
         out = only(wanted, attended.reshape(len(x), -1))
         if self._has_gate:
             self._gate(out, only(wanted, projected[:, width:]))
@@ -94,7 +101,8 @@ class SelfAttention(Layer):
 
 
 class DecoderLayer(Layer):
-    """One layer.  The model joins it to its neighbours with ``input_norm`` and ``mlp_out_norm``."""
+    """One layer.  The model joins it to its neighbours with ``input_norm``, and with ``out_norm`` and ``out_scale`` of
+    its last output."""
 
     def __init__(
         self,
@@ -105,6 +113,7 @@ class DecoderLayer(Layer):
         backend: AttentionBackend | None,
         group: int | None,
         context: LayerContext,
+        kv_source: Attention | None = None,
     ) -> None:
         super().__init__()
         attention, rope = spec.attention, None
@@ -114,8 +123,8 @@ class DecoderLayer(Layer):
         else:
             rope = attention.rope
             assert backend is not None and group is not None, "a layer that attends is in a KV group"
-            make = SelfAttention if attention.latent is None else MLAAttention
-            self.self_attn = make(
+            make = MLAAttention if attention.latent is not None else partial(SelfAttention, kv_source=kv_source)
+            self.self_attn: SelfAttention | MLAAttention = make(
                 attention,
                 hidden_size,
                 None if rope is None else ropes[rope],
@@ -125,29 +134,43 @@ class DecoderLayer(Layer):
             )
             readers = self.self_attn.readers
         self._attends = not isinstance(attention, GatedDeltaNetSpec)
+        self._has_beside = spec.beside is not None
         self.mlp = mlp = make_mlp(spec, hidden_size, context=context)
 
         def norm(one: NormSpec | None) -> Norm | None:
             return None if one is None else Norm(one, hidden_size, context=context.at(one.name))
 
-        self.input_norm, self.mlp_out_norm = norm(spec.input_norm), norm(spec.mlp_out_norm)
+        self.input_norm, self.out_norm = norm(spec.input_norm), norm(spec.mlp_out_norm)
         self.attention_out_norm, self.mlp_norm = norm(spec.attention_out_norm), norm(spec.mlp_norm)
         norms = self.attention_out_norm, self.mlp_norm
         self._join = Join(*norms, spec.residual_scale, mlp.readers, context=context)
         self.readers = [*readers, *(mlp.readers if spec.is_parallel else ())]
         self.stream_scale = None if spec.stream_scale is None else StreamScale(context.at(spec.stream_scale))
-        self.returns_sum = spec.beside is not None
+        self.out_scale, self.returns_sum = spec.residual_scale, spec.beside is not None
+        self.embedding: LayerEmbedding | None = None
+        if spec.embedding is not None:
+            assert not spec.is_parallel
+            self._mlp_out_norm = self.out_norm
+            self._join_mlp = Join(self.out_norm, None, self.out_scale, is_summed=self.returns_sum, context=context)
+            self.embedding = LayerEmbedding(spec.embedding, hidden_size, context=context)
+            self.out_norm, self.out_scale, self.returns_sum = norm(spec.embedding.out_norm), 1.0, True
         self._rope, self._is_parallel, self._add = rope, spec.is_parallel, context.op("add")
         self.is_recordable = self._join.is_recordable
 
     def forward(
-        self, x: Rows, residual: torch.Tensor, rotations: Sequence[Rotation], wanted: torch.Tensor | None
+        self,
+        x: Rows,
+        residual: torch.Tensor,
+        rotations: Sequence[Rotation],
+        wanted: torch.Tensor | None,
+        embedding: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the ``readers`` read ``x`` (N, hidden); ``residual`` is the stream, which changes in place.
 
         Returns this rank's part of the layer's last output, not yet added, or if it ``returns_sum`` all of the output;
         and the stream.  With ``wanted`` (n,) int64, both are of these tokens only:
-        the others need only their keys and values.  ``x`` is then a tensor.
+        the others need only their keys and values.  ``x`` is then a tensor.  ``embedding`` (N, size) is the
+        layer's own.
         """
         if self._attends:
             part = self.self_attn(x, None if self._rope is None else rotations[self._rope], wanted)
@@ -156,7 +179,11 @@ class DecoderLayer(Layer):
         residual = only(wanted, residual)
         if not self._is_parallel:
             own = self._join.for_readers(part, residual)
-            return self.mlp(own, residual) if self.returns_sum else self.mlp(own), residual
+            part = self.mlp(own, residual) if self._has_beside else self.mlp(own)
+            if self.embedding is None:
+                return part, residual
+            assert embedding is not None
+            return self.embedding(self._join_mlp(part, residual), only(wanted, embedding)), residual
         if wanted is not None:
             assert isinstance(x, torch.Tensor), "codes are of all tokens"
             x = only(wanted, x)

@@ -58,7 +58,7 @@ class MtpHead(DraftHead):
         self._joins = (
             Join(None, self.layer.input_norm, 1.0, self.layer.readers, context=context),
             Join(
-                self.layer.mlp_out_norm,
+                self.layer.out_norm,
                 self.final_norm,
                 spec.layer.residual_scale,
                 stream_scale=self.layer.stream_scale,

@@ -263,8 +263,8 @@ def test_gemma_4() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "named"),
     [
-        ("gemma-4-26B-A4B-text", {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input.*E4B are not"),
-        ("gemma-4-26B-A4B-text", {"num_kv_shared_layers": 18}, "num_kv_shared_layers is 18"),
+        ("gemma-4-26B-A4B-text", {"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input is -1"),
+        ("gemma-4-26B-A4B-text", {"num_kv_shared_layers": 26}, "num_kv_shared_layers is 26.*layers of each kind"),
         ("gemma-4-26B-A4B-text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
         ("gemma-4-26B-A4B-text", {"per_layer_config": {"5": {"sliding_window": 4}}}, "sliding_window=4"),
         ("gemma-4-26B-A4B-text", {"per_layer_config": {"30": {"head_dim": 512}}}, "0 to 29: correct or remove '30'"),

@@ -30,10 +30,19 @@ def read(config: ConfigJson) -> ModelSpec:
         experts, num_dense = _read_soft_experts(reader), config.take("first_k_dense_replace", int, 0) or 0
         is_dense = [index < num_dense for index in range(reader.num_layers)]
         return latent_model(reader, latent, experts, is_dense, eos=(2,))
+    return _v3_model(reader, latent, has_indexer=config.architecture == "DeepseekV32ForCausalLM")
+
+
+def read_v3(config: ConfigJson, **changes: Any) -> ModelSpec:
+    """Return DeepSeek-V3, with ``changes`` for ``latent_model``."""
+    return _v3_model(*latent_reader(config, _LATENT), **changes)
+
+
+def _v3_model(reader: DecoderReader, latent: MLASpec, **changes: Any) -> ModelSpec:
     experts = read_experts(reader, factor=2.5, defaults=_EXPERTS)
-    is_dense = take_dense_layers(reader, _EXPERTS["first_k_dense_replace"])
-    has_indexer = config.architecture == "DeepseekV32ForCausalLM"
-    return latent_model(reader, latent, experts, is_dense, has_indexer=has_indexer)
+    return latent_model(
+        reader, latent, experts, take_dense_layers(reader, _EXPERTS["first_k_dense_replace"]), **changes
+    )
 
 
 def latent_reader(config: ConfigJson, sizes: Mapping[str, int], *, eps: float = 1e-6) -> tuple[DecoderReader, MLASpec]:
@@ -64,6 +73,7 @@ def latent_model(
     turns_share: bool = False,
     has_indexer: bool = False,
     names: CheckpointNames = USUAL_NAMES,
+    tied: bool = False,
     eos: tuple[int, ...] = (1,),
 ) -> ModelSpec:
     """Layers with latent attention, each ``is_dense`` or with ``experts``.
@@ -103,7 +113,7 @@ def latent_model(
             bounds = {"max_position": longest, "max_position_key": _INDEXED}
     names = replace(names, skipped=(*names.skipped, *skipped))
     mtp = reader.next_token_layer(attention, experts)
-    return reader.model(layers, (rope,), names=names, eos=eos, stored_mtp=mtp, **bounds)
+    return reader.model(layers, (rope,), names=names, tied=tied, eos=eos, stored_mtp=mtp, **bounds)
 
 
 def take_dense_layers(reader: DecoderReader, default: int) -> list[bool]:

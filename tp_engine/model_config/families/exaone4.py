@@ -1,15 +1,26 @@
-"""EXAONE 4: norms on the blocks' outputs, normalised heads; in hybrid models, layers without a window do not turn."""
+"""EXAONE 4 and the text part of 4.5: norms on the blocks' outputs, normalised heads; in hybrid models, layers without a
+window do not turn."""
 
 from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
+from tp_engine.model_config.names import USUAL_NAMES, CheckpointNames
 from tp_engine.model_config.spec import ModelSpec, QkNormSpec
 
-ARCHITECTURES = ("Exaone4ForCausalLM",)
+_WRAPPER = "Exaone4_5_ForConditionalGeneration"
+ARCHITECTURES = ("Exaone4ForCausalLM", _WRAPPER)
+_TEXT_PARTS = ("exaone4", "exaone4_5_text")
+_NAMES = CheckpointNames(
+    spellings=(("model.language_model.", "lm_head."), ("model.", "lm_head.")), skipped=("model.visual.", "visual.")
+)
 
 
 def read(config: ConfigJson) -> ModelSpec:
     """Without ``sliding_window``, all layers see all keys and turn."""
+    is_wrapped = config.architecture == _WRAPPER
+    config = config.text_part() if is_wrapped else config
+    if is_wrapped and (kind := config.take("model_type", str, _TEXT_PARTS[0])) not in _TEXT_PARTS:
+        raise config.refusal("model_type", kind, f"it must be {' or '.join(_TEXT_PARTS)}", "use another model")
     reader = DecoderReader(config, eps=1e-5)
     window, pattern = reader.take_window(4096), _read_pattern(config)
     windows = reader.windows(window, lambda index: window is not None and (index + 1) % pattern != 0)
@@ -21,7 +32,7 @@ def read(config: ConfigJson) -> ModelSpec:
         )
         for one in windows
     )
-    return reader.model(layers, (reader.rope(),), eos=(2,))
+    return reader.model(layers, (reader.rope(),), names=_NAMES if is_wrapped else USUAL_NAMES, eos=(2,))
 
 
 def _read_pattern(config: ConfigJson) -> int:

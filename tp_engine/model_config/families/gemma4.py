@@ -1,4 +1,5 @@
-"""Gemma 4 (its text part), dense or with experts beside the MLPs: heads of full layers are wider."""
+"""Gemma 4 and its unified model of 12B (their text parts), dense or with experts beside the MLPs: heads of full layers
+are wider."""
 
 from dataclasses import replace
 
@@ -8,9 +9,17 @@ from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.mlp import EACH, FUSED, RoutingRule
 from tp_engine.model_config.names import USUAL_NAMES, CheckpointNames
 from tp_engine.model_config.rope import RopeRules, RopeSpec, parse_rope, take_ropes
-from tp_engine.model_config.spec import AttentionSpec, BesideSpec, LayerSpec, ModelSpec, QkNormSpec
+from tp_engine.model_config.spec import (
+    AttentionSpec,
+    BesideSpec,
+    LayerEmbeddingSpec,
+    LayerSpec,
+    ModelSpec,
+    QkNormSpec,
+)
 
-ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
+_UNIFIED = ("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration")
+ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", *_UNIFIED)
 _DEFAULTS = {
     "vocab_size": 262144,
     "num_attention_heads": 8,
@@ -23,23 +32,35 @@ _FULL, _WINDOW = 0, 1  # the two rotations
 _EACH_OF_MOE = replace(EACH, gate=f"moe.{EACH.gate}", up=f"moe.{EACH.up}", down=f"moe.{EACH.down}")
 _NAMES = CheckpointNames(
     spellings=(("model.language_model.", "lm_head."),),
-    skipped=tuple(f"model.{part}." for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")),
+    skipped=tuple(
+        f"model.{part}." for part in ("vision_tower", "vision_embedder", "embed_vision", "audio_tower", "embed_audio")
+    ),
 )
 
 
 def read(config: ConfigJson) -> ModelSpec:
     """Return of every six layers five have a window; the last layer never has.  Absent keys are as in transformers."""
-    is_wrapped = config.architecture == "Gemma4ForConditionalGeneration"
+    is_wrapped, is_unified = config.architecture.endswith("ForConditionalGeneration"), config.architecture in _UNIFIED
     config = config.text_part() if is_wrapped else config
-    _refuse_parts_of_small_models(config)
-    config.skip("hidden_act", "vocab_size_per_layer_input")
+    config.skip("hidden_act")
+    _refuse_other_directions(config)
     reader = DecoderReader(
-        config, activation_key="hidden_activation", activation="gelu_pytorch_tanh", defaults=_DEFAULTS
+        config,
+        activation_key="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        defaults=_DEFAULTS | ({"max_position_embeddings": 262144} if is_unified else {}),
     )
-    windows = (*reader.windows(reader.take_window(512), lambda index: (index + 1) % 6 != 0)[:-1], None)
-    shapes = _head_shapes(reader, windows)
-    beside = _read_experts(reader)
-    layers = tuple(_layer(reader, window, shapes[index], beside) for index, window in enumerate(windows))
+    windows = (
+        *reader.windows(reader.take_window(1024 if is_unified else 512), lambda index: (index + 1) % 6 != 0)[:-1],
+        None,
+    )
+    shapes, sources = _head_shapes(reader, windows), _read_sources(reader, windows)
+    beside, embedding = _read_experts(reader), _read_embedding(reader, 0 if is_unified else 256)
+    is_wide = reader.flag("use_double_wide_mlp")
+    layers = tuple(
+        replace(_layer(reader, window, shape, source, is_wide), beside=beside, embedding=embedding)
+        for window, shape, source in zip(windows, shapes, sources, strict=True)
+    )
     return reader.model(
         layers,
         _read_ropes(reader, {shape[1] for shape, window in zip(shapes, windows, strict=True) if window is None}),
@@ -47,21 +68,59 @@ def read(config: ConfigJson) -> ModelSpec:
         eos=(1,),
         embedding_scale=reader.hidden_size**0.5,
         logit_softcap=reader.cap("final_logit_softcapping"),
-        names=_NAMES if is_wrapped else USUAL_NAMES,
+        names=_names(_NAMES if is_wrapped else USUAL_NAMES, sources),
     )
 
 
-def _refuse_parts_of_small_models(config: ConfigJson) -> None:
-    """E2B and E4B have embeddings for each layer, and layers that read other layers' keys.  Images alone would be
-    attended to in both directions."""
-    remedy = "use Gemma 4 31B or 26B-A4B; E2B and E4B are not served"
-    if size := config.take("hidden_size_per_layer_input", int, 256):
-        raise config.refusal("hidden_size_per_layer_input", size, "embeddings for each layer are not supported", remedy)
-    if count := config.take("num_kv_shared_layers", int, 0):
-        raise config.refusal(
-            "num_kv_shared_layers", count, "layers that share the keys and values of others are not supported", remedy
+def _names(names: CheckpointNames, sources: list[int | None]) -> CheckpointNames:
+    """Files have keys and values also of the layers that read others', which nothing reads."""
+    layers = [index for index, source in enumerate(sources) if source is not None]
+    unread = [
+        f"{model}layers.{index}.self_attn.{name}."
+        for model, _ in names.spellings
+        for index in layers
+        for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+    ]
+    return replace(names, skipped=(*names.skipped, *unread))
+
+
+def _read_sources(reader: DecoderReader, windows: tuple[int | None, ...]) -> list[int | None]:
+    """Whose keys and values a layer reads: the last ``num_kv_shared_layers`` read those of the last layer of their kind
+    before them; None: its own."""
+    count = reader.config.take("num_kv_shared_layers", int, 0) or 0
+    first = reader.num_layers - count
+    last_of_kind = {window is None: index for index, window in enumerate(windows[: max(first, 0)])}
+    if not 0 <= count < reader.num_layers or not {window is None for window in windows[first:]} <= set(last_of_kind):
+        raise reader.config.refusal(
+            "num_kv_shared_layers",
+            count,
+            f"it must be at least 0, and leave layers of each kind, of {reader.num_layers}, in front",
+            "correct config.json",
         )
-    config.skip("use_double_wide_mlp")  # concerns those layers alone
+    return [last_of_kind[window is None] if index >= first else None for index, window in enumerate(windows)]
+
+
+def _read_embedding(reader: DecoderReader, usual_size: int) -> LayerEmbeddingSpec | None:
+    """Each layer's own embedding (E2B, E4B)."""
+    config = reader.config
+    vocab_size = config.take_positive("vocab_size_per_layer_input", _DEFAULTS["vocab_size"])
+    size = config.take("hidden_size_per_layer_input", int, usual_size) or 0
+    if size == 0:
+        return None
+    if size < 0 or vocab_size < reader.vocab_size:
+        rule = f"it must be positive, and vocab_size_per_layer_input, {vocab_size}, no less than {reader.vocab_size}"
+        raise config.refusal("hidden_size_per_layer_input", size, rule, "correct config.json")
+    return LayerEmbeddingSpec(
+        size=size,
+        vocab_size=vocab_size,
+        activation=reader.activation,
+        norm=reader.norm("per_layer_projection_norm"),
+        out_norm=reader.norm("post_per_layer_input_norm"),
+    )
+
+
+def _refuse_other_directions(config: ConfigJson) -> None:
+    """Images alone would be attended to in both directions."""
     found = config.take("use_bidirectional_attention", str)
     if found not in (None, "vision"):
         raise config.refusal(
@@ -99,25 +158,34 @@ def _shape_of_layer(own: ConfigJson | None, usual: tuple[int, int]) -> tuple[int
     return found
 
 
-def _layer(reader: DecoderReader, window: int | None, shape: tuple[int, int], beside: BesideSpec | None) -> LayerSpec:
-    """Four norms with plain weights; values are normalised too, and the stream is scaled at the layer's end."""
+def _layer(
+    reader: DecoderReader,
+    window: int | None,
+    shape: tuple[int, int],
+    source: int | None,
+    is_wide: bool,
+) -> LayerSpec:
+    """Four norms with plain weights; values are normalised too, and the stream is scaled at the layer's end.
+
+    Layers that read the keys and values of a ``source`` have MLPs of twice the size if these are ``is_wide``.
+    """
     num_kv_heads, head_dim = shape
-    bias = reader.flag("attention_bias")
+    bias, mlp = reader.flag("attention_bias"), reader.mlp()
     attention: AttentionSpec = reader.attention(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         scale=1.0,
         window=window,
         rope=_FULL if window is None else _WINDOW,
-        qk_norm=QkNormSpec(eps=reader.eps, includes_values=True),
+        qk_norm=QkNormSpec(eps=reader.eps, includes_values=source is None),
+        kv_source=source,
         qkv_bias=bias,
         out_bias=bias,
-        values_from_keys=window is None and reader.flag("attention_k_eq_v"),
+        values_from_keys=source is None and window is None and reader.flag("attention_k_eq_v"),
     )
     return LayerSpec(
         attention=attention,
-        mlp=reader.mlp(),
-        beside=beside,
+        mlp=replace(mlp, inner_size=2 * mlp.inner_size) if is_wide and source is not None else mlp,
         input_norm=reader.norm("input_layernorm"),
         attention_out_norm=reader.norm("post_attention_layernorm"),
         mlp_norm=reader.norm("pre_feedforward_layernorm"),
