@@ -228,7 +228,10 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[WeightScheme | None, WeightSche
         (WeightScheme(packing="gptq", kind="int8", group=128, scale_name="scales"), None, GPTQ4),
     ),
     "AutoRound as AWQ": (
-        {**AUTO_ROUND, "quant_method": "intel/auto-round", "packing_format": "auto_round:auto_awq", "block_name_to_quantize": "model.layers.3, model.x"},
+        {
+            **AUTO_ROUND, "quant_method": "intel/auto-round", "packing_format": "auto_round:auto_awq",
+            "block_name_to_quantize": "model.layers.3, model.x",
+        },
         (AWQ4,) * 3,
     ),
     "gpt-oss-20b": (
