@@ -364,9 +364,7 @@ def test_the_document_lists_the_methods() -> None:
 def test_refused_methods_have_no_reader() -> None:
     """Oracle: the rule that a method is served or refused; unknown ones are refused, too."""
     assert not REFUSED.keys() & quant_methods().keys()
-    with pytest.raises(
-        ConfigError, match=r"'other'.*serves auto-round, awq, compressed-tensors, fp8"
-    ):
+    with pytest.raises(ConfigError, match=r"'other'.*serves auto-round, awq, compressed-tensors, fp8"):
         read({"quant_method": "other"})
 
 

@@ -18,8 +18,8 @@ from tp_engine.model_config.spec import (
     QkNormSpec,
 )
 
-_UNIFIED = ("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration")
-ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", *_UNIFIED)
+_UNIFIED = "Gemma4UnifiedForConditionalGeneration"
+ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", _UNIFIED)
 _DEFAULTS = {
     "vocab_size": 262144,
     "num_attention_heads": 8,
@@ -40,7 +40,7 @@ _NAMES = CheckpointNames(
 
 def read(config: ConfigJson) -> ModelSpec:
     """Return of every six layers five have a window; the last layer never has.  Absent keys are as in transformers."""
-    is_wrapped, is_unified = config.architecture.endswith("ForConditionalGeneration"), config.architecture in _UNIFIED
+    is_wrapped, is_unified = config.architecture.endswith("ForConditionalGeneration"), config.architecture == _UNIFIED
     config = config.text_part() if is_wrapped else config
     config.skip("hidden_act")
     _refuse_other_directions(config)
