@@ -14,6 +14,11 @@ from tp_engine.child_process import start_child
 from tp_engine.engine.incident import describe_exit
 from tp_engine.engine.peers import ProcessHandle
 from tp_engine.errors import RankError
+from tp_engine.ipc.rank_slot import process_vitals
+
+_LOOK_S = 0.5
+_WORKS = 0.05  # the share of a processor from which on a process is at work
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 _watched_parents: set[int] = set()
 
@@ -117,12 +122,21 @@ class ChildRanks:
             time.sleep(0.01)
 
     def wait(self, *, timeout_s: float) -> None:
-        """Wait for all ranks to end by themselves; kill those that still run after ``timeout_s``."""
-        deadline = time.monotonic() + timeout_s
-        for child in self._children:
+        """Wait for all ranks to end by themselves; kill those that still run after ``timeout_s``.  While a rank is at
+        work only its processor time counts: on a busy machine it needs longer for the same."""
+        left_s, looked_s, used_s = timeout_s, time.monotonic(), self._processor_s()
+        while left_s > 0 and (running := [child for child in self._children if child.poll() is None]):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(max(0.0, deadline - time.monotonic()))
+                running[0].wait(max(0.05, min(_LOOK_S, left_s)))
+            before_s, looked_s = looked_s, time.monotonic()
+            before, used_s = used_s, self._processor_s()
+            passed_s, worked_s = looked_s - before_s, max(now - then for now, then in zip(used_s, before, strict=True))
+            left_s -= worked_s if worked_s >= _WORKS * passed_s else passed_s
         self.kill()
+
+    def _processor_s(self) -> list[float]:
+        """What each rank has used of the processors; 0 if it has ended."""
+        return [process_vitals(child.pid)[1] / _TICKS_PER_S for child in self._children]
 
     def kill(self) -> None:
         """Kill and reap every rank that still runs."""

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import pytest
+
+from tp_engine.engine import processes
+from tp_engine.engine.processes import ChildRanks
 
 DEADLINE_S = 20.0
 
@@ -64,3 +70,45 @@ def test_a_child_ends_with_its_parent() -> None:
     environment = {"PYTHONPATH": str(Path(__file__).resolve().parents[3])}
     command = [sys.executable, "-c", _PARENT, _CHILD]
     subprocess.run(command, stderr=subprocess.PIPE, timeout=DEADLINE_S, check=True, env=environment)
+
+
+class _Clock:
+    """Seconds that pass only while somebody waits for a process, which runs for ever or ``runs_s``."""
+
+    def __init__(self, runs_s: float) -> None:
+        self.now_s, self._runs_s = 0.0, runs_s
+        self.is_killed, self.pid = False, 7
+
+    def wait(self, timeout_s: float = 0.0) -> None:
+        self.now_s += timeout_s
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("rank", timeout_s)
+
+    def poll(self) -> int | None:
+        return 0 if self.is_killed or self.now_s >= self._runs_s else None
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+
+@pytest.mark.parametrize(
+    ("share", "runs_s", "ends_s", "is_killed"),
+    [
+        (0.0, 4.0, 4.0, False),  # ends by itself
+        (0.0, 1e9, 10.0, True),  # stands still
+        (0.01, 1e9, 10.0, True),  # only a thread that looks at the others runs
+        (1.0, 1e9, 10.0, True),  # spins
+        (0.1, 60.0, 60.0, False),  # works, and other processes have nine tenths of the machine
+        (0.1, 1e9, 100.0, True),
+    ],
+)
+def test_ranks_that_end(
+    share: float, runs_s: float, ends_s: float, is_killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand: 10 s of a rank that does not work, or 10 s of the processor; time is made up."""
+    child = _Clock(runs_s)
+    monkeypatch.setattr(processes, "start_child", lambda module, text: child)
+    monkeypatch.setattr(processes, "process_vitals", lambda pid: ("R", share * child.now_s * processes._TICKS_PER_S))
+    monkeypatch.setattr(time, "monotonic", lambda: child.now_s)
+    ChildRanks("module", [b""]).wait(timeout_s=10.0)
+    assert (round(child.now_s), child.is_killed) == (ends_s, is_killed)
