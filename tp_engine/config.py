@@ -20,6 +20,7 @@ from tp_engine.lora import parse_modules
 from tp_engine.options.fields import check_fields, option
 from tp_engine.speculative import CONFIG_NAME, SpeculativeConfig
 from tp_engine.structured_outputs import StructuredOutputsDefaults
+from tp_engine.units import GIB
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -203,6 +204,29 @@ class EngineConfig:
     lora_modules: tuple[str, ...] = option(
         (), "adapters to load at the start: NAME=FOLDER, or a JSON object with name and path", is_of_host=True
     )
+    limit_mm_per_prompt: str | None = option(
+        None,
+        """JSON object with the most images of a prompt, such as '{"image": 4}'; 0 serves the text part alone """
+        "(default: 32)",
+        json=True,
+        flags=("--limit-mm-data-per-request",),
+        section="Images",
+    )
+    mm_processor_kwargs: str | None = option(
+        None,
+        "JSON object with settings of the model's image processor: size, min_pixels, max_pixels or max_soft_tokens",
+        json=True,
+    )
+    max_image_pixels: int = option(178_956_970, "most pixels of an image's file")
+    mm_transport_bytes: int = option(
+        GIB, "most memory for the pixels of all requests; one more waits, then gets 503", size=True
+    )
+    allowed_media_domains: tuple[str, ...] = option(
+        (), "hosts from which requests may have images fetched, such as images.example.com (default: none)"
+    )
+    allowed_local_media_path: str | None = option(
+        None, "folder below which requests may name images as file:///PATH (default: none)", is_of_host=True
+    )
     structured_outputs_config: str | None = option(
         None,
         "JSON object: defaults of structured output for requests without such fields: disable_any_whitespace, "
@@ -288,6 +312,8 @@ class EngineConfig:
             "max_num_batched_tokens",
             "max_loras",
             "max_lora_rank",
+            "max_image_pixels",
+            "mm_transport_bytes",
             "startup_timeout_s",
             "collective_timeout_s",
             "watchdog_warn_s",

@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,7 @@ from tp_engine.engine.client import EngineClient
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import EngineReport
 from tp_engine.errors import RankError, RequestError, shown
+from tp_engine.images.sources import has_image_part
 from tp_engine.lora import LoRARequest, load_for
 from tp_engine.outputs import (
     BeamSearchOutput,
@@ -296,9 +298,9 @@ class AsyncLLM:
     ) -> Prompt:
         """Return the prompt of a conversation, by the model's chat template."""
         await self.start()
-        size = sum(len(str(message)) for message in messages)
-        token_ids = await self._preparing.run(size, self.input_processor.chat_token_ids, messages, **template_options)
-        return {"prompt_token_ids": token_ids}
+        size, has_images = sum(len(str(message)) for message in messages), has_image_part(messages)
+        work = partial(self.input_processor.chat_prompt, messages, **template_options)
+        return await self._preparing.run(size, work, has_images=has_images)
 
     async def load_lora_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
         """Do as ``LLM.load_lora_adapter``."""
@@ -459,7 +461,7 @@ class AsyncLLM:
         outputs.open(client, tokenizer)
         if self._service is not None:
             self._watching = asyncio.get_running_loop().create_task(self._watch_service(self._service, client))
-        self._input = InputProcessor(info, tokenizer)
+        self._input = InputProcessor(info, tokenizer, waits_for_images=True)
         self._input.chat = ChatFormat(tokenizer, self._options.chats)
         self._outputs = outputs
 
@@ -492,8 +494,10 @@ class AsyncLLM:
             "adapter": "" if lora is None else lora.lora_name,
         }
         size = len(prompt_text(prompt) or "")
-        if size > _LONG_TEXT or params.structured_outputs is not None:
-            return await self._preparing.run(size, self.input_processor.process, prompt, params, **fields)
+        has_images = isinstance(prompt, Mapping) and "multi_modal_data" in prompt
+        if size > _LONG_TEXT or params.structured_outputs is not None or has_images:
+            work = partial(self.input_processor.process, prompt, params, **fields)
+            return await self._preparing.run(size, work, has_images=has_images)
         return self.input_processor.process(prompt, params, **fields)
 
     async def _act(self, action: str, **arguments: Any) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.sequence_text import SequenceText, hidden_ids
 from tp_engine.engine.token_texts import TokenTexts
 from tp_engine.engine.tokenizer import TokenDecoder
+from tp_engine.errors import RequestError
 from tp_engine.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Logprob, RequestOutput
 from tp_engine.request import EngineRequest, FinishReason
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
@@ -86,6 +87,8 @@ class BeamSearch:
     """
 
     def __init__(self, request: EngineRequest, params: BeamSearchParams, model: ModelInfo, *, n: int = 1) -> None:
+        if request.images:
+            raise RequestError("beam search of a prompt with images is not served; leave images out", param="messages")
         self.request = request
         self.params = params
         self.n = n

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from pydantic import BaseModel
+
 from tp_engine.api.anthropic.protocol import MessagesBody
 from tp_engine.api.anthropic.requests import prepare_message
 from tp_engine.api.input_processor import InputProcessor
@@ -12,6 +14,7 @@ from tp_engine.api.openai.requests import PreparedBody, prepare
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.api.openai.responses_api.requests import prepare_response
 from tp_engine.api.openai.sampling import completion_prompts
+from tp_engine.images.sources import WITH_PARTS, has_image_part
 
 Body: TypeAlias = ChatBody | CompletionBody | ResponsesBody | MessagesBody | AnyPooledBody
 
@@ -31,6 +34,11 @@ def num_prompts(body: Body) -> tuple[int, str]:
             texts = (body.queries, body.text_1, body.documents, body.text_2)
             return max(len(one) if isinstance(one, list) else 1 for one in texts), "documents"
     return 1, "prompt"
+
+
+def has_image(body: object) -> bool:
+    """Return whether a body has an image."""
+    return isinstance(body, BaseModel) and has_image_part([getattr(body, name, None) for name in WITH_PARTS])
 
 
 def prepare_body(

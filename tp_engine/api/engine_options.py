@@ -60,6 +60,12 @@ class EngineOptions(TypedDict, total=False):
     max_lora_rank: int
     lora_experts: bool
     lora_modules: Sequence[str] | str
+    limit_mm_per_prompt: Mapping[str, Any] | str | None
+    mm_processor_kwargs: Mapping[str, Any] | str | None
+    max_image_pixels: int
+    mm_transport_bytes: int | str
+    allowed_media_domains: Sequence[str] | str
+    allowed_local_media_path: str | None
     structured_outputs_config: Mapping[str, Any] | str | None
     max_logprobs: int
     logprobs_mode: str

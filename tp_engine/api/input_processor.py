@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Literal, TypeAlias
 
-from tp_engine.api.openai.chat.prompt import ChatFormat
+from tp_engine.api.image_prompts import ImagePrompts
+from tp_engine.api.openai.chat.prompt import ChatFormat, ChatPrompt
 from tp_engine.api.text_measure import TextMeasure
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.tokenizer import load_tokenizer, special_ids
 from tp_engine.errors import ContextLengthError, RequestError, shown
 from tp_engine.grammar.vocabulary import check_tokenizer
-from tp_engine.request import EngineRequest, Pooling
+from tp_engine.request import EngineRequest, ImageInput, Pooling
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.structured_outputs import StructuredOutputsDefaults, StructuredOutputsParams
 
@@ -34,14 +35,21 @@ class InputProcessor:
 
     ``chat`` makes the prompts of conversations; replace it to support another chat format.  ``adapters`` are the loaded
     ones, by name: their folders.  ``structured_defaults`` hold for constraints that do not set the same themselves.
+    ``images`` reads those of prompts; None: the model is served as text alone.  ``waits_for_images``: requests wait for
+    room for their pixels, which other threads make (``ImageReader``).
     """
 
-    def __init__(self, model_info: ModelInfo, tokenizer: Any | None) -> None:
+    def __init__(self, model_info: ModelInfo, tokenizer: Any | None, *, waits_for_images: bool = False) -> None:
         self.tokenizer = tokenizer
         self.chat = ChatFormat(tokenizer)
         self.model = model_info
         self.adapters = dict(model_info.adapters)
         self.structured_defaults = StructuredOutputsDefaults.of(model_info.structured_outputs_config)
+        self.images: ImagePrompts | None = None
+        if model_info.images is not None and tokenizer is not None:
+            from tp_engine.images.reader import ImageReader  # Pillow, which no other model needs
+
+            self.images = ImagePrompts(self, ImageReader(model_info.images, tokenizer, waits=waits_for_images))
         # All prompts of a request have the same constraint, and looking at a large one takes a while.
         self._constraint = lru_cache(maxsize=_MAX_REMEMBERED)(self._complete_constraint)
 
@@ -84,7 +92,8 @@ class InputProcessor:
 
         The engine itself finds out whether a grammar can be used.
 
-        A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.  ``max_tokens``
+        A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; these two may also
+        have ``multi_modal_data``: ``{"image": one image, or a list}``.  ``max_tokens``
         None becomes the rest of the model's context.  ``arrival_s`` (time.monotonic()) is now unless given.  Text is
         tokenized with ``add_special_tokens``.  ``truncate_prompt_tokens`` keeps so many of the prompt's last tokens, or
         with ``truncation_side`` right of its first ones; -1 keeps as many as leave room for ``max_tokens``; None does
@@ -102,6 +111,10 @@ class InputProcessor:
         if truncate_prompt_tokens is None:
             truncate_prompt_tokens = params.truncate_prompt_tokens
         must_fit = truncate_prompt_tokens is None
+        images: tuple[ImageInput, ...] = ()
+        if isinstance(prompt, Mapping) and not {"images", "multi_modal_data"}.isdisjoint(prompt):
+            self._check_images(pooling, must_fit)
+            prompt, images = self._read_images(prompt, add_special_tokens, prompt_field)
         token_ids = self._token_ids(prompt, add_special_tokens, prompt_field, must_fit)
         if truncate_prompt_tokens is not None:
             num_kept = self._truncation(truncate_prompt_tokens, params, pooling)
@@ -110,7 +123,7 @@ class InputProcessor:
             else:
                 keeps_end = add_special_tokens and prompt_text(prompt) is not None
                 token_ids = self._first(token_ids, num_kept, keeps_end)
-        self._check_length(len(token_ids), params, pooling, prompt_field)
+        self.check_length(len(token_ids), params, pooling, prompt_field)
         if params.max_tokens is None:
             params = dataclasses.replace(params, max_tokens=self.model.max_model_len - len(token_ids))
         return EngineRequest(
@@ -124,17 +137,18 @@ class InputProcessor:
             pooling=pooling,
             adapter=adapter,
             prompt_field=prompt_field,
+            images=images,
         )
 
-    def chat_token_ids(
+    def chat_prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_special_tokens: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
-    ) -> list[int]:
-        """Return the prompt of a conversation, up to the assistant's answer.
+    ) -> Mapping[str, Any]:
+        """Return the prompt of a conversation, up to the assistant's answer, as tokens, with its images.
 
         ``template_options`` and ``chat_template_kwargs`` go to the chat template (``enable_thinking=False``);
         ``continue_final_message=True`` lets the model continue the last message instead.  Templates write the special
@@ -151,8 +165,31 @@ class InputProcessor:
                 "chat_template_content_format is found in the template; leave it out, or start a server with it",
                 param="chat_template_content_format",
             )
-        text = self.chat.render(messages, {**template_options, **variables}).text
-        return self.text_token_ids(text, add_special_tokens=add_special_tokens, param="messages")
+        chat = self.chat.render(messages, {**template_options, **variables}, image_marker=self.image_marker)
+        return self.chat_tokens(chat, add_special_tokens=add_special_tokens)
+
+    def chat_token_ids(self, messages: Sequence[Mapping[str, Any]], **template_options: Any) -> list[int]:
+        """Return the tokens of ``chat_prompt``."""
+        token_ids: list[int] = self.chat_prompt(messages, **template_options)["prompt_token_ids"]
+        return token_ids
+
+    @property
+    def image_marker(self) -> str | None:
+        """What the chat template writes for an image; None: the model is served as text alone."""
+        return None if self.images is None else self.images.marker
+
+    def chat_tokens(
+        self, chat: ChatPrompt, *, add_special_tokens: bool, must_fit: bool = False, stages: bool = True
+    ) -> Mapping[str, Any]:
+        """Return the tokens of a rendered chat as a prompt, with its images; their pixels only if it ``stages`` them,
+        for a request."""
+        if chat.images:
+            assert self.images is not None, "only then a chat has images"
+            return self.images.of_chat(chat, add_special_tokens=add_special_tokens, must_fit=must_fit, stages=stages)
+        token_ids = self.text_token_ids(
+            chat.text, add_special_tokens=add_special_tokens, must_fit=must_fit, param="messages"
+        )
+        return {"prompt_token_ids": token_ids}
 
     def text_token_ids(
         self,
@@ -212,6 +249,24 @@ class InputProcessor:
                 raise RequestError(
                     f"{what} contains the token id {token_id}; the model's token ids are 0 to {last}", param=param
                 )
+
+    def _read_images(
+        self, prompt: Mapping[str, Any], add_special_tokens: bool, param: str
+    ) -> tuple[Prompt, tuple[ImageInput, ...]]:
+        """The prompt as tokens, and its images."""
+        if "multi_modal_data" in prompt:
+            if self.images is None:
+                raise RequestError(
+                    f"the model {self.model.model!r} is served as text alone; leave multi_modal_data out", param=param
+                )
+            prompt = self.images.of_prompt(prompt, add_special_tokens=add_special_tokens, param=param)
+        return {"prompt_token_ids": prompt["prompt_token_ids"]}, tuple(prompt["images"])
+
+    def _check_images(self, pooling: Pooling | None, must_fit: bool) -> None:
+        if pooling is not None:
+            raise RequestError("vectors and scores are made of text alone; leave images out", param="input")
+        if not must_fit:
+            raise RequestError("truncate_prompt_tokens would cut images; leave it out", param="truncate_prompt_tokens")
 
     def _token_ids(self, prompt: Prompt, add_special_tokens: bool, param: str, must_fit: bool) -> list[int]:
         if isinstance(prompt, Mapping):
@@ -292,7 +347,8 @@ class InputProcessor:
             param="model",
         )
 
-    def _check_length(self, num_tokens: int, params: SamplingParams, pooling: Pooling | None, param: str) -> None:
+    def check_length(self, num_tokens: int, params: SamplingParams, pooling: Pooling | None, param: str) -> None:
+        """Raise ``ContextLengthError`` for a prompt that is too long for what is asked."""
         longest = self.model.max_model_len
         if pooling is not None and num_tokens > longest:
             raise ContextLengthError(

@@ -111,7 +111,8 @@ class LLM(Closing):
     ) -> list[RequestOutput]:
         """Complete every prompt; results come in the order of the prompts.
 
-        A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
+        A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; these two may have
+        ``multi_modal_data`` too: ``{"image": image}``, or a list (docs/images.md).
         ``sampling_params`` may be a mapping of fields; None means ``get_default_sampling_params()``.  One serves all
         prompts; a list must have one for each; so with ``lora_request``, the adapter, and ``priority``.  Raises
         ``RequestError`` for a bad prompt before any prompt runs.
@@ -141,7 +142,7 @@ class LLM(Closing):
     ) -> list[RequestOutput]:
         """Complete one conversation, or a list of them, through the model's chat template."""
         prompts = [
-            {"prompt_token_ids": self.input_processor.chat_token_ids(conversation, **template_options)}
+            self.input_processor.chat_prompt(conversation, **template_options)
             for conversation in _as_conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm, lora_request, priority)

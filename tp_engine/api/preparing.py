@@ -4,6 +4,7 @@
 
     small requests    one thread, so that none waits for long
     large ones        two: long texts wait for each other
+    with images       four: files are fetched and decoded, and nobody else waits for that
     large bodies      one: the parser of JSON keeps the GIL, so it pauses after each as long as that took
 
 Who waits has a place by the time it came, and later by its size: a small request passes larger ones.
@@ -23,6 +24,7 @@ from tp_engine.units import KIB
 
 LARGE = 64 * KIB
 _NUM_LARGE_THREADS = 2
+_NUM_IMAGE_THREADS = 4
 _S_PER_UNIT = 1e-4  # of a request's size; tokenizing takes about a hundredth of that
 _LONGEST_PAUSE_S = 1.0
 
@@ -35,13 +37,18 @@ class PreparingThreads:
     def __init__(self) -> None:
         self._small = _Line("preparing", 1)
         self._large = _Line("preparing-large", _NUM_LARGE_THREADS)
+        self._images = _Line("preparing-images", _NUM_IMAGE_THREADS)
         self._bodies = _Line("parsing", 1)
         self._began_s: float | None = None
         self._pauses_until_s = 0.0
 
-    async def run(self, size: int, function: Callable[..., Result], *arguments: Any, **named: Any) -> Result:
+    async def run(
+        self, size: int, function: Callable[..., Result], *arguments: Any, has_images: bool = False, **named: Any
+    ) -> Result:
         """Call ``function`` for a request of ``size`` bytes or characters; not if cancelled before its turn."""
         work = partial(function, *arguments, **named)
+        if has_images:
+            return await self._images.run(size, work)
         if size > LARGE:
             return await self._large.run(size, work)
         return await self._small.run(size, partial(self._timed, work))
@@ -57,7 +64,7 @@ class PreparingThreads:
 
     def close(self) -> None:
         """End the threads after what they do now, without waiting for them."""
-        for line in (self._small, self._large, self._bodies):
+        for line in (self._small, self._large, self._images, self._bodies):
             line.threads.shutdown(wait=False, cancel_futures=True)
 
     def _timed(self, work: Callable[[], Result]) -> Result:

@@ -5,9 +5,11 @@ Ctrl-C stops an answer and keeps what has arrived; at the prompt it clears the l
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tp_engine.api.server_client import ServerClient, ServerError
@@ -21,9 +23,12 @@ from tp_engine.cli.session import (
     parse_client,
     show,
 )
-from tp_engine.errors import did_you_mean
+from tp_engine.errors import ConfigError, did_you_mean
+from tp_engine.files import read_bytes
 from tp_engine.options.fields import option
+from tp_engine.units import MIB
 
+_MAX_IMAGE_BYTES = 32 * MIB
 CHAT_PROMPT = "> "
 TEXT_PROMPT = "text> "
 COMMANDS = {"/reset": "forget the conversation", "/exit": "leave (or Ctrl-D)", "/help": "these commands"}
@@ -34,6 +39,11 @@ class ChatConfig(ClientConfig):
     """A conversation's options."""
 
     system_prompt: str | None = option(None, "what the model is told before the conversation begins")
+    image: tuple[str, ...] = option((), "files of images that the first message shows, to a model that sees images")
+
+    def image_parts(self) -> list[dict[str, Any]]:
+        """Return the images as parts of a message; ``ConfigError`` for a file that can not be read."""
+        return [{"type": "image_url", "image_url": {"url": _data_url(name)}} for name in self.image]
 
 
 class Conversation:
@@ -43,12 +53,13 @@ class Conversation:
         self._client = client
         self._body = {"model": model, **config.sampling}
         self._system = config.system_prompt
+        self._images = config.image_parts()
         self._show = show
         self.reset()
 
     def reset(self) -> None:
         """Forget the conversation."""
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, Any]] = []
         if self._system is not None:
             self.messages.append({"role": "system", "content": self._system})
 
@@ -58,7 +69,8 @@ class Conversation:
         Ctrl-C ends the answer; what has arrived stays in the conversation.  ``ServerError`` leaves the conversation as
         it was.
         """
-        self.messages.append({"role": "user", "content": text})
+        content: Any = [*self._images, {"type": "text", "text": text}] if self._images else text
+        self.messages.append({"role": "user", "content": content})
         answer: list[str] = []
         body = self._body | {"messages": self.messages}
         try:
@@ -72,6 +84,7 @@ class Conversation:
         except ServerError:
             self.messages.pop()
             raise
+        self._images = []
         self.messages.append({"role": "assistant", "content": "".join(answer)})
         return ending
 
@@ -81,6 +94,14 @@ class Conversation:
         if content := delta.get("content"):
             answer.append(content)
             self._show(content)
+
+
+def _data_url(name: str) -> str:
+    try:
+        data = read_bytes(Path(name).expanduser(), _MAX_IMAGE_BYTES)
+    except OSError as error:
+        raise ConfigError(f"image is {name!r}, which can not be read: {error.strerror}") from error
+    return f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
 
 
 def chat_command(argv: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ from tp_engine.engine.job import Job
 from tp_engine.engine.kv_events.publisher import KVEventPublisher
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.errors import ConfigError, RequestError
+from tp_engine.images.settings import image_settings
 from tp_engine.ipc.job_board import EchoCheck
 from tp_engine.ipc.plan_channel import PlanPublisher
 from tp_engine.ipc.relay import PlanLink
@@ -186,6 +187,7 @@ def model_info(effective: EffectiveConfig, num_blocks: int, *, longest: int | No
         convert=effective.pooling.convert,
         dimensions=effective.pooling.dimensions,
         classifier=effective.pooling.classifier,
+        images=image_settings(config, model.vision, effective.model_path),
         enable_lora=config.enable_lora,
         adapters={source.name: source.path for source in parse_modules(config.lora_modules)},
     )

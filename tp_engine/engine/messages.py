@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.engine.report import EngineReport
+from tp_engine.images.settings import ImageSettings
 from tp_engine.model_config.classifier import ClassifierSpec
 from tp_engine.request import EngineRequest, StepOutput
 from tp_engine.sched.view import SchedulerStats, ViewLimits
@@ -24,7 +25,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     ``model`` and ``tokenizer`` are folders or hub names; ``max_model_len`` counts prompt plus output tokens;
     ``num_blocks`` KV blocks of ``block_size`` tokens exist on every rank.  ``convert``, ``dimensions`` and
-    ``classifier`` are those of ``PoolingSpec``.  ``adapters`` that are loaded when the engine is ready, by name: their
+    ``classifier`` are those of ``PoolingSpec``.  ``images`` says how images are read; None: the model is served as text
+    alone.  ``adapters`` that are loaded when the engine is ready, by name: their
     folders.
     """
 
@@ -46,6 +48,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     convert: str = "none"
     dimensions: tuple[int, ...] | None = None
     classifier: ClassifierSpec | None = None
+    images: ImageSettings | None = None
     enable_lora: bool = False
     adapters: dict[str, str] = {}
 

@@ -59,15 +59,18 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
             harmless=(*OFF, "auto"),
         ),
         accepted(
-            "the text part of a model is served; requests with images, audio or video are refused",
-            "allowed_local_media_path= allowed_media_domains=* disable_chunked_mm_input "
-            "disable_fast_image_processor disable_mm_preprocessor_cache enable_mm_embeds enable_multimodal "
-            "image_processor_backend= interleave_mm_strings language_model_only limit_mm_data_per_request= "
-            "limit_mm_per_prompt= media_io_kwargs= mm_attention_backend= mm_enable_dp_encoder "
-            "mm_encoder_attn_backend= mm_encoder_attn_dtype= mm_encoder_fp8_scale_path= mm_encoder_only "
-            "mm_encoder_tp_mode= mm_hasher_algorithm= mm_ipc_gpu_memory_gb= mm_processor_cache_gb= "
-            "mm_processor_cache_type= mm_processor_device= mm_processor_kwargs= mm_shm_cache_max_object_size_mb= "
-            "mm_tensor_ipc= skip_mm_profiling trust_request_mm_kwargs video_pruning_method= video_pruning_rate=",
+            "images are read, encoded and cached in one way; audio and video are refused",
+            "disable_chunked_mm_input disable_fast_image_processor disable_mm_preprocessor_cache enable_mm_embeds "
+            "enable_multimodal image_processor_backend= interleave_mm_strings media_io_kwargs= mm_attention_backend= "
+            "mm_enable_dp_encoder mm_encoder_attn_backend= mm_encoder_attn_dtype= mm_encoder_fp8_scale_path= "
+            "mm_encoder_only mm_encoder_tp_mode= mm_hasher_algorithm= mm_ipc_gpu_memory_gb= mm_processor_cache_gb= "
+            "mm_processor_cache_type= mm_processor_device= mm_shm_cache_max_object_size_mb= mm_tensor_ipc= "
+            "skip_mm_profiling trust_request_mm_kwargs video_pruning_method= video_pruning_rate=",
+        ),
+        translated(
+            to_option("limit_mm_per_prompt", lambda is_on: '{"image": 0}' if is_on else None),
+            "language_model_only",
+            "images are off with --limit-mm-per-prompt '{\"image\": 0}'",
         ),
         accepted(
             "kernels are the engine's own, chosen for the device",

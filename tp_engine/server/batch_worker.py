@@ -38,6 +38,7 @@ logger = get_logger(__name__)
 _SAVE_PERIOD_S = 2.0
 _SWEEP_PERIOD_S = 600.0
 _LINES_AT_ONCE = 64
+_IMAGE_PARTS = (b'"image_url"', b'"input_image"')
 _MAX_ACTIVE = 100
 
 
@@ -178,7 +179,10 @@ class BatchWorker:
                 model_names=(*state.model_names, *state.adapters),
                 max_num_prompts=state.limit.max_num_prompts,
             )
-            prepared = await state.preparing.run(len(request.raw_body), prepare_request, request, context)
+            has_images = state.takes_images and any(kind in request.raw_body for kind in _IMAGE_PARTS)
+            prepared = await state.preparing.run(
+                len(request.raw_body), prepare_request, request, context, has_images=has_images
+            )
             prepared = _later(prepared, state.config.batch_priority)
             return request.result(200, prepared.answer(await whole_outputs(state, prepared)))
         except EngineDeadError:

@@ -68,7 +68,7 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
         "requests that may wait beyond those running; more are answered with 429",
         flags=("--max-queued-requests",),
     )
-    max_body_bytes: int = option(16 * MIB, "largest request body", size=True)
+    max_body_bytes: int = option(64 * MIB, "largest request body", size=True)
     body_timeout_s: float = option(60.0, "longest time that the body of a request may take to arrive")
     header_timeout_s: float = option(20.0, "longest time that a connection may take to send the header of a request")
     write_timeout_s: float = option(120.0, "after so long without reading, a client loses its answer")

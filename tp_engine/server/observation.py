@@ -37,6 +37,8 @@ class Observation:
         self._logs = logs
         self._tracer = tracer
         figures.num_prompt_tokens += len(request.prompt_token_ids)
+        figures.num_images += len(request.images)
+        figures.num_image_tokens += sum(image.num_tokens for image in request.images)
         self._next_token = figures.histogram(f.NEXT_TOKEN)
         self._start_s = time.monotonic()
         self._num_tokens = [0] * num_sequences

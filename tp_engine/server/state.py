@@ -73,8 +73,16 @@ class ServerState:
             raise HttpError(503, "the server is shutting down", code="shutting_down", retry_after_s=_RETRY_AFTER_S)
         return llm
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model is served with its images."""
+        return self._llm is not None and self._llm.input_processor.images is not None
+
     def observation(self, request: EngineRequest, *, num_sequences: int | None = None) -> Observation:
         """Watches one prompt; ``num_sequences`` is what the prompt asks for, unless given."""
+        images = self.llm.input_processor.images
+        if images is not None:
+            self.metrics.requests.note_image_seconds(images.reader.seconds)
         return Observation(
             self.metrics.requests,
             request,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -458,7 +459,7 @@ def test_a_failure_ends_the_response() -> None:
 )
 def test_complaints_name_fields_of_the_request(fields: dict[str, Any], text: str, param: str) -> None:
     """Oracle: the names in the client's body, not those in the resulting chat."""
-    processor: Any = None
+    processor: Any = SimpleNamespace(images=None)  # a model of text; the rest is asked for later
     with pytest.raises(RequestError) as error:
         prepare_response(body(**fields), processor, "demo")
     assert str(error.value).startswith(text) and error.value.param == param

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tp_engine.cli import chat
 from tp_engine.cli.chat import ChatConfig, Conversation, converse
 from tp_engine.cli.main import main
 from tp_engine.cli.session import ClientConfig
+from tp_engine.errors import ConfigError
 
 KEY = "secret"
 MODEL = "demo"
@@ -37,6 +39,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         is_chat = self.path == "/v1/chat/completions"
         text = body["messages"][-1]["content"] if is_chat else body["prompt"]
+        if isinstance(text, list):
+            text = text[-1]["text"]
         if text == "fail":
             self._json(400, {"error": {"message": "prompt is bad; send another"}})
             return
@@ -193,3 +197,21 @@ def test_options_of_answers() -> None:
     """Oracle: only the given options are sent."""
     assert ClientConfig(temperature=0.0, max_tokens=3).sampling == {"temperature": 0.0, "max_tokens": 3}
     assert ClientConfig().sampling == {}
+
+
+def test_images_are_shown_with_the_first_message(stub: StubServer, tmp_path: Path) -> None:
+    """Oracle: the bodies: a data URL of the file, also after an error, then texts alone; a file that is not there is an
+    error before."""
+    file = tmp_path / "a.png"
+    file.write_bytes(b"a picture")
+    talk = conversation(stub, Terminal([]), image=(str(file),))
+    with pytest.raises(ServerError):
+        talk.say("fail")
+    talk.say("look")
+    talk.say("again")
+    image, text = stub.bodies[1]["messages"][-1]["content"]
+    assert text == {"type": "text", "text": "look"} and image["type"] == "image_url"
+    assert image["image_url"]["url"].endswith(";base64,YSBwaWN0dXJl")
+    assert stub.bodies[2]["messages"][-1]["content"] == "again"
+    with pytest.raises(ConfigError, match=r"image is .*absent.*can not be read"):
+        conversation(stub, Terminal([]), image=(str(tmp_path / "absent"),))

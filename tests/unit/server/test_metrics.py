@@ -54,6 +54,9 @@ http_request_duration_seconds histogram handler,method {HTTP}
 http_request_size_bytes summary handler
 http_requests counter handler,method,status
 http_response_size_bytes summary handler
+image_load_seconds histogram - {NEXT}
+image_tokens counter
+images counter
 inter_token_latency_seconds histogram - {NEXT}
 iteration_tokens_total histogram - {ITERATION}
 kv_cache_usage_peak_perc gauge

@@ -8,7 +8,9 @@
     thinking                                  the reasoning of the assistant's message
     tool_use                                  a call of the assistant's message
     document of text, search_result           its text
-    image, document of another kind           refused; a note in a tool's answer, which would else end the conversation
+    image                                     an image of its message, or of a tool's answer
+    document of another kind, and an image
+    where the model takes none                refused; a note in a tool's answer, which would else end the conversation
     redacted_thinking, what a server's own
     tool did                                  nothing; the log says so
     tool_addition, tool_removal               nothing; the list of tools changes
@@ -22,6 +24,7 @@ from typing import Any
 from tp_engine.api.anthropic.protocol import Block, Message
 from tp_engine.api.openai.chat.messages import omitted
 from tp_engine.errors import RequestError, shown
+from tp_engine.images.sources import ImageSource
 from tp_engine.log import get_logger, warn_once
 
 logger = get_logger(__name__)
@@ -41,7 +44,9 @@ _UNTOLD = frozenset({
 TOOL_CHANGES = frozenset({"tool_addition", "tool_removal"})
 
 
-def chat_messages(system: str | Sequence[Block] | None, messages: Sequence[Message]) -> ChatMessages:
+def chat_messages(
+    system: str | Sequence[Block] | None, messages: Sequence[Message], *, takes_images: bool = False
+) -> ChatMessages:
     """Return the chat; raises ``RequestError`` that names the faulty block."""
     chat: ChatMessages = []
     leading = [] if system is None else [*_texts("system", system)]
@@ -58,20 +63,50 @@ def chat_messages(system: str | Sequence[Block] | None, messages: Sequence[Messa
         elif message.role == "assistant":
             _add_assistant(chat, where, message.content)
         else:
-            _add_user(chat, where, message.content)
+            _add_user(chat, where, message.content, takes_images=takes_images)
     return [{"role": "system", "content": "\n\n".join(leading)}, *chat] if leading else chat
 
 
-def _add_user(chat: ChatMessages, where: str, content: str | Sequence[Block]) -> None:
-    """A turn of the user: texts that follow each other are one message, as templates want it."""
+def _add_user(chat: ChatMessages, where: str, content: str | Sequence[Block], *, takes_images: bool) -> None:
+    """A turn of the user: texts and images that follow each other are one message, as templates want it."""
     for place, block in _blocks(where, content):
         if block["type"] == "tool_result":
-            called = _string(place, block, "tool_use_id")
-            chat.append({"role": "tool", "tool_call_id": called, "content": _result(place, block)})
-        elif (text := _text(place, block)) is not None:
+            called, answer = _string(place, block, "tool_use_id"), _answer(place, block, takes_images=takes_images)
+            chat.append({"role": "tool", "tool_call_id": called, "content": answer})
+            continue
+        is_image = takes_images and block["type"] == "image"
+        part = _image(place, block) if is_image else _text(place, block)
+        if part is not None:
             if not chat or chat[-1]["role"] != "user":
                 chat.append({"role": "user", "content": []})
-            chat[-1]["content"].append({"type": "text", "text": text})
+            chat[-1]["content"].append({"type": "text", "text": part} if isinstance(part, str) else part)
+
+
+def _answer(where: str, block: Block, *, takes_images: bool) -> str | list[Any]:
+    """A tool's answer: a text, or parts if it has images."""
+    content = block.get("content")
+    if not takes_images or not isinstance(content, list) or not any(_is_image(one) for one in content):
+        return _result(where, block)
+    return [
+        _image(f"{where}.content[{number}]", one) if _is_image(one) else _result(where, {**block, "content": [one]})
+        for number, one in enumerate(content)
+    ]
+
+
+def _is_image(block: object) -> bool:
+    return isinstance(block, Mapping) and block.get("type") == "image"
+
+
+def _image(where: str, block: Block) -> ImageSource:
+    """The image of a block."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if isinstance(source, Mapping) and kind == "base64":
+        media_type, data = (_string(f"{where}.source", source, name) for name in ("media_type", "data"))
+        return ImageSource(where=where, content=f"data:{media_type};base64,{data}")
+    if isinstance(source, Mapping) and kind == "url":
+        return ImageSource(where=where, content=_string(f"{where}.source", source, "url"))
+    raise _refused(f"{where}.source.type is {shown(kind)}; it must be base64 or url")
 
 
 def _add_assistant(chat: ChatMessages, where: str, content: str | Sequence[Block]) -> None:

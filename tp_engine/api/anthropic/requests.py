@@ -33,7 +33,7 @@ def prepare_message(
 ) -> PreparedFromChat:
     """Do as ``openai.requests.prepare``; raises ``RequestError`` that names a field of ``body``."""
     try:
-        chat = prepare(chat_body(body), processor, model, defaults)
+        chat = prepare(chat_body(body, takes_images=processor.images is not None), processor, model, defaults)
     except ContextLengthError as error:
         raise _too_long(error) from None
     except RequestError as error:
@@ -51,16 +51,16 @@ def prepare_message(
 def count_tokens(body: CountTokensBody, processor: InputProcessor) -> dict[str, Any]:
     """Return the answer of ``count_tokens``: the length of the prompt that ``body`` has."""
     try:
-        text = chat_prompt(chat_body(body), processor).text
-        token_ids = processor.text_token_ids(text, add_special_tokens=False, param="messages")
+        chat = chat_prompt(chat_body(body, takes_images=processor.images is not None), processor)
+        tokens = processor.chat_tokens(chat, add_special_tokens=False, stages=False)
     except RequestError as error:
         raise renamed(error, NAMES) from None
-    return {"input_tokens": len(token_ids)}
+    return {"input_tokens": len(tokens["prompt_token_ids"])}
 
 
-def chat_body(body: CountTokensBody) -> ChatBody:
-    """Return the chat that answers ``body``; raises ``RequestError``."""
-    messages = chat_messages(body.system, body.messages)
+def chat_body(body: CountTokensBody, *, takes_images: bool = False) -> ChatBody:
+    """Return the chat that answers ``body``, for a model that ``takes_images`` or not; raises ``RequestError``."""
+    messages = chat_messages(body.system, body.messages, takes_images=takes_images)
     if not messages:
         raise RequestError("messages have nothing that the model can read; give at least one text", param="messages")
     last = messages[-1]

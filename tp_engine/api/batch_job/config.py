@@ -58,7 +58,7 @@ class BatchConfig(ChatOptions, SamplingDefaultOptions):
         (), "names that requests may give as their model (default: --model, or its folder's name)"
     )
     max_in_flight: int | None = option(None, "prompts in the engine at a time (default: twice max_num_seqs)")
-    max_body_bytes: int = option(16 * MIB, "longest line; longer ones are errors", size=True)
+    max_body_bytes: int = option(64 * MIB, "longest line; longer ones are errors", size=True)
     summary_file: str | None = option(None, "JSON file with counts, tokens and times of the job")
     errors_exit_code: int | None = option(
         None, "exit code of a job whose lines are done, some with errors (default: 3, under torchrun 0)"

@@ -85,7 +85,7 @@ def check_request(request: BatchRequest, model_names: Sequence[str], grammars: G
     """Check all that does not need the model's tokenizer and limits; raises ``RequestError``."""
     body = _parse(request, model_names)
     if isinstance(body, ResponsesBody):
-        chat = chat_body(body)
+        chat = chat_body(body, takes_images=True)  # whether the model does is found out later
         try:
             _check_generation(chat, grammars)
         except RequestError as error:

@@ -35,6 +35,7 @@ class Usage:
     reasoning_tokens: int | None = None  # None if texts are not searched for reasoning
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    image_tokens: int = 0
 
     def as_json(self) -> JsonObject:
         """OpenAI's ``usage``."""
@@ -44,6 +45,8 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.image_tokens:
+            counts["prompt_tokens_details"]["image_tokens"] = self.image_tokens
         details: JsonObject = {}
         if self.reasoning_tokens is not None:
             details["reasoning_tokens"] = self.reasoning_tokens
@@ -65,6 +68,7 @@ class AnswerShape:
     ``only_echo``: the answer is the echo alone, without the one token that the engine must generate.
     ``tokens_as_ids``: log-probabilities name tokens ``token_id:17``, because texts of tokens are not unique.
     ``special_ids``: the tokenizer's special tokens, which texts lack if ``hides_specials``; for offsets of tokens.
+    ``num_image_tokens`` of the prompt.
     """
 
     kind: Literal["completion", "chat"]
@@ -83,6 +87,7 @@ class AnswerShape:
     shows_prompt_logprobs: bool = True
     role: str = "assistant"
     parsing: ChatParsing | None = None
+    num_image_tokens: int = 0
 
     @classmethod
     def of(cls, body: CompletionBody | ChatBody, model: str) -> AnswerShape:
@@ -119,8 +124,9 @@ class AnswerShape:
         return body
 
     def new_usage(self) -> Usage:
-        """Counts that are still zero."""
-        return Usage(reasoning_tokens=0 if self.parsing is not None and self.parsing.reasoning is not None else None)
+        """Counts that are still zero, but for those of the prompt's images."""
+        has_reasoning = self.parsing is not None and self.parsing.reasoning is not None
+        return Usage(reasoning_tokens=0 if has_reasoning else None, image_tokens=self.num_image_tokens)
 
     def answer(self, outputs: Sequence[RequestOutput], echoes: Sequence[str] | None = None) -> JsonObject:
         """Return the whole answer, one ``RequestOutput`` per prompt; ``echoes`` are texts to repeat before the

@@ -106,6 +106,8 @@ def prepare(
         ]
     except RequestError as error:
         raise named_refusal(error, body) from None
+    if num_image_tokens := sum(image.num_tokens for one in requests for image in one.images):
+        shape = replace(shape, num_image_tokens=num_image_tokens)
     if shape.kind == "completion" and shape.num_top_logprobs is not None:
         decoder = processor.tokenizer
         firsts = ("" if decoder is None else decoder.decode(one.prompt_token_ids[:1]) for one in requests)
@@ -191,15 +193,16 @@ def _inputs(
         prompts = list(completion_prompts(body))
         return shape, prompts, _echoes(body, prompts, processor)
     prompt = chat_prompt(body, processor)
+    if prompt.images and body.use_beam_search:
+        raise RequestError("beam search of a prompt with images is not served; leave images out", param="messages")
+    if prompt.images and body.truncate_prompt_tokens is not None:
+        raise RequestError("truncate_prompt_tokens would cut images; leave it out", param="truncate_prompt_tokens")
     parsing = chat_parsing(body, prompt, processor, constrained=constrained)
     shape = replace(shape, role=prompt.role, parsing=parsing)
-    token_ids = processor.text_token_ids(
-        prompt.text,
-        add_special_tokens=bool(body.add_special_tokens),
-        must_fit=body.truncate_prompt_tokens is None,
-        param="messages",
+    tokens = processor.chat_tokens(
+        prompt, add_special_tokens=bool(body.add_special_tokens), must_fit=body.truncate_prompt_tokens is None
     )
-    return shape, [{"prompt_token_ids": token_ids}], [prompt.last_text] if body.echo else None
+    return shape, [tokens], [prompt.last_text] if body.echo else None
 
 
 def _echoes(body: CompletionBody, prompts: Sequence[Any], processor: InputProcessor) -> list[str] | None:

@@ -46,14 +46,12 @@ def tokenize(body: TokenizeBody, processor: InputProcessor) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt" if body.prompt is None else "messages")
     if body.prompt is not None:
-        param, text, adds_special = "prompt", body.prompt, body.add_special_tokens is not False
+        adds_special = body.add_special_tokens is not False
+        token_ids = processor.text_token_ids(body.prompt, add_special_tokens=adds_special, may_be_empty=True)
     else:
         given = {name: value for name in _CHAT_FIELDS if (value := getattr(body, name)) is not None}
-        param, text = "messages", chat_prompt(ChatBody.model_validate(given), processor).text
-        adds_special = bool(body.add_special_tokens)
-    token_ids = processor.text_token_ids(
-        text, add_special_tokens=adds_special, may_be_empty=body.prompt is not None, param=param
-    )
+        chat, adds_special = chat_prompt(ChatBody.model_validate(given), processor), bool(body.add_special_tokens)
+        token_ids = processor.chat_tokens(chat, add_special_tokens=adds_special, stages=False)["prompt_token_ids"]
     texts = processor.tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None  # type: ignore[union-attr]
     return {"count": len(token_ids), "max_model_len": processor.max_model_len, "tokens": token_ids, "token_strs": texts}
 

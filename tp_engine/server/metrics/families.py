@@ -78,6 +78,9 @@ def _histogram(name: str, text: str, buckets: tuple[float, ...] | None, *labels:
 PROMPT_TOKENS = _counter("prompt_tokens", "prompt tokens of accepted requests")
 GENERATION_TOKENS = _counter("generation_tokens", "tokens generated")
 SUCCESS = _counter("request_success", "finished sequences, by reason", "finished_reason")
+IMAGES = _counter("images", "images of accepted requests")
+IMAGE_TOKENS = _counter("image_tokens", "prompt tokens of these images")
+IMAGE_LOAD = _histogram("image_load_seconds", "a request's images: decoded, resized, handed over", _NEXT_TOKEN_S)
 FIRST_TOKEN = _histogram("time_to_first_token_seconds", "arrival to first token", _FIRST_TOKEN_S)
 NEXT_TOKEN = _histogram("inter_token_latency_seconds", "between two tokens of a sequence", _NEXT_TOKEN_S)
 PER_TOKEN = _histogram(

@@ -6,7 +6,7 @@ An observation is a bisection and two additions, without a lock.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import Metric
@@ -21,7 +21,7 @@ from tp_engine.server.metrics.families import histograms, number, samples
 
 _HISTOGRAMS = (
     f.FIRST_TOKEN, f.NEXT_TOKEN, f.PER_TOKEN, f.E2E, f.QUEUE, f.PREFILL, f.DECODE, f.INFERENCE, f.REQUEST_PROMPT,
-    f.REQUEST_GENERATION, f.PARAMS_N, f.PARAMS_MAX_TOKENS,
+    f.REQUEST_GENERATION, f.PARAMS_N, f.PARAMS_MAX_TOKENS, f.IMAGE_LOAD,
 )  # fmt: skip
 _DEFAULT_MAX_MODEL_LEN = 1 << 20  # until the engine has told its own
 
@@ -32,6 +32,8 @@ class RequestFigures:
     def __init__(self) -> None:
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
+        self.num_images = 0
+        self.num_image_tokens = 0
         self.lengths = LengthCounter()
         self.ends: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
         self._histograms = {family: Histogram(family.bounds(_DEFAULT_MAX_MODEL_LEN)) for family in _HISTOGRAMS}
@@ -45,6 +47,11 @@ class RequestFigures:
     def histogram(self, family: f.MetricFamily) -> Histogram:
         """Return where to observe values of ``family``."""
         return self._histograms[family]
+
+    def note_image_seconds(self, seconds: deque[float]) -> None:
+        """Take the times that images of requests took since the last call."""
+        while seconds:
+            self.histogram(f.IMAGE_LOAD).observe(seconds.popleft())
 
     def observe_request(self, num_prompt_tokens: int, params: SamplingParams, times: RequestMetrics | None) -> None:
         """Note that all ``n`` sequences of a request have finished; ``times`` are None where they are unknown."""
@@ -62,6 +69,8 @@ class RequestFigures:
     def metrics(self, model_name: str) -> Iterator[Metric]:
         """Yield the exposition's lines."""
         yield number(f.PROMPT_TOKENS, model_name, self.num_prompt_tokens)
+        yield number(f.IMAGES, model_name, self.num_images)
+        yield number(f.IMAGE_TOKENS, model_name, self.num_image_tokens)
         yield number(f.GENERATION_TOKENS, model_name, self.num_generation_tokens)
         yield samples(f.SUCCESS, model_name, [((reason,), count) for reason, count in self.ends.items()])
         for family, one in self._histograms.items():

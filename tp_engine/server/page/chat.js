@@ -1,6 +1,7 @@
 // The conversation: sends what the user writes, shows the answer, stops it on request.
 
 import { events, request } from "./api.js";
+import { Images } from "./images.js";
 import { Answer, question } from "./messages.js";
 import { Stopwatch } from "./stopwatch.js";
 
@@ -15,6 +16,7 @@ export class Chat {
         this.log = document.getElementById("log");
         this.prompt = document.getElementById("prompt");
         this.sendButton = document.getElementById("send");
+        this.images = new Images(document.getElementById("composer"), document.getElementById("pictures"));
         this.turns = [];
         this.running = null;
         this.hasTemplate = true;
@@ -40,9 +42,11 @@ export class Chat {
 
     submit() {
         const text = this.prompt.value;
-        if (!text.trim()) return;
+        const images = this.images.urls;
+        if (!text.trim() && !images.length) return;
         this.prompt.value = "";
-        this.ask(text);
+        this.images.clear();
+        this.ask(text, images);
     }
 
     stop() {
@@ -56,15 +60,16 @@ export class Chat {
         this.prompt.focus();
     }
 
-    async ask(text) {
+    async ask(text, images = []) {
         const answer = new Answer();
         const watch = new Stopwatch();
         const turns = this.turns; // clear() begins new ones
-        this.log.append(question(text), answer.root);
+        this.log.append(question(text, images), answer.root);
         this.follow(true);
         this.setRunning(new AbortController());
         const signal = this.running.signal;
-        turns.push({ role: "user", content: text });
+        const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
+        turns.push({ role: "user", content: parts.length ? [...parts, { type: "text", text }] : text });
         try {
             await this.receive(text, answer, watch, signal);
         } catch (error) {

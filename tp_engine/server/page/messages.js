@@ -7,8 +7,18 @@ export function element(name, className = "", text = "") {
     return made;
 }
 
-export function question(text) {
-    return element("article", "message user", text);
+export function question(text, images = []) {
+    const root = element("article", "message user", text);
+    for (const url of images) root.append(picture(url));
+    return root;
+}
+
+/** An image of a question, by its data URL. */
+export function picture(url) {
+    const shown = element("img", "picture");
+    shown.src = url;
+    shown.alt = "an image of this message";
+    return shown;
 }
 
 /** An answer that grows: reasoning (folded), text, tool calls, a line of figures, an error. */

@@ -43,7 +43,7 @@ def chat_prompt(body: ChatBody, processor: InputProcessor) -> ChatPrompt:
     tools = ToolRequest.of(body)
     if tools is not None:
         options["tools"] = [dict(tool) for tool in tools.tools]
-    return processor.chat.render(body.messages, options, adapts_calls=True)
+    return processor.chat.render(body.messages, options, adapts_calls=True, image_marker=processor.image_marker)
 
 
 def _template_options(body: ChatBody) -> dict[str, Any]:

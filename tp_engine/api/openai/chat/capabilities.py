@@ -25,6 +25,7 @@ from datetime import datetime
 from typing import Any, TypeAlias
 
 from tp_engine.api.openai.chat.template import ChatTemplate, TemplateRefusal
+from tp_engine.images.sources import ImageSource
 from tp_engine.log import get_logger
 
 logger = get_logger(__name__)
@@ -38,6 +39,7 @@ _ROLES = ("user", "assistant", "system", "developer")
 _PARAMETERS = {"type": "object", "properties": {_KEY: {"type": "string", "description": "a key"}}, "required": [_KEY]}
 _TOOL = {"type": "function", "function": {"name": "probe", "description": "a probe", "parameters": _PARAMETERS}}
 _DAY = datetime(2026, 1, 1)
+_IMAGE = {"type": "image"}
 _CALL_ID = "abcdefghi"  # Mistral's templates refuse ids of another length
 
 Part = dict[str, str]
@@ -54,11 +56,12 @@ class ContentForm:
     takes_text: bool = True
     takes_parts: bool = False
 
-    def content(self, given: str | Sequence[str]) -> Content:
-        """Return the content for the template; ``given`` is a text, or the texts of several parts."""
-        if self.takes_parts and given and not isinstance(given, str):
-            return [_part(text) for text in given]
-        text = given if isinstance(given, str) else "\n".join(given)
+    def content(self, given: str | Sequence[str | ImageSource]) -> Content:
+        """Return the content for the template; ``given`` is a text, or several parts, of which images stay parts."""
+        has_images = not isinstance(given, str) and any(isinstance(one, ImageSource) for one in given)
+        if (self.takes_parts or has_images) and given and not isinstance(given, str):
+            return [_IMAGE if isinstance(one, ImageSource) else _part(one) for one in given]
+        text = given if isinstance(given, str) else "\n".join(map(str, given))
         return text if self.takes_text else [_part(text)]
 
 

@@ -7,6 +7,7 @@
 | no content in a message of the assistant | an empty text; null beside calls where the template shows them only then |
 | content as parts of text | parts where the template takes them, else their texts joined with line ends |
 | the content of a tool's answer | text |
+| an image, but of the assistant | a part ``{"type": "image"}`` in its place, where the model takes images |
 | tool_calls with arguments as JSON text | arguments as an object, or the text if the template takes that alone |
 | arguments that are no object | no arguments, or the text; the log says so |
 | parts of the kind thinking | reasoning |
@@ -26,6 +27,7 @@ from tp_engine.api.openai.chat.capabilities import TemplateCapabilities
 from tp_engine.api.openai.tools.call_reader import valid_unicode
 from tp_engine.api.openai.tools.events import ToolFormat
 from tp_engine.errors import RequestError, shown
+from tp_engine.images.sources import ImageSource, image_source, is_image_part
 from tp_engine.log import get_logger, warn_once
 
 logger = get_logger(__name__)
@@ -37,18 +39,28 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def normal_messages(
-    messages: Sequence[Mapping[str, Any]], takes: TemplateCapabilities, calls_format: ToolFormat | None = None
+    messages: Sequence[Mapping[str, Any]],
+    takes: TemplateCapabilities,
+    calls_format: ToolFormat | None = None,
+    images: list[ImageSource] | None = None,
 ) -> list[dict[str, Any]]:
     """Checked copies, for a template that takes ``takes``; raises ``RequestError`` that names the faulty message.
 
     ``calls_format`` is that of the calls, whose ids take its form, if it has one (``ToolFormat.numbered_id``), and
-    which are texts in it where the template does not show them; None: they stay as they are.
+    which are texts in it where the template does not show them; None: they stay as they are.  ``images`` gets those of
+    all messages, in their order; None: the model takes none.
     """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError("messages must be a list of {'role': ..., 'content': ...}", param="messages")
     if not messages:
         raise RequestError("messages is empty; give at least one message", param="messages")
-    normal = [_normal_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    normal = [
+        _normal_message(f"messages[{index}]", message, takes_images=images is not None)
+        for index, message in enumerate(messages)
+    ]
+    if images is not None:
+        given = (part for message in normal if isinstance(message["content"], list) for part in message["content"])
+        images += [part for part in given if isinstance(part, ImageSource)]
     _name_tools(normal)
     if calls_format is not None and calls_format.numbered_id:
         _number_calls(normal, calls_format.numbered_id)
@@ -149,15 +161,16 @@ def _number_calls(messages: Sequence[dict[str, Any]], form: str) -> None:
             message["tool_call_id"] = ids.get(str(message["tool_call_id"]), message["tool_call_id"])
 
 
-def _normal_message(where: str, message: object) -> dict[str, Any]:
-    """A checked copy whose content is a text, the texts of its parts, or None."""
+def _normal_message(where: str, message: object, *, takes_images: bool) -> dict[str, Any]:
+    """A checked copy whose content is a text, the texts and images of its parts, or None."""
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} is {message!r}; it must have a role and a content", param="messages")
     normal = {name: value for name, value in message.items() if value is not None}
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where}.role is {role!r}; it must be text such as 'user'", param="messages")
-    normal["content"] = _content(where, role, normal.get("content"))
+    takes_images = takes_images and role != "assistant"
+    normal["content"] = _content(where, role, normal.get("content"), takes_images)
     if calls := normal.pop("tool_calls", None):
         normal["tool_calls"] = _tool_calls(f"{where}.tool_calls", calls)
     reasoning = normal.get("reasoning_content", normal.get("reasoning", _thinking(message.get("content"))))
@@ -166,7 +179,7 @@ def _normal_message(where: str, message: object) -> dict[str, Any]:
     return normal
 
 
-def _content(where: str, role: str, content: object) -> str | list[str] | None:
+def _content(where: str, role: str, content: object, takes_images: bool) -> str | list[str | ImageSource] | None:
     if content is None:
         if role != "assistant":
             raise RequestError(f"{where} has no content; it must be text, or a list of text parts", param="messages")
@@ -175,10 +188,10 @@ def _content(where: str, role: str, content: object) -> str | list[str] | None:
         return content
     if not isinstance(content, (list, tuple)):
         raise RequestError(f"{where}.content must be text, or a list of text parts", param="messages")
+    places = [(f"{where}.content[{index}]", part) for index, part in enumerate(content) if not _is_thinking(part)]
     return [
-        _part_text(f"{where}.content[{index}]", role, part)
-        for index, part in enumerate(content)
-        if not _is_thinking(part)
+        image_source(place, part) if takes_images and is_image_part(part) else _part_text(place, role, part)
+        for place, part in places
     ]
 
 

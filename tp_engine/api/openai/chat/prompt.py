@@ -14,6 +14,8 @@ from tp_engine.api.openai.chat.template import ChatTemplate, TemplateRefusal
 from tp_engine.api.openai.reasoning import ReasoningFormat
 from tp_engine.api.openai.tools.events import ToolFormat
 from tp_engine.errors import ConfigError, RequestError
+from tp_engine.images.placeholders import HiddenMarks
+from tp_engine.images.sources import ImageSource
 from tp_engine.log import get_logger, warn_once
 
 logger = get_logger(__name__)
@@ -29,13 +31,16 @@ class ChatPrompt:
     """A rendered chat.
 
     ``role`` is that of the answer; ``last_text`` is the text of the last message if that has the same role.
-    ``continued`` is the text that the model continues; None for a new message.
+    ``continued`` is the text that the model continues; None for a new message.  ``images`` stand between the
+    ``pieces`` of the text, one between each two.
     """
 
     text: str
     role: str = "assistant"
     last_text: str = ""
     continued: str | None = None
+    images: tuple[ImageSource, ...] = ()
+    pieces: tuple[str, ...] = ()
 
 
 class ChatFormat:
@@ -56,11 +61,14 @@ class ChatFormat:
         template_options: Mapping[str, Any] | None = None,
         *,
         adapts_calls: bool = False,
+        image_marker: str | None = None,
     ) -> ChatPrompt:
         """Return the prompt, up to the assistant's answer.  Raises ``RequestError``.
 
         ``adapts_calls``: ids of calls take the form that the model knows (``ToolFormat.numbered_id``), if it has one,
         and calls that the template does not show are written into the message's content, as the model writes them.
+
+        ``image_marker`` is what the template writes for an image; None: the model takes none.
 
         ``add_generation_prompt``, ``continue_final_message``, ``tools``, ``documents`` and ``chat_template`` (a text,
         or the name of one of the tokenizer's) among ``template_options`` mean the same as in transformers; the
@@ -81,7 +89,8 @@ class ChatFormat:
                 "the chat template does not tell the model of a request's tools: serve with --chat-template and one "
                 "that does",
             )
-        conversation = normal_messages(messages, takes, self.tool_format if adapts_calls else None)
+        images: list[ImageSource] | None = None if image_marker is None else []
+        conversation = normal_messages(messages, takes, self.tool_format if adapts_calls else None, images)
         variables = {
             **self._special_tokens(),
             "tools": None,
@@ -92,12 +101,21 @@ class ChatFormat:
         }
         last_role, last_text = conversation[-1]["role"], _text(conversation[-1]["content"])
         role = "assistant" if begins else last_role
-        text = (_render_continued if continues else _render)(template, variables)
+        render = _render_continued if continues else _render
+        if images and image_marker is not None:
+            marks = HiddenMarks(image_marker)
+            pieces = marks.pieces(render(template, marks.hide(variables)))
+            text = image_marker.join(pieces)
+            _check_marks(len(pieces) - 1, len(images))
+        else:
+            text, pieces = render(template, variables), ()
         return ChatPrompt(
             text,
             role=role,
             last_text=last_text if role == last_role else "",
             continued=last_text if continues else None,
+            images=tuple(images or ()),
+            pieces=pieces,
         )
 
     @cached_property
@@ -184,9 +202,18 @@ def _render(template: ChatTemplate, variables: Mapping[str, Any]) -> str:
         raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
 
 
+def _check_marks(num_marks: int, num_images: int) -> None:
+    """Raise ``RequestError`` unless the template wrote a mark for each image."""
+    if num_marks != num_images:
+        raise RequestError(
+            f"the chat template writes {num_marks} of {num_images} images; send images in messages of the user",
+            param="messages",
+        )
+
+
 def _text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
     """The content of a normal message as one text."""
-    return content or "" if isinstance(content, str | None) else "\n".join(part["text"] for part in content)
+    return content or "" if isinstance(content, str | None) else "\n".join(part.get("text", "") for part in content)
 
 
 def _render_continued(template: ChatTemplate, variables: Mapping[str, Any]) -> str:
@@ -199,7 +226,7 @@ def _render_continued(template: ChatTemplate, variables: Mapping[str, Any]) -> s
     content = last["content"] or ""
     marked: str | list[Any]
     if isinstance(content, list):
-        marked = [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]
+        marked = [*content[:-1], {**content[-1], "text": content[-1].get("text", "") + mark}]
     else:
         marked = content + mark
     messages = [*others, {**last, "content": marked}]

@@ -17,6 +17,7 @@ from typing import Any
 from tp_engine.api.openai.chat.messages import omitted
 from tp_engine.api.openai.responses_api.tools import custom_arguments, flat_name
 from tp_engine.errors import RequestError, shown
+from tp_engine.images.sources import image_source, is_image_part
 from tp_engine.log import get_logger, warn_once
 
 logger = get_logger(__name__)
@@ -44,10 +45,11 @@ _OUTPUTS: Mapping[str, str | None] = {
 }
 
 
-def input_messages(items: str | Sequence[Item], instructions: str | None) -> Messages:
+def input_messages(items: str | Sequence[Item], instructions: str | None, *, takes_images: bool = False) -> Messages:
     """Chat messages of an ``input``; ``instructions`` come first.  Raises ``RequestError``.
 
-    System messages at the beginning become one, because most chat templates take only one.
+    System messages at the beginning become one, because most chat templates take only one.  Images, for a model that
+    ``takes_images``, are parts of the contents of users and tools.
     """
     messages: Messages = []
     if instructions:
@@ -57,7 +59,7 @@ def input_messages(items: str | Sequence[Item], instructions: str | None) -> Mes
     if not items:
         raise RequestError("input is an empty list; give text or at least one item", param="input")
     for number, item in enumerate(items):
-        _add_item(messages, f"input[{number}]", item)
+        _add_item(messages, f"input[{number}]", item, takes_images=takes_images)
     for message in messages:
         if "reasoning_content" in message:
             message["reasoning_content"] = "".join(message["reasoning_content"])
@@ -75,12 +77,12 @@ def additional_tools(items: str | Sequence[Item]) -> list[Item]:
     return found
 
 
-def _add_item(messages: Messages, where: str, item: Item) -> None:
+def _add_item(messages: Messages, where: str, item: Item, *, takes_images: bool) -> None:
     kind = "message" if item.get("type") is None else item["type"]
     if not isinstance(kind, str):
         raise RequestError(f"{where}.type is {shown(kind, 60)}; it must be text, such as message", param="input")
     if kind == "message":
-        _add_message(messages, where, item)
+        _add_message(messages, where, item, takes_images=takes_images)
     elif kind in _CALLS:
         name, arguments = _CALLS[kind](where, item)
         function = {"name": name, "arguments": arguments}
@@ -88,8 +90,10 @@ def _add_item(messages: Messages, where: str, item: Item) -> None:
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind in _OUTPUTS:
         output = item.get("output")
-        text = _output_text(f"{where}.output", _OUTPUTS[kind] if output is None else output)
-        messages.append({"role": "tool", "tool_call_id": _call_id(where, item), "content": text})
+        output, place = _OUTPUTS[kind] if output is None else output, f"{where}.output"
+        answer = _parts(place, output, _output_part) if takes_images and _has_image(output) else None
+        content = _output_text(place, output) if answer is None else answer
+        messages.append({"role": "tool", "tool_call_id": _call_id(where, item), "content": content})
     elif kind == "reasoning":
         text = _text(f"{where}.content", item.get("content") or item.get("summary") or "")
         if text:
@@ -135,11 +139,13 @@ _CALLS: Mapping[str, Callable[[str, Item], tuple[str, Any]]] = {
 }
 
 
-def _add_message(messages: Messages, where: str, item: Item) -> None:
+def _add_message(messages: Messages, where: str, item: Item, *, takes_images: bool) -> None:
     role, content = item.get("role"), item.get("content")
     if not isinstance(role, str) or role not in _ROLES:
         raise RequestError(f"{where}.role is {shown(role, 60)}; it must be one of {', '.join(_ROLES)}", param="input")
-    if role != "assistant":
+    if role == "user" and takes_images and _has_image(content):
+        messages.append({"role": "user", "content": _parts(f"{where}.content", content, _part_text)})
+    elif role != "assistant":
         messages.append({"role": _ROLES[role], "content": _text(f"{where}.content", content)})
     elif content is not None:
         _assistant(messages, begins_turn=True)["content"] = _text(f"{where}.content", content)
@@ -164,6 +170,16 @@ def _one_system_message(messages: Messages) -> Messages:
         return messages
     text = "\n\n".join(message["content"] for message in messages[:leading])
     return [{"role": "system", "content": text}, *messages[leading:]]
+
+
+def _has_image(content: object) -> bool:
+    return isinstance(content, list) and any(map(is_image_part, content))
+
+
+def _parts(where: str, content: Any, text: Callable[[str, Any], str]) -> list[Any]:
+    """The parts of a content that ``_has_image``; ``text`` reads those that are none."""
+    places = [(f"{where}[{number}]", part) for number, part in enumerate(content)]
+    return [image_source(place, part) if is_image_part(part) else text(place, part) for place, part in places]
 
 
 def _text(where: str, content: object) -> str:

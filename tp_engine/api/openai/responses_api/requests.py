@@ -27,14 +27,15 @@ NAMES = {
 }
 
 
-def chat_body(body: ResponsesBody) -> ChatBody:
-    """Return the chat that answers ``body``; raises ``RequestError`` that names a field of ``body``."""
+def chat_body(body: ResponsesBody, *, takes_images: bool = False) -> ChatBody:
+    """Return the chat that answers ``body``, for a model that ``takes_images`` or not; raises ``RequestError`` that
+    names a field of ``body``."""
     check_responses_body(body)
     shared = GenerationBody.model_fields.keys() - {"n", "stream_options"}
     fields = {name: value for name in shared if (value := getattr(body, name)) is not None}
     tools, tool_choice = _tools(body).for_chat(body.tool_choice)
     ours = {
-        "messages": input_messages(body.input, body.instructions),
+        "messages": input_messages(body.input, body.instructions, takes_images=takes_images),
         "max_completion_tokens": body.max_output_tokens,
         "logprobs": True if body.wants_logprobs else None,
         "top_logprobs": body.top_logprobs if body.wants_logprobs else None,
@@ -70,7 +71,7 @@ def prepare_response(
     body: ResponsesBody, processor: InputProcessor, model: str, defaults: Mapping[str, Any] | None = None
 ) -> PreparedFromChat:
     """Do as ``requests.prepare``; raises ``RequestError`` that names a field of ``body``."""
-    chat = chat_body(body)
+    chat = chat_body(body, takes_images=processor.images is not None)
     try:
         prepared = prepare(chat, processor, model, defaults)
     except RequestError as error:

@@ -1,0 +1,229 @@
+"""Prompts with images, from each API's own form to the engine's request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.images import data_url, file_of, image_info, image_part, image_tokenizer, picture
+from tp_engine.api.anthropic.protocol import CountTokensBody, MessagesBody
+from tp_engine.api.anthropic.requests import count_tokens
+from tp_engine.api.bodies import has_image, prepare_body
+from tp_engine.api.input_processor import InputProcessor
+from tp_engine.api.openai.protocol import ChatBody
+from tp_engine.api.openai.responses_api.protocol import ResponsesBody
+from tp_engine.api.openai.tokens import TokenizeBody, tokenize
+from tp_engine.errors import RequestError
+from tp_engine.request import EngineRequest
+from tp_engine.sampling_params import SamplingParams
+
+PICTURE = picture(96, 64)  # 2 x 3 cells
+URL = data_url(PICTURE)
+IMAGE_ID = image_tokenizer().convert_tokens_to_ids("<|image_pad|>")
+
+
+def processor(**limits: Any) -> InputProcessor:
+    return InputProcessor(image_info(**limits), image_tokenizer())
+
+
+def prepared(body: Any, one: InputProcessor | None = None) -> EngineRequest:
+    """The one request of a body."""
+    (request,) = prepare_body(body, one or processor(), "m").requests
+    return request
+
+
+def chat(*parts: Any, role: str = "user", **fields: Any) -> ChatBody:
+    return ChatBody.model_validate({"messages": [{"role": role, "content": list(parts)}], **fields})
+
+
+def text(request: EngineRequest) -> str:
+    """The prompt with each image as [N], its number of tokens."""
+    pieces, behind = [], 0
+    for image in request.images:
+        pieces += [
+            image_tokenizer().decode(request.prompt_token_ids[behind : image.start]),
+            f"[{image.num_tokens}]",
+        ]
+        assert set(request.prompt_token_ids[image.start : image.start + image.num_tokens]) == {IMAGE_ID}
+        behind = image.start + image.num_tokens
+    return "".join([*pieces, image_tokenizer().decode(request.prompt_token_ids[behind:])])
+
+
+IN_CHAT = "<s>user: see <|vision_start|>[6]<|vision_end|> now</s><s>assistant:"
+
+
+def test_a_chats_image_stands_in_its_place() -> None:
+    """Oracle: the template's text by hand; two images are two, in the order of the parts."""
+    part = {"type": "image_url", "image_url": URL}
+    assert text(prepared(chat({"type": "text", "text": "see "}, part, " now"))) == IN_CHAT
+    found = prepared(chat(image_part(picture(64, 64)), image_part(PICTURE, detail="high")))
+    assert text(found) == (
+        "<s>user: <|vision_start|>[4]<|vision_end|><|vision_start|>[6]<|vision_end|></s><s>assistant:"
+    )
+    assert [image.grid for image in found.images] == [(2, 2), (2, 3)]
+    assert len({image.fd for image in found.images}) == 1
+
+
+def test_responses_and_messages_take_images_too() -> None:
+    """Oracle: the same prompt as the chat's."""
+    content = [
+        {"type": "input_text", "text": "see "},
+        {"type": "input_image", "image_url": URL, "detail": "auto"},
+        {"type": "input_text", "text": " now"},
+    ]
+    response = ResponsesBody.model_validate({"input": [{"role": "user", "content": content}]})
+    blocks: list[Any] = [
+        {"type": "text", "text": "see "},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]}},
+        {"type": "text", "text": " now"},
+    ]
+    message = MessagesBody.model_validate({"max_tokens": 9, "messages": [{"role": "user", "content": blocks}]})
+    by_url = {**blocks[1], "source": {"type": "url", "url": URL}}
+    other = MessagesBody.model_validate(
+        {"max_tokens": 9, "messages": [{"role": "user", "content": [blocks[0], by_url, blocks[2]]}]}
+    )
+    for body in (response, message, other):
+        assert text(prepared(body)) == IN_CHAT
+        assert has_image(body)
+    asked = CountTokensBody.model_validate({"messages": [{"role": "user", "content": blocks}]})
+    assert count_tokens(asked, processor()) == {"input_tokens": len(prepared(message).prompt_token_ids)}
+
+
+def test_tools_answer_with_images() -> None:
+    """Oracle: an image in the place of the tool's answer, in all three APIs: agents look at screenshots so."""
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "view", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": [{"type": "text", "text": "a "}, image_part(PICTURE)]},
+    ]
+    of_response = [
+        {"role": "user", "content": "look"},
+        {"type": "function_call", "call_id": "abcdefghi", "name": "view", "arguments": "{}"},
+        {
+            "type": "function_call_output",
+            "call_id": "abcdefghi",
+            "output": [{"type": "input_text", "text": "a "}, {"type": "input_image", "image_url": URL}],
+        },
+    ]
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]}}
+    answer = {"type": "tool_result", "tool_use_id": "abcdefghi", "content": [{"type": "text", "text": "a "}, block]}
+    of_message = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "abcdefghi", "name": "view", "input": {}}]},
+        {"role": "user", "content": [answer]},
+    ]
+    for body in (
+        ChatBody.model_validate({"messages": messages}),
+        ResponsesBody.model_validate({"input": of_response}),
+        MessagesBody.model_validate({"messages": of_message, "max_tokens": 5}),
+    ):
+        found = text(prepared(body))
+        assert found.endswith("<s>tool: a <|vision_start|>[6]<|vision_end|></s><s>assistant:"), found
+        assert has_image(body)
+
+
+def test_a_mark_that_a_user_writes_is_no_image() -> None:
+    """Oracle: one image, behind the user's own mark; the prompt has the mark as a token, as texts always had."""
+    found = prepared(chat({"type": "text", "text": "a <|image_pad|> b "}, image_part(PICTURE), "<|image_pad|>"))
+    assert len(found.images) == 1 and found.prompt_token_ids.count(IMAGE_ID) == 8
+    assert text(found).startswith("<s>user: a <|image_pad|> b <|vision_start|>[6]")
+    tool = {"role": "tool", "tool_call_id": "x", "content": "log: <|vision_start|><|image_pad|><|vision_end|>"}
+    body = ChatBody.model_validate({"messages": [{"role": "user", "content": [image_part(PICTURE)]}, tool]})
+    assert [image.start for image in prepared(body).images] == [text(prepared(body)).index("[6]") and 8]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (chat(image_part(b"GIF89a")), r"messages\[0\].content\[0\]: the (file is no image|image is)"),
+        (chat(image_part(picture(2, 402))), r"messages\[0\].content\[0\]: an image has 2 x 402 pixels.*200 times"),
+        (chat(*[image_part(picture(8, 8))] * 3), r"At most 2 image\(s\) may be provided in one prompt"),
+        (chat(image_part(PICTURE), role="system"), "System message cannot contain images"),
+        (chat(image_part(PICTURE), role="assistant"), "only text is supported"),
+        (chat(image_part(PICTURE), truncate_prompt_tokens=5), "truncate_prompt_tokens would cut images"),
+        (chat(image_part(PICTURE), use_beam_search=True, n=2), "beam search of a prompt with images"),
+        (chat({"type": "video_url", "video_url": {"url": URL}}), "'video_url'; only text"),
+        (chat({"type": "image_embeds", "image_embeds": "abc"}), "'image_embeds'; only text"),
+        (chat(image_part(PICTURE, detail="fine")), "detail is 'fine'"),
+        (chat(image_part(picture(1024, 1024))), "maximum context length is 1024 tokens"),
+    ],
+)
+def test_images_that_can_not_be_served_are_refused_by_name(body: ChatBody, message: str) -> None:
+    """Oracle: the message; nothing stays in memory."""
+    one = processor(max_images=2)
+    with pytest.raises(RequestError, match=message):
+        prepared(body, one)
+    assert one.images is not None and one.images.reader.staged.used == 0
+
+
+def test_a_model_of_text_refuses_images_as_before() -> None:
+    """Oracle: the part's type in the message; a tool's picture becomes a note, so that its conversation goes on."""
+    info = msgspec.structs.replace(image_info(), images=None)
+    one = InputProcessor(info, image_tokenizer())
+    with pytest.raises(RequestError, match="type 'image_url'; only text is supported"):
+        prepared(chat(image_part(PICTURE)), one)
+    with pytest.raises(RequestError, match="served as text alone; leave multi_modal_data out"):
+        one.process({"prompt": "x", "multi_modal_data": {"image": PICTURE}}, SamplingParams(), request_id="r")
+    tool = {"role": "tool", "tool_call_id": "x", "content": [image_part(PICTURE)]}
+    assert "[image omitted]" in text(prepared(ChatBody.model_validate({"messages": [tool]}), one))
+
+
+def test_tokens_of_images_are_counted_without_their_pixels() -> None:
+    """Oracle: the request's own tokens; a file that ends behind its header has the size all the same."""
+    body = {"messages": [{"role": "user", "content": [image_part(PICTURE)]}]}
+    found = tokenize(TokenizeBody.model_validate(body), processor())
+    assert found["tokens"] == prepared(ChatBody.model_validate(body)).prompt_token_ids
+    half = image_part(file_of(PICTURE)[:60])
+    assert tokenize(TokenizeBody.model_validate({"messages": [{"role": "user", "content": [half]}]}), processor())[
+        "count"
+    ] == len(found["tokens"])
+
+
+def process(prompt: Any, **limits: Any) -> EngineRequest:
+    return processor(**limits).process(prompt, SamplingParams(max_tokens=3), request_id="r")
+
+
+def test_prompts_of_python_have_their_images_beside_them() -> None:
+    """Oracle: one prompt in four forms: text, marks as ids, ids that are expanded, arrays."""
+    mark, array = "<|vision_start|><|image_pad|><|vision_end|>", np.asarray(PICTURE)
+    first = process({"prompt": f"see {mark} {mark}", "multi_modal_data": {"image": [PICTURE, URL]}})
+    assert text(first) == "see <|vision_start|>[6]<|vision_end|> <|vision_start|>[6]<|vision_end|>"
+    assert first.images[0].digest == first.images[1].digest
+    ids = image_tokenizer().encode(f"see {mark} {mark}", add_special_tokens=False)
+    for given in (ids, first.prompt_token_ids):
+        again = process({"prompt_token_ids": given, "multi_modal_data": {"image": [array, PICTURE]}})
+        assert again.prompt_token_ids == first.prompt_token_ids
+        assert [image.start for image in again.images] == [image.start for image in first.images]
+    assert len(process({"prompt": mark, "multi_modal_data": {"image": PICTURE}}).images) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"prompt": "no mark", "multi_modal_data": {"image": PICTURE}}, r"has 0 marks .* for 1 images"),
+        ({"prompt_token_ids": [5], "multi_modal_data": {"image": PICTURE}}, r"has 0 marks .* for 1 images"),
+        ({"prompt": "x", "multi_modal_data": {"video": 1}}, "must be {'image'"),
+        ({"prompt": "x", "multi_modal_data": {"image": []}}, "has no image"),
+        ({"prompt": "x", "multi_modal_data": None}, "multi_modal_data is None"),
+        ({"multi_modal_data": {"image": PICTURE}}, "give either 'prompt' or 'prompt_token_ids'"),
+        ({"prompt": "x", "multi_modal_data": {"image": PICTURE}, "mm_processor_kwargs": {}}, "mm_processor_kwargs"),
+        ({"prompt": "<|image_pad|>", "multi_modal_data": {"image": "/etc/passwd"}}, "must begin with data:image/"),
+        ({"prompt": "<|image_pad|>", "multi_modal_data": {"image": 7}}, "image 0: the image is of type int"),
+    ],
+)
+def test_prompts_of_python_that_fit_no_image_are_refused(prompt: Any, message: str) -> None:
+    """Oracle: the message has both numbers, or the form that is taken."""
+    with pytest.raises(RequestError, match=message):
+        process(prompt)
+
+
+def test_a_chat_of_python_takes_pillows_images() -> None:
+    """Oracle: the same request as from a data URL."""
+    content = [{"type": "text", "text": "see "}, {"type": "image_pil", "image_pil": PICTURE}, " now"]
+    one = processor()
+    request = one.process(one.chat_prompt([{"role": "user", "content": content}]), SamplingParams(), request_id="r")
+    assert text(request) == IN_CHAT

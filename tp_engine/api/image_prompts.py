@@ -1,0 +1,112 @@
+"""Prompts with images: from a rendered chat, or ``multi_modal_data``, to tokens and what the engine needs of images.
+
+The order is that of cost: headers of all files first, then the tokens, then whether they fit; pixels last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tp_engine.api.openai.chat.prompt import ChatPrompt
+from tp_engine.errors import RequestError, shown
+from tp_engine.images.sources import ImageSource
+from tp_engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tp_engine.images.reader import ImageReader  # Pillow, which models of text do not need
+
+
+class TextTokens(Protocol):
+    """What ``InputProcessor`` does with text."""
+
+    def text_token_ids(self, text: str, *, add_special_tokens: bool, must_fit: bool, param: str) -> list[int]:
+        """Return the token ids of a text."""
+
+    def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
+        """Raise ``RequestError`` unless these are token ids of the model."""
+
+    def check_length(self, num_tokens: int, params: SamplingParams, pooling: None, param: str) -> None:
+        """Raise ``ContextLengthError`` for a prompt that is too long."""
+
+
+_KEYS = {"prompt", "prompt_token_ids", "multi_modal_data"}
+
+
+class ImagePrompts:
+    """Prompts of one model that sees images."""
+
+    def __init__(self, text: TextTokens, reader: ImageReader) -> None:
+        self.reader = reader
+        self._text = text
+        self._marks = reader.placeholders
+
+    @property
+    def marker(self) -> str:
+        """What the chat template writes for an image."""
+        return self._marks.marker
+
+    def of_chat(self, chat: ChatPrompt, *, add_special_tokens: bool, must_fit: bool, stages: bool) -> dict[str, Any]:
+        """Return ``{"prompt_token_ids", "images"}``, the latter only if it ``stages`` them."""
+        return self._read(chat.images, chat.pieces, add_special_tokens, "messages", must_fit=must_fit, stages=stages)
+
+    def of_prompt(self, prompt: Mapping[str, Any], *, add_special_tokens: bool, param: str) -> dict[str, Any]:
+        """Do the same for a prompt of ``LLM``, whose text or tokens have a mark for each image."""
+        given = {name for name, value in prompt.items() if value is not None}
+        if wrong := given - _KEYS:
+            raise RequestError(
+                f"a prompt with multi_modal_data has {shown(min(wrong))}; beside it may be prompt or prompt_token_ids "
+                "(settings of the processor are the engine's: mm_processor_kwargs)",
+                param=param,
+            )
+        sources = _sources(prompt["multi_modal_data"])
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if isinstance(text, str) and token_ids is None:
+            pieces = tuple(text.split(self.marker))
+            if len(pieces) - 1 != len(sources):
+                raise RequestError(
+                    f"the prompt has {len(pieces) - 1} marks of images ({self.marker}) for {len(sources)} images; give "
+                    "one each",
+                    param=param,
+                )
+            return self._read(sources, pieces, add_special_tokens, param)
+        if not isinstance(token_ids, (list, tuple)) or text is not None:
+            raise RequestError("give either 'prompt' or 'prompt_token_ids' beside multi_modal_data", param=param)
+        self._text.check_token_ids(token_ids, param)
+        opened = self.reader.open(sources)
+        ids, starts = self._marks.expand_ids(list(token_ids), self.reader.grids(opened))
+        self._text.check_length(len(ids), SamplingParams(), None, param)
+        return {"prompt_token_ids": ids, "images": self.reader.stage(opened, starts)}
+
+    def _read(
+        self,
+        sources: Sequence[ImageSource],
+        pieces: tuple[str, ...],
+        add_special_tokens: bool,
+        param: str,
+        *,
+        must_fit: bool = True,
+        stages: bool = True,
+    ) -> dict[str, Any]:
+        opened = self.reader.open(sources)
+        grids = self.reader.grids(opened)
+        ids = self._text.text_token_ids(
+            self._marks.text(pieces), add_special_tokens=add_special_tokens, must_fit=must_fit, param=param
+        )
+        ids, starts = self._marks.expand(ids, pieces, grids)
+        if not stages:
+            return {"prompt_token_ids": ids}
+        self._text.check_length(len(ids), SamplingParams(), None, param)
+        return {"prompt_token_ids": ids, "images": self.reader.stage(opened, starts)}
+
+
+def _sources(given: object) -> list[ImageSource]:
+    """The images of ``multi_modal_data``."""
+    if not isinstance(given, Mapping) or given.keys() != {"image"}:
+        raise RequestError(
+            f"multi_modal_data is {shown(given)}; it must be {{'image': one image, or a list of them}}", param="prompt"
+        )
+    images = given["image"] if isinstance(given["image"], (list, tuple)) else [given["image"]]
+    if not images:
+        raise RequestError("multi_modal_data has no image; leave it out", param="prompt")
+    return [ImageSource(where=f"image {number}", content=one) for number, one in enumerate(images)]

@@ -1,0 +1,149 @@
+"""From the bytes of a file, or an object of Pillow or numpy, to the pixels that a model sees.  Needs Pillow.
+
+::
+
+    bytes -> header: format, size -> decode -> turn (EXIF) -> RGB: alpha on white, 16 bits to 8 -> resize -> uint8
+
+The header is checked before a pixel is decoded: a file of 100 kB can stand for a billion of them.  Of an animation the
+first frame is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from tp_engine.errors import RequestError
+from tp_engine.images.sources import ImageSource
+
+Pixels = npt.NDArray[np.uint8]
+
+# Programs (EPS starts one) and formats that nobody sends stay closed.
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000")
+_SLOW = ("AVIF", "JPEG2000", "TIFF")
+_SLOW_SHARE = 4
+_ORIENTATION = 0x0112
+_TURNED = range(5, 9)
+_SVG = (b"<svg", b"<?xml")
+_LOW_AREA = 512 * 512
+
+# The limit of pixels is checked here; Pillow's own, twice of what it warns of, stays an error.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenedImage:
+    """An image whose header has been read; ``height`` and ``width`` are those that a viewer shows.
+
+    ``is_file``: Pillow decodes it; else it came as pixels.
+    """
+
+    source: ImageSource
+    image: Image.Image
+    height: int
+    width: int
+    is_file: bool
+
+    @property
+    def decode_bytes(self) -> int:
+        """Memory that decoding takes at most: the file's form, one with alpha, and RGB."""
+        return self.height * self.width * 12
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Height and width for the rules: less than those of the file where ``detail`` is low."""
+        scale = min(1.0, (_LOW_AREA / (self.height * self.width)) ** 0.5) if self.source.detail == "low" else 1.0
+        return max(1, int(self.height * scale)), max(1, int(self.width * scale))
+
+    def pixels(self, height: int, width: int, resample: int) -> Pixels:
+        """Return the decoded image in this size, (height, width, 3); ``RequestError`` for a broken file."""
+        with _named(self.source):
+            image = self.image
+            if self.is_file:
+                image.load()
+                with contextlib.suppress(Exception):  # metadata that can not be read turns nothing
+                    image = ImageOps.exif_transpose(image)
+            image = _rgb(image, self.source)
+            if image.size != (width, height):
+                image = image.resize((width, height), resample=Image.Resampling(resample))
+            return np.asarray(image)
+
+
+def open_bytes(source: ImageSource, data: bytes, max_pixels: int) -> OpenedImage:
+    """Read a file's header; ``RequestError`` for one that is no image, or has too many pixels."""
+    if not data:
+        raise source.refusal("the image is empty")
+    if data.lstrip()[:5].lower().startswith(_SVG):
+        raise source.refusal("SVG images are not taken; send it drawn, as PNG")
+    with _named(source):
+        image = Image.open(io.BytesIO(data), formats=_FORMATS)
+    limit = max_pixels // _SLOW_SHARE if image.format in _SLOW else max_pixels
+    width, height = image.size
+    if width * height > limit or not width * height:
+        raise source.refusal(
+            f"the image has {width} x {height} pixels; at most {limit:,} are taken of a {image.format} file: send it "
+            "smaller (--max-image-pixels)"
+        )
+    orientation: Any = None
+    with contextlib.suppress(Exception):
+        orientation = image.getexif().get(_ORIENTATION)
+    if orientation in _TURNED:
+        height, width = width, height
+    return OpenedImage(source=source, image=image, height=height, width=width, is_file=True)
+
+
+def open_object(source: ImageSource, max_pixels: int) -> OpenedImage:
+    """Take an image of Pillow, or an array (height, width, 3) of uint8; ``RequestError`` for anything else."""
+    given = source.content
+    if isinstance(given, np.ndarray):
+        if given.dtype != np.uint8 or given.ndim != 3 or given.shape[2] != 3 or 0 in given.shape:
+            raise source.refusal(
+                f"an array of {given.dtype} with the shape {given.shape}; it must be uint8, (height, width, 3)"
+            )
+        given = Image.fromarray(given)
+    if not isinstance(given, Image.Image):
+        raise source.refusal(
+            f"the image is of type {type(given).__name__}; it must be an image of Pillow, an array (height, width, 3) "
+            "of uint8, or a URL such as data:image/png;base64,..."
+        )
+    width, height = given.size
+    if not 0 < width * height <= max_pixels:
+        raise source.refusal(f"the image has {width} x {height} pixels; from 1 to {max_pixels:,} are taken")
+    return OpenedImage(source=source, image=given, height=height, width=width, is_file=False)
+
+
+def _rgb(image: Image.Image, source: ImageSource) -> Image.Image:
+    """Return three channels of 8 bits; what is transparent becomes white."""
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        return Image.fromarray((np.asarray(image).astype(np.int32) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise source.refusal(f"pixels of the mode {image.mode} have no range that is known; send 8 bits a channel")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image.convert("RGB")
+
+
+@contextlib.contextmanager
+def _named(source: ImageSource) -> Any:
+    """Give whatever Pillow raises about a file the image's name; the file itself is never shown."""
+    try:
+        yield
+    except RequestError:
+        raise
+    except Image.DecompressionBombError:
+        raise source.refusal("the image has too many pixels; send it smaller") from None
+    except UnidentifiedImageError:
+        raise source.refusal("the file is no image that is known here; send PNG, JPEG, WebP or GIF") from None
+    except Exception as error:  # decoders raise whatever they like
+        truncated = "truncated" in str(error).lower()
+        reason = "the image is truncated" if truncated else f"the image is broken ({type(error).__name__})"
+        raise source.refusal(f"{reason}; send the whole file") from None

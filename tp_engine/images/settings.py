@@ -1,0 +1,106 @@
+"""What a process that reads images must know of the model and of the operator's limits.  No torch, no Pillow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tp_engine.config import EngineConfig
+from tp_engine.errors import ConfigError, shown
+from tp_engine.images.rules import ImageRules, image_rules, read_processor
+from tp_engine.model_config.vision import VisionSpec
+from tp_engine.options.fields import json_object
+
+MOST_PIXELS = 178_956_970
+_DEFAULT_IMAGES = 32
+_MOST_IMAGES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSettings:
+    """How images of requests are read; crosses process borders, as its neighbours in ``ModelInfo``.
+
+    ``family``, the tokens' ids and ``cell`` (patch size times merged patches of a side) are those of ``VisionSpec``;
+    ``processor`` is the content of the checkpoint's file ``origin``, and ``overrides`` are those of
+    ``--mm-processor-kwargs``.  A prompt has at most ``max_images``, an image at most ``max_pixels`` in its file, and
+    the pixels of all requests take at most ``transport_bytes``.  ``allowed_domains`` and ``allowed_path`` are where
+    images may be fetched from; none by default.
+    """
+
+    family: str
+    image_token_id: int
+    start_token_id: int | None
+    end_token_id: int | None
+    cell: int
+    processor: dict[str, Any]
+    origin: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+    max_images: int = _DEFAULT_IMAGES
+    max_pixels: int = MOST_PIXELS
+    transport_bytes: int = 1 << 30
+    allowed_domains: tuple[str, ...] = ()
+    allowed_path: str | None = None
+
+    def rules(self) -> ImageRules:
+        """Return the rules of sizes; ``ConfigError`` for a processor's file that can not be served."""
+        return image_rules(
+            self.family, self.processor, cell=self.cell, overrides=self.overrides or None, origin=self.origin
+        )
+
+
+def image_settings(config: EngineConfig, vision: VisionSpec | None, folder: Path) -> ImageSettings | None:
+    """Return how images are read for the model in ``folder``; None if it is served as text alone.
+
+    Raises ``ConfigError`` for options and files that can not be used.
+    """
+    max_images = _max_images(config.limit_mm_per_prompt)
+    given = config.mm_processor_kwargs
+    overrides = {} if given is None else json_object("mm_processor_kwargs", given)
+    if vision is None or max_images == 0:
+        return None
+    if config.max_image_pixels > MOST_PIXELS:
+        raise ConfigError(
+            f"max_image_pixels is {config.max_image_pixels}; it must be at most {MOST_PIXELS}, the limit of Pillow"
+        )
+    from tp_engine.images.fetching import parse_domains  # ssl, which takes a while to import
+
+    parse_domains(config.allowed_media_domains)
+    processor, origin = read_processor(folder)
+    settings = ImageSettings(
+        family=vision.family,
+        image_token_id=vision.image_token_id,
+        start_token_id=vision.start_token_id,
+        end_token_id=vision.end_token_id,
+        cell=vision.patch * vision.merge,
+        processor=processor,
+        origin=origin,
+        overrides=overrides,
+        max_images=max_images,
+        max_pixels=config.max_image_pixels,
+        transport_bytes=config.mm_transport_bytes,
+        allowed_domains=config.allowed_media_domains,
+        allowed_path=config.allowed_local_media_path,
+    )
+    rules = settings.rules()
+    for name, value, known in (("image_mean", rules.mean, vision.mean), ("image_std", rules.std, vision.std)):
+        if value != known:
+            raise ConfigError(
+                f"{origin}: {name} is {shown(value)}; images of {vision.family} are normalised with {shown(known)}: "
+                "set it to that, if the model was trained so"
+            )
+    return settings
+
+
+def _max_images(text: str | None) -> int:
+    """The number of images that a prompt may have, of the option's JSON object; vLLM also takes sizes in it."""
+    found: Any = {} if text is None else json_object("limit_mm_per_prompt", text, ("image", "video", "audio"))
+    number = found.get("image", _DEFAULT_IMAGES)
+    if isinstance(number, dict):
+        number = number.get("count", _DEFAULT_IMAGES)
+    if type(number) is not int or not 0 <= number <= _MOST_IMAGES:
+        raise ConfigError(
+            f"limit_mm_per_prompt has image {shown(number)}; it must be a whole number from 0 (no image) to "
+            f"{_MOST_IMAGES}"
+        )
+    return number

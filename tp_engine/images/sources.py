@@ -1,0 +1,145 @@
+"""Images as clients name them, and the bytes of their files.
+
+::
+
+    data:image/png;base64,...        always
+    https://HOST/...                 only of hosts in --allowed-media-domains (``fetching.py``)
+    file:///PATH                     only of regular files below --allowed-local-media-path
+    an object of Pillow or numpy     from Python alone
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from tp_engine.errors import RequestError, shown
+from tp_engine.files import open_regular
+from tp_engine.images.fetching import fetch
+from tp_engine.images.settings import ImageSettings
+from tp_engine.units import MIB
+
+MAX_FILE_BYTES = 20 * MIB
+"""Of an image that is fetched or read; a data URL is as large as its body may be."""
+DETAILS = ("auto", "low", "high")
+WITH_PARTS = ("messages", "input", "content", "output")
+"""Fields of requests, and of what is in them, that may have parts."""
+_IMAGES = ("image_url", "input_image", "image", "image_pil")
+# The kind of a part -> its field that has the image.
+_KINDS = {"image_url": "image_url", "input_image": "image_url", "image_pil": "image_pil"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSource:
+    """One image of a request.  ``where`` names it in errors; ``content`` is a URL, or an object of Pillow or numpy."""
+
+    where: str
+    content: Any
+    detail: str = "auto"
+
+    def refusal(self, reason: str, *, param: str = "messages") -> RequestError:
+        """Return the error for this image."""
+        return RequestError(f"{self.where}: {reason}", param=param)
+
+
+def has_image_part(value: object, depth: int = 8) -> bool:
+    """Return whether messages, or items, have an image at most ``depth`` levels below."""
+    if isinstance(value, Mapping):
+        if value.get("type") in _IMAGES:
+            return True
+        value = [value.get(name) for name in WITH_PARTS]
+    return isinstance(value, (list, tuple)) and depth > 0 and any(has_image_part(one, depth - 1) for one in value)
+
+
+def is_image_part(part: object) -> bool:
+    """Return whether a part of a message is an image."""
+    return isinstance(part, ImageSource) or (isinstance(part, Mapping) and part.get("type") in _KINDS)
+
+
+def image_source(where: str, part: Mapping[str, Any] | ImageSource) -> ImageSource:
+    """Return the image of a part for which ``is_image_part``; ``RequestError`` for one that names none."""
+    if isinstance(part, ImageSource):
+        return part
+    kind: str = part["type"]
+    name = _KINDS[kind]
+    given: Any = part.get(name)
+    detail: Any = part.get("detail")
+    if name == "image_url" and isinstance(given, Mapping):
+        given, detail = given.get("url"), given.get("detail", detail)
+    if kind != "image_pil" and not isinstance(given, str):
+        remedy = "; files by their id are not stored here" if part.get("file_id") is not None else ""
+        raise RequestError(
+            f"{where} is a part of type {kind!r}, but has no URL in {name!r}: send data:image/png;base64,...{remedy}",
+            param="messages",
+        )
+    if kind == "image_pil" and (given is None or isinstance(given, (str, bytes, Mapping, list))):
+        raise RequestError(f"{where}: image_pil must be an image of Pillow; send image_url", param="messages")
+    if part.get("uuid") is not None:
+        raise RequestError(f"{where}: uuid names no image here; send the image itself", param="messages")
+    if detail is None:
+        detail = "auto"
+    if detail not in DETAILS:
+        raise RequestError(f"{where}: detail is {shown(detail)}; it must be {' or '.join(DETAILS)}", param="messages")
+    return ImageSource(where=where, content=given, detail=detail)
+
+
+def file_bytes(source: ImageSource, settings: ImageSettings) -> bytes:
+    """Return the bytes of the file that a URL names; ``RequestError`` for one that may not be read, or can not."""
+    url: str = source.content
+    scheme = url[:8].partition(":")[0].lower()
+    if scheme == "data":
+        return _data(source)
+    if scheme == "file":
+        return _local_file(source, settings.allowed_path)
+    if scheme in ("http", "https"):
+        if not settings.allowed_domains:
+            raise source.refusal(
+                "images are not fetched from other hosts; send the image as data:image/png;base64,..., or serve with "
+                "--allowed-media-domains and the host's name"
+            )
+        try:
+            return fetch(url, settings.allowed_domains, MAX_FILE_BYTES)
+        except RequestError as error:
+            raise source.refusal(str(error)) from None
+    raise source.refusal("the URL of an image must begin with data:image/, such as data:image/png;base64,...")
+
+
+def _data(source: ImageSource) -> bytes:
+    head, comma, body = source.content.partition(",")
+    if not comma or not head.lower().rstrip().endswith(";base64"):
+        raise source.refusal("a data URL must be data:image/png;base64, and the file in base64")
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise source.refusal(f"the data URL is not valid base64 ({error})") from None
+
+
+def _local_file(source: ImageSource, allowed: str | None) -> bytes:
+    """A file below ``allowed``, also after all links are followed; the place is asked of the open file."""
+    if allowed is None:
+        raise source.refusal(
+            "files are not read; send the image as data:image/png;base64,..., or serve with "
+            "--allowed-local-media-path and a folder"
+        )
+    parts = urlsplit(source.content)
+    path, root = Path(unquote(parts.path)), Path(allowed).expanduser().resolve()
+    outside = source.refusal("the file is not below --allowed-local-media-path, or can not be read")
+    if parts.netloc not in ("", "localhost") or not path.is_absolute() or "\0" in str(path):
+        raise outside
+    try:
+        resolved = path.resolve()
+        if not resolved.is_relative_to(root):
+            raise outside
+        with open_regular(resolved, MAX_FILE_BYTES) as file:
+            opened = Path(os.path.realpath(f"/proc/self/fd/{file.fileno()}"))
+            if not opened.is_relative_to(root):
+                raise outside
+            return file.read(MAX_FILE_BYTES)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise outside from error
