@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 from pydantic import BaseModel
 
-from tp_engine.api.anthropic.protocol import MessagesBody
+from tp_engine.api.anthropic.protocol import CountTokensBody, MessagesBody
 from tp_engine.api.anthropic.requests import prepare_message
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.pooled import AnyPooledBody, InputBody, RerankBody, ScoreBody, prepare_pooled
@@ -38,6 +38,8 @@ def num_prompts(body: Body) -> tuple[int, str]:
 
 def has_image(body: object) -> bool:
     """Return whether a body has an image."""
+    if isinstance(body, CountTokensBody):
+        return has_image_part([message.content for message in body.messages])
     return isinstance(body, BaseModel) and has_image_part([getattr(body, name, None) for name in WITH_PARTS])
 
 
