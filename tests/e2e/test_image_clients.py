@@ -18,6 +18,7 @@ from tests.e2e.browser import running_browser, tab
 from tests.e2e.frontend import RunningServer, running_server, wait_until
 from tests.fake_engine import FakeEngine
 from tests.images import data_url, file_of, image_info, image_tokenizer, picture
+from tp_engine.config import DEMO_MODEL
 from tp_engine.request import EngineRequest
 
 pytestmark = pytest.mark.slow
@@ -43,7 +44,7 @@ def saw(request: EngineRequest) -> list[int]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("model")
     image_tokenizer().save_pretrained(folder)
-    info = msgspec.structs.replace(image_info(), model=str(folder), tokenizer=str(folder))
+    info = msgspec.structs.replace(image_info(), model=str(DEMO_MODEL), tokenizer=str(folder))
     with running_server(FakeEngine(saw, model_info=info)) as found:
         yield found
 
