@@ -151,6 +151,26 @@ CASES: list[tuple[str, str, str, Calls]] = [
      [("add", {"city": "New York", "n": 5, "x": ["a b", {"y": "z"}]})]),
     ("gemma4", "<|tool_call>call:add <|tool_call>call:größe{}<tool_call|>", "<|tool_call>call:add", [("größe", {})]),
     ("gemma4", "It is 4.<channel|>", "It is 4.", []),
+    # What models do, as other engines' tests have it: a wrapper around all arguments, quotes without a backslash, a
+    # block that comes twice, and text between the marks of a block.
+    ("deepseek_v32", f"{V_OPEN}{dsml('add', ('arguments', 'false', ARGUMENTS))}{V_CLOSE}", "", ADD),
+    ("deepseek_v32", f"{V_OPEN}{dsml('add', ('input', 'true', ARGUMENTS))}{V_CLOSE}", "", ADD),
+    ("deepseek_v32", f"{V_OPEN}{dsml('add', ('input', 'false', '{}'), ('n', 'false', '5'))}{V_CLOSE}", "",
+     [("add", {"input": {}, "n": 5})]),
+    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=input>\nKöln\n</parameter>\n</function>\n</tool_call>", "",
+     [("add", {"input": "Köln"})]),
+    ("glm45", "Use <tool_call>:\n<tool_call>add</tool_call>", "Use <tool_call>:", [("add", {})]),
+    ("lfm2", "<|tool_call_start|>[add(city='sed -n '1,5p' /t, u', n=1)]<|tool_call_end|>", "",
+     [("add", {"city": "sed -n '1,5p' /t, u", "n": 1})]),
+    ("lfm2", "<|tool_call_start|>[add(city='sh -c \"f('\\,', ')')\"')]<|tool_call_end|>", "",
+     [("add", {"city": "sh -c \"f('\\,', ')')\""})]),
+    ("lfm2", "<|tool_call_start|>[add(city='Köln')", "", [("add", {"city": "Köln"})]),
+    ("lfm2", "<|tool_call_start|>[add(n=1)]<|tool_call_end|>[add(n=1)]<|tool_call_end|> Done.", "Done.",
+     [("add", {"n": 1})]),
+    ("lfm2", "<|tool_call_start|>[add(n=1)]<|tool_call_end|>[add(n=1)] is done", "[add(n=1)] is done",
+     [("add", {"n": 1})]),
+    ("lfm2", "<|tool_call_start|>[add(n=1)]<|tool_call_end|>[1] is done", "[1] is done", [("add", {"n": 1})]),
+    ("deepseek_v3", f"{DS_OPEN} noise {v3('add', ARGUMENTS)}{DS_CLOSE}", f"{DS_OPEN} noise", ADD),
 ]  # fmt: skip
 
 

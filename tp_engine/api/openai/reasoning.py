@@ -8,8 +8,9 @@
        +--------- anything else, unless the prompt opened the mark ---------+
 
 White space around the reasoning is layout: neither part shows it.  The opening mark counts at the beginning of the text
-only, so that an answer may contain it.  A model that calls a tool may forget the closing mark, so the opening mark of a
-call ends the reasoning, if a call follows it: reasoning may speak about such marks.
+only, and the closing mark up to the beginning of the answer, so that an answer may contain them.  A model that calls a
+tool may forget the closing mark, so the opening mark of a call ends the reasoning, if a call follows it: reasoning may
+speak about such marks.
 """
 
 from __future__ import annotations
@@ -58,15 +59,17 @@ class ReasoningFormat:
 
     ``help`` describes it in ``--help``.  ``always``: where the prompt has no mark at its end, the text begins with
     reasoning, without an opening mark; otherwise the model writes that mark itself.  ``opens`` and ``closes`` are the
-    marks, each in all its spellings.  ``unwrap`` makes what drops further marks around the answer.  ``aliases`` are
-    other names of vLLM and SGLang.  A chat template that one of ``template`` fits is of such a model.  ``message``: the
-    reasoning is part of a format of whole messages, and ``closes`` only tells where it ends.
+    marks, each in all its spellings, longer ones first; a text may also begin with one of ``bare_opens``.  ``unwrap``
+    makes what drops further marks around the answer.  ``aliases`` are other names of vLLM and SGLang.  A chat template
+    that one of ``template`` fits is of such a model.  ``message``: the reasoning is part of a format of whole messages,
+    and ``closes`` only tells where it ends.
     """
 
     help: str
     always: bool = False
     opens: tuple[str, ...] = ("<think>",)
     closes: tuple[str, ...] = ("</think>",)
+    bare_opens: tuple[str, ...] = ()
     unwrap: Callable[[], ResponseMarks] | None = None
     aliases: tuple[str, ...] = ()
     template: tuple[TemplateMarks, ...] = ()
@@ -156,8 +159,9 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     ),
     "gemma4": ReasoningFormat(
         help="Gemma 4: the channel thought",
-        opens=("<|channel>thought",),
+        opens=("<|channel>thought", "<|channel>"),
         closes=("<channel|>",),
+        bare_opens=("thought\n",),
         template=(TemplateMarks(("<|channel>",)),),
     ),
     "seed_oss": ReasoningFormat(
@@ -266,12 +270,13 @@ class _State(enum.Enum):
 class ReasoningParser:
     """Divides one sequence's text by the marks of ``marks``; the joined results are the same for every split of it.
 
-    An opening mark is read also where the prompt has opened the reasoning, or has closed it: models repeat it.
+    An opening mark is read also where the prompt has opened the reasoning, or has closed it, and a closing mark also
+    in front of an answer: models repeat them.
     ``num_characters`` are those of the reasoning and its marks, known once a call of ``calls`` has ended it.
     """
 
     def __init__(self, marks: ReasoningFormat, begins: Beginning, calls: CallsInReasoning | None = None) -> None:
-        self._opens, self._closes = marks.opens, marks.closes
+        self._opens, self._closes = (*marks.opens, *marks.bare_opens), marks.closes
         self._unwrap = marks.unwrap() if marks.unwrap is not None else None
         self._calls = calls
         self._ends = self._closes if calls is None else (*self._closes, *calls.marks)
@@ -322,9 +327,9 @@ class ReasoningParser:
 
     def _rest(self, *, cut_off: bool) -> tuple[str, str]:
         pending, self._pending = self._pending, ""
-        if cut_off or self._state in (_State.BEHIND, _State.ANSWER):
+        if cut_off:
             return "", ""
-        if self._state is _State.BEFORE and not self._inside:
+        if self.in_answer or (self._state is _State.BEFORE and not self._inside):
             return "", pending
         if self._state is _State.LOOKING and self._calls is not None:
             pending = self._calls.look(pending)[0] + self._calls.end()
@@ -333,12 +338,15 @@ class ReasoningParser:
     def _read_beginning(self) -> bool:
         """Read the beginning of the text; False if that needs more text."""
         solid = self._pending.lstrip()
+        closes = () if self._inside else self._closes
+        if any(one != solid and one.startswith(solid) for one in (*self._opens, *closes)):
+            return False
         mark = next((one for one in self._opens if solid.startswith(one)), None)
         if mark is not None:
             self._state, self._inside = _State.INSIDE, True
             self._read(len(self._pending) - len(solid) + len(mark))
-        elif any(one.startswith(solid) for one in self._opens):
-            return False
+        elif solid.startswith(closes):
+            self._state = _State.BEHIND
         else:
             self._state = _State.INSIDE if self._inside else _State.ANSWER
         return True
@@ -385,10 +393,17 @@ class ReasoningParser:
         return solid
 
     def _read_answer(self) -> str:
-        text = self._pending.lstrip() if self._state is _State.BEHIND else self._pending
-        self._pending = ""
-        if text:
-            self._state = _State.ANSWER
+        text, self._pending = self._pending, ""
+        while self._state is _State.BEHIND:
+            text = text.lstrip()
+            mark = next((one for one in self._closes if text.startswith(one)), None)
+            if mark is not None:
+                text = text[len(mark) :]
+            elif any(one.startswith(text) for one in self._closes):
+                self._pending, text = text, ""
+                break
+            else:
+                self._state = _State.ANSWER
         return text
 
 

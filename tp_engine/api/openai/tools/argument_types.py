@@ -25,6 +25,11 @@ class ArgumentTypes:
         schema = properties.get(key) if isinstance(properties, Mapping) else None
         return self._types(schema, set())
 
+    def lacks(self, key: str) -> bool:
+        """Return whether the schema names arguments, and ``key`` is none of them."""
+        properties = self._parameters.get("properties")
+        return isinstance(properties, Mapping) and bool(properties) and key not in properties
+
     def _types(self, schema: object, seen: set[int]) -> Types | None:
         if not isinstance(schema, Mapping) or id(schema) in seen or len(seen) > _MAX_LOOKS:
             return None

@@ -17,9 +17,9 @@ CALL, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁en
 FENCE = "```"
 
 BLOCK = CallBlock(
-    opens=(OPEN,),
+    opens=(OPEN, CALL),
     close=CLOSE,
-    between=(CALL, CALL_END, FENCE),
+    between=(CALL_END, FENCE),
     head=re.compile(rf"\s*(?:\w*{SEPARATOR})?\s*([^\s<`]+?)\s*(?:{SEPARATOR}|{FENCE}(?:json)?|)\s*"),
     in_head=(SEPARATOR,),
     drops=(CLOSE, CALL_END),

@@ -5,7 +5,7 @@ from tp_engine.api.openai.tools.literal_calls import LiteralMarks
 from tp_engine.api.openai.tools.pythonic import ARGUMENTS, CALL
 
 OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
-MARKS = LiteralMarks(opens=(OPEN,), close=CLOSE, drops=(CLOSE,))
+MARKS = LiteralMarks(opens=(OPEN,), close=CLOSE, echoes=True, drops=(CLOSE,))
 FORMAT = MARKS.format(
     "LFM2",
     template=(TemplateMarks(("<|tool_list_start|>",)), TemplateMarks(("List of tools: [",))),

@@ -6,10 +6,12 @@
       |                 |                |  |  ^
       +--> TEXT --open--+                |  |  +-- , --+
              ^--- close, or other text --+  +-- '--> STRING --'-- , or ) -->
+             ^--- ECHO <-- close --------+
 
 ``LiteralMarks`` names the marks of one format, ``literals.py`` reads the arguments.  Each is passed on when it has
 ended, and a string as it comes.  A mark in front tells that this is a call; without one, the first argument tells,
-which must be a literal, or no call was meant.  In a call what is no literal is a string.
+which must be a literal, or no call was meant.  In a call what is no literal is a string.  Models forget to escape
+quotes: one ends a string if what is behind it may be behind a string.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from tp_engine.api.openai.tools.argument_types import ArgumentTypes
 from tp_engine.api.openai.tools.events import ToolFormat
 from tp_engine.api.openai.tools.literals import CLOSING, OPENING, PYTHON, Language, LiteralReader, string_end
-from tp_engine.api.openai.tools.text_parser import TextParser, partial_suffix
+from tp_engine.api.openai.tools.text_parser import TextParser, first_mark, partial_suffix
 
 if TYPE_CHECKING:
     from tp_engine.api.openai.tools.request import ToolRequest
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 _BETWEEN = " \t\r\n,;[]"
 _HALF_HEAD = re.compile(r"[\w.\-:]*\s*")
 _MAX_HEAD = 256
+# What may stand behind the string of an argument with a key, operators too; and what may become that.
+_BEHIND_STRING = re.compile(r"\s*(?:[\]}+%*]|,\s*(?:[\w.\-]+\s*=(?!=)|\))|\)(?:\s*[\],;]|[ \t\r]*\n))")
+_HALF_BEHIND = re.compile(r"\s*(?:,\s*[\w.\-]*\s*=?|\)\s*)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +43,7 @@ class LiteralMarks:
 
     One of ``opens`` begins a block, which ``close`` ends.  ``bare``: an answer may also begin with a list of calls of
     the request's tools, without marks.  ``head`` matches a name, its group 1, and the opening bracket behind it.
-    Texts never show ``drops``.
+    ``echoes``: models write a block again, without its opening mark.  Texts never show ``drops``.
     """
 
     opens: tuple[str, ...]
@@ -46,6 +51,7 @@ class LiteralMarks:
     bare: bool = False
     head: re.Pattern[str] = re.compile(r"([^\W\d][\w.\-]*)\s*\(")
     language: Language = PYTHON
+    echoes: bool = False
     drops: tuple[str, ...] = ()
 
     def format(self, models: str, **fields: Any) -> ToolFormat:
@@ -71,6 +77,8 @@ class LiteralCallsParser(TextParser):
         self._is_marked = False  # a mark has opened the block
         self._has_call = False
         self._name = ""
+        self._called: set[str] = set()  # names of all calls
+        self._is_last = False  # no text follows what is pending
         self._index: int | None = None  # of the call, None before it is sure
         self._names: list[str] = []  # of arguments that are written without a key
         self._keys: set[str] = set()  # of the call's arguments so far
@@ -81,6 +89,9 @@ class LiteralCallsParser(TextParser):
         self._quote = ""
 
     def _end(self) -> None:
+        self._is_last = True
+        while self._pending and self._state():
+            pass
         if self._index is not None and self._state in (self._read_argument, self._read_string, self._read_behind):
             if self._state == self._read_argument:
                 self._give_rest(self._pending)
@@ -117,7 +128,8 @@ class LiteralCallsParser(TextParser):
         opens = next((mark for mark in self._opens if rest.startswith(mark)), None)
         head = self._marks.head.match(rest)
         if rest.startswith(self._close):
-            self._state, self._pending, self._raw = self._read_text, rest[len(self._close) :], ""
+            self._state = self._read_echo if self._marks.echoes and self._has_call else self._read_text
+            self._pending, self._raw = rest[len(self._close) :], ""
         elif opens is not None:
             self._pending = rest[len(opens) :]
             self._open(opens)
@@ -133,6 +145,22 @@ class LiteralCallsParser(TextParser):
             return False
         else:
             self._not_a_call()
+        return True
+
+    def _read_echo(self) -> bool:
+        """Behind a block, which may come again without its opening mark."""
+        rest = self._pending.lstrip()
+        inner = rest[1:].lstrip()
+        head = self._marks.head.match(inner)
+        found = first_mark(rest, (self._close, *self._opens))
+        if head is None and rest[:1] in ("", "[") and len(inner) < _MAX_HEAD and _HALF_HEAD.fullmatch(inner):
+            return False
+        is_list = rest.startswith("[") and head is not None and head[1] in self._called
+        if is_list and found is None:
+            return False
+        if is_list and found is not None and found[1] == self._close:
+            self._pending = rest[found[0] + len(self._close) :]
+        self._state = self._read_text
         return True
 
     def _not_a_call(self) -> None:
@@ -162,6 +190,7 @@ class LiteralCallsParser(TextParser):
 
     def _start_call(self) -> None:
         self._index, self._has_call, self._raw = self._sink.start_call(self._name), True, ""
+        self._called.add(self._name)
 
     def _end_call(self) -> None:
         if self._index is None:
@@ -231,13 +260,35 @@ class LiteralCallsParser(TextParser):
     def _read_string(self) -> bool:
         """Inside of a string."""
         language, text = self._marks.language, self._pending
-        end = string_end(text, 0, self._quote, language)
-        self._give_string(text, language.settled(text, self._quote) if end is None else end - len(self._quote))
+        sure = 0  # up to a quote that is part of the string
+        is_end: bool | None = False
+        while (end := string_end(text, sure, self._quote, language)) is not None:
+            is_end = not language.escapes or self._is_behind_string(end)
+            if is_end is not False:
+                break
+            sure = end
         if end is None:
+            sure = max(sure - len(self._quote), 0)
+            self._give_string(text, sure + language.settled(text[sure:], self._quote))
+            return False
+        self._give_string(text, end - len(self._quote))
+        if is_end is None:
             return False
         self._pending = text[end:]
         self._state, self._place, self._depth, self._quote = self._read_behind, 0, 0, ""
         return True
+
+    def _is_behind_string(self, place: int) -> bool | None:
+        """Whether what is pending at ``place`` may be behind a string's quote; None if that is not known yet."""
+        rest = self._pending[place : place + _MAX_HEAD]
+        solid = rest.lstrip()
+        quote = self._marks.language.quote_of(solid)
+        behind_call = solid[1:].lstrip() if solid.startswith(")") else ""
+        if _BEHIND_STRING.match(rest) is not None or quote or behind_call.startswith(self._close):
+            return True
+        is_half = _HALF_BEHIND.fullmatch(rest) or (behind_call and self._close.startswith(behind_call))
+        is_open = len(rest) < _MAX_HEAD and not self._is_last
+        return (None if is_open else True) if is_half or quote is None else False
 
     def _give_string(self, text: str, length: int) -> None:
         """Pass on the first characters of ``text``, which is pending."""

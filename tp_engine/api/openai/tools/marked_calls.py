@@ -24,7 +24,8 @@ from tp_engine.api.openai.tools.text_parser import TextParser, first_mark, parti
 if TYPE_CHECKING:
     from tp_engine.api.openai.tools.request import ToolRequest
 
-_NAME = re.compile(r"[^\s<>{}\[\]\"']+")
+_NAME = re.compile(r"(?=.*\w)[^\s<>{}\[\]\"']+")
+_WRAPPERS = ("arguments", "input")
 _QUOTES = "\"'"
 # A key in quotes, and an attribute that tells whether its value is text.
 _QUOTED_KEY = re.compile(r"""\s*(["'])([^"']*)\1\s+string=["']?(\w*)""")
@@ -43,7 +44,8 @@ class CallMarks:
     ``own_lines``: a value that begins with a line end is on lines of its own, and the line ends around it do not belong
     to it.  A key in quotes may have ``string="true"`` behind it: its value is text unless the schema says otherwise.
     ``bare``: a call may come without ``open`` if it names a tool of the request.  Texts never show ``drops``.
-    Models also write the arguments of a call as one JSON object, without marks, which is read in each format.
+    Models also write the arguments of a call as one JSON object, without marks or as the only argument ``arguments`` or
+    ``input``, which the tool does not have; each format reads that.
     """
 
     open: str
@@ -106,6 +108,8 @@ class MarkedCallsParser(TextParser):
         self._of_tool = ArgumentTypes({})
         self._num_arguments = 0
         self._has_object = False  # the arguments have come as one object
+        self._in_wrapper = False  # in an argument that may hold all others
+        self._held = self._wrapped = ""  # such an argument, until it is known whether it is the only one; its value
         self._value_types: Types | None = None
         self._at_beginning = False  # of a value
         self._on_own_lines = False
@@ -225,6 +229,7 @@ class MarkedCallsParser(TextParser):
         self._key = self._pending[:place].strip().strip(_QUOTES) if written is None else written[2]
         self._pending = self._pending[place + len(end) :]
         self._value_types = self._of_tool.of(self._key)
+        self._in_wrapper = not self._num_arguments and self._key in _WRAPPERS and self._of_tool.lacks(self._key)
         if written is not None and written[3] == "true" and self._value_types is None:
             self._value_types = frozenset({"string"})
         if self._marks.value:
@@ -247,9 +252,10 @@ class MarkedCallsParser(TextParser):
     def _begin_value(self) -> None:
         self._state, self._at_beginning, self._on_own_lines = self._read_value, True, False
         self._has_begun, self._settled = False, 0
+        self._release()
         before = ", " if self._num_arguments else "{"
         quote = '"' if is_text(self._value_types) else ""
-        self._give_arguments(f"{before}{json.dumps(self._key, ensure_ascii=False)}: {quote}")
+        self._give_argument(f"{before}{json.dumps(self._key, ensure_ascii=False)}: {quote}")
         self._num_arguments += 1
 
     def _read_value(self) -> bool:
@@ -264,7 +270,7 @@ class MarkedCallsParser(TextParser):
             self._end_value(self._pending[:place], is_closed=length > 0)
             self._pending = self._pending[place + length :]
             self._state = self._read_call
-        elif is_text(self._value_types):
+        elif is_text(self._value_types) and not self._in_wrapper:
             settled = self._settled - self._pending[: self._settled].endswith("\n")
             self._give_arguments(json.dumps(self._pending[:settled], ensure_ascii=False)[1:-1])
             self._pending = self._pending[settled:]
@@ -319,12 +325,27 @@ class MarkedCallsParser(TextParser):
         """``text`` is the rest of a string, or another value as a whole; ``is_closed`` if its closing mark is there."""
         text = text.removesuffix("\n") if self._on_own_lines or not is_closed else text
         is_string = is_text(self._value_types)
-        self._give_arguments(
-            json.dumps(text, ensure_ascii=False)[1:] if is_string else json_value(text, self._value_types)
-        )
+        value = json.dumps(text, ensure_ascii=False)[1:] if is_string else json_value(text, self._value_types)
+        self._give_argument(value)
+        self._wrapped, self._in_wrapper = text if self._in_wrapper else "", False
+
+    def _give_argument(self, text: str) -> None:
+        if self._in_wrapper:
+            self._held += text
+        else:
+            self._give_arguments(text)
+
+    def _release(self) -> None:
+        """Pass on the argument that is held: it is not the only one, or no object."""
+        self._give_arguments(self._held)
+        self._held = self._wrapped = ""
 
     def _end_call(self) -> None:
-        if not self._has_object:
+        self._give_object(self._wrapped)
+        if self._has_object:
+            self._held = self._wrapped = ""
+        else:
+            self._release()
             self._give_arguments("}" if self._num_arguments else "{}")
 
     def _give_arguments(self, text: str) -> None:
