@@ -2,7 +2,7 @@
 
 ::
 
-    bytes -> header: format, size -> decode -> turn (EXIF) -> RGB: alpha on white, 16 bits to 8 -> resize -> uint8
+    bytes -> header: format, size -> decode -> RGB: alpha on white, 16 bits to 8 -> turn (EXIF) -> resize -> uint8
 
 The header is checked before a pixel is decoded: a file of 100 kB can stand for a billion of them.  Of an animation the
 first frame is read.
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from tp_engine.errors import RequestError
 from tp_engine.images.sources import ImageSource
@@ -27,10 +27,23 @@ Pixels = npt.NDArray[np.uint8]
 
 # Programs (EPS starts one) and formats that nobody sends stay closed.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000")
-_SLOW = ("AVIF", "JPEG2000", "TIFF")
-_SLOW_SHARE = 4
+# A file's limit of pixels is the operator's over this: decoding takes as many times longer.
+_SLOWNESS = {"JPEG2000": 16}
+_MOST_SCANNED = 1 << 31  # pixels times scans of a progressive JPEG, which may have hundreds
+_SCAN = b"\xff\xda"
 _ORIENTATION = 0x0112
-_TURNED = range(5, 9)
+_TURNS: dict[object, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_CHANGES_SIDES = range(5, 9)
+# Pillow turns a TIFF itself.  It decodes a PNG to look for metadata behind its pixels: needless, where there is none.
+_PNG_METADATA = (b"eXIf", b"XML:com.adobe.xmp")
 _SVG = (b"<svg", b"<?xml")
 _LOW_AREA = 512 * 512
 
@@ -40,16 +53,14 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 @dataclass(slots=True, kw_only=True)
 class OpenedImage:
-    """An image whose header has been read; ``height`` and ``width`` are those that a viewer shows.
-
-    ``is_file``: Pillow decodes it; else it came as pixels.
-    """
+    """An image whose header has been read; ``height`` and ``width`` are those that a viewer shows, who turns it
+    by ``turn``."""
 
     source: ImageSource
     image: Image.Image
     height: int
     width: int
-    is_file: bool
+    turn: Image.Transpose | None = None
 
     @property
     def decode_bytes(self) -> int:
@@ -65,12 +76,9 @@ class OpenedImage:
     def pixels(self, height: int, width: int, resample: int) -> Pixels:
         """Return the decoded image in this size, (height, width, 3); ``RequestError`` for a broken file."""
         with _named(self.source):
-            image = self.image
-            if self.is_file:
-                image.load()
-                with contextlib.suppress(Exception):  # metadata that can not be read turns nothing
-                    image = ImageOps.exif_transpose(image)
-            image = _rgb(image, self.source)
+            image = _rgb(self.image, self.source)
+            if self.turn is not None:
+                image = image.transpose(self.turn)
             if image.size != (width, height):
                 image = image.resize((width, height), resample=Image.Resampling(resample))
             return np.asarray(image)
@@ -84,19 +92,22 @@ def open_bytes(source: ImageSource, data: bytes, max_pixels: int) -> OpenedImage
         raise source.refusal("SVG images are not taken; send it drawn, as PNG")
     with _named(source):
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
-    limit = max_pixels // _SLOW_SHARE if image.format in _SLOW else max_pixels
+    limit = max_pixels // _SLOWNESS.get(image.format or "", 1)
     width, height = image.size
     if width * height > limit or not width * height:
         raise source.refusal(
             f"the image has {width} x {height} pixels; at most {limit:,} are taken of a {image.format} file: send it "
             "smaller (--max-image-pixels)"
         )
-    orientation: Any = None
-    with contextlib.suppress(Exception):
-        orientation = image.getexif().get(_ORIENTATION)
-    if orientation in _TURNED:
+    if image.format in ("JPEG", "MPO") and width * height * data.count(_SCAN) > _MOST_SCANNED:
+        raise source.refusal("the JPEG has more scans than an image of its size needs; send it as a baseline JPEG")
+    orientation = None
+    if image.format not in ("PNG", "TIFF") or (image.format == "PNG" and any(name in data for name in _PNG_METADATA)):
+        with contextlib.suppress(Exception):  # metadata that can not be read turns nothing
+            orientation = image.getexif().get(_ORIENTATION)
+    if orientation in _CHANGES_SIDES:
         height, width = width, height
-    return OpenedImage(source=source, image=image, height=height, width=width, is_file=True)
+    return OpenedImage(source=source, image=image, height=height, width=width, turn=_TURNS.get(orientation))
 
 
 def open_object(source: ImageSource, max_pixels: int) -> OpenedImage:
@@ -116,7 +127,7 @@ def open_object(source: ImageSource, max_pixels: int) -> OpenedImage:
     width, height = given.size
     if not 0 < width * height <= max_pixels:
         raise source.refusal(f"the image has {width} x {height} pixels; from 1 to {max_pixels:,} are taken")
-    return OpenedImage(source=source, image=given, height=height, width=width, is_file=False)
+    return OpenedImage(source=source, image=given, height=height, width=width)
 
 
 def _rgb(image: Image.Image, source: ImageSource) -> Image.Image:

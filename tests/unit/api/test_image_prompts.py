@@ -13,6 +13,8 @@ from tp_engine.api.anthropic.protocol import CountTokensBody, MessagesBody
 from tp_engine.api.anthropic.requests import count_tokens
 from tp_engine.api.bodies import has_image, prepare_body
 from tp_engine.api.input_processor import InputProcessor
+from tp_engine.api.openai.chat.options import ChatOptions
+from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.api.openai.protocol import ChatBody
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.api.openai.tokens import TokenizeBody, tokenize
@@ -124,6 +126,28 @@ def test_tools_answer_with_images() -> None:
         found = text(prepared(body))
         assert found.endswith("<s>tool: a <|vision_start|>[6]<|vision_end|></s><s>assistant:"), found
         assert has_image(body)
+
+
+def test_a_template_without_tools_images_shows_them_behind_the_answers() -> None:
+    """Oracle: the prompt, by hand: the tools' texts stay, their images come with the user's next message, or in one of
+    their own."""
+    template = (
+        "{% for message in messages %}<s>{{ message.role }}: {% if message.role == 'tool' %}"
+        "{{ '(' + message.content + ')' }}{% elif message.content is string %}{{ message.content }}{% else %}"
+        "{% for part in message.content %}{{ '<|image_pad|>' if part.type == 'image' else part.text }}{% endfor %}"
+        "{% endif %}{% endfor %}"
+    )
+    one = processor()
+    one.chat = ChatFormat(image_tokenizer(), ChatOptions(chat_template=template))
+    tool = {"role": "tool", "tool_call_id": "x", "content": [{"type": "text", "text": "a"}, image_part(PICTURE)]}
+    bare = {"role": "tool", "tool_call_id": "y", "content": [image_part(PICTURE)]}
+    for behind, expected in (
+        ([], "<s>tool: (a)<s>tool: ([image])<s>user: [6][6]"),
+        ([{"role": "user", "content": "go"}], "<s>tool: (a)<s>tool: ([image])<s>user: [6][6]go"),
+        ([{"role": "assistant", "content": "ok"}], "<s>tool: (a)<s>tool: ([image])<s>user: [6][6]<s>assistant: ok"),
+    ):
+        body = ChatBody.model_validate({"messages": [tool, bare, *behind]})
+        assert text(prepared(body, one)) == expected
 
 
 def test_a_mark_that_a_user_writes_is_no_image() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
 
 from tests.images import file_of, picture
 from tp_engine.errors import RequestError
@@ -39,8 +40,9 @@ def png(width: int, height: int, rows: bytes, bits: int = 8, colours: int = 2) -
     )
 
 
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_photographs_are_turned_as_viewers_show_them(orientation: int) -> None:
+def test_photographs_are_turned_as_viewers_show_them(orientation: int, kind: str) -> None:
     """Oracle: the definition of EXIF's eight orientations, applied to the array; mlx-vlm, ollama and others forgot."""
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -55,8 +57,16 @@ def test_photographs_are_turned_as_viewers_show_them(orientation: int) -> None:
         7: pixels.transpose(1, 0, 2)[::-1, ::-1],
         8: pixels.transpose(1, 0, 2)[::-1],
     }[orientation]
-    found = read(file_of(picture(64, 48), "PNG", exif=exif))
+    options = {"lossless": True} if kind == "WEBP" else {}
+    found = read(file_of(picture(64, 48), kind, exif=exif, **options))
     assert np.array_equal(found, shown)
+
+
+def test_headers_of_a_png_alone_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: no pixel is decoded until they are asked for; Pillow decodes a PNG whose metadata it is asked for."""
+    monkeypatch.setattr(PngImageFile, "load_prepare", lambda _: pytest.fail("it was decoded"))
+    opened = open_bytes(SOURCE, file_of(picture(64, 48)), MOST_PIXELS)
+    assert (opened.height, opened.width) == (48, 64)
 
 
 def test_metadata_that_can_not_be_read_turns_nothing() -> None:
@@ -159,6 +169,14 @@ def test_bad_files_are_refused_by_name(name: str) -> None:
     text = str(caught.value)
     assert text.startswith("messages[0].content[1]: ") and "object at" not in text and len(text) < 300
     assert caught.value.param == "messages"
+
+
+def test_a_jpeg_of_many_scans_is_refused() -> None:
+    """Oracle: the message; each scan would be decoded over all pixels, for minutes."""
+    data = file_of(Image.new("L", (5000, 5000)), "JPEG", progressive=True)
+    scan = data[data.index(b"\xff\xda") : -2]
+    with pytest.raises(RequestError, match="more scans than an image of its size needs"):
+        read(data[:-2] + scan * 99 + data[-2:])
 
 
 def test_the_operators_limit_holds_before_a_pixel_is_decoded() -> None:

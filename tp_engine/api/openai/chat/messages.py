@@ -81,6 +81,33 @@ def normal_messages(
     return normal
 
 
+def images_behind_tools(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return normal messages with the images of tools' answers in a message of the user behind them; None where no tool
+    has any.  It is for a template that shows none in tools' own."""
+    moved: list[dict[str, Any]] = []
+    images: list[Mapping[str, Any]] = []
+    had_images = False
+    for message in [*map(dict, messages), {}]:
+        content = message.get("content")
+        if message.get("role") == "tool" and isinstance(content, list):
+            images += [part for part in content if part["type"] == "image"]
+            had_images = had_images or bool(images)
+            texts = [part["text"] for part in content if part["type"] == "text"]
+            message["content"] = "\n".join(texts) or "[image]"
+        elif message.get("role") == "user" and images:  # templates want no two of the user in a row
+            message["content"] = [*images, *(content if isinstance(content, list) else [_text_part(content)])]
+            images = []
+        elif message.get("role") != "tool" and images:
+            moved.append({"role": "user", "content": images})
+            images = []
+        moved.append(message)
+    return moved[:-1] if had_images else None
+
+
+def _text_part(text: Any) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
 def _write_calls(messages: Sequence[dict[str, Any]], takes: TemplateCapabilities, calls_format: ToolFormat) -> None:
     """Add calls to the contents of their messages, as the model writes them."""
     for message in messages:

@@ -2,13 +2,13 @@
 
 import contextlib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 from tp_engine.api.openai.chat.capabilities import TemplateCapabilities
-from tp_engine.api.openai.chat.messages import normal_messages
+from tp_engine.api.openai.chat.messages import images_behind_tools, normal_messages
 from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.openai.chat.template import ChatTemplate, TemplateRefusal
 from tp_engine.api.openai.reasoning import ReasoningFormat
@@ -102,13 +102,12 @@ class ChatFormat:
         last_role, last_text = conversation[-1]["role"], _text(conversation[-1]["content"])
         role = "assistant" if begins else last_role
         render = _render_continued if continues else _render
+        pieces: tuple[str, ...] = ()
         if images and image_marker is not None:
-            marks = HiddenMarks(image_marker)
-            pieces = marks.pieces(render(template, marks.hide(variables)))
+            pieces = _with_images(render, template, variables, image_marker, len(images))
             text = image_marker.join(pieces)
-            _check_marks(len(pieces) - 1, len(images))
         else:
-            text, pieces = render(template, variables), ()
+            text = render(template, variables)
         return ChatPrompt(
             text,
             role=role,
@@ -202,13 +201,34 @@ def _render(template: ChatTemplate, variables: Mapping[str, Any]) -> str:
         raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
 
 
-def _check_marks(num_marks: int, num_images: int) -> None:
-    """Raise ``RequestError`` unless the template wrote a mark for each image."""
-    if num_marks != num_images:
+def _with_images(
+    render: Callable[[ChatTemplate, Mapping[str, Any]], str],
+    template: ChatTemplate,
+    variables: Mapping[str, Any],
+    marker: str,
+    num_images: int,
+) -> tuple[str, ...]:
+    """The pieces of the prompt around its images.
+
+    A template that shows none in tools' answers gets them in a message of the user behind these.
+    """
+    marks = HiddenMarks(marker)
+    hidden = marks.hide(variables)
+    moved = images_behind_tools(hidden["messages"])
+    try:
+        pieces = marks.pieces(render(template, hidden))
+    except RequestError:
+        if moved is None:
+            raise
+        pieces = ()
+    if len(pieces) - 1 != num_images and moved is not None:
+        pieces = marks.pieces(render(template, {**hidden, "messages": moved}))
+    if len(pieces) - 1 != num_images:
         raise RequestError(
-            f"the chat template writes {num_marks} of {num_images} images; send images in messages of the user",
+            f"the chat template writes {len(pieces) - 1} of {num_images} images; send images in messages of the user",
             param="messages",
         )
+    return pieces
 
 
 def _text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
