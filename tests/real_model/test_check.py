@@ -1,4 +1,4 @@
-"""``tp-engine check`` finds SmolLM2 right, in bfloat16 and with weights of 8 bits."""
+"""``tp-engine check`` finds SmolLM2 right in every format, and on the three ranks that can share its nine heads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from tp_engine.check.engine_check import EngineCheck
 
 pytestmark = pytest.mark.slow
 
-FORMATS: list[dict[str, Any]] = [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"}]
+FORMATS: list[dict[str, Any]] = [
+    {"dtype": "float32"},
+    {"dtype": "bfloat16", "tensor_parallel_size": 3},
+    {"dtype": "bfloat16", "quantization": "int8"},
+    {"dtype": "bfloat16", "quantization": "int4"},
+    {"dtype": "bfloat16", "quantization": "fp8"},
+    {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+]
 
 
 @pytest.mark.parametrize("options", FORMATS, ids=lambda options: "-".join(map(str, options.values())))

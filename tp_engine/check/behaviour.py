@@ -59,11 +59,9 @@ def _given_template(llm: LLM) -> dict[str, Any]:
 def _check_tokens(llm: LLM, tokenizer: Any) -> CheckFinding:
     for name, text in TEXTS.items():
         expected = tokenizer(text)["input_ids"]
-        output = llm.generate([text], SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)[0]
-        if output.prompt_token_ids != expected:
-            return differing_prompt(
-                "tokens", f"text {name!r}", output.prompt_token_ids, expected, tokenizer, _PROMPT_REMEDY
-            )
+        found = llm.input_processor.text_token_ids(text, add_special_tokens=True)
+        if found != expected:
+            return differing_prompt("tokens", f"text {name!r}", found, expected, tokenizer, _PROMPT_REMEDY)
     return CheckFinding.right("tokens", f"{len(TEXTS)} texts have the tokens of transformers' tokenizer")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from tp_engine.check.behaviour import check_behaviour
 from tp_engine.check.files import check_files
 from tp_engine.check.judged import EXACT_LAYERS, Judge
 from tp_engine.check.linears import LinearFault, Linears, missing_rows
-from tp_engine.check.observed import CHUNK, Ids, Observed, Sizes, observe
-from tp_engine.check.oracle import Oracle
+from tp_engine.check.observed import CHUNK, Ids, Observed, Sizes, Watched, observe
+from tp_engine.check.oracle import FINER, Oracle
 from tp_engine.check.passes import Passed, questions, run_pass
 from tp_engine.check.prompts import CheckPrompt, make_prompts
 from tp_engine.check.report import CheckFinding, CheckReport, CheckStatus, describe_environment
@@ -28,7 +28,7 @@ from tp_engine.model_config import load_model_config
 from tp_engine.model_config.source import resolve_model_folder
 from tp_engine.model_config.spec import ModelSpec
 
-_QUICK_LONG, _LONG = 160, 768
+_QUICK_LONG, _LONG = 96, 768
 _QUICK_TOKENS, _TOKENS = 8, 24
 _BEHIND_WINDOW = 48
 
@@ -94,13 +94,12 @@ class EngineCheck:
 
         prompts = self._prompts(tokenizer, spec)
         max_tokens = _QUICK_TOKENS if self.quick else _TOKENS
-        longest = max(len(one.token_ids) for one in prompts) + max_tokens + 1
         layout = spec.kv_layout_on(int(self.options.get("tensor_parallel_size", 1)))
-        num_blocks = layout.blocks_for(longest, int(self.options.get("block_size", 16)), CHUNK)
+        block_size = int(self.options.get("block_size", 16))
         observed = observe(
             self.options,
             prompts,
-            sizes=Sizes(longest, num_blocks),
+            sizes_of=lambda longest: Sizes(longest, layout.blocks_for(longest, block_size, CHUNK)),
             max_tokens=max_tokens,
             quick=self.quick,
             with_llm=with_llm,
@@ -124,26 +123,27 @@ class EngineCheck:
         )
 
     def _judge(self, folder: Path, observed: Observed) -> list[CheckFinding]:
-        asked, heads = questions(observed), _heads(observed)
+        asked, watched = questions(observed), observed.watched
+        assert watched is not None, "the engine ran"
         overrides = parse_overrides(self.options.get("hf_overrides"))
-        watched = observed.watched
 
         def passed(oracle: Oracle) -> Passed:
-            return run_pass(oracle, asked, watched, heads, self.note_layer)
+            return run_pass(oracle, asked, (watched, _after_last(observed, watched)), self.note_layer)
+
+        def run_with(rounding: Rounding) -> Passed:
+            self.note(f"its twin: transformers in {str(rounding.dtype).removeprefix('torch.')}")
+            with Oracle(folder, rounding=rounding, device=self.oracle_device, overrides=overrides) as other:
+                return passed(other)
 
         self.note("the oracle: transformers in float32, layer by layer")
         with Oracle(folder, device=self.oracle_device, overrides=overrides) as oracle:
             exact = passed(oracle)
             quantization = oracle.quantization
             rounding = rounding_of(observed.facts["configuration"], quantization, observed.facts["device"])
-            twin: Passed | None = None
-            if not rounding.is_exact:
-                self.note(f"its twin: transformers in {observed.facts['dtype']}")
-                with Oracle(folder, rounding=rounding, device=self.oracle_device, overrides=overrides) as other:
-                    twin = passed(other)
+            twin = None if rounding.is_exact else run_with(rounding)
             self.note("linear layers beside their stored weights")
             products = self._linears(oracle, rounding, frozenset(() if twin is None else twin.wide))
-            faults = list(products.faults(watched[0]))
+            faults = list(products.faults(watched))
         spec, _ = load_model_config(str(folder))
         has_experts = any(layer.experts is not None for layer in spec.layers)
         judge = Judge(
@@ -154,26 +154,23 @@ class EngineCheck:
             has_experts=has_experts,
             is_rough=has_experts or rounding.is_rough,
         )
+        findings = [judge.layers(faults), judge.head(), *judge.set_ups()]
+        if rounding.is_exact and any(one.status is CheckStatus.WRONG for one in findings):
+            # A model may amplify float32's roundings: is the engine further off than transformers in float32?
+            judge = replace(judge, exact=run_with(FINER), twin=exact)
+            findings = [judge.layers(faults), judge.head(), *judge.set_ups()]
         observed.bound = judge.allowed
-        return [
-            judge.layers(faults),
-            _linears_finding(products, faults, missing_rows(watched[0])),
-            judge.head(),
-            *judge.set_ups(),
-        ]
+        return [_linears_finding(products, faults, missing_rows(watched)), *findings]
 
     @staticmethod
     def _linears(oracle: Oracle, rounding: Rounding, wide: frozenset[str]) -> Linears:
         return Linears(oracle.stored, activation=oracle.activation, rounding=rounding, floor=EXACT_LAYERS, wide=wide)
 
 
-def _heads(observed: Observed) -> list[Ids]:
+def _after_last(observed: Observed, watched: Watched) -> Ids:
     """What is asked after the engine's last states: the alternatives of the prompt that ran alone."""
-    found = []
-    for watched in observed.watched:
-        answer = next(one for one in observed.alone if one.prompt.name == watched.prompt.name)
-        found.append(np.maximum(answer.alternatives[: len(watched.prompt.token_ids)], 0))
-    return found
+    answer = next(one for one in observed.alone if one.prompt.name == watched.prompt.name)
+    return np.maximum(answer.alternatives[: len(watched.prompt.token_ids)], 0)
 
 
 def _linears_finding(products: Linears, faults: Sequence[LinearFault], missing: Iterable[str]) -> CheckFinding:

@@ -2,13 +2,17 @@
 
 ::
 
-    float32                       equal tokens, log-probabilities to 1e-4, layers to 64 steps of float32
+    float32                       equal tokens, log-probabilities to 1e-4, layers to 64 steps of float32; else as below,
+                                  beside transformers in float64
     16 bits, or quantised         at most 1.5 times the error that transformers itself has with the same rounding
 
-The error of transformers (the *twin*) comes from the same prompts, and for layers from the same states.  Where a model
-has experts, two of them may be nearly as likely, and rounding decides; where rows or weights are rounded to 8 bits or
-fewer, a few positions are far off in any engine.  Half and nine tenths of the log-probabilities are held to the bound
-then, not each; layers are so only with experts.
+The error of transformers (the *twin*) comes from the same prompts, and for layers from the same states.  Each of the
+two is drawn: the roundings of another program fall elsewhere.  Half and nine tenths of the errors, which many
+positions make, are the same for both, and are held to the bound.  The largest one is a draw of its own, of a few
+positions that are very sensitive (a sum that nearly cancels, a value far above the others): it may be 1.5 times as far
+again, and that of a layer is compared with the twin's largest at any layer.  Where a model has experts, two of them may
+be nearly as likely, and rounding decides; where rows, weights, or keys and values have 8 bits or fewer, a few answers
+are far off in any engine.  The largest error has no bound then; with 8 bits or fewer, that of layers has one.
 """
 
 from __future__ import annotations
@@ -20,14 +24,15 @@ from functools import cached_property
 import numpy as np
 
 from tp_engine.check.linears import LinearFault
-from tp_engine.check.observed import ALONE, BATCH, CACHED, OTHERS, Answer, Floats, Ids, Observed
+from tp_engine.check.observed import ALONE, BATCH, CACHED, OTHERS, Answer, Floats, Ids, Observed, Watched
 from tp_engine.check.passes import Passed, logprobs_of
 from tp_engine.check.report import CheckFinding, CheckStatus
 
 EXACT_LOGPROBS = 1e-4
 EXACT_LAYERS = 64 * 2.0**-23
 FACTOR = 1.5
-_SHARES = (0.5, 0.9)  # of the positions, of models with experts
+SCATTER = 1.5
+_SHARES = (0.5, 0.9)
 
 _EVERY_ANSWER = "answers differ from the model's own, for every request"
 _REMEDIES = {
@@ -42,23 +47,23 @@ _FIRST_REMEDIES = "--enforce-eager, --attention-backend torch, --dtype float32; 
 class Errors:
     """Errors (k,) at ``positions`` (k,), and those of the twin there, None for an engine in float32.
 
-    ``scatter``: the largest error may be so much further, because it is an extreme of another program's roundings.
+    ``furthest`` is the twin's error that bounds the largest one; infinite if nothing does.
     """
 
     own: Floats
     twin: Floats | None
     positions: Ids
     floor: float
-    by_shares: bool = False
-    scatter: float = 1.0
+    furthest: float
 
     @staticmethod
-    def between(given: Floats, exact: Floats, twin: Floats | None, *, floor: float, by_shares: bool = False) -> Errors:
+    def between(given: Floats, exact: Floats, twin: Floats | None, *, floor: float) -> Errors:
         """Return the absolute errors of ``given`` (n, m) where ``exact`` is a number; a given NaN is infinitely off."""
         is_compared = ~np.isnan(exact)
         own = np.nan_to_num(np.abs(given - exact)[is_compared], nan=np.inf, posinf=np.inf)
         known = None if twin is None else np.abs(twin - exact)[is_compared]
-        return Errors(own, known, np.nonzero(is_compared)[0], floor, by_shares)
+        furthest = 0.0 if known is None else float(known.max(initial=0.0))
+        return Errors(own, known, np.nonzero(is_compared)[0], floor, furthest)
 
     @property
     def worst(self) -> int:
@@ -68,9 +73,8 @@ class Errors:
     @property
     def first(self) -> int:
         """The first position whose error is above the bound of the largest one."""
-        factor = FACTOR * self.scatter
-        limit = self.floor if self.twin is None else factor * float(self.twin.max(initial=0.0)) + self.floor
-        beyond = self.positions[self.own > limit]
+        furthest = 0.0 if self.twin is None else float(self.twin.max(initial=0.0))
+        beyond = self.positions[self.own > FACTOR * SCATTER * furthest + self.floor]
         return int(beyond.min()) if beyond.size else self.worst
 
     @property
@@ -85,11 +89,9 @@ class Errors:
             return 0.0
         if self.twin is None:
             return self.largest / self.floor
-        if self.by_shares:
-            pairs = [(_quantile(self.own, share), _quantile(self.twin, share)) for share in _SHARES]
-        else:
-            pairs = [(self.largest, self.scatter * float(self.twin.max())), (_rms(self.own), _rms(self.twin))]
-        return max(one / (FACTOR * other + self.floor) for one, other in pairs)
+        pairs = [(_quantile(self.own, share), _quantile(self.twin, share)) for share in _SHARES]
+        pairs.append((self.largest, SCATTER * self.furthest))
+        return max(0.0 if other == np.inf > one else one / (FACTOR * other + self.floor) for one, other in pairs)
 
 
 def joined(parts: Sequence[Errors]) -> Errors:
@@ -100,8 +102,7 @@ def joined(parts: Sequence[Errors]) -> Errors:
         np.concatenate(twins) if twins else None,
         np.concatenate([one.positions for one in parts]),
         parts[0].floor,
-        parts[0].by_shares,
-        parts[0].scatter,
+        max(one.furthest for one in parts),
     )
 
 
@@ -109,17 +110,12 @@ def _quantile(values: Floats, share: float) -> float:
     return float(np.quantile(values, share))
 
 
-def _rms(values: Floats) -> float:
-    return float(np.sqrt(np.square(values, dtype=np.float64).mean()))
-
-
 @dataclass(frozen=True)
 class Judge:
     """Makes findings of what the engines gave, what the oracle gives, and what its twin gives (None: float32).
 
-    ``scatter`` is 1 for this engine, whose roundings are the twin's, and more for others.  ``is_rough``:
-    log-probabilities of a few positions may be far off, because of experts or of quantised rows, weights or keys and
-    values.
+    ``is_rough``: log-probabilities of a few positions may be far off, because of experts or of quantised rows, weights
+    or keys and values.
     """
 
     observed: Observed
@@ -128,7 +124,6 @@ class Judge:
     twin: Passed | None
     has_experts: bool
     is_rough: bool = False
-    scatter: float = 1.0
 
     def set_ups(self) -> Iterator[CheckFinding]:
         """Yield a finding for each set-up."""
@@ -150,7 +145,8 @@ class Judge:
         parts = [self._errors(answer) for answer in answers]
         errors = joined(parts)
         if name != ALONE:  # few positions: the twin's error on them, or on all prompts, is the measure
-            errors = min(errors, replace(errors, twin=self._known.twin), key=lambda one: one.excess)
+            of_all = replace(errors, twin=self._known.twin, furthest=self._known.furthest)
+            errors = min(errors, of_all, key=lambda one: one.excess)
         lapse, lapsed = max((self._lapse(answer), index) for index, answer in enumerate(answers))
         ratio = max(errors.excess, lapse)
         what = "prompts and answers" if name == ALONE else "answers"
@@ -186,8 +182,8 @@ class Judge:
         exact = logprobs_of(self.exact.scores[answer.sequence], asked, answer)
         if self.twin is not None:
             twin = logprobs_of(self.twin.scores[answer.sequence], asked, answer)
-        errors = Errors.between(answer.logprobs, exact, twin, floor=EXACT_LOGPROBS, by_shares=self.is_rough)
-        return replace(errors, scatter=self.scatter)
+        errors = Errors.between(answer.logprobs, exact, twin, floor=EXACT_LOGPROBS)
+        return replace(errors, furthest=np.inf) if self.is_rough else errors
 
     def _lapses(self, answer: Answer) -> Floats:
         """How much likelier the oracle's best token is than each chosen one."""
@@ -213,37 +209,47 @@ class Judge:
         """The largest error of a log-probability that is allowed."""
         if self._known.twin is None:
             return EXACT_LOGPROBS
-        return FACTOR * self.scatter * float(self._known.twin.max(initial=0.0)) + EXACT_LOGPROBS
+        return FACTOR * SCATTER * float(self._known.twin.max(initial=0.0)) + EXACT_LOGPROBS
 
     def layers(self, faults: Sequence[LinearFault]) -> CheckFinding:
         """Return the finding on hidden states: the first layer beyond its bound, with rank and position."""
         ratio, checked = 0.0, 0
-        wrong: CheckFinding | None = None
-        for number, watched in enumerate(self.observed.watched):
-            for layer in range(len(self.exact.layers[number])):
-                name = f"streams.{layer}"
-                for rank, arrays in enumerate(watched.arrays):
-                    errors = self._layer_errors(number, layer, arrays[name])
-                    checked += 1
-                    ratio = max(ratio, errors.excess)
-                    if errors.excess > 1 and (wrong is None or layer < wrong.numbers["layer"]):
-                        wrong = self._wrong_layer(number, layer, rank, errors, faults)
+        for layer in range(len(self.exact.layers)):
+            for rank, arrays in enumerate(self._watched.arrays):
+                errors = self._layer_errors(layer, arrays[f"streams.{layer}"])
+                checked += 1
+                ratio = max(ratio, errors.excess)
+                if errors.excess > 1:
+                    return self._wrong_layer(layer, rank, errors, faults)
         detail = f"{checked} outputs of layers, each from the engine's own input: {ratio:.2f} of the bound at most"
-        if wrong is not None:
-            return wrong
         return CheckFinding(name="hidden states", status=CheckStatus.RIGHT, detail=detail, numbers={"ratio": ratio})
 
-    def _layer_errors(self, number: int, layer: int, given: Floats) -> Errors:
-        exact = self.exact.layers[number][layer]
-        twin = None if self.twin is None else self.twin.layers[number][layer]
-        return _relative(given, exact, twin, self.has_experts)
+    @property
+    def _watched(self) -> Watched:
+        assert self.observed.watched is not None, "judged for engines that run here"
+        return self.observed.watched
 
-    def _wrong_layer(
-        self, number: int, layer: int, rank: int, errors: Errors, faults: Sequence[LinearFault]
-    ) -> CheckFinding:
-        watched = self.observed.watched[number]
-        index = layer - 1
-        name = "embeddings" if layer == 0 else f"layer {index}, {self._part(number, index)}"
+    @cached_property
+    def _furthest(self) -> float:
+        """The largest relative error of the twin at any layer; infinite with experts."""
+        if self.has_experts:
+            return np.inf
+        known = () if self.twin is None else self.twin.layers
+        pairs = zip(known, self.exact.layers, strict=bool(known))
+        return max((float(_relative(one, exact).max(initial=0.0)) for one, exact in pairs), default=0.0)
+
+    def _layer_errors(self, layer: int, given: Floats) -> Errors:
+        twin = None if self.twin is None else self.twin.layers[layer]
+        return self._of_rows(given, self.exact.layers[layer], twin)
+
+    def _of_rows(self, given: Floats, exact: Floats, twin: Floats | None) -> Errors:
+        """Errors (n,) of rows (n, hidden), relative to their size."""
+        known = None if twin is None else _relative(twin, exact)
+        return Errors(_relative(given, exact), known, np.arange(len(exact)), EXACT_LAYERS, self._furthest)
+
+    def _wrong_layer(self, layer: int, rank: int, errors: Errors, faults: Sequence[LinearFault]) -> CheckFinding:
+        watched, index = self._watched, layer - 1
+        name = "embeddings" if layer == 0 else f"layer {index}, {self._part(index)}"
         differs = any(not np.array_equal(one[f"streams.{layer}"], watched.arrays[0][f"streams.{layer}"], equal_nan=True)
                       for one in watched.arrays)  # fmt: skip
         fault = next((one for one in faults if one.layer == index), None)
@@ -262,27 +268,25 @@ class Judge:
             numbers={"layer": float(layer), "ratio": errors.excess},
         )
 
-    def _part(self, number: int, index: int) -> str:
+    def _part(self, index: int) -> str:
         """Which part of a layer is wrong: attention if what the MLP reads is wrong already."""
-        exact = self.exact.inner[number].get(index)
-        given = self.observed.watched[number].arrays[0].get(f"inner.{index}")
+        exact = self.exact.inner.get(index)
+        given = self._watched.arrays[0].get(f"inner.{index}")
         if exact is None or given is None or exact.shape != given.shape:
             return "attention or MLP"
-        twin = None if self.twin is None else self.twin.inner[number].get(index)
-        is_wrong = _relative(given, exact, twin, self.has_experts).excess > 1
+        twin = None if self.twin is None else self.twin.inner.get(index)
+        is_wrong = self._of_rows(given, exact, twin).excess > 1
         return "attention" if is_wrong else ("experts" if self.has_experts else "MLP")
 
     def head(self) -> CheckFinding:
         """Return the finding on the final norm and the output head, from the engine's last states."""
-        parts = []
-        for number, watched in enumerate(self.observed.watched):
-            answer = next(one for one in self.observed.alone if one.prompt.name == watched.prompt.name)
-            length = len(watched.prompt.token_ids) - 1
-            is_compared = answer.alternatives[:length] >= 0
-            exact = np.where(is_compared, self.exact.heads[number].wanted[:length], np.nan)
-            twin = None if self.twin is None else self.twin.heads[number].wanted[:length]
-            parts.append(Errors.between(answer.logprobs[:length], exact, twin, floor=EXACT_LOGPROBS))
-        errors = joined(parts)
+        prompt, of_exact = self._watched.prompt, self.exact.head
+        assert of_exact is not None, "what is watched ran"
+        answer = next(one for one in self.observed.alone if one.prompt.name == prompt.name)
+        length = len(prompt.token_ids) - 1
+        exact = np.where(answer.alternatives[:length] >= 0, of_exact.wanted[:length], np.nan)
+        twin = None if self.twin is None or self.twin.head is None else self.twin.head.wanted[:length]
+        errors = Errors.between(answer.logprobs[:length], exact, twin, floor=EXACT_LOGPROBS)
         detail = f"{errors.own.size} log-probabilities from the engine's last states: {errors.excess:.2f} of the bound"
         if errors.excess <= 1:
             return CheckFinding(name="norm and output head", status=CheckStatus.RIGHT, detail=detail)
@@ -296,9 +300,7 @@ class Judge:
         )
 
 
-def _relative(given: Floats, exact: Floats, twin: Floats | None, has_experts: bool) -> Errors:
-    """Errors (n, 1) of rows (n, hidden), relative to their size."""
+def _relative(given: Floats, exact: Floats) -> Floats:
+    """Errors (n,) of rows (n, hidden), relative to their size; infinite for no number."""
     size = np.maximum(np.linalg.norm(exact, axis=1), 1e-30)
-    own = np.nan_to_num(np.linalg.norm(given - exact, axis=1) / size, nan=np.inf)
-    known = None if twin is None else np.linalg.norm(twin - exact, axis=1) / size
-    return Errors(own, known, np.arange(len(own)), EXACT_LAYERS, has_experts)
+    return np.asarray(np.nan_to_num(np.linalg.norm(given - exact, axis=1) / size, nan=np.inf))

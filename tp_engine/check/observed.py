@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ import numpy.typing as npt
 
 from tp_engine.api.llm import LLM
 from tp_engine.check.prompts import CheckPrompt
+from tp_engine.errors import ConfigError, EngineDeadError, MemoryBudgetError, RequestError
 from tp_engine.outputs import Logprob, RequestOutput
 from tp_engine.sampling_params import SamplingParams
 
 ALTERNATIVES = 4  # likeliest tokens compared at each position, beside the token itself
 _TIER_GIB = 0.05
 CHUNK = 32
-_WATCHED_LINEARS = 40  # tokens whose products are compared, layer by layer
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -79,7 +79,7 @@ class Observed:
     prompts: Sequence[CheckPrompt]
     set_ups: dict[str, list[Answer] | str] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-    watched: list[Watched] = field(default_factory=list)
+    watched: Watched | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     bound: float = 0.0
 
@@ -168,11 +168,11 @@ def _was_cached(_llm: LLM, answers: Sequence[Answer]) -> bool:
 OTHERS: Mapping[str, Other] = {
     "in chunks": Other(_chunks, remedy="--max-num-batched-tokens above the longest prompt"),
     "preempted": Other(
-        _preempted, _was_preempted, remedy="more KV blocks, so that nothing is preempted", is_quick=True, copies=4
+        _preempted, _was_preempted, remedy="more KV blocks, so that nothing is preempted", is_quick=True, copies=2
     ),
     "after a tier": Other(_tier, _was_cached, remedy="leave out --kv-offloading-size", repeats=True),
     "speculation on or off": Other(_speculation, remedy="leave out --speculative-config"),
-    "one rank": Other(_one_rank, remedy="--all-reduce-backend nccl (GPUs) or gloo (CPUs)", is_quick=True),
+    "one rank": Other(_one_rank, remedy="--all-reduce-backend nccl (GPUs) or gloo (CPUs)"),
     "graphs on or off": Other(_graphs, remedy="--enforce-eager"),
 }
 
@@ -181,13 +181,16 @@ def observe(
     options: Mapping[str, Any],
     prompts: Sequence[CheckPrompt],
     *,
-    sizes: Sizes,
+    sizes_of: Callable[[int], Sizes],
     max_tokens: int,
     quick: bool,
     with_llm: Callable[[LLM, Observed], None],
     note: Callable[[str], None],
 ) -> Observed:
     """Run the user's engine (``options``), then the others.  ``with_llm`` is called with the user's engine.
+
+    ``sizes_of`` gives the sizes for a longest sequence.  The other engines of a ``quick`` check run all prompts but the
+    longest.
 
     ``note`` is told what begins.  An engine that does not start, or fails, is a failure of its set-up.
     """
@@ -203,8 +206,11 @@ def observe(
             again = _ask(llm, prompts, max_tokens)
             observed.set_ups[CACHED] = again if _was_cached(llm, again) else "nothing was found in the prefix cache"
         note("layers")
-        observed.watched = list(_watch(llm, prompts))
+        observed.watched = _watch(llm, max(prompts, key=lambda one: len(one.token_ids)))
         with_llm(llm, observed)
+    by_length = sorted(prompts, key=lambda one: len(one.token_ids))
+    of_others = by_length[:-1] if quick and len(by_length) > 1 else by_length
+    sizes = sizes_of(len(of_others[-1].token_ids) + max_tokens + 1)
     for name, other in OTHERS.items():
         if quick and not other.is_quick:
             observed.set_ups[name] = "not in --quick"
@@ -214,24 +220,27 @@ def observe(
             observed.set_ups[name] = "does not apply to these options"
             continue
         note(name)
-        _run_other(name, other, {**options, **changes}, observed, max_tokens)
+        try:
+            found = _run_other(other, {**options, **changes}, of_others, max_tokens)
+            observed.set_ups[name] = found or "it did not come about with these prompts"
+        except ConfigError as error:
+            observed.set_ups[name] = f"these options exclude it: {error}"
+        except MemoryBudgetError as error:
+            observed.set_ups[name] = f"this machine has too little memory for it: {error}"
+        except (RequestError, EngineDeadError, RuntimeError, OSError) as error:
+            observed.failures[name] = str(error)
     return observed
 
 
-def _run_other(name: str, other: Other, options: dict[str, Any], observed: Observed, max_tokens: int) -> None:
-    from tp_engine.errors import ConfigError, EngineDeadError, RequestError
-
-    try:
-        with LLM(**options) as llm:
-            answers = _ask(llm, [*observed.prompts] * other.copies, max_tokens)
-            if other.repeats:
-                answers = [_ask(llm, [one], max_tokens)[0] for one in observed.prompts]
-            happened = other.happened(llm, answers)
-        observed.set_ups[name] = answers if happened else "it did not come about with these prompts"
-    except ConfigError as error:
-        observed.set_ups[name] = f"these options exclude it: {error}"
-    except (RequestError, EngineDeadError, RuntimeError, OSError) as error:
-        observed.failures[name] = str(error)
+def _run_other(
+    other: Other, options: dict[str, Any], prompts: Sequence[CheckPrompt], max_tokens: int
+) -> list[Answer] | None:
+    """The answers, None if what the set-up is about did not take place."""
+    with LLM(**options) as llm:
+        answers = _ask(llm, [*prompts] * other.copies, max_tokens)
+        if other.repeats:
+            answers = [_ask(llm, [one], max_tokens)[0] for one in prompts]
+        return answers if other.happened(llm, answers) else None
 
 
 def _note_facts(llm: LLM, observed: Observed) -> None:
@@ -280,20 +289,11 @@ def _answer(prompt: CheckPrompt, output: RequestOutput) -> Answer:
     return Answer(prompt, tokens, alternatives, logprobs, output.num_cached_tokens)
 
 
-def _watch(llm: LLM, prompts: Sequence[CheckPrompt]) -> Iterator[Watched]:
-    """The streams of the longest prompt, and all products of a short one."""
-    longest = max(prompts, key=lambda one: len(one.token_ids))
-    first = prompts[0]
-    short = CheckPrompt(first.name, first.token_ids[:_WATCHED_LINEARS])
-    for prompt, mode in ((short, "linears"), (longest, "streams")):
-        yield _watch_one(llm, prompt, mode)
-
-
-def _watch_one(llm: LLM, prompt: CheckPrompt, mode: str) -> Watched:
+def _watch(llm: LLM, prompt: CheckPrompt) -> Watched:
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     order = llm.engine.operator.order
     with tempfile.TemporaryDirectory(prefix="tp_engine-check-") as folder:
-        order("watch_layers", {"mode": mode})
+        order("watch_layers", {})
         llm.generate([list(prompt.token_ids)], params, use_tqdm=False)
         order("watch_layers", {"folder": folder})
         arrays, layouts = [], []

@@ -37,6 +37,8 @@ _MAX_NAMED = 3
 
 EXACT = Rounding(dtype=torch.float32)
 """Float32 throughout."""
+FINER = Rounding(dtype=torch.float64)
+"""Float64 but where transformers itself computes in float32: what the error of ``EXACT`` is measured by."""
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Ids: TypeAlias = npt.NDArray[np.int64]
@@ -227,7 +229,11 @@ class Oracle:
         parts = []
         for first in range(0, len(token_ids), _POSITIONS_AT_ONCE):
             here = torch.arange(first, min(first + _POSITIONS_AT_ONCE, len(token_ids)), device=self._device)
-            found = self._run(query.token_ids, here, last)[0].float().log_softmax(-1)
+            found = (
+                self._run(query.token_ids, here, last)[0]
+                .to(torch.promote_types(self._dtype, torch.float32))
+                .log_softmax(-1)
+            )
             best = found.topk(min(top, found.shape[-1]))
             following = token_ids[here[here < len(token_ids) - 1] + 1]
             parts.append(
@@ -277,6 +283,11 @@ class Oracle:
 
     def _load(self, name: str) -> None:
         self._places.load(name, self._dtype, self._device)
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Return ``dtype``, or float32 for a type of 16 bits."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tp_engine.check.observed import Answer, Floats, Ids, Observed, Watched
-from tp_engine.check.oracle import Oracle, Query, Scores
+from tp_engine.check.oracle import Oracle, Query, Scores, at_least_float32
 
 _MLPS = ("mlp", "feed_forward", "block_sparse_moe", "moe")
 
@@ -31,16 +31,16 @@ class Passed:
 
         scores      sequence -> its log-probabilities
         columns     sequence -> the columns of ``wanted`` that belong to each set-up's answer
-        layers      for each watched prompt: the outputs (layers + 1, n, hidden) of embeddings and layers
-        inner       for each watched prompt: layer -> what its MLP reads (n, hidden)
-        heads       for each watched prompt: log-probabilities after the engine's last states
+        layers      of the watched prompt: the outputs (layers + 1, n, hidden) of embeddings and layers
+        inner       of the watched prompt: layer -> what its MLP reads (n, hidden)
+        head        of the watched prompt: log-probabilities after the engine's last states
         wide        last names of modules whose outputs are float32 in any type, such as routers
     """
 
     scores: dict[Sequence_, Scores] = field(default_factory=dict)
     layers: list[Floats] = field(default_factory=list)
-    inner: list[dict[int, Floats]] = field(default_factory=list)
-    heads: list[Scores] = field(default_factory=list)
+    inner: dict[int, Floats] = field(default_factory=dict)
+    head: Scores | None = None
     wide: set[str] = field(default_factory=set)
 
 
@@ -63,28 +63,33 @@ def logprobs_of(scores: Scores, asked: Ids, answer: Answer) -> Floats:
     return np.where(answer.alternatives >= 0, found, np.nan)
 
 
+def _array(values: torch.Tensor) -> Floats:
+    return np.array(values.to(at_least_float32(values.dtype)).cpu().numpy())
+
+
 def run_pass(
     oracle: Oracle,
     asked: Mapping[Sequence_, Ids],
-    watched: Sequence[Watched],
-    heads: Sequence[Ids],
+    watched: tuple[Watched, Ids] | None,
     note_layer: Callable[[], None],
 ) -> Passed:
-    """Score all sequences, and run each layer on the states of the engine; ``heads`` are asked after these."""
-    passed = Passed(inner=[{} for _ in watched])
+    """Score all sequences; ``watched``: run each layer on the states of the engine, and ask the ids (n, m) after them.
+
+    What is watched runs last.
+    """
+    passed = Passed()
     queries = [Query(sequence, wanted) for sequence, wanted in asked.items()]
     num_free = len(queries)
-    queries += [Query(one.prompt.token_ids, wanted) for one, wanted in zip(watched, heads, strict=True)]
-    outputs: list[list[Floats]] = [[] for _ in watched]
+    if watched is not None:
+        queries.append(Query(watched[0].prompt.token_ids, watched[1]))
     running = {"call": 0}
 
-    def see(index: int, states: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def see(index: int, states: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
         running["call"] = 0
-        own = []
-        for number, one in enumerate(watched):
-            outputs[number].append(states[num_free + number].float().cpu().numpy().copy())
-            own.append(torch.from_numpy(one.arrays[0][f"streams.{index + 1}"]))
-        return [*states[:num_free], *own]
+        if watched is None:
+            return None
+        passed.layers.append(_array(states[-1]))
+        return [*states[:num_free], torch.from_numpy(watched[0].arrays[0][f"streams.{index + 1}"])]
 
     hooks = []
     for index, layer in enumerate(oracle.layers):
@@ -92,10 +97,10 @@ def run_pass(
         if mlp is not None:
 
             def keep(_module: object, inputs: tuple[torch.Tensor, ...], index: int = index) -> None:
-                number = running["call"] - num_free
+                is_watched = running["call"] >= num_free
                 running["call"] += 1
-                if number >= 0 and inputs:
-                    passed.inner[number][index] = inputs[0].float().cpu().numpy().reshape(-1, inputs[0].shape[-1])
+                if is_watched and inputs:
+                    passed.inner[index] = _array(inputs[0]).reshape(-1, inputs[0].shape[-1])
 
             hooks.append(mlp.register_forward_pre_hook(keep))
         for name, module in layer.named_modules():
@@ -113,6 +118,5 @@ def run_pass(
         for hook in hooks:
             hook.remove()
     passed.scores = dict(zip(asked, scores[:num_free], strict=True))
-    passed.heads = scores[num_free:]
-    passed.layers = [np.stack(one) for one in outputs]
+    passed.head = None if watched is None else scores[-1]
     return passed

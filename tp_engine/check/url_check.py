@@ -45,7 +45,6 @@ ENGINE_OPTIONS = ("dtype", "kv_cache_dtype", "quantization", "revision", "hf_ove
 """Options of an engine that say what a server computes."""
 
 _AT_ONCE = 8
-_SCATTER = 1.5
 _QUICK_LONG, _LONG = 160, 512
 _QUICK_TOKENS, _TOKENS = 8, 24
 _PUSH = 100
@@ -156,7 +155,7 @@ class UrlCheck:
         overrides = parse_overrides(self.hf_overrides)
         self.note("the oracle: transformers in float32, layer by layer")
         with Oracle(folder, device=self.oracle_device, overrides=overrides) as oracle:
-            exact = run_pass(oracle, asked, [], [], self.note_layer)
+            exact = run_pass(oracle, asked, None, self.note_layer)
             quantization = oracle.quantization
         cache = dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
         options = {"dtype": dtype, "kv_cache_dtype": cache, "quantization": self.quantization}
@@ -165,7 +164,7 @@ class UrlCheck:
         if not rounding.is_exact:
             self.note(f"its twin: transformers in {dtype}")
             with Oracle(folder, rounding=rounding, device=self.oracle_device, overrides=overrides) as other:
-                twin = run_pass(other, asked, [], [], self.note_layer)
+                twin = run_pass(other, asked, None, self.note_layer)
         has_experts = any(layer.experts is not None for layer in spec.layers)
         judge = Judge(
             observed=observed,
@@ -174,7 +173,6 @@ class UrlCheck:
             twin=twin,
             has_experts=has_experts,
             is_rough=has_experts or rounding.is_rough,
-            scatter=_SCATTER,
         )
         yield from judge.set_ups()
 

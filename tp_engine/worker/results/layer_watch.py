@@ -4,9 +4,10 @@
 
     streams   for each layer, the residual stream (N, hidden) that it reads; then the one behind the last layer
     inner     for each layer, what its MLP reads (N, hidden), normalised
-    linears   for each linear layer of a rank (LocalLinear), its rows x (N, in) and its products y (N, out)
+    linears   for each linear layer of a rank (LocalLinear), its first rows x (n, in) and its products y (n, out)
 
-Steps of several requests, or of parts of a prompt, follow one another.  While it records, no step is replayed.
+Steps of several requests, or of parts of a prompt, follow one another.  Of linear layers, ``NUM_ROWS`` rows are kept:
+their products are far larger than the streams.  While it records, no step is replayed.
 """
 
 import json
@@ -28,14 +29,14 @@ from tp_engine.worker.batch.step_inputs import StepInputs
 from tp_engine.worker.feature import RunnerFeature, RunningStep
 from tp_engine.worker.orders import Prepared
 
-_MODES: Final = ("streams", "linears")
+NUM_ROWS: Final = 40
 
 
 class LayerWatch(RunnerFeature):
-    """Records while ``mode`` is set: only ``streams``, or ``linears`` too."""
+    """Records between ``start`` and ``stop``."""
 
     def __init__(self, model: CausalLM) -> None:
-        self._model, self._mode = model, ""
+        self._model, self._is_on = model, False
         self._found: dict[str, list[torch.Tensor]] = defaultdict(list)
 
     def take_model(self, model: CausalLM) -> list[Attention]:
@@ -43,23 +44,22 @@ class LayerWatch(RunnerFeature):
         return []
 
     def must_launch(self, plan: StepPlan) -> bool:
-        return bool(self._mode)
+        return self._is_on
 
     def reads_all(self, inputs: StepInputs) -> bool:
-        return bool(self._mode)
+        return self._is_on
 
     def around_model(self, step: RunningStep, inputs: StepInputs) -> AbstractContextManager[object]:
-        return self._recording() if self._mode else nullcontext()
+        return self._recording() if self._is_on else nullcontext()
 
-    def start(self, mode: str) -> None:
+    def start(self) -> None:
         """Record from the next step on."""
-        assert mode in _MODES, f"mode is {mode!r}; it must be one of {_MODES}"
-        self._mode = mode
+        self._is_on = True
         self._found.clear()
 
     def stop(self) -> None:
         """Record no more."""
-        self._mode = ""
+        self._is_on = False
         self._found.clear()
 
     def write(self, path: Path) -> None:
@@ -95,7 +95,7 @@ class LayerWatch(RunnerFeature):
                 mlp = layer.get_submodule("mlp")
                 hooks.enter_context(mlp.register_forward_pre_hook(partial(on_mlp, f"inner.{index}")))
             hooks.enter_context(layers[last - 1].register_forward_hook(on_last))
-            for name, linear in self._linears() if self._mode == "linears" else ():
+            for name, linear in self._linears():
                 linear.product = self._recorded(name, linear.product)  # type: ignore[method-assign]
                 hooks.callback(linear.__dict__.pop, "product")
             yield
@@ -103,9 +103,11 @@ class LayerWatch(RunnerFeature):
 
     def _recorded(self, name: str, product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def recorded(x: object, bias: torch.Tensor | None) -> torch.Tensor:
-            self._keep(f"linears.{name}.x", x)
+            room = NUM_ROWS - sum(map(len, self._found.get(f"linears.{name}.y", ())))
             y = product(x, bias)
-            self._keep(f"linears.{name}.y", y)
+            if room > 0 and isinstance(x, torch.Tensor):
+                self._keep(f"linears.{name}.x", x[:room])
+                self._keep(f"linears.{name}.y", y[:room])
             return y
 
         return recorded
@@ -129,8 +131,8 @@ def _layout_of(linear: LocalLinear) -> dict[str, Any]:
 
 
 def watch_layers(watch: LayerWatch, rank: int, arguments: Any) -> Prepared:
-    """Begin to record in ``mode``, or write what was recorded below ``folder``, a file per rank, and end."""
-    if "mode" in arguments:
-        return Prepared(lambda: watch.start(str(arguments["mode"])))
+    """Begin to record, or write what was recorded below ``folder``, a file per rank, and end."""
+    if "folder" not in arguments:
+        return Prepared(watch.start)
     watch.write(Path(arguments["folder"]) / f"rank{rank}.npz")
     return Prepared(watch.stop)
