@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from PIL import Image, ImageDraw
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.fake_engine import MODEL_INFO
@@ -68,6 +69,23 @@ def image_tokenizer() -> Any:
     )
     tokenizer.add_special_tokens({"additional_special_tokens": list(IMAGE_TOKENS)})
     return tokenizer
+
+
+def numbered_tokenizer(mark: str = "<|image_pad|>") -> Any:
+    """A token per byte, and the tokens of images at the ids of ``tests/image_models.py``; the template writes ``mark``
+    for an image."""
+    names = {300: "<|image_pad|>", 301: "<|video_pad|>", 302: "<|vision_start|>", 303: "<|vision_end|>"}
+    names |= {305: "[IMG_BREAK]", 306: "[IMG_END]"}
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {name: number for number, name in enumerate(("<pad>", "<s>", "</s>", *letters))}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<pad>", "<s>", "</s>"])
+    backend.add_special_tokens([names.get(number, f"<{number}>") for number in range(len(vocab), 320)])
+    template = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", mark)
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)
 
 
 def image_info(family: str = "qwen3_5", processor: Mapping[str, Any] | None = None, **limits: Any) -> ModelInfo:

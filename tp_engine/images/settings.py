@@ -67,7 +67,7 @@ def image_settings(config: EngineConfig, vision: VisionSpec | None, folder: Path
 
     parse_domains(config.allowed_media_domains)
     processor, origin = read_processor(folder)
-    settings = ImageSettings(
+    return ImageSettings(
         family=vision.family,
         image_token_id=vision.image_token_id,
         start_token_id=vision.start_token_id,
@@ -82,14 +82,6 @@ def image_settings(config: EngineConfig, vision: VisionSpec | None, folder: Path
         allowed_domains=config.allowed_media_domains,
         allowed_path=config.allowed_local_media_path,
     )
-    rules = settings.rules()
-    for name, value, known in (("image_mean", rules.mean, vision.mean), ("image_std", rules.std, vision.std)):
-        if value != known:
-            raise ConfigError(
-                f"{origin}: {name} is {shown(value)}; images of {vision.family} are normalised with {shown(known)}: "
-                "set it to that, if the model was trained so"
-            )
-    return settings
 
 
 def _max_images(text: str | None) -> int:
