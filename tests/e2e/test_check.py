@@ -18,15 +18,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.chat_templates import QWEN_LIKE
 from tests.quantised.checkpoints import compress
 from tests.quantised.formats import FORMATS
 from tests.tiers import slow_but
+from tp_engine.api.llm import LLM
+from tp_engine.api.openai.chat.options import ChatOptions
+from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.attention.base import prepare_groups
 from tp_engine.check import golden
+from tp_engine.check.behaviour import check_behaviour
 from tp_engine.check.engine_check import EngineCheck
 from tp_engine.check.report import CheckFinding, CheckReport, CheckStatus
 from tp_engine.cli.main import main
 from tp_engine.config import DEMO_MODEL
+from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.layers.experts import Router
 from tp_engine.worker.model_runner import ModelRunner
 
@@ -181,6 +187,28 @@ def test_a_template_without_a_blank_is_found(tmp_path: Path) -> None:
     path.write_text(changed)
     found = wrong(check(broken, Path(DEMO_MODEL), max_model_len=400, num_gpu_blocks_override=400))
     assert "chat template" in found and "position" in found["chat template"].place
+
+
+@pytest.mark.parametrize(
+    ("parser", "status", "said"),
+    [
+        ("hermes", CheckStatus.RIGHT, "its result is shown"),
+        ("pythonic", CheckStatus.WRONG, "the parser finds []"),
+    ],
+)
+@pytest.mark.slow
+def test_the_tool_round_trip_runs_where_the_template_has_tools(
+    parser: str, status: CheckStatus, said: str, tmp_path: Path
+) -> None:
+    """Oracle: transformers' apply_chat_template with tools, a call and its result; the call, read back."""
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    (folder / "chat_template.jinja").write_text(QWEN_LIKE)
+    with LLM(str(folder), **{**OPTIONS, "max_model_len": 1024}) as llm:
+        llm.input_processor.chat = ChatFormat(llm.get_tokenizer(), ChatOptions(tool_call_parser=parser))
+        [found] = [one for one in check_behaviour(llm, load_tokenizer(str(folder)), folder) if "tool" in one.name]
+    assert found.status is status and said in found.detail
+    assert (found.place == "tool-call parser") == (status is CheckStatus.WRONG)
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from tp_engine.api.llm import LLM
+from tp_engine.api.openai.chat.options import ChatOptions
+from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.check.behaviour import check_behaviour
 from tp_engine.check.files import check_files
 from tp_engine.check.judged import EXACT_LAYERS, Judge
@@ -37,13 +39,14 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCheck:
-    """What to check: ``options`` of ``LLM`` (the model too), and how.
+    """What to check: ``options`` of ``LLM`` (the model too), ``chats`` of a server (None: those of ``LLM``), and how.
 
     ``reference`` is the folder of the checkpoint that the oracle reads, None for the model's own.  ``note`` is told
     what begins, ``note_layer`` of each layer that the oracle has done.
     """
 
     options: Mapping[str, Any]
+    chats: ChatOptions | None = None
     quick: bool = False
     reference: str | None = None
     oracle_device: str = "cpu"
@@ -90,6 +93,8 @@ class EngineCheck:
         behaviour: list[CheckFinding] = []
 
         def with_llm(llm: LLM, observed: Observed) -> None:
+            if self.chats is not None:
+                llm.input_processor.chat = ChatFormat(llm.get_tokenizer(), self.chats)
             behaviour.extend(check_behaviour(llm, tokenizer, folder))
 
         prompts = self._prompts(tokenizer, spec)

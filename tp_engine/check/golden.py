@@ -123,15 +123,15 @@ def _difference(answer: Answer, golden: Mapping[str, Any], allowed: float) -> tu
     """
     first, largest, place = len(answer.prompt.token_ids) - 1, 0.0, ""
     for index, (own, other) in enumerate(zip(answer.token_ids, golden["token_ids"], strict=False)):
-        chosen = float(answer.logprobs[first + index, 0])
-        error = abs(chosen - float(golden["logprobs"][index]))
+        chosen, recorded = float(answer.logprobs[first + index, 0]), float(golden["logprobs"][index])
+        error, what = abs(chosen - recorded), f"log-probability {chosen:.4f} instead of {recorded:.4f}"
         if own != other:
             alternatives = answer.alternatives[first + index].tolist()
             rank = alternatives.index(other) if other in alternatives else None
             gap = float("inf") if rank is None else chosen - float(answer.logprobs[first + index, rank])
-            error = gap if gap > allowed else 0.0
+            error, what = gap if gap > allowed else 0.0, f"{own} instead of {other}"
         if error > largest:
-            largest, place = error, f"answer's token {index}: {own} instead of {other}"
+            largest, place = error, f"answer's token {index}: {what}"
         if own != other:
             break
     return largest, place

@@ -162,20 +162,23 @@ class Judge:
         answer = answers[lapsed if is_lapse else worst]
         position = self._lapsed_at(answer) if is_lapse else parts[worst].first
         where = "answer" if position >= len(answer.prompt.token_ids) - 1 else "prompt"
+        meaning, remedy = self._advice(name)
         return CheckFinding(
             name=name,
             status=CheckStatus.WRONG,
             detail=detail,
             place=f"prompt {answer.prompt.name!r}, position {position} ({where})",
-            meaning=self._meaning(name),
-            remedy=_FIRST_REMEDIES if name == ALONE else _REMEDIES.get(name, ""),
+            meaning=meaning,
+            remedy=remedy,
             numbers=numbers,
         )
 
-    def _meaning(self, name: str) -> str:
-        if name == ALONE:
-            return _EVERY_ANSWER
-        return f"a request that runs this way ({name}) gets another answer than one that runs alone would get"
+    def _advice(self, name: str) -> tuple[str, str]:
+        """What it means that a set-up is wrong, and what to try; where requests alone are wrong too, it is no cause."""
+        if self._known.excess > 1:
+            return _EVERY_ANSWER, _FIRST_REMEDIES
+        meaning = f"a request that runs this way ({name}) gets another answer than one that runs alone would get"
+        return meaning, _REMEDIES.get(name, "")
 
     def _errors(self, answer: Answer) -> Errors:
         asked, twin = self.asked[answer.sequence], None

@@ -26,7 +26,7 @@ _DESCRIPTION = (
 )
 TABLES = {"engine": EngineConfig, "server": ServerConfig}
 # Options of the server that say how chats become prompts.
-_TEMPLATE = ("chat_template", "chat_template_content_format", "generation_config", "override_generation_config")
+_DEFAULTS = ("generation_config", "override_generation_config")
 _OF_ENGINES = ("bisect", "record", "against")
 
 
@@ -82,7 +82,7 @@ def _check(options: Options, config: CheckConfig, engine: EngineConfig, server: 
 
     known = None if config.against is None else golden.read_golden(Path(config.against))
     given: dict[str, Any] = {"model": engine.model, **options.given["engine"]}
-    given |= {name: getattr(server, name) for name in _TEMPLATE if name in options.given["server"]}
+    given |= {name: getattr(server, name) for name in _DEFAULTS if name in options.given["server"]}
     with tqdm(desc="check", unit=" steps", file=sys.stderr, disable=None, leave=False) as bar:
 
         def note(text: str) -> None:
@@ -91,6 +91,7 @@ def _check(options: Options, config: CheckConfig, engine: EngineConfig, server: 
 
         check = EngineCheck(
             options=given,
+            chats=server,
             quick=config.quick,
             reference=config.reference,
             oracle_device=config.oracle_device,

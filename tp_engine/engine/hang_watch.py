@@ -5,7 +5,8 @@
     stopped   a rank gives no sign of life, and its process uses no CPU time: it is stopped (SIGSTOP).  A rank that
               holds its interpreter for long (an import, a library's call) uses CPU time, or is still starting
     stuck     a step, the start or the end makes no progress: no rank reaches another phase, collective or step, and,
-              if CPU time proves life, the ranks use less than a tenth of one core
+              if CPU time proves life, the ranks use less than a tenth of one core, and did not wait for one either: a
+              busy machine may give them less
 
 Time counts from the last progress.  If this process itself was paused (Ctrl-Z of the whole job, a machine
 that slept), time counts from the end of the pause.
@@ -94,7 +95,7 @@ class HangWatch:
         self._cpu_ns = self._total_cpu_ns()
 
     def _total_cpu_ns(self) -> int:
-        return sum(slot.cpu_ns for slot in self._board.slots)
+        return sum(slot.cpu_ns + slot.starved_ns for slot in self._board.slots)
 
     def _note_progress(self, now_ns: int) -> None:
         slots = self._board.slots

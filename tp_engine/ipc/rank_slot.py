@@ -128,6 +128,7 @@ class RankSlot:
     started_ticks = _Word(1)  # when the process started, which tells it from a later process with the same pid
     heartbeat_ns = _Word(2)  # the last sign of life
     cpu_ns = _Word(3)  # CPU time of the process at its last sign of life
+    starved_ns = _Word(7)  # how long its main thread was able to run, and had no core, until then
     failed_ns = _Word(4)  # when it failed; 0 if it has not
     step_started = _Word(10)  # the last step that it began; 0 before the first
     step_done = _Word(11)  # the last step that it ended
@@ -162,6 +163,7 @@ class RankSlot:
         """Give a sign of life."""
         self.words[2] = time.monotonic_ns()
         self.words[3] = time.process_time_ns()
+        self.words[7] = _starved_ns()
 
     def tier_progress(self) -> dict[str, TierProgress]:
         """Return what writes the rank's channels, by name."""
@@ -331,6 +333,14 @@ def process_vitals(pid: int) -> tuple[str, int]:
     except ProcessLookupError:
         return "X", 0
     return fields[0], int(fields[11]) + int(fields[12])
+
+
+def _starved_ns() -> int:
+    """How long this process's main thread has waited for a core; 0 where the kernel does not count that."""
+    try:
+        return int(Path("/proc/self/schedstat").read_text(encoding="ascii").split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 def resident_bytes(pid: int) -> int:

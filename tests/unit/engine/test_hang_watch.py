@@ -32,6 +32,7 @@ class Jobs:
             slot.words[0], slot.state = 100 + slot.rank, State.READY
         self.silent: set[int] = set()
         self.burning: set[int] = set()
+        self.starving: set[int] = set()
         self.holding: set[int] = set()
         self.stopped: set[int] = set()
         self.watch = HangWatch(self.board, rank, limits, now_ns=self.now_ns, vitals=self.vitals)
@@ -57,6 +58,8 @@ class Jobs:
                     slot.words[2] = self.now_ns
                 if slot.rank in self.burning:
                     slot.words[3] += SECOND // 4
+                if slot.rank in self.starving:
+                    slot.words[3], slot.words[7] = slot.words[3] + SECOND // 100, slot.words[7] + SECOND // 4
             hang = self.watch.look(self.now_ns)
         return hang
 
@@ -80,6 +83,16 @@ def test_a_long_but_living_step_never_trips_it() -> None:
     assert jobs.after(29) is None
     hang = jobs.after(2)
     assert hang is not None and not hang.is_hard
+
+
+def test_a_step_that_a_busy_machine_starves_is_no_hang() -> None:
+    """Oracle: ten minutes with a fiftieth of a core, and half of the time in the queue for one."""
+    jobs = Jobs(1)
+    jobs.begin(1, ranks=[0], collectives=0)
+    jobs.starving = {0}
+    assert jobs.after(600) is None
+    jobs.starving = set()
+    assert jobs.after(31) is not None
 
 
 def test_on_gpus_cpu_time_proves_nothing() -> None:
