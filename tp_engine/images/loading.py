@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,10 +56,13 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 @dataclass(slots=True, kw_only=True)
 class OpenedImage:
     """An image whose header has been read; ``height`` and ``width`` are those that a viewer shows, who turns it
-    by ``turn``."""
+    by ``turn``.
+
+    ``read`` gives the image; a file is opened anew, so that its pixels live no longer than they are used.
+    """
 
     source: ImageSource
-    image: Image.Image
+    read: Callable[[], Image.Image]
     height: int
     width: int
     turn: Image.Transpose | None = None
@@ -76,7 +81,7 @@ class OpenedImage:
     def pixels(self, height: int, width: int, resample: int) -> Pixels:
         """Return the decoded image in this size, (height, width, 3); ``RequestError`` for a broken file."""
         with _named(self.source):
-            image = _rgb(self.image, self.source)
+            image = _rgb(self.read(), self.source)
             if self.turn is not None:
                 image = image.transpose(self.turn)
             if image.size != (width, height):
@@ -90,8 +95,9 @@ def open_bytes(source: ImageSource, data: bytes, max_pixels: int) -> OpenedImage
         raise source.refusal("the image is empty")
     if data.lstrip()[:5].lower().startswith(_SVG):
         raise source.refusal("SVG images are not taken; send it drawn, as PNG")
+    read = partial(_open, data)
     with _named(source):
-        image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        image = read()
     limit = max_pixels // _SLOWNESS.get(image.format or "", 1)
     width, height = image.size
     if width * height > limit or not width * height:
@@ -107,7 +113,11 @@ def open_bytes(source: ImageSource, data: bytes, max_pixels: int) -> OpenedImage
             orientation = image.getexif().get(_ORIENTATION)
     if orientation in _CHANGES_SIDES:
         height, width = width, height
-    return OpenedImage(source=source, image=image, height=height, width=width, turn=_TURNS.get(orientation))
+    return OpenedImage(source=source, read=read, height=height, width=width, turn=_TURNS.get(orientation))
+
+
+def _open(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data), formats=_FORMATS)
 
 
 def open_object(source: ImageSource, max_pixels: int) -> OpenedImage:
@@ -124,10 +134,11 @@ def open_object(source: ImageSource, max_pixels: int) -> OpenedImage:
             f"the image is of type {type(given).__name__}; it must be an image of Pillow, an array (height, width, 3) "
             "of uint8, or a URL such as data:image/png;base64,..."
         )
-    width, height = given.size
+    image: Image.Image = given
+    width, height = image.size
     if not 0 < width * height <= max_pixels:
         raise source.refusal(f"the image has {width} x {height} pixels; from 1 to {max_pixels:,} are taken")
-    return OpenedImage(source=source, image=given, height=height, width=width)
+    return OpenedImage(source=source, read=lambda: image, height=height, width=width)
 
 
 def _rgb(image: Image.Image, source: ImageSource) -> Image.Image:

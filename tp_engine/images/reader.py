@@ -25,7 +25,7 @@ from tp_engine.images.staged import ALIGNMENT, ByteBudget, ImageMemory, StagedIm
 from tp_engine.request import ImageInput
 from tp_engine.units import GIB, round_up
 
-_DECODING_BYTES = 4 * GIB
+_DECODING_BYTES = 2 * GIB
 _MOST_TIMES = 4096
 
 
@@ -74,12 +74,14 @@ class ImageReader:
                 pixels = np.ascontiguousarray(image.pixels(height, width, self.rules.resample))
             data = memoryview(pixels.reshape(-1))  # type: ignore[arg-type]  # numpy says so from 3.12 on
             memory.write(offset, data)
+            digest = hashlib.sha256(self._salt + repr((height, width)).encode())
+            digest.update(data)
             grid = self.rules.grid(height, width)
             staged = StagedImage(
                 start=start,
                 num_tokens=self.placeholders.num_tokens(grid),
                 grid=grid,
-                digest=hashlib.sha256(self._salt + repr((height, width)).encode() + data).digest(),
+                digest=digest.digest(),
                 pid=os.getpid(),
                 fd=memory.fd,
                 offset=offset,
