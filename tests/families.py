@@ -61,6 +61,8 @@ _LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+# 16 heads: with fewer, scores of exactly 0 are so many that transformers' choice among them shows.
+_INDEX = {"index_topk": 16, "index_n_heads": 16, "index_head_dim": 16}
 _LATENT_YARN = {**_YARN, "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 0.7}
 # The layers with the delta rule come first and last; 8 ranks have 3 value heads each, and one key head or 3.
 _HYBRID = {
@@ -161,17 +163,17 @@ FAMILIES: dict[str, Family] = {
         "HyperCLOVAXForCausalLM",
         {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 0.5},
     ),
-    "glm": Family("GlmConfig", "GlmForCausalLM"),
-    "glm4": Family("Glm4Config", "Glm4ForCausalLM"),
-    "smollm3": Family("SmolLM3Config", "SmolLM3ForCausalLM", {"num_hidden_layers": 4}),
-    "seed-oss": Family("SeedOssConfig", "SeedOssForCausalLM", {"attention_out_bias": True}),
-    "exaone4": Family("Exaone4Config", "Exaone4ForCausalLM", _SLIDING_3_TO_1),
     "exaone4.5": Family(
         "Exaone4_5_Config",
         "Exaone4_5_ForConditionalGeneration",
         {**_SLIDING_3_TO_1, "model_type": "exaone4"},
         vision={**_QWEN_VISION, "num_key_value_heads": 2, "out_hidden_size": 64},
     ),
+    "glm": Family("GlmConfig", "GlmForCausalLM"),
+    "glm4": Family("Glm4Config", "Glm4ForCausalLM"),
+    "smollm3": Family("SmolLM3Config", "SmolLM3ForCausalLM", {"num_hidden_layers": 4}),
+    "seed-oss": Family("SeedOssConfig", "SeedOssForCausalLM", {"attention_out_bias": True}),
+    "exaone4": Family("Exaone4Config", "Exaone4ForCausalLM", _SLIDING_3_TO_1),
     "cohere2": Family("Cohere2Config", "Cohere2ForCausalLM", {**_SLIDING_3_TO_1, "logit_scale": 0.5}),
     "ministral3": Family(
         "Ministral3Config",
@@ -295,7 +297,20 @@ FAMILIES: dict[str, Family] = {
         hub_name="KimiK25ForConditionalGeneration",
         saves_own_names=True,
     ),
-    "deepseek-v3.2": Family("DeepseekV32Config", "DeepseekV32ForCausalLM", {**_LATENT, "index_topk": 256}),
+    "glm-5.2": Family(
+        "GlmMoeDsaConfig",
+        "GlmMoeDsaForCausalLM",
+        {
+            **_LATENT,
+            **_INDEX,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_hidden_layers": 4,
+            "indexer_types": ["full", "shared", "full", "shared"],
+        },
+        seed=11,
+    ),
+    "deepseek-v3.2": Family("DeepseekV32Config", "DeepseekV32ForCausalLM", {**_LATENT, **_INDEX}),
     "glm4-moe-lite": Family(
         "Glm4MoeLiteConfig",
         "Glm4MoeLiteForCausalLM",

@@ -56,37 +56,50 @@ def local_num_kv_heads(num_kv_heads: int, world_size: int) -> int:
 class KvKind:
     """What the layers of one group have in common.  ``window`` counts the visible keys, self included; None: all.
     ``num_kv_heads`` are the whole model's.  ``num_parts``: 2, keys and values; 1 where values are a part of the
-    keys."""
+    keys.  ``index_dim``: elements of a token's index key (``attention/selection.py``), 0 without; layers with and
+    without one share a group."""
 
     window: int | None
     num_kv_heads: int
     head_dim: int
     num_parts: int = 2
+    index_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvGroup:
     """``layers`` in rising order; blocks wholly behind ``window`` are given back, None keeps them all.  Each layer
-    keeps ``num_parts`` (keys and values) of ``local_num_kv_heads`` heads, this rank's, of ``head_dim``."""
+    keeps ``num_parts`` (keys and values) of ``local_num_kv_heads`` heads, this rank's, of ``head_dim``, and those of
+    ``index_layers`` an index key of ``index_dim``, behind the keys and values of all."""
 
     layers: tuple[int, ...]
     window: int | None
     local_num_kv_heads: int
     head_dim: int
     num_parts: int = 2
+    index_layers: tuple[int, ...] = ()
+    index_dim: int = 0
 
     @property
     def width(self) -> int:
         """Elements of one part of a layer, keys or values, of one token."""
         return self.local_num_kv_heads * self.head_dim
 
-    def value_bytes(self, block_size: int, itemsize: int) -> int:
+    def kv_bytes(self, block_size: int, itemsize: int) -> int:
         """Bytes of the keys and values in a block of this group."""
         return self.num_parts * len(self.layers) * block_size * self.width * itemsize
 
-    def scale_bytes(self, block_size: int) -> int:
-        """Bytes of a quantised block's scales: one float32 per token, head, layer and part."""
+    def value_bytes(self, block_size: int, itemsize: int) -> int:
+        """Bytes of the keys and values, and of the index keys."""
+        return self.kv_bytes(block_size, itemsize) + len(self.index_layers) * block_size * self.index_dim * itemsize
+
+    def kv_scale_bytes(self, block_size: int) -> int:
+        """Bytes of the scales of quantised keys and values: one float32 per token, head, layer and part."""
         return self.num_parts * len(self.layers) * block_size * self.local_num_kv_heads * SCALE_BYTES
+
+    def scale_bytes(self, block_size: int) -> int:
+        """Bytes of all scales of a quantised block; an index key has one."""
+        return self.kv_scale_bytes(block_size) + len(self.index_layers) * block_size * SCALE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +193,8 @@ class KvLayout:
             group.value_bytes(block_size, itemsize) + (group.scale_bytes(block_size) if has_scales else 0)
             for group in self.groups
         )
-        return largest if has_scales else round_up(largest, lcm(*(group.width for group in self.groups)) * itemsize)
+        widths = [size for group in self.groups for size in (group.width, group.index_dim) if size]
+        return largest if has_scales else round_up(largest, lcm(*widths) * itemsize)
 
     def blocks_for(self, num_tokens: int, block_size: int, chunk_tokens: int) -> int:
         """Return the most blocks of all groups that a sequence of up to ``num_tokens`` holds at once.  A group with a
@@ -216,12 +230,14 @@ def lay_out(kinds: Sequence[KvKind | StateKind | None], world_size: int = 1, bes
             [*kinds, beside], world_size
         )
     layers_of: dict[KvKind, list[int]] = {}
+    index_dims: dict[int, int] = {}
     states: list[tuple[int, StateKind]] = []
     for layer, kind in enumerate(kinds):
         if isinstance(kind, StateKind):
             states.append((layer, kind.on(world_size)))
         elif kind is not None:
-            layers_of.setdefault(kind, []).append(layer)
+            layers_of.setdefault(replace(kind, index_dim=0), []).append(layer)
+            index_dims[layer] = kind.index_dim
     heads = {kind: local_num_kv_heads(kind.num_kv_heads, world_size) for kind in layers_of}
     widths = {kind: kind.num_parts * heads[kind] * kind.head_dim for kind in layers_of}
     sizes = _group_sizes({kind: (len(layers), widths[kind]) for kind, layers in layers_of.items()})
@@ -233,14 +249,16 @@ def lay_out(kinds: Sequence[KvKind | StateKind | None], world_size: int = 1, bes
         layers = layers_of[own]
         count = ceil_div(len(layers), sizes[own])
         for index in range(count):
-            first, end = index * len(layers) // count, (index + 1) * len(layers) // count
+            of_group = layers[index * len(layers) // count : (index + 1) * len(layers) // count]
             groups.append(
                 KvGroup(
-                    layers=tuple(layers[first:end]),
+                    layers=tuple(of_group),
                     window=own.window,
                     local_num_kv_heads=local_num_kv_heads(own.num_kv_heads, world_size),
                     head_dim=own.head_dim,
                     num_parts=own.num_parts,
+                    index_layers=tuple(layer for layer in of_group if index_dims[layer]),
+                    index_dim=max(index_dims[layer] for layer in of_group),
                 )
             )
     return KvLayout(tuple(groups), StateGroup(tuple(states)) if states else None)
@@ -255,7 +273,8 @@ def _with_layer(layout: KvLayout, layer: int, kind: KvKind, world_size: int) -> 
         head_dim=kind.head_dim,
         num_parts=kind.num_parts,
     )
-    fitting = [group for group in layout.groups if replace(group, layers=()) == own]
+    assert not kind.index_dim, "the layer of a head attends to all keys"
+    fitting = [group for group in layout.groups if replace(group, layers=(), index_layers=(), index_dim=0) == own]
     if not fitting:
         return None
     joined = min(fitting, key=lambda group: len(group.layers))

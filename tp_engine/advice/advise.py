@@ -66,7 +66,9 @@ def _for_ranks(question: Question, world_size: int) -> Recommendation:
 
 
 def _attempt(question: Question, world_size: int, num_sequences: int) -> Recommendation:
-    model, workload, hardware = question.model, question.workload, question.hardware
+    workload, hardware = question.workload, question.hardware
+    max_model_len = question.max_model_len or min(question.model.max_position, workload.longest)
+    model = question.model.within(max_model_len)
     dtype = resolve_dtype(model, question.dtype, is_gpu=hardware.is_gpu)
     kv_dtype = dtype if question.kv_cache_dtype == "auto" else question.kv_cache_dtype
     utilization = question.gpu_memory_utilization or hardware.utilization
@@ -87,7 +89,7 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
     capacity = KvCapacity(
         layout=model.kv_layout_on(world_size),
         block_size=block_size,
-        max_model_len=question.max_model_len or min(model.max_position, workload.longest),
+        max_model_len=max_model_len,
         chunk_tokens=num_batched_tokens,
     )
     states = partial(sizes.state_bytes, model, world_size)

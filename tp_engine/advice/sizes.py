@@ -66,7 +66,9 @@ def _mixer_elements(attention: AttentionSpec | GatedDeltaNetSpec, world_size: in
     latent = attention.latent
     if latent is None:
         return (num_heads * (2 if attention.has_gate else 1) + 2 * num_kv_heads) * attention.head_dim
-    return latent.down_rows(num_heads) + latent.row_dim + num_heads * (2 * latent.query_dim + latent.value_dim)
+    of_index = 0 if latent.index is None else (latent.index.num_heads + 1) * latent.index.dim
+    of_index += latent.down_rows(num_heads) + latent.row_dim
+    return of_index + num_heads * (2 * latent.query_dim + latent.value_dim)
 
 
 def _mlp_elements(hidden: int, mlp: MlpSpec | ExpertsSpec, world_size: int) -> int:

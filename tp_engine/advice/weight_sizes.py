@@ -172,6 +172,12 @@ def _products_of_attention(hidden: int, attention: AttentionSpec, world_size: in
         found = [_Product(modules=modules, rows=first + latent.row_dim, columns=hidden, row_cuts=cuts)]
         if latent.query_rank:
             found.append(_Product(modules=("self_attn.q_b_proj",), rows=queries, columns=first, row_cuts=(queries,)))
+        if latent.index is not None and latent.index.source is None:
+            sizes = {"wq_b": (latent.index.num_heads * latent.index.dim, first), "wk": (latent.index.dim, hidden)}
+            found += [
+                _Product(modules=(f"self_attn.indexer.{name}",), rows=rows, columns=columns)
+                for name, (rows, columns) in sizes.items()
+            ]
     return [*found, _row_parallel("self_attn.o_proj", hidden, width, world_size)]
 
 
@@ -257,6 +263,8 @@ def _others(hidden: int, layer: LayerSpec, world_size: int, *, active_only: bool
         found += queries + keys if attention.qk_norm.spans_heads else (2 if keys else 1) * attention.head_dim
     if attention.latent is not None:
         found += (num_heads * attention.latent.up_dim + 1) * attention.latent.rank + (attention.latent.query_rank or 0)
+        if (index := attention.latent.index) is not None and index.source is None:
+            found += index.num_heads * hidden + 2 * index.dim
     return found + num_heads * attention.has_sinks
 
 

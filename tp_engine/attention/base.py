@@ -6,6 +6,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from tp_engine.attention.selection import Chooser
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.plan import NO_IDS, IntArray
 
@@ -67,7 +68,8 @@ class AttentionShape:
 
     ``softcap`` bounds the scores; ``sinks`` (heads,) float32 are extra scores, one per head, without values
     (kernels/attention/plain_attention.py has the formulas).  With ``value_dim`` the cache has one part: values are the
-    first elements of its keys.  ``latent`` is for ``attention/mla.py``, which stands before another backend.
+    first elements of its keys.  ``latent`` is for ``attention/mla.py``, which stands before another backend, and so is
+    ``chooser``: what chooses the keys that queries attend to.
     """
 
     num_heads: int
@@ -79,6 +81,7 @@ class AttentionShape:
     sinks: torch.Tensor | None = field(default=None, compare=False)
     value_dim: int | None = None
     latent: LatentMaps | None = field(default=None, compare=False)
+    chooser: Chooser | None = field(default=None, compare=False)
 
 
 class AttentionBackend(Protocol):
@@ -124,7 +127,8 @@ class AttentionNeeds:
     ``dtype`` is that of queries, ``kv_cache_dtype`` that of the cache.
 
     ``head_dims`` are those of the model's layers, each once.  ``has_softcap``: some layer caps its scores;
-    ``has_sinks``: some layer has attention sinks.  ``has_latents``: the layers have latent attention.
+    ``has_sinks``: some layer has attention sinks.  ``has_latents``: the layers have latent attention, and with
+    ``index_topk`` a query attends to so many keys at most.
 
     ``is_invariant``: a request's result must not depend on the size of the batch.
 
@@ -139,6 +143,7 @@ class AttentionNeeds:
     has_softcap: bool = False
     has_sinks: bool = False
     has_latents: bool = False
+    index_topk: int | None = None
     is_invariant: bool = False
     capability: tuple[int, int] | None = None
 

@@ -9,15 +9,23 @@
 Both are equal but for rounding.  A pair of query and key costs 2 rank + rope_dim multiplications in the first form and
 query_dim + value_dim in the second, three times fewer, for which each key is made once: that pays from about 130
 queries of a request on.
+
+A query that attends to chosen keys alone (``selection.py``) takes the absorbed form, on every device in PyTorch, as
+soon as its request has more keys than are chosen; the step's other requests go on as usual.
 """
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from tp_engine.attention.calls import TILE, StaircaseMasks, attend_last
 from tp_engine.attention.gathering import QueryGroup, RowReader, visible_keys
+from tp_engine.attention.selection import Chooser, attend_chosen
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.ops import op
 
@@ -32,18 +40,27 @@ class MLABackend:
     Queries are (N, heads, query_dim) and outputs (N, heads, value_dim) of ``AttentionShape.latent``.
     """
 
-    def __init__(self, inner: AttentionBackend) -> None:
+    def __init__(self, inner: AttentionBackend, index_topk: int | None = None) -> None:
         self.name = inner.name
-        self.can_capture_decodes = inner.can_capture_decodes
+        self.can_capture_decodes = inner.can_capture_decodes and index_topk is None
         self.can_capture_prompts = False  # the host chooses the form of each chunk
         self._inner = inner
         self._masks, self._reader = StaircaseMasks(TILE), RowReader()
         self._parts: tuple[AttentionMetadata, AttentionMetadata] | None = None
-        self._places: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._places: dict[tuple[int, int, int, int], torch.Tensor] = {}
+        self._index_topk = index_topk
+        self._long: list[int] = []  # requests of this step whose queries attend to some keys only
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Choose the form of this step's chunks; see ``AttentionBackend``."""
-        self._parts, self._places = None, {}
+        self._parts, self._places, self._long = None, {}, []
+        if self._index_topk is not None and metadata.host_seq_lens.max(initial=0) > self._index_topk:
+            is_long = metadata.host_seq_lens > self._index_topk
+            self._long = np.flatnonzero(is_long).tolist()
+            self._parts = split_step(_without(metadata, is_long))
+            if metadata.num_decodes:
+                self._inner.prepare(self._parts[0])
+            return
         chunks = metadata.host_query_lens[metadata.num_decodes :]
         if not len(chunks) or chunks.max() < MIN_EXPANDED_QUERIES:
             self._inner.prepare(metadata)
@@ -63,9 +80,44 @@ class MLABackend:
         first = metadata.num_decodes
         decodes, chunks = self._parts
         out = self._expand(query[first:], None if new is None else new.key[first:], kv, chunks, shape)
-        if not first:
-            return out
-        return torch.cat((self._attend_rows(query[:first], None, kv, decodes, shape), out))
+        if first:
+            out = torch.cat((self._attend_rows(query[:first], None, kv, decodes, shape), out))
+        if self._long:
+            self._attend_chosen(out, query, kv, metadata, shape)
+        return out
+
+    def _attend_chosen(
+        self, out: torch.Tensor, query: torch.Tensor, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
+    ) -> None:
+        """Write the outputs of the long requests' tokens, which attend to chosen keys alone, into ``out``."""
+        maps, chooser = shape.latent, shape.chooser
+        assert maps is not None
+        lengths = metadata.host_query_lens
+        starts = lengths.cumsum() - lengths
+        for index in self._long:
+            start, length = int(starts[index]), int(lengths[index])
+            own, place = slice(start, start + length), self._place(index, metadata, kv)
+            if chooser is None:  # the layer of a draft head
+                rows = self._rows_at(kv, query.dtype, place).unsqueeze(1)
+                out[own] = attend_expanded(query[own], rows, shape, self._masks)
+                continue
+            chosen = chooser.chosen(start, length, partial(self._index_keys, index, chooser, metadata))
+            read = partial(self._rows_at, kv, query.dtype, place)
+            own_query = maps.absorb(query[own])
+            out[own] = maps.values(attend_chosen(own_query, chosen, read, rank=_rank_of(shape), scale=shape.scale))
+
+    def _index_keys(self, index: int, chooser: Chooser, metadata: AttentionMetadata) -> torch.Tensor:
+        """All index keys of request ``index``."""
+        kv = chooser.index_kv
+        assert kv is not None, "a step with a cache"
+        return self._rows_at(kv, torch.float32, self._place(index, metadata, kv))
+
+    def _rows_at(
+        self, kv: LayerKv, dtype: torch.dtype, place: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Cached rows (n, width) of the ``positions`` of a request, whose rows lie at ``place``; None: all."""
+        found = self._reader.read(kv, 0, place if positions is None else place[positions])
+        return found.squeeze(1).to(dtype)
 
     def _attend_rows(
         self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
@@ -104,7 +156,8 @@ class MLABackend:
         """Where the rows of request ``index`` lie in the cache; the same in all layers of a kind."""
         block_size = kv.cache.shape[2]
         kind = block_size, kv.rows_per_block if kv.scales is None else block_size
-        found = self._places.get((index, *kind))
+        key = (id(chunks), index, *kind)
+        found = self._places.get(key)
         if found is None:
             group = QueryGroup(
                 rows=np.array([index], dtype=np.int32),
@@ -112,8 +165,37 @@ class MLABackend:
                 seq_lens=chunks.host_seq_lens[index : index + 1],
                 query_len=int(chunks.host_query_lens[index]),
             )
-            found = self._places[index, *kind] = visible_keys(group, None, chunks, *kind).rows
+            found = self._places[key] = visible_keys(group, None, chunks, *kind).rows
         return found
+
+
+def attend_fresh_chosen(query: torch.Tensor, rows: torch.Tensor, start: int, shape: AttentionShape) -> torch.Tensor:
+    """Queries (n, heads, query_dim) of a new request, the step's tokens from ``start`` on, over chosen ones of its
+    ``rows`` (n, 1, row_dim) -> (n, heads, value_dim)."""
+    maps, chooser = shape.latent, shape.chooser
+    assert maps is not None and chooser is not None
+    length, own = len(query), rows.squeeze(1)
+    chosen = chooser.chosen(start, length, partial(chooser.new_keys, start, length))
+    attended = attend_chosen(
+        maps.absorb(query), chosen, partial(own.index_select, 0), rank=_rank_of(shape), scale=shape.scale
+    )
+    return maps.values(attended)
+
+
+def _rank_of(shape: AttentionShape) -> int:
+    assert shape.value_dim is not None, "the layer keeps latents"
+    return shape.value_dim
+
+
+def _without(metadata: AttentionMetadata, is_left_out: npt.NDArray[np.bool_]) -> AttentionMetadata:
+    """The step with these requests (B,) as padding."""
+    kept = torch.from_numpy(~is_left_out).to(metadata.seq_lens.device)
+    return replace(
+        metadata,
+        seq_lens=metadata.seq_lens * kept,
+        host_seq_lens=np.where(is_left_out, 0, metadata.host_seq_lens).astype(metadata.host_seq_lens.dtype),
+        is_padded=True,
+    )
 
 
 def attend_expanded(

@@ -89,7 +89,7 @@ def _choose(needs: AttentionNeeds) -> str:
 def select_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:
     """Return a new backend of the kind that ``check_backend`` returns for the same arguments."""
     backend = _KINDS[check_backend(name, needs)].make(needs)
-    return MLABackend(backend) if needs.has_latents else backend
+    return MLABackend(backend, needs.index_topk) if needs.has_latents else backend
 
 
 def simd_width(backend: AttentionBackend, block_size: int) -> int:

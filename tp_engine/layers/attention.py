@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from tp_engine.attention.calls import TILE, StaircaseMasks, attend_last
-from tp_engine.attention.mla import attend_expanded
+from tp_engine.attention.mla import attend_expanded, attend_fresh_chosen
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.layers.context import Layer
 
@@ -47,19 +48,32 @@ def only(wanted: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
     return tokens if wanted is None else tokens.index_select(0, wanted)
 
 
+class HasIndexKeys(Protocol):
+    """An indexer, as far as its cache is concerned."""
+
+    index_kv: LayerKv | None
+
+
 class Attention(Layer):
     """Causal attention of one layer over this rank's heads; its blocks are in the tables of KV group ``group``.
 
     ``kv`` is None until ``bind_kv_cache``: memory is measured before there is a cache, with new requests whose keys and
     values are all in the step.  With a ``source`` the layer reads the keys and values of that one, and has none.
+    An ``indexer`` keeps index keys in the same blocks.
     """
 
     def __init__(
-        self, shape: AttentionShape, backend: AttentionBackend, group: int = 0, source: Attention | None = None
+        self,
+        shape: AttentionShape,
+        backend: AttentionBackend,
+        group: int = 0,
+        source: Attention | None = None,
+        indexer: HasIndexKeys | None = None,
     ) -> None:
         super().__init__()
         self.shape, self.group = shape, group
         self._kv: LayerKv | None = None
+        self._indexer = indexer
         self._backend = backend
         self._sources = () if source is None else (source,)  # in a tuple, or it would be a part of this module
         self._is_read = False  # by other layers
@@ -88,6 +102,13 @@ class Attention(Layer):
     def unbind_kv_cache(self) -> None:
         """Drop the cache: the layer is as before ``bind_kv_cache``."""
         self._kv = None
+        if self._indexer is not None:
+            self._indexer.index_kv = None
+
+    def bind_index_keys(self, keys: torch.Tensor, scales: torch.Tensor | None = None) -> None:
+        """Use this layer's slice of the index keys (1, blocks, block_size, 1, dim) from now on, and their scales."""
+        assert self._indexer is not None, "the layer has no indexer"
+        self._indexer.index_kv = LayerKv(keys, scales)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor:
         """``query`` (N, heads, head_dim), ``key``, ``value`` (N, KV heads, head_dim) -> (N, heads, head_dim).
@@ -115,7 +136,9 @@ def attend_fresh(
     for length in metadata.host_query_lens.tolist():
         rows = slice(start, start + length)
         own, states = query[rows], KeyValue(new.key[rows], new.value[rows])
-        if shape.latent is not None:
+        if shape.chooser is not None and length > shape.chooser.top_k:
+            output[rows] = attend_fresh_chosen(own, states.key, start, shape)
+        elif shape.latent is not None:
             output[rows] = attend_expanded(own, states.key, shape, masks)
         elif _is_plain(shape, length):
             output[rows] = _attend_causally(own, states, shape.scale)

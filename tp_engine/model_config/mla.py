@@ -15,9 +15,25 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexSpec:
+    """What chooses the ``top_k`` keys that a query attends to (``attention/selection.py``): ``num_heads`` index queries
+    and one index key of ``dim`` per token.
+
+    ``is_interleaved``: the elements of a pair that turns are neighbours, as ``RopeSpec`` has it for the main rotation.
+    ``source``: the layer has no indexer, and attends to what that layer before it has chosen.
+    """
+
+    num_heads: int
+    dim: int
+    top_k: int
+    is_interleaved: bool
+    source: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MLASpec:
     """The sizes in the module's text; ``query_rank``: queries are made of a normalised latent of their own, None: of
-    the stream.  ``eps`` is that of the latents' norms."""
+    the stream.  ``eps`` is that of the latents' norms.  ``index``: queries attend to some keys only."""
 
     rank: int
     nope_dim: int
@@ -25,6 +41,7 @@ class MLASpec:
     value_dim: int
     query_rank: int | None = None
     eps: float = 1e-6
+    index: IndexSpec | None = None
 
     @property
     def row_dim(self) -> int:

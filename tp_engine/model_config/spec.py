@@ -93,8 +93,16 @@ class AttentionSpec:
     def kv_kind(self) -> KvKind:
         """What it keeps in the cache."""
         if self.latent is not None:
-            return KvKind(window=self.window, num_kv_heads=1, head_dim=self.latent.row_dim, num_parts=1)
+            index = self.latent.index
+            dim = 0 if index is None or index.source is not None else index.dim
+            return KvKind(window=self.window, num_kv_heads=1, head_dim=self.latent.row_dim, num_parts=1, index_dim=dim)
         return KvKind(window=self.window, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+
+    @property
+    def source(self) -> int | None:
+        """The layer before it whose keys and values it reads, or whose choice of keys."""
+        index = None if self.latent is None else self.latent.index
+        return self.kv_source if index is None else index.source
 
     @property
     def value_dim(self) -> int:
@@ -290,6 +298,37 @@ class ModelSpec:
         """Return the model that drafts with its own ``head``, which only then is a part of it."""
         quantization = None if self.quantization is None else self.quantization.without(head.plain_modules)
         return replace(self, mtp=head, beside=head.kv_kind, quantization=quantization)
+
+    def within(self, max_model_len: int) -> Self:
+        """Return what runs for contexts of up to ``max_model_len`` positions: an indexer that would choose all keys
+        does not.  One that does gets a warning."""
+
+        def of(layer: LayerSpec) -> LayerSpec:
+            attention = layer.attention
+            if not isinstance(attention, AttentionSpec) or (latent := attention.latent) is None:
+                return layer
+            if latent.index is None or latent.index.top_k < max_model_len:
+                return layer
+            return replace(layer, attention=replace(attention, latent=replace(latent, index=None)))
+
+        if self.index_topk is None:
+            return self
+        kinds = {layer: of(layer) for layer in self.distinct_layers}
+        found = replace(self, layers=tuple(kinds[layer] for layer in self.layers))
+        if found.index_topk is None:
+            return found
+        slow = (
+            f"requests of more than {self.index_topk:,} tokens attend to the {self.index_topk:,} keys that an indexer "
+            "finds best, in plain PyTorch, and no step is in a CUDA graph or on a tape: if no request is longer, "
+            f"max_model_len {self.index_topk} is faster"
+        )
+        return replace(found, warnings=(*self.warnings, slow))
+
+    @property
+    def index_topk(self) -> int | None:
+        """How many keys a query attends to at most; None: all that it sees."""
+        found = [one.latent.index for one in self.attentions if one.latent is not None]
+        return next((one.top_k for one in found if one is not None), None)
 
     def scheme_of(self, *modules: str) -> WeightScheme | None:
         """Return how the checkpoint stores ``modules``, the parts of one product, named in the usual spelling.

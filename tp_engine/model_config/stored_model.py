@@ -24,7 +24,10 @@ def fitted(spec: ModelSpec, headers: CheckpointHeaders, *, says_dtype: bool = Tr
     spec, changes = with_mtp(with_head(spec, headers), headers), dict[str, Any]()
     notes = [_OWN_HEAD] if headers.names and spec.has_own_head else []
     if headers.names and spec.quantization is not None:
-        changes["quantization"] = spec.quantization.found_among(headers.names - spec.mtp_names(headers.names))
+        own = headers.names - spec.mtp_names(headers.names)
+        # Lists of what is plain name indexers (DeepSeek-V3.2, GLM-5) wrongly or not at all.
+        indexers = plain_modules({name for name in own if ".indexer." in name})
+        changes["quantization"] = spec.quantization.found_among(own).without(indexers)
     if not says_dtype:
         changes["dtype"] = dtype = headers.dtype or spec.dtype
         why = "as the first tensors of the checkpoint" if headers.dtype else "by assumption, without its tensors"

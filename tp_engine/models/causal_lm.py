@@ -57,14 +57,14 @@ class CausalLM(nn.Module):
         )
         group_of = {index: layout.place_of(index)[0] for index in layout.layers}
         self._sources = {
-            index: one.kv_source
+            index: one.source
             for index, one in enumerate(layer.attention for layer in spec.layers)
-            if isinstance(one, AttentionSpec) and one.kv_source is not None
+            if isinstance(one, AttentionSpec) and one.source is not None
         }
         layers: list[DecoderLayer] = []
         for index, layer in enumerate(spec.layers):
             source = self._sources.get(index)
-            group = group_of.get(index if source is None else source)
+            group = group_of.get(index) if source is None else group_of.get(index, group_of[source])
             layers.append(
                 DecoderLayer(
                     layer,
@@ -73,7 +73,7 @@ class CausalLM(nn.Module):
                     backend=None if group is None else backends[group],
                     group=group,
                     context=model.at("layers").at(str(index)),
-                    kv_source=None if source is None else layers[source].self_attn.attention,
+                    source=None if source is None else layers[source].self_attn,
                 )
             )
         embeddings = spec.layer_embedding
@@ -163,7 +163,7 @@ class CausalLM(nn.Module):
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
-        """Within this context only one layer of each kind runs, with those whose keys and values it reads, and the
+        """Within this context only one layer of each kind runs, with those that it reads, and the
         second: the others need no further memory.
 
         Before the second layer, unlike the first, a part waits to be added to the residual stream.

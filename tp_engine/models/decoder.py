@@ -3,8 +3,9 @@
 The modules that it is built from split themselves over the ranks.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -29,8 +30,8 @@ from tp_engine.weights.source import equal_share, vector_source
 class SelfAttention(Layer):
     """Projections, rotation, attention, this rank's part of the output projection; its blocks are in KV ``group``.
 
-    It reads rows of ``in_size``, ``hidden_size`` unless said otherwise.  ``kv_source``: that of the layer whose keys
-    and values it reads."""
+    It reads rows of ``in_size``, ``hidden_size`` unless said otherwise.  ``source``: the layer whose keys and
+    values it reads."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class SelfAttention(Layer):
         group: int,
         context: LayerContext,
         in_size: int | None = None,
-        kv_source: Attention | None = None,
+        source: SelfAttention | None = None,
     ) -> None:
         super().__init__()
         order = order_of(rope, spec.head_dim)
@@ -54,8 +55,8 @@ class SelfAttention(Layer):
         self.sinks = None
         if spec.has_sinks:
             own = equal_share(spec.num_heads, context.rank, context.world_size)
-            source = vector_source(context.at("sinks").path, spec.num_heads, own)
-            self.sinks = context.parameter((own.size,), (source,), dtype=torch.float32)
+            stored = vector_source(context.at("sinks").path, spec.num_heads, own)
+            self.sinks = context.parameter((own.size,), (stored,), dtype=torch.float32)
         shape = AttentionShape(
             num_heads=self.qkv_proj.num_heads,
             num_kv_heads=self.qkv_proj.num_kv_heads,
@@ -65,8 +66,8 @@ class SelfAttention(Layer):
             softcap=spec.softcap,
             sinks=self.sinks,
         )
-        self.attention = Attention(shape, backend, group, kv_source)
-        self._num_kv_heads = shape.num_kv_heads if kv_source is None else 0  # of this layer's own
+        self.attention: Attention = Attention(shape, backend, group, None if source is None else source.attention)
+        self._num_kv_heads = shape.num_kv_heads if source is None else 0  # of this layer's own
         self._num_all = shape.num_heads + 2 * self._num_kv_heads
         self._has_gate, self._gate = spec.has_gate, context.op("sigmoid_gate")
         self._qk_norm_rope_store = context.op("qk_norm_rope_store")
@@ -113,7 +114,7 @@ class DecoderLayer(Layer):
         backend: AttentionBackend | None,
         group: int | None,
         context: LayerContext,
-        kv_source: Attention | None = None,
+        source: SelfAttention | MLAAttention | None = None,
     ) -> None:
         super().__init__()
         attention, rope = spec.attention, None
@@ -123,14 +124,17 @@ class DecoderLayer(Layer):
         else:
             rope = attention.rope
             assert backend is not None and group is not None, "a layer that attends is in a KV group"
-            make = MLAAttention if attention.latent is not None else partial(SelfAttention, kv_source=kv_source)
-            self.self_attn: SelfAttention | MLAAttention = make(
+            make: Callable[..., SelfAttention | MLAAttention] = (
+                SelfAttention if attention.latent is None else MLAAttention
+            )
+            self.self_attn = make(
                 attention,
                 hidden_size,
                 None if rope is None else ropes[rope],
                 backend=backend,
                 group=group,
                 context=context.at("self_attn"),
+                source=source,
             )
             readers = self.self_attn.readers
         self._attends = not isinstance(attention, GatedDeltaNetSpec)

@@ -14,11 +14,9 @@ import torch
 
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.embedding import VocabParallelEmbedding
-from tp_engine.layers.linear import LocalLinear
+from tp_engine.layers.linear import whole_linear
 from tp_engine.layers.norm import Norm
-from tp_engine.layers.quantization.stored import LinearShape, Part
 from tp_engine.model_config.spec import LayerEmbeddingSpec
-from tp_engine.weights.source import Span
 
 
 class LayerEmbeddings(Layer):
@@ -30,7 +28,7 @@ class LayerEmbeddings(Layer):
         self.table = VocabParallelEmbedding(
             spec.vocab_size, width, context=context.at("embed_tokens_per_layer"), scale=spec.size**0.5
         )
-        self.projection = _whole("per_layer_model_projection", hidden_size, width, context)
+        self.projection = whole_linear("per_layer_model_projection", hidden_size, width, context)
         # What is projected is divided by the root of the width first, which only its epsilon shows.
         rule = replace(spec.norm, eps=spec.norm.eps * hidden_size)
         self.norm = Norm(rule, spec.size, context=context.at(rule.name))
@@ -52,8 +50,8 @@ class LayerEmbedding(Layer):
     def __init__(self, spec: LayerEmbeddingSpec, hidden_size: int, *, context: LayerContext) -> None:
         super().__init__()
         self._size, self._activation = spec.size, spec.activation
-        self.gate = _whole("per_layer_input_gate", hidden_size, spec.size, context)
-        self.projection = _whole("per_layer_projection", spec.size, hidden_size, context)
+        self.gate = whole_linear("per_layer_input_gate", hidden_size, spec.size, context)
+        self.projection = whole_linear("per_layer_projection", spec.size, hidden_size, context)
         self._copy_rows, self._gate = context.op("copy_rows"), context.op("gate")
         self.is_recordable = context.can_record("copy_rows", "gate")
 
@@ -64,12 +62,3 @@ class LayerEmbedding(Layer):
         self._copy_rows(embedding, pair[:, self._size :])
         added: torch.Tensor = self.projection(self._gate(pair, self._activation))
         return added
-
-
-def _whole(name: str, in_size: int, out_size: int, context: LayerContext) -> LocalLinear:
-    """A linear layer that every rank has whole, and no adapter changes."""
-    own = context.at(name).unadapted
-    part = Part(name=own.path, stored_rows=out_size, rows=Span(0, out_size), room=out_size)
-    return LocalLinear(
-        LinearShape(stored_columns=in_size, columns=Span(0, in_size), parts=(part,)), bias=False, context=own
-    )

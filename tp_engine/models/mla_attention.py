@@ -5,7 +5,11 @@
     x -> in_proj -> [ queries or their latent | cached row ]           the same on every rank, but for the queries
     query latent -> q_a_layernorm -> q_b_proj -> queries of this rank's heads
     attention over the cached rows, by the maps of this rank's heads -> o_proj, this rank's columns
+
+With an indexer (``indexer.py``), queries attend to the keys that it chooses, alone.
 """
+
+from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +26,7 @@ from tp_engine.layers.quantization.stored import LinearShape, Part
 from tp_engine.model_config.mla import MLASpec
 from tp_engine.model_config.rope import RopeSpec
 from tp_engine.model_config.spec import AttentionSpec, NormSpec
+from tp_engine.models.indexer import Indexer
 from tp_engine.weights.source import Span, equal_share, times
 
 
@@ -68,7 +73,10 @@ class LatentUp(LocalLinear):
 
 
 class MLAAttention(Layer):
-    """Projections, rotation, attention, this rank's part of the output projection; its blocks are in KV ``group``."""
+    """Projections, rotation, attention, this rank's part of the output projection; its blocks are in KV ``group``.
+
+    ``source``: the layer whose choice of keys it shares.
+    """
 
     def __init__(
         self,
@@ -79,6 +87,7 @@ class MLAAttention(Layer):
         backend: AttentionBackend,
         group: int,
         context: LayerContext,
+        source: MLAAttention | None = None,
     ) -> None:
         super().__init__()
         latent = spec.latent
@@ -102,6 +111,10 @@ class MLAAttention(Layer):
         self.o_proj = RowParallelLinear(
             spec.num_heads * latent.value_dim, hidden_size, bias=False, context=context.at("o_proj")
         )
+        self.indexer: Indexer | None = None
+        if latent.index is not None and source is None:
+            assert latent.query_rank is not None
+            self.indexer = Indexer(latent.index, hidden_size, latent.query_rank, context=context.at("indexer"))
         shape_of_rows = AttentionShape(
             num_heads=own.size,
             num_kv_heads=1,
@@ -109,8 +122,12 @@ class MLAAttention(Layer):
             scale=spec.scale,
             value_dim=latent.rank,
             latent=self.kv_b_proj,
+            chooser=self.indexer if source is None else source.indexer,
         )
-        self.attention = Attention(shape_of_rows, backend, group)
+        self.attention = Attention(shape_of_rows, backend, group, indexer=self.indexer)
+        self._choosers = (self.indexer,) if source is None else (source.indexer,)  # a tuple: not a part of this module
+        if self._choosers[0] is not None and source is not None:
+            self._choosers[0].num_layers += 1
         self._num_heads, self._num_first = own.size, first[2].size
         self._prepare = context.op("prepare_latents")
         self.is_recordable = context.can_record("prepare_latents")
@@ -118,19 +135,26 @@ class MLAAttention(Layer):
     @property
     def readers(self) -> list[LocalLinear]:
         """The layers that read its input."""
-        return [self.in_proj]
+        return [self.in_proj, *([] if self.indexer is None else self.indexer.readers)]
 
     def forward(self, x: Rows, rotation: Rotation | None, wanted: torch.Tensor | None) -> torch.Tensor:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output, of the tokens ``wanted`` (n,)."""
         attention, rank = self.attention, self._latent.rank
         query, rows = self.in_proj(x).split_with_sizes((self._num_first, self._latent.row_dim), 1)
         if self._latent.query_rank is not None:
-            query = self.q_b_proj(self.q_norm(query))
+            query_latent = self.q_norm(query)
+            query = self.q_b_proj(query_latent)
+            if self.indexer is not None:
+                assert isinstance(x, torch.Tensor) and rotation is not None, "weights are made of rows, not codes"
+                slots = current_metadata(attention.group).slot_mapping
+                self.indexer(x, query_latent, rotation, slots)
         query, rows = self._prepare(
             query.view(len(x), self._num_heads, -1), rows, self.kv_norm.rule, rotation, self._is_interleaved,
             attention.kv, current_metadata(attention.group).slot_mapping,
         )  # fmt: skip
         attended = attention(query, rows, None if rows is None else rows[..., :rank]).reshape(len(x), -1)
+        if self._choosers[0] is not None:
+            self._choosers[0].leave()
         return self.o_proj.part(only(wanted, attended))
 
 

@@ -158,6 +158,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
         max_model_len=resolve_max_model_len(model, config.max_model_len),
         num_state_snapshots=_resolve_snapshots(config, model),
     )
+    model = model.within(effective.max_model_len or 0)
     _check_adapters(effective, pooling)
     check_expert_adapters(model, effective)
     model = with_own_head(model, config.speculative_config, name=config.model, folder=path)
@@ -255,6 +256,7 @@ def _attention_needs(config: EngineConfig, model: ModelSpec, devices: DeviceMap)
         has_softcap=any(attention.softcap is not None for attention in attentions),
         has_sinks=any(attention.has_sinks for attention in attentions),
         has_latents=any(attention.latent is not None for attention in attentions),
+        index_topk=model.index_topk,
         is_invariant=config.tp_invariant,
         capability=_capability(config.device, devices),
     )

@@ -126,7 +126,7 @@ V32 = {
 def test_sizes_of_published_models(config: dict[str, Any], billions: float, active: float, kv_bytes: int) -> None:
     """Oracle: the publishers' numbers of parameters, active ones with the embedding; bytes of the cache by hand: rows
     of 576 (Mistral: 320) numbers of bfloat16 in each layer, the same on every rank."""
-    spec = read_model(config)
+    spec = read_model(config).within(2048)
     assert local_parameters(spec, 1) / 1e9 == pytest.approx(billions, rel=0.01)
     assert local_parameters(spec, 1, active_only=True) / 1e9 == pytest.approx(active, rel=0.03)
     for world_size in (1, 2, 4):
@@ -182,10 +182,45 @@ def test_twenty_heads_name_the_legal_numbers_of_ranks() -> None:
 def test_sparse_attention_is_dense_up_to_index_topk() -> None:
     """Oracle: with as many keys as ``index_topk``, the indexer selects all of them."""
     spec = read_model(V32)
-    assert resolve_max_model_len(spec, None) == 2048
+    assert resolve_max_model_len(spec, None) == 163840
     assert "model.layers.60.self_attn.indexer." in spec.names.skipped
-    with pytest.raises(ConfigError, match=r"max_model_len is 4096.*2048 positions \(index_topk: longer contexts need"):
-        resolve_max_model_len(spec, 4096)
+    short, long = spec.within(2048), spec.within(2049)
+    assert (short.index_topk, long.index_topk) == (None, 2048) and short.warnings == ()
+    assert "2,048 keys" in long.warnings[-1] and "max_model_len 2048" in long.warnings[-1]
+    assert short.kv_layout == read_model(V3).kv_layout and read_model(V3).within(4096) == read_model(V3)
+
+
+GLM_52 = {
+    **GLM_FLASH, "architectures": ["GlmMoeDsaForCausalLM"], "hidden_size": 6144, "num_attention_heads": 64,
+    "num_key_value_heads": 64, "num_hidden_layers": 78, "q_lora_rank": 2048, "index_topk_freq": 4,
+    "index_skip_topk_offset": 3, "index_n_heads": 32, "indexer_rope_interleave": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "indexed", "token_bytes"),
+    [
+        (V32, list(range(61)), 85_888),
+        ({**GLM_52, "index_topk_freq": 1}, list(range(78)), 109_824),
+        (GLM_52, [0, 1, *range(2, 78, 4)], 95_232),
+        ({**GLM_52, "indexer_types": ["full"] + ["shared"] * 77}, [0], 78 * 1152 + 256),
+        ({**GLM_52, "index_topk_pattern": "F" + "FS" * 38 + "S"}, [0, *range(1, 77, 2)], 78 * 1152 + 39 * 256),
+    ],
+    ids=["V3.2", "GLM-5", "GLM-5.2", "types", "pattern"],
+)
+def test_index_keys_lie_behind_the_latents(config: dict[str, Any], indexed: list[int], token_bytes: int) -> None:
+    """Oracle: by hand, bytes of a token: 576 numbers in each layer, 128 in each with an indexer, of 2 bytes; blocks are
+    a little larger, so that both are counted in whole rows."""
+    spec = read_model(config)
+    (group,) = spec.kv_layout.groups
+    assert list(group.index_layers) == indexed and group.index_dim == 128
+    block = spec.kv_layout.block_bytes(16, 2)
+    assert 0 <= block - 16 * token_bytes < 1152 * 2 and block % 1152 == 0
+    fp8 = spec.kv_layout.block_bytes(16, 1, has_scales=True)
+    assert fp8 == 16 * (token_bytes // 2 + 4 * (spec.num_layers + len(indexed)))
+    sources = [one.latent.index.source for one in spec.attentions if one.latent is not None and one.latent.index]
+    assert [index for index, source in enumerate(sources) if source is None] == indexed
+    assert all(source is None or source == max(i for i in indexed if i < n) for n, source in enumerate(sources))
 
 
 @pytest.mark.parametrize(
@@ -196,6 +231,9 @@ def test_sparse_attention_is_dense_up_to_index_topk() -> None:
         (V3, {"topk_method": "greedy"}, "topk_method"),
         (V3, {"moe_layer_freq": 2}, "moe_layer_freq"),
         (V3, {"surprise": 3}, "surprise=3"),
+        (V32, {"indexer_rope_interleave": True}, "indexer_rope_interleave"),
+        (V32, {"q_lora_rank": None}, "q_lora_rank"),
+        (V32, {"index_head_dim": 32}, "index_head_dim is 32"),
         (V2, {"norm_topk_prob": True}, "norm_topk_prob"),
         (V2, {"topk_method": "noaux_tc"}, "group_limited_greedy"),
         (GLM_FLASH, {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),

@@ -24,6 +24,9 @@ class Layer:
     def bind_kv_cache(self, kv_cache: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
         self.kv_cache, self.kv_scales = kv_cache, kv_scales
 
+    def bind_index_keys(self, keys: torch.Tensor, scales: torch.Tensor | None) -> None:
+        raise AssertionError("these layers have no index keys")
+
 
 THREE_ALIKE = lay_out([KvKind(window=None, num_kv_heads=2, head_dim=64)] * 3)
 

@@ -35,16 +35,16 @@ def prepare_latents(
     rank = len(rule.weight)
     size = rotation.rotary_dim
     nope = query.shape[2] - size
-    turned = _turn(query[..., nope:], rotation, is_interleaved)
+    turned = turn(query[..., nope:], rotation, is_interleaved)
     query = torch.cat((query[..., :nope], turned), -1)
     if rotation.query_scale is not None:
         scale = rotation.query_scale.index_select(0, rotation.positions).view(-1, 1, 1)
         query = (query * scale).to(query.dtype)
-    key = _turn(rows[:, rank:].unsqueeze(1), rotation, is_interleaved)
+    key = turn(rows[:, rank:].unsqueeze(1), rotation, is_interleaved)
     return query, torch.cat((norm(rows[:, :rank], rule).unsqueeze(1), key), -1)
 
 
-def _turn(heads: torch.Tensor, rotation: Rotation, is_interleaved: bool) -> torch.Tensor:
+def turn(heads: torch.Tensor, rotation: Rotation, is_interleaved: bool) -> torch.Tensor:
     """``heads`` (N, heads, rope_dim), turned."""
     if not is_interleaved:
         return apply_rotary(heads, *rotation.cos_sin())

@@ -1,6 +1,7 @@
-"""DeepSeek V2, V3, R1, V3.1, V3.2 and Kimi K2: latent attention, experts in groups, a shared MLP."""
+"""DeepSeek V2, V3, R1, V3.1, V3.2 and Kimi K2: latent attention, experts in groups, a shared MLP; V3.2 has an
+indexer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.families.glm4_moe import read_experts
-from tp_engine.model_config.mla import MLASpec
+from tp_engine.model_config.mla import IndexSpec, MLASpec
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec, RoutingRule
 from tp_engine.model_config.names import USUAL_NAMES, CheckpointNames
 from tp_engine.model_config.rope import RopeRules, read_rope
@@ -17,20 +18,22 @@ from tp_engine.model_config.spec import AttentionSpec, ModelSpec
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")
 
 _LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-_INDEXED = "index_topk: longer contexts need sparse attention, which this engine does not have"
 _KINDS = {"full_attention", "indexed_attention", "deepseek_sparse_attention"}  # all of them dense here
 _EXPERTS = {"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """V2 chooses by softmax, the others by sigmoids and a correction; V3.2 is dense up to ``index_topk`` positions."""
+    """V2 chooses by softmax, the others by sigmoids and a correction."""
     reader, latent = latent_reader(config, _LATENT)
     if config.architecture == "DeepseekV2ForCausalLM":
         config.expect("mlp_bias", bool, False)
         experts, num_dense = _read_soft_experts(reader), config.take("first_k_dense_replace", int, 0) or 0
         is_dense = [index < num_dense for index in range(reader.num_layers)]
         return latent_model(reader, latent, experts, is_dense, eos=(2,))
-    return _v3_model(reader, latent, has_indexer=config.architecture == "DeepseekV32ForCausalLM")
+    if config.architecture != "DeepseekV32ForCausalLM":
+        return _v3_model(reader, latent)
+    # Its pairs are half of the rotation apart, although those of queries and keys are neighbours.
+    return _v3_model(reader, latent, indexers=read_indexers(reader, latent, num_heads=64, is_interleaved=False))
 
 
 def read_v3(config: ConfigJson, **changes: Any) -> ModelSpec:
@@ -48,7 +51,6 @@ def _v3_model(reader: DecoderReader, latent: MLASpec, **changes: Any) -> ModelSp
 def latent_reader(config: ConfigJson, sizes: Mapping[str, int], *, eps: float = 1e-6) -> tuple[DecoderReader, MLASpec]:
     """Return a reader of a model with latent attention, and its sizes; ``sizes`` are the family's values for absent
     ones."""
-    config.skip("index_n_heads", "index_head_dim")
     config.expect("attention_bias", bool, False)
     config.expect("moe_layer_freq", int, 1)
     if (kinds := set(config.take_names("layer_types"))) - _KINDS:
@@ -71,15 +73,15 @@ def latent_model(
     is_dense: list[bool],
     *,
     turns_share: bool = False,
-    has_indexer: bool = False,
+    indexers: Sequence[IndexSpec] | None = None,
     names: CheckpointNames = USUAL_NAMES,
     tied: bool = False,
     eos: tuple[int, ...] = (1,),
 ) -> ModelSpec:
     """Layers with latent attention, each ``is_dense`` or with ``experts``.
 
-    With ``turns_share``, config.json counts what turns as a share of a whole head.  A model that ``has_indexer``
-    attends to the ``index_topk`` keys that the indexer finds best: with no more positions than that, to all of them.
+    With ``turns_share``, config.json counts what turns as a share of a whole head.  ``indexers``: each layer's, if
+    there are some.  The layer of a draft head attends to all keys.
     """
     config, share = reader.config, latent.rope_dim / latent.query_dim
     rope = read_rope(
@@ -100,20 +102,47 @@ def latent_model(
         scale=latent.query_dim**-0.5 * rope.score_factor,
         latent=latent,
     )
-    layers = tuple(
-        reader.pre_norm_layer(attention, reader.mlp() if is_dense[index] else experts)
-        for index in range(reader.num_layers)
-    )
-    bounds: dict[str, Any] = {}
     skipped: list[str] = []
-    if has_indexer:
+    attentions = [attention] * reader.num_layers
+    if indexers is not None:  # those that are not read: short contexts need none, and some layers share
         skipped = [f"model.layers.{index}.self_attn.indexer." for index in range(reader.num_layers + 1)]
-        longest = config.take_positive("index_topk", 2048)
-        if longest < reader.max_position:
-            bounds = {"max_position": longest, "max_position_key": _INDEXED}
+        attentions = [replace(attention, latent=replace(latent, index=index)) for index in indexers]
+    layers = tuple(
+        reader.pre_norm_layer(own, reader.mlp() if is_dense[index] else experts) for index, own in enumerate(attentions)
+    )
     names = replace(names, skipped=(*names.skipped, *skipped))
     mtp = reader.next_token_layer(attention, experts)
-    return reader.model(layers, (rope,), names=names, tied=tied, eos=eos, stored_mtp=mtp, **bounds)
+    return reader.model(layers, (rope,), names=names, tied=tied, eos=eos, stored_mtp=mtp)
+
+
+def read_indexers(
+    reader: DecoderReader,
+    latent: MLASpec,
+    *,
+    num_heads: int,
+    is_interleaved: bool,
+    is_shared: Sequence[bool] | None = None,
+) -> list[IndexSpec]:
+    """Each layer's indexer, absent keys as in the family; of a layer that ``is_shared``, the last one before it."""
+    config = reader.config
+    config.expect("indexer_rope_interleave", bool, is_interleaved)
+    if latent.query_rank is None:
+        rule = "index queries are made of the queries' latents"
+        raise config.refusal("q_lora_rank", None, rule, "use a complete checkpoint")
+    spec = IndexSpec(
+        num_heads=config.take_positive("index_n_heads", num_heads),
+        dim=config.take_positive("index_head_dim", 128),
+        top_k=config.take_positive("index_topk", 2048),
+        is_interleaved=is_interleaved,
+    )
+    if spec.dim < latent.rope_dim:
+        rule = f"qk_rope_head_dim, {latent.rope_dim}, of its elements turn"
+        raise config.refusal("index_head_dim", spec.dim, rule, "correct config.json")
+    found, last = [], 0
+    for index, shares in enumerate(is_shared or [False] * reader.num_layers):
+        last = last if shares else index
+        found.append(replace(spec, source=last) if shares else spec)
+    return found
 
 
 def take_dense_layers(reader: DecoderReader, default: int) -> list[bool]:

@@ -9,8 +9,8 @@
     a layer's view is (parts, blocks, block_size, local KV heads, head_dim): of the layer with place i in its group
 
 A block belongs to one group of layers at a time (kv_layout.py), so each group has a view of all blocks, in the shape of
-its layers; only the largest group leaves no room.  The attention backend decides the order inside of a block; on CPUs
-it is another.  Whatever moves blocks moves ``raw``.
+its layers; only the largest group leaves no room. Index keys (kv_layout.py) come behind K/V, their scales last. The
+attention backend decides the order inside of a block; on CPUs it is another. Whatever moves blocks moves ``raw``.
 """
 
 from __future__ import annotations
@@ -70,6 +70,20 @@ class KvCacheShape:
         end = own.value_bytes(self.block_size, self.dtype.itemsize)
         return GroupViews(cache, _views(raw, SCALE_DTYPE, end, (*pieces, heads, self.block_size)))
 
+    def index_views_of(self, raw: torch.Tensor, group: int = 0) -> GroupViews | None:
+        """Return the index keys (n, layers with some, 1, block_size, 1, dim) of a group, and their scales; None: it has
+        none."""
+        own = self.layout.groups[group]
+        if not own.index_layers:
+            return None
+        count, size = len(own.index_layers), self.block_size
+        begin = own.kv_bytes(size, self.dtype.itemsize)
+        keys = _views(raw, self.dtype, begin, (count, 1, size, 1, own.index_dim))
+        if not is_quantised(self.dtype):
+            return GroupViews(keys, None)
+        end = own.value_bytes(size, self.dtype.itemsize) + own.kv_scale_bytes(size)
+        return GroupViews(keys, _views(raw, SCALE_DTYPE, end, (count, 1, 1, size)))
+
 
 def _views(raw: torch.Tensor, dtype: torch.dtype, begin: int, sizes: tuple[int, ...]) -> torch.Tensor:
     """(n, *sizes) of ``dtype``: the part of each row of ``raw`` (n, bytes) that begins at byte ``begin``."""
@@ -82,6 +96,9 @@ class KvCacheLayer(Protocol):
 
     def bind_kv_cache(self, kv_cache: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
         """Take (parts, blocks, block_size, KV heads, head_dim), and (parts, blocks, KV heads, block_size)."""
+
+    def bind_index_keys(self, keys: torch.Tensor, scales: torch.Tensor | None) -> None:
+        """Take (1, blocks, block_size, 1, dim), and (1, blocks, 1, block_size)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,12 +127,20 @@ class KvBlocks:
         assert len(layers) == len(own), f"{len(layers)} attention layers for a cache of {len(own)}"
         for index, layer in zip(own, layers, strict=True):
             group, place = layout.place_of(index)
-            cache, scales = self.views[group]
-            layer.bind_kv_cache(layer_view(cache, place), None if scales is None else layer_view(scales, place))
+            layer.bind_kv_cache(*_at(self.views[group], place))
+            index_views = self.shape.index_views_of(self.raw, group)
+            indexed = layout.groups[group].index_layers
+            if index_views is not None and index in indexed:
+                layer.bind_index_keys(*_at(index_views, indexed.index(index)))
 
     def copy(self, pairs: IntArray) -> None:
         """Copy whole blocks by ``pairs`` (n, 2) of source and target; all are read before any is written."""
         copy_rows(self.raw, pairs)
+
+
+def _at(views: GroupViews, place: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the layer at ``place`` sees."""
+    return layer_view(views.cache, place), None if views.scales is None else layer_view(views.scales, place)
 
 
 def copy_rows(raw: torch.Tensor, pairs: IntArray) -> None:

@@ -1,0 +1,95 @@
+"""The indexer of DeepSeek sparse attention (``attention/selection.py`` has the formula); every rank has all of it.
+
+::
+
+    x -> wk -> k_norm -> index key (dim)                      cached, one per token
+    query latent -> wq_b -> index queries (heads, dim)        the first rope_dim elements of both turn
+    x -> weights_proj -> a weight per head, in float32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from tp_engine.attention.selection import choose
+from tp_engine.kernels.attention.heads import Rotation
+from tp_engine.kernels.attention.latents import turn
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
+from tp_engine.layers.context import Layer, LayerContext
+from tp_engine.layers.linear import LocalLinear, whole_linear
+from tp_engine.layers.quantization.dense import Dense
+from tp_engine.model_config.mla import IndexSpec
+from tp_engine.weights.source import vector_source
+
+_EPS = 1e-6
+
+
+class Indexer(Layer):
+    """The projections, and the choice of this step's keys, which other layers may share: ``num_layers`` in all."""
+
+    def __init__(self, spec: IndexSpec, hidden_size: int, query_rank: int, *, context: LayerContext) -> None:
+        super().__init__()
+        self._spec, self.top_k = spec, spec.top_k
+        width = spec.num_heads * spec.dim
+        self.wq_b = whole_linear("wq_b", query_rank, width, context)
+        self.wk = whole_linear("wk", hidden_size, spec.dim, context)
+        # Never quantised, whatever config.json says.
+        exact = replace(context, dtype=torch.float32, format_of=lambda names: Dense())
+        self.weights_proj = whole_linear("weights_proj", hidden_size, spec.num_heads, exact)
+        path = context.at("k_norm").path
+        self.norm, self.norm_bias = (
+            context.parameter((spec.dim,), (vector_source(f"{path}.{name}", spec.dim, init=init),))
+            for name, init in (("weight", 1.0), ("bias", 0.0))
+        )
+        self._store = context.op("store_kv")
+        self._queries = self._weights = self._keys = torch.empty(0)
+        self._chosen: dict[int, torch.Tensor] = {}
+        self.index_kv: LayerKv | None = None
+        self.num_layers, self._num_waiting = 1, 0
+
+    @property
+    def readers(self) -> list[LocalLinear]:
+        """The layers that read the stream."""
+        return [self.wk, self.weights_proj]
+
+    def forward(self, x: torch.Tensor, latent: torch.Tensor, rotation: Rotation, slots: torch.Tensor) -> None:
+        """Make the index keys, queries and weights of a step: ``x`` (N, hidden), ``latent`` (N, query_rank),
+        normalised.
+
+        Keys go to the ``slots`` (N,) of the cache, if there is one, because later steps choose among them.
+        """
+        spec, num_tokens = self._spec, len(x)
+        keys = F.layer_norm(self.wk(x), (spec.dim,), self.norm, self.norm_bias, _EPS).unsqueeze(1)
+        keys = self._turned(keys, rotation)
+        if self.index_kv is not None:
+            self._store(KeyValue(keys, keys), self.index_kv, slots)
+        self._queries = self._turned(self.wq_b(latent).view(num_tokens, spec.num_heads, spec.dim), rotation)
+        scale = (spec.num_heads * spec.dim) ** -0.5
+        self._weights, self._keys = self.weights_proj(x.float()) * scale, keys.squeeze(1)
+        self._chosen, self._num_waiting = {}, self.num_layers
+
+    def leave(self) -> None:
+        """Note that one more layer has attended; behind the last one, this step's tensors are dropped."""
+        self._num_waiting -= 1
+        if not self._num_waiting:
+            self._queries = self._weights = self._keys = self._queries.new_empty(0)
+            self._chosen = {}
+
+    def chosen(self, start: int, length: int, keys: Callable[[], torch.Tensor]) -> torch.Tensor:
+        found = self._chosen.get(start)
+        if found is None:
+            own = slice(start, start + length)
+            found = self._chosen[start] = choose(self._queries[own], self._weights[own], keys(), self.top_k)
+        return found
+
+    def new_keys(self, start: int, length: int) -> torch.Tensor:
+        """This step's keys (length, dim)."""
+        return self._keys[start : start + length]
+
+    def _turned(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        size = rotation.rotary_dim
+        return torch.cat((turn(heads[..., :size], rotation, self._spec.is_interleaved), heads[..., size:]), -1)
