@@ -258,6 +258,7 @@ FAMILIES: dict[str, Family] = {
             "attention_bias": True,
             "rope_parameters": {**_YARN, "rope_theta": 1e4},
         },
+        seed=9,
     ),
     "hy-v3": Family(
         "HYV3Config",
@@ -306,9 +307,10 @@ FAMILIES: dict[str, Family] = {
             "n_group": 1,
             "topk_group": 1,
             "num_hidden_layers": 4,
+            "first_k_dense_replace": 3,
             "indexer_types": ["full", "shared", "full", "shared"],
         },
-        seed=11,
+        seed=2,
     ),
     "deepseek-v3.2": Family("DeepseekV32Config", "DeepseekV32ForCausalLM", {**_LATENT, **_INDEX}),
     "glm4-moe-lite": Family(

@@ -16,10 +16,10 @@ from tests.quantised.formats import FORMATS, Format
 from tests.quantised.numbers import Numbers, quantise_int
 from tests.quantised.packing import Tensors
 
-# Routers and the gates of shared experts are never quantised, nor are the gates of the delta rule, the output layer and
-# what reads images.
+# Routers and the gates of shared experts are never quantised, nor are the gates of the delta rule, the weights of
+# indexers, the output layer and what reads images.
 KEPT_MODULES = re.compile(
-    r"lm_head|.*\.(gate|router|router\.proj|shared_expert_gate|in_proj_(ba|b|a))|.*\.(vision_tower|visual)\..*"
+    r"lm_head|.*\.(gate|router|router\.proj|shared_expert_gate|in_proj_(ba|b|a)|weights_proj)|.*\.(vision_tower|visual)\..*"
 )
 _KEPT_BUT_HEAD = re.compile(KEPT_MODULES.pattern.removeprefix("lm_head|"))
 STACKED_EXPERTS = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")

@@ -59,6 +59,7 @@ OTHER_NAMES = [
 # delta rule, with projections in turns in one module (qwen3-next) or with several modules (qwen3.5).
 OTHER_LAYERS = [
     ("fp8-block", "deepseek-v3"),
+    ("fp8-block", "deepseek-v3.2"),
     ("fp8-block", "gemma4-experts"),
     ("fp8-channel", "gemma4-experts"),
     ("pack-quantized", "gemma4-experts"),

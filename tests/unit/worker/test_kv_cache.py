@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tp_engine.errors import MemoryBudgetError
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, states_at, store_kv
 from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape, resident_bytes
 
@@ -24,8 +25,10 @@ class Layer:
     def bind_kv_cache(self, kv_cache: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
         self.kv_cache, self.kv_scales = kv_cache, kv_scales
 
+    index: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
     def bind_index_keys(self, keys: torch.Tensor, scales: torch.Tensor | None) -> None:
-        raise AssertionError("these layers have no index keys")
+        self.index = keys, scales
 
 
 THREE_ALIKE = lay_out([KvKind(window=None, num_kv_heads=2, head_dim=64)] * 3)
@@ -107,6 +110,27 @@ def test_layers_of_groups_are_bound_by_their_place(dtype: torch.dtype) -> None:
         assert layer.kv_cache.shape == (2, 5, 16, 2, 64)
         if scales is not None and layer.kv_scales is not None:
             assert layer.kv_scales.data_ptr() == scales[:, place].data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_index_keys_have_a_region_of_their_own(dtype: torch.dtype) -> None:
+    """Oracle: what each layer has stored last: latents of 24 numbers and index keys of 16 of two of three layers, at
+    all slots of 3 blocks, come back as they are (of 8 bits nearly)."""
+    latents = KvKind(window=None, num_kv_heads=1, head_dim=24, num_parts=1)
+    layout = lay_out([dataclasses.replace(latents, index_dim=16), latents, dataclasses.replace(latents, index_dim=16)])
+    blocks = KvBlocks.allocate(KvCacheShape(layout=layout, block_size=4, dtype=dtype), 3, CPU)
+    layers = [Layer() for _ in range(3)]
+    blocks.bind(layers)
+    assert [layer.index is not None for layer in layers] == [True, False, True]
+    caches = [LayerKv(layer.kv_cache, layer.kv_scales) for layer in layers]
+    caches += [LayerKv(*layer.index) for layer in layers if layer.index is not None]
+    slots, stored = torch.arange(12), []
+    for kv in caches:
+        stored.append(torch.randn(12, 1, kv.cache.shape[-1]).bfloat16().float())
+        store_kv(KeyValue(stored[-1], stored[-1]), kv, slots)
+    for kv, expected in zip(caches, stored, strict=True):
+        tolerance = 0.0 if dtype == torch.bfloat16 else 0.02 * float(expected.abs().max())
+        torch.testing.assert_close(states_at(kv, 0, slots).float(), expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
