@@ -7,10 +7,12 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.draft_heads import make_draft_head
 from tests.mtp_heads import FAMILIES, ReferenceMtp, make_mtp, make_mtp_cycle
 from tests.quantised.checkpoints import compress
 from tests.ranks import draft_head_job, parity_job
@@ -20,6 +22,7 @@ from tests.ranks.test_speculation import VOCABULARY
 from tests.ranks.warm_ranks import warm_ranks
 from tp_engine import LLM, SamplingParams
 from tp_engine.errors import RequestError
+from tp_engine.models.draft_head import DraftHead
 
 pytestmark = pytest.mark.slow
 
@@ -98,6 +101,31 @@ def test_a_head_that_knows_all_is_always_right(
     tokens = plain["answers"][2][0]
     assert sum((second - first) % 203 != 1 for first, second in pairwise(tokens)) > 10
     assert drafted["num_accepted"] >= 0.97 * drafted["num_drafted"] > 90
+
+
+@pytest.mark.parametrize("kind", ["qwen3.5", "deepseek-v3", "eagle3"])
+def test_recorded_passes_give_the_drafts_of_launched_ones(
+    kind: str, checkpoint: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Oracle: the engine that records nothing, bit for bit, drafts too; tapes hold all passes of the head."""
+    speculation = {"method": "mtp", "num_speculative_tokens": 3, "max_step_rows": 24}
+    if kind == "eagle3":
+        model = checkpoint("llama", vocab_size=VOCABULARY, num_layers=4, tie=False)
+        head = make_draft_head(tmp_path / "head", vocab_size=VOCABULARY, state_layers=(0, 1, 2))
+        speculation |= {"method": "eagle3", "model": str(head)}
+    else:
+        model = make_mtp(tmp_path / kind, checkpoint(kind, vocab_size=VOCABULARY, **FAMILIES[kind]))
+    params = [{"ignore_eos": True, "temperature": one, "seed": 5, "max_tokens": 24} for one in (0.0, 0.0, 0.8, 0.0)]
+    case = {"prompts": make_prompts(VOCABULARY, len(params)), "params": params}
+    columns_of, results, num_calls = DraftHead.columns_of, list[dict[str, Any]](), list[int]()
+    for is_eager in (True, False):
+        own = {"device": "cpu", "enforce_eager": is_eager, "speculative_config": speculation, **SETTINGS["plain"]}
+        with LLM(str(model), **own) as llm, patch.object(DraftHead, "columns_of", autospec=True) as columns:
+            columns.side_effect = columns_of
+            results.append(draft_head_job.run(llm, case))
+            num_calls.append(columns.call_count)
+    assert results[0] == results[1] and len(results[0]["drafts"]) > 20
+    assert num_calls[0] > 2 * num_calls[1] and "not recorded" not in caplog.text
 
 
 def test_new_weights_are_the_heads_too(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tp_engine.kernels.kv_cache import block_codes, layer_kv
 from tp_engine.kernels.linear import adapters
 from tp_engine.kernels.quantization import row_codes
 from tp_engine.kernels.quantization.int8_rows import Int8Rows, TorchInt8Rows
-from tp_engine.kernels.steps import decode_inputs, padded_steps
+from tp_engine.kernels.steps import decode_inputs, draft_inputs, padded_steps
 
 Kind: TypeAlias = Literal["twin", "triton", "native"]
 
@@ -61,6 +61,7 @@ OPS: dict[str, Op] = {
     "add_gated": Op(experts.add_gated, "experts.experts_triton", "experts"),
     "prepare_decodes": Op(decode_inputs.prepare_decodes, "steps.decode_inputs_triton", "ops"),
     "advance_decodes": Op(decode_inputs.advance_decodes, "steps.decode_inputs_triton", "ops"),
+    "advance_drafts": Op(draft_inputs.advance_drafts, None, "ops"),
     "prepare_steps": Op(padded_steps.prepare_steps, "steps.padded_steps_triton"),
     "advance_steps": Op(padded_steps.advance_steps, "steps.padded_steps_triton"),
     "quantise_rows": Op(row_codes.quantise_rows, "quantization.row_codes_triton"),

@@ -1,5 +1,6 @@
 """What a step runs of a draft head, whether it was trained for a model or is a part of the model's checkpoint."""
 
+from collections.abc import Sequence
 from typing import TypedDict
 
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tp_engine.weights.source import Span
 
 
 class _Kept(TypedDict):
@@ -23,10 +25,13 @@ class DraftHead(nn.Module):
     """
 
     lm_head: ParallelLMHead
+    has_map = False
+    """Whether ids of drafts are others than the model's (``tokens_of``)."""
 
-    def __init__(self, state_size: int, context: LayerContext) -> None:
+    def __init__(self, state_size: int, hidden_size: int, context: LayerContext) -> None:
         super().__init__()
-        self._state_size = state_size
+        self._state_size, self.hidden_size = state_size, hidden_size
+        self._copy_rows = context.op("copy_rows")
         self._kept_as: _Kept = {"dtype": context.dtype, "device": context.device}
 
     def embed_as(self, embedding: VocabParallelEmbedding) -> None:
@@ -42,12 +47,28 @@ class DraftHead(nn.Module):
 
     def new_states(self, num_tokens: int) -> torch.Tensor:
         """Room for the model's states of ``num_tokens``, (num_tokens, state_size)."""
-        return torch.empty((num_tokens, self._state_size), **self._kept_as)
+        return torch.zeros((num_tokens, self._state_size), **self._kept_as)
+
+    def new_outputs(self, num_tokens: int) -> torch.Tensor:
+        """Room for either result of ``forward`` of ``num_tokens``, (num_tokens, hidden)."""
+        return torch.zeros((num_tokens, self.hidden_size), **self._kept_as)
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of the model's states of one token."""
-        return self._state_size * self._kept_as["dtype"].itemsize
+    def token_bytes(self) -> int:
+        """Bytes of the model's states of one token, and of both results."""
+        return (self._state_size + 2 * self.hidden_size) * self._kept_as["dtype"].itemsize
+
+    def columns_of(self, parts: Sequence[torch.Tensor], columns: Span) -> torch.Tensor:
+        """Return ``columns`` of ``parts`` (N, any width) side by side, contiguous; recordings can hold it."""
+        if len(parts) == 1 and columns == (0, parts[0].shape[1]):
+            return parts[0]
+        room, start = parts[0].new_empty((len(parts[0]), columns.size)), -columns.start
+        for part in parts:
+            first, end = max(start, 0), min(start + part.shape[1], columns.size)
+            if first < end:
+                self._copy_rows(part[:, first - start : end - start], room[:, first:end])
+            start += part.shape[1]
+        return room
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
         """Return the model's ``states`` (N, state_size) -> (N, hidden), in the place of the head's own output."""

@@ -30,7 +30,7 @@ from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.decoder import SelfAttention
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.models.mlp import make_mlp
-from tp_engine.weights.source import equal_share, vector_source
+from tp_engine.weights.source import Span, equal_share, vector_source
 
 
 class Eagle3Head(DraftHead):
@@ -50,8 +50,8 @@ class Eagle3Head(DraftHead):
         max_model_len: int,
         context: LayerContext,
     ) -> None:
-        super().__init__(spec.state_size, context)
-        self._spec, head = spec, spec.model
+        super().__init__(spec.state_size, spec.model.hidden_size, context)
+        self._spec, self.has_map, head = spec, spec.has_map, spec.model
         (layer,) = head.layers
         attention, layer_context, hidden = layer.attention, context.at(spec.layer_path), head.hidden_size
         assert isinstance(attention, AttentionSpec) and layer.input_norm is not None and layer.mlp_norm is not None
@@ -109,10 +109,11 @@ class Eagle3Head(DraftHead):
     def combine(self, states: torch.Tensor) -> torch.Tensor:
         if self.states_norm is not None:
             states = self.states_norm(states)
+        parts = [states]
         if len(self.state_norms):
-            parts = states.chunk(len(self.state_norms), dim=1)
-            states = torch.cat([norm(part) for norm, part in zip(self.state_norms, parts, strict=True)], dim=1)
-        own: torch.Tensor = self.fc(states.narrow(1, *self._columns).contiguous())
+            chunks = states.chunk(len(self.state_norms), dim=1)
+            parts = [norm(chunk) for norm, chunk in zip(self.state_norms, chunks, strict=True)]
+        own: torch.Tensor = self.fc(self.columns_of(parts, self._columns))
         return own
 
     def forward(
@@ -120,7 +121,8 @@ class Eagle3Head(DraftHead):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normalised = self.hidden_norm(hidden)
         residual = normalised if self._spec.norm_before_residual else hidden
-        x = torch.cat((self.input_norm(self._embed(input_ids)), normalised), dim=1)
+        both = self.input_norm(self._embed(input_ids)), normalised
+        x = self.columns_of(both, Span(0, 2 * self.hidden_size))
         part = self.self_attn(x, self.rope(positions), wanted)
         residual = only(wanted, residual)
         part = self.mlp(self._joins[0](part, residual))

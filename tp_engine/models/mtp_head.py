@@ -41,7 +41,7 @@ class MtpHead(DraftHead):
         group: int,
         context: LayerContext,
     ) -> None:
-        super().__init__(hidden_size, context)
+        super().__init__(hidden_size, hidden_size, context)
 
         def norm(one: NormSpec) -> Norm:
             return Norm(one, hidden_size, context=context.at(one.name))
@@ -77,8 +77,8 @@ class MtpHead(DraftHead):
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        both = torch.cat((self.embed_norm(self._embed(input_ids)), self.hidden_norm(hidden)), dim=1)
-        stream = self.projection(both.narrow(1, *self._columns).contiguous())
+        both = self.embed_norm(self._embed(input_ids)), self.hidden_norm(hidden)
+        stream = self.projection(self.columns_of(both, self._columns))
         first, last = self._joins
         x = first.for_readers(None, stream) if wanted is None else first(None, stream)
         part, stream = self.layer(x, stream, [rope(positions) for rope in self._shared[0]], wanted)

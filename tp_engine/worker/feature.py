@@ -6,7 +6,7 @@
       launched          on_inputs -> reads_all, state_room, around_model -> the model -> on_hidden -> logits
                         -> on_logits -> sampling -> on_sampled
       replayed          the recording -> on_sampled
-    recordings          state_room, keep_rows
+    recordings          state_room, keep_rows, record, forget
 
 ``features.py`` has the table of all features.  The runner calls only the hooks that a feature overrides.
 """
@@ -22,6 +22,7 @@ from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import StepPlan
 from tp_engine.sampling.logprobs import Fetch
 from tp_engine.worker.batch.step_inputs import StepInputs
+from tp_engine.worker.graphs.recorder import Recorder
 from tp_engine.worker.results.readback import PendingStep
 
 
@@ -76,6 +77,12 @@ class RunnerFeature:
     def keep_rows(self, rows: torch.Tensor) -> Callable[[], None]:
         """Keep what a step changes only once for ``rows`` (n,), -1 for none; return a function that puts it back."""
         return lambda: None
+
+    def record(self, size: int, recorder: Recorder) -> None:
+        """Record what ``on_sampled`` runs behind replayed decodes of ``size`` rows; a collective."""
+
+    def forget(self) -> None:
+        """Destroy what ``record`` has made; from now on it is launched."""
 
     def memory(self) -> tuple[torch.Tensor, ...]:
         """Return the memory that holds K/V or states, beside the cache's blocks."""

@@ -14,10 +14,12 @@ from tp_engine.models.draft_head import DraftHead
 from tp_engine.progress import RankProgress
 from tp_engine.sampling.state import SamplingState
 from tp_engine.tier_progress import TierProgress
+from tp_engine.units import ceil_div
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.recurrent_states import RecurrentStatePool
 from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.drafters.head_drafter import HeadDrafter
+from tp_engine.worker.drafters.head_passes import HeadPasses, head_bytes
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.feature import RunnerFeature
 from tp_engine.worker.input_digests import InputDigests, NoteInputs
@@ -142,13 +144,25 @@ def _tier_bytes(parts: RunnerFeatureParts) -> dict[str, int]:
 def _head_drafter(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | None:
     if parts.head is None:
         return None
-    group = parts.effective.draft_group
-    return HeadDrafter(parts.head, parts.backends, group, runner.batch, runner.sampling, parts.groups.communicator)
+    passes = HeadPasses(
+        parts.head,
+        parts.backends,
+        parts.effective.draft_group,
+        runner.batch,
+        runner.sampling,
+        parts.groups.communicator,
+        parts.effective.most_drafting_rows,
+    )
+    return HeadDrafter(passes, runner.batch, is_first=parts.groups.info.is_first)
 
 
 def _head_bytes(parts: RunnerFeatureParts) -> dict[str, int]:
-    """The states that a draft head reads."""
-    return {} if parts.head is None else {"tables": parts.effective.config.max_num_seqs * parts.head.state_bytes}
+    """What a draft head reads and leaves."""
+    if parts.head is None:
+        return {}
+    config = parts.effective.config
+    num_columns = ceil_div(parts.effective.max_model_len, config.block_size)
+    return {"tables": head_bytes(parts.head, config.max_num_seqs, num_columns)}
 
 
 # In the order in which their hooks are called.

@@ -61,7 +61,7 @@ class ModelRunner:
         steps = StepParts(
             model=model, backends=backends, sampler=self._sampler, state_room=self._room, keep_rows=self._keep_rows
         )
-        self.graphs = StepRunner(batch, steps)
+        self.graphs = StepRunner(batch, steps, records=hooks(features, "record"), forgets=hooks(features, "forget"))
 
     def _bind_hooks(self) -> None:
         """Keep the hooks that any feature overrides (``RunnerFeature``)."""

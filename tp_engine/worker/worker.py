@@ -118,7 +118,8 @@ class Worker:
         if head is not None:
             start_up.run_agreed_phase("packing the draft head", head.finish_loading)
         self._parts = self._make_parts(device, model, head)
-        graphs = graph_plan(effective.config, self._backends[0], self.groups.communicator, model, self.groups.check)
+        groups = self.groups
+        graphs = graph_plan(effective.config, self._backends[0], groups.communicator, model, groups.check, head)
         graph_bytes = self._try_steps(graphs) if warms_up(device.type) else 0
         meter.weights_loaded()
         ledger = start_up.run("profiling memory", lambda: self._measure_memory(meter, graph_bytes))
@@ -354,8 +355,10 @@ class Worker:
             self._start_up.run("warming up", lambda: warm_up(runner, self.effective.config))
             if graphs is None:
                 return 0
+            most_drafting_rows = 0 if self._parts.head is None else self.effective.most_drafting_rows
             return self._start_up.run(
-                "measuring CUDA graphs", lambda: measure_graph_bytes(graphs, self._device, runner.graphs)
+                "measuring CUDA graphs",
+                lambda: measure_graph_bytes(graphs, self._device, runner.graphs, most_drafting_rows),
             )
 
     def _time_decodes(self, graphs: GraphPlan | None) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from tp_engine.attention.base import AttentionMetadata
 from tp_engine.kernels.ops import Kind, implementation, kind_of
+from tp_engine.kernels.steps.draft_inputs import DraftInputs
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
 from tp_engine.worker.batch import decode_batch, input_batch
 from tp_engine.worker.batch.decode_batch import DecodeBatch
@@ -279,3 +280,19 @@ def test_draft_rows_go_on_behind_their_row() -> None:
     assert after([4, 0, 2, 8, 9, 10, 11], [2, 4, 4, 4], 8) == [[4, 3], [0, 0], [3, 1], *[none] * 4, [0, 0]]
     assert after([4, 0, 2, 7], [], 4) == [[0, 0]] * 4
     assert make_batch().decodes.draft_runs(2) is None
+
+
+@pytest.mark.parametrize("kind", ["twin", kind_of("advance_drafts", "cpu")])
+def test_the_next_inputs_of_drafts(kind: Kind) -> None:
+    """By hand, blocks of 4 tokens: within a block, in the next one, at the end of the slots and behind it, padding."""
+    inputs = DraftInputs(
+        positions=torch.tensor([5, 7, 10, 11, 3]),
+        limits=torch.tensor([12, 12, 12, 12, 0]),
+        block_table=torch.tensor([[9, 2, 6, 0]] * 5, dtype=torch.int32),
+        slot_mapping=torch.zeros(5, dtype=torch.int64),
+        seq_lens=torch.zeros(5, dtype=torch.int32),
+    )
+    implementation("advance_drafts", kind)(inputs, BLOCK_SIZE)
+    assert inputs.positions.tolist() == [6, 8, 11, 11, 0]
+    assert inputs.slot_mapping.tolist() == [10, 24, 27, -1, -1]
+    assert inputs.seq_lens.tolist() == [7, 9, 12, 12, 0]

@@ -59,6 +59,26 @@ int play_advance_decodes(const Word *a)
     return advance_decodes(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].pointer, a[5].integer, a[6].pointer);
 }
 
+/* The next inputs of a draft head, as kernels/steps/draft_inputs.py draws them; rows of `tables` are `num_columns` apart. */
+int advance_drafts(int64_t *positions, const int64_t *limits, const int32_t *tables, int64_t num_columns, int64_t num_requests,
+                   int64_t block_size, int64_t *slots, int32_t *seq_lens)
+{
+    for (int64_t i = 0; i < num_requests; i++) {
+        const int64_t following = positions[i] + 1, limit = limits[i];
+        const int64_t last = smaller(following, limit - 1), at = last < 0 ? 0 : last;
+        positions[i] = at;
+        slots[i] = following < limit ? tables[i * num_columns + at / block_size] * block_size + at % block_size : -1;
+        seq_lens[i] = limit ? (int32_t)at + 1 : 0;
+    }
+    return 0;
+}
+
+int play_advance_drafts(const Word *a)
+{
+    return advance_drafts(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer, a[6].pointer,
+                          a[7].pointer);
+}
+
 /* out (n, row_bytes) = rows of `weight` (num_ids, row_bytes), which begins with id `first`, times `scale`; zeros for
    other ids.  Only a scale that is not 1 needs the rows' `dtype`. */
 int embed(const int32_t *ids, const char *weight, char *out, int64_t n, int64_t row_bytes, int64_t first, int64_t num_ids,

@@ -43,6 +43,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
         *(_POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT),
     ),
     "advance_decodes": (*[_POINTER] * 3, _INT, _POINTER, _INT, _POINTER),
+    "advance_drafts": (*[_POINTER] * 3, *[_INT] * 3, _POINTER, _POINTER),
     "embed": (*[_POINTER] * 3, *[_INT] * 4, _FLOAT, _INT),
     "best_tokens": (_POINTER, _INT, _POINTER, *[_INT] * 3),
     "packed_linear": (_POINTER, _INT, *[_POINTER] * 4, *[_INT] * 4, _FLOAT, _FLOAT, *[_INT] * 4),

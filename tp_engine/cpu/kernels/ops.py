@@ -17,6 +17,7 @@ from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.linear import adapters as adapter_twins
 from tp_engine.kernels.linear.adapters import AdapterRows, AdapterWeights
 from tp_engine.kernels.steps.decode_inputs import DecodeInputs, RowTables
+from tp_engine.kernels.steps.draft_inputs import DraftInputs
 from tp_engine.model_config.mlp import Activation
 
 MAX_HEAD_DIM = 512
@@ -201,6 +202,16 @@ def advance_decodes(library: ctypes.CDLL, tables: RowTables, inputs: DecodeInput
     library.advance_decodes(
         inputs.rows.data_ptr(), inputs.seq_lens.data_ptr(), sampled.data_ptr(), len(inputs.rows),
         tables.token_ids.data_ptr(), tables.token_ids.stride(0), tables.num_computed.data_ptr(),
+    )  # fmt: skip
+
+
+def advance_drafts(library: ctypes.CDLL, inputs: DraftInputs, block_size: int) -> None:
+    """Compute ``draft_inputs.advance_drafts`` in C."""
+    tables = inputs.block_table
+    assert tables.stride(1) == 1
+    library.advance_drafts(
+        inputs.positions.data_ptr(), inputs.limits.data_ptr(), tables.data_ptr(), tables.stride(0), len(tables),
+        block_size, inputs.slot_mapping.data_ptr(), inputs.seq_lens.data_ptr(),
     )  # fmt: skip
 
 

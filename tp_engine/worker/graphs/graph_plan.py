@@ -23,6 +23,7 @@ from tp_engine.kernels.ops import has_triton
 from tp_engine.layers.norm import QKNorm
 from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.draft_head import DraftHead
 from tp_engine.sampling.device_sampler import SHARE_BYTES
 from tp_engine.speculative import SpeculativeConfig
 from tp_engine.worker.batch.padded_batch import MAX_CHUNKS, StepSizes
@@ -50,8 +51,10 @@ def graph_plan(
     communicator: Communicator,
     model: CausalLM,
     check: Check = never_fails,
+    head: DraftHead | None = None,
 ) -> GraphPlan | None:
-    """Return what to record, the same on every rank; None if steps are launched one kernel after another.
+    """Return what to record of the model and of a draft ``head``, the same on every rank; None if steps are launched
+    one kernel after another.
 
     On CUDA the reason is logged.  ``check`` raises if another rank has ended, while a recording waits for the device.
     """
@@ -62,7 +65,7 @@ def graph_plan(
     sizes = capture_sizes(config.cudagraph_capture_sizes, config.max_num_seqs)
     obstacle = _obstacle(config, backend)
     if obstacle is None:
-        obstacle = communicator.why_not_capture(sizes_of(model, sizes, tp_invariant=config.tp_invariant))
+        obstacle = communicator.why_not_capture(sizes_of(model, sizes, tp_invariant=config.tp_invariant, head=head))
     if obstacle is not None:
         logger.warning("no CUDA graphs, so decode steps are slower: %s", obstacle)
         return None
@@ -105,10 +108,14 @@ def _prompt_sizes(
     return None
 
 
-def sizes_of(model: CausalLM, row_counts: Iterable[int], *, tp_invariant: bool) -> RecordedSizes:
-    """Return the collectives of steps in which ``row_counts`` rows are computed or sampled."""
+def sizes_of(
+    model: CausalLM, row_counts: Iterable[int], *, tp_invariant: bool, head: DraftHead | None = None
+) -> RecordedSizes:
+    """Return the collectives of steps in which ``row_counts`` rows are computed or sampled, or drafted by ``head``."""
     reduced = {model.hidden_size * model.dtype.itemsize}
     reduced |= {module.reduced_bytes for module in model.modules() if isinstance(module, QKNorm)} - {0}
+    if head is not None:
+        reduced.add(head.hidden_size * model.dtype.itemsize)
     gathered = {*SHARE_BYTES}
     if tp_invariant:  # sums over ranks are all-gathers of float32
         gathered.add(model.hidden_size * torch.float32.itemsize)
@@ -132,11 +139,12 @@ def _tape_plan(
     return GraphPlan(sizes=tuple(sizes), make_recorder=lambda: TapeRecorder(library, communicator))
 
 
-def measure_graph_bytes(plan: GraphPlan, device: Device, graphs: StepRunner) -> int:
+def measure_graph_bytes(plan: GraphPlan, device: Device, graphs: StepRunner, most_drafting_rows: int = 0) -> int:
     """Bytes that all recordings of ``plan`` will take, from those of its two largest sizes of each kind of step.
 
     All share one pool, in which the smaller ones reuse the largest's memory: each further one adds only its own.
-    ``graphs`` may be of a runner with a KV cache of any size, and keep no recording.  A collective.
+    ``graphs`` may be of a runner with a KV cache of any size, and keep no recording.  With up to ``most_drafting_rows``
+    a head's drafts are recorded too, so their largest size counts.  A collective.
     """
     recorder, num_bytes = plan.make_recorder(), 0
     if plan.prompts is not None:
@@ -145,6 +153,9 @@ def measure_graph_bytes(plan: GraphPlan, device: Device, graphs: StepRunner) -> 
         num_bytes += _grown_bytes(device, record, len(prompts))
     record = [partial(graphs.capture_decodes, plan.sizes, recorder, [size]) for size in plan.sizes[:-3:-1]]
     num_bytes += _grown_bytes(device, record, len(plan.sizes))
+    if drafting := [size for size in plan.sizes[:-2] if size <= most_drafting_rows]:
+        record = [partial(graphs.capture_decodes, plan.sizes, recorder, drafting[-1:])]
+        num_bytes += _grown_bytes(device, record, 1)
     graphs.forget()
     del recorder
     gc.collect()

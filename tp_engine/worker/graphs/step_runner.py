@@ -32,10 +32,21 @@ class Captured(NamedTuple):
 
 
 class StepRunner:
-    """Captures steps of a model runner's ``batch``, and replays them; all captures are collectives."""
+    """Captures steps of a model runner's ``batch``, and replays them; all captures are collectives.
 
-    def __init__(self, batch: InputBatch, parts: StepParts) -> None:
+    ``records`` and ``forgets`` are hooks of ``RunnerFeature``, for what follows steps of decodes.
+    """
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        parts: StepParts,
+        *,
+        records: Sequence[Callable[[int, Recorder], None]] = (),
+        forgets: Sequence[Callable[[], None]] = (),
+    ) -> None:
         self._batch, self._parts = batch, parts
+        self._records, self._forgets = records, forgets
         self._decodes: CapturedSteps[int] | None = None
         self._prompts: CapturedSteps[StepSize] | None = None
         self._captured: list[CapturedSteps[Any]] = []
@@ -60,6 +71,9 @@ class StepRunner:
             self._decodes = CapturedSteps(DecodeShape(self._batch.decodes, sizes), self._parts)
             self._captured.insert(0, self._decodes)
         self._decodes.capture(part, recorder)
+        for record in self._records:
+            for size in part:
+                record(size, recorder)
 
     def capture_prompts(self, sizes: StepSizes, recorder: Recorder, part: Sequence[StepSize]) -> None:
         """Capture those steps with prompts of ``sizes`` that are in ``part``."""
@@ -72,6 +86,8 @@ class StepRunner:
         """Destroy the recordings, if there are any; from now on every step is launched."""
         for captured in self._captured:
             captured.close()
+        for forget in self._forgets:
+            forget()
         self._captured.clear()
         self._decodes = self._prompts = None
 

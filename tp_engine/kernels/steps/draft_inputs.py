@@ -1,0 +1,49 @@
+"""Inputs of a draft head's next pass, made on the device from those of the pass before, in plain PyTorch.
+
+The twin of ``cpu/kernels/ops.py``.  No shape depends on a length, so a CUDA graph can hold it::
+
+    n requests, of M blocks each     n = positions[i] + 1, at most limits[i] - 1, at least 0
+    positions    (n,)   int64        n
+    slot_mapping (n,)   int64        block_table[i, n // size] * size + n % size; -1 where positions[i] + 1 = limits[i]
+    seq_lens     (n,)   int32        n + 1; 0 where limits[i] is 0: padding
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tp_engine.plan import PAD_SLOT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftInputs:
+    """Requests that have slots up to ``limits`` (n,) int64, in ``block_table`` (n, M) int32; see the module's text."""
+
+    positions: torch.Tensor
+    limits: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    seq_lens: torch.Tensor
+
+    def first(self, count: int) -> DraftInputs:
+        """Return those of the first ``count`` requests, in the same memory."""
+        return DraftInputs(
+            positions=self.positions[:count],
+            limits=self.limits[:count],
+            block_table=self.block_table[:count],
+            slot_mapping=self.slot_mapping[:count],
+            seq_lens=self.seq_lens[:count],
+        )
+
+
+def advance_drafts(inputs: DraftInputs, block_size: int) -> None:
+    """Go on to the next position of each request, in place."""
+    following, limits = inputs.positions + 1, inputs.limits
+    is_open = following < limits
+    at = torch.minimum(following, limits - 1).clamp_(min=0)
+    block = inputs.block_table.gather(1, (at // block_size)[:, None])[:, 0].to(torch.int64)
+    inputs.positions.copy_(at)
+    inputs.slot_mapping.copy_((block * block_size + at % block_size).masked_fill_(~is_open, PAD_SLOT))
+    inputs.seq_lens.copy_((at + 1).masked_fill_(limits == 0, 0))

@@ -1,0 +1,253 @@
+"""The passes of a draft head, with inputs and outputs at fixed places, so that recordings can hold them.
+
+::
+
+    take_in     tokens of a recorded step          -> K/V, outputs      for each size of a step
+    choose      outputs of m requests              -> draft tokens      for each m, and for every place of a run of
+    go_on       draft tokens, fed-back outputs     -> K/V, outputs      drafts: all is changed in place
+
+Where there is no recording, the same is launched.  Recordings are made and closed with those of the steps
+(``StepRunner``).  On a CPU, tapes hold the choice of greedy drafts by a single rank; other choices are launched.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tp_engine.attention.base import AttentionBackend, AttentionMetadata, Backends
+from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.kernels.ops import best_tokens
+from tp_engine.distributed.collectives import Communicator
+from tp_engine.kernels.ops import op
+from tp_engine.kernels.steps.draft_inputs import DraftInputs
+from tp_engine.layers.attention import forward_context
+from tp_engine.layers.upload import upload_all
+from tp_engine.models.draft_head import DraftHead
+from tp_engine.plan import PAD_SLOT, IntArray
+from tp_engine.sampling import vocab_parallel
+from tp_engine.sampling.noise import device_noise_keys, gumbel_noise
+from tp_engine.sampling.state import SamplingState
+from tp_engine.worker.batch.input_batch import InputBatch
+from tp_engine.worker.graphs.recorder import Recorder, Recording
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """The recordings of one size."""
+
+    take_in: Recording | None = None
+    go_on: Recording | None = None
+    choose: dict[bool, Recording] = field(default_factory=dict)
+
+
+class HeadPasses:
+    """The passes of ``head``, whose layer is in KV ``group``, for the rows of ``batch``, which sample by ``sampling``.
+
+    Drafts are recorded for up to ``most_rows`` requests, as more are given none.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        backends: Backends,
+        group: int,
+        batch: InputBatch,
+        sampling: SamplingState,
+        communicator: Communicator,
+        most_rows: int,
+    ) -> None:
+        self.head, self._batch, self._sampling, self._communicator = head, batch, sampling, communicator
+        self._backend: AttentionBackend = backends[group]
+        self._group, self._num_groups, self._most_rows = group, len(backends), most_rows
+        self._tables = batch.row_tables()
+        room, device = batch.max_num_seqs, self._tables.block_table.device
+        self.states = head.new_states(room)
+        self.out, self.fed = head.new_outputs(room), head.new_outputs(room)
+        self._inputs = DraftInputs(
+            positions=torch.zeros(room, dtype=torch.int64, device=device),
+            limits=torch.zeros(room, dtype=torch.int64, device=device),
+            block_table=torch.zeros((room, self._tables.block_table.shape[2]), dtype=torch.int32, device=device),
+            slot_mapping=torch.full((room,), PAD_SLOT, dtype=torch.int64, device=device),
+            seq_lens=torch.zeros(room, dtype=torch.int32, device=device),
+        )
+        self._tokens = torch.zeros(room, dtype=torch.int32, device=device)
+        self._temperature = torch.zeros((room, 1), dtype=torch.float32, device=device)
+        self._seeds = torch.zeros(room, dtype=torch.int64, device=device)
+        self._advance, self._copy_rows = op("advance_drafts", device.type), op("copy_rows", device.type)
+        self._is_alone = communicator.info.world_size == 1
+        self._library = native_library() if device.type == "cpu" and self._is_alone else None
+        self._recorded: dict[int, _Recorded] = {}
+
+    def record(self, size: int, recorder: Recorder) -> None:
+        """Record what follows recorded steps of ``size`` decodes; a collective."""
+        own = self._recorded[size] = _Recorded(recorder.record(partial(self._take_in, size)))
+        if size > self._most_rows:
+            return
+        own.go_on = recorder.record(partial(self._go_on, size), partial(self._keep, size))
+        on_tapes = () if self._library is None or self.head.has_map else (False,)
+        for is_noisy in (False, True) if self.out.device.type == "cuda" else on_tapes:
+            own.choose[is_noisy] = recorder.record(partial(self._choose, size, is_noisy))
+
+    def forget(self) -> None:
+        """Destroy the recordings."""
+        self._recorded.clear()
+
+    def take_in(self, sampled: torch.Tensor) -> None:
+        """Give the head the recorded step that has just ended with ``sampled`` (n,), by way of ``states``; its outputs
+        are in ``out`` and ``fed``."""
+        count = len(sampled)
+        self._tokens[:count].copy_(sampled)
+        size = self._size_for(count)
+        recorded = None if size is None else self._recorded[size].take_in
+        _ = self._take_in(count) if recorded is None else recorded.run()
+
+    def draft(
+        self,
+        count: int,
+        rows: IntArray,
+        limits: npt.NDArray[np.int64],
+        out: torch.Tensor,
+        fed: torch.Tensor,
+        position: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return ``count`` drafts (m, count) int32 behind ``rows`` (m,), which have ``limits`` (m,) slots; those for
+        which there is no slot are arbitrary.
+
+        ``out`` and ``fed`` (m, hidden) are what the head gave at ``position`` (m,).  A collective.
+        """
+        num_rows, size = len(rows), self._size_for(len(rows))
+        own = _Recorded() if size is None else self._recorded[size]
+        size = num_rows if size is None else size
+        is_noisy = self._begin(rows, limits, size)
+        for place, given in ((self.out, out), (self.fed, fed), (self._inputs.positions, position)):
+            if given.data_ptr() != place.data_ptr():
+                place[:num_rows].copy_(given)
+        go_on, choose, found = own.go_on, own.choose.get(is_noisy), list[torch.Tensor]()
+        for index in range(count):
+            if index:
+                _ = self._go_on(size) if go_on is None else go_on.run()
+            tokens = self._choose(size, is_noisy) if choose is None else choose.run()
+            found.append(tokens[:num_rows].clone())
+        return torch.stack(found, 1)
+
+    def _size_for(self, count: int) -> int | None:
+        """The smallest size that is recorded for ``count`` requests, the others of which are padding, if there is
+        one."""
+        return min((size for size in self._recorded if size >= count), default=None)
+
+    def _begin(self, rows: IntArray, limits: npt.NDArray[np.int64], size: int) -> bool:
+        """Enter the requests, padded to ``size``; return whether some have noise."""
+        padded = np.zeros(size, dtype=np.int64)
+        padded[: len(rows)] = limits
+        temperature = np.zeros((size, 1), dtype=np.float32)
+        temperature[: len(rows), 0] = self._sampling.temperature[rows]
+        seeds = np.zeros(size, dtype=np.int64)
+        seeds[: len(rows)] = self._sampling.seed[rows].view(np.int64)
+        is_noisy = bool(temperature.any())
+        given = (rows.astype(np.int64), padded, *((temperature, seeds) if is_noisy else ()))
+        on_rows, on_limits, *noise = upload_all(given, self.out.device)
+        self._inputs.limits[:size].copy_(on_limits)
+        table = self._inputs.block_table[: len(rows)]
+        torch.index_select(self._tables.block_table[self._group], 0, on_rows, out=table)
+        if is_noisy:
+            self._temperature[:size].copy_(noise[0])
+            self._seeds[:size].copy_(noise[1])
+        return is_noisy
+
+    def _take_in(self, size: int) -> torch.Tensor:
+        """Run the head on the decodes of a step of ``size`` rows."""
+        decodes = self._batch.decodes
+        inputs = decodes.inputs(size)
+        attention = decodes.metadata(inputs, decodes.recorded_seq_lens(inputs))
+        self._backend.prepare(attention[self._group])
+        with forward_context(attention):
+            return self._keep_outputs(
+                self.head(self._tokens[:size], self.head.combine(self.states[:size]), inputs.positions)
+            )
+
+    def _go_on(self, size: int) -> torch.Tensor:
+        """Run the head on its own outputs and the draft tokens, at the next positions."""
+        inputs = self._inputs.first(size)
+        self._advance(inputs, self._tables.block_size)
+        metadata = self._metadata(inputs)
+        self._backend.prepare(metadata)
+        with forward_context([metadata] * self._num_groups):
+            return self._keep_outputs(self.head(self._tokens[:size], self.fed[:size], inputs.positions))
+
+    def _metadata(self, inputs: DraftInputs) -> AttentionMetadata:
+        size = len(inputs.positions)
+        on_host = self._host_lengths(inputs.seq_lens)
+        return AttentionMetadata(
+            num_decodes=size,
+            slot_mapping=inputs.slot_mapping,
+            block_table=inputs.block_table,
+            seq_lens=inputs.seq_lens,
+            query_start=self._batch.decodes.inputs(size).query_start,
+            host_query_lens=np.ones(size, dtype=np.int32),
+            host_seq_lens=on_host,
+            is_padded=bool(on_host.min() == 0),
+        )
+
+    def _host_lengths(self, lengths: torch.Tensor) -> IntArray:
+        """``lengths`` on the host: on a CPU the device's own; kernels that can be recorded need none."""
+        if lengths.device.type != "cpu" and self._backend.can_capture_decodes:
+            return np.zeros(len(lengths), dtype=np.int32)
+        found: IntArray = lengths.cpu().numpy()
+        return found
+
+    def _keep_outputs(self, outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Copy both of the head's ``outputs`` (n, hidden) to their places."""
+        out, fed = outputs
+        own = self.out[: len(out)]
+        self._copy_rows(out, own)
+        if fed.data_ptr() != self.fed.data_ptr():  # a head may change what it is given
+            self._copy_rows(fed, self.fed[: len(fed)])
+        return own
+
+    def _keep(self, size: int) -> Callable[[], None]:
+        """Keep what ``_go_on`` changes and reads; return a function that puts it back."""
+        places = (self._inputs.positions[:size], self.fed[:size])
+        kept = [place.clone() for place in places]
+
+        def put_back() -> None:
+            for place, one in zip(places, kept, strict=True):
+                place.copy_(one)
+
+        return put_back
+
+    def _choose(self, size: int, is_noisy: bool) -> torch.Tensor:
+        """The draft tokens (n,) int32 behind the next tokens; they are the inputs of the next pass.  A collective."""
+        lm_head = self.head.lm_head
+        own, logits = lm_head.slice, lm_head(self.out[:size])[:, : lm_head.slice.num_ids]
+        if is_noisy and own.num_ids:
+            logits = self._noisy_scores(logits, own.first)
+        if self._library is not None and not is_noisy:
+            best = best_tokens(self._library, logits)
+        else:
+            share = vocab_parallel.greedy_share(logits, own)
+            (stack,) = vocab_parallel.exchange(self._communicator, [share])
+            best = vocab_parallel.merge_best(stack)
+        tokens = self._tokens[:size]
+        self._copy_rows(self.head.tokens_of(best)[:, None], tokens[:, None])
+        return tokens
+
+    def _noisy_scores(self, logits: torch.Tensor, first_id: int) -> torch.Tensor:
+        """``logits`` (n, c) of tokens from ``first_id`` on, with the noise that the model samples with there: two
+        positions behind the head's K/V."""
+        size = len(logits)
+        ids = torch.arange(first_id, first_id + logits.shape[1], dtype=torch.int32, device=logits.device)
+        temperature = self._temperature[:size]
+        is_greedy, plain = temperature == 0.0, logits.float()
+        noise = gumbel_noise(ids, device_noise_keys(self._seeds[:size], self._inputs.positions[:size] + 2))
+        return torch.where(is_greedy, plain, plain / temperature.masked_fill(is_greedy, 1.0) + noise)
+
+
+def head_bytes(head: DraftHead, max_num_seqs: int, num_columns: int) -> int:
+    """Bytes of the fixed places of ``head``, with block tables of ``num_columns``."""
+    of_tables = torch.int32.itemsize * num_columns
+    of_numbers = 4 * torch.int64.itemsize + 3 * torch.int32.itemsize
+    return max_num_seqs * (head.token_bytes + of_tables + of_numbers)
