@@ -169,3 +169,56 @@ def test_blocks_of_experts() -> None:
     assert BLOCK_FP8.experts_block == 1
     scheme = spec_of(EXPERTS, PUBLISHED["gpt-oss-20b"][0]).scheme_of("model.layers.0.mlp.experts")
     assert scheme is not None and scheme.experts_block == 32
+
+
+def gemma_e(**sizes: Any) -> dict[str, Any]:
+    """The text part of Gemma 4 E2B or E4B."""
+    shared = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "global_head_dim": 512, "sliding_window": 512}
+    shared |= {"num_attention_heads": 8, "hidden_size_per_layer_input": 256, "max_position_embeddings": 131072}
+    return {"architectures": ["Gemma4ForCausalLM"], **shared, **sizes}
+
+
+E2B = gemma_e(
+    hidden_size=1536, num_hidden_layers=35, intermediate_size=6144, num_key_value_heads=1, num_kv_shared_layers=20,
+    use_double_wide_mlp=True, layer_types=[*["sliding_attention"] * 4, "full_attention"] * 7,
+)  # fmt: skip
+E4B = gemma_e(
+    hidden_size=2560, num_hidden_layers=42, intermediate_size=10240, num_key_value_heads=2, num_kv_shared_layers=18
+)
+HYPERCLOVA = {
+    "architectures": ["HyperCLOVAXForCausalLM"], "hidden_size": 6144, "intermediate_size": 14336,
+    "num_hidden_layers": 38, "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 110592, "max_position_embeddings": 131072,
+}  # fmt: skip
+SOLAR_OPEN = {
+    "architectures": ["SolarOpenForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 48, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "vocab_size": 196608, "max_position_embeddings": 131072, "moe_intermediate_size": 1280,
+    "n_routed_experts": 128, "n_shared_experts": 1, "intermediate_size": 10240, "use_qk_norm": False,
+}  # fmt: skip
+HY3 = {
+    "architectures": ["HYV3ForCausalLM"], "hidden_size": 4096, "intermediate_size": 13312, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 120832, "max_position_embeddings": 262144,
+    "moe_intermediate_size": 1536, "expert_hidden_dim": 1536, "num_experts": 192, "qk_norm": True, "route_norm": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "active", "num_cached"),
+    [
+        (E2B, 4.6, 2.3, 15),
+        (E4B, 7.5, 4.6, 24),
+        (HYPERCLOVA, 14.75, 14.75, 38),
+        (SOLAR_OPEN, 102.6, 12, 48),
+        (HY3, 295, 21, 80),
+    ],
+    ids=["E2B", "E4B", "HyperCLOVA X", "Solar Open", "Hy3"],
+)
+def test_parameters_of_published_models(
+    config: dict[str, Any], billions: float, active: float, num_cached: int
+) -> None:
+    """Oracle: the publishers' numbers; Gemma's without what sees and hears, the active ones without the table of each
+    layer's embeddings.  Layers that read the keys and values of others have no room in the cache."""
+    spec = read_model(config)
+    assert local_parameters(spec, 1) / 1e9 == pytest.approx(billions, rel=0.01)
+    assert local_parameters(spec, 1, active_only=True) / 1e9 == pytest.approx(active, rel=0.03)
+    assert spec.kv_layout.layers == tuple(range(num_cached))
