@@ -29,6 +29,7 @@ from tp_engine.attention.base import prepare_groups
 from tp_engine.check import golden
 from tp_engine.check.behaviour import check_behaviour
 from tp_engine.check.engine_check import EngineCheck
+from tp_engine.check.observed import OTHERS
 from tp_engine.check.report import CheckFinding, CheckReport, CheckStatus
 from tp_engine.cli.main import main
 from tp_engine.config import DEMO_MODEL
@@ -323,6 +324,15 @@ def test_a_right_set_up_gives_no_alarm(
     """Oracle: transformers, in float32 and with the engine's rounding."""
     report = check(original(name), dtype=dtype, tensor_parallel_size=ranks, **more)
     assert report.exit_code == 0, report.as_text()
+
+
+@pytest.mark.slow
+def test_a_full_check_runs_each_set_up(checkpoint: Callable[..., Path]) -> None:
+    """Oracle: transformers in float32; each set-up came about, in engines of their own and on one rank and two."""
+    options = {"model": str(checkpoint("llama", vocab_size=VOCAB_SIZE)), **OPTIONS, "tensor_parallel_size": 2}
+    report, _ = EngineCheck(options=options).run()
+    found = {one.name: one.status for one in report.findings}
+    assert report.exit_code == 0 and {found[name] for name in OTHERS} == {CheckStatus.RIGHT}, report.as_text()
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ FORMATS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("options", FORMATS, ids=lambda options: "-".join(map(str, options.values())))
 def test_smollm2_is_right(options: dict[str, Any], smollm2: Path) -> None:
     """Oracle: transformers, layer by layer, in float32 and with the engine's rounding."""

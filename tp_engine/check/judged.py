@@ -234,8 +234,8 @@ class Judge:
 
     @cached_property
     def _furthest(self) -> float:
-        """The largest relative error of the twin at any layer; infinite with experts."""
-        if self.has_experts:
+        """The largest relative error of the twin at any layer; infinite with experts, but in float32."""
+        if self.has_experts and self.is_rough:
             return np.inf
         known = () if self.twin is None else self.twin.layers
         pairs = zip(known, self.exact.layers, strict=bool(known))

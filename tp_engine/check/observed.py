@@ -105,7 +105,6 @@ class Other:
     changes: Callable[[Mapping[str, Any], Sizes], dict[str, Any] | None]
     happened: Callable[[LLM, Sequence[Answer]], bool] = lambda _llm, _answers: True
     remedy: str = ""
-    is_quick: bool = False
     repeats: bool = False
     copies: int = 1
 
@@ -167,9 +166,7 @@ def _was_cached(_llm: LLM, answers: Sequence[Answer]) -> bool:
 
 OTHERS: Mapping[str, Other] = {
     "in chunks": Other(_chunks, remedy="--max-num-batched-tokens above the longest prompt"),
-    "preempted": Other(
-        _preempted, _was_preempted, remedy="more KV blocks, so that nothing is preempted", is_quick=True, copies=2
-    ),
+    "preempted": Other(_preempted, _was_preempted, remedy="more KV blocks, so that nothing is preempted", copies=2),
     "after a tier": Other(_tier, _was_cached, remedy="leave out --kv-offloading-size", repeats=True),
     "speculation on or off": Other(_speculation, remedy="leave out --speculative-config"),
     "one rank": Other(_one_rank, remedy="--all-reduce-backend nccl (GPUs) or gloo (CPUs)"),
@@ -181,16 +178,14 @@ def observe(
     options: Mapping[str, Any],
     prompts: Sequence[CheckPrompt],
     *,
-    sizes_of: Callable[[int], Sizes],
+    sizes: Sizes,
     max_tokens: int,
     quick: bool,
     with_llm: Callable[[LLM, Observed], None],
     note: Callable[[str], None],
 ) -> Observed:
-    """Run the user's engine (``options``), then the others.  ``with_llm`` is called with the user's engine.
-
-    ``sizes_of`` gives the sizes for a longest sequence.  The other engines of a ``quick`` check run all prompts but the
-    longest.
+    """Run the user's engine (``options``), then, unless it is ``quick``, the others.  ``with_llm`` is called with the
+    user's engine.
 
     ``note`` is told what begins.  An engine that does not start, or fails, is a failure of its set-up.
     """
@@ -208,11 +203,8 @@ def observe(
         note("layers")
         observed.watched = _watch(llm, max(prompts, key=lambda one: len(one.token_ids)))
         with_llm(llm, observed)
-    by_length = sorted(prompts, key=lambda one: len(one.token_ids))
-    of_others = by_length[:-1] if quick and len(by_length) > 1 else by_length
-    sizes = sizes_of(len(of_others[-1].token_ids) + max_tokens + 1)
     for name, other in OTHERS.items():
-        if quick and not other.is_quick:
+        if quick:
             observed.set_ups[name] = "not in --quick"
             continue
         changes = other.changes(options, sizes)
@@ -221,7 +213,7 @@ def observe(
             continue
         note(name)
         try:
-            found = _run_other(other, {**options, **changes}, of_others, max_tokens)
+            found = _run_other(other, {**options, **changes}, prompts, max_tokens)
             observed.set_ups[name] = found or "it did not come about with these prompts"
         except ConfigError as error:
             observed.set_ups[name] = f"these options exclude it: {error}"

@@ -404,6 +404,8 @@ def _empty_model(config: dict[str, Any], rounding: Rounding) -> Any:
         )
     known = kind.config_class.from_dict(config)
     known._attn_implementation = _attention_with(rounding.cache) if kind._supports_sdpa else "eager"
+    if rounding.dtype is torch.float64:
+        known._experts_implementation = "eager"  # torch's grouped products have no float64
     before = torch.get_default_dtype()
     torch.set_default_dtype(rounding.dtype)
     try:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaForCausalLM, PretrainedConfig
 
 from tests.families import FAMILIES
 from tests.quantised.checkpoints import compress
 from tests.quantised.formats import FORMATS
 from tests.tiers import slow_but
+from tests.tiny_models import make_config
 from tp_engine.check.oracle import Oracle, Query
 from tp_engine.errors import ConfigError, WeightError
 
@@ -75,6 +78,39 @@ def test_only_one_layer_is_in_memory(checkpoint: Callable[..., Path]) -> None:
     assert loaded == [1] * 6
 
 
+def anonymous_bytes() -> int:
+    """This process's memory without files, which the kernel maps and drops as it likes."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
+
+
+def write_zeros(folder: Path, config: PretrainedConfig) -> None:
+    """A checkpoint in bfloat16 whose zeros are a hole in the file, so that it takes no disk."""
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        tensors = LlamaForCausalLM(config).state_dict()
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + 2 * tensor.numel()
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_layers(tmp_path: Path) -> None:
+    """Oracle: 80 layers, as Llama 3 70B has, are 1.3 GB in float32; from the fifth on, none adds to the memory."""
+    config = make_config("llama", num_layers=80, hidden_size=512, intermediate_size=2048, tie=False)
+    write_zeros(tmp_path, config)
+    layer_bytes, seen = 4 * (4 * 512 * 512 + 3 * 512 * 2048), []
+    with Oracle(tmp_path) as oracle:
+        oracle.score_all([Query(IDS)], note_layer=lambda: seen.append(anonymous_bytes()))
+    assert len(seen) == 80 and max(seen) < seen[4] + 8 * layer_bytes
+
+
 def test_wanted_tokens_and_replaced_states(checkpoint: Callable[..., Path]) -> None:
     """Oracle: the whole table of log-probabilities; states that are put back as they were change nothing."""
     folder = checkpoint("qwen3")
@@ -95,7 +131,6 @@ def test_wanted_tokens_and_replaced_states(checkpoint: Callable[..., Path]) -> N
 
 def test_what_the_oracle_can_not_run_is_said(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: errors that name the architecture, and the missing weight."""
-    import json
     import shutil
 
     from safetensors.torch import load_file, save_file
