@@ -214,7 +214,8 @@ class Oracle:
                 calls.append((positional, named))  # noqa: B023
                 return hidden
 
-            self._run(token_ids, 1, record)
+            # A number instead of positions would cut what the last layers of Gemma 4 E2B get.
+            self._run(token_ids, torch.tensor([len(token_ids) - 1], device=self._device), record)
             states.append(found[-len(self._layers)])
             given.append(calls[-len(self._layers) :])
         return states, given
@@ -250,7 +251,7 @@ class Oracle:
         )
         return Scores(next_logprobs, top_ids, top_logprobs, of_wanted, every if keep_all else None)
 
-    def _run(self, token_ids: Sequence[int], kept: int | torch.Tensor, layer: _StandIn) -> torch.Tensor:
+    def _run(self, token_ids: Sequence[int], kept: torch.Tensor, layer: _StandIn) -> torch.Tensor:
         """The model's own forward pass with ``layer`` instead of each layer: logits (1, positions, vocabulary).
 
         Some models take a second value from each layer, and give it to the next one.
