@@ -67,7 +67,7 @@ class VocabSlice:
 class VocabParallelEmbedding(Layer):
     """(N,) token ids -> (N, hidden).  Each rank looks up the ids of its own rows; the result is the sum over ranks.
 
-    Rows are multiplied by ``scale``, rounded to their type.
+    Rows are multiplied by ``scale``, rounded to their type.  ``reduced_bytes`` of each token are summed over the ranks.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, context: LayerContext, scale: float = 1.0) -> None:
@@ -79,6 +79,7 @@ class VocabParallelEmbedding(Layer):
             (self._num_rows, hidden_size), _vocab_shape(vocab_size, hidden_size, self._num_rows, context).sources()
         )
         self._scale = torch.tensor(scale, dtype=context.dtype).item()
+        self.reduced_bytes = hidden_size * context.dtype.itemsize
         self._embed = context.op("embed")
         self._lookup: Lookup | None = None
         self.is_recordable = context.can_record("embed")

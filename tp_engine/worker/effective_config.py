@@ -118,8 +118,10 @@ class EffectiveConfig:
 
     @property
     def largest_sum_bytes(self) -> int:
-        """Bytes of the largest all-reduce between layers: the hidden states of a full step."""
-        return self.config.max_num_batched_tokens * self.model.hidden_size * self.dtype.itemsize
+        """Bytes of the largest all-reduce: the hidden states of a full step, or all layers' embeddings of it."""
+        own = self.model.layer_embedding
+        width = max(self.model.hidden_size, 0 if own is None else self.model.num_layers * own.size)
+        return self.config.max_num_batched_tokens * width * self.dtype.itemsize
 
     @property
     def kv_cache_dtype(self) -> torch.dtype:

@@ -215,7 +215,7 @@ def test_integer_products_equal_an_emulation(checkpoint: Callable[..., Path], tm
 
 
 @pytest.mark.parametrize("is_auto_round", [False, True])
-@pytest.mark.parametrize("name", ["awq", "gptq", "gptq-8-asym"])
+@pytest.mark.parametrize("name", slow_but(["gptq"], ["awq", "gptq", "gptq-8-asym"]))
 def test_quantised_heads(name: str, is_auto_round: bool, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: the twin, with the output head; AutoRound writes the same tensors, and other keys."""
     folder = checkpoint("qwen3", tie=False, vocab_size=208, **SHAPE)

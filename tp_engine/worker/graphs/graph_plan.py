@@ -20,6 +20,7 @@ from tp_engine.distributed.collectives import Communicator
 from tp_engine.distributed.reduce_plan import RecordedSizes
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.ops import has_triton
+from tp_engine.layers.embedding import VocabParallelEmbedding
 from tp_engine.layers.norm import QKNorm
 from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM
@@ -113,7 +114,8 @@ def sizes_of(
 ) -> RecordedSizes:
     """Return the collectives of steps in which ``row_counts`` rows are computed or sampled, or drafted by ``head``."""
     reduced = {model.hidden_size * model.dtype.itemsize}
-    reduced |= {module.reduced_bytes for module in model.modules() if isinstance(module, QKNorm)} - {0}
+    summing = (module for module in model.modules() if isinstance(module, QKNorm | VocabParallelEmbedding))
+    reduced |= {module.reduced_bytes for module in summing} - {0}
     if head is not None:
         reduced.add(head.hidden_size * model.dtype.itemsize)
     gathered = {*SHARE_BYTES}
