@@ -5,7 +5,7 @@ computed tokens, sampling parameters and token ids; applying the plans in order 
 plan in this order::
 
     kept -> released -> adapters -> admitted -> new blocks -> draft rows -> stores -> loads -> disk reads and writes
-    begin
+    begin -> encodes
          -> wait -> copies -> state copies -> forward pass over decodes, then prefills -> sample
 
 Batch order of a step: all ``decode_rows`` (one token each, all sampled), then all ``prefill_rows`` (``prefill_tokens``
@@ -66,6 +66,13 @@ They begin when the moves of this plan have ended, and no step waits for them: t
 order, so do the writes, and ranks report how far they are (``tier_progress``).  Until then no plan uses their slots
 otherwise.
 
+Images: ``images`` (n, 5) has the images of the rows that are admitted, each with its row, its first place in the
+prompt, the number of its places, and its rows and columns of embeddings.  ``encodes`` (n, 10) are images that the ranks
+encode before the forward pass, each on one rank, for all: its first row in the encoder cache, its rows and columns,
+the rank, and where its pixels are (``ImageInput``): process, file, the offset's low and high 31 bits, height and width.
+``image_rows`` (n, 3) are the images that chunks of this plan touch: row, place in the prompt, and first row in the
+encoder cache.  A rank that has applied a plan keeps nothing of it but the cache's rows and ``images``.
+
 An *order* asks all ranks for something that is no step, such as new weights.  It travels alone: its plan has no rows,
 is sent when nothing is in flight, and has no result.
 """
@@ -91,6 +98,9 @@ NO_FLOATS: FloatArray = np.empty(0, dtype=np.float32)
 NO_FLAGS: BoolArray = np.empty(0, dtype=np.bool_)
 NO_PAIRS: IntArray = np.empty((0, 2), dtype=np.int32)
 NO_MASKS: IntArray = np.empty((0, 0), dtype=np.int32)
+NO_IMAGES: IntArray = np.empty((0, 5), dtype=np.int32)
+NO_ENCODES: IntArray = np.empty((0, 10), dtype=np.int32)
+NO_IMAGE_ROWS: IntArray = np.empty((0, 3), dtype=np.int32)
 
 
 class Control(enum.IntFlag):
@@ -187,6 +197,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     order: bytes = b""  # an ``Order`` as JSON
     adapter_loads: IntArray = NO_PAIRS
     adapter_drops: IntArray = NO_IDS
+    images: IntArray = NO_IMAGES
+    encodes: IntArray = NO_ENCODES
+    image_rows: IntArray = NO_IMAGE_ROWS
     wait_load: int = 0
     num_drafts: int = 0
 

@@ -56,7 +56,7 @@ RECORD_FIELDS = (
 )  # fmt: skip
 MEMORY_LINES = (
     "total", "requested", "weights", "activations", "non_torch", "tables", "cuda_graphs", "states", "adapters",
-    "kv_cache_available", "kv_cache", "kv_host",
+    "images", "kv_cache_available", "kv_cache", "kv_host",
 )  # fmt: skip
 STARTUP_PHASES = (
     "opening the device", "first snapshot", "sharing memory", "sharing memory between GPUs", "loading weights",

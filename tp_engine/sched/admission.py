@@ -97,6 +97,8 @@ class Admitter:
         if blocks.snapshots is not None:
             self._plan_snapshots(blocks.snapshots, sequence, hits)
         end = self._state.chunk_end(sequence, hits.num_tokens, end)
+        if end == hits.num_tokens:
+            return Verdict.DEFERRED
         reach = len(sequence.token_ids) + 1 if sequence.num_preemptions else end
         num_needed = blocks.most_blocks(reach)
         if len(held):
@@ -133,6 +135,8 @@ class Admitter:
         if not self._has_room(self._blocks.num_groups):
             return Verdict.NO_ROOM
         end = sequence.num_prompt_tokens
+        if self._state.chunk_end(sequence, end - 1, end) < end:
+            return Verdict.DEFERRED
         sequence.num_cached_tokens = sequence.group.sequences[0].num_cached_tokens
         shared, source = donation.shared, donation.source
         sequence.snapshots_at = ()
@@ -173,7 +177,7 @@ class Admitter:
             builder.admitted.append(
                 Admission(
                     row=sequence.row,
-                    token_ids=sequence.token_ids,
+                    token_ids=sequence.ids_for_ranks,
                     num_prompt_tokens=sequence.num_prompt_tokens,
                     num_computed_tokens=entry.num_computed,
                     block_ids=table.reshape(-1),

@@ -5,7 +5,7 @@
     Scheduler.add         resolve -> the request's sequences are made and queued -> on_add
     Scheduler.schedule    poll -> must_wait -> wants_step -> begin_plan -> extend_plan -> must_send -> finish_plan
                           -> after_plan
-    Admitter              begin_admission -> may_enter -> review_hits -> on_enter
+    Admitter              begin_admission -> may_enter -> review_hits -> limit_chunk -> on_enter
     Scheduler.update      on_result -> the tokens are entered -> extend_output
     a sequence            on_leave (it gives back its row) -> on_end -> on_request_end
 
@@ -80,6 +80,11 @@ class SchedulerFeature:
     def review_hits(self, sequence: Sequence, hits: Hits) -> Hits | None:
         """Return the hits with which a waiting sequence begins; None if it waits for better ones, out of the queue."""
         return hits
+
+    def limit_chunk(self, sequence: Sequence, start: int, end: int) -> int:
+        """Return where the next chunk of a sequence, from token ``start`` on, ends that could go to ``end``; it may not
+        be scheduled in this step after all.  ``start``: it waits."""
+        return end
 
     def on_enter(self, sequence: Sequence) -> None:
         """See a sequence that gets a row in this step."""

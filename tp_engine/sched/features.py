@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from tp_engine.hooks import find_feature
 from tp_engine.sched.constraint import FillMasks
 from tp_engine.sched.feature import SchedulerFeature
+from tp_engine.sched.images import Images
 from tp_engine.sched.kv_events import KVEvents, KVEventSink
 from tp_engine.sched.lora import LoRASlots
 from tp_engine.sched.outcome import StopChecker
@@ -37,6 +38,11 @@ def _adapters(parts: FeatureParts) -> SchedulerFeature | None:
     return LoRASlots(max_loras) if max_loras else None
 
 
+def _images(parts: FeatureParts) -> SchedulerFeature | None:
+    limits = parts.state.limits.images
+    return None if limits is None else Images(parts.state, limits)
+
+
 def _disk_waits(parts: FeatureParts) -> SchedulerFeature | None:
     tier = parts.state.blocks.tier
     return None if tier is None or tier.disk is None else DiskWaits(parts.state, tier, tier.disk)
@@ -66,9 +72,11 @@ def _kv_events(parts: FeatureParts) -> SchedulerFeature | None:
     return KVEvents(parts.state.blocks.cache, parts.state.limits, parts.kv_events, adapters)
 
 
-# In the order in which their hooks are called: loads that are brought forward come before draft tokens.
+# In the order in which their hooks are called: tokens of a new request have their names before others see them; loads
+# that are brought forward come before draft tokens.
 FEATURES: tuple[Callable[[FeatureParts], SchedulerFeature | None], ...] = (
     _adapters,
+    _images,
     _disk_waits,
     _tier_loads,
     _prefetcher,

@@ -22,6 +22,19 @@ NO_REPORTS: TierReports = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageLimits:
+    """How images are encoded: ``num_rows`` of the encoder cache, on each of ``num_ranks``.  ``token_id`` is the model's
+    placeholder.  ``is_bidirectional``: tokens of an image see all of it, so that no chunk cuts it, and a chunk may have
+    to hold the ``most_tokens`` of one."""
+
+    num_rows: int
+    token_id: int
+    num_ranks: int = 1
+    is_bidirectional: bool = False
+    most_tokens: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
     """Sizes of the pool and of a step.
 
@@ -42,7 +55,7 @@ class SchedulerLimits:
     ``speculation``: how tokens are drafted.  ``decode_seconds``: numbers of decodes in a step, and the time that it
     takes, and ``draft_seconds``, that of one more draft of a head for each, if these decide how many draft tokens pay.
 
-    ``max_loras``: slots for adapters.
+    ``max_loras``: slots for adapters.  ``images``: how those of prompts are encoded; None: there are none.
     """
 
     num_blocks: int
@@ -64,6 +77,7 @@ class SchedulerLimits:
     decode_seconds: tuple[tuple[int, float], ...] = ()
     draft_seconds: tuple[tuple[int, float], ...] = ()
     max_loras: int = 0
+    images: ImageLimits | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -102,7 +116,12 @@ class SchedulerLimits:
         if not any(self.windows):
             return self.max_num_batched_tokens
         num_blocks = max(1, self.num_blocks // (_CHUNKS_PER_POOL * self.num_groups))
-        return min(self.max_num_batched_tokens, num_blocks * self.block_size)
+        return min(self.max_num_batched_tokens, max(num_blocks * self.block_size, self.least_chunk_tokens))
+
+    @property
+    def least_chunk_tokens(self) -> int:
+        """Tokens that may have to be computed in one step: those of an image that no chunk cuts."""
+        return self.images.most_tokens if self.images is not None and self.images.is_bidirectional else 1
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -118,6 +137,6 @@ class SchedulerLimits:
 @lru_cache(maxsize=8)  # every request asks for it
 def _most_logical_blocks(limits: SchedulerLimits) -> int:
     """The most that a sequence has which fits into the model, and alone into the pool."""
-    windows = limits.kv_windows
+    windows, chunk = limits.kv_windows, limits.least_chunk_tokens
     numbers = range(ceil_div(limits.max_model_len, limits.block_size) + 1)
-    return bisect_right(numbers, limits.num_blocks, key=lambda number: windows.most_blocks(number, 1)) - 1
+    return bisect_right(numbers, limits.num_blocks, key=lambda number: windows.most_blocks(number, chunk)) - 1

@@ -73,7 +73,7 @@ class Scheduler:
         parts = FeatureParts(self._state, self._builder, self._stops, fill_masks, proposers, kv_events)
         self._features = make_features(parts)
         self._hooks = Hooks(self._features)
-        self._state.on_leave = self._hooks.on_leave
+        self._state.on_leave, self._state.limit_chunk = self._hooks.on_leave, self._hooks.limit_chunk
         self._cache_keys = CacheKeys(self._hooks.cache_salt)
         self._admitter = Admitter(self._state, self._hooks)
         self._groups: dict[str, RequestGroup] = {}

@@ -79,7 +79,7 @@ class WaitingQueue:
 class SchedulerState:
     """Rows, blocks and the queue, shared by all parts of the scheduler.  ``released`` are the rows left since the last
     plan, in order of leaving.  ``num_parked`` sequences have no row, are not in the queue, and have a bit of
-    ``Blocked``.  ``on_leave`` are hooks of the scheduler's features."""
+    ``Blocked``.  ``on_leave`` and ``limit_chunk`` are hooks of the scheduler's features."""
 
     def __init__(self, limits: SchedulerLimits, links: TierLinks = NO_LINKS) -> None:
         self.limits = limits
@@ -90,6 +90,7 @@ class SchedulerState:
         self.released: list[int] = []
         self.num_parked = 0
         self.on_leave: list[Callable[[Sequence], None]] = []
+        self.limit_chunk: list[Callable[[Sequence, int, int], int]] = []
 
     def enter(self, entries: list[Entry], step_id: int) -> list[IntArray]:
         """Seat sequences, with the blocks that they share and new ones; their tables."""
@@ -124,16 +125,19 @@ class SchedulerState:
                 self.waiting.push(sequence)
 
     def chunk_end(self, sequence: Sequence, start: int, end: int) -> int:
-        """Return where a chunk from token ``start`` on ends that could go to ``end``.  A recurrent state can not be
-        taken back.  So a chunk ends before the last token of a prompt whose siblings wait: with the state there they
-        compute that token themselves.  It also ends where a snapshot is taken."""
-        if not self.limits.has_states:
-            return end
-        stops = [position for position in sequence.snapshots_at if start < position < end]
-        last = sequence.num_prompt_tokens - 1
-        if sequence.can_fork and start < last < end and sequence.has_waiting_siblings:
-            stops.append(last)
-        return min(stops, default=end)
+        """Return where a chunk from token ``start`` on ends that could go to ``end``; ``start`` if the sequence has to
+        wait.  A recurrent state can not be taken back.  So a chunk ends before the last token of a prompt whose
+        siblings wait: with the state there they compute that token themselves.  It also ends where a snapshot is
+        taken."""
+        if self.limits.has_states:
+            stops = [position for position in sequence.snapshots_at if start < position < end]
+            last = sequence.num_prompt_tokens - 1
+            if sequence.can_fork and start < last < end and sequence.has_waiting_siblings:
+                stops.append(last)
+            end = min(stops, default=end)
+        for limit_chunk in self.limit_chunk:
+            end = limit_chunk(sequence, start, end)
+        return end
 
     def check_integrity(self) -> None:
         """Assert that each part agrees with itself."""

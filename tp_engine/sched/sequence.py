@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
+import numpy as np
 
 from tp_engine.plan import POOLS_ALL, FloatArray, IntArray, RowSampling, TokenLogprobs
 from tp_engine.request import EngineRequest
@@ -80,6 +81,7 @@ class Sequence:
     """One of a request's ``n`` outputs.
 
     ``token_ids`` (int32) are all known tokens while it has no row; while it has one, the row's buffer holds them.
+    They are names in the prefix cache: where an image's embeddings stand they are negative (``images``).
     It ends with ``length`` at ``max_tokens`` tokens, the prompt's included.
     ``num_published`` of its blocks have been offered to the prefix cache since it got its row; ``place`` is the place
     behind them there.
@@ -132,6 +134,15 @@ class Sequence:
     def adapter(self) -> int:
         """The generation of its adapter; 0 for none."""
         return self.group.request.adapter_generation
+
+    @property
+    def ids_for_ranks(self) -> IntArray:
+        """Its tokens, of images the model's placeholder."""
+        request = self.group.request
+        if not request.images:
+            return self.token_ids
+        placeholder = np.int32(request.prompt_token_ids[request.images[0].start])
+        return np.where(self.token_ids < 0, placeholder, self.token_ids)
 
     @property
     def can_fork(self) -> bool:

@@ -189,7 +189,7 @@ class StepScheduler:
         longest = min(longest, self._blocks.next_chunk_limit(sequence.row))
         end = min(int(self._rows.num_tokens[sequence.row]), start + longest)
         chunk = self._state.chunk_end(sequence, start, end) - start
-        if self._grow(builder, sequence, start + chunk):
+        if chunk and self._grow(builder, sequence, start + chunk):
             if start in sequence.snapshots_at and not is_lost(sequence.place):
                 name = identity(sequence.place)
                 assert isinstance(name, int), "a snapshot is behind a block"

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tp_engine.sched.images import ImageCounters
 from tp_engine.sched.kv_events import KVEventCounters
 from tp_engine.sched.lora import AdapterStats
 from tp_engine.sched.running_batch import RunningBatch
@@ -65,6 +66,7 @@ class SchedulerStats:
     speculation: SpeculationCounters | None = None
     adapters: AdapterStats | None = None
     kv_events: KVEventCounters | None = None
+    images: ImageCounters | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

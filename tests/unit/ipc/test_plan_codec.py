@@ -100,6 +100,9 @@ def plans(draw: st.DrawFn) -> StepPlan:
         kept_tokens=draw(ids(num_kept)),
         adapter_loads=draw(arrays.arrays(np.int32, st.tuples(st.integers(0, 4), st.just(2)), elements=INT32)),
         adapter_drops=draw(ids(st.integers(0, 4))),
+        images=draw(arrays.arrays(np.int32, st.tuples(st.integers(0, 3), st.just(5)), elements=INT32)),
+        encodes=draw(arrays.arrays(np.int32, st.tuples(st.integers(0, 3), st.just(10)), elements=INT32)),
+        image_rows=draw(arrays.arrays(np.int32, st.tuples(st.integers(0, 3), st.just(3)), elements=INT32)),
         order=draw(st.binary(max_size=40)),
         wait_load=draw(st.integers(0, 2**63 - 1)),
         num_drafts=draw(st.integers(0, 16)),
@@ -376,6 +379,8 @@ def test_a_section_that_is_too_long_is_named() -> None:
     plan = with_states(moving(small_plan()))
     plan = msgspec.structs.replace(plan, mask_rows=int32(1), masks=int32(-1, 7, 9).reshape(1, 3))
     adapted = {"adapter_loads": int32(1, 2).reshape(1, 2), "adapter_drops": int32(3)}
+    adapted |= {"images": int32(*range(5)).reshape(1, 5), "image_rows": int32(4, 5, 6).reshape(1, 3)}
+    adapted |= {"encodes": int32(*range(10)).reshape(1, 10)}
     plan = msgspec.structs.replace(verifying(plan), order=b"{}", **adapted)
     data, names = encode_plan(plan), [section.name for section in SECTIONS]
     for place, name in enumerate(names):

@@ -260,7 +260,8 @@ class BlockManager:
         the keys and values of all its tokens before any attention."""
         if not self._caching:
             return
-        added, size = [NO_BLOCKS], self.block_size
+        added, lasting, size = [NO_BLOCKS], [NO_BLOCKS], self.block_size
+        has_disk = self.tier is not None and self.tier.disk is not None
         for sequence, num_tokens in chunks:
             row, first, end = sequence.row, sequence.num_published, num_tokens // size
             if first < end:
@@ -276,9 +277,12 @@ class BlockManager:
                 new, sequence.place = self.cache.insert(blocks, sequence.place, known)
                 sequence.num_published = end
                 added.append(new)
-        self.pool.mark_full(published := np.concatenate(added))
+                if has_disk and (images := sequence.group.request.images):  # their names are this process's own
+                    new = new[np.isin(new, self._rows.block_table[row, : images[0].start // size])]
+                lasting.append(new)
+        self.pool.mark_full(np.concatenate(added))
         if self.tier is not None and self.tier.disk is not None:
-            self.tier.disk.published(published)
+            self.tier.disk.published(np.concatenate(lasting))
 
     def publish_tail(self, sequence: Sequence) -> None:
         """Offer the computed tokens in the last, partly filled block of a sequence that is about to be released."""

@@ -145,7 +145,8 @@ class Proposers:
 
     def _weighed(self, proposal: Proposal, likelihood: float) -> Candidate:
         found = self._acceptance[proposal.source].likelihoods(proposal.matched, len(proposal.tokens)) * likelihood
-        paying: list[float] = found[found >= _LEAST_LIKELIHOOD].tolist()
+        are_tokens = np.logical_and.accumulate(proposal.tokens >= 0)  # names of images are none
+        paying: list[float] = found[(found >= _LEAST_LIKELIHOOD) & are_tokens].tolist()
         if not paying:
             return NO_CANDIDATE
         return Candidate(

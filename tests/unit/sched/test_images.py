@@ -1,0 +1,342 @@
+"""Images in the scheduler: a fake worker reads the pixels, and its tokens depend on the rows that it finds in the
+encoder cache, so a wrong image, row or place gives other tokens than the request alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.unit.sched.scheduler_harness import (
+    EOS,
+    FakeRow,
+    FakeWorker,
+    Simulation,
+    chain_hashes,
+    expected_tokens,
+    limits,
+)
+from tp_engine.errors import RequestError
+from tp_engine.plan import StepPlan, StepResult
+from tp_engine.request import EngineRequest, FinishReason, ImageInput
+from tp_engine.sampling_params import SamplingParams
+from tp_engine.sched.encoder_cache import EncoderCache
+from tp_engine.sched.images import ImageCounters
+from tp_engine.sched.limits import ImageLimits, SchedulerLimits
+from tp_engine.worker.image_encoder import read_pixels, rows_within, turning_positions
+
+IMAGE, BREAK = 60, 61
+
+
+@dataclass
+class Album:
+    """Images in one anonymous file; ``content`` has the token that stands for each row of each image."""
+
+    fd: int
+    size: int = 0
+    content: dict[bytes, int] = field(default_factory=dict)
+
+    def image(self, start: int, value: int, rows: int, columns: int, gap: int = 0) -> ImageInput:
+        """An image whose rows of the grid end with ``gap`` tokens of text; ``value`` stands in all of its pixels."""
+        pixels = np.full((rows, columns, 3), value, dtype=np.uint8)
+        offset, self.size = self.size, self.size + pixels.nbytes
+        os.pwrite(self.fd, pixels.tobytes(), offset)
+        digest = hashlib.sha256(repr((rows, columns, value)).encode()).digest()
+        self.content[digest] = 100 + value
+        return ImageInput(
+            start=start,
+            num_tokens=rows * (columns + gap),
+            grid=(rows, columns),
+            digest=digest,
+            pid=os.getpid(),
+            fd=self.fd,
+            offset=offset,
+            height=rows,
+            width=columns,
+        )
+
+    def prompt(self, *parts: list[int] | tuple[int, ...]) -> tuple[list[int], tuple[ImageInput, ...]]:
+        """Texts (lists) and images (tuples for ``image``), one behind the other."""
+        ids: list[int] = []
+        images: list[ImageInput] = []
+        for part in parts:
+            if isinstance(part, tuple):
+                image = self.image(len(ids), *part)
+                images.append(image)
+                gap = image.num_tokens // image.grid[0] - image.grid[1]
+                ids += ([IMAGE] * image.grid[1] + [BREAK] * gap) * image.grid[0]
+            else:
+                ids += part
+        return ids, tuple(images)
+
+
+@pytest.fixture
+def album() -> Iterator[Album]:
+    """An empty one; its file is closed at the end."""
+    found = Album(os.memfd_create("album"))
+    yield found
+    os.close(found.fd)
+
+
+class ImageWorker(FakeWorker):
+    """A worker whose rows hold what the encoder cache has where images stand."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Encode, and remember the images of new rows, before all else."""
+        cache = self.__dict__.setdefault("cache", np.zeros(1000, dtype=np.int64))
+        self.images = {**getattr(self, "images", {})}
+        for encode in plan.encodes.tolist():
+            pixels = read_pixels(encode[4:])
+            cache[encode[0] : encode[0] + encode[1] * encode[2]] = 100 + pixels[:, :, 0].reshape(-1).astype(np.int64)
+        for row in plan.released.tolist():
+            self.images.pop(row, None)
+        for row in {one.row for one in plan.admitted}:
+            self.images[row] = plan.images[plan.images[:, 0] == row, 1:]
+        self.of_plan = plan
+        return super().execute(plan)
+
+    def _store(self, scheduled: list[tuple[int, int]]) -> None:
+        """Tokens of images become what the cache has; those before them what K/V was made of."""
+        found = {(row, start): first for row, start, first in self.of_plan.image_rows.tolist()}
+        for number, count in scheduled:
+            row = self.rows[number]
+            if len(self.images.get(number, ())):
+                self._fill(number, row, count, found)
+            super()._store([(number, count)])  # a later row may share what this one stores
+
+    def _fill(self, number: int, row: FakeRow, count: int, found: dict[tuple[int, int], int]) -> None:
+        before = self.kv_token[self._slots(row, 0, 0)].tolist()
+        row.token_ids[: row.computed] = before
+        for image in self.images[number]:
+            places, rows = rows_within(image, row.computed, row.computed + count)
+            if len(places):
+                values = self.__dict__["cache"][found[number, int(image[0])] + rows]
+                for place, value in zip(places.tolist(), values.tolist(), strict=True):
+                    row.token_ids[place] = value
+        row.chain[:] = chain_hashes(row.token_ids, [])
+
+
+class ImageSimulation(Simulation):
+    """A simulation whose requests may have images of ``album``."""
+
+    def __init__(self, given: SchedulerLimits, album: Album, *, ahead: int = 0) -> None:
+        super().__init__(given, ahead=ahead)
+        self.worker, self.album = ImageWorker(given), album
+
+    def add_images(self, prompt: tuple[list[int], tuple[ImageInput, ...]], **params: object) -> EngineRequest:
+        """Queue a request with images."""
+        params.setdefault("seed", len(self.requests))
+        request = EngineRequest(
+            request_id=f"r{len(self.requests)}",
+            prompt_token_ids=prompt[0],
+            images=prompt[1],
+            params=SamplingParams(**params),  # type: ignore[arg-type]
+            eos_token_ids=(EOS,),
+        )
+        self.add_request(request)
+        return request
+
+    def expected(self, request: EngineRequest, index: int) -> tuple[list[int], FinishReason]:
+        """What the fake model says of the request alone, with its images in their places."""
+        ids = list(request.prompt_token_ids)
+        for image in request.images:
+            array = np.array((image.start, image.num_tokens, *image.grid), dtype=np.int32)
+            for place in rows_within(array, 0, len(ids))[0].tolist():
+                ids[place] = self.album.content[image.digest]
+        params = request.params
+        assert params.seed is not None and params.max_tokens is not None
+        longest = min(self.limits.max_sequence_tokens, len(ids) + params.max_tokens)
+        stop_ids = frozenset() if params.ignore_eos else frozenset({EOS})
+        tokens = expected_tokens(ids, params.seed + index, longest, stop_ids, self.limits.windows)
+        return tokens, FinishReason.STOP if tokens[-1] in stop_ids else FinishReason.LENGTH
+
+    @property
+    def counters(self) -> ImageCounters:
+        """The scheduler's."""
+        found = self.scheduler.stats().images
+        assert found is not None
+        return found
+
+
+def image_limits(num_rows: int = 40, num_ranks: int = 1, **changes: object) -> SchedulerLimits:
+    """Small limits with an encoder cache."""
+    images = ImageLimits(num_rows=num_rows, token_id=IMAGE, num_ranks=num_ranks)
+    return limits(**{"num_blocks": 64, "max_model_len": 128, "images": images, **changes})
+
+
+@pytest.mark.parametrize("budget", [1, 3, 7, 64])
+def test_every_chunk_has_the_rows_of_its_images(album: Album, budget: int) -> None:
+    """Oracle: the fake model, with images at every place of a chunk's border, rows that end with text, equal images."""
+    simulation = ImageSimulation(image_limits(max_num_batched_tokens=budget), album)
+    texts = [[3] * count for count in range(1, 8)]
+    for text in texts:
+        simulation.add_images(album.prompt(text, (1, 2, 3), [5], (2, 2, 3), (3, 4, 2, 1), [6]), max_tokens=4)
+    simulation.add_images(album.prompt((1, 2, 3), [4], (1, 2, 3)), max_tokens=4)
+    simulation.run()
+    assert simulation.counters.num_encoded <= simulation.counters.num_queries
+
+
+def test_equal_images_are_hits_and_others_never_are(album: Album) -> None:
+    """Oracle: cached tokens and encoded images, counted by hand; blocks of 4."""
+    simulation = ImageSimulation(image_limits(), album)
+
+    def cached_after(value: int, **params: object) -> tuple[int, int]:
+        request = simulation.add_images(album.prompt([9] * 5, (value, 2, 3), [8] * 6), max_tokens=2, **params)
+        simulation.run()
+        delta = simulation.outputs[request.request_id, 0].deltas[0]
+        return delta.num_cached_tokens, simulation.counters.num_encoded
+
+    assert cached_after(1) == (0, 1)
+    assert cached_after(1) == (16, 1)  # all full blocks but that of the last token
+    assert cached_after(2) == (4, 2)  # the block before the image
+    assert cached_after(1, cache_salt="other") == (0, 3)
+    simulation.scheduler.renew_cache_keys()
+    assert cached_after(1) == (0, 4)
+
+
+def test_large_images_wait_for_room_and_go_to_the_least_loaded_rank(album: Album) -> None:
+    """Oracle: no more rows than a step may encode; 4 images of unequal size on 2 ranks."""
+    simulation = ImageSimulation(image_limits(num_rows=64, num_ranks=2, max_num_batched_tokens=64), album)
+    simulation.add_images(album.prompt([1], (1, 4, 4), [1], (2, 2, 4), [1], (3, 2, 3), [1], (4, 1, 2)), max_tokens=1)
+    simulation.run()
+    (encodes,) = [plan.encodes for plan in simulation.plans if len(plan.encodes)]
+    assert (encodes[:, 1] * encodes[:, 2]).tolist() == [16, 8, 6, 2]
+    assert encodes[:, 3].tolist() == [0, 1, 1, 1]
+    many = ImageSimulation(image_limits(num_rows=20, max_num_batched_tokens=16), album)
+    for value in range(6):
+        many.add_images(album.prompt([value], (value, 3, 4)), max_tokens=1)
+    many.run()
+    assert [int((plan.encodes[:, 1] * plan.encodes[:, 2]).sum()) for plan in many.plans if len(plan.encodes)] == [
+        12
+    ] * 6
+
+
+def test_a_text_request_has_no_bytes_for_images(album: Album) -> None:
+    """Oracle: the plans of an engine that takes images, and of one that does not."""
+    from tp_engine.ipc.plan_codec import encode_plan
+
+    found = []
+    for given in (image_limits(), limits(num_blocks=64, max_model_len=128)):
+        simulation = ImageSimulation(given, album)
+        simulation.add([1, 2, 3, 4, 5], max_tokens=6)
+        simulation.run()
+        found.append([encode_plan(plan) for plan in simulation.plans])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_requests_with_images(album: Album, seed: int) -> None:
+    """Oracle: the fake model; few blocks (preemptions), a small encoder cache (rows leave between two chunks), forks,
+    aborts, plans ahead."""
+    rng = random.Random(seed)
+    given = image_limits(
+        num_rows=14,
+        num_blocks=rng.choice((16, 40)),
+        max_model_len=48,
+        max_num_batched_tokens=rng.choice((5, 9, 16)),
+        has_states=seed == 3,
+        num_snapshots=3 if seed == 3 else 0,
+    )
+    simulation = ImageSimulation(given, album, ahead=seed % 2)
+    for _ in range(150):
+        if rng.random() < 0.3:
+            parts: list[list[int] | tuple[int, ...]] = [[rng.randrange(3)] * rng.randrange(7)]
+            for _ in range(rng.randrange(3)):
+                parts += [(rng.randrange(3), rng.choice((1, 2, 3)), rng.choice((2, 4)), rng.randrange(2)), [2, 3]]
+            prompt = album.prompt(*parts, [1])
+            salt = rng.choice((None, None, "a"))
+            simulation.add_images(prompt, max_tokens=rng.randint(1, 9), n=rng.choice((1, 1, 3)), cache_salt=salt)
+        elif rng.random() < 0.05 and simulation.requests:
+            simulation.abort(rng.choice(list(simulation.requests)))
+        simulation.step()
+    simulation.run()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grid": (4, 2)}, "has 8 embeddings, and takes 6 places"),
+        ({"start": 0}, "placeholder"),
+        ({"start": 4}, "beyond the prompt"),
+        ({"digest": b""}, "grid"),
+        ({"fd": 999_999}, "gone"),
+        ({"offset": 1 << 40}, "gone"),
+    ],
+)
+def test_what_does_not_fit_is_refused(album: Album, change: dict[str, object], message: str) -> None:
+    """Oracle: an error for the request alone; the scheduler goes on."""
+    from dataclasses import replace
+
+    simulation = ImageSimulation(image_limits(), album)
+    ids, (image,) = album.prompt([1], (1, 2, 3))
+    with pytest.raises(RequestError, match=message):
+        simulation.add_images((ids, (replace(image, **change),)))  # type: ignore[arg-type]
+    simulation.add_images(album.prompt([1], (1, 2, 3)), max_tokens=1)
+    simulation.run()
+
+
+def test_a_larger_image_than_the_cache_is_refused(album: Album) -> None:
+    """Oracle: both numbers in the error."""
+    simulation = ImageSimulation(image_limits(num_rows=5), album)
+    with pytest.raises(RequestError, match="takes 6 rows of the encoder cache, which has 5"):
+        simulation.add_images(album.prompt([1], (1, 2, 3)))
+
+
+def test_pixels_are_held_until_the_last_step_has_read_them(album: Album) -> None:
+    """Oracle: this process's open files; the sender closes its own at once, and the request is aborted while a plan
+    that encodes its image is in flight."""
+    before = len(os.listdir("/proc/self/fd"))
+    simulation = ImageSimulation(image_limits(), album, ahead=1)
+    fd = os.memfd_create("sender")
+    other = Album(fd)
+    prompt = other.prompt([1], (1, 2, 3))
+    simulation.album.content |= other.content
+    request = simulation.add_images(prompt, max_tokens=5)
+    os.close(fd)
+    plan = simulation.scheduler.schedule()
+    assert plan is not None and len(plan.encodes) == 1
+    simulation.in_flight.append(plan)
+    simulation.abort(request.request_id)
+    simulation.drain()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_encoder_cache_against_a_list() -> None:
+    """Oracle: a list of rows; images that were used longest ago leave, pinned ones never do."""
+    rng, cache = random.Random(1), EncoderCache(20)
+    rows: list[int | None] = [None] * 20
+    for number in range(300):
+        pinned = {one for one in rng.sample(range(max(number, 1)), min(number, 2)) if cache.use(one) is not None}
+        count = rng.randint(1, 9)
+        first = cache.add(number, count, pinned)
+        cache.check_integrity()
+        assert all(cache.use(one) is not None for one in pinned)
+        if first is None:
+            gaps = [-1, *(place for place, one in enumerate(rows) if one in pinned), 20]
+            assert max(end - start - 1 for start, end in pairwise(gaps)) < count
+            continue
+        rows[first : first + count] = [number] * count
+        rows = [one if one is not None and cache.use(one) is not None else None for one in rows]
+    cache.clear()
+    assert cache.num_used == len(cache) == 0 and cache.add(-1, 20, set()) == 0
+
+
+def test_positions_of_an_image_by_hand() -> None:
+    """Oracle: transformers' rule, written out: 4 tokens of text, an image of 2 x 3, text; and any part of it."""
+    images: npt.NDArray[np.int32] = np.array([[4, 6, 2, 3], [11, 4, 4, 1]], dtype=np.int32)
+    whole = [
+        [0, 1, 2, 3, 4, 4, 4, 4, 4, 4, 7, 8, 8, 8, 8, 12, 13],
+        [0, 1, 2, 3, 4, 4, 4, 5, 5, 5, 7, 8, 9, 10, 11, 12, 13],
+        [0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8, 8, 8, 8, 12, 13],
+    ]
+    find: Callable[[int, int], list[list[int]]] = lambda first, end: turning_positions(images, first, end).tolist()  # noqa: E731
+    for first in range(17):
+        for end in range(first + 1, 18):
+            assert find(first, end) == [axis[first:end] for axis in whole]

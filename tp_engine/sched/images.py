@@ -1,0 +1,292 @@
+"""Images of prompts: their names in the prefix cache, when they are encoded, on which rank, and what plans say of it.
+
+*Names.*  Where an image's rows of embeddings stand, a sequence's tokens have a negative number in place of the model's
+placeholder: one for each content that this process has seen.  The prefix cache compares these as it compares tokens,
+so an equal image is found, and another one never is.  Ranks get the placeholder (``Sequence.ids_for_ranks``).
+
+*Encoding.*  A chunk that touches an image needs its rows: the plan encodes it, unless the encoder cache has it.  If
+there is no room for it in the cache or in the step, the chunk ends before the image::
+
+    chunk       | text | image A ...... | text | image B .|           B is cut: the next chunk needs it too
+    plan          encodes: A on rank 0, B on rank 1;   image_rows: where A and B are in the encoder cache
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import OrderedDict, deque
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+
+from tp_engine.errors import RequestError
+from tp_engine.plan import IntArray, StepPlan, StepResult
+from tp_engine.request import EngineRequest, ImageInput
+from tp_engine.sched.encoder_cache import EncoderCache
+from tp_engine.sched.feature import SchedulerFeature
+from tp_engine.sched.limits import ImageLimits
+from tp_engine.sched.scheduler_state import SchedulerState
+from tp_engine.sched.sequence import RequestGroup, Sequence
+from tp_engine.sched.step_scheduler import StepPlanBuilder
+
+_FIRST_NAME = -2  # -1 has another meaning where tokens are drafted
+_MOST_NAMES = 100_000
+_LARGE_ROWS = 4096  # of an image that takes a GPU so long that a step has only one of them
+
+
+@dataclass(slots=True)
+class ImageCounters:
+    """Since the start: images that chunks needed, those of them that were in the encoder cache, and rows in use."""
+
+    num_queries: int = 0
+    num_hits: int = 0
+    num_encoded: int = 0
+    num_rows_used: int = 0
+
+
+class PixelFile:
+    """An anonymous file of another process, kept open by this one; it closes with the last reference."""
+
+    def __init__(self, pid: int, fd: int) -> None:
+        self.fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        self.num_bytes = os.fstat(self.fd).st_size
+        weakref.finalize(self, os.close, self.fd)
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A request's images, by their names, and the files that hold their pixels."""
+
+    images: tuple[ImageInput, ...]
+    files: list[PixelFile]
+    names: list[int]
+
+
+class Images(SchedulerFeature):
+    """Names, encodes and places the images of ``state``'s requests."""
+
+    def __init__(self, state: SchedulerState, limits: ImageLimits) -> None:
+        self._state, self._limits = state, limits
+        self._budget = max(state.limits.max_num_batched_tokens, 1)
+        self._cache = EncoderCache(limits.num_rows)
+        self._names: OrderedDict[tuple[str, bytes], int] = OrderedDict()
+        self._next_name = _FIRST_NAME
+        self._prompts: dict[str, _Prompt] = {}
+        self._opened: tuple[str, list[PixelFile]] | None = None
+        self._used: set[int] = set()  # by the plan in the making
+        self._new: dict[int, ImageInput] = {}  # to be encoded in it
+        self._closing: deque[tuple[int, list[PixelFile]]] = deque()
+        self._last_plan = self._last_result = 0
+        self._counters = ImageCounters()
+
+    def resolve(self, request: EngineRequest) -> EngineRequest:
+        """Check the images of a request, and hold their pixels from now on, whatever their sender does."""
+        if not request.images:
+            return request
+        check_images(request, self._limits)
+        files: dict[tuple[int, int], PixelFile] = {}
+        held: list[ImageInput] = []
+        for image in request.images:
+            key = image.pid, image.fd
+            try:
+                file = files[key] = files.get(key) or PixelFile(*key)
+            except OSError as error:
+                raise _lost(request) from error
+            if file.num_bytes < image.offset + image.num_bytes:
+                raise _lost(request)
+            held.append(replace(image, pid=os.getpid(), fd=file.fd))
+        self._opened = request.request_id, list(files.values())
+        return replace(request, images=tuple(held))
+
+    def on_add(self, group: RequestGroup) -> None:
+        """Give the images of a request their names."""
+        request = group.request
+        if not request.images:
+            return
+        assert self._opened is not None and self._opened[0] == request.request_id
+        files, self._opened = self._opened[1], None
+        names = [self._name(request.params.cache_salt or "", image.digest) for image in request.images]
+        self._prompts[request.request_id] = _Prompt(request.images, files, names)
+        tokens = group.sequences[0].token_ids.copy()
+        for image, name in zip(request.images, names, strict=True):
+            tokens[image.start + row_places(image)] = name
+        for sequence in group.sequences:
+            sequence.token_ids = tokens
+
+    def begin_plan(self, builder: StepPlanBuilder) -> None:
+        """Forget what an attempt at a plan wanted that was not made."""
+        for name in self._new:
+            self._cache.drop(name)
+        self._new.clear()
+        self._used.clear()
+
+    def limit_chunk(self, sequence: Sequence, start: int, end: int) -> int:
+        """Return where a chunk from ``start`` ends that could go to ``end``: before the first image that can not be
+        encoded now, or that would be cut and must not be.  ``start`` itself: it has to wait."""
+        if not sequence.group.request.images:
+            return end
+        prompt = self._prompts[sequence.request_id]
+        for image, name in zip(prompt.images, prompt.names, strict=True):
+            behind = image.start + image.num_tokens
+            if image.start >= end:
+                break
+            if behind <= start:
+                continue
+            if (self._limits.is_bidirectional and behind > end) or not self._reserve(name, image):
+                return max(image.start, start)
+        return end
+
+    def finish_plan(self, plan: StepPlan) -> StepPlan:
+        """Do as ``SchedulerFeature``: the images of rows that enter, of chunks, and those to encode."""
+        self._last_plan = plan.step_id
+        if not self._prompts or not (len(plan.prefill_rows) or plan.admitted):
+            return plan
+        rows = self._state.rows
+        entering: list[tuple[int, ...]] = [
+            (admission.row, image.start, image.num_tokens, *image.grid)
+            for admission in plan.admitted
+            for image in self._images_at(admission.row)
+        ]
+        touched: list[tuple[int, ...]] = []
+        encoded: dict[int, ImageInput] = {}
+        for row, count in zip(plan.prefill_rows.tolist(), plan.prefill_tokens.tolist(), strict=True):
+            end = int(rows.num_scheduled[row])
+            for image, name in self._touched(row, end - count, end):
+                first = self._cache.use(name)
+                assert first is not None, "a chunk was planned without its image"
+                touched.append((row, image.start, first))
+                self._counters.num_queries += 1
+                if name in self._new:
+                    encoded[name] = self._new.pop(name)
+                elif name not in encoded:
+                    self._counters.num_hits += 1
+        for name in self._new:  # chunks that were not scheduled after all
+            self._cache.drop(name)
+        self._new.clear()
+        self._counters.num_encoded += len(encoded)
+        if not (entering or touched):
+            return plan
+        return msgspec.structs.replace(
+            plan,
+            images=_array(entering, 5),
+            image_rows=_array(touched, 3),
+            encodes=_array(self._on_ranks(encoded), 10),
+        )
+
+    def on_result(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
+        """Close the files that no step in flight reads any more."""
+        self._last_result = plan.step_id
+        while self._closing and self._closing[0][0] <= plan.step_id:
+            self._closing.popleft()
+        return plan, result
+
+    def on_request_end(self, group: RequestGroup) -> None:
+        """Let the pixels of a request go, once no step in flight reads them."""
+        prompt = self._prompts.pop(group.request.request_id, None)
+        if prompt is not None and self._last_result < self._last_plan:
+            self._closing.append((self._last_plan, prompt.files))
+
+    def on_new_weights(self) -> None:
+        """Forget all embeddings: the tower may be another one."""
+        self._cache.clear()
+
+    def stats(self) -> dict[str, ImageCounters]:
+        """Do as ``SchedulerFeature``."""
+        return {"images": replace(self._counters, num_rows_used=self._cache.num_used)}
+
+    def check_integrity(self) -> None:
+        self._cache.check_integrity()
+
+    def _name(self, salt: str, digest: bytes) -> int:
+        """The number of an image; that of one seen long ago may be a new one."""
+        name = self._names.get((salt, digest))
+        if name is None:
+            name = self._next_name
+            self._next_name -= 1
+            self._names[salt, digest] = name
+            if len(self._names) > _MOST_NAMES:
+                self._names.popitem(last=False)
+        self._names.move_to_end((salt, digest))
+        return name
+
+    def _reserve(self, name: int, image: ImageInput) -> bool:
+        """Whether the plan in the making has the rows of an image: those in the cache, or room to encode it."""
+        if self._cache.use(name) is None:
+            taken = [one.num_rows for one in self._new.values()]
+            is_too_much = sum(taken) + image.num_rows > self._budget
+            is_large = max((image.num_rows, *taken)) > _LARGE_ROWS
+            if (taken and (is_too_much or is_large)) or self._cache.add(name, image.num_rows, self._used) is None:
+                return False
+            self._new[name] = image
+        self._used.add(name)
+        return True
+
+    def _images_at(self, row: int) -> tuple[ImageInput, ...]:
+        sequence = self._state.rows.sequences[row]
+        return () if sequence is None else sequence.group.request.images
+
+    def _touched(self, row: int, start: int, end: int) -> list[tuple[ImageInput, int]]:
+        sequence = self._state.rows.sequences[row]
+        if sequence is None or not sequence.group.request.images:
+            return []
+        prompt = self._prompts[sequence.request_id]
+        return [
+            (image, name)
+            for image, name in zip(prompt.images, prompt.names, strict=True)
+            if image.start < end and start < image.start + image.num_tokens
+        ]
+
+    def _on_ranks(self, encoded: dict[int, ImageInput]) -> list[tuple[int, ...]]:
+        """The plan's ``encodes``: the largest first, each on the rank that has least to do."""
+        load = [0] * self._limits.num_ranks
+        found: list[tuple[int, ...]] = []
+        for name, image in sorted(encoded.items(), key=lambda item: -item[1].num_rows):
+            rank = min(range(len(load)), key=load.__getitem__)
+            load[rank] += image.num_rows
+            first = self._cache.use(name)
+            assert first is not None
+            low, high = image.offset & 0x7FFFFFFF, image.offset >> 31
+            place = image.pid, image.fd, low, high, image.height, image.width
+            found.append((first, *image.grid, rank, *place))
+        return found
+
+
+def row_places(image: ImageInput) -> IntArray:
+    """Return where its rows of embeddings are among the places of an image (num_rows,): each row of its grid may end
+    with tokens of the text."""
+    rows, columns = image.grid
+    places = np.arange(rows)[:, None] * (image.num_tokens // rows) + np.arange(columns)
+    return places.reshape(-1).astype(np.int32)
+
+
+def check_images(request: EngineRequest, limits: ImageLimits) -> None:
+    """Raise ``RequestError`` unless the images of a request stand where its prompt has their placeholders."""
+    if request.pooling is not None:
+        raise RequestError("images are for generated text, not for vectors and scores", param=request.prompt_field)
+    ids, end = np.array(request.prompt_token_ids, dtype=np.int64), 0
+    for number, image in enumerate(request.images):
+        rows, columns = image.grid
+        problem = None
+        if min(rows, columns, image.height, image.width) < 1 or len(image.digest) != 32:
+            problem = f"has a grid of {rows} x {columns} and {image.width} x {image.height} pixels"
+        elif image.num_tokens % rows or image.num_tokens < image.num_rows:
+            problem = f"has {image.num_rows} embeddings, and takes {image.num_tokens} places"
+        elif image.start < end or image.start + image.num_tokens > len(ids):
+            problem = f"stands at {image.start}, beyond the prompt or within another image"
+        elif (ids[image.start + row_places(image)] != limits.token_id).any():
+            problem = f"stands where the prompt has not {image.num_rows} tokens {limits.token_id}, the placeholder"
+        elif image.num_rows > limits.num_rows:
+            problem = f"takes {image.num_rows} rows of the encoder cache, which has {limits.num_rows}"
+        if problem is not None:
+            raise RequestError(f"image {number} {problem}", param=request.prompt_field)
+        end = image.start + image.num_tokens
+
+
+def _lost(request: EngineRequest) -> RequestError:
+    return RequestError("the pixels of an image are gone; send the request again", param=request.prompt_field)
+
+
+def _array(entries: list[tuple[int, ...]], columns: int) -> IntArray:
+    return np.array(entries, dtype=np.int32).reshape(-1, columns)
