@@ -20,6 +20,7 @@ class RotaryEmbedding(nn.Module):
 
     table: torch.Tensor
     query_scale: torch.Tensor | None
+    axes: torch.Tensor | None
 
     def __init__(self, spec: RopeSpec, max_model_len: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -32,10 +33,18 @@ class RotaryEmbedding(nn.Module):
             periods = torch.floor(positions / spec.original_max_position)
             scale = (1 + spec.query_beta * torch.log(1 + periods)).to(device)
         self.register_buffer("query_scale", scale, persistent=False)
+        axes = torch.tensor(spec.axes, dtype=torch.int64, device=device) if spec.sections else None
+        self.register_buffer("axes", axes, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Rotation:
-        """Return the rotation of the heads of tokens at ``positions`` (N,) int64."""
-        return Rotation(self.table, positions, self.query_scale)
+        """Return the rotation of the heads of tokens at ``positions`` (N,) int64; or at (3, N): each pair turns by one
+        of time, row and column."""
+        if positions.dim() == 1:
+            return Rotation(self.table, positions, self.query_scale)
+        assert self.axes is not None and self.query_scale is None
+        own, pairs = positions[self.axes].T, torch.arange(len(self.axes), device=positions.device)
+        table = torch.cat((self.table[own, pairs], self.table[own, pairs + len(pairs)]), 1)
+        return Rotation(table, torch.arange(len(table), device=positions.device))
 
 
 def order_of(spec: RopeSpec | None, head_dim: int) -> Decode:

@@ -22,6 +22,8 @@ class RopeSpec:
     checkpoint, instead of half of ``rotary_dim`` apart.  With ``query_beta`` b, a query at position p is multiplied by
     ``1 + b log(1 + floor(p / original_max_position))`` (Llama 4, Ministral 3).  ``score_factor`` multiplies the scores
     of latent attention.  ``extends_to``: the positions that YaRN makes of the original ones; 0 if they are not given.
+    Where images turn by time, row and column, ``sections`` are the numbers of pairs that turn by each, in this order,
+    or in turns (``are_sections_mixed``).
     """
 
     rotary_dim: int
@@ -42,6 +44,17 @@ class RopeSpec:
     query_beta: float = 0.0
     score_factor: float = 1.0
     extends_to: int = 0
+    sections: tuple[int, ...] = ()
+    are_sections_mixed: bool = False
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """By which position each pair of a token of an image turns: 0 time, 1 row, 2 column."""
+        if not self.are_sections_mixed:
+            return tuple(axis for axis, count in enumerate(self.sections) for _ in range(count))
+        return tuple(
+            index % 3 if index % 3 and index < 3 * self.sections[index % 3] else 0 for index in range(self.num_pairs)
+        )
 
     @property
     def num_pairs(self) -> int:
@@ -56,13 +69,15 @@ class RopeRules:
 
     ``theta`` is the default base and ``partial`` the default share of a head that turns (None: always all of it).
     ``is_interleaved``: the elements of a pair are neighbours.  ``is_multimodal``: the keys describe three positions per
-    token (``mrope``), which are equal for text.
+    token (``mrope``), which are equal for text; ``sections`` is the default for them (``RopeSpec``).
     """
 
     theta: float = DEFAULT_THETA
     partial: float | None = None
     is_interleaved: bool = False
     is_multimodal: bool = False
+    sections: tuple[int, int, int] = (16, 24, 24)
+    are_sections_mixed: bool = False
 
 
 PLAIN = RopeRules()
@@ -135,6 +150,8 @@ def parse_rope(config: ConfigJson, *, head_dim: int, max_position: int, rules: R
             "even number"
         )
     numbers = _NUMBERS[kind](_Reading(config, original, max_position, rotary_dim))
+    if rules.is_multimodal:
+        numbers |= {"sections": _read_sections(config, rules), "are_sections_mixed": rules.are_sections_mixed}
     if kind == "proportional":
         numbers["rotated_share"] = partial
     config.finish_strictly()
@@ -145,14 +162,20 @@ def _read_kind(config: ConfigJson, rules: RopeRules) -> RopeKind:
     old_kind = config.take("type", str, "default")
     asked = config.take("rope_type", str, old_kind)
     if rules.is_multimodal:
-        for key in ("mrope_section", "mrope_interleaved"):
-            config.skip(key)
+        config.skip("mrope_interleaved")  # each family does it in one way
         asked = "default" if asked == "mrope" else asked
     asked = "longrope" if asked == "su" else asked
     for kind in _NUMBERS:
         if asked == kind:
             return kind
     raise ConfigError(f"{config.origin} asks for rope type {shown(asked)}; this engine supports {', '.join(_NUMBERS)}")
+
+
+def _read_sections(config: ConfigJson, rules: RopeRules) -> tuple[int, ...]:
+    found = config.take("mrope_section", list, list(rules.sections)) or []
+    if len(found) != len(rules.sections) or not all(type(one) is int and one >= 0 for one in found):
+        raise ConfigError(f"{config.origin} has mrope_section {shown(found)}; it must be three numbers of pairs")
+    return tuple(found)
 
 
 def _read_partial(config: ConfigJson, rules: RopeRules) -> float:

@@ -14,7 +14,8 @@ from tp_engine.worker.batch.step_inputs import slots_for
 
 
 def make_tables(num_rows: int, max_len: int, block_size: int, num_groups: int, device: str, seed: int = 0) -> RowTables:
-    """Rows of random lengths; each block belongs to one row and one group."""
+    """Rows of random lengths; each block belongs to one row and one group.  With several groups heads turn by less than
+    a token's position."""
     rng = np.random.default_rng(seed)
     num_columns = -(-max_len // block_size)
     table = rng.permutation(num_groups * num_rows * num_columns).reshape(num_groups, num_rows, num_columns)
@@ -24,7 +25,20 @@ def make_tables(num_rows: int, max_len: int, block_size: int, num_groups: int, d
     token_ids, num_computed, block_table = (
         torch.from_numpy(array.astype(np.int32)).to(device) for array in (tokens, lengths, table)
     )
-    return RowTables(token_ids=token_ids, num_computed=num_computed, block_table=block_table, block_size=block_size)
+    deltas = torch.from_numpy(-rng.integers(0, 40, num_rows).astype(np.int32)).to(device) if num_groups > 1 else None
+    return RowTables(
+        token_ids=token_ids,
+        num_computed=num_computed,
+        block_table=block_table,
+        block_size=block_size,
+        rope_deltas=deltas,
+    )
+
+
+def deltas_of(tables: RowTables) -> np.ndarray:
+    """By how much the rows turn more than their positions."""
+    found = tables.rope_deltas
+    return np.zeros(len(tables.num_computed), dtype=np.int64) if found is None else found.cpu().numpy()
 
 
 def operations(kind: Kind) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -46,6 +60,10 @@ def check(device: str, kind: Kind, rows: list[int], max_len: int, block_size: in
     for step in range(3):
         prepare(tables, inputs)
         compare(inputs, kept, token_ids, lengths, block_table, block_size)
+        turns = np.zeros(len(rows), dtype=np.int64)
+        for request, row in kept:
+            turns[request] = lengths[row] + deltas_of(tables)[row]
+        np.testing.assert_array_equal(inputs.turns.cpu(), turns)
         sampled = np.arange(len(rows), dtype=np.int32) + 2000 + step
         advance(tables, inputs, torch.from_numpy(sampled).to(device))
         for request, row in kept:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tests.unit.kernels.kernel_cases_decode_inputs import make_tables
+from tests.unit.kernels.kernel_cases_decode_inputs import deltas_of, make_tables
 from tp_engine.kernels.ops import Kind, has_triton, implementation
 from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.kernels.steps.padded_steps import PaddedInputs, PaddedRequests
@@ -56,6 +56,9 @@ def check(
     requests, inputs = batch.requests(step_size.decodes), batch.inputs(step_size)
     implementation("prepare_steps", kind)(tables, requests, inputs)
     compare(inputs, requests, plan, lengths, token_ids, block_table, block_size)
+    turns = inputs.positions.cpu().numpy().copy()
+    turns[: len(decodes)] += deltas_of(tables)[decodes]
+    np.testing.assert_array_equal(inputs.turns.cpu(), turns)
     sampled = np.arange(step_size.num_requests, dtype=np.int32) + 2000
     implementation("advance_steps", kind)(tables, requests, torch.from_numpy(sampled).to(device))
     expected = iter(sampled.tolist())

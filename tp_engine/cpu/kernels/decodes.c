@@ -9,13 +9,16 @@
 int prepare_decodes(const int32_t *rows, int64_t num_requests, const int32_t *token_ids, int64_t token_stride,
                     const int32_t *num_computed, const int32_t *tables, int64_t num_groups, int64_t source_stride,
                     int64_t num_columns, int64_t block_size, int32_t *input_ids, int64_t *positions, int64_t *slots,
-                    int64_t slot_stride, int32_t *seq_lens, int32_t *block_table, int64_t table_stride)
+                    int64_t slot_stride, int32_t *seq_lens, int32_t *block_table, int64_t table_stride, const int32_t *rope_deltas,
+                    int64_t *rope_positions)
 {
     for (int64_t i = 0; i < num_requests; i++) {
         const int64_t row = rows[i];
         if (row < 0) {
             input_ids[i] = seq_lens[i] = 0;
             positions[i] = 0;
+            if (rope_deltas)
+                rope_positions[i] = 0;
             for (int64_t group = 0; group < num_groups; group++)
                 slots[group * slot_stride + i] = -1;
             continue;
@@ -23,6 +26,8 @@ int prepare_decodes(const int32_t *rows, int64_t num_requests, const int32_t *to
         const int64_t computed = num_computed[row], last = computed / block_size;
         input_ids[i] = token_ids[row * token_stride + computed];
         positions[i] = computed;
+        if (rope_deltas)
+            rope_positions[i] = computed + rope_deltas[row];
         seq_lens[i] = (int32_t)computed + 1;
         for (int64_t group = 0; group < num_groups; group++) {
             const int32_t *const table = tables + group * source_stride + row * num_columns;
@@ -37,7 +42,7 @@ int play_prepare_decodes(const Word *a)
 {
     return prepare_decodes(a[0].pointer, a[1].integer, a[2].pointer, a[3].integer, a[4].pointer, a[5].pointer, a[6].integer,
                            a[7].integer, a[8].integer, a[9].integer, a[10].pointer, a[11].pointer, a[12].pointer,
-                           a[13].integer, a[14].pointer, a[15].pointer, a[16].integer);
+                           a[13].integer, a[14].pointer, a[15].pointer, a[16].integer, a[17].pointer, a[18].pointer);
 }
 
 /* Ends that step: its tokens are computed, and `sampled` follow them.  A second call changes nothing. */

@@ -40,7 +40,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "norm_width": (_POINTER, _INT, _POINTER, _POINTER, *[_INT] * 6, _FLOAT, _INT, _INT),
     "prepare_decodes": (
         *(_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, *[_INT] * 4),
-        *(_POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT),
+        *(_POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER),
     ),
     "advance_decodes": (*[_POINTER] * 3, _INT, _POINTER, _INT, _POINTER),
     "advance_drafts": (*[_POINTER] * 3, *[_INT] * 3, _POINTER, _POINTER),

@@ -187,11 +187,13 @@ def prepare_decodes(library: ctypes.CDLL, tables: RowTables, inputs: DecodeInput
     source, target = tables.block_table, inputs.block_table
     num_columns = source.stride(1)
     assert target.stride(1) == num_columns
+    deltas, turns = tables.rope_deltas, inputs.rope_positions
+    of_turns = (None, None) if deltas is None or turns is None else (deltas.data_ptr(), turns.data_ptr())
     library.prepare_decodes(
         inputs.rows.data_ptr(), len(inputs.rows), tables.token_ids.data_ptr(), tables.token_ids.stride(0),
         tables.num_computed.data_ptr(), source.data_ptr(), len(source), source.stride(0), num_columns,
         tables.block_size, inputs.input_ids.data_ptr(), inputs.positions.data_ptr(), inputs.slot_mapping.data_ptr(),
-        inputs.slot_mapping.stride(0), inputs.seq_lens.data_ptr(), target.data_ptr(), target.stride(0),
+        inputs.slot_mapping.stride(0), inputs.seq_lens.data_ptr(), target.data_ptr(), target.stride(0), *of_turns,
     )  # fmt: skip
 
 

@@ -11,6 +11,10 @@ its rows, which seldom changes::
                                                                              + n % size                       -1
                                              seq_lens     (B,)      int32  n + 1                               0
                                              block_table  (G, B, M) int32  table[g, r], the columns in use
+    rope_deltas  (R,)      int32             rope_positions (B,)    int64  n + rope_deltas[r]                  0
+
+Only models whose images take more places than they turn by (``RopeSpec.sections``) have the last line; for all others
+the positions are those by which heads turn.
 
 G groups of layers have a table each (``kv_layout``).  The sampled token goes to ``token_ids[r, n + 1]`` and the row has
 ``n + 1`` computed tokens: ``advance_decodes``.
@@ -37,6 +41,7 @@ class RowTables:
     num_computed: torch.Tensor
     block_table: torch.Tensor
     block_size: int
+    rope_deltas: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +57,12 @@ class DecodeInputs:
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     query_start: torch.Tensor
+    rope_positions: torch.Tensor | None = None
+
+    @property
+    def turns(self) -> torch.Tensor:
+        """The positions (B,) int64 by which heads turn."""
+        return self.positions if self.rope_positions is None else self.rope_positions
 
     @staticmethod
     def allocate(max_requests: int, tables: RowTables) -> DecodeInputs:
@@ -71,12 +82,13 @@ class DecodeInputs:
             seq_lens=filled(0, torch.int32),
             block_table=torch.zeros((num_groups, room, num_columns), dtype=torch.int32, device=device),
             query_start=starts.to(device),
+            rope_positions=None if tables.rope_deltas is None else filled(0, torch.int64),
         )
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all the tensors."""
-        return sum(getattr(self, field.name).nbytes for field in fields(self))
+        return sum(value.nbytes for field in fields(self) if (value := getattr(self, field.name)) is not None)
 
     def first(self, num_requests: int) -> DecodeInputs:
         """Return the first ``num_requests``, in the same memory."""
@@ -88,6 +100,7 @@ class DecodeInputs:
             seq_lens=self.seq_lens[:num_requests],
             block_table=self.block_table[:, :num_requests],
             query_start=self.query_start[: num_requests + 1],
+            rope_positions=None if self.rope_positions is None else self.rope_positions[:num_requests],
         )
 
 
@@ -111,6 +124,9 @@ def prepare_decodes(tables: RowTables, inputs: DecodeInputs) -> None:
     inputs.slot_mapping.copy_(slots.masked_fill_(is_padding, PAD_SLOT))
     inputs.seq_lens.copy_((computed + 1).masked_fill_(is_padding, 0))
     inputs.block_table.copy_(tables.block_table.index_select(1, rows))
+    if inputs.rope_positions is not None and tables.rope_deltas is not None:
+        turns = computed + tables.rope_deltas.index_select(0, rows)
+        inputs.rope_positions.copy_(turns.masked_fill_(is_padding, 0))
 
 
 def advance_decodes(tables: RowTables, inputs: DecodeInputs, sampled: torch.Tensor) -> None:

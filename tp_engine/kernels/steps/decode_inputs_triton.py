@@ -29,25 +29,26 @@ PADDING_SLOT = tl.constexpr(PAD_SLOT)
 @triton.jit(do_not_specialize=["slot_stride"])
 @no_type_check
 def prepare_decodes_kernel(
-    token_ids, num_computed, block_table, rows, input_ids, positions, slot_mapping, seq_lens, tables, token_stride,
-    source_stride, slot_stride, table_stride,
-    NUM_COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    token_ids, num_computed, block_table, rows, input_ids, positions, slot_mapping, seq_lens, tables, rope_deltas,
+    rope_positions, token_stride, source_stride, slot_stride, table_stride,
+    NUM_COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one request, in one group; the last three strides go from group to group."""
     begin_program(PDL)
     request, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     prepare_request(
         token_ids, num_computed, block_table + group * source_stride, rows, input_ids, positions,
-        slot_mapping + group * slot_stride, seq_lens, tables + group * table_stride, token_stride, request, 1, True,
-        NUM_COLUMNS, BLOCK_SIZE, BLOCK,
+        slot_mapping + group * slot_stride, seq_lens, tables + group * table_stride, rope_deltas, rope_positions,
+        token_stride, request, 1, True, NUM_COLUMNS, BLOCK_SIZE, BLOCK, HAS_DELTAS,
     )  # fmt: skip
 
 
 @jit
 def prepare_request(
-    token_ids, num_computed, block_table, rows, input_ids, positions, slots, seq_lens, tables, token_stride, request,
-    count, is_decode,
-    NUM_COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    token_ids, num_computed, block_table, rows, input_ids, positions, slots, seq_lens, tables, rope_deltas,
+    rope_positions, token_stride, request, count, is_decode,
+    NUM_COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTAS: tl.constexpr,
 ):  # fmt: skip
     """Return the length and the block table of ``request`` of ``count`` tokens, and its token if it is a decode; tables
     are the group's."""
@@ -64,6 +65,8 @@ def prepare_request(
         token_id = tl.load(token_ids + row * token_stride + position, mask=is_row, other=0)
         tl.store(input_ids + request, token_id)
         tl.store(positions + request, position)
+        if HAS_DELTAS:
+            tl.store(rope_positions + request, position + tl.load(rope_deltas + row, mask=is_row, other=0))
         tl.store(slots + request, tl.where(is_row, block * BLOCK_SIZE + position % BLOCK_SIZE, PADDING_SLOT))
 
 
@@ -105,8 +108,8 @@ def prepare_decodes_triton(tables: RowTables, inputs: DecodeInputs) -> None:
     num_groups, _, num_columns = tables.block_table.shape
     prepare_decodes_kernel[(len(inputs.rows), num_groups)](
         *row_arguments(tables, inputs.rows, inputs),
-        NUM_COLUMNS=num_columns, BLOCK_SIZE=tables.block_size, BLOCK=TABLE_BLOCK, num_warps=1,
-        **dependent_launch(inputs.rows.device),
+        NUM_COLUMNS=num_columns, BLOCK_SIZE=tables.block_size, BLOCK=TABLE_BLOCK,
+        HAS_DELTAS=tables.rope_deltas is not None, num_warps=1, **dependent_launch(inputs.rows.device),
     )  # fmt: skip
 
 
@@ -118,7 +121,8 @@ def row_arguments(tables: RowTables, rows: torch.Tensor, inputs: DecodeInputs | 
     given = tables.token_ids, tables.num_computed, tables.block_table, rows
     filled = inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.seq_lens, inputs.block_table
     strided = tables.token_ids, tables.block_table, inputs.slot_mapping, inputs.block_table
-    return *given, *filled, *(one.stride(0) for one in strided)
+    deltas = tables.num_computed if tables.rope_deltas is None else tables.rope_deltas  # not read, if there are none
+    return *given, *filled, deltas, inputs.turns, *(one.stride(0) for one in strided)
 
 
 def advance_decodes_triton(tables: RowTables, inputs: DecodeInputs, sampled: torch.Tensor) -> None:

@@ -14,6 +14,9 @@ The host says which rows there are (``PaddedRequests``), in one small upload.  F
     slot_mapping (G, N)    int64  table[g, r, (n + t) // size] * size + (n + t) % size                   -1
     seq_lens     (B,)      int32  n + the request's tokens                                                0
     block_table  (G, B, M) int32  table[g, r], the columns in use
+    rope_positions (N,)    int64  of a decode n + rope_deltas[r], of a prompt's token its position        0
+
+The last is there if the rows have deltas; prompts with images are in no such step.
 
 ``advance_steps`` ends the step: each request's tokens are computed, and behind them comes its sampled token, if it has
 one.  ``decode_inputs`` has the same for steps of decodes alone, whose rows seldom change.
@@ -57,6 +60,12 @@ class PaddedInputs:
     slot_mapping: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
+    rope_positions: torch.Tensor | None = None
+
+    @property
+    def turns(self) -> torch.Tensor:
+        """The positions (N,) int64 by which heads turn."""
+        return self.positions if self.rope_positions is None else self.rope_positions
 
     @staticmethod
     def allocate(max_tokens: int, max_requests: int, tables: RowTables) -> PaddedInputs:
@@ -69,6 +78,9 @@ class PaddedInputs:
             slot_mapping=torch.full((num_groups, tokens), PAD_SLOT, dtype=torch.int64, device=device),
             seq_lens=torch.zeros(requests, dtype=torch.int32, device=device),
             block_table=torch.zeros((num_groups, requests, num_columns), dtype=torch.int32, device=device),
+            rope_positions=None
+            if tables.rope_deltas is None
+            else torch.zeros(tokens, dtype=torch.int64, device=device),
         )
 
     def first(self, num_tokens: int, num_requests: int) -> PaddedInputs:
@@ -79,12 +91,13 @@ class PaddedInputs:
             slot_mapping=self.slot_mapping[:, :num_tokens],
             seq_lens=self.seq_lens[:num_requests],
             block_table=self.block_table[:, :num_requests],
+            rope_positions=None if self.rope_positions is None else self.rope_positions[:num_tokens],
         )
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all the tensors."""
-        return sum(getattr(self, field.name).nbytes for field in fields(self))
+        return sum(value.nbytes for field in fields(self) if (value := getattr(self, field.name)) is not None)
 
 
 def prepare_steps(tables: RowTables, requests: PaddedRequests, inputs: PaddedInputs) -> None:
@@ -103,6 +116,9 @@ def prepare_steps(tables: RowTables, requests: PaddedRequests, inputs: PaddedInp
     inputs.slot_mapping.copy_(slots.masked_fill_(is_padding, PAD_SLOT))
     inputs.seq_lens.copy_((computed + starts.diff()).masked_fill_(rows < 0, 0))
     inputs.block_table.copy_(tables.block_table.index_select(1, rows.clamp(min=0)))
+    if inputs.rope_positions is not None and tables.rope_deltas is not None:
+        is_decode = ~is_padding & (tokens < requests.num_decodes)
+        inputs.rope_positions.copy_(positions + tables.rope_deltas[row_of_token] * is_decode)
 
 
 def advance_steps(tables: RowTables, requests: PaddedRequests, sampled: torch.Tensor) -> None:

@@ -33,10 +33,10 @@ _TOKEN_BLOCK = 64
 @triton.jit(do_not_specialize=["slot_stride", "table_stride", "num_decodes", "num_tokens"])
 @no_type_check
 def prepare_steps_kernel(
-    token_ids, num_computed, block_table, rows, input_ids, positions, slot_mapping, seq_lens, tables,
-    token_stride, source_stride, slot_stride, table_stride, query_start, num_decodes, num_tokens,
+    token_ids, num_computed, block_table, rows, input_ids, positions, slot_mapping, seq_lens, tables, rope_deltas,
+    rope_positions, token_stride, source_stride, slot_stride, table_stride, query_start, num_decodes, num_tokens,
     NUM_CHUNKS: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, HAS_DELTAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one request, or TOKENS tokens of chunks, in one group; strides go from group to group."""
     begin_program(PDL)
@@ -49,21 +49,23 @@ def prepare_steps_kernel(
         count = tl.load(query_start + program + 1) - tl.load(query_start + program)
         prepare_request(
             token_ids, num_computed, source, rows, input_ids, positions, slots, seq_lens, tables + group * table_stride,
-            token_stride, program, count, program < num_decodes, NUM_COLUMNS, BLOCK_SIZE, BLOCK,
+            rope_deltas, rope_positions, token_stride, program, count, program < num_decodes, NUM_COLUMNS, BLOCK_SIZE,
+            BLOCK, HAS_DELTAS,
         )  # fmt: skip
     else:
         first = num_decodes + (program - num_requests) * TOKENS
         _chunk_tokens(
             token_ids, num_computed, source, rows + num_decodes, query_start + num_decodes, input_ids, positions, slots,
-            token_stride, first, num_tokens, NUM_CHUNKS, NUM_COLUMNS, BLOCK_SIZE, TOKENS,
+            rope_positions, token_stride, first, num_tokens, NUM_CHUNKS, NUM_COLUMNS, BLOCK_SIZE, TOKENS, HAS_DELTAS,
         )  # fmt: skip
 
 
 @jit
 def _chunk_tokens(
-    token_ids, num_computed, block_table, rows, query_start, input_ids, positions, slots, token_stride, first,
-    num_tokens,
+    token_ids, num_computed, block_table, rows, query_start, input_ids, positions, slots, rope_positions, token_stride,
+    first, num_tokens,
     NUM_CHUNKS: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    HAS_DELTAS: tl.constexpr,
 ):  # fmt: skip
     """TOKENS tokens from the step's token ``first`` on; ``rows`` and ``query_start`` begin with the chunks."""
     token = first + tl.arange(0, TOKENS)
@@ -79,6 +81,8 @@ def _chunk_tokens(
     token_id = tl.load(token_ids + row * token_stride + position, mask=is_token, other=0)
     tl.store(input_ids + token, token_id, mask=inside)
     tl.store(positions + token, position, mask=inside)
+    if HAS_DELTAS:
+        tl.store(rope_positions + token, position, mask=inside)
     tl.store(slots + token, tl.where(is_token, block * BLOCK_SIZE + position % BLOCK_SIZE, PADDING_SLOT), mask=inside)
 
 
@@ -114,7 +118,8 @@ def prepare_steps_triton(tables: RowTables, requests: PaddedRequests, inputs: Pa
     prepare_steps_kernel[(num_programs, num_groups)](
         *row_arguments(tables, requests.rows, inputs), requests.query_start, num_decodes, num_tokens,
         NUM_CHUNKS=num_chunks, NUM_COLUMNS=num_columns, BLOCK_SIZE=tables.block_size, BLOCK=TABLE_BLOCK,
-        TOKENS=_TOKEN_BLOCK, num_warps=1, **dependent_launch(requests.rows.device),
+        TOKENS=_TOKEN_BLOCK, HAS_DELTAS=tables.rope_deltas is not None, num_warps=1,
+        **dependent_launch(requests.rows.device),
     )  # fmt: skip
 
 

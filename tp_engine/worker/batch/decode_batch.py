@@ -22,7 +22,7 @@ class PrefillInputs:
 
     ``input_ids`` (N,) int32, ``positions`` (N,) int64, ``slot_mapping`` (G, N) int64; of the prefills alone ``rows``
     (P,) int64 and ``seq_lens`` (P,) int32.  ``places`` (N,) int64 are those of the tokens in the flattened
-    token table.
+    token table.  ``rope_positions`` (N,) int64, if rows have deltas: those of the prefills are their positions.
     """
 
     input_ids: torch.Tensor
@@ -31,6 +31,7 @@ class PrefillInputs:
     rows: torch.Tensor
     seq_lens: torch.Tensor
     places: torch.Tensor
+    rope_positions: torch.Tensor | None = None
 
 
 class DecodeBatch:
@@ -111,6 +112,7 @@ class DecodeBatch:
                 seq_lens=own.seq_lens,
                 block_table=own.block_table,
                 query_start=own.query_start,
+                rope_positions=None if prefills.rope_positions is None else prefills.rope_positions[:first],
             )
             self._prepare(self.tables, decodes)
         return whole.seq_lens

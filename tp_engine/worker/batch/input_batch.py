@@ -7,6 +7,7 @@ Per row, changed only by plans::
     num_computed host and device  tokens whose K/V is in the cache; each side counts decode steps for itself
     num_prompt   host             tokens of the prompt
     num_blocks   host             blocks in use of each of its tables
+    rope_deltas  host and device  what decodes turn by, beyond their position; of models that turn by place
 
 In every step the device makes the inputs of decodes from these tables (decode_batch.py), and the host makes those of
 prefills.  A step's inputs are the decodes', then the prefills'.  The host never needs the value of a generated token,
@@ -41,6 +42,7 @@ class InputBatch:
         device: torch.device,
         num_draft_rows: int = 0,
         has_states: bool = False,
+        turns_by_place: bool = False,
     ) -> None:
         self._block_size = block_size
         self._num_groups = num_groups
@@ -56,13 +58,15 @@ class InputBatch:
         self._computed = MirroredTable((num_rows,), device)
         self.num_computed = self._computed.host
         self.num_prompt = np.zeros(num_rows, dtype=np.int32)
+        self._rope_deltas = MirroredTable((num_rows,), device) if turns_by_place else None
         self._draft_rows = DraftRows(self._token_ids, self._block_table, self._computed)
         self.decodes = DecodeBatch(self.row_tables(), max_num_seqs, has_draft_runs=has_states and num_draft_rows > 0)
 
     @property
     def num_bytes(self) -> int:
         """Bytes on the device."""
-        own = (self._token_ids, self._block_table.device, self._computed.device)
+        tables = (self._block_table, self._computed, self._rope_deltas)
+        own = [self._token_ids, *(table.device for table in tables if table is not None)]
         return sum(tensor.nbytes for tensor in own) + self.decodes.num_bytes
 
     def row_tables(self) -> RowTables:
@@ -72,6 +76,7 @@ class InputBatch:
             num_computed=self._computed.device,
             block_table=self._block_table.device,
             block_size=self._block_size,
+            rope_deltas=None if self._rope_deltas is None else self._rope_deltas.device,
         )
 
     def apply(self, plan: StepPlan) -> None:
@@ -82,11 +87,24 @@ class InputBatch:
             self.num_blocks[plan.released] = 0
         if plan.admitted:
             self._admit(plan.admitted)
+            if self._rope_deltas is not None:
+                self._set_deltas(plan)
         if len(plan.block_rows):
             self._append_blocks(plan.block_rows, plan.block_ids)
         if len(plan.draft_base_rows):
             most = int(self.num_blocks[plan.draft_base_rows].max())
             self._draft_rows.fill(plan.draft_rows, plan.draft_base_rows, plan.draft_tokens, most)
+            if self._rope_deltas is not None:
+                self._rope_deltas.host[plan.draft_rows] = self._rope_deltas.host[plan.draft_base_rows]
+                self._rope_deltas.push(plan.draft_rows)
+
+    def _set_deltas(self, plan: StepPlan) -> None:
+        """An image takes more places than the text behind it is turned by."""
+        assert self._rope_deltas is not None
+        rows, images = np.array([one.row for one in plan.admitted]), plan.images
+        self._rope_deltas.host[rows] = 0
+        np.add.at(self._rope_deltas.host, images[:, 0], images[:, 3:].max(axis=1, initial=0) - images[:, 2])
+        self._rope_deltas.push(rows)
 
     def _admit(self, admitted: Sequence[Admission]) -> None:
         rows = np.array([admission.row for admission in admitted], dtype=np.int32)
@@ -126,6 +144,7 @@ class InputBatch:
             layout=layout,
             input_ids=inputs.input_ids,
             positions=inputs.positions,
+            rope_positions=inputs.rope_positions,
             attention=self.decodes.metadata(inputs, seq_lens),
             sampled_positions=seq_lens,
         )
@@ -140,6 +159,7 @@ class InputBatch:
             layout=layout,
             input_ids=prefills.input_ids,
             positions=prefills.positions,
+            rope_positions=prefills.rope_positions,
             attention=tuple(
                 AttentionMetadata(
                     num_decodes=first,
@@ -179,6 +199,7 @@ class InputBatch:
             rows=layout.prefill_index,
             seq_lens=on_device[3],
             places=on_device[0],
+            rope_positions=None if self._rope_deltas is None else on_device[1].clone(),
         )
         return prefills, on_device[4]
 

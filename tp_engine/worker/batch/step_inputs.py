@@ -37,7 +37,7 @@ class StepInputs:
     of sampled prefills go in the flattened token table, None if no prefill is sampled.  On the host:
     ``sampled_positions`` (n,), the new tokens' positions.  ``places`` (N,) int64 are those of the prefills' tokens in
     that table, behind arbitrary ones for the decodes; None if there are only decodes.  ``attention`` has one entry per
-    group of layers.
+    group of layers.  ``turns`` (N,) int64 are the positions by which heads turn, those of a prompt without images.
     """
 
     layout: BatchLayout
@@ -47,6 +47,12 @@ class StepInputs:
     sampled_positions: IntArray
     prefill_places: torch.Tensor | None = None
     places: torch.Tensor | None = None
+    rope_positions: torch.Tensor | None = None
+
+    @property
+    def turns(self) -> torch.Tensor:
+        """The positions (N,) int64 by which heads turn."""
+        return self.positions if self.rope_positions is None else self.rope_positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,8 +42,8 @@ _NO_ROWS = StepPlan(step_id=FIRST_STEP_ID)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedInputs:
-    """The model's inputs at one place: ``input_ids`` (N,) int32, ``positions`` (N,) int64, the ``wanted`` tokens (B,)
-    int64, None: all, and each group's ``attention``."""
+    """The model's inputs at one place: ``input_ids`` (N,) int32, the ``positions`` (N,) int64 by which heads turn, the
+    ``wanted`` tokens (B,) int64, None: all, and each group's ``attention``."""
 
     input_ids: torch.Tensor
     positions: torch.Tensor
@@ -104,7 +104,7 @@ class DecodeShape(StepShape[int]):
     def prepare(self, size: int) -> PlacedInputs:
         inputs = self._batch.prepare(size)
         attention = self._batch.metadata(inputs, self._batch.recorded_seq_lens(inputs))
-        return PlacedInputs(input_ids=inputs.input_ids, positions=inputs.positions, wanted=None, attention=attention)
+        return PlacedInputs(input_ids=inputs.input_ids, positions=inputs.turns, wanted=None, attention=attention)
 
     def sampled(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = self._batch.inputs(size)
@@ -140,7 +140,7 @@ class PromptShape(StepShape[StepSize]):
     def prepare(self, size: StepSize) -> PlacedInputs:
         inputs, wanted = self._batch.prepare(size), self._batch.requests(size.decodes).wanted
         return PlacedInputs(
-            input_ids=inputs.input_ids, positions=inputs.positions, wanted=wanted, attention=self._batch.metadata(size)
+            input_ids=inputs.input_ids, positions=inputs.turns, wanted=wanted, attention=self._batch.metadata(size)
         )
 
     def sampled(self, size: StepSize) -> tuple[torch.Tensor, torch.Tensor]:
