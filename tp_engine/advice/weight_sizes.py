@@ -83,12 +83,14 @@ def local_weight_bytes(
     model: ModelSpec, world_size: int, *, dtype: str, quantization: str | None = None, active_only: bool = False
 ) -> int:
     """Bytes of the weights of one of ``world_size`` ranks, as the checkpoint or ``quantization`` (online) keeps them.
+    Each rank has all of a vision tower.
 
     Embedding, norms, routers and biases have ``dtype``; so has the output head, unless the checkpoint quantises it, or
     int4 does, which gives it 8 bits.
     """
     itemsize, hidden = ITEMSIZES[dtype], model.hidden_size
     found = _outside_of_layers(model, world_size, active_only=active_only) * itemsize
+    found += 0 if model.vision is None else model.vision.num_parameters * itemsize
     online = None if quantization is None or model.quantization is not None else _ONLINE[quantization]
     of_checkpoint = None if model.is_tied else model.scheme_of("lm_head")
     if (head_scheme := of_checkpoint if online is None else online.head) is not None:

@@ -69,7 +69,8 @@ class AttentionShape:
     ``softcap`` bounds the scores; ``sinks`` (heads,) float32 are extra scores, one per head, without values
     (kernels/attention/plain_attention.py has the formulas).  With ``value_dim`` the cache has one part: values are the
     first elements of its keys.  ``latent`` is for ``attention/mla.py``, which stands before another backend, and so is
-    ``chooser``: what chooses the keys that queries attend to.
+    ``chooser``: what chooses the keys that queries attend to.  With
+    ``sees_whole_images`` outputs of images' tokens are computed anew behind the backend (``whole_images.py``).
     """
 
     num_heads: int
@@ -82,6 +83,7 @@ class AttentionShape:
     value_dim: int | None = None
     latent: LatentMaps | None = field(default=None, compare=False)
     chooser: Chooser | None = field(default=None, compare=False)
+    sees_whole_images: bool = False
 
 
 class AttentionBackend(Protocol):

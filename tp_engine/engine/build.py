@@ -23,7 +23,7 @@ from tp_engine.log import get_logger
 from tp_engine.lora import parse_modules
 from tp_engine.plan import NO_IDS
 from tp_engine.progress import RankPhase
-from tp_engine.sched.limits import TierReports
+from tp_engine.sched.limits import ImageLimits, TierReports
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.sched.tiers.disk_tier import TierLinks
 from tp_engine.tier_progress import TIER_CHANNELS, TierProgressReader
@@ -161,6 +161,20 @@ def _limits(effective: EffectiveConfig, num_blocks: int, worker: Worker) -> Sche
         decode_seconds=tuple(worker.decode_seconds.items()),
         draft_seconds=tuple(worker.draft_seconds.items()),
         max_loras=0 if effective.adapters is None else effective.adapters.max_loras,
+        images=_image_limits(effective),
+    )
+
+
+def _image_limits(effective: EffectiveConfig) -> ImageLimits | None:
+    vision = effective.model.vision
+    if vision is None:
+        return None
+    return ImageLimits(
+        num_rows=effective.image_rows,
+        token_id=vision.image_token_id,
+        num_ranks=effective.config.tensor_parallel_size,
+        is_bidirectional=vision.is_bidirectional,
+        most_tokens=vision.most_rows,
     )
 
 

@@ -12,8 +12,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +27,6 @@ from tp_engine.units import GIB, round_up
 
 _DECODING_BYTES = 2 * GIB
 _MOST_TIMES = 4096
-_NUM_THREADS = 4
 
 
 class ImageReader:
@@ -46,7 +43,6 @@ class ImageReader:
         self.staged = ByteBudget(settings.transport_bytes if waits else None, "images")
         self.seconds: deque[float] = deque(maxlen=_MOST_TIMES)
         """How long each request's images took, for those who observe."""
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="images")
         self._decoding = ByteBudget(_DECODING_BYTES, "images that are decoded")
         salt = (settings.family, settings.cell, self.rules.mean, self.rules.std)
         self._salt = repr(salt).encode()
@@ -72,42 +68,29 @@ class ImageReader:
         sizes = [self._resized(one) for one in images]
         offsets = np.cumsum([0, *(round_up(3 * height * width, ALIGNMENT) for height, width in sizes)]).tolist()
         memory = ImageMemory(offsets[-1], self.staged)
-        stage = partial(self._stage, memory)
-        work = zip(images, sizes, starts, offsets, strict=False)
-        try:
-            if len(images) == 1:
-                inputs = tuple(stage(*one) for one in work)
-            else:
-                inputs = tuple(one.result() for one in [self._threads.submit(stage, *one) for one in work])
-        except BaseException:
-            memory.close()  # the error may live on, and with it all that led to it
-            raise
+        inputs = []
+        for image, (height, width), start, offset in zip(images, sizes, starts, offsets, strict=False):
+            with self._decoding.taken(image.decode_bytes):
+                pixels = np.ascontiguousarray(image.pixels(height, width, self.rules.resample))
+            data = memoryview(pixels.reshape(-1))  # type: ignore[arg-type]  # numpy says so from 3.12 on
+            memory.write(offset, data)
+            digest = hashlib.sha256(self._salt + repr((height, width)).encode())
+            digest.update(data)
+            grid = self.rules.grid(height, width)
+            staged = StagedImage(
+                start=start,
+                num_tokens=self.placeholders.num_tokens(grid),
+                grid=grid,
+                digest=digest.digest(),
+                pid=os.getpid(),
+                fd=memory.fd,
+                offset=offset,
+                height=height,
+                width=width,
+            )
+            inputs.append(memory.hold(staged))
         self.seconds.append(time.monotonic() - began_s)
-        return inputs
-
-    def _stage(
-        self, memory: ImageMemory, image: OpenedImage, size: tuple[int, int], start: int, offset: int
-    ) -> ImageInput:
-        height, width = size
-        with self._decoding.taken(image.decode_bytes):
-            pixels = np.ascontiguousarray(image.pixels(height, width, self.rules.resample))
-        data = memoryview(pixels.reshape(-1))  # type: ignore[arg-type]  # numpy says so from 3.12 on
-        memory.write(offset, data)
-        digest = hashlib.sha256(self._salt + repr(size).encode())
-        digest.update(data)
-        grid = self.rules.grid(height, width)
-        staged = StagedImage(
-            start=start,
-            num_tokens=self.placeholders.num_tokens(grid),
-            grid=grid,
-            digest=digest.digest(),
-            pid=os.getpid(),
-            fd=memory.fd,
-            offset=offset,
-            height=height,
-            width=width,
-        )
-        return memory.hold(staged)
+        return tuple(inputs)
 
     def _open(self, source: ImageSource) -> OpenedImage:
         limit = self.settings.max_pixels

@@ -95,8 +95,8 @@ class ImageMemory:
         budget.take(num_bytes)
         try:
             self.fd = os.memfd_create("tp_engine images", os.MFD_CLOEXEC)
-            self._close = weakref.finalize(self, _close, self.fd, num_bytes, budget.give_back)
-            self._close.atexit = False
+            close = weakref.finalize(self, _close, self.fd, num_bytes, budget.give_back)
+            close.atexit = False
         except BaseException:
             budget.give_back(num_bytes)
             raise
@@ -106,10 +106,6 @@ class ImageMemory:
     def write(self, offset: int, data: memoryview) -> None:
         """Write the bytes of one image."""
         self._view[offset : offset + len(data)] = data
-
-    def close(self) -> None:
-        """Close the file before its images are gone; safe to call twice."""
-        self._close()
 
     def hold(self, image: StagedImage) -> StagedImage:
         """Keep the file open as long as ``image`` lives."""

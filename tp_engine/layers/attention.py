@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from tp_engine.attention.calls import TILE, StaircaseMasks, attend_last
 from tp_engine.attention.mla import attend_expanded, attend_fresh_chosen
+from tp_engine.attention.whole_images import attend_to_images
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.layers.context import Layer
+from tp_engine.layers.image_rows import images_of_step
 
 _metadata: ContextVar[Sequence[AttentionMetadata]] = ContextVar("attention_metadata")
 
@@ -124,7 +126,10 @@ class Attention(Layer):
             self._fresh = new if self._is_read else None
             assert new is not None, "keys and values are needed: there is no cache yet"
             return attend_fresh(query, new, metadata, self.shape)
-        return self._backend.forward(query, new, self.kv, metadata, self.shape)
+        out = self._backend.forward(query, new, self.kv, metadata, self.shape)
+        if self.shape.sees_whole_images and (images := images_of_step()) is not None:
+            attend_to_images(out, query, self.kv, metadata, self.shape, images.spans)
+        return out
 
 
 def attend_fresh(

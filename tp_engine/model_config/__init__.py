@@ -15,7 +15,7 @@ from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 from tp_engine.model_config.source import CONFIG_FILE, MODEL_FILES, QUANTIZATION_FILE, read_json, resolve_model_folder
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.stored_model import fitted, says_dtype
-from tp_engine.model_config.vision import READY, read_vision
+from tp_engine.model_config.vision import read_vision
 from tp_engine.units import round_up
 
 MAX_WORLD_SIZE = 64
@@ -26,7 +26,21 @@ def read_model(config: Mapping[str, Any]) -> ModelSpec:
     """Parse a config.json.  Raises ``ConfigError`` for anything that is missing, wrong or not supported."""
     whole = ConfigJson(config)
     spec = read_spec(whole)
-    vision = read_vision(whole, spec.hidden_size) if whole.architecture in READY else None
+    vision = None if spec.layer_embedding is not None else read_vision(whole, spec.hidden_size)
+    if vision is not None and vision.deep_layers >= spec.num_layers:
+        raise ConfigError(
+            f"config.json: deepstack_visual_indexes has {vision.deep_layers} entries, one for each of the first "
+            f"layers, and there are {spec.num_layers} layers: there must be more of them"
+        )
+    if (
+        vision is not None
+        and vision.turns_by_place
+        and (wrong := [r for r in spec.ropes if len(r.axes) != r.num_pairs])
+    ):
+        raise ConfigError(
+            f"config.json: mrope_section is {list(wrong[0].sections)}; {wrong[0].num_pairs} pairs of a head turn, and "
+            "each by one of time, row and column: the numbers must add up to that"
+        )
     ignored = tuple(sorted(whole.unread.ignored))
     return dataclasses.replace(spec, vision=vision, ignored_keys=ignored, warnings=whole.unread.warnings)
 

@@ -69,14 +69,15 @@ class RopeRules:
 
     ``theta`` is the default base and ``partial`` the default share of a head that turns (None: always all of it).
     ``is_interleaved``: the elements of a pair are neighbours.  ``is_multimodal``: the keys describe three positions per
-    token (``mrope``), which are equal for text; ``sections`` is the default for them (``RopeSpec``).
+    token (``mrope``), which are equal for text; ``sections`` is the default for them (``RopeSpec``), empty for a model
+    that sees no images.
     """
 
     theta: float = DEFAULT_THETA
     partial: float | None = None
     is_interleaved: bool = False
     is_multimodal: bool = False
-    sections: tuple[int, int, int] = (16, 24, 24)
+    sections: tuple[int, ...] = ()
     are_sections_mixed: bool = False
 
 
@@ -172,6 +173,9 @@ def _read_kind(config: ConfigJson, rules: RopeRules) -> RopeKind:
 
 
 def _read_sections(config: ConfigJson, rules: RopeRules) -> tuple[int, ...]:
+    if not rules.sections:
+        config.skip("mrope_section")
+        return ()
     found = config.take("mrope_section", list, list(rules.sections)) or []
     if len(found) != len(rules.sections) or not all(type(one) is int and one >= 0 for one in found):
         raise ConfigError(f"{config.origin} has mrope_section {shown(found)}; it must be three numbers of pairs")

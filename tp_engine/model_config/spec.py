@@ -64,7 +64,8 @@ class AttentionSpec:
     nor normalised as keys are.  ``latent``: keys and values are made of latents; then ``num_kv_heads`` is 1, the cached
     row, and ``head_dim`` that of queries.  ``has_gate``: behind the rows of each head, the query projection has as many
     of a gate, by whose sigmoid the head's output is multiplied.  ``kv_source``: the layer makes queries alone, and
-    reads the keys and values of that layer before it.
+    reads the keys and values of that layer before it.  ``sees_whole_images``: a token of an image sees those behind it
+    in the image too, within the window.
     """
 
     num_heads: int
@@ -83,6 +84,7 @@ class AttentionSpec:
     latent: MLASpec | None = None
     has_gate: bool = False
     kv_source: int | None = None
+    sees_whole_images: bool = False
 
     @property
     def heads(self) -> tuple[tuple[str, int], tuple[str, int]]:
@@ -289,7 +291,7 @@ class ModelSpec:
     beside: KvKind | None = None
     mtp: MtpSpec | None = None
     stored_mtp: MtpSpec | None = field(default=None, compare=False)
-    vision: VisionSpec | None = None
+    vision: VisionSpec | None = field(default=None, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
     ignored_keys: tuple[str, ...] = field(default=(), compare=False)
     warnings: tuple[str, ...] = field(default=(), compare=False)
@@ -338,6 +340,11 @@ class ModelSpec:
         if self.quantization is None:
             return None
         return self.quantization.scheme_of_parts([self.names.spell(module) for module in modules])
+
+    @property
+    def turns_by_place(self) -> bool:
+        """Whether an image's tokens turn by their row and column."""
+        return self.vision is not None and self.vision.turns_by_place
 
     def mtp_names(self, names: Collection[str]) -> set[str]:
         """Return those of ``names``, a checkpoint's tensors, that are of multi-token prediction."""

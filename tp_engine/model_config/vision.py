@@ -5,15 +5,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
-READY: frozenset[str] = frozenset()
-"""The architectures whose images the engine takes; of the others it runs the text part."""
-
 _Numbers: TypeAlias = tuple[float, float, float]
 
 
@@ -30,8 +26,9 @@ class VisionSpec:
     ``turns_by_place``: tokens of an image turn by time, row and column (``RopeSpec.sections``), and text goes on behind
     the larger of its rows and columns.  ``deep_layers``: how many further rows of an image are added behind the first
     layers of the text part (DeepStack).  ``is_bidirectional``: tokens of an image see all of it, so that no chunk may
-    cut it.  ``config`` is the object ``vision_config`` of config.json, ``whole`` the file without its text part, for
-    what a family keeps beside it.
+    cut it.  ``largest``: height and width of the image with the most rows.  ``num_parameters``
+    are those of the tower in the checkpoint, 0 where they are not known.  ``config`` is the object ``vision_config``
+    of config.json, ``whole`` all of the file, for what a family keeps elsewhere.
     """
 
     family: str
@@ -47,34 +44,41 @@ class VisionSpec:
     turns_by_place: bool = False
     deep_layers: int = 0
     is_bidirectional: bool = False
+    largest: tuple[int, int] = (0, 0)
+    num_parameters: int = field(default=0, compare=False)
     config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), hash=False)
-    whole: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+    whole: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), hash=False, compare=False)
+
+    @property
+    def cell(self) -> int:
+        """Pixels a side of what becomes one row."""
+        return self.patch * self.merge
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest image."""
+        height, width = self.largest
+        return height * width // self.cell**2
 
 
 def read_vision(config: ConfigJson, hidden_size: int) -> VisionSpec | None:
     """Return the vision part of the model that ``config`` describes, whose text part has ``hidden_size``.
 
-    None: it has none that this engine knows.  Raises ``ConfigError`` for what is wrong in it.
+    None: it has none that this engine knows, or no token for images.  Raises ``ConfigError`` for what is wrong in it.
     """
-    found = _FAMILIES.get(config.architecture)
-    own = config.peek("vision_config")
-    if found is None or not isinstance(own, dict):
+    read = _FAMILIES.get(config.architecture)
+    own, token = config.peek("vision_config"), config.take_either(int, "image_token_id", "image_token_index")
+    if read is None or not isinstance(own, dict) or token is None:
         return None
-    family, read = found
-    whole = {name: config.peek(name) for name in config.names if name not in ("text_config", "vision_config")}
-    return VisionSpec(
-        family=family,
-        hidden_size=hidden_size,
-        config=own,
-        whole=whole,
-        **read(config, config.below(own, "vision_config")),
-    )
+    family, rest = read
+    whole = {name: config.peek(name) for name in config.names}
+    known: dict[str, Any] = {"family": family, "image_token_id": token, "hidden_size": hidden_size}
+    return VisionSpec(**known, config=own, whole=whole, **rest(config, config.below(own, "vision_config")))
 
 
 def _qwen(config: ConfigJson, vision: ConfigJson, patch: int = 16) -> dict[str, Any]:
     """Qwen2.5-VL and later: three positions per token, two frames per patch."""
     return {
-        "image_token_id": _token(config, "image_token_id"),
         "start_token_id": config.take("vision_start_token_id", int),
         "end_token_id": config.take("vision_end_token_id", int),
         "patch": vision.take_positive("patch_size", patch),
@@ -92,7 +96,6 @@ def _qwen2_5(config: ConfigJson, vision: ConfigJson) -> dict[str, Any]:
 def _mistral3(config: ConfigJson, vision: ConfigJson) -> dict[str, Any]:
     """Rows of an image end with a token of the text."""
     return {
-        "image_token_id": _token(config, "image_token_id", "image_token_index"),
         "patch": vision.take_positive("patch_size", 14),
         "merge": config.take_positive("spatial_merge_size", 2),
         "mean": CLIP_MEAN,
@@ -104,17 +107,11 @@ def _gemma3(config: ConfigJson, vision: ConfigJson) -> dict[str, Any]:
     """One size for all images; the patches of a square are averaged."""
     patch, side = vision.take_positive("patch_size", 14), vision.take_positive("image_size", 896)
     rows = round(config.take_positive("mm_tokens_per_image", 256) ** 0.5)
-    if side % patch or side // patch % rows:
-        raise ConfigError(
-            f"{config.origin}: an image has {side // patch} patches a side and mm_tokens_per_image asks for {rows} "
-            "tokens a side; the first must be a multiple of the second"
-        )
     return {
-        "image_token_id": _token(config, "image_token_id", "image_token_index"),
         "start_token_id": config.take("boi_token_index", int),
         "end_token_id": config.take("eoi_token_index", int),
         "patch": patch,
-        "merge": side // patch // rows,
+        "merge": max(1, side // patch // rows),
         "is_bidirectional": True,
     }
 
@@ -124,7 +121,6 @@ def _gemma4(config: ConfigJson, vision: ConfigJson) -> dict[str, Any]:
     inner = config.peek("text_config")
     way = inner.get("use_bidirectional_attention") if isinstance(inner, dict) else None
     return {
-        "image_token_id": _token(config, "image_token_id"),
         "start_token_id": config.take("boi_token_id", int),
         "end_token_id": config.take("eoi_token_id", int),
         "patch": vision.take_positive("patch_size", 16),
@@ -133,13 +129,6 @@ def _gemma4(config: ConfigJson, vision: ConfigJson) -> dict[str, Any]:
         "std": (1.0, 1.0, 1.0),
         "is_bidirectional": way == "vision",
     }
-
-
-def _token(config: ConfigJson, *names: str) -> int:
-    found = config.take_either(int, *names)
-    if found is None or found < 0:
-        raise ConfigError(f"{config.origin}: {names[0]} is {shown(found)}; it must be the id of the image's token")
-    return found
 
 
 _FAMILIES: dict[str, tuple[str, Callable[[ConfigJson, ConfigJson], dict[str, Any]]]] = {

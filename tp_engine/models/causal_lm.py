@@ -16,6 +16,7 @@ from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_engine.layers.experts import Experts
 from tp_engine.layers.gated_delta_net import GatedDeltaNet
+from tp_engine.layers.image_rows import images_of_step
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.layers.lora import LoRALayerSlots
 from tp_engine.layers.norm import Norm
@@ -28,13 +29,14 @@ from tp_engine.model_config.spec import AttentionSpec, ModelSpec
 from tp_engine.models.decoder import DecoderLayer
 from tp_engine.models.layer_embeddings import LayerEmbeddings
 from tp_engine.models.mtp_head import MtpHead
+from tp_engine.models.vision_tower import build_tower
 
 
 class CausalLM(nn.Module):
     """The decoder that ``spec`` describes; ``backends`` has one attention backend for each of its KV groups.
 
     A draft head reads the inputs of ``state_layers``; the model's own (``mtp``), if it has one, the normalised outputs
-    of the last layer.
+    of the last layer.  ``vision`` is its tower, if it sees images: a step's own come by ``layers/image_rows.py``.
 
     Weights are allocated but not set: load them, then call ``finish_loading``, then bind the KV cache.
     """
@@ -97,6 +99,8 @@ class CausalLM(nn.Module):
         self._joins = _make_joins(layers, self.norm, context)
         self._run: Sequence[int] = range(spec.num_layers)
         self._state_layers = state_layers
+        vision = spec.vision
+        self.vision = None if vision is None else build_tower(vision, dtype=context.dtype, device=context.device)
         self.mtp: MtpHead | None = None
         if spec.mtp is not None:
             group, _ = layout.place_of(spec.num_layers)
@@ -193,8 +197,11 @@ class CausalLM(nn.Module):
         """
         given, is_output = wanted, self.mtp is not None and states is not None
         wanted = None if is_output else given
-        rotations = [rope(positions) for rope in self.ropes]
         residual, part, last = self.embed_tokens(input_ids), None, self._run[-1]
+        if (images := images_of_step()) is not None:
+            images.put_into(residual)
+            positions = positions if images.turns is None else images.turns
+        rotations = [rope(positions) for rope in self.ropes]
         embeddings = None if self.layer_embeddings is None else self.layer_embeddings(input_ids, residual)
         for index in self._run:
             join, own = self._joins[index], wanted if index == last else None
@@ -204,6 +211,8 @@ class CausalLM(nn.Module):
                 self._copy_rows(residual, states[:, first : first + residual.shape[1]])
             more = () if embeddings is None else (embeddings[index],)
             part, residual = self.layers[index](x, residual, rotations, own, *more)
+            if images is not None and index != last:
+                images.add_behind(index, residual)
         hidden = self._joins[-1](part, residual)
         if is_output:
             self._copy_rows(hidden, states)

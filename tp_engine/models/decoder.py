@@ -65,6 +65,7 @@ class SelfAttention(Layer):
             sliding_window=spec.window,
             softcap=spec.softcap,
             sinks=self.sinks,
+            sees_whole_images=spec.sees_whole_images,
         )
         self.attention: Attention = Attention(shape, backend, group, None if source is None else source.attention)
         self._num_kv_heads = shape.num_kv_heads if source is None else 0  # of this layer's own

@@ -112,14 +112,18 @@ def _items(parameters: Mapping[str, torch.Tensor], spec: ModelSpec, stored: Stor
     chosen = next((one for one in spellings if _spell(_EMBEDDING, one) in found), spellings[0])
 
     def is_stored(source: Source) -> bool:
-        name = _spell(source.name, chosen)
+        name = _stored_name(source, chosen)
         return name in found and stored.shape(name) == source.shape
 
     return [
-        _Item(_spell(source.name, chosen), source, parameter)
+        _Item(_stored_name(source, chosen), source, parameter)
         for parameter in parameters.values()
         for source in sources_of(parameter, is_stored)
     ]
+
+
+def _stored_name(source: Source, spelling: tuple[str, str]) -> str:
+    return _spell(source.name, spelling) if source.is_spelled else source.name
 
 
 def _spell(name: str, spelling: tuple[str, str]) -> str:

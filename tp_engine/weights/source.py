@@ -60,7 +60,7 @@ class Source:
 
     ``name`` is in the usual spelling (``model.layers.3.mlp.up_proj.weight``); the loader translates it to the
     checkpoint's.  ``dtype`` is the type on disk; None: the parameter's, or any float for a float.  ``init`` is the
-    value of dummy weights; None: random.
+    value of dummy weights; None: random.  Unless it ``is_spelled``, the name is the checkpoint's own.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Source:
     decode: Decode = as_stored
     dtype: torch.dtype | None = None
     init: float | None = None
+    is_spelled: bool = True
 
 
 def vector_source(name: str, size: int, own: Span | None = None, **changes: Any) -> Source:

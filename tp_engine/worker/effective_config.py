@@ -1,6 +1,7 @@
 """The complete configuration: every ``auto`` resolved, everything checked that needs no device."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from tp_engine.config import EngineConfig
 from tp_engine.device_map import DeviceMap, map_devices, parse_devices
 from tp_engine.distributed import all_reduce
 from tp_engine.errors import ConfigError
+from tp_engine.images.rules import PROCESSOR_FILES
+from tp_engine.images.settings import image_settings
 from tp_engine.kv_codec import is_lossy, may_refuse, pca_settings
 from tp_engine.kv_layout import default_snapshots
 from tp_engine.layers.quantization import check_quantization
@@ -96,6 +99,12 @@ class EffectiveConfig:
         return AdapterLimits(max_loras=config.max_loras, max_rank=config.max_lora_rank, of_experts=config.lora_experts)
 
     @property
+    def image_rows(self) -> int:
+        """Rows of the encoder cache: those of a full step, or of the largest image."""
+        assert self.model.vision is not None
+        return max(self.config.max_num_batched_tokens, self.model.vision.most_rows)
+
+    @property
     def draft_group(self) -> int:
         """The group of layers that the draft head's layer is in, the one behind the model's."""
         return self.model.kv_layout_on(self.config.tensor_parallel_size).place_of(self.model.num_layers)[0]
@@ -163,6 +172,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     model = model.within(effective.max_model_len or 0)
     _check_adapters(effective, pooling)
     check_expert_adapters(model, effective)
+    model = _with_images(effective, model, path, num_hosts)
     model = with_own_head(model, config.speculative_config, name=config.model, folder=path)
     head = _resolve_head(config, model)
     if head is not None:
@@ -181,6 +191,41 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     return EffectiveConfig(
         config=effective, model=model, model_path=path, pooling=pooling, num_hosts=num_hosts, draft_head=head
     )
+
+
+def _with_images(config: EngineConfig, model: ModelSpec, path: Path, num_hosts: int) -> ModelSpec:
+    """The model with its rules for images; without its vision part, if it is to read text alone."""
+    vision = model.vision
+    if vision is None:
+        return model
+    if config.convert != "none":
+        return dataclasses.replace(model, vision=None)
+    without = dataclasses.replace(model, vision=None)
+    if not any((path / name).is_file() for name in PROCESSOR_FILES):
+        note = f"images are refused: the checkpoint has no {PROCESSOR_FILES[1]}, which says how they are resized"
+        return dataclasses.replace(without, notes=(*model.notes, note))
+    settings = image_settings(config, vision, path)
+    if settings is None:
+        return without
+    rules = settings.rules()
+    if num_hosts > 1:
+        note = f"images are refused: the ranks are on {num_hosts} hosts, and pixels reach those of one"
+        return dataclasses.replace(without, notes=(*model.notes, note))
+    room, most = config.max_num_batched_tokens - config.max_num_seqs, rules.num_tokens(*rules.largest)
+    if vision.is_bidirectional and room < most:
+        raise ConfigError(
+            f"max_num_batched_tokens is {config.max_num_batched_tokens} and max_num_seqs {config.max_num_seqs}; an "
+            f"image of this {model.architecture} takes up to {most} tokens, which must be computed in one step, beside "
+            "a token of each sequence: set --max-num-batched-tokens to at least "
+            f"{config.max_num_seqs + most}, or serve text alone with --limit-mm-per-prompt '{{\"image\": 0}}'"
+        )
+    assert config.max_model_len is not None, "it has been resolved"
+    largest, longest = rules.largest, config.max_model_len
+    if rules.num_tokens(*largest) > longest and not vision.is_bidirectional:  # none so large fits into a prompt
+        rows = math.isqrt(longest)
+        largest = rows * vision.cell, longest // rows * vision.cell
+    vision = dataclasses.replace(vision, mean=rules.mean, std=rules.std, largest=largest)
+    return dataclasses.replace(model, vision=vision)
 
 
 def _resolve_head(config: EngineConfig, model: ModelSpec) -> LocalHead | None:

@@ -22,6 +22,7 @@ from tp_engine.worker.drafters.head_drafter import HeadDrafter
 from tp_engine.worker.drafters.head_passes import HeadPasses, head_bytes
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.feature import RunnerFeature
+from tp_engine.worker.image_encoder import ImageEncoder
 from tp_engine.worker.input_digests import InputDigests, NoteInputs
 from tp_engine.worker.lora import RankAdapters
 from tp_engine.worker.results.layer_watch import LayerWatch
@@ -165,12 +166,28 @@ def _head_bytes(parts: RunnerFeatureParts) -> dict[str, int]:
     return {"tables": head_bytes(parts.head, config.max_num_seqs, num_columns)}
 
 
+def _images(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | None:
+    effective = parts.effective
+    if parts.model.vision is None:
+        return None
+    num_rows = 1 if runner.is_trial else effective.image_rows
+    communicator, sum_rows = parts.groups.communicator, effective.config.max_num_batched_tokens
+    return ImageEncoder(parts.model, runner.batch, num_rows, communicator, sum_rows)
+
+
+def _image_bytes(parts: RunnerFeatureParts) -> dict[str, int]:
+    """The encoder cache."""
+    tower = parts.model.vision
+    return {} if tower is None else {"images": parts.effective.image_rows * tower.width * tower.dtype.itemsize}
+
+
 # In the order in which their hooks are called.
 FEATURES: tuple[FeatureKind, ...] = (
     FeatureKind(_digests),
     FeatureKind(_watch),
     FeatureKind(lambda p, r: None if r.is_trial else LayerWatch(p.model)),
     FeatureKind(_adapters, _adapter_bytes),
+    FeatureKind(_images, _image_bytes),
     FeatureKind(_states, _state_bytes),
     FeatureKind(lambda p, r: ScoredPrompts(p.model, r.batch)),
     FeatureKind(_pooled_rows),

@@ -159,7 +159,7 @@ class ModelRunner:
             for around_model in self._around_model:
                 contexts.enter_context(around_model(step, inputs))
             wanted = None if reads_all else inputs.layout.wanted
-            hidden = self._model(inputs.input_ids, inputs.positions, wanted, room)
+            hidden = self._model(inputs.input_ids, inputs.turns, wanted, room)
         with self.named("sample"):
             if reads_all:
                 for on_hidden in self._on_hidden:

@@ -28,6 +28,7 @@ from tp_engine.layers.attention import forward_context
 from tp_engine.layers.lora import adapting, group_step
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
+from tp_engine.models.vision_tower import VisionTower
 from tp_engine.plan import FIRST_STEP_ID, MASK_TOKENS, Admission, IntArray, RowSampling, StepPlan
 from tp_engine.sampling.device_sampler import MAX_RANKED
 from tp_engine.sampling.sampler import Sampler
@@ -39,6 +40,7 @@ from tp_engine.worker.model_runner import ModelRunner
 from tp_engine.worker.results.prompt_scores import empty_scores, positions_at_once, score_largest
 
 _LENGTH = 2
+_ROWS_ON_CPU = 256  # of an image that is encoded in a blink
 # Between any two of these, products of experts and with quantised weights change their tiles at most once.
 _PART_SIZES = (32, 64, 128, 256, 1024, 4096)
 _GREEDY = RowSampling()
@@ -196,6 +198,25 @@ def run_largest_step(
     _sample_all(logits[: config.max_num_seqs], state, communicator, num_logprobs)
     score_largest(model, logits, input_ids[: len(logits)], num_logprobs)
     del held
+
+
+@torch.inference_mode()
+def encode_largest_image(tower: VisionTower, device: torch.device) -> None:
+    """Encode an image of the largest size, to find the peak of memory.
+
+    On CPUs, where that may take minutes, one layer encodes a smaller image, and memory for the rest is taken by
+    calculation.
+    """
+    spec = tower.spec
+    height, width = spec.largest
+    pixels = torch.zeros((height, width, 3), dtype=torch.uint8, device=device)
+    if device.type != "cpu":
+        tower(pixels)
+        return
+    side = int(min(spec.most_rows, _ROWS_ON_CPU) ** 0.5) * spec.cell
+    with tower.shortened() as patch_bytes:
+        tower(pixels[:side, :side].contiguous())
+        torch.ones(max(0, height * width - side * side) // spec.patch**2 * patch_bytes, dtype=torch.uint8)
 
 
 def _fresh_prompts(num_tokens: int, max_model_len: int, block_size: int, device: torch.device) -> AttentionMetadata:

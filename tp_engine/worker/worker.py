@@ -47,7 +47,14 @@ from tp_engine.worker.sleep import sleep, wake_up
 from tp_engine.worker.startup_phases import StartUp
 from tp_engine.worker.tiers.disk_start import DiskStart, open_disk_tier
 from tp_engine.worker.tiers.host_tier import HostTierWorker, settle_host_slots
-from tp_engine.worker.trial_steps import run_largest_decodes, run_largest_step, time_decodes, warm_up, warms_up
+from tp_engine.worker.trial_steps import (
+    encode_largest_image,
+    run_largest_decodes,
+    run_largest_step,
+    time_decodes,
+    warm_up,
+    warms_up,
+)
 from tp_engine.worker.weight_update import update_weights
 
 
@@ -395,6 +402,8 @@ class Worker:
             run_largest_step(
                 parts.model, self._backends, self.effective, device.torch_device, self.groups.communicator, parts.head
             )
+            if parts.model.vision is not None:
+                encode_largest_image(parts.model.vision, device.torch_device)
             if runner is not None:
                 run_largest_decodes(runner, self.effective.config)
             return meter.finish(**reserved)
@@ -457,6 +466,7 @@ def make_batch(effective: EffectiveConfig, layout: KvLayout, device: torch.devic
         device=device,
         num_draft_rows=effective.num_draft_rows,
         has_states=layout.states is not None,
+        turns_by_place=effective.model.turns_by_place,
     )
 
 

@@ -67,6 +67,7 @@ def _read_gemma3(config: ConfigJson) -> ModelSpec:
                 qk_norm=qk_norm,
                 qkv_bias=bias,
                 out_bias=bias,
+                sees_whole_images=is_wrapped,
             ),
         )
         for window in reader.windows(reader.take_window(4096), lambda index: (index + 1) % pattern != 0)

@@ -182,6 +182,7 @@ def _layer(
         qkv_bias=bias,
         out_bias=bias,
         values_from_keys=source is None and window is None and reader.flag("attention_k_eq_v"),
+        sees_whole_images=window is not None and reader.config.peek("use_bidirectional_attention") == "vision",
     )
     return LayerSpec(
         attention=attention,

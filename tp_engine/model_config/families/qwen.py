@@ -9,6 +9,8 @@ from tp_engine.model_config.spec import AttentionSpec, ModelSpec, QkNormSpec
 _QWEN2 = ("Qwen2ForCausalLM", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 _QWEN3 = ("Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration")
 ARCHITECTURES = _QWEN2 + _QWEN3
+_ROPE, _CONSECUTIVE = RopeRules(), RopeRules(is_multimodal=True, sections=(16, 24, 24))
+MULTIMODAL = RopeRules(is_multimodal=True, sections=(24, 20, 20), are_sections_mixed=True)
 WRAPPED = CheckpointNames(
     spellings=(("model.", "lm_head."), ("model.language_model.", "lm_head.")), skipped=("visual.", "model.visual.")
 )
@@ -28,7 +30,7 @@ def read(config: ConfigJson) -> ModelSpec:
         return reader.attention(qkv_bias=bias, out_bias=is_qwen3 and bias, qk_norm=qk_norm, window=window)
 
     layers = (reader.pre_norm_layer(attention(window), reader.mlp()) for window in take_windows(reader))
-    rope = reader.rope(RopeRules(is_multimodal=is_wrapped))
+    rope = reader.rope(_ROPE if not is_wrapped else MULTIMODAL if is_qwen3 else _CONSECUTIVE)
     names, eos = (WRAPPED, () if is_qwen3 else (151645,)) if is_wrapped else (USUAL_NAMES, ())
     return reader.model(tuple(layers), (rope,), names=names, eos=eos, **reader.take_dual_chunks())
 

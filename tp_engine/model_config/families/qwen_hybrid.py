@@ -17,6 +17,8 @@ ARCHITECTURES = (_NEXT, *_DENSE, *_SPARSE)
 _NAMES = CheckpointNames(
     spellings=(("model.", "lm_head."), ("model.language_model.", "lm_head.")), skipped=("model.visual.",)
 )
+_ROPE = RopeRules(partial=0.25)
+_MULTIMODAL = RopeRules(partial=0.25, is_multimodal=True, sections=(11, 11, 10), are_sections_mixed=True)
 _KINDS = ("linear_attention", "full_attention")
 _GATES = ("swish", "silu")  # two names of one function
 
@@ -63,7 +65,7 @@ def read(config: ConfigJson) -> ModelSpec:
         hidden_norm=reader.norm("mtp.pre_fc_norm_hidden", offset=1.0),
         final_norm=reader.norm("mtp.norm", offset=1.0),
     )
-    rope = reader.rope(RopeRules(partial=0.25, is_multimodal=architecture != _NEXT))
+    rope = reader.rope(_ROPE if architecture == _NEXT else _MULTIMODAL)
     return reader.model(layers, (rope,), final_norm=reader.norm("norm", offset=1.0), names=_NAMES, stored_mtp=mtp)
 
 

@@ -3,10 +3,10 @@
 from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
-from tp_engine.model_config.families.qwen import WRAPPED
+from tp_engine.model_config.families.qwen import MULTIMODAL, WRAPPED
 from tp_engine.model_config.mlp import EACH, FUSED, TRANSPOSED, MlpSpec, RoutingRule
 from tp_engine.model_config.names import USUAL_NAMES
-from tp_engine.model_config.rope import RopeRules
+from tp_engine.model_config.rope import PLAIN
 from tp_engine.model_config.spec import ModelSpec, QkNormSpec
 
 ARCHITECTURES = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration")
@@ -45,7 +45,7 @@ def _read_qwen3(config: ConfigJson) -> ModelSpec:
     reader = DecoderReader(config.text_part() if is_wrapped else config)
     reader.config.expect("use_qk_norm", bool, True)
     reader.config.expect("shared_expert_intermediate_size", int, 0)
-    bias, rope = reader.flag("attention_bias"), reader.rope(RopeRules(is_multimodal=is_wrapped))
+    bias, rope = reader.flag("attention_bias"), reader.rope(MULTIMODAL if is_wrapped else PLAIN)
     experts = reader.experts(
         reader.take_first("num_experts", "num_local_experts"),
         RoutingRule(

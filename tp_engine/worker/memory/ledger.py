@@ -11,7 +11,8 @@
     tables      = what the rows keep on the device: token ids, block table, sampling; a codec's staging; computed
     states      = recurrent states of all rows, and snapshots, of models that have some; computed
     adapters    = slots for adapters, max_loras of the largest rank; computed, and not among the weights
-    KV cache    = requested - weights - activations - non-torch - tables - CUDA graphs - states - adapters
+    images      = encoder cache: rows of images that prompts still need; computed
+    KV cache    = requested - weights - activations - non-torch - tables - CUDA graphs - states - adapters - images
 
 Every term counts this process only; the memory of other processes is in none of them.
 """
@@ -39,12 +40,13 @@ class MemoryLedger:
     cuda_graphs: int = 0
     states: int = 0
     adapters: int = 0
+    images: int = 0
 
     @property
     def available(self) -> int:
         """What is left for the KV cache."""
         measured = self.weights + self.activations + self.non_torch + self.cuda_graphs
-        return self.requested - measured - self.tables - self.states - self.adapters
+        return self.requested - measured - self.tables - self.states - self.adapters - self.images
 
 
 def requested_bytes(before: MemorySnapshot, utilization: float, *, is_shared: bool) -> int:
@@ -98,9 +100,10 @@ def blocks_that_fit(ledger: MemoryLedger, block_bytes: int) -> int:
         f"no memory is left for the KV cache: of the {format_gib(ledger.requested)} requested, weights take "
         f"{format_gib(ledger.weights)}, activations {format_gib(ledger.activations)}, non-torch memory "
         f"{format_gib(ledger.non_torch)}, tables {format_gib(ledger.tables)}, recurrent states of the rows "
-        f"{format_gib(ledger.states)}, adapters {format_gib(ledger.adapters)} and CUDA graphs "
-        f"{format_gib(ledger.cuda_graphs)}, leaving {ledger.available} bytes where one block takes {block_bytes}; "
-        "raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or raise tensor_parallel_size"
+        f"{format_gib(ledger.states)}, adapters {format_gib(ledger.adapters)}, encoded images "
+        f"{format_gib(ledger.images)} and CUDA graphs {format_gib(ledger.cuda_graphs)}, leaving {ledger.available} "
+        f"bytes where one block takes {block_bytes}; raise gpu_memory_utilization, lower max_num_batched_tokens or "
+        "max_num_seqs, or raise tensor_parallel_size"
     )
 
 

@@ -1,0 +1,51 @@
+"""A picture on its whole way: a chat from Python, its pixels, a tower, the answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.image_models import Oracle, Prompt, make_image_model
+from tests.images import IMAGE_TOKENS, image_tokenizer, picture
+from tp_engine import LLM, RequestError, SamplingParams
+
+NAMES = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 200, "num_gpu_blocks_override": 60}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3.5 with the tokenizer of tests."""
+    tokens = dict(zip(NAMES, map(image_tokenizer().convert_tokens_to_ids, IMAGE_TOKENS), strict=False))
+    made = make_image_model(
+        tmp_path_factory.mktemp("seeing"), "qwen3.5-vision", whole=tokens, vocab_size=len(image_tokenizer())
+    )
+    image_tokenizer().save_pretrained(made)
+    return made
+
+
+def test_a_picture_in_a_chat_equals_transformers(folder: Path) -> None:
+    """Oracle: transformers' processor and model, given the picture and our token ids; then the text part alone."""
+    image = picture(96, 64)
+    content = [{"type": "text", "text": "What is it?"}, {"type": "image_pil", "image_pil": image}]
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=1)
+    token = image_tokenizer().convert_tokens_to_ids(IMAGE_TOKENS[1])
+    with LLM(model=str(folder), **SMALL) as llm:
+        (output,) = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
+    answer = output.outputs[0]
+    assert output.prompt_token_ids is not None and output.prompt_token_ids.count(token) == 6
+    logprobs = [found[one].logprob for one, found in zip(answer.token_ids, answer.logprobs or (), strict=True)]
+    prompt = Prompt(list(output.prompt_token_ids), [np.asarray(image)])
+    assert Oracle(folder, "qwen3.5-vision", token).problem(prompt, answer.token_ids, logprobs) is None
+
+
+def test_a_model_without_its_tower_refuses_pictures(folder: Path) -> None:
+    """Oracle: an error that names the option; text is answered."""
+    content = [{"type": "image_pil", "image_pil": picture(96, 64)}]
+    with LLM(model=str(folder), limit_mm_per_prompt='{"image": 0}', **SMALL) as llm:
+        with pytest.raises(RequestError, match="image"):
+            llm.chat([{"role": "user", "content": content}], use_tqdm=False)
+        assert llm.generate("ab", SamplingParams(max_tokens=1), use_tqdm=False)[0].outputs[0].token_ids

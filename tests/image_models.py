@@ -1,0 +1,370 @@
+"""Tiny models that see images, one of every family, and transformers' answers to prompts with images.
+
+Weights are drawn wide and norms with noise: with others the logits hardly depend on an image.  Towers have the
+peculiarities of their families: windows, several layers whose rows are added later, pooling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tp_engine.images.rules import image_rules, read_processor
+from tp_engine.model_config import load_model_config
+from tp_engine.request import ImageInput
+
+VOCAB_SIZE, IMAGE, BREAK, END = 320, 300, 305, 306
+Pixels = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class ImageFamily:
+    """The names of transformers' configuration, model and image processor, and what differs from ``_TEXT``."""
+
+    config: str
+    model: str
+    processor: str
+    vision: dict[str, Any]
+    text: dict[str, Any] = field(default_factory=dict)
+    whole: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    needs: str = "mm_token_type_ids"
+
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS = {"moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2}
+_TOKENS = {"image_token_id": IMAGE, "video_token_id": 301, "vision_start_token_id": 302, "vision_end_token_id": 303}
+_QWEN = {"depth": 4, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48}
+_QWEN3 = {**_QWEN, "patch_size": 16, "num_position_embeddings": 64}
+_AREAS = {"size": {"shortest_edge": 1024, "longest_edge": 16384}, "patch_size": 16, "temporal_patch_size": 2}
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+_HYBRID = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5},
+}
+_SLIDING = ["sliding_attention"] * 3 + ["full_attention"]
+_GEMMA4_VISION = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "position_embedding_size": 256,
+    "standardize": True,
+}
+_GEMMA4 = {
+    "sliding_window": 24,
+    "layer_types": _SLIDING,
+    "use_bidirectional_attention": "vision",
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 2,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+}
+_PIL = "Qwen2VLImageProcessorPil"
+
+IMAGE_FAMILIES: dict[str, ImageFamily] = {
+    "qwen3.5-vision": ImageFamily(
+        "Qwen3_5Config",
+        "Qwen3_5ForConditionalGeneration",
+        _PIL,
+        vision={**_QWEN3, "deepstack_visual_indexes": []},
+        text=_HYBRID,
+        whole=_TOKENS,
+        settings=_AREAS,
+    ),
+    "qwen2.5-vl": ImageFamily(
+        "Qwen2_5_VLConfig",
+        "Qwen2_5_VLForConditionalGeneration",
+        _PIL,
+        vision={**_QWEN, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1, 3]},
+        text={"hidden_size": 128, "rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}},
+        whole=_TOKENS,
+        settings={**_AREAS, "patch_size": 14},
+    ),
+    "qwen3-vl": ImageFamily(
+        "Qwen3VLConfig",
+        "Qwen3VLForConditionalGeneration",
+        _PIL,
+        vision={**_QWEN3, "deepstack_visual_indexes": [0, 1, 2]},
+        text={"rope_parameters": _MROPE},
+        whole=_TOKENS,
+        settings=_AREAS,
+    ),
+    "qwen3-vl-moe": ImageFamily(
+        "Qwen3VLMoeConfig",
+        "Qwen3VLMoeForConditionalGeneration",
+        _PIL,
+        vision={**_QWEN3, "deepstack_visual_indexes": [0, 1, 2]},
+        text={**_EXPERTS, "rope_parameters": _MROPE},
+        whole=_TOKENS,
+        settings=_AREAS,
+    ),
+    "mistral3-vision": ImageFamily(
+        "Mistral3Config",
+        "Mistral3ForConditionalGeneration",
+        "PixtralImageProcessorPil",
+        vision={
+            "model_type": "pixtral",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "head_dim": 16,
+            "patch_size": 14,
+            "image_size": 112,
+            "hidden_act": "silu",
+        },
+        text={"model_type": "mistral", "sliding_window": None},
+        whole={"image_token_index": IMAGE, "spatial_merge_size": 2},
+        settings={"size": {"longest_edge": 112}, "patch_size": 28},
+        needs="",
+    ),
+    "gemma3-vision": ImageFamily(
+        "Gemma3Config",
+        "Gemma3ForConditionalGeneration",
+        "Gemma3ImageProcessorPil",
+        vision={
+            "model_type": "siglip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "patch_size": 14,
+            "image_size": 112,
+        },
+        text={"sliding_window": 24, "layer_types": _SLIDING, "query_pre_attn_scalar": 16},
+        whole={"image_token_index": IMAGE, "boi_token_index": 302, "eoi_token_index": 303, "mm_tokens_per_image": 16},
+        settings={"size": {"height": 112, "width": 112}},
+        needs="token_type_ids",
+    ),
+    "gemma4-vision": ImageFamily(
+        "Gemma4Config",
+        "Gemma4ForConditionalGeneration",
+        "Gemma4ImageProcessorPil",
+        vision=_GEMMA4_VISION,
+        text=_GEMMA4,
+        whole={"image_token_id": IMAGE, "boi_token_id": 302, "eoi_token_id": 303, "audio_config": None},
+        settings={"max_soft_tokens": 70},
+    ),
+    "gemma4-narrow": ImageFamily(  # a window that is shorter than an image
+        "Gemma4Config",
+        "Gemma4ForConditionalGeneration",
+        "Gemma4ImageProcessorPil",
+        vision=_GEMMA4_VISION,
+        text={**_GEMMA4, "sliding_window": 12},
+        whole={"image_token_id": IMAGE, "boi_token_id": 302, "eoi_token_id": 303, "audio_config": None},
+        settings={"max_soft_tokens": 70},
+    ),
+    "gemma4-causal": ImageFamily(
+        "Gemma4Config",
+        "Gemma4ForConditionalGeneration",
+        "Gemma4ImageProcessorPil",
+        vision=_GEMMA4_VISION,
+        text={**_GEMMA4, "use_bidirectional_attention": None},
+        whole={"image_token_id": IMAGE, "boi_token_id": 302, "eoi_token_id": 303, "audio_config": None},
+        settings={"max_soft_tokens": 70},
+    ),
+    "qwen3.5-moe-vision": ImageFamily(
+        "Qwen3_5MoeConfig",
+        "Qwen3_5MoeForConditionalGeneration",
+        _PIL,
+        vision={**_QWEN3, "deepstack_visual_indexes": []},
+        text={**_HYBRID, **_EXPERTS, "shared_expert_intermediate_size": 48},
+        whole=_TOKENS,
+        settings=_AREAS,
+    ),
+}
+
+
+def make_image_model(folder: Path, name: str, seed: int = 0, whole: dict[str, int] | None = None, **text: Any) -> Path:
+    """Write config.json, preprocessor_config.json and weights into ``folder``; ``text`` changes the text part, and
+    ``whole`` the tokens of images."""
+    import transformers
+
+    family = IMAGE_FAMILIES[name]
+    settings = {**_TEXT, **family.text, **text}
+    if family.config.startswith("Qwen2"):
+        del settings["head_dim"]  # this configuration has no such option
+    hidden = family.text.get("hidden_size", _TEXT["hidden_size"])
+    config = getattr(transformers, family.config)(
+        text_config=settings,
+        vision_config={"out_hidden_size": hidden, **family.vision} if "depth" in family.vision else family.vision,
+        tie_word_embeddings=False,
+        **{**family.whole, **(whole or {})},
+    )
+    config.dtype = "float32"
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = getattr(transformers, family.model)(config)
+        for key, values in model.state_dict(keep_vars=True).items():
+            if values.is_floating_point() and "inv_freq" not in key:
+                if values.dim() > 1:
+                    values.normal_(0.0, 0.08)
+                else:
+                    values.add_(torch.randn_like(values), alpha=0.1)
+            if key.endswith("A_log"):
+                values.sub_(3.0)
+        model.lm_head.weight.mul_(6.0)
+        model.lm_head.weight[
+            min((whole or {"": IMAGE}).values()) :
+        ].zero_()  # a generated placeholder is no image, and transformers refuses it
+    model.save_pretrained(folder)
+    processor = getattr(transformers, family.processor)(**family.settings)
+    written = {**json.loads(processor.to_json_string()), **family.settings}
+    (folder / "preprocessor_config.json").write_text(json.dumps(written))
+    return folder
+
+
+def draw_pixels(folder: Path, height: int, width: int, seed: int) -> Pixels:
+    """Noise of the size to which an image of ``height`` x ``width`` pixels is resized."""
+    spec = load_model_config(str(folder))[0]
+    assert spec.vision is not None
+    settings, _ = read_processor(folder)
+    size = image_rules(spec.vision.family, settings, cell=spec.vision.cell).resized(height, width)
+    return np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
+
+
+@dataclass
+class Prompt:
+    """Token ids with placeholders, and the images that stand there, in order."""
+
+    ids: list[int]
+    pixels: list[Pixels] = field(default_factory=list)
+    images: list[ImageInput] = field(default_factory=list)
+
+
+class PixelFiles:
+    """Pixels in anonymous files, as the process that reads images keeps them; ``prompt`` makes prompts of them."""
+
+    def __init__(self, folder: Path) -> None:
+        spec = load_model_config(str(folder))[0]
+        assert spec.vision is not None
+        self._vision = spec.vision
+        self.open: list[int] = []
+
+    def prompt(self, parts: Iterable[Sequence[int] | Pixels]) -> Prompt:
+        """Texts as token ids, and images, one behind the other."""
+        found = Prompt([])
+        for part in parts:
+            if isinstance(part, np.ndarray):
+                self._add(found, part)
+            else:
+                found.ids += list(part)
+        return found
+
+    def _add(self, prompt: Prompt, pixels: Pixels) -> None:
+        height, width = pixels.shape[:2]
+        rows, columns = height // self._vision.cell, width // self._vision.cell
+        ids = [IMAGE] * (rows * columns)
+        if self._vision.family == "mistral3":
+            ids = ([IMAGE] * columns + [BREAK]) * rows
+            ids[-1] = END
+        fd = os.memfd_create("pixels", os.MFD_CLOEXEC)
+        self.open.append(fd)
+        os.write(fd, b"\0" * 64 + pixels.tobytes())
+        prompt.images.append(
+            ImageInput(
+                start=len(prompt.ids),
+                num_tokens=len(ids),
+                grid=(rows, columns),
+                digest=digest_of(pixels),
+                pid=os.getpid(),
+                fd=fd,
+                offset=64,
+                height=height,
+                width=width,
+            )
+        )
+        prompt.ids += ids
+        prompt.pixels.append(pixels)
+
+    def close(self) -> None:
+        """Close all files."""
+        while self.open:
+            os.close(self.open.pop())
+
+
+@contextlib.contextmanager
+def pixel_files(folder: Path) -> Iterator[PixelFiles]:
+    """Files that are closed at the end."""
+    files = PixelFiles(folder)
+    try:
+        yield files
+    finally:
+        files.close()
+
+
+def digest_of(pixels: Pixels) -> bytes:
+    """What stands for an image's content."""
+    import hashlib
+
+    return hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest()
+
+
+class Oracle:
+    """transformers' model, with the processor that works by Pillow."""
+
+    def __init__(self, folder: Path, name: str, image_token_id: int = IMAGE) -> None:
+        import transformers
+
+        self._family, self._token = IMAGE_FAMILIES[name], image_token_id
+        model = getattr(transformers, self._family.model).from_pretrained(folder, dtype=torch.float32)
+        self._model: Any = model.eval()
+        self._processor = getattr(transformers, self._family.processor).from_pretrained(folder)
+
+    @torch.inference_mode()
+    def logprobs(self, prompt: Prompt, answer: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities (tokens, vocabulary) at each position of an answer, given what precedes it."""
+        from PIL import Image
+
+        ids = torch.tensor([[*prompt.ids, *answer]])
+        given: dict[str, Any] = {}
+        if prompt.pixels:
+            given = dict(self._processor([Image.fromarray(one) for one in prompt.pixels], return_tensors="pt"))
+            given.pop("num_soft_tokens_per_image", None)
+        if self._family.needs and (prompt.pixels or self._family.needs == "token_type_ids"):
+            given[self._family.needs] = (ids == self._token).to(torch.int64)
+            given[self._family.needs][:, len(prompt.ids) :] = 0
+        if hasattr(self._model.model, "rope_deltas"):
+            self._model.model.rope_deltas = None
+        logits = self._model(input_ids=ids, **given).logits[0, len(prompt.ids) - 1 : -1]
+        found: torch.Tensor = logits.float().log_softmax(-1)
+        return found
+
+    def problem(self, prompt: Prompt, answer: Sequence[int], logprobs: Sequence[float]) -> str | None:
+        """How an answer with its log-probabilities differs from greedy decoding; None if it does not."""
+        expected = self.logprobs(prompt, answer)
+        best = expected.argmax(-1).tolist()
+        if best != list(answer):
+            return f"{list(answer)} instead of {best}"
+        error = (expected.max(-1).values - torch.tensor(logprobs)).abs().max().item()
+        return f"log-probabilities off by {error:.1e}" if error > 1e-4 else None

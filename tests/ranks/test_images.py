@@ -1,0 +1,136 @@
+"""Prompts with images equal transformers in float32: greedy tokens, and their log-probabilities to 1e-4."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.image_models import IMAGE_FAMILIES, Oracle, make_image_model, pixel_files
+from tests.ranks import image_job
+from tests.ranks.warm_ranks import warm_ranks
+from tests.tiers import fast_first
+
+MAX_MODEL_LEN, MAX_TOKENS = 400, 7
+FEW_TOKENS, WHOLE_IMAGE = 7, 76  # Gemma's images are in one chunk
+
+
+def make_prompts() -> list[list[Any]]:
+    """No image to four of different sizes, two equal ones, an image in the first and the last place."""
+    rng = np.random.default_rng(3)
+    sizes = {"a": [64, 64], "b": [64, 64], "c": [40, 100], "d": [90, 50]}
+    image = {name: {"size": size, "seed": seed} for seed, (name, size) in enumerate(sizes.items())}
+
+    def text(count: int) -> list[int]:
+        return [int(one) for one in rng.integers(3, 290, count)]
+
+    a, b, c, d = image.values()
+    return [
+        [text(9), a, text(5)],
+        [text(12)],
+        [c, text(3), d, text(1), a, text(2)],
+        [text(3), b, text(1), c],
+        [text(4), a, text(1), a, text(2), b, text(1), d, text(7)],
+    ]
+
+
+def settings_of(name: str) -> dict[str, dict[str, Any]]:
+    """Chunks that cut images, unless none may; a tight pool; images that leave the encoder cache between chunks."""
+    cuts = not name.startswith("gemma") or name == "gemma4-causal"
+    small = {"max_num_seqs": 4, "max_num_batched_tokens": FEW_TOKENS if cuts else WHOLE_IMAGE, "block_size": 4}
+    return {
+        "plain": {"num_gpu_blocks_override": 2000, "async_scheduling": False, "block_size": 4},
+        "chunked": {**small, "num_gpu_blocks_override": 2000},
+    }
+
+
+@pytest.fixture(scope="module")
+def image_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a family's checkpoint, made once."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = make_image_model(tmp_path_factory.mktemp(name), name)
+        return made[name]
+
+    return get
+
+
+def run_cases(world_size: int, cases: list[dict[str, Any]], tmp_path: Path) -> list[dict[str, Any]]:
+    """What each case gave, on so many ranks."""
+    common = {
+        "tensor_parallel_size": world_size,
+        "device": "cpu",
+        "dtype": "float32",
+        "max_model_len": MAX_MODEL_LEN,
+    }
+    cases = [{**case, "options": {**common, **case["options"]}} for case in cases]
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    warm_ranks(world_size, image_job.main, tmp_path / "cases.json", tmp_path / "out.json", timeout_s=280)
+    found: list[dict[str, Any]] = json.loads((tmp_path / "out.json").read_text())
+    return found
+
+
+FAST = ("qwen3.5-vision", "gemma3-vision")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    fast_first(2, [(name, 1) for name in (*FAST, *(one for one in IMAGE_FAMILIES if one not in FAST))])
+    + [
+        pytest.param("qwen3.5-vision", 2),
+        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("mistral3-vision", "gemma4-vision")),
+    ]
+    + [pytest.param(name, 4, marks=pytest.mark.slow) for name in ("qwen3.5-moe-vision", "qwen3-vl")],
+)
+def test_images_equal_transformers(
+    name: str,
+    world_size: int,
+    image_model: Callable[[str], Path],
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Oracle: transformers' logits, given our tokens; in the second round all images are cached, and none is encoded
+    again."""
+    folder, settings, prompts = image_model(name), settings_of(name), make_prompts()
+    cases = [
+        {"options": {"model": str(folder), **options}, "prompts": prompts, "max_tokens": MAX_TOKENS}
+        for options in settings.values()
+    ]
+    results = run_cases(world_size, cases, tmp_path)
+    oracle, problems = Oracle(folder, name), []
+    with pixel_files(folder) as files:
+        made = image_job.prompts_of(files, folder, prompts)
+        for setting, result in zip(settings, results, strict=True):
+            found: list[str | None] = []
+            for first, second, prompt in zip(*result["rounds"], made, strict=True):
+                found.append(oracle.problem(prompt, first["tokens"][0], first["logprobs"][0]))
+                if second["tokens"] != first["tokens"]:
+                    found.append(f"then {second['tokens']}")
+                if second["cached"] < len(prompt.ids) - 8:
+                    found.append(f"only {second['cached']} of {len(prompt.ids)} were cached")
+            problems += [f"{setting}, prompt {i}: {one}" for i, one in enumerate(found) if one is not None]
+    record_property("parity", [name, world_size, "images", not problems])
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_preempted_and_forked_images(image_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Oracle: the same prompts with room for all; on 2 ranks the pool holds little more than one prompt, each has two
+    answers, and drafts are verified."""
+    folder, prompts = image_model("qwen3-vl"), make_prompts()[:4]
+    ample = {"model": str(folder), "block_size": 4, "num_gpu_blocks_override": 2000}
+    tight = {**ample, "num_gpu_blocks_override": 101, "max_num_seqs": 8, "max_num_batched_tokens": 16}
+    tight["speculative_config"] = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
+    case = {"prompts": [*prompts, *prompts, *prompts], "max_tokens": 24, "params": {"n": 2}, "num_rounds": 1}
+    (expected,) = run_cases(1, [{**case, "options": ample}], tmp_path)
+    (found,) = run_cases(2, [{**case, "options": tight}], tmp_path)
+    assert found["num_preemptions"] > 0
+    assert [one["tokens"] for one in found["rounds"][0]] == [one["tokens"] for one in expected["rounds"][0]]

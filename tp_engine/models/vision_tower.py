@@ -1,0 +1,296 @@
+"""Vision towers: transformers' classes, each behind the same door.
+
+A tower encodes one image per call, so that what it gives does not depend on other images.  Every rank has the whole
+tower, and encodes other images.  *A new family* is a class here, a row of ``_TOWERS``, and a reader in
+``model_config/vision.py``.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tp_engine.errors import ConfigError
+from tp_engine.model_config.vision import VisionSpec
+from tp_engine.weights.source import Source, set_sources, whole
+
+
+class VisionTower(nn.Module, ABC):
+    """The vision part of a model; ``prefixes`` are the names that checkpoints give to its parts, by attribute."""
+
+    prefixes: Mapping[str, tuple[str, ...]]
+
+    def __init__(self, spec: VisionSpec, config: Any) -> None:
+        """``config`` is transformers' configuration of the whole model."""
+        super().__init__()
+        self.spec = spec
+        self.build(config)
+
+    @abstractmethod
+    def build(self, config: Any) -> None:
+        """Make the parts, which ``prefixes`` name."""
+
+    @abstractmethod
+    def encode(self, image: torch.Tensor) -> torch.Tensor:
+        """``image`` (3, height, width) float32, normalised -> its rows (n, width)."""
+
+    @property
+    @abstractmethod
+    def layers_at(self) -> tuple[nn.Module, str]:
+        """The module that holds its layers, all alike, and the name that they have there."""
+
+    @contextmanager
+    def shortened(self) -> Iterator[int]:
+        """Within this context only one of its layers runs: the others need no further memory.
+
+        Yields the bytes of what a layer makes of one patch.
+        """
+        owner, name = self.layers_at
+        layers = getattr(owner, name)
+        setattr(owner, name, layers[:1])
+        linears = [one for one in layers[0].modules() if isinstance(one, nn.Linear)]
+        try:
+            yield sum(one.in_features + one.out_features for one in linears) * self.dtype.itemsize
+        finally:
+            setattr(owner, name, layers)
+
+    @property
+    def width(self) -> int:
+        """Elements of a row: those for the embedding, then those for each of the first layers (DeepStack)."""
+        return self.spec.hidden_size * (1 + self.spec.deep_layers)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its weights and rows."""
+        return next(self.parameters()).dtype
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        """``pixels`` (height, width, 3) uint8 -> rows (rows * columns, width), by the image's grid, row by row."""
+        return self.encode(normalised(pixels, self.spec))
+
+    def take_sources(self) -> None:
+        """Say where each parameter's values are in a checkpoint."""
+        for attribute, prefixes in self.prefixes.items():
+            _make_parameters_of_buffers(getattr(self, attribute))
+            for name, parameter in getattr(self, attribute).named_parameters():
+                parameter.requires_grad_(False)
+                shape = tuple(parameter.shape)
+                spans = whole(shape)
+                set_sources(
+                    parameter,
+                    *(
+                        [Source(name=f"{prefix}{name}", shape=shape, taken=spans, target=spans, is_spelled=False)]
+                        for prefix in prefixes
+                    ),
+                )
+
+
+class _LinearPatches(nn.Module):
+    """Patch embedding by a product: a convolution whose stride is its kernel does the same, slowly."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.proj = conv
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """``patches`` (n, elements) -> (n, hidden)."""
+        weight, bias = self.proj.weight, self.proj.bias
+        assert isinstance(weight, torch.Tensor) and (bias is None or isinstance(bias, torch.Tensor))
+        return F.linear(patches.to(weight.dtype), weight.flatten(1), bias)
+
+
+class QwenTower(VisionTower):
+    """Qwen2.5-VL, Qwen3-VL and Qwen3.5."""
+
+    prefixes = MappingProxyType({"visual": ("model.visual.", "visual.")})
+
+    def build(self, config: Any) -> None:
+        self.visual = _from_config(config.vision_config)
+        self.visual.patch_embed = _LinearPatches(self.visual.patch_embed.proj)
+
+    @property
+    def layers_at(self) -> tuple[nn.Module, str]:
+        return self.visual, "blocks"
+
+    def encode(self, image: torch.Tensor) -> torch.Tensor:
+        spec = self.spec
+        patches = merged_patches(image, spec.patch, spec.merge, spec.temporal_patch)
+        sizes = [1, image.shape[1] // spec.patch, image.shape[2] // spec.patch]
+        found = self.visual(patches.to(self.dtype), grid_thw=torch.tensor([sizes], device=image.device))
+        rows: torch.Tensor = found.pooler_output
+        return torch.cat((rows, *found.deepstack_features), 1) if spec.deep_layers else rows
+
+
+class PixtralTower(VisionTower):
+    """Mistral 3: the projector merges patches."""
+
+    prefixes = MappingProxyType(
+        {
+            "vision_tower": ("vision_tower.", "model.vision_tower."),
+            "multi_modal_projector": ("multi_modal_projector.", "model.multi_modal_projector."),
+        }
+    )
+
+    def build(self, config: Any) -> None:
+        from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
+
+        if config.vision_feature_layer != -1:
+            raise ValueError(f"vision_feature_layer is {config.vision_feature_layer}, and must be -1, the last layer")
+        self.vision_tower = _from_config(config.vision_config)
+        self.multi_modal_projector = Mistral3MultiModalProjector(config)
+
+    @property
+    def layers_at(self) -> tuple[nn.Module, str]:
+        return self.vision_tower.transformer, "layers"
+
+    def encode(self, image: torch.Tensor) -> torch.Tensor:
+        sizes = [tuple(image.shape[1:])]
+        found = self.vision_tower(image.unsqueeze(0).to(self.dtype), image_sizes=sizes).last_hidden_state
+        rows: torch.Tensor = self.multi_modal_projector(found.squeeze(0), sizes)
+        return rows
+
+
+class SiglipTower(VisionTower):
+    """Gemma 3: images of one size; the projector averages patches."""
+
+    prefixes = MappingProxyType(
+        {
+            "vision_tower": (
+                "vision_tower.vision_model.",
+                "vision_tower.",
+                "model.vision_tower.vision_model.",
+                "model.vision_tower.",
+            ),
+            "multi_modal_projector": ("multi_modal_projector.", "model.multi_modal_projector."),
+        }
+    )
+
+    def build(self, config: Any) -> None:
+        from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
+
+        side = config.vision_config.image_size // config.vision_config.patch_size
+        if side != self.spec.merge * round(config.mm_tokens_per_image**0.5):
+            raise ValueError(f"{side} x {side} patches are no multiple of mm_tokens_per_image")
+        config.vision_config.vision_use_head = False  # its output is not read
+        self.vision_tower = _from_config(config.vision_config)
+        self.multi_modal_projector = Gemma3MultiModalProjector(config)
+
+    @property
+    def layers_at(self) -> tuple[nn.Module, str]:
+        return self.vision_tower.encoder, "layers"
+
+    def encode(self, image: torch.Tensor) -> torch.Tensor:
+        found = self.vision_tower(pixel_values=image.unsqueeze(0).to(self.dtype)).last_hidden_state
+        rows: torch.Tensor = self.multi_modal_projector(found)[0]
+        return rows
+
+
+class Gemma4Tower(VisionTower):
+    """Gemma 4: patches have a column and a row; the tower pools them."""
+
+    prefixes = MappingProxyType({"vision_tower": ("model.vision_tower.",), "embed_vision": ("model.embed_vision.",)})
+
+    def build(self, config: Any) -> None:
+        from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder
+
+        self.vision_tower = _from_config(config.vision_config)
+        self.embed_vision = Gemma4MultimodalEmbedder(config.vision_config, config.text_config)
+
+    @property
+    def layers_at(self) -> tuple[nn.Module, str]:
+        return self.vision_tower.encoder, "layers"
+
+    def encode(self, image: torch.Tensor) -> torch.Tensor:
+        patches, places = raster_patches(image, self.spec.patch)
+        pooled = self.vision_tower(patches.unsqueeze(0), pixel_position_ids=places.unsqueeze(0)).last_hidden_state
+        rows: torch.Tensor = self.embed_vision(inputs_embeds=pooled)
+        return rows
+
+
+_TOWERS: dict[str, type[VisionTower]] = {
+    "gemma3": SiglipTower,
+    "gemma4": Gemma4Tower,
+    "mistral3": PixtralTower,
+    "qwen2_5_vl": QwenTower,
+    "qwen3_vl": QwenTower,
+    "qwen3_5": QwenTower,
+}
+
+
+def build_tower(spec: VisionSpec, *, dtype: torch.dtype, device: torch.device) -> VisionTower:
+    """Return the tower with weights that are not set yet.  Raises ``ConfigError`` if transformers refuses it."""
+    from transformers import CONFIG_MAPPING
+    from transformers.initialization import no_init_weights
+
+    given = {**spec.whole, "vision_config": dict(spec.config)}
+    try:
+        config = CONFIG_MAPPING[given["model_type"]].from_dict(given)
+        with _default_dtype(dtype), torch.device(device), no_init_weights():
+            tower = _TOWERS[spec.family](spec, config)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"config.json: transformers can not make the vision part ({error}); serve the text part alone with "
+            "--limit-mm-per-prompt '{\"image\": 0}'"
+        ) from error
+    tower.take_sources()
+    return tower.eval()
+
+
+def _make_parameters_of_buffers(part: nn.Module) -> None:
+    """What checkpoints store is a parameter, and what they do not is a buffer."""
+    for module in part.modules():
+        stored = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+        for name in stored:
+            values = module._buffers.pop(name)
+            assert values is not None
+            module.register_parameter(name, nn.Parameter(values, requires_grad=False))
+
+
+def _from_config(vision_config: Any) -> Any:
+    """The tower of transformers, in the default type: frequencies stay in float32."""
+    from transformers import AutoModel
+
+    return AutoModel.from_config(vision_config, dtype=torch.get_default_dtype())
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def normalised(pixels: torch.Tensor, spec: VisionSpec) -> torch.Tensor:
+    """``pixels`` (height, width, 3) uint8 -> (3, height, width) float32, by the mean and standard deviation of each
+    colour."""
+    mean, std = (torch.tensor(values, device=pixels.device) for values in (spec.mean, spec.std))
+    scaled = (pixels.to(torch.float64) * (1 / 255)).to(torch.float32)
+    return scaled.sub_(mean).div_(std).permute(2, 0, 1)
+
+
+def merged_patches(image: torch.Tensor, patch: int, merge: int, frames: int) -> torch.Tensor:
+    """``image`` (3, height, width) -> (patches, 3 * frames * patch * patch): those that are merged stand together, and
+    each is repeated for every frame."""
+    colours, height, width = image.shape
+    rows, columns = height // (patch * merge), width // (patch * merge)
+    cut = image.reshape(colours, rows, merge, patch, columns, merge, patch).permute(1, 4, 2, 5, 0, 3, 6)
+    repeated = cut.unsqueeze(5).expand(-1, -1, -1, -1, -1, frames, -1, -1)
+    return repeated.reshape(rows * columns * merge * merge, -1)
+
+
+def raster_patches(image: torch.Tensor, patch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``image`` (3, height, width) -> patches (n, patch * patch * 3) row by row, and the column and row of each (n, 2)
+    int64."""
+    colours, height, width = image.shape
+    rows, columns = height // patch, width // patch
+    cut = image.reshape(colours, rows, patch, columns, patch).permute(1, 3, 2, 4, 0)
+    grid = torch.meshgrid(*(torch.arange(size, device=image.device) for size in (rows, columns)), indexing="ij")
+    return cut.reshape(rows * columns, -1), torch.stack((grid[1].flatten(), grid[0].flatten()), 1)

@@ -1,0 +1,174 @@
+"""Images on a rank: it encodes those that plans give it, keeps all ranks' rows, and puts them into steps.
+
+::
+
+    plan.encodes      owners:    pixels -> tower -> rows -+
+                      the others:               zeros  ---+--> one all-reduce --> encoder cache, equal on all ranks
+    plan.image_rows   encoder cache -> the chunk's tokens
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tp_engine.attention.gathering import QueryGroup
+from tp_engine.distributed.collectives import Communicator
+from tp_engine.layers.attention import Attention
+from tp_engine.layers.image_rows import StepImages, seeing
+from tp_engine.layers.upload import upload_all
+from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.vision_tower import VisionTower
+from tp_engine.plan import IntArray, StepPlan
+from tp_engine.worker.batch.input_batch import InputBatch
+from tp_engine.worker.batch.step_inputs import StepInputs
+from tp_engine.worker.feature import RunnerFeature, RunningStep
+
+_Positions = npt.NDArray[np.int64]
+_START, _TOKENS, _ROWS, _COLUMNS = range(4)  # columns of a row's images
+
+
+class ImageEncoder(RunnerFeature):
+    """The tower of ``model`` and the encoder cache, ``num_rows`` rows.
+
+    A sum over ranks has at most ``sum_rows`` rows of the model's hidden size.
+    """
+
+    def __init__(
+        self, model: CausalLM, batch: InputBatch, num_rows: int, communicator: Communicator, sum_rows: int
+    ) -> None:
+        self._tower = _tower_of(model)
+        self._batch, self._communicator, self._sum_rows = batch, communicator, sum_rows
+        weight = next(self._tower.parameters())
+        self.cache = torch.zeros((num_rows, self._tower.width), dtype=weight.dtype, device=weight.device)
+        self._images: dict[int, IntArray] = {}  # by row: start, tokens, rows, columns of each
+
+    def take_model(self, model: CausalLM) -> list[Attention]:
+        self._tower = _tower_of(model)
+        return []
+
+    def apply(self, plan: StepPlan) -> None:
+        for row in plan.released.tolist() if self._images else ():
+            self._images.pop(row, None)
+        if len(plan.images):
+            for row in np.unique(plan.images[:, 0]).tolist():
+                self._images[row] = plan.images[plan.images[:, 0] == row, 1:]
+        if len(plan.encodes):
+            self._encode(plan.encodes)
+
+    def must_launch(self, plan: StepPlan) -> bool:
+        return bool(self._images) and any(row in self._images for row in plan.prefill_rows.tolist())
+
+    def around_model(self, step: RunningStep, inputs: StepInputs) -> AbstractContextManager[object]:
+        return seeing(self._of_step(step.plan, inputs)) if self.must_launch(step.plan) else nullcontext()
+
+    def _encode(self, encodes: IntArray) -> None:
+        """Each image on its rank, then all rows on all ranks; a collective."""
+        counts = encodes[:, 1] * encodes[:, 2]
+        ends = counts.cumsum()
+        new = self.cache.new_zeros((int(ends[-1]), self.cache.shape[1]))
+        for encode, end, count in zip(encodes.tolist(), ends.tolist(), counts.tolist(), strict=True):
+            if encode[3] == self._communicator.info.rank:
+                pixels = torch.from_numpy(read_pixels(encode[4:])).to(self.cache.device)
+                new[end - count : end] = self._tower(pixels)
+        if self._communicator.info.world_size > 1:
+            for part in new.view(-1, self._tower.spec.hidden_size).split(self._sum_rows):
+                self._communicator.all_reduce(part)
+        for first, end, count in zip(encodes[:, 0].tolist(), ends.tolist(), counts.tolist(), strict=True):
+            self.cache[first : first + count] = new[end - count : end]
+
+    def _of_step(self, plan: StepPlan, inputs: StepInputs) -> StepImages:
+        chunks = plan.prefill_tokens.astype(np.int64)
+        firsts = self._batch.num_computed[plan.prefill_rows].astype(np.int64)
+        begins = len(plan.decode_rows) + chunks.cumsum() - chunks  # where each chunk begins among the step's tokens
+        spans: list[QueryGroup] = []
+        chunk_of = {row: index for index, row in enumerate(plan.prefill_rows.tolist())}
+        places: list[_Positions] = [np.empty(0, dtype=np.int64)]
+        sources: list[_Positions] = [np.empty(0, dtype=np.int64)]
+        for row, start, cached in plan.image_rows.tolist():
+            own, chunk = self._images[row], chunk_of[row]
+            image = own[own[:, _START] == start][0]
+            first, count = int(firsts[chunk]), int(chunks[chunk])
+            tokens, embeddings = rows_within(image, first, first + count)
+            places.append(tokens - first + begins[chunk])
+            sources.append(embeddings + cached)
+            if self._tower.spec.is_bidirectional and len(tokens):
+                spans.append(
+                    QueryGroup(
+                        rows=np.array([len(plan.decode_rows) + chunk], dtype=np.int32),
+                        starts=(tokens[:1] - first + begins[chunk]).astype(np.int32),
+                        seq_lens=(tokens[-1:] + 1).astype(np.int32),
+                        query_len=len(tokens),
+                    )
+                )
+        turns = self._turns(plan, firsts, chunks) if self._tower.spec.turns_by_place else None
+        arrays = [np.concatenate(places), np.concatenate(sources), *(() if turns is None else (turns,))]
+        on_device = upload_all(arrays, self.cache.device)
+        return StepImages(
+            places=on_device[0],
+            rows=self.cache.index_select(0, on_device[1]),
+            turns=None if turns is None else _behind_decodes(inputs, on_device[2]),
+            spans=tuple(spans),
+        )
+
+    def _turns(self, plan: StepPlan, firsts: _Positions, chunks: _Positions) -> _Positions:
+        """Time, row and column of the tokens of the step's chunks (3, T)."""
+        nothing: IntArray = np.empty((0, 4), dtype=np.int32)
+        found = [
+            turning_positions(self._images.get(row, nothing), first, first + count)
+            for row, first, count in zip(plan.prefill_rows.tolist(), firsts.tolist(), chunks.tolist(), strict=True)
+        ]
+        return np.concatenate(found, axis=1)
+
+
+def read_pixels(place: list[int]) -> npt.NDArray[np.uint8]:
+    """Return the pixels (height, width, 3) at a ``place`` of ``StepPlan.encodes``: process, file, offset's low and
+    high 31 bits, height, width."""
+    pid, fd, low, high, height, width = place
+    path, offset = f"/proc/{pid}/fd/{fd}", low + (high << 31)
+    return np.fromfile(path, dtype=np.uint8, count=height * width * 3, offset=offset).reshape(height, width, 3)
+
+
+def rows_within(image: IntArray, first: int, end: int) -> tuple[_Positions, _Positions]:
+    """Return the tokens of ``image`` (start, tokens, rows, columns) from ``first`` to ``end`` that have an embedding,
+    and which one each has.  A row of its grid may end with tokens of the text."""
+    start, tokens, rows, columns = image.tolist()
+    stride = tokens // rows
+    places = np.arange(max(first, start), min(end, start + tokens), dtype=np.int64)
+    row, column = np.divmod(places - start, stride)
+    is_row = column < columns
+    return places[is_row], (row * columns + column)[is_row]
+
+
+def turning_positions(images: IntArray, first: int, end: int) -> _Positions:
+    """Return time, row and column (3, end - first) of a prompt's tokens from ``first`` to ``end``.
+
+    Those of text are equal, and go on behind the larger of the rows and columns of the image before.  ``images`` are
+    (start, tokens, rows, columns), in order.
+    """
+    found = np.tile(np.arange(first, end, dtype=np.int64), (3, 1))
+    shift = 0
+    for start, tokens, rows, columns in images.tolist():
+        behind = start + tokens
+        low, high = max(start, first), min(behind, end)
+        if low < high:
+            row, column = np.divmod(np.arange(low - start, high - start), columns)
+            found[:, low - first : high - first] = start + shift + np.stack((np.zeros_like(row), row, column))
+        moved = max(rows, columns) - tokens
+        found[:, max(behind - first, 0) :] += moved
+        shift += moved
+    return found
+
+
+def _behind_decodes(inputs: StepInputs, turns: torch.Tensor) -> torch.Tensor:
+    """All tokens' (3, N): those of decodes are equal."""
+    own = inputs.turns[: inputs.layout.num_decodes]
+    return torch.cat((own.expand(3, -1), turns), 1)
+
+
+def _tower_of(model: CausalLM) -> VisionTower:
+    assert model.vision is not None, "the model has no tower"
+    return model.vision
