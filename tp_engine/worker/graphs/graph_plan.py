@@ -148,18 +148,18 @@ def measure_graph_bytes(plan: GraphPlan, device: Device, graphs: StepRunner, mos
     ``graphs`` may be of a runner with a KV cache of any size, and keep no recording.  With up to ``most_drafting_rows``
     a head's drafts are recorded too, so their largest size counts.  A collective.
     """
-    recorder, num_bytes = plan.make_recorder(), 0
+    recorder, behind, num_bytes = plan.make_recorder(), plan.make_recorder(), 0
     if plan.prompts is not None:
         prompts = plan.prompts.largest_first
         record = [partial(graphs.capture_prompts, plan.prompts, recorder, [size]) for size in prompts[:2]]
         num_bytes += _grown_bytes(device, record, len(prompts))
-    record = [partial(graphs.capture_decodes, plan.sizes, recorder, [size]) for size in plan.sizes[:-3:-1]]
+    record = [partial(graphs.capture_decodes, plan.sizes, recorder, [size], behind) for size in plan.sizes[:-3:-1]]
     num_bytes += _grown_bytes(device, record, len(plan.sizes))
     if drafting := [size for size in plan.sizes[:-2] if size <= most_drafting_rows]:
-        record = [partial(graphs.capture_decodes, plan.sizes, recorder, drafting[-1:])]
+        record = [partial(graphs.capture_decodes, plan.sizes, recorder, drafting[-1:], behind)]
         num_bytes += _grown_bytes(device, record, 1)
     graphs.forget()
-    del recorder
+    del recorder, behind
     gc.collect()
     device.empty_cache()
     return num_bytes

@@ -63,17 +63,23 @@ class StepRunner:
             sizes = sizes[: 1 + sum(size < most_rows for size in sizes[:-1])]
         elif plan.prompts is not None:
             self.capture_prompts(plan.prompts, recorder, plan.prompts.largest_first)
-        self.capture_decodes(sizes, recorder, sizes[::-1])
+        self.capture_decodes(sizes, recorder, sizes[::-1], plan.make_recorder())
 
-    def capture_decodes(self, sizes: Sequence[int], recorder: Recorder, part: Sequence[int]) -> None:
-        """Capture those decode steps of ``sizes`` (rising) rows that are in ``part``."""
+    def capture_decodes(
+        self, sizes: Sequence[int], recorder: Recorder, part: Sequence[int], behind: Recorder | None = None
+    ) -> None:
+        """Capture those decode steps of ``sizes`` (rising) rows that are in ``part``.
+
+        What follows them is recorded by ``behind``, with memory of its own: it runs while the step's tokens, which lie
+        in that of ``recorder``, are still to be read.
+        """
         if self._decodes is None:
             self._decodes = CapturedSteps(DecodeShape(self._batch.decodes, sizes), self._parts)
             self._captured.insert(0, self._decodes)
         self._decodes.capture(part, recorder)
         for record in self._records:
             for size in part:
-                record(size, recorder)
+                record(size, recorder if behind is None else behind)
 
     def capture_prompts(self, sizes: StepSizes, recorder: Recorder, part: Sequence[StepSize]) -> None:
         """Capture those steps with prompts of ``sizes`` that are in ``part``."""
