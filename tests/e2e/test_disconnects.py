@@ -16,6 +16,7 @@ import pytest
 from tests.asgi import App, Exchange, run_served, until
 from tests.fake_engine import FakeEngine
 from tests.gated_engine import GatedEngine
+from tests.tiers import fast_first
 from tests.tiny_server import assert_nothing_in_use, chat_tokenizer, tiny_engine
 from tp_engine.request import EngineRequest
 
@@ -124,7 +125,7 @@ async def steps_done(gate: GatedEngine, num_steps: int) -> None:
     await until(lambda: gate.num_steps >= wanted, "the steps")
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("path", fast_first(1, ["/v1/completions", "/v1/responses"]))
 def test_clients_that_do_not_read_are_bounded_and_hold_up_nobody(path: str) -> None:
     """Oracle: 16 clients with 900 tokens each do not read: the engine goes on, other clients are served, and the memory
     for each stays small; in the end each gets its whole text, in fewer pieces."""

@@ -95,6 +95,7 @@ def test_a_subscriber_knows_what_is_cached(num_ranks: int, checkpoint: Callable[
         until(lambda: is_current() and not subscriber.content(), "the cleared cache")
 
 
+@pytest.mark.slow
 def test_a_server_publishes() -> None:
     """Oracle: the hashes of a prompt of known tokens; a reset clears; the metrics count; the flags are spelt key by
     key."""

@@ -59,6 +59,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert told in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the demo model sorts; the same folder as a checkpoint has the same scores."""
     folder = str(DEMO_MODEL)

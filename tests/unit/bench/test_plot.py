@@ -32,6 +32,7 @@ def texts(path: Path) -> list[str]:
     return [node.text or "" for node in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
 
 
+@pytest.mark.slow
 def test_curves_over_load(tmp_path: Path) -> None:
     """Oracle: one curve of medians and one of p99 per run, a panel per figure; equal figures give equal bytes; a rate
     without a completed request has no point."""
