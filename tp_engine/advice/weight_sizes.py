@@ -90,7 +90,8 @@ def local_weight_bytes(
     """
     itemsize, hidden = ITEMSIZES[dtype], model.hidden_size
     found = _outside_of_layers(model, world_size, active_only=active_only) * itemsize
-    found += 0 if model.vision is None else model.vision.num_parameters * itemsize
+    if model.vision is not None and model.vision.is_served:
+        found += model.vision.num_parameters * itemsize
     online = None if quantization is None or model.quantization is not None else _ONLINE[quantization]
     of_checkpoint = None if model.is_tied else model.scheme_of("lm_head")
     if (head_scheme := of_checkpoint if online is None else online.head) is not None:

@@ -55,6 +55,11 @@ class VisionSpec:
         return self.patch * self.merge
 
     @property
+    def is_served(self) -> bool:
+        """Whether an engine takes images: it has been told how large they may be."""
+        return self.most_rows > 0
+
+    @property
     def most_rows(self) -> int:
         """Rows of the largest image."""
         height, width = self.largest

@@ -29,7 +29,7 @@ from tp_engine.model_config.spec import AttentionSpec, ModelSpec
 from tp_engine.models.decoder import DecoderLayer
 from tp_engine.models.layer_embeddings import LayerEmbeddings
 from tp_engine.models.mtp_head import MtpHead
-from tp_engine.models.vision_tower import build_tower
+from tp_engine.models.vision_tower import VisionTower, build_tower
 
 
 class CausalLM(nn.Module):
@@ -99,8 +99,9 @@ class CausalLM(nn.Module):
         self._joins = _make_joins(layers, self.norm, context)
         self._run: Sequence[int] = range(spec.num_layers)
         self._state_layers = state_layers
-        vision = spec.vision
-        self.vision = None if vision is None else build_tower(vision, dtype=context.dtype, device=context.device)
+        self.vision: VisionTower | None = None
+        if spec.vision is not None and spec.vision.is_served:
+            self.vision = build_tower(spec.vision, dtype=context.dtype, device=context.device)
         self.mtp: MtpHead | None = None
         if spec.mtp is not None:
             group, _ = layout.place_of(spec.num_layers)

@@ -25,7 +25,7 @@ def config(num_draft_rows: int = 0) -> Any:
     return SimpleNamespace(
         config=SimpleNamespace(max_num_seqs=ROWS, block_size=BLOCK_SIZE, scores_processed=False),
         max_model_len=MAX_LEN,
-        model=SimpleNamespace(vocab_size=VOCAB),
+        model=SimpleNamespace(vocab_size=VOCAB, turns_by_place=False),
         num_draft_rows=num_draft_rows,
     )
 
