@@ -34,6 +34,7 @@ from tp_engine.errors import RequestError
 from tp_engine.kv_layout import DiskCounters, MoveCounters
 from tp_engine.plan import FloatArray, TokenLogprobs
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
+from tp_engine.sched.images import ImageCounters
 from tp_engine.sched.kv_events import KVEventCounters
 from tp_engine.sched.lora import AdapterStats, LoRASlots
 from tp_engine.sched.spec_decode.speculation import SpeculationCounters
@@ -298,6 +299,7 @@ class FakeEngine:
             speculation=SpeculationCounters(5, 20, 12, [5, 4, 2, 1], {"ngram": (20, 12)}),
             adapters=AdapterStats(max_loras=4, running=("one", "two"), waiting=("three",)),
             kv_events=KVEventCounters(num_batches=6, num_lost_changes=2),
+            images=ImageCounters(num_queries=9, num_hits=4, num_encoded=5, num_rows_used=70),
         )
 
     def report(self, view: ViewLimits | None = None) -> EngineReport:

@@ -57,6 +57,7 @@ http_response_size_bytes summary handler
 image_load_seconds histogram - {NEXT}
 image_tokens counter
 images counter
+images_encoded counter
 inter_token_latency_seconds histogram - {NEXT}
 iteration_tokens_total histogram - {ITERATION}
 kv_cache_usage_peak_perc gauge
@@ -75,6 +76,9 @@ kv_offload_seconds counter direction
 kv_offload_wait_seconds counter
 kv_refused_blocks counter
 lora_requests_info gauge max_lora,running_lora_adapters,waiting_lora_adapters
+mm_cache_hits counter
+mm_cache_queries counter
+mm_cache_rows_used gauge
 num_cached_blocks gauge
 num_free_blocks gauge
 num_live_tokens gauge

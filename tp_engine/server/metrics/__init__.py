@@ -112,6 +112,11 @@ def _engine_metrics(report: EngineReport, peak_usage: float, model_name: str) ->
     if (kv_events := stats.kv_events) is not None:
         yield number(f.KV_EVENT_BATCHES, model_name, kv_events.num_batches)
         yield number(f.KV_EVENTS_LOST, model_name, kv_events.num_lost_changes)
+    if (images := stats.images) is not None:
+        yield number(f.MM_QUERIES, model_name, images.num_queries)
+        yield number(f.MM_HITS, model_name, images.num_hits)
+        yield number(f.IMAGES_ENCODED, model_name, images.num_encoded)
+        yield number(f.MM_ROWS, model_name, images.num_rows_used)
     yield number(f.MISSED, model_name, report.num_missed_steps)
     for family, bounds, spread in (
         (f.ITERATION_TOKENS, STEP_TOKENS, report.step_tokens),

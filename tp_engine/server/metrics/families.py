@@ -160,6 +160,10 @@ REFUSED_BLOCKS = _counter(
 )
 PEAK_USAGE = _gauge("kv_cache_usage_peak_perc", "largest kv_cache_usage_perc of the last ten minutes")
 RECOMPUTED = _counter("recomputed_tokens", "tokens computed again after a preemption")
+MM_QUERIES = _counter("mm_cache_queries", "images that chunks needed, looked up in the encoder cache")
+MM_HITS = _counter("mm_cache_hits", "images found in the encoder cache")
+IMAGES_ENCODED = _counter("images_encoded", "images that a rank's tower has encoded")
+MM_ROWS = _gauge("mm_cache_rows_used", "rows of the encoder cache that hold an image")
 KV_EVENT_BATCHES = _counter("kv_event_batches", "messages of KV events that were published")
 KV_EVENTS_LOST = _counter(
     "kv_events_lost_changes", "changes of the prefix cache that were not published as the queue was full"
