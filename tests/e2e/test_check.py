@@ -397,6 +397,15 @@ def test_what_can_not_be_checked_has_exit_code_2(tmp_path: Path, capsys: pytest.
     assert "its folder does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("device", ["cuda:99", "gpu"])
+def test_a_device_that_the_oracle_does_not_have_is_said_first(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: exit code 2 and the remedy, before an engine starts; a server that is not there is not asked."""
+    for more in ([], ["--url", "http://127.0.0.1:9"]):
+        assert main(["check", str(DEMO_MODEL), "--oracle-device", device, *more]) == 2
+        said = capsys.readouterr().err
+        assert device in said and "such as cuda:0" in said
+
+
 def test_golden_answers_may_differ_by_a_near_tie(tiny: Path) -> None:
     """Oracle: two tokens whose log-probabilities are closer than the bound are both right."""
     import numpy as np

@@ -19,7 +19,7 @@ from tp_engine.check.files import check_files
 from tp_engine.check.judged import EXACT_LAYERS, Judge
 from tp_engine.check.linears import LinearFault, Linears, missing_rows
 from tp_engine.check.observed import CHUNK, Ids, Observed, Sizes, Watched, observe
-from tp_engine.check.oracle import FINER, Oracle
+from tp_engine.check.oracle import FINER, Oracle, check_oracle_device
 from tp_engine.check.passes import Passed, questions, run_pass
 from tp_engine.check.prompts import CheckPrompt, make_prompts
 from tp_engine.check.report import CheckFinding, CheckReport, CheckStatus, describe_environment
@@ -61,6 +61,7 @@ class EngineCheck:
 
     def run(self) -> tuple[CheckReport, Observed | None]:
         """Return the report, and what was observed, for a golden file; None if the engine did not run."""
+        check_oracle_device(self.oracle_device)
         model = str(self.options["model"])
         environment = describe_environment()
         folder = self.folder

@@ -76,6 +76,18 @@ SeeLayer: TypeAlias = Callable[[int, Sequence[torch.Tensor]], Sequence[torch.Ten
 anything, is what the next layer reads instead."""
 
 
+def check_oracle_device(name: str) -> None:
+    """Raise ``ConfigError`` unless torch can use the device ``name`` here; before engines run for minutes."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0][:200]
+        raise ConfigError(
+            f"oracle_device is {name!r}, which torch can not use here ({reason}); give cpu, or a GPU that this machine "
+            "has, such as cuda:0"
+        ) from error
+
+
 class Oracle:
     """transformers' model of the checkpoint in ``folder``, on ``device``, in float32 or with the ``rounding`` of an
     engine.

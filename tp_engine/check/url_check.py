@@ -19,7 +19,7 @@ from tp_engine.api.server_client import ServerClient, ServerError
 from tp_engine.check.behaviour import eos_ids
 from tp_engine.check.judged import Judge
 from tp_engine.check.observed import ALONE, BATCH, CACHED, Answer, Observed
-from tp_engine.check.oracle import Oracle
+from tp_engine.check.oracle import Oracle, check_oracle_device
 from tp_engine.check.passes import questions, run_pass
 from tp_engine.check.prompts import (
     CHATS,
@@ -79,6 +79,7 @@ class UrlCheck:
 
     def run(self) -> CheckReport:
         """Return the report; what the server does not show is skipped, with the reason."""
+        check_oracle_device(self.oracle_device)
         folder = resolve_model_folder(self.model, self.revision)
         client = ServerClient(self.url, api_key=self.api_key, timeout_s=self.timeout_s)
         findings: list[CheckFinding] = []
