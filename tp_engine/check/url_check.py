@@ -5,12 +5,12 @@ The server is asked as any client asks it; the oracle reads the checkpoint here,
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from tp_engine.api.server_client import ServerClient, ServerError
 from tp_engine.check.behaviour import eos_ids
 from tp_engine.check.judged import Judge
 from tp_engine.check.observed import ALONE, BATCH, CACHED, Answer, Observed
-from tp_engine.check.oracle import Oracle, check_oracle_device
-from tp_engine.check.passes import questions, run_pass
+from tp_engine.check.oracle import FINER, Oracle, check_oracle_device
+from tp_engine.check.passes import Passed, questions, run_pass
 from tp_engine.check.prompts import (
     CHATS,
     PROMPT_MEANING,
@@ -33,7 +33,7 @@ from tp_engine.check.prompts import (
     make_prompts,
 )
 from tp_engine.check.report import CheckFinding, CheckReport, CheckStatus, describe_environment
-from tp_engine.check.rounding import rounding_of
+from tp_engine.check.rounding import Rounding, rounding_of
 from tp_engine.check.served import NotShownError, ServedModel
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.hf_overrides import parse_overrides
@@ -161,11 +161,13 @@ class UrlCheck:
         cache = dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
         options = {"dtype": dtype, "kv_cache_dtype": cache, "quantization": self.quantization}
         rounding = rounding_of(options, quantization, self.oracle_device)
-        twin = None
-        if not rounding.is_exact:
-            self.note(f"its twin: transformers in {dtype}")
+
+        def run_with(rounding: Rounding) -> Passed:
+            self.note(f"its twin: transformers in {str(rounding.dtype).removeprefix('torch.')}")
             with Oracle(folder, rounding=rounding, device=self.oracle_device, overrides=overrides) as other:
-                twin = run_pass(other, asked, None, self.note_layer)
+                return run_pass(other, asked, None, self.note_layer)
+
+        twin = None if rounding.is_exact else run_with(rounding)
         has_experts = any(layer.experts is not None for layer in spec.layers)
         judge = Judge(
             observed=observed,
@@ -175,7 +177,11 @@ class UrlCheck:
             has_experts=has_experts,
             is_rough=has_experts or rounding.is_rough,
         )
-        yield from judge.set_ups()
+        findings = list(judge.set_ups())
+        if rounding.is_exact and any(one.status is CheckStatus.WRONG for one in findings):
+            with contextlib.suppress(RuntimeError):  # as for an engine that runs here
+                findings = list(replace(judge, exact=run_with(FINER), twin=exact, is_rough=False).set_ups())
+        yield from findings
 
 
 def _one_by_one(answer: Callable[[CheckPrompt], Answer], prompts: Sequence[CheckPrompt]) -> list[Answer] | str:
@@ -201,7 +207,7 @@ def _timed(check: Callable[..., Iterator[CheckFinding]], *arguments: Any) -> Ite
     begun_s = time.monotonic()
     try:
         for one in check(*arguments):
-            yield dataclasses.replace(one, seconds=time.monotonic() - begun_s)
+            yield replace(one, seconds=time.monotonic() - begun_s)
     except NotShownError as error:
         yield CheckFinding.skipped(_NAMES[check], str(error))
     except ServerError as error:
