@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import gc
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -229,6 +232,33 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     return target
 
 
+# In the order of NCCL's numbers: types of elements, and operations, of which the last is the mean.
+_DTYPES = (
+    torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64, torch.float16, torch.float32,
+    torch.float64, torch.bfloat16,
+)  # fmt: skip
+_REDUCTIONS = (torch.add, torch.mul, torch.maximum, torch.minimum, torch.add)
+_REDUCE = ctypes.CFUNCTYPE(
+    None, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int
+)
+
+
+def _reduce(places: Any, ranks: int, target: int, count: int, number: int, op: int) -> None:
+    """NCCL's reduction of what all ranks have posted, in their order; one rounding, as on a GPU."""
+    try:
+        dtype = _DTYPES[number]
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        with torch.inference_mode():
+            posted = [_memory(places[rank], torch.empty(count, dtype=dtype)).to(wide) for rank in range(ranks)]
+            total = functools.reduce(_REDUCTIONS[op], posted)
+            _memory(target, torch.empty(count, dtype=dtype)).copy_(total / ranks if op == 4 else total)
+    except BaseException:
+        _fail("a reduction of NCCL")
+
+
+_reducer = _REDUCE(_reduce)
+
+
 def _one_shot(room: torch.Tensor, own: torch.Tensor, _op: str, group: str, out: torch.Tensor) -> torch.Tensor:
     """symm_mem's all-reduce of ``own`` through ``room``, a part of the buffer that all ranks have mapped."""
     _give(_sum_of_ranks(room, group, on_host(own), on_host(out)))
@@ -301,6 +331,7 @@ def use_torch() -> None:
     symmetric.impl("one_shot_all_reduce_copy_out", _one_shot, "CUDA", allow_override=True)
     symmetric.impl("two_shot_all_reduce_out", _two_shot, "CUDA", allow_override=True)
     _libraries.extend((library, symmetric))
+    ctypes.c_void_p.in_dll(_runtime, "fake_cuda_reduce").value = ctypes.cast(_reducer, ctypes.c_void_p).value
     atexit.register(_release)
 
 
@@ -341,3 +372,13 @@ def use_triton() -> None:
     from tests.interpreted.interpreter import mend_interpreter
 
     mend_interpreter()
+
+
+def use_gpu_host() -> None:
+    """Give a host with GPUs the file of NVIDIA's kernel module."""
+    from tp_engine.worker import gpu_host
+
+    if os.environ["FAKE_CUDA_DEVICES"]:
+        path = Path(os.environ["FAKE_CUDA_LOG"], "driver")
+        path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05\n")
+        gpu_host._DRIVER_FILE = path

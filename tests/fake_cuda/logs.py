@@ -6,7 +6,6 @@ A log has a line of JSON per call that matters: the thread and the device of eac
     nccl                a call of NCCL: op, comm, count, type, peer, the graph that records it (-1: none)
     capture, captured   the beginning and the end of a recording;  replay: it runs
     forbidden           a call that a recording does not allow, in its thread or beside it
-    mismatch            NCCL got other sizes from another rank
     kernel, unmodelled  something that the fake does not do, so values after it mean nothing
     fault               one that the job asked for
     end                 a process that ended by itself, and the memory that it kept
@@ -32,7 +31,6 @@ _PAIRED = ("Send", "Recv")
 _ENDS = ("CommFinalize", "CommDestroy", "CommAbort")
 _WRONG = {
     "forbidden": "calls {call}, which a recording forbids",
-    "mismatch": "gets {theirs} elements from rank {rank} in {op}, and gave {count}",
     "kernel": "launches {name}, which the fake does not run",
     "unmodelled": "does what the fake does not: {name}",
 }

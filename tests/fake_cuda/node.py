@@ -1,11 +1,11 @@
 """Builds the fake runtime, and describes nodes to it by environment variables (``FAKE_CUDA_*``)::
 
-GPUS       kinds and numbers: "8xH100", "1xH100,1xA100"; H100, A100, L40, B200, RTX6000, T4, MIG (slices of one H100)
+GPUS       kinds (below) and numbers: "8xH100", the default, or "1xH100,1xA100"
 P2P        pairs that read each other's memory: 1 (all), 0, or "0-1,2-3";  ATOMICS: those with native atomics
 FREE_GIB   what is free on each GPU before the job
-DRIVER     the newest CUDA that the driver takes, such as 12.2
+DRIVER     the newest CUDA that the driver takes, as CUDA numbers it: 12020 is 12.2
 FAULTS     FAULT@GPU:N, with spaces between: the N-th call and all later ones fail.  alloc: an allocation;
-           hang: a collective that never ends; lost: every call, because the GPU is gone
+           hang: a collective that never ends; lost: every call, because the GPU is gone; start: CUDA's start
 LAZY       1: a stream's work runs as late as it may, when somebody waits for it; 0: at once
 LOG        the folder of the logs
 """
@@ -20,6 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# Name, compute capability (two numbers), processors, GiB, and KiB of shared memory that a block can have.
+KINDS = {
+    "H100": ("NVIDIA H100 80GB HBM3", 9, 0, 132, 80, 227),
+    "A100": ("NVIDIA A100-SXM4-80GB", 8, 0, 108, 80, 163),
+    "L40": ("NVIDIA L40S", 8, 9, 142, 45, 99),
+    "B200": ("NVIDIA B200", 10, 0, 148, 178, 227),
+    "RTX6000": ("NVIDIA RTX PRO 6000 Blackwell", 12, 0, 188, 96, 99),
+    "T4": ("Tesla T4", 7, 5, 40, 15, 64),
+    "MIG": ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 9, 0, 60, 40, 227),  # all are slices of one GPU
+}
 _HERE = Path(__file__).parent
 _SOURCES = sorted((_HERE / "runtime").glob("*.cpp"))
 # Torch loads the driver and the library of nvidia-smi by these names.
@@ -47,15 +57,25 @@ class Node:
     def environment(self, logs: Path) -> dict[str, str]:
         """What a job's processes need; their logs go to ``logs``."""
         own = {f"FAKE_CUDA_{name}": value for name, value in self.settings.items()}
+        devices = _devices(self.settings.get("GPUS", "8xH100"))
         return {
             "LD_PRELOAD": str(self.library),
             "LD_LIBRARY_PATH": str(self.library.parent),
             "PYTHONPATH": os.pathsep.join((str(_HERE / "on_path"), str(ROOT))),
             "TRITON_INTERPRET": "1",
             "FAKE_CUDA_LOG": str(logs),
+            "FAKE_CUDA_DEVICES": devices,
             **own,
             **_coverage(),
         }
+
+
+def _devices(gpus: str) -> str:
+    """Every GPU for the runtime: the facts of its kind and its place on the bus."""
+    pairs = [part.split("x", 1) for part in gpus.split(",")]
+    kinds = [kind for count, kind in pairs for _ in range(int(count))]
+    places = [1 if kind == "MIG" else number for number, kind in enumerate(kinds, start=1)]
+    return ";".join(",".join(map(str, (*KINDS[kind], place))) for kind, place in zip(kinds, places, strict=True))
 
 
 def _coverage() -> dict[str, str]:

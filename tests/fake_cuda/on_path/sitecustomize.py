@@ -1,4 +1,4 @@
-"""Python's start on a fake node: when torch or Triton has been imported, their device is mended.
+"""Python's start on a fake node: what has been imported gets the node's devices and files.
 
 This folder is on the path of every process of a job.  Processes that import neither do nothing here.
 """
@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, ClassVar
 
-_AFTER = {"torch": "use_torch", "triton": "use_triton"}
+_AFTER = {"torch": "use_torch", "triton": "use_triton", "tp_engine.worker.gpu_host": "use_gpu_host"}
 
 
 class _Finder:
