@@ -13,7 +13,7 @@ _DENSE: dict[str, Any] = {
 }  # fmt: skip
 _SMALL: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16,
-    "num_gpu_blocks_override": 32, "startup_timeout_s": 240, "collective_timeout_s": 120, "watchdog_timeout_s": 120,
+    "num_gpu_blocks_override": 32, "startup_timeout_s": 240, "collective_timeout_s": 240, "watchdog_timeout_s": 240,
 }  # fmt: skip
 
 
@@ -23,8 +23,9 @@ class Job:
 
     ``covers`` names parts of the CUDA path.  ``model``: parameters of ``tests.tiny_models.make_checkpoint``; ``node``:
     variables of ``tests.fake_cuda.node``; ``options``: of ``LLM``, beside those of all jobs; ``only_gpu``: those that
-    the CPU does not have; ``environment``: other variables; ``kept_bytes``: device memory that torch keeps for ever;
-    ``has_head``: for multi-token prediction, whose drafts are always accepted (``tests.mtp_heads.make_mtp_cycle``).
+    the CPU does not have, in which ``FOLDER`` is one of the job's own; ``environment``: other variables;
+    ``kept_bytes``: device memory that torch keeps for ever; ``has_head``: for multi-token prediction, whose drafts are
+    always accepted (``tests.mtp_heads.make_mtp_cycle``).
     """
 
     name: str
@@ -41,7 +42,7 @@ class Job:
 
     def all_options(self) -> dict[str, Any]:
         """Options of ``LLM`` on the node, but for the model."""
-        return {**_SMALL, **self.options, **self.only_gpu, "device": "cuda", "tensor_parallel_size": self.ranks}
+        return {"device": "cuda", **_SMALL, **self.options, **self.only_gpu, "tensor_parallel_size": self.ranks}
 
     def oracle_options(self) -> dict[str, Any]:
         """Options of ``LLM`` for the same tokens on one CPU rank."""
@@ -56,6 +57,7 @@ class Refusal:
     covers: str
     message: str
     ranks: int = 1
+    model: Mapping[str, Any] = field(default_factory=lambda: _DENSE)
     node: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -65,7 +67,7 @@ class Refusal:
 class Fault:
     """A job that must end by itself within the watchdog's limits, and say ``message`` (a regular expression).
 
-    ``fault``: of ``TP_ENGINE_FAULT``; ``node``: as above, with ``FAULTS``.
+    ``fault``: of ``TP_ENGINE_FAULT``; ``node``: as above, with ``FAULTS``; ``options``: of the engine.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Fault:
     message: str
     fault: str = ""
     node: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 _LAZY = {"LAZY": "1"}
@@ -85,25 +88,22 @@ _HYBRID = {
     "architecture": "qwen3.5", "num_layers": 2, "vocab_size": 101, "intermediate_size": 64,
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
+_BLOCK_GIB = 2 * 16 * 2 * 32 * 4 / 2**30  # K and V of 16 tokens, in 2 heads of 32 float32, of one layer
+_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+_FEW_BLOCKS = {"num_gpu_blocks_override": 8, "block_size": 16}
+_LATENT = {"architecture": "deepseek-v3", "num_layers": 2, "vocab_size": 101}
 _EXPERTS = {"architecture": "qwen3-moe", "num_layers": 2, "vocab_size": 101, "hidden_size": 128}
 
 JOBS = (
-    Job("1 rank, work as late as it may", "`readback.py`, `recorder.py`, `transfer.py`: streams, events, decode graphs",
-        node=_LAZY),
-    Job("1 rank, every sampler", "`sampler.py`, `logprobs.py`: penalties, a nucleus, log-probabilities",
-        program="sample", node=_LAZY),
-    Job("2 ranks, NCCL", "`groups.py`, `collectives.py`, `device_sampler.py`: NCCL, also in graphs",
-        ranks=2, only_gpu=_NCCL),
-    Job("2 ranks, every sampler", "`vocab_parallel.py`, `ranking.py`: a nucleus over ranks in graphs",
-        ranks=2, program="sample", node=_LAZY,
-        only_gpu=_NCCL),
+    Job("1 rank", "`readback.py`, `recorder.py`, `transfer.py`, `sampler.py`: streams, decode graphs, every sampler",
+        program="sample", node=_LAZY, only_gpu={"device": "auto"}),
+    Job("2 ranks, NCCL", "`groups.py`, `device_sampler.py`, `ranking.py`: NCCL and a nucleus over ranks, in graphs",
+        ranks=2, program="sample", node=_LAZY, only_gpu=_NCCL),
     Job("2 ranks, symmetric memory", "`symmetric_memory.py`, `all_reduce.py`: mapping, its checks, sums", ranks=2,
         only_gpu=_SYMMETRIC, node=_LAZY, kept_bytes=2 << 20),  # torch's arrays of addresses
     Job("2 ranks, prompts in graphs", "`padded_batch.py`, `graph_plan.py`: graphs of steps with prompts",
         ranks=2, node=_LAZY,
         options={"max_num_batched_tokens": 24}, only_gpu={**_NCCL, "cudagraph_prefill_capture_sizes": "24"}),
-    Job("2 ranks, eager", "`step_runner.py`: launches without graphs",
-        ranks=2, only_gpu={**_NCCL, "enforce_eager": True}, node=_LAZY),
     Job("2 ranks on one GPU", "`groups.py`: gloo through the host", ranks=2, only_gpu={"device_ids": "0,0"},
         node={"GPUS": "1xH100", **_LAZY}),
     Job("8 ranks", "`groups.py`, `layers/attention.py`: KV heads on four ranks each",
@@ -111,12 +111,12 @@ JOBS = (
     Job("2 ranks, experts", "`kernels/experts/`: whole experts per rank", ranks=2, model=_EXPERTS, node=_LAZY,
         only_gpu={**_NCCL, "enable_expert_parallel": True}),
     Job("2 ranks, latent attention", "`triton_mla.py`, `mla.py`", ranks=2, only_gpu=_NCCL, node=_LAZY,
-        model={"architecture": "deepseek-v3", "num_layers": 2, "vocab_size": 101}),
+        model=_LATENT),
     Job("2 ranks, recurrent states", "`gated_delta_net_triton.py`, `worker/memory/`: states and their snapshots",
         ranks=2, only_gpu=_NCCL, node=_LAZY,
         model={**_HYBRID, "linear_num_key_heads": 2, "linear_num_value_heads": 6}),
-    Job("1 rank, fp8", "`quantised_products.py`, `layer_kv.py`: 8-bit weights and cache",
-        options={"quantization": "fp8", "kv_cache_dtype": "int8"}),
+    Job("1 rank, fp8, another thread", "`quantised_products.py`, `layer_kv.py`, `device.py`: 8-bit weights and cache",
+        program="threaded", options={"quantization": "fp8", "kv_cache_dtype": "int8"}, only_gpu={"device_ids": "1"}),
     Job("2 ranks, int4", "`quantised.py`, `packings.py`: packed weights",
         ranks=2, options={"quantization": "int4"}, only_gpu=_NCCL, node=_LAZY),
     Job("1 rank, bfloat16 on A100", "`dependent_launch_triton.py`: a GPU without early launches",
@@ -131,25 +131,34 @@ JOBS = (
         ranks=2, options={"speculative_config": _MTP, "max_num_seqs": 4}, only_gpu=_NCCL, node=_LAZY, has_head=True,
         model={**_HYBRID, "tie": False}),
     Job("2 ranks, new weights", "`weight_update.py`, `staged_tensors.py`: sleep, a new cache",
-        ranks=2, program="new_weights", only_gpu=_NCCL,
-        node=_LAZY),
-    Job("2 ranks, a host tier", "`host_tier.py`, `block_moves.py`: page-locked blocks, a stream of their own",
-        ranks=2, program="many",
-        options={"kv_offloading_size": 0.001}, only_gpu={**_NCCL, "num_gpu_blocks_override": 8}, node=_LAZY),
-    Job("2 of 8 GPUs, others visible", "`effective_config.py`, `device.py`: CUDA_VISIBLE_DEVICES",
-        ranks=2, only_gpu={**_NCCL, "enforce_eager": True},
+        ranks=2, program="new_weights", only_gpu=_NCCL, node=_LAZY),
+    Job("2 ranks, tiers on the host and on disk", "`host_tier.py`, `disk_tier.py`: page-locked blocks, a stream",
+        ranks=2, program="many", node=_LAZY,
+        only_gpu={**_NCCL, **_FEW_BLOCKS, "kv_offloading_size": 4.5 * _BLOCK_GIB, "kv_disk_path": "FOLDER/disk",
+                  "kv_disk_size": 32.5 * _BLOCK_GIB}),
+    Job("1 rank, a host tier with a codec", "`block_moves.py`, `pca.py`: blobs, and blocks that are refused",
+        program="many", model={**_DENSE, "num_heads": 8, "num_kv_heads": 4}, node=_LAZY,
+        options={**_FEW_BLOCKS, "kv_offloading_size": 0.001, "kv_offloading_codec": "pca:16", "enforce_eager": True}),
+    Job("2 of 8 B200, eager", "`device.py`, `step_runner.py`: CUDA_VISIBLE_DEVICES, launches without graphs",
+        ranks=2, only_gpu={**_NCCL, "enforce_eager": True}, node={"GPUS": "8xB200"},
         environment={"CUDA_VISIBLE_DEVICES": "5,2"}),
-    Job("2 B200", "`triton_backend.py`: what depends on a GPU's kind",
-        ranks=2, only_gpu={**_NCCL, "enforce_eager": True}, node={"GPUS": "2xB200"}),
+    Job("GPUs that are not visible", "`gpu_host.py`: the CPU instead", only_gpu={"device": "auto"},
+        environment={"CUDA_VISIBLE_DEVICES": "9", "TP_ENGINE_NATIVE": "0"}),
+    Job("no GPU", "`gpu_host.py`: a host without any", node={"GPUS": "0xH100"}, environment={"TP_ENGINE_NATIVE": "0"},
+        only_gpu={"device": "auto", "profile": "FOLDER/traces"}),
 )  # fmt: skip
 
 REFUSALS = (
+    Refusal("a driver that does not start", "`gpu_host.py`: GPUs that are only counted", r"counts 8 GPUs.* use none",
+            node={"FAULTS": "start@0:1"}),
     Refusal("an old driver", "`gpu_host.py`: the driver's version", r"too old for it: it takes CUDA up to 12\.2",
-            node={"DRIVER": "12.2"}),
+            node={"DRIVER": "12020"}),
     Refusal("fewer GPUs than ranks", "`effective_config.py`: a GPU for each rank", r"\b4\b.*\b2\b", ranks=4,
             node={"GPUS": "2xH100"}),
     Refusal("a GPU that is not visible", "the same with CUDA_VISIBLE_DEVICES", r"\b2\b.*\b1\b", ranks=2,
             environment={"CUDA_VISIBLE_DEVICES": "1"}),
+    Refusal("no visible GPU under torchrun", "`gpu_host.py`: no CPU instead", r"CUDA_VISIBLE_DEVICES is '9'; name GPUs",
+            environment={"CUDA_VISIBLE_DEVICES": "9", **_TORCHRUN}, options={"device": "auto"}),
     Refusal("mixed kinds", "`device.py`: equal GPUs", r"rank 0 runs on NVIDIA H100.*rank 1 on NVIDIA A100", ranks=2,
             node={"GPUS": "1xH100,1xA100"}),
     Refusal("slices of one GPU", "`device.py`: places on the bus", r"slices of a GPU \(MIG\) count as that GPU",
@@ -168,20 +177,27 @@ REFUSALS = (
             options={"all_reduce_backend": "shm"}),
     Refusal("an fp8 cache on A100", "`triton_backend.py`: what a GPU converts", r"before compute capability 8\.9",
             node={"GPUS": "1xA100"}, options={"kv_cache_dtype": "fp8", "attention_backend": "triton"}),
+    Refusal("heads that are too wide", "`triton_backend.py`: what a program can hold", r"head_dim is 528; it takes at",
+            model={**_DENSE, "head_dim": 528}, options={"attention_backend": "triton"}),
+    Refusal("latents that are too wide", "`triton_mla.py`: the same of a cached row", r"a cached row has 6\d\d ",
+            model={**_LATENT, "kv_lora_rank": 600}, options={"attention_backend": "triton"}),
     Refusal("a package that is not there", "`flash_attn.py`", r"the flash-attn package is not installed",
             options={"attention_backend": "flash_attn"}),
 )  # fmt: skip
 
-# Of jobs that torchrun or a script launches, with short limits for what hangs.
-LAUNCHED_OPTIONS: dict[str, Any] = {
-    **_SMALL, **_NCCL, "device": "cuda", "attention_backend": "triton", "watchdog_warn_s": 10, "watchdog_timeout_s": 20,
-    "collective_timeout_s": 25,
-}  # fmt: skip
+# Of jobs that torchrun or a script launches.
+LAUNCHED_OPTIONS: dict[str, Any] = {**_SMALL, **_NCCL, "device": "cuda", "attention_backend": "triton"}
 
 FAULTS = (
     Fault("kill -9", "a rank that is gone", r"rank 1", fault="1:step_begin@3:kill"),
     Fault("a rank that raises", "an error of one rank", r"rank 1", fault="1:step_begin@3:raise"),
-    Fault("a collective that hangs", "NCCL aborted by the watchdog", r"rank", node={"FAULTS": "hang@1:60"}),
+    Fault(
+        "a collective that hangs",
+        "NCCL aborted by the watchdog",
+        r"rank",
+        node={"FAULTS": "hang@1:60"},
+        options={"watchdog_warn_s": 10, "watchdog_timeout_s": 20, "collective_timeout_s": 25},
+    ),
     Fault("a GPU that is lost", "errors of CUDA", r"unspecified launch failure", node={"FAULTS": "lost@1:1500"}),
     Fault("memory that runs out", "an allocation that fails", r"out of memory", node={"FAULTS": "alloc@1:2"}),
 )

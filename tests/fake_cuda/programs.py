@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -39,8 +40,14 @@ def generate(llm: LLM, folder: Path) -> list[list[int]]:
 
 
 def sample(llm: LLM, folder: Path) -> list[list[int]]:
-    """The same with a nucleus, penalties and log-probabilities."""
-    return tokens(llm, _OTHERS)
+    """The same, then with a nucleus, penalties and log-probabilities."""
+    return [*tokens(llm, _COMMON), *tokens(llm, _OTHERS)]
+
+
+def threaded(llm: LLM, folder: Path) -> list[list[int]]:
+    """As ``generate``, in a thread that has not touched a GPU before."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(generate, llm, folder).result()
 
 
 def adapters(llm: LLM, folder: Path) -> list[list[int]]:
@@ -98,7 +105,7 @@ def tokens(llm: LLM, sampling: Sequence[Sampling], max_tokens: int = 4) -> list[
 
 
 PROGRAMS: dict[str, Program] = {
-    program.__name__: program for program in (generate, sample, adapters, new_weights, many, first)
+    program.__name__: program for program in (generate, sample, threaded, adapters, new_weights, many, first)
 }  # fmt: skip
 
 

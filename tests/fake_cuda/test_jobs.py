@@ -29,7 +29,8 @@ from tests.fault_jobs import interrupt
 from tests.host_jobs import hosts_job
 from tests.mtp_heads import make_mtp_cycle
 
-_LIMIT_S = 300
+# The last resort: jobs that hang are ended by the engine, whose limits are for progress.
+_LIMIT_S = 900
 # The oracle is plain PyTorch: compiling the CPU's kernels takes longer than what they save.
 os.environ["TP_ENGINE_NATIVE"] = "0"
 # A process keeps the rooms for its uploads (layers/upload.py).
@@ -80,7 +81,8 @@ def test_tokens_and_logs(
     """Oracle: the tokens of one CPU rank; the rules of ``logs.faults``."""
     result = tmp_path / "result.json"
     options = {**job.all_options(), "model": model(job)}
-    output = run_program(Node(library, job.node), tmp_path, [job.program, json.dumps(options), str(result)], job)
+    text = json.dumps(options).replace("FOLDER", str(tmp_path))
+    output = run_program(Node(library, job.node), tmp_path, [job.program, text, str(result)], job)
     assert result.exists(), output
     found = logs.faults(
         logs.read_logs(tmp_path), pinned_bytes=_UPLOAD_BYTES, device_bytes=job.kept_bytes,
@@ -93,8 +95,8 @@ def test_tokens_and_logs(
 @pytest.mark.parametrize("refusal", REFUSALS, ids=[refusal.name for refusal in REFUSALS])
 def test_refusals(refusal: Refusal, library: Path, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: the rule, in the message; no rank has allocated or captured anything."""
-    job = Job(refusal.name, refusal.covers, refusal.ranks, node=refusal.node, options=refusal.options,
-              environment=refusal.environment)  # fmt: skip
+    job = Job(refusal.name, refusal.covers, refusal.ranks, model=refusal.model, node=refusal.node,
+              options=refusal.options, environment=refusal.environment)  # fmt: skip
     options = {**job.all_options(), "model": str(checkpoint(**job.model))}
     output = run_program(Node(library, job.node), tmp_path, [job.program, json.dumps(options), "none"], job)
     assert re.search(refusal.message, " ".join(output.split())), output
@@ -105,7 +107,9 @@ def test_refusals(refusal: Refusal, library: Path, checkpoint: Callable[..., Pat
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
 def test_faults(fault: Fault, library: Path, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: every process ends by itself, in time, and the message names the cause."""
-    with launched("script", library, checkpoint, tmp_path, fault.node, fault=fault.fault, rounds=3) as running:
+    with launched(
+        "script", library, checkpoint, tmp_path, fault.node, options=fault.options, fault=fault.fault, rounds=3
+    ) as running:
         code = running.wait_end(time.monotonic() + _LIMIT_S)
     assert code != 0, running.tail()
     assert re.search(fault.message, running.text()), running.tail()
@@ -155,13 +159,20 @@ def test_two_hosts(
 
 @contextlib.contextmanager
 def launched(
-    kind: str, library: Path, checkpoint: Callable[..., Path], folder: Path, node: Mapping[str, str], **more: Any
+    kind: str,
+    library: Path,
+    checkpoint: Callable[..., Path],
+    folder: Path,
+    node: Mapping[str, str],
+    *,
+    options: Mapping[str, Any] | None = None,
+    **more: Any,
 ) -> Iterator[fault_jobs.Job]:
     """A job of two ranks of ``tests.fault_jobs`` on a node; its logs are in ``folder / "logs"``."""
     (folder / "logs").mkdir()
     environment = Node(library, node).environment(folder / "logs")
-    options = {**jobs.LAUNCHED_OPTIONS, "model": str(checkpoint(**JOBS[0].model))}
-    with fault_jobs.job(kind, folder, options=options, environment=environment, **more) as running:
+    engine = {**jobs.LAUNCHED_OPTIONS, **(options or {}), "model": str(checkpoint(**JOBS[0].model))}
+    with fault_jobs.job(kind, folder, options=engine, environment=environment, **more) as running:
         yield running
 
 

@@ -46,7 +46,7 @@ def test_names_variables_and_messages() -> None:
     for row in rows:
         for name, value in row.node.items():
             assert re.search(rf"^{name} ", NODE, re.MULTILINE) or f"{name}:" in NODE, name
-            assert name != "FAULTS" or re.fullmatch(r"((alloc|hang|lost)@\d+:\d+ ?)+", value)
+            assert name != "FAULTS" or re.fullmatch(r"((alloc|hang|lost|start)@\d+:\d+ ?)+", value)
     for row in (*REFUSALS, *FAULTS):
         re.compile(row.message)
     for fault in FAULTS:
