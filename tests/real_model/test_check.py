@@ -12,8 +12,8 @@ from tp_engine.check.engine_check import EngineCheck
 pytestmark = pytest.mark.slow
 
 FORMATS: list[dict[str, Any]] = [
-    {"dtype": "float32"},
-    {"dtype": "bfloat16", "tensor_parallel_size": 3},
+    {"dtype": "float32", "tensor_parallel_size": 3},
+    {"dtype": "bfloat16"},
     {"dtype": "bfloat16", "quantization": "int8"},
     {"dtype": "bfloat16", "quantization": "int4"},
     {"dtype": "bfloat16", "quantization": "fp8"},
