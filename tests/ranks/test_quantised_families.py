@@ -109,9 +109,10 @@ def whole_prompts(folder: Path, world_size: int) -> dict[str, dict[str, Any]]:
     return {"ahead": settings_of(folder, world_size)["ahead"]}
 
 
-def also_chunks(folder: Path, world_size: int) -> dict[str, dict[str, Any]]:
-    """Whole prompts; and chunks of prompts, without tapes and graphs."""
-    return {name: options for name, options in settings_of(folder, world_size).items() if name in ("ahead", "chunked")}
+def table_settings(folder: Path, world_size: int) -> dict[str, dict[str, Any]]:
+    """Chunks of prompts, without tapes and graphs, on 1 rank; whole prompts, with them, on several."""
+    chunks = {"chunked": settings_of(folder, world_size)["chunked"]}
+    return chunks if world_size == 1 else whole_prompts(folder, world_size)
 
 
 @contextmanager
@@ -173,8 +174,7 @@ def test_formats_equal_their_twins(
     rows = rows_on(world_size)[part::PARTS]
     folders = [quantised(*row) for row in rows]
     problems = []
-    settings = also_chunks if world_size == 1 else whole_prompts
-    results = run_cases(world_size, [own for own, _ in folders], tmp_path, settings)
+    results = run_cases(world_size, [own for own, _ in folders], tmp_path, table_settings)
     for (name, architecture), (_, twin), found in zip(rows, folders, results, strict=True):
         for setting, result in found.items():
             if name in ROUNDED_INPUTS:
