@@ -127,7 +127,8 @@ def test_preempted_and_forked_images(image_model: Callable[[str], Path], tmp_pat
     answers, and drafts are verified."""
     folder, prompts = image_model("qwen3-vl"), make_prompts()[:4]
     ample = {"model": str(folder), "block_size": 4, "num_gpu_blocks_override": 2000}
-    tight = {**ample, "num_gpu_blocks_override": 101, "max_num_seqs": 8, "max_num_batched_tokens": 16}
+    tight = {**ample, "num_gpu_blocks_override": 21, "max_num_seqs": 8, "max_num_batched_tokens": 16}
+    tight["max_model_len"] = 80
     tight["speculative_config"] = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
     case = {"prompts": [*prompts, *prompts, *prompts], "max_tokens": 24, "params": {"n": 2}, "num_rounds": 1}
     (expected,) = run_cases(1, [{**case, "options": ample}], tmp_path)
