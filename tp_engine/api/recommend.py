@@ -10,7 +10,7 @@ from tp_engine.advice.recommendation import Recommendation
 from tp_engine.config import DEMO_MODEL
 from tp_engine.errors import ConfigError
 from tp_engine.model_config import load_model_config
-from tp_engine.model_config.drafting import with_own_head
+from tp_engine.model_config.drafting import has_assistant, with_own_head
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.speculative import SpeculativeConfig
 from tp_engine.units import parse_bytes
@@ -49,17 +49,17 @@ def recommend(
     changes, speculation = (
         one if isinstance(one, str | None) else json.dumps(one) for one in (hf_overrides, speculative_config)
     )
-    drafting = SpeculativeConfig.of(speculation)
-    if drafting is not None and drafting.method == "eagle3":
-        raise ConfigError(
-            f"speculative_config is {speculation!r}, and the size of a draft head with files of its own is not known "
-            "here: leave it out, and lower gpu_memory_utilization by what the head's files take"
-        )
     if isinstance(model, ModelSpec):
         name, config, folder = model.architecture, model, None
     else:
         name = model
         config, folder = load_model_config(model, revision, files=CONFIG_FILES, hf_overrides=changes)
+    drafting = SpeculativeConfig.of(speculation)
+    if drafting is not None and (drafting.method == "eagle3" or has_assistant(config, drafting, name, folder)):
+        raise ConfigError(
+            f"speculative_config is {speculation!r}, and the size of a draft head with files of its own is not known "
+            "here: leave it out, and lower gpu_memory_utilization by what the head's files take"
+        )
     if device_memory is not None:
         hardware = Hardware(name=f"a GPU with {device_memory}", memory=parse_bytes(device_memory))
     else:

@@ -77,11 +77,15 @@ class Attention(Layer):
         self._kv: LayerKv | None = None
         self._indexer = indexer
         self._backend = backend
-        self._sources = () if source is None else (source,)  # in a tuple, or it would be a part of this module
+        self._sources: tuple[Attention, ...] = ()  # in a tuple, or it would be a part of this module
         self._is_read = False  # by other layers
         self._fresh: KeyValue | None = None  # of a step without a cache, for these
-        for one in self._sources:
-            one._is_read = True
+        if source is not None:
+            self.read(source)
+
+    def read(self, source: Attention) -> None:
+        """Read the keys and values of ``source`` from now on."""
+        self._sources, source._is_read = (source,), True
 
     @property
     def has_own_kv(self) -> bool:

@@ -21,6 +21,8 @@ from typing import Any
 
 from tp_engine.errors import ConfigError, shown
 from tp_engine.kv_layout import KvKind
+from tp_engine.model_config.assistant import ARCHITECTURES as ASSISTANTS
+from tp_engine.model_config.assistant import AssistantSpec, read_assistant, serves_assistants
 from tp_engine.model_config.checkpoint_files import CheckpointHeaders
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
@@ -31,7 +33,6 @@ from tp_engine.model_config.spec import ModelSpec, NormSpec, QkNormSpec
 
 _AUTHORS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _SPECULATORS = ("Eagle3Speculator", "Eagle3DraftModel")
-_ASSISTANTS = ("Gemma4AssistantForCausalLM",)
 _LAYER_PATHS = ("midlayer", "layers.0")
 _NOT_READ = ("t2d", "verifier_norm.", "verifier_lm_head.")
 _TRANSFORMER_LAYERS = ("llama", "qwen3")
@@ -72,14 +73,17 @@ class DraftHeadSpec:
         return attention.kv_kind
 
 
-def load_draft_head(name: str, target: ModelSpec) -> tuple[DraftHeadSpec, Path]:
+def load_draft_head(name: str, target: ModelSpec) -> tuple[DraftHeadSpec | AssistantSpec, Path]:
     """Return the head in folder or hub repository ``name``, which must fit the model ``target``, and its local folder.
 
     Raises ``ConfigError`` for anything that is missing, wrong or not supported.
     """
     folder = resolve_model_folder(name, None, MODEL_FILES)
     try:
-        return read_draft_head(read_json(folder / CONFIG_FILE), CheckpointHeaders(folder).names, target), folder
+        values = read_json(folder / CONFIG_FILE)
+        if serves_assistants(target) and ConfigJson(values).architecture in ASSISTANTS:
+            return read_assistant(values, target), folder
+        return read_draft_head(values, CheckpointHeaders(folder).names, target), folder
     except ConfigError as error:
         raise ConfigError(f"the draft head {name!r}: {error}") from error
 
@@ -89,13 +93,10 @@ def read_draft_head(values: Mapping[str, Any], stored: Set[str], target: ModelSp
     whole = ConfigJson(values, can_override=False)
     name, is_authors = whole.architecture, whole.architecture in _AUTHORS
     if not is_authors and name not in _SPECULATORS:
-        rule = f"a draft head is one of {', '.join(_AUTHORS + _SPECULATORS)}"
-        if name in _ASSISTANTS:
-            rule = "such an assistant reads the model's own keys and values, which this engine does not do; " + rule
         raise whole.refusal(
             "architectures",
             [name],
-            rule,
+            f"a draft head is one of {', '.join(_AUTHORS + _SPECULATORS)}, and for Gemma 4 {ASSISTANTS[0]}",
             "use such a head, set the method ngram or suffix without a model, or leave speculative_config out",
         )
     reader, is_qwen3 = (DecoderReader(whole), False) if is_authors else _open_speculators(whole, values)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tp_engine.errors import ConfigError
+from tp_engine.model_config.assistant import serves_assistants
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.speculative import CONFIG_NAME, SpeculativeConfig
 
@@ -14,18 +15,31 @@ def with_own_head(model: ModelSpec, text: str | None, *, name: str, folder: Path
     Raises ``ConfigError`` if the option is wrong, or the model has no such head.
     """
     speculation = SpeculativeConfig.of(text)
-    if speculation is None or speculation.method != "mtp":
+    if speculation is None or speculation.method != "mtp" or has_assistant(model, speculation, name, folder):
         return model
     if model.stored_mtp is None:
         raise ConfigError(
             f"{CONFIG_NAME} is {text!r}, but this {model.architecture} has no head for multi-token prediction that "
             "this engine runs, or its checkpoint, such as many quantised ones, was stored without it: set the method "
             "ngram or suffix without a model, leave the option out, or use a checkpoint with the head"
+            + (", or name the model's assistant as the option's model" if serves_assistants(model) else "")
         )
-    given = speculation.model
-    if given not in (None, name) and (folder is None or Path(given or "").expanduser().resolve() != folder.resolve()):
+    if not _is_own(speculation, name, folder):
         raise ConfigError(
-            f"{CONFIG_NAME} has the model {given!r}, but with the method mtp the head is a part of the served model's "
-            f"checkpoint, {name!r}: leave the model out, or set the method eagle3 for a head of its own"
+            f"{CONFIG_NAME} has the model {speculation.model!r}, but with the method mtp the head is a part of the "
+            f"served model's checkpoint, {name!r}: leave the model out, or set the method eagle3 for a head of its own"
         )
     return model.drafting_with(model.stored_mtp)
+
+
+def has_assistant(model: ModelSpec, speculation: SpeculativeConfig, name: str, folder: Path | None) -> bool:
+    """Return whether the option names an assistant beside ``model``, with files of its own (``assistant.py``)."""
+    return speculation.method == "mtp" and serves_assistants(model) and not _is_own(speculation, name, folder)
+
+
+def _is_own(speculation: SpeculativeConfig, name: str, folder: Path | None) -> bool:
+    """Whether the option's model is the served one, or absent."""
+    given = speculation.model
+    if given in (None, name):
+        return True
+    return folder is not None and Path(given or "").expanduser().resolve() == folder.resolve()

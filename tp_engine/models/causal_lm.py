@@ -26,8 +26,9 @@ from tp_engine.layers.rotary import RotaryEmbedding
 from tp_engine.layers.score_head import ScoreHead
 from tp_engine.lora import AdapterLimits
 from tp_engine.model_config.spec import AttentionSpec, ModelSpec
-from tp_engine.models.decoder import DecoderLayer
+from tp_engine.models.decoder import DecoderLayer, SelfAttention
 from tp_engine.models.layer_embeddings import LayerEmbeddings
+from tp_engine.models.mla_attention import MLAAttention
 from tp_engine.models.mtp_head import MtpHead
 from tp_engine.models.vision_tower import VisionTower, build_tower
 
@@ -35,8 +36,9 @@ from tp_engine.models.vision_tower import VisionTower, build_tower
 class CausalLM(nn.Module):
     """The decoder that ``spec`` describes; ``backends`` has one attention backend for each of its KV groups.
 
-    A draft head reads the inputs of ``state_layers``; the model's own (``mtp``), if it has one, the normalised outputs
-    of the last layer.  ``vision`` is its tower, if it sees images: a step's own come by ``layers/image_rows.py``.
+    A draft head reads the inputs of ``state_layers``; one without such layers, as the model's own (``mtp``), if it has
+    one, the normalised outputs of the last layer.  ``vision`` is its tower, if it sees images: a step's own come by
+    ``layers/image_rows.py``.
 
     Weights are allocated but not set: load them, then call ``finish_loading``, then bind the KV cache.
     """
@@ -96,7 +98,7 @@ class CausalLM(nn.Module):
         linears = () if spec.classifier is None else spec.classifier.linears
         self.score_head = ScoreHead(linears, spec.hidden_size, context=context) if linears else None
         self._specs, self.hidden_size, self.dtype = spec.layers, spec.hidden_size, context.dtype
-        self._joins = _make_joins(layers, self.norm, context)
+        self._joins = make_joins(layers, self.norm, context)
         self._run: Sequence[int] = range(spec.num_layers)
         self._state_layers = state_layers
         self.vision: VisionTower | None = None
@@ -122,6 +124,12 @@ class CausalLM(nn.Module):
     def attention_layers(self) -> list[Attention]:
         """One per layer with K/V of its own, in order."""
         return [module for module in self.modules() if isinstance(module, Attention) and module.has_own_kv]
+
+    @property
+    def attention_of(self) -> dict[int, Attention]:
+        """That of each layer that attends."""
+        found = ((index, getattr(layer, "self_attn", None)) for index, layer in enumerate(self.layers))
+        return {index: block.attention for index, block in found if isinstance(block, SelfAttention | MLAAttention)}
 
     @property
     def state_layers(self) -> list[GatedDeltaNet]:
@@ -192,11 +200,11 @@ class CausalLM(nn.Module):
         """``input_ids`` and ``positions`` (N,) -> (N, hidden), normalised.  Call it inside of ``forward_context``.
 
         With ``wanted`` (n,) int64, the tokens whose outputs are read: (n, hidden), only theirs.  For the other tokens
-        the last layer only stores keys and values, and attends, unless the model's own head reads their outputs too.
+        the last layer only stores keys and values, and attends, unless a head reads their outputs too.
 
         ``states`` (N, layers * hidden) takes the inputs of the ``state_layers``, of all tokens, or their outputs.
         """
-        given, is_output = wanted, self.mtp is not None and states is not None
+        given, is_output = wanted, states is not None and not self._state_layers
         wanted = None if is_output else given
         residual, part, last = self.embed_tokens(input_ids), None, self._run[-1]
         if (images := images_of_step()) is not None:
@@ -230,8 +238,8 @@ class CausalLM(nn.Module):
         return self.lm_head.gather(self.lm_head(hidden))
 
 
-def _make_joins(layers: Sequence[DecoderLayer], final_norm: Norm, context: LayerContext) -> list[Join]:
-    """The joins before each layer and after the last: the output norm of the layer before, the norm of the next."""
+def make_joins(layers: Sequence[DecoderLayer], final_norm: Norm, context: LayerContext) -> list[Join]:
+    """Return the joins before each layer and after the last: the output norm of the one before, the next one's norm."""
     next_norms = [*(layer.input_norm for layer in layers), final_norm]
     readers = [*(layer.readers for layer in layers), ()]
     joins = [Join(None, next_norms[0], 1.0, readers[0], context=context)]

@@ -1,6 +1,6 @@
 """What a step runs of a draft head, whether it was trained for a model or is a part of the model's checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 import torch
@@ -22,20 +22,26 @@ class DraftHead(nn.Module):
     tokens behind them.
 
     The K/V of position p are made of the states at p and of token p + 1.  Draft tokens come from ``lm_head``.
+    ``state_size``, ``out_size`` and ``fed_size``: elements of the model's states of a token, and of both results.
     """
 
     lm_head: ParallelLMHead
+    keeps_kv = True
+    """Whether its layers keep keys and values; otherwise they read the model's."""
+    groups: tuple[int, ...] = ()
+    """The KV groups of the layers that it reads, if it keeps none."""
     has_map = False
     """Whether ids of drafts are others than the model's (``tokens_of``)."""
 
-    def __init__(self, state_size: int, hidden_size: int, context: LayerContext) -> None:
+    def __init__(self, state_size: int, out_size: int, fed_size: int, context: LayerContext) -> None:
         super().__init__()
-        self._state_size, self.hidden_size = state_size, hidden_size
+        self._state_size, self.out_size, self.fed_size = state_size, out_size, fed_size
         self._copy_rows = context.op("copy_rows")
         self._kept_as: _Kept = {"dtype": context.dtype, "device": context.device}
 
-    def embed_as(self, embedding: VocabParallelEmbedding) -> None:
-        """Use the ``embedding`` of the model that runs from now on, unless the head has its own."""
+    def serve(self, embedding: VocabParallelEmbedding, attention: Mapping[int, Attention]) -> None:
+        """Draft for another model from now on: use its ``embedding``, unless the head has its own, and the keys and
+        values of its layers' ``attention``, if the head reads them."""
 
     def finish_loading(self) -> None:
         """Prepare what is no part of the model, once, after all weights have their values; raises ``WeightError``."""
@@ -49,14 +55,17 @@ class DraftHead(nn.Module):
         """Room for the model's states of ``num_tokens``, (num_tokens, state_size)."""
         return torch.zeros((num_tokens, self._state_size), **self._kept_as)
 
-    def new_outputs(self, num_tokens: int) -> torch.Tensor:
-        """Room for either result of ``forward`` of ``num_tokens``, (num_tokens, hidden)."""
-        return torch.zeros((num_tokens, self.hidden_size), **self._kept_as)
+    def new_outputs(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for both results of ``forward`` of ``num_tokens``."""
+        return (
+            torch.zeros((num_tokens, self.out_size), **self._kept_as),
+            torch.zeros((num_tokens, self.fed_size), **self._kept_as),
+        )
 
     @property
     def token_bytes(self) -> int:
         """Bytes of the model's states of one token, and of both results."""
-        return (self._state_size + 2 * self.hidden_size) * self._kept_as["dtype"].itemsize
+        return (self._state_size + self.out_size + self.fed_size) * self._kept_as["dtype"].itemsize
 
     def columns_of(self, parts: Sequence[torch.Tensor], columns: Span) -> torch.Tensor:
         """Return ``columns`` of ``parts`` (N, any width) side by side, contiguous; recordings can hold it."""

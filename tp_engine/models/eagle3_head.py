@@ -7,7 +7,7 @@ It is split over the ranks as the model is (``model_config/draft_head.py`` draws
     lm_head       this rank's part of the drafts' vocabulary
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class Eagle3Head(DraftHead):
         max_model_len: int,
         context: LayerContext,
     ) -> None:
-        super().__init__(spec.state_size, spec.model.hidden_size, context)
+        super().__init__(spec.state_size, spec.model.hidden_size, spec.model.hidden_size, context)
         self._spec, self.has_map, head = spec, spec.has_map, spec.model
         (layer,) = head.layers
         attention, layer_context, hidden = layer.attention, context.at(spec.layer_path), head.hidden_size
@@ -66,7 +66,7 @@ class Eagle3Head(DraftHead):
             if spec.has_embedding
             else None
         )
-        self.embed_as(model.embed_tokens)
+        self.serve(model.embed_tokens, model.attention_of)
         self.input_norm = Norm(layer.input_norm, hidden, context=layer_context.at(layer.input_norm.name))
         self.hidden_norm = Norm(spec.hidden_norm, hidden, context=layer_context.at(spec.hidden_norm.name))
         self.rope = RotaryEmbedding(head.ropes[0], max_model_len, dtype=context.dtype, device=context.device)
@@ -89,7 +89,7 @@ class Eagle3Head(DraftHead):
             self.d2t = context.parameter((head.vocab_size,), (source,), dtype=torch.int64)
         self._joins = (Join(None, self.mlp_norm, 1.0, context=context), Join(None, self.norm, 1.0, context=context))
 
-    def embed_as(self, embedding: VocabParallelEmbedding) -> None:
+    def serve(self, embedding: VocabParallelEmbedding, attention: Mapping[int, Attention]) -> None:
         own = embedding if self.own_embedding is None else self.own_embedding
         self._embed: Callable[[torch.Tensor], torch.Tensor] = own.__call__  # no module of the head
 
@@ -122,7 +122,7 @@ class Eagle3Head(DraftHead):
         normalised = self.hidden_norm(hidden)
         residual = normalised if self._spec.norm_before_residual else hidden
         both = self.input_norm(self._embed(input_ids)), normalised
-        x = self.columns_of(both, Span(0, 2 * self.hidden_size))
+        x = self.columns_of(both, Span(0, 2 * self.fed_size))
         part = self.self_attn(x, self.rope(positions), wanted)
         residual = only(wanted, residual)
         part = self.mlp(self._joins[0](part, residual))

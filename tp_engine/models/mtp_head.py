@@ -41,7 +41,7 @@ class MtpHead(DraftHead):
         group: int,
         context: LayerContext,
     ) -> None:
-        super().__init__(hidden_size, hidden_size, context)
+        super().__init__(hidden_size, hidden_size, hidden_size, context)
 
         def norm(one: NormSpec) -> Norm:
             return Norm(one, hidden_size, context=context.at(one.name))

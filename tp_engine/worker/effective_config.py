@@ -26,8 +26,9 @@ from tp_engine.model_config import (
     resolve_dtype,
     resolve_max_model_len,
 )
+from tp_engine.model_config.assistant import AssistantSpec
 from tp_engine.model_config.draft_head import DraftHeadSpec, load_draft_head
-from tp_engine.model_config.drafting import with_own_head
+from tp_engine.model_config.drafting import has_assistant, with_own_head
 from tp_engine.model_config.lora import check_expert_adapters, read_adapter_config
 from tp_engine.model_config.pooling import TEXT, PoolingSpec, pooled, read_pooling
 from tp_engine.model_config.spec import ModelSpec
@@ -48,7 +49,7 @@ _MIN_FP8_CAPABILITY = (8, 9)
 class LocalHead:
     """A draft head, and the local folder that it comes from."""
 
-    spec: DraftHeadSpec
+    spec: DraftHeadSpec | AssistantSpec
     path: Path
 
 
@@ -174,7 +175,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     check_expert_adapters(model, effective)
     model = _with_images(effective, model, path, num_hosts)
     model = with_own_head(model, config.speculative_config, name=config.model, folder=path)
-    head = _resolve_head(config, model)
+    head = _resolve_head(config, model, path)
     if head is not None:
         model = dataclasses.replace(model, beside=head.spec.kv_kind)
     capture_sizes(config.cudagraph_capture_sizes, config.max_num_seqs)  # raises for wrong sizes
@@ -228,10 +229,12 @@ def _with_images(config: EngineConfig, model: ModelSpec, path: Path, num_hosts: 
     return dataclasses.replace(model, vision=vision)
 
 
-def _resolve_head(config: EngineConfig, model: ModelSpec) -> LocalHead | None:
+def _resolve_head(config: EngineConfig, model: ModelSpec, folder: Path) -> LocalHead | None:
     """The draft head of its own, if there is to be one.  Raises ``ConfigError`` if it does not suit the model."""
     speculation = SpeculativeConfig.of(config.speculative_config)
-    if speculation is None or speculation.method != "eagle3":
+    if speculation is None or not (
+        speculation.method == "eagle3" or has_assistant(model, speculation, config.model, folder)
+    ):
         return None
     assert speculation.model is not None, "the option has been checked"
     if any(one.latent is not None for one in model.attentions):

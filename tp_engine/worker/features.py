@@ -19,7 +19,7 @@ from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.recurrent_states import RecurrentStatePool
 from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.drafters.head_drafter import HeadDrafter
-from tp_engine.worker.drafters.head_passes import HeadPasses, head_bytes
+from tp_engine.worker.drafters.head_passes import HeadPasses, SharedKvPasses, head_bytes
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.feature import RunnerFeature
 from tp_engine.worker.image_encoder import ImageEncoder
@@ -145,10 +145,11 @@ def _tier_bytes(parts: RunnerFeatureParts) -> dict[str, int]:
 def _head_drafter(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | None:
     if parts.head is None:
         return None
-    passes = HeadPasses(
+    keeps_kv = parts.head.keeps_kv
+    passes = (HeadPasses if keeps_kv else SharedKvPasses)(
         parts.head,
         parts.backends,
-        parts.effective.draft_group,
+        (parts.effective.draft_group,) if keeps_kv else parts.head.groups,
         runner.batch,
         runner.sampling,
         parts.groups.communicator,

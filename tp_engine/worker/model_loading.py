@@ -9,6 +9,8 @@ from tp_engine.attention.base import Backends
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.distributed.rank import RankInfo
 from tp_engine.log import get_logger
+from tp_engine.model_config.assistant import AssistantSpec
+from tp_engine.models.assistant_head import build_assistant
 from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.models.eagle3_head import build_eagle3_head
@@ -69,16 +71,18 @@ def load_head(
     head, config = effective.draft_head, effective.config
     if head is None:
         return model.mtp
-    draft_head = build_eagle3_head(
-        head.spec,
-        model,
-        communicator=groups.communicator,
-        dtype=effective.dtype,
-        device=device.torch_device,
-        backends=backends,
-        group=effective.draft_group,
-        max_model_len=effective.max_model_len,
-    )
+    options: dict[str, Any] = {
+        "communicator": groups.communicator,
+        "dtype": effective.dtype,
+        "device": device.torch_device,
+        "backends": backends,
+        "max_model_len": effective.max_model_len,
+    }
+    draft_head: DraftHead
+    if isinstance(head.spec, AssistantSpec):
+        draft_head = build_assistant(head.spec, model, **options)
+    else:
+        draft_head = build_eagle3_head(head.spec, model, group=effective.draft_group, **options)
     parameters = dict(draft_head.named_parameters())
     how: dict[str, Any] = {"info": groups.info, "load_format": config.load_format, "seed": config.seed}
     _log_report(load_weights(parameters, head.spec.model, head.path, **how))

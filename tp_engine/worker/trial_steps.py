@@ -162,7 +162,8 @@ def run_largest_step(
 
     It has ``max_num_batched_tokens`` tokens of new prompts and samples ``max_num_seqs`` rows, with log-probabilities.
     Prompts are scored too: rank 0 gathers the logits that are made at once, while the results of two whole steps are
-    held, as when one is on its way to the host and the next is being made.  A draft ``head`` takes all tokens in.
+    held, as when one is on its way to the host and the next is being made.  A draft ``head`` takes all
+    tokens in, if it keeps K/V.
 
     If the model's layers have a KV cache, which may be of one block, ``backends`` attend to its first block only.
 
@@ -182,7 +183,7 @@ def run_largest_step(
     states = None if head is None else head.new_states(num_tokens)
     with part, forward_context(groups), adapting(adapters):
         hidden = model(input_ids, positions, None, states)
-        if head is not None and states is not None:
+        if head is not None and states is not None and head.keeps_kv:
             head(input_ids, head.combine(states), positions, input_ids[: config.max_num_seqs])
     state = SamplingState(
         max_num_seqs=config.max_num_seqs,

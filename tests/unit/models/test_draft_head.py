@@ -18,7 +18,7 @@ from tp_engine.errors import ConfigError, WeightError
 from tp_engine.kv_layout import MAX_GROUPS, KvKind, lay_out
 from tp_engine.layers.attention import forward_context
 from tp_engine.model_config import load_model_config
-from tp_engine.model_config.draft_head import load_draft_head
+from tp_engine.model_config.draft_head import DraftHeadSpec, load_draft_head
 from tp_engine.models.causal_lm import build_model
 from tp_engine.models.eagle3_head import Eagle3Head, build_eagle3_head
 from tp_engine.weights.loader import load_weights
@@ -50,6 +50,7 @@ def build(folder: Path, target_folder: Path, communicator: Communicator) -> tupl
     """The model and the head, loaded."""
     model_spec, _ = load_model_config(str(target_folder))
     spec, _ = load_draft_head(str(folder), model_spec)
+    assert isinstance(spec, DraftHeadSpec)
     options: dict[str, Any] = {
         "communicator": communicator,
         "dtype": torch.float32,
@@ -110,7 +111,7 @@ def test_refusals(tmp_path: Path, heads: dict[str, tuple[Path, Path]]) -> None:
         },
         "decoder_sparse_step is 2": {"decoder_sparse_step": 2},
         r"head': .*\['LlamaForCausalLM'\]; .* set the method ngram or": {"architectures": ["LlamaForCausalLM"]},
-        r"such an assistant reads the model's own .* leave speculative_config out": {
+        r"and for Gemma 4 Gemma4AssistantForCausalLM: .* leave speculative_config out": {
             "architectures": ["Gemma4AssistantForCausalLM"]
         },
     }

@@ -1,6 +1,7 @@
 """Gemma 4 and its unified model of 12B (their text parts), dense or with experts beside the MLPs: heads of full layers
 are wider."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from tp_engine.errors import ConfigError
@@ -40,8 +41,24 @@ _NAMES = CheckpointNames(
 
 def read(config: ConfigJson) -> ModelSpec:
     """Return of every six layers five have a window; the last layer never has.  Absent keys are as in transformers."""
-    is_wrapped, is_unified = config.architecture.endswith("ForConditionalGeneration"), config.architecture == _UNIFIED
-    config = config.text_part() if is_wrapped else config
+    return _read(config, None)
+
+
+def read_assistant(config: ConfigJson, sources: Mapping[bool, int]) -> ModelSpec:
+    """Return an assistant (``assistant.py``), all of whose layers read keys and values of a served model.
+
+    ``sources``: of its layer with this index those that see all keys (True), or those with a window.
+    """
+    model = _read(config, sources)
+    if model.layer_embedding is not None or any(layer.beside is not None for layer in model.layers):
+        raise ConfigError("config.json: text_config has experts or embeddings for each layer, which no assistant has")
+    return model
+
+
+def _read(config: ConfigJson, of_target: Mapping[bool, int] | None) -> ModelSpec:
+    is_wrapped = config.architecture.endswith("ForConditionalGeneration")
+    is_unified = config.architecture.startswith("Gemma4Unified")
+    config = config.text_part() if is_wrapped or of_target is not None else config
     config.skip("hidden_act")
     _refuse_other_directions(config)
     reader = DecoderReader(
@@ -54,7 +71,7 @@ def read(config: ConfigJson) -> ModelSpec:
         *reader.windows(reader.take_window(1024 if is_unified else 512), lambda index: (index + 1) % 6 != 0)[:-1],
         None,
     )
-    shapes, sources = _head_shapes(reader, windows), _read_sources(reader, windows)
+    shapes, sources = _head_shapes(reader, windows), _read_sources(reader, windows, of_target)
     beside, embedding = _read_experts(reader), _read_embedding(reader, 0 if is_unified else 256)
     is_wide = reader.flag("use_double_wide_mlp")
     layers = tuple(
@@ -84,10 +101,18 @@ def _names(names: CheckpointNames, sources: list[int | None]) -> CheckpointNames
     return replace(names, skipped=(*names.skipped, *unread))
 
 
-def _read_sources(reader: DecoderReader, windows: tuple[int | None, ...]) -> list[int | None]:
+def _read_sources(
+    reader: DecoderReader, windows: tuple[int | None, ...], of_target: Mapping[bool, int] | None
+) -> list[int | None]:
     """Whose keys and values a layer reads: the last ``num_kv_shared_layers`` read those of the last layer of their kind
-    before them; None: its own."""
+    before them; None: its own.  Those of an assistant all read those ``of_target``."""
     count = reader.config.take("num_kv_shared_layers", int, 0) or 0
+    if of_target is not None:
+        if count not in (0, reader.num_layers) or not {window is None for window in windows} <= set(of_target):
+            rule = f"it must be {reader.num_layers}, all layers, each of a kind that the model has"
+            raise reader.config.refusal("num_kv_shared_layers", count, rule, "use the assistant of this model")
+        reader.config.skip("attention_k_eq_v")  # concerns what it does not have
+        return [of_target[window is None] for window in windows]
     first = reader.num_layers - count
     last_of_kind = {window is None: index for index, window in enumerate(windows[: max(first, 0)])}
     if not 0 <= count < reader.num_layers or not {window is None for window in windows[first:]} <= set(last_of_kind):
@@ -103,10 +128,11 @@ def _read_sources(reader: DecoderReader, windows: tuple[int | None, ...]) -> lis
 def _read_embedding(reader: DecoderReader, usual_size: int) -> LayerEmbeddingSpec | None:
     """Each layer's own embedding (E2B, E4B)."""
     config = reader.config
-    vocab_size = config.take_positive("vocab_size_per_layer_input", _DEFAULTS["vocab_size"])
     size = config.take("hidden_size_per_layer_input", int, usual_size) or 0
     if size == 0:
+        config.skip("vocab_size_per_layer_input")
         return None
+    vocab_size = config.take_positive("vocab_size_per_layer_input", _DEFAULTS["vocab_size"])
     if size < 0 or vocab_size < reader.vocab_size:
         rule = f"it must be positive, and vocab_size_per_layer_input, {vocab_size}, no less than {reader.vocab_size}"
         raise config.refusal("hidden_size_per_layer_input", size, rule, "correct config.json")

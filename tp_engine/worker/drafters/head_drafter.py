@@ -55,7 +55,7 @@ class HeadDrafter(RunnerFeature):
         passes = self._passes
         if model.mtp is not None:  # a part of each model that runs
             passes.head = model.mtp
-        passes.head.embed_as(model.embed_tokens)
+        passes.head.serve(model.embed_tokens, model.attention_of)
         return passes.head.own_attention
 
     def record(self, size: int, recorder: Recorder) -> None:
@@ -75,32 +75,38 @@ class HeadDrafter(RunnerFeature):
 
         A collective.
         """
-        passes, plan = self._passes, step.plan
-        drafts = plan.num_drafts > 0
+        plan, states = step.plan, self._room
         if inputs is None:  # replayed; only decodes are recorded where there is a head
             assert token_ids is not None
-            passes.take_in(token_ids)
-            out, fed = passes.out[: len(token_ids)], passes.fed[: len(token_ids)]
+            states, wanted = self._passes.states[: len(token_ids)], None
             positions = self._batch.decodes.inputs(len(token_ids)).positions
         else:
-            drafts = drafts and token_ids is not None
-            out, fed = self._take_in(inputs, token_ids, drafts)
-            positions = only(inputs.layout.wanted, inputs.positions)
-        self._room = passes.states
+            wanted, positions = inputs.layout.wanted, inputs.positions
+        self._room = self._passes.states
+        drafts = plan.num_drafts > 0 and token_ids is not None
+        given: Sequence[torch.Tensor] = ()
+        if self._passes.head.keeps_kv:
+            given = self._take_in(inputs, states, token_ids, drafts)
+        elif token_ids is not None:
+            given = token_ids, only(wanted, states)
         if drafts and token_ids is not None:
             last = self._last_right(plan, token_ids) if len(plan.draft_base_rows) else None
-            self._draft(step, only(last, out), only(last, fed), only(last, positions))
+            first, fed, position = (only(last, one) for one in (*given, only(wanted, positions)))
+            self._draft(step, first, fed, position)
 
     def _take_in(
-        self, inputs: StepInputs, sampled: torch.Tensor | None, drafts: bool
+        self, inputs: StepInputs | None, states: torch.Tensor, sampled: torch.Tensor | None, drafts: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch the head on all tokens of a launched step; returns its outputs (n, hidden) of those sampled from if it
+        """Run the head on all tokens of the step; returns its outputs (n, hidden) of those sampled from if it
         ``drafts``, else only K/V are needed."""
-        head, wanted = self._passes.head, inputs.layout.wanted
-        if not drafts:
-            wanted = torch.zeros(1, dtype=torch.int64, device=inputs.positions.device)
+        passes, head = self._passes, self._passes.head
+        if inputs is None:
+            assert sampled is not None
+            passes.take_in(sampled)
+            return passes.out[: len(sampled)], passes.fed[: len(sampled)]
+        wanted = inputs.layout.wanted if drafts else torch.zeros(1, dtype=torch.int64, device=inputs.positions.device)
         with forward_context(inputs.attention):
-            out, fed = head(self._tokens_behind(inputs, sampled), head.combine(self._room), inputs.positions, wanted)
+            out, fed = head(self._tokens_behind(inputs, sampled), head.combine(states), inputs.positions, wanted)
         return out, fed
 
     def _tokens_behind(self, inputs: StepInputs, sampled: torch.Tensor | None) -> torch.Tensor:
@@ -120,11 +126,11 @@ class HeadDrafter(RunnerFeature):
         last = chains.gather(1, num_right)[:, 0]
         return torch.cat((last, torch.arange(len(plan.decode_rows), len(sampled), device=last.device)))
 
-    def _draft(self, step: RunningStep, out: torch.Tensor, fed: torch.Tensor, position: torch.Tensor) -> None:
-        """Draft behind what the head gave at ``position`` (m,), and send rank 0's host the drafts."""
+    def _draft(self, step: RunningStep, first: torch.Tensor, fed: torch.Tensor, position: torch.Tensor) -> None:
+        """Draft from what ``HeadPasses.draft`` needs, and send rank 0's host the drafts."""
         count, rows = step.plan.num_drafts, drafted_rows(step.plan)
         limits = self._num_slots(rows)
-        tokens = self._passes.draft(count, rows, limits, out, fed, position)
+        tokens = self._passes.draft(count, rows, limits, first, fed, position)
         if self._is_first:
             wait = step.fetch([tokens, position.clone()])  # its place is the next step's too
             step.pending.drafts = lambda: by_row(rows, limits, wait())

@@ -10,15 +10,16 @@ Where there is no recording, the same is launched.  Recordings are made and clos
 (``StepRunner``).  On a CPU, tapes hold the choice of greedy drafts by a single rank; other choices are launched.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tp_engine.attention.base import AttentionBackend, AttentionMetadata, Backends
+from tp_engine.attention.base import AttentionMetadata, Backends
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.cpu.kernels.ops import best_tokens
 from tp_engine.distributed.collectives import Communicator
@@ -45,32 +46,37 @@ class _Recorded:
 
 
 class HeadPasses:
-    """The passes of ``head``, whose layer is in KV ``group``, for the rows of ``batch``, which sample by ``sampling``.
+    """The passes of ``head``, whose layers are in KV ``groups``, for the rows of ``batch``, which sample by
+    ``sampling``.
 
     Drafts are recorded for up to ``most_rows`` requests, as more are given none.
     """
+
+    needs_pass = False
+    """Whether the first draft of a run needs a pass; otherwise ``take_in`` has made the outputs for it."""
 
     def __init__(
         self,
         head: DraftHead,
         backends: Backends,
-        group: int,
+        groups: Sequence[int],
         batch: InputBatch,
         sampling: SamplingState,
         communicator: Communicator,
         most_rows: int,
     ) -> None:
         self.head, self._batch, self._sampling, self._communicator = head, batch, sampling, communicator
-        self._backend: AttentionBackend = backends[group]
-        self._group, self._num_groups, self._most_rows = group, len(backends), most_rows
+        self._backends, self._groups, self._most_rows = backends, groups, most_rows
         self._tables = batch.row_tables()
-        room, device = batch.max_num_seqs, self._tables.block_table.device
-        self.states = head.new_states(room)
-        self.out, self.fed = head.new_outputs(room), head.new_outputs(room)
+        self._room = room = batch.max_num_seqs
+        device = self._tables.block_table.device
+        self.states, (self.out, self.fed) = head.new_states(room), head.new_outputs(room)
+        columns = self._tables.block_table.shape[2]
+        self._block_tables = torch.zeros((len(groups), room, columns), dtype=torch.int32, device=device)
         self._inputs = DraftInputs(
             positions=torch.zeros(room, dtype=torch.int64, device=device),
             limits=torch.zeros(room, dtype=torch.int64, device=device),
-            block_table=torch.zeros((room, self._tables.block_table.shape[2]), dtype=torch.int32, device=device),
+            block_table=self._block_tables[0],
             slot_mapping=torch.full((room,), PAD_SLOT, dtype=torch.int64, device=device),
             seq_lens=torch.zeros(room, dtype=torch.int32, device=device),
         )
@@ -84,7 +90,9 @@ class HeadPasses:
 
     def record(self, size: int, recorder: Recorder) -> None:
         """Record what follows recorded steps of ``size`` decodes; a collective."""
-        own = self._recorded[size] = _Recorded(recorder.record(partial(self._take_in, size)))
+        own = self._recorded[size] = _Recorded()
+        if not self.needs_pass:
+            own.take_in = recorder.record(partial(self._take_in, size))
         if size > self._most_rows:
             return
         own.go_on = recorder.record(partial(self._go_on, size), partial(self._keep, size))
@@ -110,29 +118,34 @@ class HeadPasses:
         count: int,
         rows: IntArray,
         limits: npt.NDArray[np.int64],
-        out: torch.Tensor,
+        first: torch.Tensor,
         fed: torch.Tensor,
         position: torch.Tensor,
     ) -> torch.Tensor:
         """Return ``count`` drafts (m, count) int32 behind ``rows`` (m,), which have ``limits`` (m,) slots; those for
         which there is no slot are arbitrary.
 
-        ``out`` and ``fed`` (m, hidden) are what the head gave at ``position`` (m,).  A collective.
+        ``first`` and ``fed`` (m, hidden) are what the head gave at ``position`` (m,); if a run ``needs_pass``, the last
+        tokens (m,) and the model's states behind which they came.  A collective.
         """
         num_rows, size = len(rows), self._size_for(len(rows))
         own = _Recorded() if size is None else self._recorded[size]
         size = num_rows if size is None else size
         is_noisy = self._begin(rows, limits, size)
-        for place, given in ((self.out, out), (self.fed, fed), (self._inputs.positions, position)):
-            if given.data_ptr() != place.data_ptr():
-                place[:num_rows].copy_(given)
+        self._enter(first, fed, position)
         go_on, choose, found = own.go_on, own.choose.get(is_noisy), list[torch.Tensor]()
         for index in range(count):
-            if index:
+            if index or self.needs_pass:
                 _ = self._go_on(size) if go_on is None else go_on.run()
             tokens = self._choose(size, is_noisy) if choose is None else choose.run()
             found.append(tokens[:num_rows].clone())
         return torch.stack(found, 1)
+
+    def _enter(self, first: torch.Tensor, fed: torch.Tensor, position: torch.Tensor) -> None:
+        """Put what ``draft`` was given in its places."""
+        for place, given in ((self.out, first), (self.fed, fed), (self._inputs.positions, position)):
+            if given.data_ptr() != place.data_ptr():
+                place[: len(given)].copy_(given)
 
     def _size_for(self, count: int) -> int | None:
         """The smallest size that is recorded for ``count`` requests, the others of which are padding, if there is
@@ -151,8 +164,8 @@ class HeadPasses:
         given = (rows.astype(np.int64), padded, *((temperature, seeds) if is_noisy else ()))
         on_rows, on_limits, *noise = upload_all(given, self.out.device)
         self._inputs.limits[:size].copy_(on_limits)
-        table = self._inputs.block_table[: len(rows)]
-        torch.index_select(self._tables.block_table[self._group], 0, on_rows, out=table)
+        for group, table in zip(self._groups, self._block_tables, strict=True):
+            torch.index_select(self._tables.block_table[group], 0, on_rows, out=table[: len(rows)])
         if is_noisy:
             self._temperature[:size].copy_(noise[0])
             self._seeds[:size].copy_(noise[1])
@@ -163,7 +176,8 @@ class HeadPasses:
         decodes = self._batch.decodes
         inputs = decodes.inputs(size)
         attention = decodes.metadata(inputs, decodes.recorded_seq_lens(inputs))
-        self._backend.prepare(attention[self._group])
+        for group in self._groups:
+            self._backends[group].prepare(attention[group])
         with forward_context(attention):
             return self._keep_outputs(
                 self.head(self._tokens[:size], self.head.combine(self.states[:size]), inputs.positions)
@@ -171,30 +185,36 @@ class HeadPasses:
 
     def _go_on(self, size: int) -> torch.Tensor:
         """Run the head on its own outputs and the draft tokens, at the next positions."""
+        positions, metadata = self._next_inputs(size)
+        with forward_context(metadata):
+            return self._keep_outputs(self.head(self._tokens[:size], self.fed[:size], positions))
+
+    def _next_inputs(self, size: int) -> tuple[torch.Tensor, list[AttentionMetadata]]:
+        """Go on to the next positions; return them (n,), and each group's metadata."""
         inputs = self._inputs.first(size)
         self._advance(inputs, self._tables.block_size)
-        metadata = self._metadata(inputs)
-        self._backend.prepare(metadata)
-        with forward_context([metadata] * self._num_groups):
-            return self._keep_outputs(self.head(self._tokens[:size], self.fed[:size], inputs.positions))
+        return inputs.positions, self._metadata(inputs.seq_lens, inputs.slot_mapping)
 
-    def _metadata(self, inputs: DraftInputs) -> AttentionMetadata:
-        size = len(inputs.positions)
-        on_host = self._host_lengths(inputs.seq_lens)
-        return AttentionMetadata(
-            num_decodes=size,
-            slot_mapping=inputs.slot_mapping,
-            block_table=inputs.block_table,
-            seq_lens=inputs.seq_lens,
-            query_start=self._batch.decodes.inputs(size).query_start,
-            host_query_lens=np.ones(size, dtype=np.int32),
-            host_seq_lens=on_host,
-            is_padded=bool(on_host.min() == 0),
-        )
+    def _metadata(self, seq_lens: torch.Tensor, slot_mapping: torch.Tensor) -> list[AttentionMetadata]:
+        """Each group's metadata of a token of each request, of which the head's are prepared."""
+        size, on_host, found = len(seq_lens), self._host_lengths(seq_lens), dict[int, AttentionMetadata]()
+        for group, table in zip(self._groups, self._block_tables, strict=True):
+            found[group] = AttentionMetadata(
+                num_decodes=size,
+                slot_mapping=slot_mapping,
+                block_table=table[:size],
+                seq_lens=seq_lens,
+                query_start=self._batch.decodes.inputs(size).query_start,
+                host_query_lens=np.ones(size, dtype=np.int32),
+                host_seq_lens=on_host,
+                is_padded=bool(on_host.min() == 0),
+            )
+            self._backends[group].prepare(found[group])
+        return [found.get(group, found[self._groups[0]]) for group in range(len(self._backends))]
 
     def _host_lengths(self, lengths: torch.Tensor) -> IntArray:
         """``lengths`` on the host: on a CPU the device's own; kernels that can be recorded need none."""
-        if lengths.device.type != "cpu" and self._backend.can_capture_decodes:
+        if lengths.device.type != "cpu" and self._backends[0].can_capture_decodes:
             return np.zeros(len(lengths), dtype=np.int32)
         found: IntArray = lengths.cpu().numpy()
         return found
@@ -246,8 +266,37 @@ class HeadPasses:
         return torch.where(is_greedy, plain, plain / temperature.masked_fill(is_greedy, 1.0) + noise)
 
 
+class SharedKvPasses(HeadPasses):
+    """The passes of a head that reads the model's K/V: it takes no tokens in, and drafts at one position.
+
+    That is the last token's, whose own K/V are not there yet; nothing is stored.
+    """
+
+    needs_pass = True
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        device = self.out.device
+        self._at = torch.zeros(self._room, dtype=torch.int64, device=device)
+        self._seen = torch.zeros(self._room, dtype=torch.int32, device=device)
+        self._nowhere = torch.full((self._room,), PAD_SLOT, dtype=torch.int64, device=device)
+
+    def _enter(self, first: torch.Tensor, fed: torch.Tensor, position: torch.Tensor) -> None:
+        count = len(first)
+        self._tokens[:count].copy_(first)
+        self.fed[:count].copy_(fed)
+        self._inputs.positions[:count].copy_(position - 1)  # the first pass goes on from here
+        self._at[:count].copy_(position + 1)
+        self._seen.zero_()  # for padding
+        self._seen[:count].copy_(position + 1)
+
+    def _next_inputs(self, size: int) -> tuple[torch.Tensor, list[AttentionMetadata]]:
+        self._advance(self._inputs.first(size), self._tables.block_size)
+        return self._at[:size], self._metadata(self._seen[:size], self._nowhere[:size])
+
+
 def head_bytes(head: DraftHead, max_num_seqs: int, num_columns: int) -> int:
-    """Bytes of the fixed places of ``head``, with block tables of ``num_columns``."""
-    of_tables = torch.int32.itemsize * num_columns
-    of_numbers = 4 * torch.int64.itemsize + 3 * torch.int32.itemsize
+    """Bytes of the fixed places of ``head``, with a block table of ``num_columns`` for each of its KV groups."""
+    of_tables = torch.int32.itemsize * num_columns * max(len(head.groups), 1)
+    of_numbers = 6 * torch.int64.itemsize + 4 * torch.int32.itemsize
     return max_num_seqs * (head.token_bytes + of_tables + of_numbers)

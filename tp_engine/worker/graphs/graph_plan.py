@@ -117,7 +117,7 @@ def sizes_of(
     summing = (module for module in model.modules() if isinstance(module, QKNorm | VocabParallelEmbedding))
     reduced |= {module.reduced_bytes for module in summing} - {0}
     if head is not None:
-        reduced.add(head.hidden_size * model.dtype.itemsize)
+        reduced |= {size * model.dtype.itemsize for size in (head.out_size, head.fed_size)}
     gathered = {*SHARE_BYTES}
     if tp_invariant:  # sums over ranks are all-gathers of float32
         gathered.add(model.hidden_size * torch.float32.itemsize)
