@@ -21,7 +21,7 @@ from tp_engine.layers.rotary import RotaryEmbedding
 from tp_engine.model_config.assistant import AssistantSpec
 from tp_engine.model_config.spec import AttentionSpec
 from tp_engine.models.causal_lm import CausalLM, make_joins
-from tp_engine.models.decoder import DecoderLayer
+from tp_engine.models.decoder import DecoderLayer, SelfAttention
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.weights.source import equal_share
 
@@ -53,6 +53,8 @@ class AssistantHead(DraftHead):
         self.ropes = nn.ModuleList(
             RotaryEmbedding(rope, max_model_len, dtype=context.dtype, device=context.device) for rope in own.ropes
         )
+        found = ((index, getattr(layer, "self_attn", None)) for index, layer in enumerate(model.layers))
+        blocks = {index: block for index, block in found if isinstance(block, SelfAttention)}
         layers = [
             DecoderLayer(
                 layer,
@@ -61,7 +63,7 @@ class AssistantHead(DraftHead):
                 backend=backends[attention[source].group],
                 group=attention[source].group,
                 context=below.at("layers").at(str(index)),
-                kv_source=attention[source],
+                source=blocks[source],
             )
             for index, (layer, source) in enumerate(zip(own.layers, self._sources, strict=True))
         ]

@@ -75,17 +75,31 @@ def run_largest_decodes(runner: ModelRunner, config: EngineConfig, adapter: int 
         runner.run(_plan(config, runner.num_groups, [_GREEDY] * num_rows, adapter=adapter)).result()
 
 
-def time_decodes(runner: ModelRunner, config: EngineConfig, most_rows: int, *, num_drafts: int = 0) -> dict[int, float]:
+def time_decodes(
+    runner: ModelRunner, config: EngineConfig, most_rows: int, *, num_drafts: int = 0, run_length: int = 1
+) -> dict[int, float]:
     """Seconds of a greedy decode step of 1, 2, 4, ... and ``most_rows`` rows, with so many drafts of a head behind
     each; a collective.
+
+    Of every ``run_length`` rows one is a request's and the others are its draft rows, as where draft tokens are
+    verified: layers with a recurrent state compute these one after the other.
 
     The first two steps of a size may be recorded and compared (``captured_decodes``); the fastest of
     three later ones counts.
     """
     found: dict[int, float] = {}
+    run_length = max(1, min(run_length, (config.max_model_len or run_length) - _LENGTH))
     for num_rows in _decode_sizes(most_rows):
-        first = _plan(config, runner.num_groups, [_GREEDY] * num_rows)
-        again = StepPlan(step_id=FIRST_STEP_ID, decode_rows=first.decode_rows, num_drafts=num_drafts)
+        num_own = ceil_div(num_rows, run_length)
+        first = _plan(config, runner.num_groups, [_GREEDY] * num_own)
+        draft_rows = config.max_num_seqs + np.arange(num_rows - num_own, dtype=np.int32)
+        again = StepPlan(
+            step_id=FIRST_STEP_ID,
+            decode_rows=np.concatenate((first.decode_rows, draft_rows)),
+            draft_base_rows=first.decode_rows.repeat(run_length - 1)[: len(draft_rows)],
+            draft_tokens=np.zeros(len(draft_rows), dtype=np.int32),
+            num_drafts=num_drafts,
+        )
         times: list[float] = []
         for _ in range(4):
             runner.run(first).result()

@@ -387,6 +387,9 @@ class Worker:
                         rows: max(0.0, seconds - self.decode_seconds[rows]) / count
                         for rows, seconds in drafting.items()
                     }
+                if speculation is not None and self._layout.states is not None:
+                    run_length = 1 + speculation.num_speculative_tokens
+                    self.decode_seconds = time_decodes(runner, config, most_rows, run_length=run_length)
             finally:
                 runner.graphs.forget()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Callable
@@ -132,6 +133,24 @@ def test_every_tensor_is_read(family: str, heads: Callable[[str], Path], tmp_pat
     more = lost.replace("k_proj", "other")
     with pytest.raises(WeightError, match=f"unexpected: {more}"):
         build(stored({**tensors, more: torch.zeros(3)}), SingleRank())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_lost_tensor_is_an_error(family: str, heads: Callable[[str], Path], tmp_path: Path) -> None:
+    """By hand: whichever tensor of a head is not stored, the start fails and names it."""
+    source, folder = heads(family), tmp_path / family
+    shutil.copytree(source, folder)
+    spec, _ = load_model_config(str(source))
+    assert spec.stored_mtp is not None
+    spec, tensors = spec.drafting_with(spec.stored_mtp), load_file(source / NAME)
+    options: dict[str, Any] = {"communicator": SingleRank(), "dtype": torch.float32, "device": CPU}
+    parameters = dict(build_model(spec, backends=NO_BACKENDS, max_model_len=128, **options).named_parameters())
+    names = spec.mtp_names(tensors)
+    assert len(names) > 10
+    for lost in names:
+        save_file({name: one for name, one in tensors.items() if name != lost}, folder / NAME)
+        with pytest.raises(WeightError, match=f"missing: {re.escape(lost)}"):
+            load_weights(parameters, spec, folder, info=SingleRank().info)
 
 
 def test_copies_of_the_models_own_tensors_are_not_read(heads: Callable[[str], Path], tmp_path: Path) -> None:

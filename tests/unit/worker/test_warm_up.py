@@ -15,7 +15,7 @@ from tp_engine import LLM, SamplingParams
 from tp_engine.config import EngineConfig
 from tp_engine.plan import StepPlan
 from tp_engine.worker import worker
-from tp_engine.worker.trial_steps import warm_up, warms_up
+from tp_engine.worker.trial_steps import time_decodes, warm_up, warms_up
 
 Checkpoint = Callable[..., Path]
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "num_gpu_blocks_override": 32, "max_num_seqs": 3}
@@ -60,6 +60,18 @@ def test_first_steps_keep_to_the_limits(rows: int, tokens: int, block_size: int,
     assert any(is_mixed) == (tokens >= 3 and rows >= 2)
     sizes = {size for plan in runner.plans for size in plan.prefill_tokens.tolist()}
     assert sizes - {1, 2} == ({32, 64, 128, 256} if tokens >= 256 else set())
+
+
+def test_verified_rows_are_timed_as_they_run() -> None:
+    """By hand: of every 4 rows of 7, one is a request's and the others are draft rows behind it."""
+    runner: Any = PlanReader(num_groups=1)
+    config = EngineConfig(max_num_seqs=8, max_model_len=64)
+    assert set(time_decodes(runner, config, 7, run_length=4)) == {1, 2, 4, 7}
+    plan = runner.plans[-1]
+    assert plan.decode_rows.tolist() == [0, 1, 8, 9, 10, 11, 12]
+    assert plan.draft_base_rows.tolist() == [0, 0, 0, 1, 1] and len(plan.draft_tokens) == 5
+    assert set(time_decodes(runner, config, 7)) == {1, 2, 4, 7}
+    assert runner.plans[-1].decode_rows.tolist() == list(range(7)) and not len(runner.plans[-1].draft_base_rows)
 
 
 def test_gpus_warm_up() -> None:
