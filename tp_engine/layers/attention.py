@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from tp_engine.attention.calls import TILE, StaircaseMasks, attend_last
 from tp_engine.attention.mla import attend_expanded, attend_fresh_chosen
+from tp_engine.attention.registry import simd_width
 from tp_engine.attention.whole_images import attend_to_images
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.layers.context import Layer
@@ -132,7 +133,8 @@ class Attention(Layer):
             return attend_fresh(query, new, metadata, self.shape)
         out = self._backend.forward(query, new, self.kv, metadata, self.shape)
         if self.shape.sees_whole_images and (images := images_of_step()) is not None:
-            attend_to_images(out, query, self.kv, metadata, self.shape, images.spans)
+            width = simd_width(self._backend, self.kv.cache.shape[2])
+            attend_to_images(out, query, self.kv, metadata, self.shape, images.spans, width)
         return out
 
 
