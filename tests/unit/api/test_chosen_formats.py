@@ -50,6 +50,7 @@ TEMPLATES: dict[str, tuple[str, str | None, str | None]] = {
     "OLMo 3": ("<functions></functions><function_calls></function_calls>", "olmo3", None),
     "OLMo 3 Think": (f"<functions>{{{{ message['function_calls'] }}}}{THINKS}", "olmo3", "qwen3"),
     "LFM2": ("<|tool_list_start|>[]<|tool_list_end|>", "lfm2", None),
+    "Apriel 1.5": ('in <tool_call></tool_call> tags: <tool_calls>[{"name": f}]</tool_calls>', None, None),
     "a model without tools": ("<|user|><|assistant|>", None, None),
 }  # fmt: skip
 

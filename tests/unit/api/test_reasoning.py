@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.text_tokenizers import byte_level_tokenizer
+from tp_engine.api.openai.chat.options import TOOL_FORMATS
+from tp_engine.api.openai.chat.parser import ChatParsing, ParsedMessage
 from tp_engine.api.openai.reasoning import REASONING_FORMATS, Beginning, ReasoningFormat, ReasoningTokens
 from tp_engine.api.openai.structured import TokenWriting
+from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.grammar.compiler import compile_grammar
 from tp_engine.grammar.vocabulary import byte_vocabulary
 from tp_engine.structured_outputs import StructuredOutputsParams
@@ -99,6 +103,7 @@ FORMATS = [
     ("gemma4", "<|channel>thousand<channel|>Four.", "thousand", "Four."),
     ("gemma4", "thought\nHm.<channel|>Four.", "Hm.", "Four."),
     ("gemma4", "thoughtful: four.", "", "thoughtful: four."),
+    ("gemma4", "<|channel><|channel>thought\nHm.<channel|>Four.", "Hm.", "Four."),
     ("ernie45", "Hm.\n</think>\n\n\n<response>\nFour. \n</response>\n", "Hm.", "Four."),
     ("ernie45", "<think>\nHm.</think>\nFour.", "Hm.", "Four."),
     ("ernie45", "Hm.</think><response>\nFour.</resp", "Hm.", "Four.</resp"),
@@ -117,6 +122,29 @@ def test_every_split_in_other_formats(name: str, text: str, reasoning: str, answ
         cut = form.new_parser(form.beginning("<|assistant|>"))
         shown = [cut.feed(piece) for piece in list(split)[:1]] + [cut.finish(cut_off=True)]
         assert answer.startswith("".join(other for _, other in shown))
+
+
+LATE = ["<channel|>", "<|channel>thought\n<channel|>", "<|channel>thought\n<channel|><channel|>"]
+
+
+@pytest.mark.parametrize("late", LATE)
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_gemma4_repeats_marks_behind_its_reasoning(late: str, has_tools: bool) -> None:
+    """With and without tools, for every split in two. Oracle: by hand; an answer by a grammar keeps its text."""
+    tools = ToolRequest(tools=({"function": {"name": "add", "parameters": {}}},), choice="auto")
+    how = ChatParsing(
+        tools=tools if has_tools else None,
+        tool_format=TOOL_FORMATS["gemma4"],
+        reasoning=REASONING_FORMATS["gemma4"],
+        begins=Beginning.EITHER,
+    )
+    text = f"<|channel>thought\nHm.<channel|>Two{late} and\ntwo.{late}"
+    for first in range(len(text) + 1):
+        parser, found = how.new_parser(), ParsedMessage()
+        found.add([*parser.feed(text[:first]), *parser.feed(text[first:]), *parser.finish("stop")])
+        assert (found.reasoning, found.content, found.calls) == ("Hm.", "Two and\ntwo.", [])
+    assert replace(how, constrained=True, tools=None).parse(text, (), "stop").content == f"Two{late} and\ntwo.{late}"
+    assert how.parse("Four.<chan", (), "length").content == "Four."
 
 
 def follows(constraint: StructuredOutputsParams, text: str) -> bool:

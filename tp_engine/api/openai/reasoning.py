@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tp_engine.api.openai.tools import cohere_command3
+from tp_engine.api.openai.tools import cohere_command3, gemma4
 from tp_engine.api.openai.tools.ernie45 import OPEN as RESPONSE
 from tp_engine.api.openai.tools.ernie45 import ResponseMarks
 from tp_engine.api.openai.tools.events import (
@@ -59,10 +59,11 @@ class ReasoningFormat:
 
     ``help`` describes it in ``--help``.  ``always``: where the prompt has no mark at its end, the text begins with
     reasoning, without an opening mark; otherwise the model writes that mark itself.  ``opens`` and ``closes`` are the
-    marks, each in all its spellings, longer ones first; a text may also begin with one of ``bare_opens``.  ``unwrap``
-    makes what drops further marks around the answer.  ``aliases`` are other names of vLLM and SGLang.  A chat template
-    that one of ``template`` fits is of such a model.  ``message``: the reasoning is part of a format of whole messages,
-    and ``closes`` only tells where it ends.
+    marks, each in all its spellings, longer ones first; a text may also begin with one of ``bare_opens``, which are
+    looked for first.  ``unwrap`` makes what drops further marks around the answer; the answer never shows ``drops``,
+    unless it follows a grammar.  ``aliases`` are other names of vLLM and SGLang.  A chat template that one of
+    ``template`` fits is of such a model.  ``message``: the reasoning is part of a format of whole messages, and
+    ``closes`` only tells where it ends.
     """
 
     help: str
@@ -71,6 +72,7 @@ class ReasoningFormat:
     closes: tuple[str, ...] = ("</think>",)
     bare_opens: tuple[str, ...] = ()
     unwrap: Callable[[], ResponseMarks] | None = None
+    drops: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     template: tuple[TemplateMarks, ...] = ()
     message: MessageFormat | None = None
@@ -161,7 +163,8 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         help="Gemma 4: the channel thought",
         opens=("<|channel>thought", "<|channel>"),
         closes=("<channel|>",),
-        bare_opens=("thought\n",),
+        bare_opens=("<|channel><|channel>thought", "thought\n"),
+        drops=gemma4.MARKS.drops,
         template=(TemplateMarks(("<|channel>",)),),
     ),
     "seed_oss": ReasoningFormat(
@@ -276,7 +279,7 @@ class ReasoningParser:
     """
 
     def __init__(self, marks: ReasoningFormat, begins: Beginning, calls: CallsInReasoning | None = None) -> None:
-        self._opens, self._closes = (*marks.opens, *marks.bare_opens), marks.closes
+        self._opens, self._closes = (*marks.bare_opens, *marks.opens), marks.closes
         self._unwrap = marks.unwrap() if marks.unwrap is not None else None
         self._calls = calls
         self._ends = self._closes if calls is None else (*self._closes, *calls.marks)

@@ -31,6 +31,7 @@ from tp_engine.api.openai.tools.events import (
 )
 from tp_engine.api.openai.tools.forced import CallListParser, NamedCallParser
 from tp_engine.api.openai.tools.request import ToolRequest
+from tp_engine.api.openai.tools.text_parser import TextParser
 
 # Parsers look at pending text again and again, so they get a long text in pieces.
 _PIECE = 4096
@@ -116,9 +117,10 @@ class ChatParsing:
         return DividedParser(self.reasoning.new_parser(self.begins, calls), calls)
 
     def _tool_parser(self) -> ToolParser | None:
-        """The parser for the calls of one sequence; None if the request has no tools."""
+        """The parser of one sequence's calls; without tools, one that drops marks from the answer, or None."""
         if self.tools is None:
-            return None
+            drops = () if self.reasoning is None or self.constrained else self.reasoning.drops
+            return TextParser((), drops=drops) if drops else None
         new_call_id = openai_call_id if self.tool_format is None else self.tool_format.call_ids(self.tools)
         if self.forced is not None:
             return self._model_parser()

@@ -4,13 +4,14 @@ from tp_engine.api.openai.tools.events import ForcedForm, TemplateMarks
 from tp_engine.api.openai.tools.json_calls import CallBlock
 
 BLOCK = CallBlock(opens=("<tool_call>",))
-# Marks of other formats that have the same opening mark.
+# Marks of other formats whose templates have the same opening mark.
 _OTHERS = (
     "<arg_key>",
     "<function=",
     "<|tool_call|>",
     "<|tool_call>",
     "<response>",
+    "<tool_calls>",
     "<minimax:tool_call>",
     "]<]minimax[>[",
 )
