@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tp_engine.images.image_input import ImageInput
 from tp_engine.images.rules import image_rules, read_processor
 from tp_engine.model_config import load_model_config
-from tp_engine.request import ImageInput
 
 VOCAB_SIZE, IMAGE, BREAK, END = 320, 300, 305, 306
 Pixels = npt.NDArray[np.uint8]

@@ -18,7 +18,7 @@ from tests.e2e.serving import Server, serving
 from tests.image_models import IMAGE, Oracle, Prompt, draw_pixels, make_image_model
 from tests.images import data_url, image_part, numbered_tokenizer, picture
 from tp_engine import LLM, SamplingParams
-from tp_engine.request import ImageInput
+from tp_engine.images.image_input import ImageInput
 
 pytestmark = pytest.mark.slow
 

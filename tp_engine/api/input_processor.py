@@ -13,7 +13,8 @@ from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.tokenizer import load_tokenizer, special_ids
 from tp_engine.errors import ContextLengthError, RequestError, shown
 from tp_engine.grammar.vocabulary import check_tokenizer
-from tp_engine.request import EngineRequest, ImageInput, Pooling
+from tp_engine.images.image_input import ImageInput
+from tp_engine.request import EngineRequest, Pooling
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.structured_outputs import StructuredOutputsDefaults, StructuredOutputsParams
 

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from tp_engine.errors import RequestError
+from tp_engine.images.image_input import ImageInput
 from tp_engine.images.loading import OpenedImage, open_bytes, open_object
 from tp_engine.images.placeholders import Grid, Placeholders
 from tp_engine.images.settings import ImageSettings
 from tp_engine.images.sources import ImageSource, file_bytes
 from tp_engine.images.staged import ALIGNMENT, ByteBudget, ImageMemory, StagedImage
-from tp_engine.request import ImageInput
 from tp_engine.units import GIB, round_up
 
 _DECODING_BYTES = 2 * GIB

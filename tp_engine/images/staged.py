@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tp_engine.errors import CODE_UNAVAILABLE, RequestError
-from tp_engine.request import ImageInput
+from tp_engine.images.image_input import ImageInput
 
 ALIGNMENT = 64
 _WAIT_S = 10.0

@@ -22,8 +22,9 @@ import msgspec
 import numpy as np
 
 from tp_engine.errors import RequestError
+from tp_engine.images.image_input import ImageInput
 from tp_engine.plan import IntArray, StepPlan, StepResult
-from tp_engine.request import EngineRequest, ImageInput
+from tp_engine.request import EngineRequest
 from tp_engine.sched.encoder_cache import EncoderCache
 from tp_engine.sched.feature import SchedulerFeature
 from tp_engine.sched.limits import ImageLimits

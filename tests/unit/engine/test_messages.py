@@ -13,8 +13,9 @@ from tests.fake_engine import MODEL_INFO, FakeEngine
 from tp_engine.engine import messages
 from tp_engine.engine.messages import ToEngine, ToFrontend, decode_to_engine, decode_to_frontend, encode
 from tp_engine.errors import RequestError
+from tp_engine.images.image_input import ImageInput
 from tp_engine.plan import TokenLogprobs
-from tp_engine.request import EngineRequest, FinishReason, ImageInput, Pooling, SequenceDelta, StepOutput
+from tp_engine.request import EngineRequest, FinishReason, Pooling, SequenceDelta, StepOutput
 from tp_engine.sampling_params import SamplingParams
 
 EVERY_PARAM = SamplingParams(

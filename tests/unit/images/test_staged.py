@@ -13,10 +13,11 @@ from PIL import Image
 
 from tests.images import data_url, image_info, image_tokenizer, picture
 from tp_engine.errors import RequestError
+from tp_engine.images.image_input import ImageInput
 from tp_engine.images.reader import ImageReader
 from tp_engine.images.sources import ImageSource
 from tp_engine.images.staged import ByteBudget
-from tp_engine.request import EngineRequest, ImageInput
+from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
 
 

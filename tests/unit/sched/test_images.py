@@ -24,8 +24,9 @@ from tests.unit.sched.scheduler_harness import (
     limits,
 )
 from tp_engine.errors import RequestError
+from tp_engine.images.image_input import ImageInput
 from tp_engine.plan import StepPlan, StepResult
-from tp_engine.request import EngineRequest, FinishReason, ImageInput
+from tp_engine.request import EngineRequest, FinishReason
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.sched.encoder_cache import EncoderCache
 from tp_engine.sched.images import ImageCounters
