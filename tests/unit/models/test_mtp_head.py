@@ -137,7 +137,10 @@ def test_every_tensor_is_read(family: str, heads: Callable[[str], Path], tmp_pat
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_lost_tensor_is_an_error(family: str, heads: Callable[[str], Path], tmp_path: Path) -> None:
-    """By hand: whichever tensor of a head is not stored, the start fails and names it."""
+    """By hand: whichever tensor of a head is not stored, the start fails and names it.
+
+    A head attends to all keys, so the indexer of its layer is not read (docs/models.md).
+    """
     source, folder = heads(family), tmp_path / family
     shutil.copytree(source, folder)
     spec, _ = load_model_config(str(source))
@@ -145,7 +148,7 @@ def test_each_lost_tensor_is_an_error(family: str, heads: Callable[[str], Path],
     spec, tensors = spec.drafting_with(spec.stored_mtp), load_file(source / NAME)
     options: dict[str, Any] = {"communicator": SingleRank(), "dtype": torch.float32, "device": CPU}
     parameters = dict(build_model(spec, backends=NO_BACKENDS, max_model_len=128, **options).named_parameters())
-    names = spec.mtp_names(tensors)
+    names = [name for name in spec.mtp_names(tensors) if ".self_attn.indexer." not in name]
     assert len(names) > 10
     for lost in names:
         save_file({name: one for name, one in tensors.items() if name != lost}, folder / NAME)
