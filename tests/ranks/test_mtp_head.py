@@ -126,7 +126,7 @@ def test_recorded_passes_give_the_drafts_of_launched_ones(
             columns.side_effect = columns_of
             results.append(draft_head_job.run(llm, case))
             num_calls.append(columns.call_count)
-    assert results[0] == results[1] and len(results[0]["drafts"]) > 20
+    assert results[0] == results[1] and len(results[0]["drafts"]) > 10
     assert num_calls[0] > 2 * num_calls[1] and "not recorded" not in caplog.text
 
 

@@ -185,7 +185,8 @@ def test_llm_takes_the_defaults_of_the_models_file(monkeypatch: pytest.MonkeyPat
         for wrong, words in (
             ({"prompts": None}, "prompts is of type NoneType"),
             ({"prompts": "a", "lora_request": "x"}, "lora_request is of type str; it must be a LoRARequest"),
-            ({"prompts": {"prompt": "a", "multi_modal_data": 1}}, "give either 'prompt' or 'prompt_token_ids'"),
+            ({"prompts": {"prompt": "a", "other": 1}}, "give either 'prompt' or 'prompt_token_ids'"),
+            ({"prompts": {"prompt": "a", "multi_modal_data": 1}}, "is served as text alone; leave multi_modal_data"),
         ):
             with pytest.raises(RequestError, match=words):
                 llm.generate(**wrong)

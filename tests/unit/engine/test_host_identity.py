@@ -72,7 +72,7 @@ def test_what_hosts_must_agree_on(tmp_path: Path) -> None:
     assert first["tp_engine"] == tp_engine.__version__ and first["torch"] == torch.__version__
     assert {field.name for field in dataclasses.fields(EngineConfig)} - first.keys() == {
         "model", "tokenizer", "log_format", "flight_recorder_dir", "profile", "device_ids", "kv_disk_path",
-        "kv_events_config", "lora_modules",
+        "kv_events_config", "lora_modules", "allowed_local_media_path",
     }  # fmt: skip
     assert differences(first, identity(model=str(copied), flight_recorder_dir="elsewhere"), 1) == []
     weights = next(copied.glob("*.safetensors"))

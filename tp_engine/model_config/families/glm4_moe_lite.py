@@ -36,7 +36,7 @@ def _read_sharing(reader: DecoderReader) -> list[bool]:
     if key is None:
         return [max(index - offset + 1, 0) % freq != 0 for index in range(count)]
     found = config.peek(key)
-    kinds = [{"F": "full", "S": "shared"}.get(one, one) for one in found] if isinstance(found, str | list) else []
+    kinds = [{"F": "full", "S": "shared"}.get(str(one), one) for one in found] if isinstance(found, str | list) else []
     if len(kinds) != count or not all(kind in ("full", "shared") for kind in kinds) or kinds[0] != "full":
         rule = f"it must say full or shared for each of {count} layers, and full for the first"
         raise config.refusal(key, found, rule, "correct config.json")
