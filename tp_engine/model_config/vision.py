@@ -7,9 +7,6 @@ from typing import Any, TypeAlias
 
 from tp_engine.model_config.config_json import ConfigJson
 
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-HALF = (0.5, 0.5, 0.5)
 _Numbers: TypeAlias = tuple[float, float, float]
 
 
@@ -26,9 +23,10 @@ class VisionSpec:
     ``turns_by_place``: tokens of an image turn by time, row and column (``RopeSpec.sections``), and text goes on behind
     the larger of its rows and columns.  ``deep_layers``: how many further rows of an image are added behind the first
     layers of the text part (DeepStack).  ``is_bidirectional``: tokens of an image see all of it, so that no chunk may
-    cut it.  ``largest``: height and width of the image with the most rows.  ``num_parameters``
-    are those of the tower in the checkpoint, 0 where they are not known.  ``config`` is the object ``vision_config``
-    of config.json, ``whole`` all of the file, for what a family keeps elsewhere.
+    cut it.  ``largest``: height and width of the image with the most rows.  The start takes it, ``mean`` and ``std``
+    from the processor's settings (``images/rules.py``).  ``num_parameters`` are those of the tower in the checkpoint, 0
+    where they are not known.  ``config`` is the object ``vision_config`` of config.json, ``whole`` all of the file, for
+    what a family keeps elsewhere.
     """
 
     family: str
@@ -37,8 +35,8 @@ class VisionSpec:
     patch: int
     merge: int
     temporal_patch: int = 1
-    mean: _Numbers = HALF
-    std: _Numbers = HALF
+    mean: _Numbers = (0.5, 0.5, 0.5)
+    std: _Numbers = (0.5, 0.5, 0.5)
     start_token_id: int | None = None
     end_token_id: int | None = None
     turns_by_place: bool = False
@@ -95,7 +93,7 @@ def _qwen(config: ConfigJson, vision: ConfigJson, patch: int = 16) -> dict[str, 
 
 
 def _qwen2_5(config: ConfigJson, vision: ConfigJson) -> dict[str, Any]:
-    return {**_qwen(config, vision, patch=14), "mean": CLIP_MEAN, "std": CLIP_STD, "deep_layers": 0}
+    return {**_qwen(config, vision, patch=14), "deep_layers": 0}
 
 
 def _mistral3(config: ConfigJson, vision: ConfigJson) -> dict[str, Any]:
@@ -103,8 +101,6 @@ def _mistral3(config: ConfigJson, vision: ConfigJson) -> dict[str, Any]:
     return {
         "patch": vision.take_positive("patch_size", 14),
         "merge": config.take_positive("spatial_merge_size", 2),
-        "mean": CLIP_MEAN,
-        "std": CLIP_STD,
     }
 
 
@@ -130,8 +126,6 @@ def _gemma4(config: ConfigJson, vision: ConfigJson) -> dict[str, Any]:
         "end_token_id": config.take("eoi_token_id", int),
         "patch": vision.take_positive("patch_size", 16),
         "merge": vision.take_positive("pooling_kernel_size", 3),
-        "mean": (0.0, 0.0, 0.0),
-        "std": (1.0, 1.0, 1.0),
         "is_bidirectional": way == "vision",
     }
 
