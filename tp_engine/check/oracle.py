@@ -176,7 +176,9 @@ class Oracle:
                     states[number], carried[number] = output if isinstance(output, tuple) else (output, None)
             self._see(see_layer, index, states)
             note_layer()
-        return [self._scores(query, state, top, keep_all) for query, state in zip(queries, states, strict=True)]
+        scores = [self._scores(query, state, top, keep_all) for query, state in zip(queries, states, strict=True)]
+        _drop(self._model)  # embedding and output head too: the twin, which runs next, has its own
+        return scores
 
     def _see(self, see_layer: SeeLayer | None, index: int, states: list[torch.Tensor]) -> None:
         if see_layer is None:
