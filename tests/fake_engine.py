@@ -324,6 +324,9 @@ class FakeEngine:
     def reset_prefix_cache(self) -> bool:
         return not self._sequences
 
+    def reset_mm_cache(self) -> None:
+        """It keeps no image."""
+
     def pause(self, *, abort_running: bool) -> None:
         self.is_paused = True
         if abort_running:

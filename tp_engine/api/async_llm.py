@@ -320,6 +320,10 @@ class AsyncLLM:
             return False
         return True
 
+    async def reset_mm_cache(self) -> None:
+        """Do as ``LLM.reset_mm_cache``."""
+        await self._act("reset_mm_cache")
+
     async def update_weights(
         self, tensors: NamedTensors, *, weight_version: str | None = None, flush_cache: bool = False
     ) -> str:

@@ -269,6 +269,10 @@ class LLM(Closing):
         """Forget all cached prefixes; while requests run, change nothing and return False."""
         return self.engine.operator.reset_prefix_cache()
 
+    def reset_mm_cache(self) -> None:
+        """Forget all embeddings of images."""
+        self.engine.operator.reset_mm_cache()
+
     def update_weights(
         self, tensors: NamedTensors, *, weight_version: str | None = None, flush_cache: bool = False
     ) -> str:

@@ -97,6 +97,10 @@ class EngineAdmin:
         """Forget all cached blocks; False if requests hold blocks."""
         return self._scheduler.reset_prefix_cache()
 
+    def reset_mm_cache(self) -> None:
+        """Forget all embeddings of images."""
+        self._scheduler.reset_mm_cache()
+
     def take_drained(self) -> list[StepOutput]:
         """Return the output of steps that an act waited for."""
         outputs = [*self.drained]

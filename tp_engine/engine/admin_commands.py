@@ -28,6 +28,8 @@ class EngineAdminLike(Protocol):
     def weights_changed(self, version: str | None) -> None: ...
     def order(self, kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]: ...
     def reset_prefix_cache(self) -> bool: ...
+
+    def reset_mm_cache(self) -> None: ...
     def configuration(self) -> dict[str, Any]: ...
     @property
     def adapters(self) -> LoRASlots | None: ...
@@ -56,6 +58,12 @@ def reset_prefix_cache(engine: EngineAdminLike, _arguments: Arguments) -> dict[s
     """Forget all cached prefixes; refused while requests hold blocks."""
     if not engine.reset_prefix_cache():
         raise RequestError("requests are running; the prefix cache can be reset when none is")
+    return {}
+
+
+def reset_mm_cache(engine: EngineAdminLike, _arguments: Arguments) -> dict[str, Any]:
+    """Forget all embeddings of images, while requests run too: those that they need are encoded again."""
+    engine.reset_mm_cache()
     return {}
 
 
@@ -189,6 +197,7 @@ ADMIN_COMMANDS: dict[str, Act] = {
     "update_weights": update_weights,
     "weight_info": weight_info,
     "reset_prefix_cache": reset_prefix_cache,
+    "reset_mm_cache": reset_mm_cache,
     "start_profile": start_profile,
     "stop_profile": stop_profile,
     "load_lora_adapter": load_lora_adapter,

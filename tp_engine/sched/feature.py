@@ -109,6 +109,9 @@ class SchedulerFeature:
     def on_new_weights(self) -> None:
         """See that the weights are others from now on: what is cached is not found any more."""
 
+    def reset_mm_cache(self) -> None:
+        """Forget what was computed of images; rows may be running."""
+
     def stats(self) -> dict[str, Any]:
         """Return fields of ``SchedulerStats``."""
         return {}

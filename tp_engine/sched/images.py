@@ -191,6 +191,11 @@ class Images(SchedulerFeature):
 
     def on_new_weights(self) -> None:
         """Forget all embeddings: the tower may be another one."""
+        self.reset_mm_cache()
+
+    def reset_mm_cache(self) -> None:
+        """Forget all embeddings; chunks that need them have them encoded again."""
+        self._new.clear()  # of an attempt at a plan that was not made
         self._cache.clear()
 
     def stats(self) -> dict[str, ImageCounters]:

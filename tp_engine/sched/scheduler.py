@@ -280,6 +280,11 @@ class Scheduler:
         self._state.blocks.clear_cache()
         return True
 
+    def reset_mm_cache(self) -> None:
+        """Forget all embeddings of images: those that prompts need are encoded again."""
+        for reset in self._hooks.reset_mm_cache:
+            reset()
+
     def check_integrity(self) -> None:
         """Assert that all parts agree; for idle times and tests."""
         self._state.check_integrity()

@@ -141,6 +141,11 @@ def _add_control(admin: APIRouter, state: ServerState) -> None:
         """Forget all cached prefixes; 400 while requests run."""
         return json_reply(await state.llm.engine.act("reset_prefix_cache", timeout_s=_QUICK_S))
 
+    @admin.post("/reset_mm_cache", responses=ANSWERS)
+    async def reset_mm_cache() -> Response:
+        """Forget all embeddings of images; those that running requests need are encoded again."""
+        return json_reply(await state.llm.engine.act("reset_mm_cache", timeout_s=_QUICK_S))
+
     @admin.post("/start_profile", responses=ANSWERS)
     async def start_profile() -> Response:
         """Record the steps of all ranks from now on, into the folder of ``--profile``."""

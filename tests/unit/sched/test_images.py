@@ -202,6 +202,20 @@ def test_equal_images_are_hits_and_others_never_are(album: Album) -> None:
     assert cached_after(1) == (0, 4)
 
 
+def test_embeddings_are_forgotten_at_any_time(album: Album) -> None:
+    """Oracle: the fake model; the cache is emptied between an image's chunks, with and without a plan in flight."""
+    for ahead in (0, 1):
+        simulation = ImageSimulation(image_limits(max_num_batched_tokens=4), album, ahead=ahead)
+        for _ in range(3):
+            simulation.add_images(album.prompt([9] * 3, (1, 2, 5), [8], (2, 3, 2), [7]), max_tokens=3)
+        for _ in range(30):
+            simulation.scheduler.reset_mm_cache()
+            simulation.scheduler.check_integrity()
+            simulation.step()
+        simulation.run()
+        assert simulation.counters.num_encoded > 2
+
+
 def test_large_images_wait_for_room_and_go_to_the_least_loaded_rank(album: Album) -> None:
     """Oracle: no more rows than a step may encode; 4 images of unequal size on 2 ranks."""
     simulation = ImageSimulation(image_limits(num_rows=64, num_ranks=2, max_num_batched_tokens=64), album)

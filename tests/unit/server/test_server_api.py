@@ -250,7 +250,8 @@ def test_operators_endpoints() -> None:
         app.service.engine.trace_folder = "/traces"
         for path in ("/start_profile", "/stop_profile"):
             assert (await app.post(path, None, **key)).json() == {"folder": "/traces"}
-        assert (await app.post("/reset_prefix_cache", None, **key)).json() == {}
+        for path in ("/reset_prefix_cache", "/reset_mm_cache"):
+            assert (await app.post(path, None, **key)).json() == {}
         info = await app.start("GET", "/server_info", None, **key).reply()
         assert info.json()["engine"]["model"] == "fake" and info.json()["versions"]["tp_engine"] == __version__
         assert info.json()["server"]["admin_api_key"] == "hidden" and b"sesame" not in info.content

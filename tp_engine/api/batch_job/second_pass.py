@@ -148,7 +148,7 @@ class LineRunner:
 class Work:
     """One open line, the ``ordinal``-th of the job: a ``request``, prepared, or already its ``result``.
 
-    ``num_bytes`` is the length of the line.
+    ``num_bytes`` is the length of the line, and what the pixels of its images take.
     """
 
     ordinal: int
@@ -185,6 +185,7 @@ def _fill(work: Work, number: int, text: bytes | None, survey: Survey, prepare: 
         return
     try:
         work.prepared = prepare(work.request)
+        work.num_bytes += sum(image.num_bytes for one in work.prepared.requests for image in one.images)
     except Exception as error:
         if not isinstance(error, RequestError):
             logger.exception("line %d can not be prepared: %s", number, error)
