@@ -152,14 +152,12 @@ class Scheduler:
         return deltas
 
     def preempt_all(self) -> None:
-        """Preempt every running sequence: it waits again, with its tokens and without blocks.  No step may be in
-        flight."""
+        """Preempt every running sequence: it waits again, with tokens, without blocks.  No step may be in flight."""
         assert not self._departures, "a step is in flight"
         self._state.preempt_all()
 
     def renew_cache_keys(self) -> None:
-        """Note that the weights are others from now on: what is cached is not found any more.  No sequence may be
-        running."""
+        """Note that weights changed: what is cached is not found any more.  No sequence may be running."""
         assert not self._state.rows.num_running, "a row has K/V of the old weights"
         self._cache_keys.renew(self._groups.values())
         for on_new_weights in self._hooks.on_new_weights:
@@ -208,8 +206,7 @@ class Scheduler:
         return plan
 
     def schedule_bare(self, finish: Callable[[StepPlan], StepPlan]) -> StepPlan | None:
-        """Return a plan without rows, with what ``finish`` adds to it; None if that is nothing.  No step may be in
-        flight."""
+        """Return a plan without rows, with what ``finish`` adds; None if that is nothing.  No step may be in flight."""
         assert not self._departures, "a step is in flight"
         bare = StepPlan(step_id=self.next_step_id)
         plan = finish(bare)
