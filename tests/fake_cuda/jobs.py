@@ -181,7 +181,7 @@ REFUSALS = (
             model={**_DENSE, "head_dim": 528}, options={"attention_backend": "triton"}),
     Refusal("latents that are too wide", "`triton_mla.py`: the same of a cached row", r"a cached row has 6\d\d ",
             model={**_LATENT, "kv_lora_rank": 600}, options={"attention_backend": "triton"}),
-    Refusal("a package that is not there", "`flash_attn.py`", r"the flash-attn package is not installed",
+    Refusal("a missing package", "`flash_attn.py`", r"the flash-attn package is not installed",
             options={"attention_backend": "flash_attn"}),
 )  # fmt: skip
 

@@ -20,6 +20,7 @@ _LIBC = ctypes.CDLL(None)
 _SUCCESS = 0
 _MAX_PROCESSES = 1024
 _NOT_AVAILABLE = (1 << 64) - 1
+_POOL_OF_ALL = (0, 0)  # other pools of torch serve the graphs that were captured into them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,10 @@ class Device:
     def snapshot(self) -> MemorySnapshot:
         """Memory now, after all launched work."""
         raise NotImplementedError  # each kind of device has its own; the other methods need nothing on a CPU
+
+    def free_bytes(self) -> int:
+        """Bytes that this process may still take."""
+        return self.snapshot().free
 
     def reset_peak(self) -> None:
         """Restart ``torch_peak``."""
@@ -104,6 +109,14 @@ class CudaDevice(Device):
             torch_peak=torch.cuda.max_memory_allocated(self.torch_device),
             non_torch=((total - free) // self._num_sharing if own is None else own) - reserved,
         )
+
+    def free_bytes(self) -> int:
+        idle: int = sum(
+            segment["total_size"] - segment["allocated_size"]
+            for segment in torch.cuda.memory_snapshot()
+            if segment["device"] == self.torch_device.index and segment["segment_pool_id"] == _POOL_OF_ALL
+        )
+        return super().free_bytes() + idle
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)

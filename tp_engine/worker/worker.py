@@ -187,8 +187,7 @@ class Worker:
 
     def free_bytes(self) -> int:
         """Memory of the device that this rank may still take."""
-        now = self._device.snapshot()
-        return now.free + now.torch_reserved - now.torch_allocated
+        return self._device.free_bytes()
 
     def enter_thread(self) -> None:
         """Prepare the calling thread, which need not be the one that called before."""

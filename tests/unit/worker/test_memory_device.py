@@ -211,6 +211,17 @@ def test_cuda_snapshot(monkeypatch: pytest.MonkeyPatch, own: int | None, num_sha
     )
 
 
+def test_idle_memory_of_graphs_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: 50 GiB of the device, and 3 that torch holds for anybody; not graphs' pools, nor other GPUs."""
+    monkeypatch.setattr(CudaDevice, "snapshot", lambda self: SimpleNamespace(free=50 * GB))
+    segments = [
+        {"device": where, "segment_pool_id": pool, "total_size": 8 * GB, "allocated_size": 5 * GB}
+        for where, pool in [(0, (0, 0)), (0, (0, 1)), (1, (0, 0))]
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert CudaDevice(0, 1).free_bytes() == 53 * GB
+
+
 def test_monitor_counts_what_the_process_gained() -> None:
     """Oracle: the fake process's allocations; the co-tenant's do not count."""
     fake = FakeDevice()
