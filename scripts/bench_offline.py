@@ -6,7 +6,8 @@
         --peer transformers vllm ctranslate2 --peer-python vllm=~/vllm/bin/python
     python scripts/bench_offline.py --cells A:bfloat16,B:bfloat16 --quantization int4,none,awq,gptq \\
         --peer llama.cpp:Q4_0 llama.cpp:Q4_K_M vllm:awq vllm:gptq --workloads latency,throughput --threads 2
-    python scripts/bench_offline.py --shape Q-mtp --dtype bfloat16 --mtp 0,3 --workloads latency,throughput --no-peer
+    python scripts/bench_offline.py --cells Q-mtp:bfloat16,B-mtp:bfloat16 --mtp 0,3 --no-peer \\
+        --workloads latency,throughput --threads 2
     python scripts/bench_offline.py --shape qwen3-0.6b --together --workloads latency,batch32,batch256 \\
         --peer vllm --peer-python vllm=~/vllm/bin/python --nano-vllm-path ~/nano-vllm          on a GPU
     python scripts/bench_offline.py --shape qwen3-8b --tensor-parallel-size 1,2 --device-ids 0,0 --no-peer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }  # fmt: skip
-WITH_HEAD = "Q-mtp"
-"""Shape Q with three times its layers, so that output head and layer of a draft are 14 % of a step's weights, as in
-large models.  It repeats its last token, and its head for multi-token prediction knows that: as fast as drafts can be,
-because all layers run."""
-SHAPES[WITH_HEAD] = {**SHAPES["Q"], "num_hidden_layers": 24}
+# Shapes whose model repeats its last token, because no block adds to the stream, and whose head for multi-token
+# prediction knows that: as fast as drafts can be, because all layers run.  Q has three times its layers, so that output
+# head and layer of a draft are 14 % of a step's weights, as in large models.  B is GLM's layer of B's sizes; in its
+# head's layer are experts.
+SHAPES |= {
+    "Q-mtp": {**SHAPES["Q"], "num_hidden_layers": 24},
+    "B-mtp": {
+        **SHAPES["B"], "architecture": "Glm4MoeForCausalLM", "head_dim": 64, "first_k_dense_replace": 12,
+        "n_routed_experts": 4, "num_experts_per_tok": 1, "n_shared_experts": 1, "moe_intermediate_size": 1024,
+        "num_nextn_predict_layers": 1,
+    },
+}  # fmt: skip
 
 # The published config.json of Qwen3: the shared settings, and each size's (hidden, intermediate, layers, heads, tied).
 _QWEN3 = {
@@ -113,37 +121,62 @@ def make_checkpoint(folder: Path, shape: str, dtype: str) -> Path:
 
     torch.manual_seed(0)
     random_model(shape).to(getattr(torch, dtype)).save_pretrained(folder)
-    if shape == WITH_HEAD:
-        _add_head(folder, SHAPES[shape]["num_hidden_layers"] - 1)
+    if shape.endswith("-mtp"):
+        _add_head(folder, shape)
     return folder
 
 
-def _add_head(folder: Path, last: int) -> None:
-    """Let no block add to the stream, and add a head that passes the embedding on, with a layer like layer ``last``."""
+def _add_head(folder: Path, shape: str) -> None:
+    """Let no block add to the stream, and add a head that passes the embedding on, with a layer of the model's kind."""
     import torch
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(folder / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
     embedding.copy_(torch.randint(2, embedding.shape) * 2.0 - 1)
+    if "lm_head.weight" in tensors:
+        tensors["lm_head.weight"] = embedding.clone()
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             tensor.zero_()
-    path = f"model.layers.{last}."
-    own = {name.removeprefix(path): tensor for name, tensor in tensors.items() if name.startswith(path)}
-    hidden = embedding.shape[1]
-    none = embedding.new_zeros(hidden)  # norms add 1
-    tensors |= {f"mtp.layers.0.{name}": tensor.clone() for name, tensor in own.items()}
-    tensors |= {f"mtp.{name}.weight": none.clone() for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
-    tensors["mtp.fc.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1).to(embedding.dtype)
+    projection = torch.eye(embedding.shape[1], 2 * embedding.shape[1], dtype=embedding.dtype)
+    tensors |= (_qwen_head if shape == "Q-mtp" else _glm_head)(tensors, shape, projection)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def random_model(shape: str) -> Any:
+def _qwen_head(tensors: dict[str, Any], shape: str, projection: Any) -> dict[str, Any]:
+    """Qwen3.5's head: a copy of the last layer, and norms that add 1."""
+    path = f"model.layers.{SHAPES[shape]['num_hidden_layers'] - 1}."
+    own = {name.removeprefix(path): tensor for name, tensor in tensors.items() if name.startswith(path)}
+    none = projection.new_zeros(projection.shape[0])
+    head = {f"mtp.layers.0.{name}": tensor.clone() for name, tensor in own.items()}
+    head |= {f"mtp.{name}.weight": none.clone() for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    return head | {"mtp.fc.weight": projection}
+
+
+def _glm_head(_: dict[str, Any], shape: str, projection: Any) -> dict[str, Any]:
+    """GLM's head: the layer behind the last, with experts, of a model that has this layer alone."""
+    from safetensors.torch import load_file
+
+    path = f"model.layers.{SHAPES[shape]['num_hidden_layers']}."
+    one = random_model(shape, num_hidden_layers=1, first_k_dense_replace=0).to(projection.dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        one.save_pretrained(folder)
+        tensors = load_file(Path(folder) / "model.safetensors")
+    ones = projection.new_ones(projection.shape[0])
+    head = {f"{path}{norm}.weight": ones.clone() for norm in ("enorm", "hnorm", "shared_head.norm")}
+    head |= {name.replace("model.layers.0.", path): one for name, one in tensors.items() if ".layers.0." in name}
+    for name, tensor in head.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    return head | {f"{path}eh_proj.weight": projection}
+
+
+def random_model(shape: str, **changes: Any) -> Any:
     """transformers' model of one of ``SHAPES``, with weights drawn from torch's generator, in float32."""
     import transformers
 
-    options = dict(SHAPES[shape])
+    options = SHAPES[shape] | changes
     make_model = getattr(transformers, options.pop("architecture"))
     return make_model(
         make_model.config_class(

@@ -28,7 +28,7 @@ def parse_arguments(arguments: list[str] | None = None, description: str | None 
     parser.add_argument("--workloads", help="comma-separated: " + ", ".join(WORKLOADS))
     parser.add_argument("--tensor-parallel-size", default="1", help="one size, or several: 1,2,4")
     parser.add_argument("--tp-invariant", default="off", help="off, on, or off,on")
-    parser.add_argument("--mtp", default="0", help="draft tokens of the model's own head (Q-mtp), such as 0,3")
+    parser.add_argument("--mtp", default="0", help="draft tokens of the model's own head (Q-mtp, B-mtp), such as 0,3")
     weights = f"weights of tp_engine: {', '.join(WEIGHTS)}; several side by side: none,{QUANTIZATIONS[0]}"
     parser.add_argument("--quantization", default="none", help=weights)
     parser.add_argument("--device-ids", help="device of each rank, such as 0,0: several ranks on one GPU")
