@@ -90,7 +90,7 @@ def test_a_client_that_leaves_a_silent_stream_ends_its_request() -> None:
 
     async def scenario(app: App) -> None:
         exchange = app.start("POST", "/v1/completions", {"prompt": "a", "stream": True})
-        await until(lambda: PING in exchange.parts, "a comment")
+        await until(lambda: PING in exchange.parts and bool(engine.added), "a comment, and a request that runs")
         exchange.leave()
         await exchange.ended()
         engine.open()
