@@ -53,7 +53,7 @@ class StoredWeights:
         for path in weight_files(folder):
             try:
                 file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: more than memory can map
+            except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: more than the process may map
                 self._stack.close()
                 raise WeightError(f"{path} can not be read as safetensors: {error}") from error
             self._files.update(dict.fromkeys(file.keys(), file))

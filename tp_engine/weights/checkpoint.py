@@ -60,7 +60,7 @@ class Checkpoint:
         try:
             check_regular(path)
             file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-        except (OSError, SafetensorError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: more than the process may map
             raise WeightError(f"{path} can not be read as safetensors: {error}; is the download complete?") from error
         for name in file.keys():  # noqa: SIM118 - not a mapping
             if name in self._files:

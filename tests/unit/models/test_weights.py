@@ -16,12 +16,16 @@ from safetensors.torch import load_file, save_file
 from tests.unit.models.test_model_config import llama
 from tests.unit.models.test_shard import Somewhere, sources
 from tp_engine.attention.torch_backend import TorchBackend
+from tp_engine.check import stored
+from tp_engine.check.stored import StoredWeights
 from tp_engine.distributed.rank import RankInfo
 from tp_engine.errors import ConfigError, WeightError
 from tp_engine.model_config import load_model_config, padded_vocab_size, read_model
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.models.causal_lm import build_model
+from tp_engine.weights import checkpoint
+from tp_engine.weights.checkpoint import Checkpoint
 from tp_engine.weights.dummy import HALF_WIDTH, POOL_SIZE, DummyWeights
 from tp_engine.weights.loader import load_weights
 from tp_engine.weights.source import Source, Span, set_sources, whole
@@ -213,6 +217,24 @@ def test_tensors_of_multi_token_prediction_are_not_read(prefix: str, tmp_path: P
     save_file(tensors | layer | extra, tmp_path / "model.safetensors")
     report = load_weights(empty_parameters(spec, RankInfo()), spec, tmp_path, info=RankInfo())
     assert report.mtp_tensors == tuple(sorted({*layer, *extra})) and report.num_tensors == len(tensors)
+
+
+@pytest.mark.parametrize(
+    "reads", [lambda folder: Checkpoint(folder).__enter__(), StoredWeights], ids=["engine", "oracle"]
+)
+def test_a_file_that_can_not_be_mapped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reads: Callable[[Path], object]
+) -> None:
+    """Oracle: the file's name; safetensors raises RuntimeError for one that is larger than memory may map."""
+
+    def no_room(*_arguments: object, **_named: object) -> None:
+        raise RuntimeError("unable to mmap 141 GB")
+
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    for module in (checkpoint, stored):
+        monkeypatch.setattr(module, "safe_open", no_room)
+    with pytest.raises(WeightError, match=r"model\.safetensors can not be read as safetensors: unable to mmap"):
+        reads(tmp_path)
 
 
 def test_broken_files(tmp_path: Path) -> None:
