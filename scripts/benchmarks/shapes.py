@@ -121,7 +121,7 @@ def make_checkpoint(folder: Path, shape: str, dtype: str) -> Path:
 
     torch.manual_seed(0)
     random_model(shape).to(getattr(torch, dtype)).save_pretrained(folder)
-    if shape.endswith("-mtp"):
+    if shape in _HEADS:
         _add_head(folder, shape)
     return folder
 
@@ -140,13 +140,13 @@ def _add_head(folder: Path, shape: str) -> None:
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             tensor.zero_()
     projection = torch.eye(embedding.shape[1], 2 * embedding.shape[1], dtype=embedding.dtype)
-    tensors |= (_qwen_head if shape == "Q-mtp" else _glm_head)(tensors, shape, projection)
+    tensors |= _HEADS[shape](tensors, SHAPES[shape]["num_hidden_layers"], projection)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _qwen_head(tensors: dict[str, Any], shape: str, projection: Any) -> dict[str, Any]:
+def _qwen_head(tensors: dict[str, Any], num_layers: int, projection: Any) -> dict[str, Any]:
     """Qwen3.5's head: a copy of the last layer, and norms that add 1."""
-    path = f"model.layers.{SHAPES[shape]['num_hidden_layers'] - 1}."
+    path = f"model.layers.{num_layers - 1}."
     own = {name.removeprefix(path): tensor for name, tensor in tensors.items() if name.startswith(path)}
     none = projection.new_zeros(projection.shape[0])
     head = {f"mtp.layers.0.{name}": tensor.clone() for name, tensor in own.items()}
@@ -154,22 +154,24 @@ def _qwen_head(tensors: dict[str, Any], shape: str, projection: Any) -> dict[str
     return head | {"mtp.fc.weight": projection}
 
 
-def _glm_head(_: dict[str, Any], shape: str, projection: Any) -> dict[str, Any]:
+def _glm_head(_tensors: dict[str, Any], num_layers: int, projection: Any) -> dict[str, Any]:
     """GLM's head: the layer behind the last, with experts, of a model that has this layer alone."""
     from safetensors.torch import load_file
 
-    path = f"model.layers.{SHAPES[shape]['num_hidden_layers']}."
-    one = random_model(shape, num_hidden_layers=1, first_k_dense_replace=0).to(projection.dtype)
+    path, ones = f"model.layers.{num_layers}.", projection.new_ones(projection.shape[0])
     with tempfile.TemporaryDirectory() as folder:
-        one.save_pretrained(folder)
-        tensors = load_file(Path(folder) / "model.safetensors")
-    ones = projection.new_ones(projection.shape[0])
-    head = {f"{path}{norm}.weight": ones.clone() for norm in ("enorm", "hnorm", "shared_head.norm")}
-    head |= {name.replace("model.layers.0.", path): one for name, one in tensors.items() if ".layers.0." in name}
+        one_layer = random_model("B-mtp", num_hidden_layers=1, first_k_dense_replace=0)
+        one_layer.to(projection.dtype).save_pretrained(folder)
+        stored = load_file(Path(folder) / "model.safetensors")
+    head = {name.replace("model.layers.0.", path): tensor for name, tensor in stored.items() if ".layers.0." in name}
     for name, tensor in head.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensor.zero_()
+    head |= {f"{path}{norm}.weight": ones.clone() for norm in ("enorm", "hnorm", "shared_head.norm")}
     return head | {f"{path}eh_proj.weight": projection}
+
+
+_HEADS = {"Q-mtp": _qwen_head, "B-mtp": _glm_head}
 
 
 def random_model(shape: str, **changes: Any) -> Any:
