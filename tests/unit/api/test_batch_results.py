@@ -10,14 +10,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tp_engine.api.batch_job.lines import BatchRequest, LineError, ResultLine, bad_line
 from tp_engine.api.batch_job.outcomes import Progress, ResultOrder
 from tp_engine.api.batch_job.results import CustomIds, Results
-from tp_engine.api.batch_job.second_pass import ReadAhead, Work
+from tp_engine.api.batch_job.second_pass import ReadAhead, Work, open_lines
+from tp_engine.api.batch_job.survey import LineState
 from tp_engine.errors import ConfigError, RequestError
+from tp_engine.images.image_input import ImageInput
 
 
 def request(number: int) -> BatchRequest:
@@ -215,6 +219,23 @@ def test_reading_ahead_is_bounded_and_in_order() -> None:
             assert taken <= most
             got = [item.ordinal for item in iter(lambda: ahead.get(5.0), None)]
             assert got == list(range(1, 101)) and ahead.exhausted
+
+
+def test_images_of_a_line_count_what_their_pixels_take() -> None:
+    """Oracle: the line's length, and 3 bytes for each pixel of the images of all its prompts."""
+
+    def image(height: int, width: int) -> ImageInput:
+        return ImageInput(
+            start=0, num_tokens=1, grid=(1, 1), digest=bytes(32), pid=0, fd=0, offset=0, height=height, width=width
+        )
+
+    text = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}).encode()
+    prompts = [SimpleNamespace(images=(image(10, 20), image(7, 3))), SimpleNamespace(images=())]
+    source: Any = SimpleNamespace(lines=lambda: [(1, text)])
+    survey: Any = SimpleNamespace(states=[LineState.RUN])
+    prepared: Any = SimpleNamespace(requests=prompts)
+    (line,) = open_lines(source, survey, lambda request: prepared)
+    assert line.prepared is prepared and line.num_bytes == len(text) + 3 * (200 + 21)
 
 
 def test_reading_ahead_ends_early_and_with_errors() -> None:
