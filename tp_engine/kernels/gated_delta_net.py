@@ -27,12 +27,12 @@ convolution.  An update is not idempotent: what runs a step twice must put the s
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from tp_engine.kernels.layer_ops import widened
+from tp_engine.kernels.recurrent import Chunk, LayerStates, convolve_chunk, convolve_step, in_runs
 from tp_engine.kv_layout import StateKind
 
 LENGTH_EPS = 1e-6
@@ -53,30 +53,6 @@ class DeltaRule:
     dt_bias: torch.Tensor
     norm: torch.Tensor
     eps: float
-
-
-class LayerStates(NamedTuple):
-    """One layer's states of all slots, float32: ``conv`` (slots, taps - 1, channels), ``recurrent`` (slots, VH, DK,
-    DV).
-
-    Both are strided views whose slots are contiguous.
-    """
-
-    conv: torch.Tensor
-    recurrent: torch.Tensor
-
-
-class Chunk(NamedTuple):
-    """``num_tokens`` of one row, from token ``start`` of the step on.
-
-    Its state is in ``slot``; if it ``is_fresh`` the state before the first token is zero, whatever the slot holds.
-    None: it begins with zero and is not kept.
-    """
-
-    start: int
-    num_tokens: int
-    slot: int | None
-    is_fresh: bool
 
 
 def gated_delta_net_decode(
@@ -101,15 +77,11 @@ def gated_delta_net_decode(
     if runs is None:
         return _decode(mixed, gates, rule, states, slots)
     found = torch.empty_like(mixed[:, : rule.kind.num_value_heads * rule.kind.value_dim])
-    own = [(row, first, count) for row, (first, count) in enumerate(runs.tolist()) if count >= 0]
-    for place in range(1 + max((count for _, _, count in own), default=-1)):
-        tokens = [first + place - 1 if place else row for row, first, count in own if count >= place]
-        if place:
-            before = [first + place - 2 if place > 1 else row for row, first, count in own if count >= place]
-            for part in states:
-                part[slots[tokens].long()] = part[slots[before].long()]
-        found[tokens] = _decode(mixed[tokens], gates[tokens], rule, states, slots[tokens])
-    return found
+
+    def step(rows: list[int]) -> torch.Tensor:
+        return _decode(mixed[rows], gates[rows], rule, states, slots[rows])
+
+    return in_runs(step, found, states, slots, runs)
 
 
 def _decode(
@@ -118,9 +90,7 @@ def _decode(
     kind = rule.kind
     places = torch.where(slots < 0, len(states.conv) - 1, slots).long()
     inputs, z = _split(widened(mixed), kind)
-    window = torch.cat((states.conv.index_select(0, places), inputs.unsqueeze(1)), 1)
-    states.conv.index_copy_(0, places, window[:, 1:])
-    query, key, value = _heads(F.silu((window * rule.conv).sum(1)), kind)
+    query, key, value = _heads(F.silu(convolve_step(inputs, states.conv, places, rule.conv, None)), kind)
     decay, beta = _decay_and_beta(gates, rule)
     by_key = len(slots), kind.num_key_heads, -1
     old = states.recurrent.index_select(0, places).view(*by_key, kind.key_dim, kind.value_dim)
@@ -150,12 +120,11 @@ def gated_delta_net_prefill(
             state = inputs.new_zeros(kind.num_value_heads, kind.key_dim, kind.value_dim)
         else:
             kept, state = states.conv[slot], states.recurrent[slot]
-        window = torch.cat((kept, inputs))
-        turned = F.conv1d(window.t().unsqueeze(0), rule.conv.t().unsqueeze(1), groups=kind.num_channels)
-        query, key, value = _heads(F.silu(turned).squeeze(0).t(), kind)
+        turned, kept = convolve_chunk(inputs, kept, rule.conv, None)
+        query, key, value = _heads(F.silu(turned), kind)
         attended, state = attend_in_chunks(query, key, value, *_decay_and_beta(gates[own], rule), state)
         if slot is not None and states is not None:
-            states.conv[slot].copy_(window[count:])
+            states.conv[slot].copy_(kept)
             states.recurrent[slot].copy_(state)
         parts.append(_gated_norm(attended, z, rule).to(mixed.dtype))
     return torch.cat(parts)

@@ -25,8 +25,9 @@ from tp_engine.kernels.dependent_launch_triton import (
     let_next_begin,
     wait_for_previous,
 )
-from tp_engine.kernels.gated_delta_net import LENGTH_EPS, DeltaRule, LayerStates
+from tp_engine.kernels.gated_delta_net import LENGTH_EPS, DeltaRule
 from tp_engine.kernels.jit import jit
+from tp_engine.kernels.recurrent import LayerStates
 
 _LENGTH_EPS = tl.constexpr(LENGTH_EPS)
 _CONV_BLOCK = 256

@@ -9,8 +9,9 @@ from functools import partial
 import torch
 
 from tp_engine.attention.base import AttentionMetadata
-from tp_engine.kernels.gated_delta_net import Chunk, DeltaRule, LayerStates
+from tp_engine.kernels.gated_delta_net import DeltaRule
 from tp_engine.kernels.quantization.row_codes import Rows
+from tp_engine.kernels.recurrent import Chunk, LayerStates
 from tp_engine.layers.attention import current_metadata, only
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.linear import LocalLinear, RowParallelLinear

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from tests.unit.kernels.kernel_cases_layer_ops import DTYPES, Case, assert_close_enough, both, random
-from tp_engine.kernels.gated_delta_net import DeltaRule, LayerStates
+from tp_engine.kernels.gated_delta_net import DeltaRule
 from tp_engine.kernels.ops import implementation
+from tp_engine.kernels.recurrent import LayerStates
 from tp_engine.kv_layout import StateKind
 
 # Key heads, value heads, key_dim, value_dim, taps.

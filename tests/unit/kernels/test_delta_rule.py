@@ -15,13 +15,12 @@ from tp_engine.cpu.kernels.delta import gated_delta_net_prefill as native_gated_
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.kernels.gated_delta_net import (
     LENGTH_EPS,
-    Chunk,
     DeltaRule,
-    LayerStates,
     attend_in_chunks,
     gated_delta_net_decode,
     gated_delta_net_prefill,
 )
+from tp_engine.kernels.recurrent import Chunk, LayerStates
 from tp_engine.kv_layout import StateGroup, StateKind
 from tp_engine.plan import StepPlan
 from tp_engine.worker.batch.recurrent_states import RecurrentStatePool

@@ -11,7 +11,7 @@
    All in float32.  What is computed for a token does not depend on where runs and blocks begin or end, on other rows, or on
    the number of threads, so a run gives the same bits as its tokens one by one. */
 
-#include "simd.h"
+#include "recurrent.h"
 #include "tape.h"
 
 #include <stdlib.h>
@@ -21,73 +21,14 @@
 enum { MAX_DIM = 256, TILE = 4, BLOCK = 32, MIN_PARALLEL = 1 << 14 };
 
 typedef struct {
-    const float *conv, *decay, *dt_bias, *norm;
-    float *inputs, *matrices; /* of slot 0 */
-    int64_t inputs_stride, matrices_stride, key_heads, value_heads, key_dim, value_dim, taps;
+    CausalConv conv;
+    const float *decay, *dt_bias, *norm;
+    float *matrices; /* of slot 0 */
+    int64_t matrices_stride, key_heads, value_heads, key_dim, value_dim;
     float eps;
 } Delta;
 
-/* `count` tokens of one row: `start`, then those from `next` on.  Its state is in `slot`, or nowhere if that is -1; `is_fresh`:
-   what lies there is not read, the state before is 0.  With `slots`, of all tokens, the state behind each is in the token's own. */
-typedef struct {
-    int64_t start, count, slot, is_fresh, next;
-    const int32_t *slots;
-} Run;
-
-/* The place among a step's tokens of a run's token. */
-INLINE int64_t place_of(const Run *run, int64_t token) { return token ? run->next + token - 1 : run->start; }
-
-/* Where the state behind a run's token goes. */
-INLINE int64_t slot_behind(const Run *run, int64_t token) { return run->slots ? run->slots[place_of(run, token)] : run->slot; }
-
 static float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-
-static float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-
-INLINE vf silu(vf x) { return x / (1.0f + exp2_vector(x * -LOG2_E)); }
-
-INLINE int64_t num_channels(const Delta *d) { return 2 * d->key_heads * d->key_dim + d->value_heads * d->value_dim; }
-
-/* VW channels of a token of a run, which may lie before it: then of the inputs that its slot keeps. */
-INLINE vf input_of(const Delta *d, const Run *run, const char *mixed, int64_t stride, int64_t token, int64_t first, int64_t i,
-                   int64_t count, const int dtype)
-{
-    if (token >= 0)
-        return load_some(mixed + (place_of(run, token) * stride + first) * item_bytes(dtype), i, count, dtype);
-    if (run->is_fresh || run->slot < 0)
-        return splat(0);
-    const float *const kept = d->inputs + run->slot * d->inputs_stride + (d->taps - 1 + token) * num_channels(d);
-    return load_some(kept + first, i, count, FLOAT32);
-}
-
-/* `count` channels from `first` on, of `tokens` tokens from `begin` on: their convolution and SiLU, to `out`. */
-INLINE void convolve(const Delta *d, const Run *run, const char *mixed, int64_t stride, int64_t begin, int64_t tokens,
-                     int64_t first, int64_t count, float *out, const int dtype)
-{
-    for (int64_t i = 0; i < count; i += VW)
-        for (int64_t token = 0; token < tokens; token++) {
-            const float *weights = d->conv + first;
-            vf sum = splat(0);
-            for (int64_t tap = 1 - d->taps; tap <= 0; tap++, weights += num_channels(d)) {
-                const vf item = input_of(d, run, mixed, stride, begin + token + tap, first, i, count, dtype);
-                sum = multiply_add(sum, item, load_some(weights, i, count, FLOAT32));
-            }
-            store_some(out + token * count, i, count, silu(sum), FLOAT32);
-        }
-}
-
-/* The slots keep the last inputs of `count` channels from `first` on: of the run, or behind each of its tokens, the last one
-   first, because the first one's slot is that of the inputs before the run. */
-INLINE void keep_inputs(const Delta *d, const Run *run, const char *mixed, int64_t stride, int64_t first, int64_t count,
-                        const int dtype)
-{
-    for (int64_t token = run->count - 1; token >= (run->slots ? 0 : run->count - 1); token--) {
-        float *kept = d->inputs + slot_behind(run, token) * d->inputs_stride + first;
-        for (int64_t tap = 2 - d->taps; tap <= 0; tap++, kept += num_channels(d))
-            for (int64_t i = 0; i < count; i += VW)
-                store_some(kept, i, count, input_of(d, run, mixed, stride, token + tap, first, i, count, dtype), FLOAT32);
-    }
-}
 
 /* Divides a query or a key by its length. */
 INLINE void to_length(float *x, int64_t count, float length)
@@ -232,15 +173,15 @@ INLINE void run_key_head(const Delta *d, const Run *run, int64_t head, const cha
     Block b = {.queries = queries, .keys = own_keys, .values = values, .rows = rows, .width = width};
     for (int64_t begin = 0; begin < run->count; begin += BLOCK) {
         b.tokens = smaller(BLOCK, run->count - begin);
-        convolve(d, run, mixed, stride, begin, b.tokens, head * rows, rows, queries, dtype);
-        convolve(d, run, mixed, stride, begin, b.tokens, keys + head * rows, rows, own_keys, dtype);
+        convolve(&d->conv, run, mixed, stride, begin, b.tokens, head * rows, rows, queries, dtype);
+        convolve(&d->conv, run, mixed, stride, begin, b.tokens, keys + head * rows, rows, own_keys, dtype);
         for (int64_t token = 0; token < b.tokens; token++) {
             to_length(queries + token * rows, rows, 1.0f / sqrtf((float)rows));
             to_length(own_keys + token * rows, rows, 1.0f);
         }
         for (int64_t i = 0; i < group; i++) {
             const int64_t own = head * group + i;
-            convolve(d, run, mixed, stride, begin, b.tokens, 2 * keys + own * width, width, values, dtype);
+            convolve(&d->conv, run, mixed, stride, begin, b.tokens, 2 * keys + own * width, width, values, dtype);
             read_gates(d, &b, run, begin, gates, gates_stride, own, dtype);
             for (int64_t token = -1; token < b.tokens; token++)
                 b.states[token + 1] = run->slots && begin + token >= 0
@@ -249,15 +190,15 @@ INLINE void run_key_head(const Delta *d, const Run *run, int64_t head, const cha
             run_block(&b);
             for (int64_t token = 0; token < b.tokens; token++) {
                 const int64_t place = place_of(run, begin + token);
-                const char *const z = mixed + (place * stride + num_channels(d) + own * width) * size;
+                const char *const z = mixed + (place * stride + d->conv.channels + own * width) * size;
                 gated_norm(d, values + token * width, z, out + (place * out_stride + own * width) * size, dtype);
             }
         }
     }
     if (run->slot >= 0) {
-        keep_inputs(d, run, mixed, stride, head * rows, rows, dtype);
-        keep_inputs(d, run, mixed, stride, keys + head * rows, rows, dtype);
-        keep_inputs(d, run, mixed, stride, 2 * keys + head * group * width, group * width, dtype);
+        keep_inputs(&d->conv, run, mixed, stride, head * rows, rows, dtype);
+        keep_inputs(&d->conv, run, mixed, stride, keys + head * rows, rows, dtype);
+        keep_inputs(&d->conv, run, mixed, stride, 2 * keys + head * group * width, group * width, dtype);
     }
 }
 
@@ -286,17 +227,17 @@ int gated_delta_net_decode(const float *conv, const float *decay, const float *d
                int64_t gates_stride, const int32_t *slots, const int32_t *runs, char *out, int64_t rows, int64_t dtype,
                int64_t num_threads)
 {
-    const Delta d = {conv, decay, dt_bias, norm, inputs, matrices, inputs_stride, matrices_stride,
-                     key_heads, value_heads, key_dim, value_dim, taps, eps};
+    const int64_t channels = 2 * key_heads * key_dim + value_heads * value_dim;
+    const Delta d = {{conv, NULL, inputs, inputs_stride, channels, taps}, decay, dt_bias, norm, matrices, matrices_stride,
+                     key_heads, value_heads, key_dim, value_dim, eps};
     const int64_t width = value_heads * value_dim, size = item_bytes((int)dtype), tasks = rows * key_heads;
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && tasks > 1 && rows * width * key_dim >= MIN_PARALLEL)
     for (int64_t task = 0; task < tasks; task++) {
         const int64_t row = task / key_heads, head = task % key_heads, own = width / key_heads * size;
-        const int64_t behind = runs ? runs[2 * row + 1] : 0;
-        const Run run = {row, 1 + behind, slots[row], 0, behind ? runs[2 * row] : 0, behind ? slots : NULL};
+        const Run run = run_of_row(row, slots, runs);
         if (run.slot < 0)
             memset(out + (row * key_heads + head) * own, 0, own);
-        else if (behind >= 0)
+        else if (run.count)
             run_task(&d, &run, head, mixed, mixed_stride, gates, gates_stride, out, (int)dtype);
     }
     return 0;
@@ -309,14 +250,14 @@ int gated_delta_net_prefill(const float *conv, const float *decay, const float *
                  int64_t key_dim, int64_t value_dim, int64_t taps, const char *mixed, int64_t mixed_stride, const char *gates,
                  int64_t gates_stride, const int64_t *runs, char *out, int64_t num_runs, int64_t dtype, int64_t num_threads)
 {
-    const Delta d = {conv, decay, dt_bias, norm, inputs, matrices, inputs_stride, matrices_stride,
-                     key_heads, value_heads, key_dim, value_dim, taps, eps};
+    const int64_t channels = 2 * key_heads * key_dim + value_heads * value_dim;
+    const Delta d = {{conv, NULL, inputs, inputs_stride, channels, taps}, decay, dt_bias, norm, matrices, matrices_stride,
+                     key_heads, value_heads, key_dim, value_dim, eps};
     const int64_t tasks = num_runs * key_heads;
     int failed = 0;
 #pragma omp parallel for schedule(dynamic) reduction(| : failed) num_threads((int)num_threads) if (num_threads > 1 && tasks > 1)
     for (int64_t task = 0; task < tasks; task++) {
-        const int64_t *const own = runs + task / key_heads * 4;
-        const Run run = {own[0], own[1], own[2], own[3], own[0] + 1, NULL};
+        const Run run = run_of_chunk(runs + task / key_heads * 4);
         failed |= run_task(&d, &run, task % key_heads, mixed, mixed_stride, gates, gates_stride, out, (int)dtype);
     }
     return failed;

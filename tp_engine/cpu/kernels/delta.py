@@ -9,7 +9,8 @@ import torch
 from tp_engine.cpu.kernels.layout import DTYPE_CODES
 from tp_engine.kernels import gated_delta_net as delta_twins
 from tp_engine.kernels import layer_ops as twins
-from tp_engine.kernels.gated_delta_net import Chunk, DeltaRule, LayerStates
+from tp_engine.kernels.gated_delta_net import DeltaRule
+from tp_engine.kernels.recurrent import Chunk, LayerStates
 
 MAX_DIM = 256  # of delta.c
 

@@ -25,6 +25,7 @@ _logger = get_logger(__name__)
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _DELTA = (*[_POINTER] * 4, _FLOAT, _POINTER, _POINTER, *[_INT] * 7, _POINTER, _INT, _POINTER, _INT)
+_MAMBA = (*[_POINTER] * 7, *[_INT] * 7, _POINTER, _INT)
 _SIGNATURES: dict[str, tuple[object, ...]] = {
     "paged_attention": (ctypes.POINTER(Step), ctypes.POINTER(AttentionLayer), *[_POINTER] * 4, *[_INT] * 3),
     "norm_rows": (*[_POINTER] * 4, *[_INT] * 3, *[_FLOAT] * 4, *[_INT] * 3),
@@ -58,6 +59,10 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "gated_delta_net_decode": (*_DELTA, *[_POINTER] * 3, *[_INT] * 3),
     "gated_delta_net_prefill": (*_DELTA, *[_POINTER] * 2, *[_INT] * 3),
     "sigmoid_gate": (_POINTER, _POINTER, *[_INT] * 5),
+    "mamba2_decode": (*_MAMBA, *[_POINTER] * 3, *[_INT] * 3),
+    "mamba2_prefill": (*_MAMBA, *[_POINTER] * 2, *[_INT] * 3),
+    "group_squares": (_POINTER, _POINTER, *[_INT] * 4),
+    "norm_groups": (*[_POINTER] * 4, *[_INT] * 4, _FLOAT, _INT, _INT),
     "embed_panels": (*[_POINTER] * 3, *[_INT] * 4, _FLOAT, _INT, _INT),
     "pack_weight": (_POINTER, _POINTER, *[_INT] * 5),
     "pack_quantised": (ctypes.POINTER(QuantisedLayout), _POINTER, _POINTER, _INT, _POINTER, _POINTER, *[_INT] * 4),
@@ -84,10 +89,10 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 _RESULTS = dict.fromkeys(("experts_work_bytes", "quantised_panel_bytes", "quantised_row_bytes"), _INT)
 # A tape can not hold these functions.  Each of the others has a player, play_NAME.
 _UNRECORDED = (
-    "gated_delta_net_prefill", "experts_work_bytes", "pack_weight", "pack_quantised", "quantised_panel_bytes",
-    "quantised_row_bytes", "panel_width", "vector_numbers", "pairs_columns", "max_group", "attention_lanes", "widens",
-    "has_bfloat16_matrices", "quantise_rows", "scale_rows", "copy_blocks", "encode_blocks", "decode_blocks",
-    "add_adapters", "shared_all_reduce", "shared_all_gather", "run_tape", "max_words",
+    "gated_delta_net_prefill", "mamba2_prefill", "experts_work_bytes", "pack_weight", "pack_quantised",
+    "quantised_panel_bytes", "quantised_row_bytes", "panel_width", "vector_numbers", "pairs_columns", "max_group",
+    "attention_lanes", "widens", "has_bfloat16_matrices", "quantise_rows", "scale_rows", "copy_blocks", "encode_blocks",
+    "decode_blocks", "add_adapters", "shared_all_reduce", "shared_all_gather", "run_tape", "max_words",
 )  # fmt: skip
 
 

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from tp_engine.cpu.kernels import block_codes as native_block_codes
 from tp_engine.cpu.kernels import delta, experts, ops
 from tp_engine.cpu.kernels import latents as native_latents
+from tp_engine.cpu.kernels import mamba2 as native_mamba2
 from tp_engine.cpu.kernels.experts import NativeExperts, NativeQuantisedExperts
 from tp_engine.cpu.kernels.layout import DTYPE_CODES
 from tp_engine.cpu.kernels.linear import NativeInt8Rows, PackedWeight
 from tp_engine.cpu.kernels.paged_attention import PagedAttention, in_kernel_order
 from tp_engine.cpu.kernels.quantised import QuantisedPanels
-from tp_engine.kernels import layer_ops
+from tp_engine.kernels import layer_ops, mamba2
 from tp_engine.kernels.attention import heads as head_twins
 from tp_engine.kernels.attention import latents
 from tp_engine.kernels.attention.heads import HeadNorm, Rotation
@@ -30,9 +31,7 @@ from tp_engine.kernels.experts.experts import (
     mix_quantised_experts,
 )
 from tp_engine.kernels.gated_delta_net import (
-    Chunk,
     DeltaRule,
-    LayerStates,
     gated_delta_net_decode,
     gated_delta_net_prefill,
 )
@@ -41,6 +40,7 @@ from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.linear import adapters
 from tp_engine.kernels.quantization.int8_rows import TorchInt8Rows
 from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight, multiply_quantised, values_per_byte
+from tp_engine.kernels.recurrent import Chunk, LayerStates
 from tp_engine.kv_layout import StateKind
 from tp_engine.model_config.mlp import Activation, ActivationKind, RoutingRule
 
@@ -71,6 +71,7 @@ def disagreement(library: ctypes.CDLL) -> str | None:
             *_rows(library, dtype, generator),
             *_heads(library, dtype, generator),
             *_delta(library, dtype, generator),
+            *_mamba2(library, dtype, generator),
             *_linear(library, dtype, generator),
             *_quantised(library, dtype, generator),
             *_experts(library, dtype, generator),
@@ -139,6 +140,34 @@ def _delta(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator)
     delta.sigmoid_gate(library, gated, mixed[:, 20:40])
     layer_ops.sigmoid_gate(expected, mixed[:, 20:40])
     yield "sigmoid_gate", gated, expected
+
+
+def _mamba2(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:
+    """The state space layer and its norm, with heads that vectors do not divide; sums are of the size of 1."""
+    kind = StateKind(num_key_heads=2, num_value_heads=4, key_dim=12, value_dim=40, taps=3)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    channels = kind.num_channels
+    rule = mamba2.Mamba2Rule(kind, draw(3, channels) / 4, draw(channels), -draw(4).abs(), draw(4), draw(4))
+    mixed, slots = (draw(3, channels + 164) / 4).to(dtype), torch.tensor([2, -1, 0], dtype=torch.int32)
+    states = [LayerStates(draw(4, 2, channels) / 4, draw(4, 4, 12, 40) / 4)]
+    states.append(LayerStates(*(part.clone() for part in states[0])))
+    found = native_mamba2.mamba2_decode(library, mixed, rule, states[0], slots)
+    expected = mamba2.mamba2_decode(mixed, rule, states[1], slots)
+    yield "mamba2_decode", found[::2], expected[::2]
+    chunks = [Chunk(0, 2, 1, False), Chunk(2, 1, 0, True)]
+    expected = mamba2.mamba2_prefill(mixed, rule, states[1], chunks)
+    yield "mamba2_prefill", native_mamba2.mamba2_prefill(library, mixed, rule, states[0], chunks), expected
+    for one, other in zip(*states, strict=True):
+        yield "the state space layer's states", one[:3], other[:3]
+    squares = mamba2.group_squares(expected, 2)
+    yield "group_squares", native_mamba2.group_squares(library, expected, 2), squares
+    weight = draw(160).to(dtype)
+    for own, size in ((None, 80), (squares, 160)):
+        arguments = (expected, weight, 2, 1e-5, own, size)
+        yield "norm_groups", native_mamba2.norm_groups(library, *arguments), mamba2.norm_groups(*arguments)
 
 
 def _heads(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tp_engine.kernels.gated_delta_net import LayerStates
+from tp_engine.kernels.recurrent import LayerStates
 from tp_engine.kv_layout import STATE_BYTES, StateGroup
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.gated_delta_net import GatedDeltaNet

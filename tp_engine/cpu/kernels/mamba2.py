@@ -1,0 +1,109 @@
+"""Mamba2's state space layer in C (``mamba2.c``), for decodes and for prompts, and the norm of groups behind it."""
+
+import ctypes
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from tp_engine.cpu.kernels.layout import DTYPE_CODES
+from tp_engine.kernels import mamba2 as twins
+from tp_engine.kernels.mamba2 import Mamba2Rule
+from tp_engine.kernels.recurrent import Chunk, LayerStates
+
+MAX_DIM = 256  # of mamba2.c
+
+
+def mamba2_decode(
+    library: ctypes.CDLL,
+    mixed: torch.Tensor,
+    rule: Mamba2Rule,
+    states: LayerStates,
+    slots: torch.Tensor,
+    runs: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute ``mamba2.mamba2_decode`` in C."""
+    if not _takes(mixed, rule):
+        return twins.mamba2_decode(mixed, rule, states, slots, runs)
+    assert all(one.dtype == torch.int32 and one.is_contiguous() for one in (slots, runs) if one is not None)
+    rows = slots.data_ptr(), None if runs is None else runs.data_ptr()
+    return _run(library.mamba2_decode, mixed, rule, states, rows, len(mixed))
+
+
+def mamba2_prefill(
+    library: ctypes.CDLL, mixed: torch.Tensor, rule: Mamba2Rule, states: LayerStates | None, chunks: list[Chunk]
+) -> torch.Tensor:
+    """Compute ``mamba2.mamba2_prefill`` in C; token by token, so the results are bit by bit those of
+    ``mamba2_decode``."""
+    if not _takes(mixed, rule):
+        return twins.mamba2_prefill(mixed, rule, states, chunks)
+    runs = np.array(
+        [
+            (start, count, -1 if slot is None or states is None else slot, is_fresh)
+            for start, count, slot, is_fresh in chunks
+        ],
+        np.int64,
+    )
+    return _run(library.mamba2_prefill, mixed, rule, states, (runs.ctypes.data,), len(chunks))
+
+
+def group_squares(library: ctypes.CDLL, x: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """Compute ``mamba2.group_squares`` in C."""
+    if x.dtype != torch.float32 or not x.is_contiguous():
+        return twins.group_squares(x, num_groups)
+    rows, width = x.shape
+    out = torch.empty((rows, num_groups))
+    threads = torch.get_num_threads()
+    library.group_squares(x.data_ptr(), out.data_ptr(), rows, num_groups, width // num_groups, threads)
+    return out
+
+
+def norm_groups(
+    library: ctypes.CDLL,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    num_groups: int,
+    eps: float,
+    squares: torch.Tensor | None,
+    group_size: int,
+) -> torch.Tensor:
+    """Compute ``mamba2.norm_groups`` in C."""
+    is_dense = x.is_contiguous() and (squares is None or squares.is_contiguous())
+    if x.dtype != torch.float32 or weight.dtype not in DTYPE_CODES or not is_dense:
+        return twins.norm_groups(x, weight, num_groups, eps, squares, group_size)
+    rows, width = x.shape
+    out = torch.empty((rows, width), dtype=weight.dtype)
+    library.norm_groups(
+        x.data_ptr(), weight.data_ptr(), None if squares is None else squares.data_ptr(), out.data_ptr(), rows,
+        num_groups, width // num_groups, group_size, float(eps), DTYPE_CODES[weight.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _takes(mixed: torch.Tensor, rule: Mamba2Rule) -> bool:
+    is_small = max(rule.kind.key_dim, rule.kind.value_dim) <= MAX_DIM
+    return mixed.dtype in DTYPE_CODES and mixed.stride(1) == 1 and is_small
+
+
+def _run(
+    function: Callable[..., int],
+    mixed: torch.Tensor,
+    rule: Mamba2Rule,
+    states: LayerStates | None,
+    rows: tuple[int | None, ...],
+    num_rows: int,
+) -> torch.Tensor:
+    """``function`` of the library; ``rows`` are the addresses of what says where its ``num_rows`` rows or chunks
+    are."""
+    kind = rule.kind
+    out = torch.empty((len(mixed), kind.num_value_heads * kind.value_dim))
+    failed = function(
+        *(one.data_ptr() for one in (rule.conv, rule.conv_bias, rule.decay, rule.dt_bias, rule.skip)),
+        *((None, None) if states is None else (part.data_ptr() for part in states)),
+        *((0, 0) if states is None else (part.stride(0) for part in states)), kind.num_key_heads, kind.num_value_heads,
+        kind.key_dim, kind.value_dim, kind.taps, mixed.data_ptr(), mixed.stride(0), *rows, out.data_ptr(), num_rows,
+        DTYPE_CODES[mixed.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    if failed:
+        raise MemoryError("the state space layer has no memory for states that are not kept")
+    return out

@@ -1,0 +1,180 @@
+"""Mamba2's state space layer (https://arxiv.org/abs/2405.21060) in plain PyTorch: the twin of the compiled kernels.
+
+A layer's projection makes of each token, for the heads of this rank::
+
+    mixed (N, 2 KH DK + 2 VH DV + VH) = [ C | B | x | z | dt ]
+
+1.  Each channel of C, B and x goes through a causal convolution over the last ``taps`` tokens, with a bias, then SiLU.
+    C and B of key head (in the paper: group) i serve the value heads i r to i r + r - 1, where r = VH / KH.
+2.  With d = softplus(dt + dt_bias), unbounded, and g = -exp(A_log) d, each value head's state S (DK, DV) goes on::
+
+        S = exp(g) S + B (d x)';  y = S' C + D x
+
+3.  y is multiplied by SiLU(z).  ``norm_groups`` then divides it by the root mean square of its group, which is all
+    value heads of a key head, and multiplies it by a weight.
+
+In the terms of ``gated_delta_net``: C is the query, B the key, d x the value.  ``mamba2_decode`` does that for one
+token of each row, or for one and the draft tokens behind it, and ``mamba2_prefill`` for many tokens, in chunks.  Within
+a chunk, with c the sums of g and D[i, j] = exp(c_i - c_j) for j <= i::
+
+    Y = exp(c) C S + (C B' * D) V                          S = exp(c_last) S + (exp(c_last - c) B)' V
+
+All of it is computed in float32.  A row's state is as for ``gated_delta_net``, and an update is not idempotent either.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from tp_engine.kernels.layer_ops import widened
+from tp_engine.kernels.recurrent import Chunk, LayerStates, convolve_chunk, convolve_step, in_runs
+from tp_engine.kv_layout import StateKind
+
+CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mamba2Rule:
+    """One layer's constants on this rank, all float32; ``kind`` has its sizes.
+
+    ``conv`` (taps, channels), the last row for the token itself; ``conv_bias`` (channels,); ``decay`` (VH,) is
+    -exp(A_log); ``dt_bias`` and ``skip`` (the paper's D) (VH,).
+    """
+
+    kind: StateKind
+    conv: torch.Tensor
+    conv_bias: torch.Tensor
+    decay: torch.Tensor
+    dt_bias: torch.Tensor
+    skip: torch.Tensor
+
+
+def mamba2_decode(
+    mixed: torch.Tensor,
+    rule: Mamba2Rule,
+    states: LayerStates,
+    slots: torch.Tensor,
+    runs: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return one token of each of B rows: ``mixed`` (B, ...) -> (B, VH DV) float32, not normalised yet.
+
+    ``slots`` and ``runs`` are those of ``gated_delta_net_decode``.
+    """
+    if runs is None:
+        return _decode(mixed, rule, states, slots)
+    width = rule.kind.num_value_heads * rule.kind.value_dim
+    found = torch.empty((len(mixed), width), dtype=widened(mixed[:, :0]).dtype, device=mixed.device)
+    return in_runs(lambda rows: _decode(mixed[rows], rule, states, slots[rows]), found, states, slots, runs)
+
+
+def _decode(mixed: torch.Tensor, rule: Mamba2Rule, states: LayerStates, slots: torch.Tensor) -> torch.Tensor:
+    kind = rule.kind
+    places = torch.where(slots < 0, len(states.conv) - 1, slots).long()
+    inputs, z, dt = _split(widened(mixed), kind)
+    query, key, x = _heads(F.silu(convolve_step(inputs, states.conv, places, rule.conv, rule.conv_bias)), kind)
+    step, decay = _steps(dt, rule)
+    by_key = len(slots), kind.num_key_heads, -1
+    old = states.recurrent.index_select(0, places).view(*by_key, kind.key_dim, kind.value_dim)
+    value = (x * step.unsqueeze(-1)).reshape(*by_key, 1, kind.value_dim)
+    new = old * decay.exp().view(*by_key, 1, 1) + key[:, :, None, :, None] * value
+    states.recurrent.index_copy_(0, places, new.flatten(1, 2))
+    attended = (new * query[:, :, None, :, None]).sum(-2).flatten(1, 2)
+    return _gated(attended, x, z, rule)
+
+
+def mamba2_prefill(
+    mixed: torch.Tensor, rule: Mamba2Rule, states: LayerStates | None, chunks: list[Chunk]
+) -> torch.Tensor:
+    """Chunks of prompts: ``mixed`` (N, ...) -> (N, VH DV) float32, not normalised yet.
+
+    The ``chunks`` hold all tokens, in order.
+    """
+    kind = rule.kind
+    parts = []
+    for start, count, slot, is_fresh in chunks:
+        inputs, z, dt = _split(widened(mixed[start : start + count]), kind)
+        if slot is None or is_fresh or states is None:
+            kept = inputs.new_zeros(kind.taps - 1, kind.num_channels)
+            state = inputs.new_zeros(kind.num_value_heads, kind.key_dim, kind.value_dim)
+        else:
+            kept, state = states.conv[slot], states.recurrent[slot]
+        turned, kept = convolve_chunk(inputs, kept, rule.conv, rule.conv_bias)
+        query, key, x = _heads(F.silu(turned), kind)
+        step, decay = _steps(dt, rule)
+        attended, state = scan_in_chunks(query, key, x * step.unsqueeze(-1), decay, state)
+        if slot is not None and states is not None:
+            states.conv[slot].copy_(kept)
+            states.recurrent[slot].copy_(state)
+        parts.append(_gated(attended, x, z, rule))
+    return torch.cat(parts)
+
+
+def scan_in_chunks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what T tokens that follow ``state`` (VH, DK, DV) read of it, (T, VH, DV), and the state behind them;
+    float32.
+
+    ``query``, ``key`` (T, KH, DK); ``value`` (T, VH, DV); ``decay`` (g) (T, VH).
+    """
+    num_key_heads = query.shape[1]
+    state = state.reshape(num_key_heads, -1, *state.shape[1:])
+    parts = []
+    for first in range(0, len(query), CHUNK):
+        own = slice(first, first + CHUNK)
+        q, k = (x[own].transpose(0, 1).unsqueeze(1) for x in (query, key))
+        v, sums = (x[own].transpose(0, 1).unflatten(0, (num_key_heads, -1)) for x in (value, decay))
+        sums = sums.cumsum(-1)
+        decays = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).tril_().exp().tril()
+        parts.append(sums.exp().unsqueeze(-1) * (q @ state) + ((q @ k.mT) * decays) @ v)
+        whole, left = sums[..., -1, None, None].exp(), (sums[..., -1:] - sums).exp().unsqueeze(-1)
+        state = whole * state + (left * k).mT @ v
+    return torch.cat(parts, 2).flatten(0, 1).transpose(0, 1), state.flatten(0, 1)
+
+
+def group_squares(x: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """Return the sum of squares of each group of a row's elements: ``x`` (N, width) float32 -> (N, groups) float32."""
+    return x.unflatten(1, (num_groups, -1)).square().sum(-1)
+
+
+def norm_groups(
+    x: torch.Tensor, weight: torch.Tensor, num_groups: int, eps: float, squares: torch.Tensor | None, group_size: int
+) -> torch.Tensor:
+    """Return each group of a row's elements, divided by its root mean square, times ``weight`` (width,), in the type
+    of ``weight``: ``x`` (N, width) float32 -> (N, width).
+
+    ``squares`` (N, groups) float32 are the sums over groups of ``group_size`` elements, of which a rank has a part
+    here; None: the groups are whole here.
+    """
+    if squares is None:
+        squares = group_squares(x, num_groups)
+    factors = (squares / group_size + eps).rsqrt()
+    normed = x.unflatten(1, (num_groups, -1)) * factors.unsqueeze(-1)
+    return (normed.flatten(1) * widened(weight)).to(weight.dtype)
+
+
+def _split(mixed: torch.Tensor, kind: StateKind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The convolution's inputs (N, channels), z (N, VH DV), dt (N, VH)."""
+    sizes = kind.num_channels, kind.num_value_heads * kind.value_dim, kind.num_value_heads
+    inputs, z, dt = mixed.split_with_sizes(sizes, 1)
+    return inputs, z, dt
+
+
+def _heads(turned: torch.Tensor, kind: StateKind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(N, channels) -> C and B (N, KH, DK), x (N, VH, DV)."""
+    width = kind.num_key_heads * kind.key_dim
+    query, key, x = turned.split_with_sizes((width, width, kind.num_value_heads * kind.value_dim), 1)
+    query, key = (one.reshape(-1, kind.num_key_heads, kind.key_dim) for one in (query, key))
+    return query, key, x.reshape(-1, kind.num_value_heads, kind.value_dim)
+
+
+def _steps(dt: torch.Tensor, rule: Mamba2Rule) -> tuple[torch.Tensor, torch.Tensor]:
+    """d and g, each (N, VH)."""
+    step = F.softplus(dt + rule.dt_bias)
+    return step, rule.decay * step
+
+
+def _gated(attended: torch.Tensor, x: torch.Tensor, z: torch.Tensor, rule: Mamba2Rule) -> torch.Tensor:
+    """(N, VH, DV) -> (N, VH DV)."""
+    return (attended + rule.skip.unsqueeze(-1) * x).flatten(1) * F.silu(z)

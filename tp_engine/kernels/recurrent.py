@@ -1,0 +1,85 @@
+"""What kernels with a recurrent state have in common: their states, chunks of prompts, draft rows, and the causal
+convolution, in plain PyTorch.
+
+A causal convolution turns each channel of a token by the token's own input and the ``taps - 1`` inputs before it, which
+a row's state keeps::
+
+    out_t = sum over i < taps of weight[i] input_(t - taps + 1 + i), plus a bias if there is one
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class LayerStates(NamedTuple):
+    """One layer's states of all slots, float32: ``conv`` (slots, taps - 1, channels), ``recurrent`` (slots, VH, DK,
+    DV).
+
+    Both are strided views whose slots are contiguous.
+    """
+
+    conv: torch.Tensor
+    recurrent: torch.Tensor
+
+
+class Chunk(NamedTuple):
+    """``num_tokens`` of one row, from token ``start`` of the step on.
+
+    Its state is in ``slot``; if it ``is_fresh`` the state before the first token is zero, whatever the slot holds.
+    None: it begins with zero and is not kept.
+    """
+
+    start: int
+    num_tokens: int
+    slot: int | None
+    is_fresh: bool
+
+
+def convolve_step(
+    inputs: torch.Tensor, kept: torch.Tensor, places: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return one token of each row: ``inputs`` (B, channels) behind those in ``kept[places]`` -> (B, channels).
+
+    ``kept`` (slots, taps - 1, channels) moves on by one token; ``weight`` (taps, channels); ``bias`` (channels,).
+    """
+    window = torch.cat((kept.index_select(0, places), inputs.unsqueeze(1)), 1)
+    kept.index_copy_(0, places, window[:, 1:])
+    turned = (window * weight).sum(1)
+    return turned if bias is None else turned + bias
+
+
+def convolve_chunk(
+    inputs: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a chunk of T tokens, ``inputs`` (T, channels) behind ``kept`` (taps - 1, channels) -> (T, channels), and
+    the inputs to keep."""
+    window = torch.cat((kept, inputs))
+    turned = F.conv1d(window.t().unsqueeze(0), weight.t().unsqueeze(1), bias, groups=inputs.shape[1])
+    return turned.squeeze(0).t(), window[len(inputs) :]
+
+
+def in_runs(
+    step: Callable[[list[int]], torch.Tensor],
+    found: torch.Tensor,
+    states: LayerStates,
+    slots: torch.Tensor,
+    runs: torch.Tensor,
+) -> torch.Tensor:
+    """Take the tokens of rows with draft rows in order; return ``found`` (B, width), filled.
+
+    ``step`` computes the rows that it gets, from the states in their own slots, which it moves on.  ``runs`` (B, 2)
+    int32: the place of a row's first draft row, behind which its others follow, and their number, or (0, -1) for a
+    draft row.
+    """
+    own = [(row, first, count) for row, (first, count) in enumerate(runs.tolist()) if count >= 0]
+    for place in range(1 + max((count for _, _, count in own), default=-1)):
+        tokens = [first + place - 1 if place else row for row, first, count in own if count >= place]
+        if place:
+            before = [first + place - 2 if place > 1 else row for row, first, count in own if count >= place]
+            for part in states:
+                part[slots[tokens].long()] = part[slots[before].long()]
+        found[tokens] = step(tokens)
+    return found
