@@ -21,7 +21,7 @@ from benchmarks.workloads import Workload
 from tp_engine.advice.weight_sizes import local_parameters
 from tp_engine.kv_layout import STATE_BYTES
 from tp_engine.model_config import read_model
-from tp_engine.model_config.spec import GatedDeltaNetSpec
+from tp_engine.model_config.recurrent import RecurrentSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def model_cost(config: Mapping[str, Any], dtype: str) -> ModelCost:
         state_bytes=sum(
             STATE_BYTES * layer.attention.kv_kind.num_elements
             for layer in model.layers
-            if isinstance(layer.attention, GatedDeltaNetSpec)
+            if isinstance(layer.attention, RecurrentSpec)
         ),
     )
 

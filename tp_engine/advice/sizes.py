@@ -3,7 +3,8 @@
 from tp_engine.kv_layout import default_snapshots, local_num_kv_heads
 from tp_engine.model_config import padded_vocab_size
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
-from tp_engine.model_config.spec import AttentionSpec, GatedDeltaNetSpec, ModelSpec
+from tp_engine.model_config.recurrent import RecurrentSpec
+from tp_engine.model_config.spec import AttentionSpec, ModelSpec
 from tp_engine.units import GIB, MIB
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
@@ -53,13 +54,13 @@ def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_token
     return num_tokens * (streams * model.hidden_size + per_token) * ITEMSIZES[dtype] + logits
 
 
-def _mixer_elements(attention: AttentionSpec | GatedDeltaNetSpec, world_size: int) -> int:
+def _mixer_elements(attention: AttentionSpec | RecurrentSpec, world_size: int) -> int:
     """Numbers of a token's queries, keys, values and gates.
 
-    With latents also of its row, and of the keys and values that are made of it; with the delta rule also of the
+    With latents also of its row, and of the keys and values that are made of it; with a recurrent state also of the
     convolution's outputs.
     """
-    if isinstance(attention, GatedDeltaNetSpec):
+    if isinstance(attention, RecurrentSpec):
         own = attention.kv_kind.on(world_size)
         return 3 * own.num_channels + own.num_value_heads * (own.value_dim + 2)
     num_heads, num_kv_heads = local_heads(attention, world_size)

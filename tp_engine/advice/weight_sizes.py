@@ -1,15 +1,17 @@
 """Parameters of one rank, and the bytes of its weights: in the model's type, or as codes and scales."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from tp_engine.advice.sizes import ITEMSIZES, local_heads, local_rows, local_vocab_size
+from tp_engine.kv_layout import StateKind
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec, block_bounds, local_inner_size
 from tp_engine.model_config.quantization import Packing, WeightScheme
-from tp_engine.model_config.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, ModelSpec
+from tp_engine.model_config.recurrent import GatedDeltaNetSpec, RecurrentSpec
+from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec
 from tp_engine.units import ceil_div
 
 _FLOAT32 = 4
@@ -144,9 +146,9 @@ def _products(
     """The linear weights of a layer that can be quantised; ``schemes`` are theirs, in the same order."""
     attention = layer.attention
     found = (
-        _products_of_delta(hidden, attention, world_size)
-        if isinstance(attention, GatedDeltaNetSpec)
-        else _products_of_attention(hidden, attention, world_size)
+        _products_of_attention(hidden, attention, world_size)
+        if isinstance(attention, AttentionSpec)
+        else _SIZES[type(attention)].products(hidden, attention, world_size)
     )
     for mlp in layer.mlps:
         scheme = None if schemes is None else schemes[len(found)]
@@ -206,6 +208,23 @@ def _products_of_delta(hidden: int, delta: GatedDeltaNetSpec, world_size: int) -
     ]
 
 
+def _others_of_delta(own: StateKind) -> int:
+    return own.taps * own.num_channels + 2 * own.num_value_heads + own.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class _RecurrentSizes:
+    """What ``_products`` and ``_others`` count of a layer with a recurrent state; the latter from a rank's part."""
+
+    products: Callable[[int, Any, int], list[_Product]]
+    others: Callable[[StateKind], int]
+
+
+_SIZES: dict[type[RecurrentSpec], _RecurrentSizes] = {
+    GatedDeltaNetSpec: _RecurrentSizes(_products_of_delta, _others_of_delta),
+}
+
+
 def _row_parallel(module: str, hidden: int, columns: int, world_size: int) -> _Product:
     cuts = _cuts(world_size, columns)
     return _Product(modules=(module,), rows=hidden, columns=columns, row_cuts=(hidden,), column_cuts=cuts)
@@ -254,9 +273,8 @@ def _others(hidden: int, layer: LayerSpec, world_size: int, *, active_only: bool
     attention = layer.attention
     found = hidden * len(list(layer.norms)) + (layer.stream_scale is not None)
     found += sum(_others_of_mlp(hidden, mlp, world_size, active_only=active_only) for mlp in layer.mlps)
-    if isinstance(attention, GatedDeltaNetSpec):
-        own = attention.kv_kind.on(world_size)
-        return found + own.taps * own.num_channels + 2 * own.num_value_heads + own.value_dim
+    if not isinstance(attention, AttentionSpec):
+        return found + _SIZES[type(attention)].others(attention.kv_kind.on(world_size))
     num_heads = local_heads(attention, world_size)[0]
     queries, keys = (heads * attention.head_dim for heads in local_heads(attention, world_size))
     keys = keys if attention.kv_source is None else 0

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, Self
 
-from tp_engine.kv_layout import KvKind, KvLayout, StateKind, lay_out
+from tp_engine.kv_layout import KvKind, KvLayout, lay_out
 from tp_engine.model_config.classifier import ClassifierSpec
 from tp_engine.model_config.mla import MLASpec
 from tp_engine.model_config.mlp import Activation, ExpertsSpec, MlpSpec
 from tp_engine.model_config.names import USUAL_NAMES, CheckpointNames
 from tp_engine.model_config.quantization import QuantizationSpec, WeightScheme
+from tp_engine.model_config.recurrent import RecurrentSpec
 from tp_engine.model_config.rope import RopeSpec
 from tp_engine.model_config.vision import VisionSpec
 
@@ -112,50 +113,17 @@ class AttentionSpec:
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
+    def out_size(self) -> int:
+        """Elements of a token that the output projection reads."""
+        return self.num_heads * self.value_dim
+
+    @property
     def projections(self) -> tuple[str, ...]:
         """The modules that make queries, keys and values, unless they are fused; of queries alone with a
         ``kv_source``."""
         if self.kv_source is not None:
             return ("q_proj",)
         return "q_proj", "k_proj", "k_proj" if self.values_from_keys else "v_proj"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatedDeltaNetSpec:
-    """A layer with the gated delta rule (``kernels/gated_delta_net.py``) in the place of attention; sizes are the
-    model's.
-
-    Every key head serves ``num_value_heads / num_key_heads`` value heads.  The convolution has ``taps``; each head's
-    output is normalised with ``eps``.  ``name`` is the module's in the checkpoint.  Its projections are::
-
-        in_proj_qkv, in_proj_z, in_proj_b, in_proj_a    q, k, v of all heads; z; b; a
-        in_proj_qkvz, in_proj_ba, if is_fused           q, k, v, z of a key head, then of the next one; b, a
-    """
-
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    taps: int
-    eps: float
-    is_fused: bool = False
-    name: str = "linear_attn"
-
-    @property
-    def heads(self) -> tuple[tuple[str, int], tuple[str, int]]:
-        """Do as ``AttentionSpec.heads``."""
-        return ("linear-attention value", self.num_value_heads), ("linear-attention key", self.num_key_heads)
-
-    @property
-    def kv_kind(self) -> StateKind:
-        """What a row keeps of the layer."""
-        return StateKind(
-            num_key_heads=self.num_key_heads,
-            num_value_heads=self.num_value_heads,
-            key_dim=self.key_dim,
-            value_dim=self.value_dim,
-            taps=self.taps,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +164,7 @@ class LayerSpec:
     ``stream_scale`` is the name of a stored number, by which the stream is multiplied at the layer's end.
     """
 
-    attention: AttentionSpec | GatedDeltaNetSpec
+    attention: AttentionSpec | RecurrentSpec
     mlp: MlpSpec | ExpertsSpec
     beside: BesideSpec | None = None
     input_norm: NormSpec | None = None

@@ -9,7 +9,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.model_config import split_problem
 from tp_engine.model_config.mlp import INNER_UNIT, ExpertsSpec
-from tp_engine.model_config.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, ModelSpec
+from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec
 
 NUM_SHARDS = 8
 WORLD_SIZES = (1, 2, 4, 8)  # whose ranks have whole subtrees of the shards
@@ -51,7 +51,7 @@ def _problem_on_gpus(model: ModelSpec) -> str | None:
     for layer in model.distinct_layers:
         if layer.experts is not None:
             return f"this {model.architecture} has experts, whose kernels for GPUs choose tiles by the batch"
-        if isinstance(layer.attention, GatedDeltaNetSpec) or layer.attention.latent is not None:
+        if not isinstance(layer.attention, AttentionSpec) or layer.attention.latent is not None:
             return f"this {model.architecture} has attention whose kernels for GPUs split work by the batch"
     return None
 
@@ -76,7 +76,7 @@ def _problem_of_model(model: ModelSpec, unit: int) -> str | None:
 def _columns(layer: LayerSpec, unit: int) -> Iterator[tuple[str, int, int]]:
     """What the columns of each row-parallel product are, their number, and the unit of a shard."""
     attention = layer.attention
-    yield "width of all heads", attention.heads[0][1] * attention.value_dim, unit
+    yield "width of all heads", attention.out_size, unit
     for mlp in layer.mlps:
         if isinstance(mlp, ExpertsSpec):
             yield "experts' inner size", mlp.inner_size, INNER_UNIT

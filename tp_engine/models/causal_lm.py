@@ -15,12 +15,12 @@ from tp_engine.layers.attention import Attention, only
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_engine.layers.experts import Experts
-from tp_engine.layers.gated_delta_net import GatedDeltaNet
 from tp_engine.layers.image_rows import images_of_step
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.layers.lora import LoRALayerSlots
 from tp_engine.layers.norm import Norm
 from tp_engine.layers.quantization import choose_formats
+from tp_engine.layers.recurrent import RecurrentMixer
 from tp_engine.layers.residual import Join
 from tp_engine.layers.rotary import RotaryEmbedding
 from tp_engine.layers.score_head import ScoreHead
@@ -132,9 +132,9 @@ class CausalLM(nn.Module):
         return {index: block.attention for index, block in found if isinstance(block, SelfAttention | MLAAttention)}
 
     @property
-    def state_layers(self) -> list[GatedDeltaNet]:
+    def state_layers(self) -> list[RecurrentMixer]:
         """One per layer with a recurrent state, in order."""
-        return [module for module in self.modules() if isinstance(module, GatedDeltaNet)]
+        return [module for module in self.modules() if isinstance(module, RecurrentMixer)]
 
     @property
     def adapted_layers(self) -> list[LoRALayerSlots]:

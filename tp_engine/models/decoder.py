@@ -17,14 +17,19 @@ from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.gated_delta_net import GatedDeltaNet
 from tp_engine.layers.linear import LocalLinear, QKVParallelLinear, RowParallelLinear
 from tp_engine.layers.norm import Norm, QKNorm
+from tp_engine.layers.recurrent import RecurrentMixer
 from tp_engine.layers.residual import Join, StreamScale
 from tp_engine.layers.rotary import order_of
+from tp_engine.model_config.recurrent import GatedDeltaNetSpec, RecurrentSpec
 from tp_engine.model_config.rope import RopeSpec
-from tp_engine.model_config.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, NormSpec
+from tp_engine.model_config.spec import AttentionSpec, LayerSpec, NormSpec
 from tp_engine.models.layer_embeddings import LayerEmbedding
 from tp_engine.models.mla_attention import MLAAttention
 from tp_engine.models.mlp import make_mlp
 from tp_engine.weights.source import equal_share, vector_source
+
+# What runs in the place of attention.
+MIXERS: dict[type[RecurrentSpec], Callable[..., RecurrentMixer]] = {GatedDeltaNetSpec: GatedDeltaNet}
 
 
 class SelfAttention(Layer):
@@ -119,9 +124,9 @@ class DecoderLayer(Layer):
     ) -> None:
         super().__init__()
         attention, rope = spec.attention, None
-        if isinstance(attention, GatedDeltaNetSpec):
-            self.linear_attn = GatedDeltaNet(attention, hidden_size, context=context.at(attention.name))
-            readers = self.linear_attn.readers
+        if isinstance(attention, RecurrentSpec):
+            self.mixer = MIXERS[type(attention)](attention, hidden_size, context=context.at(attention.name))
+            readers = self.mixer.readers
         else:
             rope = attention.rope
             assert backend is not None and group is not None, "a layer that attends is in a KV group"
@@ -138,7 +143,7 @@ class DecoderLayer(Layer):
                 source=source,
             )
             readers = self.self_attn.readers
-        self._attends = not isinstance(attention, GatedDeltaNetSpec)
+        self._attends = isinstance(attention, AttentionSpec)
         self._has_beside = spec.beside is not None
         self.mlp = mlp = make_mlp(spec, hidden_size, context=context)
 
@@ -180,7 +185,7 @@ class DecoderLayer(Layer):
         if self._attends:
             part = self.self_attn(x, None if self._rope is None else rotations[self._rope], wanted)
         else:
-            part = self.linear_attn(x, wanted)
+            part = self.mixer(x, wanted)
         residual = only(wanted, residual)
         if not self._is_parallel:
             own = self._join.for_readers(part, residual)

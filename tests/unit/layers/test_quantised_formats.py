@@ -28,7 +28,7 @@ from tp_engine.layers.quantization.base import Product
 from tp_engine.layers.quantization.quantised import Quantised
 from tp_engine.layers.quantization.quantised_products import choose_quantised_product
 from tp_engine.model_config import load_model_config
-from tp_engine.model_config.spec import GatedDeltaNetSpec
+from tp_engine.model_config.recurrent import GatedDeltaNetSpec
 from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.weights.loader import load_weights
 

@@ -18,7 +18,8 @@ from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.model_config import check_tensor_parallel, read_model
 from tp_engine.model_config.mlp import ExpertsSpec
-from tp_engine.model_config.spec import AttentionSpec, GatedDeltaNetSpec
+from tp_engine.model_config.recurrent import GatedDeltaNetSpec
+from tp_engine.model_config.spec import AttentionSpec
 from tp_engine.units import MIB
 from tp_engine.weights.source import Span
 from tp_engine.worker.effective_config import resolve
@@ -214,7 +215,7 @@ def test_rows_of_fused_projections() -> None:
     spec = read_model(NEXT)
     stored = 2 * (16 + 16 + 4 * 32 + 4 * 32)
     for rank, world_size, first, count in ((1, 2, 0, 128), (3, 4, 64, 64)):
-        parts = sources(spec, rank, world_size)["layers.0.linear_attn.in_proj.weight"]
+        parts = sources(spec, rank, world_size)["layers.0.mixer.in_proj.weight"]
         assert {part.name for part in parts} == {"model.layers.0.linear_attn.in_proj_qkvz.weight"}
         assert all(part.taken[0] == Span(stored // 2, stored // 2) for part in parts)
         rows = torch.arange(stored // 2).unsqueeze(1)

@@ -7,8 +7,9 @@ from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.families.qwen_moe import take_sparse_layers
 from tp_engine.model_config.mlp import EACH, FUSED, ExpertsSpec, MlpSpec, RoutingRule
 from tp_engine.model_config.names import CheckpointNames
+from tp_engine.model_config.recurrent import GatedDeltaNetSpec
 from tp_engine.model_config.rope import RopeRules
-from tp_engine.model_config.spec import GatedDeltaNetSpec, LayerSpec, ModelSpec, MtpSpec, QkNormSpec
+from tp_engine.model_config.spec import LayerSpec, ModelSpec, MtpSpec, QkNormSpec
 
 _NEXT = "Qwen3NextForCausalLM"
 _DENSE = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")

@@ -23,7 +23,7 @@ import torch
 from tp_engine.kernels.recurrent import LayerStates
 from tp_engine.kv_layout import STATE_BYTES, StateGroup
 from tp_engine.layers.attention import Attention
-from tp_engine.layers.gated_delta_net import GatedDeltaNet
+from tp_engine.layers.recurrent import RecurrentMixer
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import StepPlan
 from tp_engine.worker.feature import RunnerFeature
@@ -47,14 +47,14 @@ class RecurrentStatePool(RunnerFeature):
         self.raw = raw.view(torch.float32).view(num_slots, group.slot_bytes // STATE_BYTES)
         self._group = group
 
-    def bind(self, layers: Sequence[GatedDeltaNet]) -> None:
+    def bind(self, layers: Sequence[RecurrentMixer]) -> None:
         """Give each layer the views of its states."""
         first = 0
         for (_, kind), layer in zip(self._group.kinds, layers, strict=True):
             assert layer.kind == kind, (layer.kind, kind)
             middle, end = first + kind.num_conv_elements, first + kind.num_elements
-            conv = self.raw[:, first:middle].view(-1, kind.taps - 1, kind.num_channels)
-            matrices = (-1, kind.num_value_heads, kind.key_dim, kind.value_dim)
+            conv = self.raw[:, first:middle].view(len(self.raw), kind.taps - 1, kind.num_channels)
+            matrices = (len(self.raw), kind.num_value_heads, kind.key_dim, kind.value_dim)
             layer.bind_states(LayerStates(conv, self.raw[:, middle:end].view(matrices)))
             first = end
 

@@ -1,0 +1,122 @@
+"""What layers with a recurrent state in the place of attention have in common: their states, and decodes and prompts as
+two operations.
+
+Heads, or channels, are split over the ranks.  Each rank keeps the states of its own.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tp_engine.attention.base import AttentionMetadata
+from tp_engine.kernels.quantization.row_codes import Rows
+from tp_engine.kernels.recurrent import Chunk, LayerStates
+from tp_engine.layers.attention import current_metadata, only
+from tp_engine.layers.context import Layer, LayerContext
+from tp_engine.layers.linear import LocalLinear, RowParallelLinear
+from tp_engine.layers.quantization.stored import LinearShape, Part
+from tp_engine.model_config.recurrent import RecurrentSpec
+from tp_engine.weights.source import Source, Span
+
+
+class RecurrentMixer(Layer):
+    """Projections (``readers``), a recurrence, this rank's part of the output projection.
+
+    The ``operation`` is two of ``kernels.ops``, which get what each of the ``readers`` makes of N tokens, and return
+    (N, width) of the same type::
+
+        NAME_decode(*inputs, rule, states, slots, runs)    one token of each row, draft rows behind others (``runs``)
+        NAME_prefill(*inputs, rule, states, chunks)        chunks of prompts
+
+    ``rule`` has the loaded constants.  ``states`` is None until ``bind_states``: memory is measured before there are
+    states, with new requests.
+    """
+
+    def __init__(self, spec: RecurrentSpec, hidden_size: int, *, operation: str, context: LayerContext) -> None:
+        super().__init__()
+        self.kind = spec.kv_kind.on(context.world_size)
+        self.out_proj = RowParallelLinear(spec.out_size, hidden_size, bias=False, context=context.at("out_proj"))
+        self.states: LayerStates | None = None
+        self._rule: Any = None
+        self._step, self._chunks = (context.op(f"{operation}_{name}") for name in ("decode", "prefill"))
+        self.is_recordable = context.can_record(f"{operation}_decode")
+
+    @property
+    @abstractmethod
+    def readers(self) -> list[LocalLinear]:
+        """The layers that read its input."""
+
+    @abstractmethod
+    def make_rule(self) -> Any:
+        """Return the constants, made of loaded weights."""
+
+    def finish_loading(self) -> None:
+        """Make the constants."""
+        self._rule = self.make_rule()
+
+    def bind_states(self, states: LayerStates | None) -> None:
+        """Keep the states of all rows here from now on; None: nowhere."""
+        self.states = states
+
+    def forward(self, x: Rows, wanted: torch.Tensor | None) -> torch.Tensor:
+        """``x`` (N, hidden), normalised -> this rank's part of the block's output, of the tokens ``wanted`` (n,)."""
+        assert self._rule is not None, "finish_loading comes first"
+        batch, inputs, parts = current_metadata(), [reader(x) for reader in self.readers], []
+        num_decodes = batch.num_decodes
+        if num_decodes:
+            assert self.states is not None and batch.decode_rows is not None, "decodes need the states of their rows"
+            own = [one[:num_decodes] for one in inputs]
+            parts.append(self._step(*own, self._rule, self.states, batch.decode_rows, batch.draft_runs))
+        if len(x) > num_decodes:
+            own = [one[num_decodes:] for one in inputs]
+            parts.append(self._chunks(*own, self._rule, self.states, chunks_of(batch)))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.out_proj.part(only(wanted, out))
+
+
+def chunks_of(batch: AttentionMetadata) -> list[Chunk]:
+    """Return the prefills of a step."""
+    lengths = batch.host_query_lens[batch.num_decodes :]
+    computed = batch.host_seq_lens[batch.num_decodes :] - lengths
+    starts = lengths.cumsum() - lengths
+    rows = batch.prefill_rows.tolist() or [-1] * len(lengths)
+    return [
+        Chunk(start, count, None if row < 0 else row, before == 0)
+        for start, count, row, before in zip(starts.tolist(), lengths.tolist(), rows, computed.tolist(), strict=True)
+    ]
+
+
+def projection(parts: tuple[Part, ...], hidden_size: int, context: LayerContext) -> LocalLinear:
+    """Return a linear layer of the stream whose rows are these ``parts`` of stored modules."""
+    shape = LinearShape(stored_columns=hidden_size, columns=Span(0, hidden_size), parts=parts)
+    return LocalLinear(shape, bias=False, context=context)
+
+
+def rows_of(name: str, stored: int, rows: Span, *, first: int = 0, count: int = 1, step: int = 1) -> Part:
+    """Return these ``rows`` of the module ``name``, which has ``stored`` of them."""
+    return Part(name=name, stored_rows=stored, rows=rows, room=rows.size, first=first, count=count, step=step)
+
+
+def behind(first: int, rows: Span) -> Span:
+    """Return ``rows`` counted from row ``first`` on."""
+    return Span(first + rows.start, rows.size)
+
+
+def conv_sources(name: str, stored_channels: int, taps: int, rows: Sequence[Span]) -> tuple[Source, ...]:
+    """Return the weights of the causal convolution ``name``, stored (channels, 1, taps) and kept (taps, channels):
+    those of the channels ``rows``, one behind another."""
+    first, sources = 0, []
+    for own in rows:
+        sources.append(
+            Source(
+                name=f"{name}.weight",
+                shape=(stored_channels, 1, taps),
+                taken=(own, Span(0, 1), Span(0, taps)),
+                target=(Span(0, taps), Span(first, own.size)),
+                decode=lambda values: values.squeeze(1).t(),
+            )
+        )
+        first += own.size
+    return tuple(sources)

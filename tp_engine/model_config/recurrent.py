@@ -1,0 +1,68 @@
+"""Layers with a recurrent state in the place of attention, as data.  No torch."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from tp_engine.kv_layout import StateKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentSpec(ABC):
+    """What a row keeps of a layer is of one size, however long its sequence; sizes are the model's.
+
+    ``name`` is the module's in the checkpoint.  A kind of layer is a subclass, a mixer in ``MIXERS``
+    (``models/decoder.py``) and its sizes in ``_SIZES`` (``advice/weight_sizes.py``).
+    """
+
+    name: str
+
+    @property
+    @abstractmethod
+    def heads(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """Do as ``AttentionSpec.heads``."""
+
+    @property
+    @abstractmethod
+    def kv_kind(self) -> StateKind:
+        """What a row keeps of the layer."""
+
+    @property
+    def out_size(self) -> int:
+        """Elements of a token that the output projection reads."""
+        return self.kv_kind.num_value_heads * self.kv_kind.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaNetSpec(RecurrentSpec):
+    """A layer with the gated delta rule (``kernels/gated_delta_net.py``) in the place of attention; sizes are the
+    model's.
+
+    Every key head serves ``num_value_heads / num_key_heads`` value heads.  The convolution has ``taps``; each head's
+    output is normalised with ``eps``.  Its projections are::
+
+        in_proj_qkv, in_proj_z, in_proj_b, in_proj_a    q, k, v of all heads; z; b; a
+        in_proj_qkvz, in_proj_ba, if is_fused           q, k, v, z of a key head, then of the next one; b, a
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    eps: float
+    is_fused: bool = False
+    name: str = "linear_attn"
+
+    @property
+    def heads(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        return ("linear-attention value", self.num_value_heads), ("linear-attention key", self.num_key_heads)
+
+    @property
+    def kv_kind(self) -> StateKind:
+        return StateKind(
+            num_key_heads=self.num_key_heads,
+            num_value_heads=self.num_value_heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            taps=self.taps,
+        )
