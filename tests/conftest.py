@@ -78,7 +78,10 @@ def same_numbers_each_time(request: pytest.FixtureRequest) -> Iterator[None]:
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed)
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(seed)
+        # Not torch.manual_seed: it formats the stack for a CUDA that is not there, which costs more than most tests.
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
     yield
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
