@@ -140,6 +140,7 @@ def test_options_that_can_not_work(tmp_path: Path, options: dict[str, object], m
     assert run.outcome("test_it") == "error" and message in run.text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_GPUS, reason="the machine has the driver of GPUs")
 def test_promised_gpus_that_are_missing_fail_the_run(tmp_path: Path) -> None:
     """Oracle: no GPU here: a promised one is an error, a larger need than the promise a skip, and without a promise the

@@ -35,9 +35,11 @@ JOINS = ("kernel_cases_latents", "kernel_cases_paged_attention", "kernel_cases_s
 ATTENTION = {"kernel_cases_latents", "kernel_cases_paged_attention"}
 PRODUCTS = ATTENTION | {f"kernel_cases_{name}" for name in ("adapters", "experts", "quantised", "tree_linear")}
 
-# Most of the time; ``test_kernels_specialisations`` and ``test_kernels_latents`` compile the usual launches of these in
-# the fast tier, too.
-MANY_LAUNCHES = {f"kernel_cases_{name}" for name in ("experts", "heads", "latents", "paged_attention")}
+# Most of the time; ``test_kernels_specialisations`` and ``test_kernels_latents`` compile the usual launches of most of
+# these in the fast tier, too.
+MANY_LAUNCHES = {
+    f"kernel_cases_{name}" for name in ("adapters", "experts", "heads", "latents", "paged_attention", "quantised")
+}
 
 
 def compile_and_check(name: str, capability: int, *, repeats: Repeats = "compile") -> list[Any]:

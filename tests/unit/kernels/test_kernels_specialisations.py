@@ -196,6 +196,7 @@ def launch_experts(num_tokens: int) -> None:
 
 @needs_triton
 @quiet
+@pytest.mark.slow
 def test_no_number_of_tokens_compiles_experts_anew() -> None:
     """Oracle: Triton's own cache: after a step for each line of the table of tiles, no step adds to it."""
     with compiled_for(90) as kernels:
