@@ -73,12 +73,13 @@ def _mixer_elements(attention: AttentionSpec | RecurrentSpec, world_size: int) -
 
 
 def _mlp_elements(hidden: int, mlp: MlpSpec | ExpertsSpec, world_size: int) -> int:
-    """Numbers that an MLP makes of one token: gate, up and their product; of experts, also copies of its input and
-    outputs, for each of those that it goes to."""
+    """Numbers that an MLP makes of one token: gate, if there is one, up, and what the activation makes of them; of
+    experts, also copies of its input and outputs, for each of those that it goes to."""
     if isinstance(mlp, MlpSpec):
-        return 3 * mlp.inner_size // world_size
+        return (mlp.activation.num_parts + 1) * mlp.inner_size // world_size
     shared = 0 if mlp.shared is None else _mlp_elements(hidden, mlp.shared, world_size)
-    return max(mlp.rule.top_k * (2 * hidden + 3 * mlp.inner_size // world_size), shared)
+    inner = (mlp.activation.num_parts + 1) * mlp.inner_size // world_size
+    return max(mlp.rule.top_k * (2 * hidden + inner), shared)
 
 
 def overhead_bytes(world_size: int, *, is_gpu: bool) -> int:

@@ -236,8 +236,9 @@ def _products_of_mlp(
     """Gate and up, then down; of experts, then those of the shared MLP.  ``scheme`` is that of gate and up."""
     if isinstance(mlp, MlpSpec):
         inner = mlp.inner_size // world_size
-        modules = _below(path, mlp.fused_name, "gate_proj", "up_proj")
-        yield _Product(modules=modules, rows=2 * inner, columns=hidden, row_cuts=(inner,))
+        parts = mlp.activation.num_parts
+        modules = _below(path, mlp.fused_name, *("gate_proj", "up_proj")[-parts:])
+        yield _Product(modules=modules, rows=parts * inner, columns=hidden, row_cuts=(inner,))
         cuts = _cuts(world_size, inner)
         yield _Product(
             modules=_below(path, None, "down_proj"), rows=hidden, columns=inner, row_cuts=(hidden,), column_cuts=cuts
@@ -247,10 +248,11 @@ def _products_of_mlp(
     room = local_inner_size(mlp.inner_size, world_size, block=block)
     cuts = tuple(block_bounds(mlp.inner_size, world_size, block=block)[1:-1])
     stored = mlp.named_by_rules
-    names = dict.fromkeys(name.format(0) for name in (stored.gate, stored.up, stored.down))
+    names = dict.fromkeys(name.format(0) for name in (*stored.inputs(mlp.activation), stored.down))
     modules = _below(path, None, *names)
     count = mlp.rule.top_k if active_only else mlp.num_experts
-    yield _Product(modules=modules, rows=2 * room, columns=hidden, row_cuts=(room, *cuts), count=count, is_expert=True)
+    rows, of_rows = mlp.activation.num_parts * room, (room, *cuts)
+    yield _Product(modules=modules, rows=rows, columns=hidden, row_cuts=of_rows, count=count, is_expert=True)
     yield _Product(
         modules=modules, rows=hidden, columns=room, row_cuts=(hidden,), column_cuts=cuts, count=count, is_expert=True
     )
@@ -291,8 +293,8 @@ def _others(hidden: int, layer: LayerSpec, world_size: int, *, active_only: bool
 
 def _others_of_mlp(hidden: int, mlp: MlpSpec | ExpertsSpec, world_size: int, *, active_only: bool) -> int:
     if isinstance(mlp, MlpSpec):
-        return (2 * mlp.inner_size // world_size + hidden) * mlp.bias
-    biases = (2 * local_inner_size(mlp.inner_size, world_size) + hidden) * mlp.bias
+        return (mlp.activation.num_parts * mlp.inner_size // world_size + hidden) * mlp.bias
+    biases = (mlp.activation.num_parts * local_inner_size(mlp.inner_size, world_size) + hidden) * mlp.bias
     found = biases * (mlp.rule.top_k if active_only else mlp.num_experts)
     per_expert = hidden + mlp.router_bias + (mlp.correction is not None) + (mlp.expert_scale is not None)
     found += per_expert * mlp.num_experts + hidden * (mlp.router_scale is not None)

@@ -13,8 +13,8 @@ from tp_engine.kernels.dependent_launch_triton import begin_row_block, launch_ro
 from tp_engine.kernels.jit import jit
 from tp_engine.model_config.mlp import Activation
 
-# The numbers of Activation.code; 3 is "relu2".
-_SILU, _GELU_TANH, _SWIGLU_CLAMPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# The numbers of Activation.code; 2 is "swiglu_clamped".
+_SILU, _GELU_TANH, RELU2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(3)
 _TWO_ROOTS_OF_TWO_OVER_PI = tl.constexpr(1.5957691216057308)
 _TWO_LOG2_E = tl.constexpr(2 * 1.4426950408889634)
 # tanh adds up four terms of its series below this, and divides exponentials above: each is exact to float32 there.
@@ -32,36 +32,43 @@ def gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr
     elif KIND == _GELU_TANH:
         twice = (gate + 0.044715 * gate * gate * gate) * _TWO_ROOTS_OF_TWO_OVER_PI
         product = gate / (1.0 + tl.exp(-twice)) * up
-    elif KIND == _SWIGLU_CLAMPED:
+    else:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         product = (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
-    else:
-        gate = tl.where(gate < 0, 0.0, gate)
-        product = gate * gate * up
     return product
+
+
+@jit
+def squared_relu(up):
+    """Return the activation of an MLP without a gate, KIND == RELU2; float32, NaN stays NaN."""
+    kept = tl.where(up < 0, 0.0, up)
+    return kept * kept
 
 
 @jit
 def gate_kernel(
     gate_up, out, stride,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    PDL: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: up to BLOCK elements of one token."""
     token, column, inside = begin_row_block(SIZE, BLOCK, PDL)
     row = gate_up + token * stride
-    gate = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(row + SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    product = gated(gate, up, KIND, ALPHA, LIMIT)
+    product = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(row + SIZE + column, mask=inside, other=0.0).to(tl.float32)
+        product = gated(product, up, KIND, ALPHA, LIMIT)
+    else:
+        product = squared_relu(product)
     tl.store(out + token * SIZE + column, product.to(out.dtype.element_ty), mask=inside)
 
 
 def gate_triton(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """``layer_ops.gate``; the rows may be slices of wider ones."""
-    num_tokens, double = gate_up.shape
-    assert double % 2 == 0 and gate_up.stride(1) == 1, (gate_up.shape, gate_up.stride())
-    size = double // 2
+    num_tokens, width = gate_up.shape
+    assert width % activation.num_parts == 0 and gate_up.stride(1) == 1, (gate_up.shape, gate_up.stride())
+    size = width // activation.num_parts
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     arguments = gate_up, out, gate_up.stride(0)
     launch_row_blocks(gate_kernel, out, num_tokens, size, *arguments, **activation_constants(activation))
@@ -69,10 +76,11 @@ def gate_triton(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def activation_constants(activation: Activation | None) -> dict[str, Any]:
-    """Return the constants of ``gated``; for None, those of a kernel that does not call it."""
+    """Return the constants of ``gated`` and of what calls it; for None, those of a kernel that applies nothing."""
     if activation is None:
-        return {"KIND": 0, "ALPHA": 0.0, "LIMIT": 0.0}
-    return {"KIND": activation.code, "ALPHA": activation.alpha, "LIMIT": activation.limit}
+        return {"GATED": False, "KIND": -1, "ALPHA": 0.0, "LIMIT": 0.0}
+    constants = {"KIND": activation.code, "ALPHA": activation.alpha, "LIMIT": activation.limit}
+    return {"GATED": activation.num_parts == 2, **constants}
 
 
 @jit

@@ -11,7 +11,7 @@ They are the twins of ``norm_triton``, ``elementwise_triton`` and ``cpu/kernels/
     silu            silu(gate) * up                                    SwiGLU, https://arxiv.org/abs/2002.05202
     gelu_tanh       gelu(gate), by its tanh formula, * up
     swiglu_clamped  (u + 1) * g * sigmoid(alpha * g)                   g = min(gate, limit), u = up within +-limit
-    relu2           max(gate, 0)^2 * up
+    relu2           max(up, 0)^2, without a gate                        https://arxiv.org/abs/2109.08668
 """
 
 from dataclasses import dataclass
@@ -75,10 +75,13 @@ def add_norm(
 
 
 def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Return the two halves of a gated MLP multiplied: (N, 2 * size), gate then up, -> (N, size).
+    """Return the two halves of a gated MLP multiplied: (N, 2 * size), gate then up, -> (N, size); of an MLP without a
+    gate, (N, size) -> (N, size).
 
     The activated gate is rounded before the product, as the models' own code does; ``swiglu_clamped`` is rounded once.
     """
+    if activation.kind == "relu2":
+        return F.relu(gate_up).square_()
     first, up = gate_up.chunk(2, -1)
     if activation.kind == "swiglu_clamped":
         limit, bounded = activation.limit, widened(first).clamp(max=activation.limit)
@@ -86,9 +89,7 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         return product.to(gate_up.dtype)
     if activation.kind == "silu":
         return F.silu(first).mul_(up)
-    if activation.kind == "gelu_tanh":
-        return F.gelu(first, approximate="tanh").mul_(up)
-    return F.relu(first).square_().mul_(up)
+    return F.gelu(first, approximate="tanh").mul_(up)
 
 
 def embed(token_ids: torch.Tensor, weight: torch.Tensor, first_id: int | None, scale: float = 1.0) -> torch.Tensor:

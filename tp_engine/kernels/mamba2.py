@@ -135,7 +135,8 @@ def scan_in_chunks(
 
 def group_squares(x: torch.Tensor, num_groups: int) -> torch.Tensor:
     """Return the sum of squares of each group of a row's elements: ``x`` (N, width) float32 -> (N, groups) float32."""
-    return x.unflatten(1, (num_groups, -1)).square().sum(-1)
+    groups: torch.Tensor = x.unflatten(1, (num_groups, -1))
+    return groups.square().sum(-1)
 
 
 def norm_groups(
@@ -150,7 +151,7 @@ def norm_groups(
     if squares is None:
         squares = group_squares(x, num_groups)
     factors = (squares / group_size + eps).rsqrt()
-    normed = x.unflatten(1, (num_groups, -1)) * factors.unsqueeze(-1)
+    normed: torch.Tensor = x.unflatten(1, (num_groups, -1)) * factors.unsqueeze(-1)
     return (normed.flatten(1) * widened(weight)).to(weight.dtype)
 
 

@@ -129,7 +129,7 @@ def _expert_names(spec: ExpertsSpec, context: LayerContext) -> list[str]:
     """The modules that hold the experts in a quantised checkpoint."""
     stored = spec.named_by_rules
     numbers = range(spec.num_experts) if stored.kind == "each" else range(1)
-    names = dict.fromkeys((stored.gate, stored.up, stored.down))
+    names = dict.fromkeys((*stored.inputs(spec.activation), stored.down))
     return [context.at(name.format(number)).path for number in numbers for name in names]
 
 

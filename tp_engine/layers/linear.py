@@ -75,7 +75,8 @@ class LocalLinear(Layer):
 
 
 class GatedColumnParallelLinear(LocalLinear):
-    """``activation(gate(x), up(x))``: (N, in) -> (N, size / world size); a rank holds its share of each.
+    """``activation(gate(x), up(x))``, or ``activation(up(x))`` of one without a gate: (N, in) -> (N, size / world
+    size); a rank holds its share of each.
 
     ::
 
@@ -95,9 +96,10 @@ class GatedColumnParallelLinear(LocalLinear):
         fused_name: str | None = None,
     ) -> None:
         own = equal_share(size, context.rank, context.world_size)
-        parts = _parts(context, fused_name, [("gate_proj", size, own, as_stored), ("up_proj", size, own, as_stored)])
+        names = ("gate_proj", "up_proj")[-activation.num_parts :]
+        parts = _parts(context, fused_name, [(name, size, own, as_stored) for name in names])
         shape = LinearShape(stored_columns=in_size, columns=Span(0, in_size), parts=parts, activation=activation)
-        super().__init__(shape, bias=bias, context=context.at(fused_name or "gate_proj"))
+        super().__init__(shape, bias=bias, context=context.at(fused_name or names[0]))
 
 
 class QKVParallelLinear(LocalLinear):

@@ -18,7 +18,8 @@ RouterScores: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """How an MLP joins its gate and up (kernels/layer_ops.py has the formulas).
+    """How an MLP joins its gate and up, or of ``relu2``, which has no gate, what it makes of up
+    (kernels/layer_ops.py has the formulas).
 
     ``alpha`` and ``limit`` are for ``swiglu_clamped``: the slope of its sigmoid, and the bound of both halves.
     """
@@ -32,6 +33,11 @@ class Activation:
         """The kind's number in C and Triton: 0 to 3, in the order of ``ActivationKind``."""
         return _CODES[self.kind]
 
+    @property
+    def num_parts(self) -> int:
+        """What it reads: 2, gate and up, or 1, up alone."""
+        return 1 if self.kind == "relu2" else 2
+
 
 SILU = Activation("silu")
 """The activation of SwiGLU (https://arxiv.org/abs/2002.05202)."""
@@ -39,7 +45,7 @@ SILU = Activation("silu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
-    """``down(activation(gate(x), up(x)))``.
+    """``down(activation(gate(x), up(x)))``, or without a gate ``down(activation(up(x)))``.
 
     ``name`` is the module's in the checkpoint, below its layer.  ``fused_name``: the one stored tensor that holds gate
     and up rows.
@@ -77,7 +83,7 @@ class RoutingRule:
 class StoredExperts:
     """Names and order of a checkpoint's experts, below the MLP's module.
 
-    ::
+    Experts without a gate have no tensors and no rows of it::
 
         each         gate, up (I, H) and down (H, I), a tensor for each expert: the names have {} for its number
         fused        gate = up (E, 2 I, H), gate rows first; down (E, H, I)
@@ -93,6 +99,10 @@ class StoredExperts:
     interleaved: bool = False
     weight_suffix: str = ".weight"
     bias_suffix: str = ".bias"
+
+    def inputs(self, activation: Activation) -> tuple[str, ...]:
+        """Return the modules that read an expert's input: gate and up, or up."""
+        return (self.gate, self.up)[-activation.num_parts :]
 
 
 EACH = StoredExperts(kind="each", gate="experts.{}.gate_proj", up="experts.{}.up_proj", down="experts.{}.down_proj")
@@ -110,7 +120,7 @@ TRANSPOSED = replace(FUSED, kind="transposed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """``num_experts`` gated MLPs of ``inner_size``, of which a router picks some for each token.
+    """``num_experts`` MLPs of ``inner_size``, of which a router picks some for each token.
 
     The output is the sum of the chosen ones' outputs, each times its weight, and of the output of ``shared``, which all
     tokens go through, times the sigmoid of ``shared_gate`` if there is one.  ``correction`` is added to the experts'

@@ -16,7 +16,7 @@ from tp_engine.model_config.spec import BesideSpec, LayerSpec
 
 
 class GatedMLP(Layer):
-    """``down(activation(gate(x), up(x)))``, this rank's part of it."""
+    """``down(activation(gate(x), up(x)))``, or without a gate ``down(activation(up(x)))``, this rank's part of it."""
 
     def __init__(self, spec: MlpSpec, hidden_size: int, *, context: LayerContext) -> None:
         super().__init__()

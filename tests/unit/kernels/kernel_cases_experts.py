@@ -19,7 +19,7 @@ from tp_engine.kernels.quantization.weights import Codes, dequantise
 from tp_engine.model_config.mlp import SILU, Activation, RoutingRule
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CLAMPED = Activation("swiglu_clamped", alpha=1.7, limit=1.5)
+CLAMPED, RELU2 = Activation("swiglu_clamped", alpha=1.7, limit=1.5), Activation("relu2")
 RULES = {
     "softmax": RoutingRule(top_k=3),
     "renormalised": RoutingRule(top_k=3, renormalises=True, factor=2.0),
@@ -52,16 +52,26 @@ def check_route(device: str, num_experts: int, dtype: torch.dtype, rule: Routing
 
 
 def make_weights(
-    num_experts: int, hidden: int, inner: int, dtype: torch.dtype, device: str, *, bias: bool, first: int = 0
+    num_experts: int,
+    hidden: int,
+    inner: int,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    bias: bool,
+    first: int = 0,
+    activation: Activation | None = None,
 ) -> ExpertWeights:
-    """Random weights."""
+    """Random weights; their usual activation is clamped if they have biases, else SiLU."""
+    activation = activation or (CLAMPED if bias else SILU)
+    rows = activation.num_parts * inner
     return ExpertWeights(
-        gate_up=random((num_experts, 2 * inner, hidden), dtype, device, 1),
+        gate_up=random((num_experts, rows, hidden), dtype, device, 1),
         down=random((num_experts, hidden, inner), dtype, device, 2),
-        gate_up_bias=random((num_experts, 2 * inner), dtype, device, 3) if bias else None,
+        gate_up_bias=random((num_experts, rows), dtype, device, 3) if bias else None,
         down_bias=random((num_experts, hidden), dtype, device, 4) if bias else None,
         first=first,
-        activation=CLAMPED if bias else SILU,
+        activation=activation,
     )
 
 
@@ -83,13 +93,20 @@ def make_ids(kind: str, num_tokens: int, top_k: int, num_experts: int, device: s
 
 
 def check_experts(
-    device: str, num_tokens: int, kind: str, shape: tuple[int, int, int], dtype: torch.dtype, bias: bool, first: int
+    device: str,
+    num_tokens: int,
+    kind: str,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    bias: bool,
+    first: int,
+    activation: Activation | None = None,
 ) -> None:
     """Oracle: the twin in float64.  With ``first``, the ids also name experts of other ranks."""
     from tp_engine.kernels.experts.experts_triton import TritonExperts
 
     num_experts, hidden, inner = shape
-    weights = make_weights(num_experts, hidden, inner, dtype, device, bias=bias, first=first)
+    weights = make_weights(num_experts, hidden, inner, dtype, device, bias=bias, first=first, activation=activation)
     x = random((num_tokens, hidden), dtype, device)
     ids = make_ids(kind, num_tokens, 3, num_experts + 2 * first, device)
     shares = random((num_tokens, 3), torch.float32, device, 5).sigmoid()
@@ -126,17 +143,26 @@ def check_grouped_mm(device: str, first: int) -> None:
 
 
 def make_quantised(
-    shape: tuple[int, int, int], kind: Codes, options: dict[str, Any], dtype: torch.dtype, device: str, *, bias: bool
+    shape: tuple[int, int, int],
+    kind: Codes,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    device: str,
+    *,
+    bias: bool,
+    activation: Activation | None = None,
 ) -> QuantisedExpertWeights:
-    """Random weights."""
+    """Random weights; as ``make_weights``."""
     num_experts, hidden, inner = shape
+    activation = activation or (CLAMPED if bias else SILU)
+    rows = activation.num_parts * inner
     return QuantisedExpertWeights(
-        gate_up=make_weight(kind, (num_experts, 2 * inner, hidden), device, **options),
+        gate_up=make_weight(kind, (num_experts, rows, hidden), device, **options),
         down=make_weight(kind, (num_experts, hidden, inner), device, **options),
-        gate_up_bias=random((num_experts, 2 * inner), dtype, device, 3) if bias else None,
+        gate_up_bias=random((num_experts, rows), dtype, device, 3) if bias else None,
         down_bias=random((num_experts, hidden), dtype, device, 4) if bias else None,
         first=0,
-        activation=CLAMPED if bias else SILU,
+        activation=activation,
     )
 
 
@@ -149,11 +175,12 @@ def check_quantised(
     kind: Codes,
     options: dict[str, Any],
     bias: bool,
+    activation: Activation | None,
 ) -> None:
     """Oracle: the twin in float64; the last row alone gives the same."""
     from tp_engine.kernels.experts.experts_triton import TritonExperts
 
-    weights = make_quantised(shape, kind, options, dtype, device, bias=bias)
+    weights = make_quantised(shape, kind, options, dtype, device, bias=bias, activation=activation)
     x, ids = random((num_tokens, shape[1]), dtype, device), make_ids(kind_of_ids, num_tokens, 3, shape[0], device)
     shares = random((num_tokens, 3), torch.float32, device, 5).sigmoid()
     dense = ExpertWeights(
@@ -213,27 +240,29 @@ def make_cases() -> dict[str, Case]:
         (70, "even", (6, 64, 32), torch.float16, False, 0),
         (33, "spread", (4, 80, 40), torch.float32, True, 2),
         (300, "spread", (3, 32, 16), torch.float32, False, 0),
+        (20, "spread", (6, 72, 40), torch.bfloat16, True, 0, RELU2),
     ):
-        num_tokens, kind, shape, dtype, bias, first = settings
-        label = "experts-" + "-".join(str(setting) for setting in settings)
+        num_tokens, kind, shape, dtype, bias, first, *rest = settings
+        label = "experts-" + "-".join(str(setting) for setting in settings[:6]) + "-relu2" * len(rest)
         cases[label] = partial(
-            check_experts, num_tokens=num_tokens, kind=kind, shape=shape, dtype=dtype, bias=bias, first=first
-        )
+            check_experts, num_tokens=num_tokens, kind=kind, shape=shape, dtype=dtype, bias=bias, first=first,
+            activation=RELU2 if rest else None,
+        )  # fmt: skip
     blocks: dict[str, Any] = {"group": 16, "row_block": 16}
-    # tokens, kind of ids, (experts, hidden, inner), dtype, codes, what the weights have, biases
-    quantised: tuple[tuple[int, str, tuple[int, int, int], torch.dtype, Codes, dict[str, Any], bool], ...] = (
-        (1, "spread", (8, 96, 40), torch.float32, "int4", {"group": 8, "zeros": True}, False),
-        (40, "one", (5, 64, 48), torch.bfloat16, "int4", {"group": 32, "scales": torch.bfloat16}, False),
-        (70, "even", (6, 64, 32), torch.float32, "e4m3", blocks, True),
-        (5, "spread", (6, 72, 24), torch.float16, "e4m3", {"factors": True}, False),
-        (33, "spread", (4, 96, 64), torch.bfloat16, "e2m1", {"group": 32, "scales": E8M0}, True),
-        (9, "even", (6, 80, 48), torch.float16, "e2m1", {"group": 16, "scales": E4M3, "factors": True}, False),
-        (300, "spread", (3, 32, 16), torch.float32, "int8", {"group": 16, "zeros": True}, False),
+    # tokens, kind of ids, (experts, hidden, inner), dtype, codes, what the weights have, biases, activation
+    quantised: tuple[tuple[int, str, tuple[int, int, int], torch.dtype, Codes, dict[str, Any], bool, Any], ...] = (
+        (1, "spread", (8, 96, 40), torch.float32, "int4", {"group": 8, "zeros": True}, False, None),
+        (40, "one", (5, 64, 48), torch.bfloat16, "int4", {"group": 32, "scales": torch.bfloat16}, False, None),
+        (70, "even", (6, 64, 32), torch.float32, "e4m3", blocks, True, None),
+        (5, "spread", (6, 72, 24), torch.float16, "e4m3", {"factors": True}, False, RELU2),
+        (33, "spread", (4, 96, 64), torch.bfloat16, "e2m1", {"group": 32, "scales": E8M0}, True, None),
+        (9, "even", (6, 80, 48), torch.float16, "e2m1", {"group": 16, "scales": E4M3, "factors": True}, False, RELU2),
+        (300, "spread", (3, 32, 16), torch.float32, "int8", {"group": 16, "zeros": True}, False, None),
     )
-    for num_tokens, kind, shape, dtype, codes, options, bias in quantised:
+    for num_tokens, kind, shape, dtype, codes, options, bias, activation in quantised:
         cases[f"quantised-experts-{num_tokens}-{kind}-{shape}-{dtype}-{codes}"] = partial(
             check_quantised, num_tokens=num_tokens, kind_of_ids=kind, shape=shape, dtype=dtype, kind=codes,
-            options=options, bias=bias,
+            options=options, bias=bias, activation=activation,
         )  # fmt: skip
     for first in (0, 2):
         cases[f"grouped-mm-from-{first}"] = partial(check_grouped_mm, first=first)

@@ -84,24 +84,25 @@ def check_norm(
 
 def gate_exactly(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """In float64, by the activations' formulas."""
+    if activation.kind == "relu2":
+        return F.relu(gate_up.double()) ** 2
     gate, up = gate_up.double().chunk(2, -1)
     if activation.kind == "silu":
         return gate * gate.sigmoid() * up
     if activation.kind == "gelu_tanh":
         return F.gelu(gate, approximate="tanh") * up
-    if activation.kind == "relu2":
-        return F.relu(gate) ** 2 * up
     gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
     return (up + 1) * gate * (activation.alpha * gate).sigmoid()
 
 
 def check_gate(device: str, size: int, dtype: torch.dtype, activation: Activation) -> None:
     """Gates far from zero too, where an exponential overflows; NaN stays."""
-    gate_up = random((4, 2 * size + 16), dtype, device)[:, : 2 * size]
+    width = activation.num_parts * size
+    gate_up = random((4, width + 16), dtype, device)[:, :width]
     gate_up[0, :size] *= 10 if activation.kind == "relu2" else 100
     gate, twin = both("gate")
     assert_close_enough(gate(gate_up, activation), twin(gate_up, activation), gate_exactly(gate_up, activation))
-    gate_up[1, 3], gate_up[2, size + 4] = float("nan"), float("nan")
+    gate_up[1, 3], gate_up[2, width - size + 4] = float("nan"), float("nan")
     assert gate(gate_up, activation).isnan().nonzero().tolist() == [[1, 3], [2, 4]]
 
 

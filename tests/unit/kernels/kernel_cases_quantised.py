@@ -208,14 +208,14 @@ def make_cases() -> dict[str, Case]:
         (1, FLOAT32, "int4", (9, 104), {"group": 8}),
         (1, BFLOAT16, "int4", (18, 90), {"group": 90, "scales": BFLOAT16}),
         (1, FLOAT32, "int8", (20, 200), {"group": 200, "zeros": True}, None, True),
-        (4, BFLOAT16, "int8", (20, 200), {"group": 64, "zeros": True}),
+        (4, BFLOAT16, "int8", (20, 200), {"group": 64, "zeros": True}, ACTIVATIONS[-1], True),
         (1, FLOAT16, "int8", (20, 250), {"factors": True}),
         (1, FLOAT32, "e4m3", (150, 320), blocks),
         (65, BFLOAT16, "e4m3", (150, 320), blocks, SILU, True),
         (7, FLOAT16, "e4m3", (150, 192), {"group": 64, "row_block": 64}),
         (1, BFLOAT16, "e4m3", (20, 144), {"factors": True}, SILU, True),
         (6, FLOAT32, "e4m3", (20, 144), {"factors": True}),
-        (1, FLOAT32, "e2m1", (40, 320), {"group": 16, "scales": E4M3, "factors": True}),
+        (1, FLOAT32, "e2m1", (40, 320), {"group": 16, "scales": E4M3, "factors": True}, ACTIVATIONS[-1], True),
         (17, FLOAT16, "e2m1", (40, 336), {"group": 16, "scales": E4M3, "factors": True}, SILU),
         (9, BFLOAT16, "e2m1", (40, 352), {"group": 32, "scales": E8M0}, ACTIVATIONS[2], True),
         (1, BFLOAT16, "e2m1", (40, 352), {"group": 32, "scales": E8M0}, ACTIVATIONS[2], True),
@@ -249,7 +249,7 @@ def make_cases() -> dict[str, Case]:
         cases[f"rows-as-float8-{dtype}-{size}-{group}-{scale}"] = partial(
             check_rows, dtype=dtype, size=size, group=group, scale=scale
         )
-        for activation in (SILU, ACTIVATIONS[2]):
+        for activation in (SILU, ACTIVATIONS[2], ACTIVATIONS[-1]):
             cases[f"gated-rows-as-float8-{dtype}-{size}-{group}-{scale}-{activation.kind}"] = partial(
                 check_gated_rows, dtype=dtype, size=size, group=group, scale=scale, activation=activation
             )

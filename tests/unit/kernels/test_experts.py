@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.unit.kernels.kernel_cases_experts import RULES, make_ids, make_weights
+from tests.unit.kernels.kernel_cases_experts import CLAMPED, RELU2, RULES, make_ids, make_weights
 from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough, random
 from tests.unit.models.test_weights import empty_parameters
 from tp_engine.cpu.kernels.experts import NativeExperts
@@ -29,7 +29,9 @@ from tp_engine.model_config.mlp import (
     EACH,
     FUSED,
     NUMBERED,
+    SILU,
     TRANSPOSED,
+    Activation,
     ExpertsSpec,
     RoutingRule,
     StoredExperts,
@@ -119,12 +121,12 @@ def native_experts(weights: ExpertWeights, top_k: int) -> NativeExperts:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("activation", "bias"), [(SILU, False), (CLAMPED, True), (RELU2, True)])
 @pytest.mark.parametrize(("num_tokens", "kind"), [(1, "spread"), (7, "even"), (130, "one"), (300, "spread")])
-def test_native_experts(num_tokens: int, kind: str, bias: bool, dtype: torch.dtype) -> None:
+def test_native_experts(num_tokens: int, kind: str, activation: Activation, bias: bool, dtype: torch.dtype) -> None:
     """Oracle: the twin in float64; one expert with all tokens (more than a group of tiles), and experts without
     tokens."""
-    weights = make_weights(8, 72, 40, dtype, "cpu", bias=bias)
+    weights = make_weights(8, 72, 40, dtype, "cpu", bias=bias, activation=activation)
     x, ids = random((num_tokens, 72), dtype, "cpu"), make_ids(kind, num_tokens, 3, 8, "cpu")
     shares = random((num_tokens, 3), torch.float32, "cpu", 5).sigmoid()
     wide = ExpertWeights(

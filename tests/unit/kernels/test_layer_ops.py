@@ -102,13 +102,13 @@ def test_add(dtype: torch.dtype, size: tuple[int, int], scales: tuple[float, flo
 
 
 def gated(gate_up: torch.Tensor, rule: Activation) -> torch.Tensor:
+    if rule.kind == "relu2":
+        return gate_up.double().clamp(min=0) ** 2
     gate, up = gate_up.double().chunk(2, -1)
     if rule.kind == "silu":
         return gate * gate.sigmoid() * up
     if rule.kind == "gelu_tanh":
         return 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
-    if rule.kind == "relu2":
-        return gate.clamp(min=0) ** 2 * up
     kept = gate.clamp(max=rule.limit)
     return (up.clamp(-rule.limit, rule.limit) + 1) * kept * (rule.alpha * kept).sigmoid()
 
@@ -119,7 +119,8 @@ def gated(gate_up: torch.Tensor, rule: Activation) -> torch.Tensor:
 @pytest.mark.parametrize("kind", get_args(ActivationKind))
 def test_gate(dtype: torch.dtype, size: tuple[int, int], kind: ActivationKind) -> None:
     """Oracle: the formula; values on both sides of the clamped one's limits."""
-    rule, gate_up = Activation(kind, alpha=1.5, limit=5.0), (torch.randn(size[0], 2 * size[1]) * 4).to(dtype)
+    rule = Activation(kind, alpha=1.5, limit=5.0)
+    gate_up = (torch.randn(size[0], rule.num_parts * size[1]) * 4).to(dtype)
     compare("gate", lambda gate: gate(gate_up, rule), gated(gate_up, rule))
 
 

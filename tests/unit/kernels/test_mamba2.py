@@ -159,7 +159,7 @@ def test_groups_are_normalised(num_ranks: int, dtype: torch.dtype, in_c: bool) -
     expected = whole(x)
     parts = [x.view(5, 2, num_ranks, -1)[:, :, rank].flatten(1) for rank in range(num_ranks)]
     weights = [whole.weight.data.view(2, num_ranks, -1)[:, rank].flatten().to(dtype) for rank in range(num_ranks)]
-    squares = sum(squares_of(part, 2) for part in parts) if num_ranks > 1 else None
+    squares = torch.stack([squares_of(part, 2) for part in parts]).sum(0) if num_ranks > 1 else None
     found = [norm(part, own, 2, 1e-5, squares, 44) for part, own in zip(parts, weights, strict=True)]
     assert found[0].dtype is dtype
     joined = torch.stack([one.view(5, 2, -1) for one in found], 2).flatten(1)
@@ -202,8 +202,8 @@ def test_draft_rows_go_on_behind_their_row(in_c: bool) -> None:
     rtol, atol = (0.0, 0.0) if in_c else (1e-5, 1e-5)
     step = partial(native.mamba2_decode, library_or_skip()) if in_c else mamba2_decode
     runs = torch.tensor([[0, -1]] * 12, dtype=torch.int32)
-    for own, *behind in DRAFT_RUNS:
-        runs[own] = torch.tensor([behind[0] if behind else 0, len(behind)])
+    for first, *behind in DRAFT_RUNS:
+        runs[first] = torch.tensor([behind[0] if behind else 0, len(behind)])
     for kind in KINDS:
         mixed, rule, states = inputs_of(kind, 12), rule_of(kind), random_states(kind, 14)
         before, slots = copy_of(states), torch.randperm(14)[:12].int()

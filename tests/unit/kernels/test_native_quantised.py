@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from tests.unit.kernels.kernel_cases_experts import make_ids
+from tests.unit.kernels.kernel_cases_experts import CLAMPED, RELU2, make_ids
 from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough, random
 from tests.unit.kernels.kernel_cases_quantised import BFLOAT16, E4M3, E8M0, FLOAT16, FLOAT32, make_weight
 from tests.unit.kernels.test_experts import assert_rows_are_their_own
@@ -167,15 +167,18 @@ def test_every_code(library: ctypes.CDLL, kind: Codes, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rows_result_is_its_own(library: ctypes.CDLL, kind: Codes, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", [SILU, RELU2])
+def test_a_rows_result_is_its_own(
+    library: ctypes.CDLL, activation: Activation, kind: Codes, dtype: torch.dtype
+) -> None:
     """Oracle: the same rows in other batches and with other numbers of threads, bit by bit, with and without an
     activation, and before it; and the activation of the product, bit by bit."""
     weight = make_weight(kind, (260, 1500), group=48, zeros=kind == "int4", factors=True)
     x, bias = operands((260, 1500), 130, dtype)
     threads = torch.get_num_threads()
-    product, gated = QuantisedPanels(library, weight, dtype), QuantisedPanels(library, weight, dtype, SILU)
+    product, gated = QuantisedPanels(library, weight, dtype), QuantisedPanels(library, weight, dtype, activation)
     whole, whole_gated = product(x, bias), gated(x, bias)
-    assert torch.equal(whole_gated, implementation("gate", "native")(whole, SILU))
+    assert torch.equal(whole_gated, implementation("gate", "native")(whole, activation))
     try:
         for number in (1, 2, 3):
             torch.set_num_threads(number)
@@ -206,15 +209,18 @@ def test_memory_is_that_of_the_checkpoint(library: ctypes.CDLL) -> None:
         assert QuantisedPanels(library, weight, BFLOAT16).num_bytes <= 1.03 * weight.num_bytes
 
 
-def make_experts(kind: Codes, inner: int, dtype: torch.dtype, **options: Any) -> QuantisedExpertWeights:
+def make_experts(
+    kind: Codes, inner: int, dtype: torch.dtype, activation: Activation = CLAMPED, **options: Any
+) -> QuantisedExpertWeights:
     """Six experts of 72 columns; ``options`` of ``make_weight``, and a bias for each product."""
+    rows = activation.num_parts * inner
     return QuantisedExpertWeights(
-        gate_up=make_weight(kind, (6, 2 * inner, 72), **options),
+        gate_up=make_weight(kind, (6, rows, 72), **options),
         down=make_weight(kind, (6, 72, inner), **options),
-        gate_up_bias=random((6, 2 * inner), dtype, "cpu", 3),
+        gate_up_bias=random((6, rows), dtype, "cpu", 3),
         down_bias=random((6, 72), dtype, "cpu", 4),
         first=0,
-        activation=Activation("swiglu_clamped", alpha=1.7, limit=1.5),
+        activation=activation,
     )
 
 
@@ -223,8 +229,9 @@ def make_experts(kind: Codes, inner: int, dtype: torch.dtype, **options: Any) ->
 @pytest.mark.parametrize(("num_tokens", "spread"), [(1, "spread"), (7, "even"), (130, "one"), (300, "spread")])
 def test_experts(library: ctypes.CDLL, num_tokens: int, spread: str, kind: Codes, dtype: torch.dtype) -> None:
     """Oracle: the dense twin in float64; one expert with all tokens, experts without tokens, groups within words."""
-    zeros = kind == "int4"
-    weights = make_experts(kind, 40, dtype, group=16 if num_tokens > 7 else 12, zeros=zeros, factors=not zeros)
+    zeros, activation = kind == "int4", RELU2 if num_tokens in (7, 300) else CLAMPED
+    options = {"group": 16 if num_tokens > 7 else 12, "zeros": zeros, "factors": not zeros}
+    weights = make_experts(kind, 40, dtype, activation, **options)
     assert weights.gate_up_bias is not None and weights.down_bias is not None
     x, ids = random((num_tokens, 72), dtype, "cpu"), make_ids(spread, num_tokens, 3, 6, "cpu")
     shares = random((num_tokens, 3), FLOAT32, "cpu", 5).sigmoid()

@@ -218,8 +218,8 @@ class EveryOperation:
         self.qkv, self.out = PackedWeight(LIBRARY, random(widths, hidden)), PackedWeight(LIBRARY, random(hidden, 96))
         self.logits = PackedWeight(LIBRARY, random(50, hidden))
         self.ups = [
-            PackedWeight(LIBRARY, random(2 * inner, hidden), activation=Activation(kind))
-            for kind in get_args(ActivationKind)
+            PackedWeight(LIBRARY, random(rule.num_parts * inner, hidden), activation=rule)
+            for rule in map(Activation, get_args(ActivationKind))
         ]
         self.up, self.down = (PackedWeight(LIBRARY, random(*size)) for size in ((2 * inner, hidden), (hidden, inner)))
         self.metadata.is_padded = False

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.kernels.kernel_cases_experts import make_ids, make_weights
+from tests.unit.kernels.kernel_cases_experts import RELU2, make_ids, make_weights
 from tests.unit.kernels.kernel_cases_layer_ops import random
 from tp_engine.config import EngineConfig
 from tp_engine.cpu.kernels.experts import NativeExperts
@@ -19,6 +19,7 @@ from tp_engine.errors import ConfigError
 from tp_engine.kernels.experts.experts import ExpertWeights
 from tp_engine.kernels.linear.tree_sum import mix_experts_tree, tree_linear, tree_sum
 from tp_engine.model_config import read_model
+from tp_engine.model_config.mlp import Activation
 from tp_engine.model_config.tp_invariant import NUM_SHARDS, WORLD_SIZES, check_tp_invariant
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,8 +87,8 @@ def share_of(weights: ExpertWeights, rank: int, world_size: int) -> ExpertWeight
     """A rank's part of each expert; the first rank adds the down bias."""
 
     def own(both: torch.Tensor) -> torch.Tensor:
-        gate, up = both.chunk(2, 1)
-        return torch.cat((gate.chunk(world_size, 1)[rank], up.chunk(world_size, 1)[rank]), 1).contiguous()
+        parts = both.chunk(weights.activation.num_parts, 1)
+        return torch.cat([part.chunk(world_size, 1)[rank] for part in parts], 1).contiguous()
 
     return replace(
         weights,
@@ -99,12 +100,12 @@ def share_of(weights: ExpertWeights, rank: int, world_size: int) -> ExpertWeight
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("bias", "activation"), [(False, None), (True, None), (True, RELU2)])
 def test_experts_have_the_same_bits_on_any_number_of_ranks(
-    library: ctypes.CDLL, bias: bool, dtype: torch.dtype
+    library: ctypes.CDLL, bias: bool, activation: Activation | None, dtype: torch.dtype
 ) -> None:
     """Oracle: the ranks' parts, added as a tree and rounded once; and the twin, up to rounding."""
-    weights = make_weights(6, 72, 96, dtype, "cpu", bias=bias)
+    weights = make_weights(6, 72, 96, dtype, "cpu", bias=bias, activation=activation)
     for rows in (1, 90):
         x, ids = random((rows, 72), dtype, "cpu"), make_ids("spread", rows, 3, 6, "cpu")
         shares = random((rows, 3), torch.float32, "cpu", 5).sigmoid()

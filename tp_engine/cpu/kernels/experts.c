@@ -13,7 +13,7 @@
 /* Mirrored in layout.py. */
 typedef struct {
     const float *gate_up, *down;                  /* panels, expert after expert */
-    const char *gate_up_bias, *down_bias;         /* (num_experts, 2 * inner), (num_experts, hidden), or NULL */
+    const char *gate_up_bias, *down_bias;         /* (num_experts, parts * inner), (num_experts, hidden), or NULL */
     int64_t first, num_experts, hidden, inner, top_k;
     int64_t kind, dtype;                          /* of the activation (gated.h); of everything but the weights of the sum */
     float alpha, limit;
@@ -199,7 +199,7 @@ int mix_experts(const Experts *e, const char *x, const int32_t *ids, const float
                 int64_t rows, int64_t num_threads)
 {
     const int dtype = (int)e->dtype;
-    const int64_t pairs = rows * e->top_k, gate_panels = count_panels(e->inner, 2), down_panels = count_panels(e->hidden, 1);
+    const int64_t pairs = rows * e->top_k, gate_panels = count_panels(e->inner, parts_of((int)e->kind)), down_panels = count_panels(e->hidden, 1);
     const int64_t item_size = 4 / item_bytes(dtype), x_bytes = e->hidden * item_bytes(dtype);
     const int64_t inner_bytes = e->inner * item_bytes(dtype);
     Work w;

@@ -59,18 +59,22 @@ class NativeExperts(_InPanels):
         assert num_shards or not keeps_sums, "only a tree's sums are kept"
         experts = _experts(weights, dtype, top_k)
         experts.num_shards, experts.keeps_sums = num_shards, keeps_sums
-        gate_up, down = pack_experts(library, weights.gate_up, 2), pack_experts(library, weights.down, 1)
+        gate_up, down = (
+            pack_experts(library, one, parts)
+            for one, parts in ((weights.gate_up, weights.activation.num_parts), (weights.down, 1))
+        )
         experts.gate_up, experts.down = gate_up.data_ptr(), down.data_ptr()
         experts.kept = (*experts.kept, gate_up, down)
         self._gate_up, self._down, self._sizes = gate_up, down, (weights.down.shape[2], weights.down.shape[1])
+        self._num_parts = weights.activation.num_parts
         super().__init__(library, experts, dtype, top_k)
 
     def gate_up(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
         """Do as ``SeparateExperts``; a row's result is the same, bit by bit, for any other rows."""
         _, panels, _, width = self._gate_up.shape
         both = self._multiply(x, self._gate_up, panels * width, runs)
-        # Half of each panel is gate rows, the other half up rows.
-        apart = both.view(len(x), panels, 2, width // 2).transpose(1, 2).reshape(len(x), 2, -1)
+        # Half of each panel is gate rows, the other half up rows, unless there are no gates.
+        apart = both.view(len(x), panels, self._num_parts, -1).transpose(1, 2).reshape(len(x), self._num_parts, -1)
         return apart[..., : self._sizes[0]].reshape(len(x), -1)
 
     def down(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
@@ -91,7 +95,7 @@ class NativeQuantisedExperts(_InPanels):
 
     def __init__(self, library: ctypes.CDLL, weights: QuantisedExpertWeights, dtype: torch.dtype, top_k: int) -> None:
         experts = _experts(weights, dtype, top_k)
-        gate_up = pack_quantised(library, weights.gate_up, dtype, 2)
+        gate_up = pack_quantised(library, weights.gate_up, dtype, weights.activation.num_parts)
         down = pack_quantised(library, weights.down, dtype, 1)
         experts.gate_up, experts.down = gate_up.panels.data_ptr(), down.panels.data_ptr()
         experts.quantised_gate_up, experts.quantised_down = (

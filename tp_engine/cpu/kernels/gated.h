@@ -1,4 +1,4 @@
-/* An MLP's gate and up multiplied: kernels/layer_ops.py has the formulas. */
+/* An MLP's gate and up multiplied, or the square of up alone: kernels/layer_ops.py has the formulas. */
 #pragma once
 
 #include "simd.h"
@@ -22,14 +22,20 @@ INLINE vf gated(vf gate, vf up, float alpha, float limit, const int kind, const 
         return rounded(gate / (1.0f + exp2_vector(gate * -LOG2_E)), dtype) * up;
     if (kind == GELU_TANH)
         return rounded(gelu_tanh(gate), dtype) * up;
-    if (kind == RELU2) {
-        const vf kept = select_vector(gate < 0.0f, splat(0), gate);
-        return rounded(kept * kept, dtype) * up;
-    }
     gate = select_vector(gate > limit, splat(limit), gate);
     up = select_vector(up > limit, splat(limit), select_vector(up < -limit, splat(-limit), up));
     return (up + 1.0f) * gate / (1.0f + exp2_vector(gate * (-LOG2_E * alpha)));
 }
+
+/* Of RELU2, which has no gate. */
+INLINE vf squared_relu(vf up)
+{
+    const vf kept = select_vector(up < 0.0f, splat(0), up);
+    return kept * kept;
+}
+
+/* Parts of a weight with this activation behind it: gate and up, or one. */
+INLINE int parts_of(const int kind) { return kind == NO_GATE || kind == RELU2 ? 1 : 2; }
 
 /* `statement`, compiled for each activation. */
 #define FOR_KIND(statement)                                                             \

@@ -22,7 +22,7 @@ def fits_panels(weight: torch.Tensor) -> bool:
 class Panels(ABC):
     """The base of weights (out, in) in C, for rows of ``dtype``.
 
-    With an ``activation`` the weight is the gate's rows, then up's (out = 2 * size).
+    With an ``activation`` the weight is the gate's rows, then up's (out = 2 * size), or up's alone.
     """
 
     is_recordable = True
@@ -31,9 +31,9 @@ class Panels(ABC):
         self, library: ctypes.CDLL, dtype: torch.dtype, out_size: int, activation: Activation | None, made: torch.dtype
     ) -> None:
         self._library, self._dtype, self._out_size, self._made = library, dtype, out_size, made
-        self._num_parts = 1 if activation is None else 2
+        self._num_parts = 1 if activation is None else activation.num_parts
         self._kind = NO_ACTIVATION if activation is None else activation.code
-        self._kind_before = NO_ACTIVATION if activation is None else BOTH_PARTS
+        self._kind_before = NO_ACTIVATION if self._num_parts == 1 else BOTH_PARTS
         self._bounds = (0.0, 0.0) if activation is None else (float(activation.alpha), float(activation.limit))
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

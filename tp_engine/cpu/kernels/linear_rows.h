@@ -1,4 +1,4 @@
-/* x @ weight.T + bias with the weight in panels (panels.h); or gate times up of that, by an activation (gated.h).  With
+/* x @ weight.T + bias with the weight in panels (panels.h); or an activation of that (gated.h), most of gate and up.  With
    BOTH_PARTS it is the product without the activation, bit by bit, of a weight whose panels hold gate and up.
 
    Each task has one panel and some of the rows, and reads its panel in chunks of items.  A chunk stays in the second-level
@@ -34,9 +34,6 @@ typedef struct {
     int64_t shard_bytes;  /* from a shard's outputs to the next shard's, which are not added; or 0 */
     int stores_float32;   /* out is float32, whatever the type */
 } Linear;
-
-/* Parts of a weight: gate and up, or one. */
-INLINE int parts_of(const int kind) { return kind == NO_GATE ? 1 : 2; }
 
 /* Adds the bias to `sum`, the sums of outputs `i` to `i + VW` of a part. */
 INLINE vf add_bias(const Linear *p, vf sum, int64_t part, int64_t i, const int dtype)
@@ -74,7 +71,9 @@ INLINE void store_sums(const Linear *p, Sums sums, int64_t row, int64_t rows, in
             if (i >= p->part_size)
                 break;
             vf result = p->num_shards ? sums[r][v] : add_bias(p, sums[r][v], 0, i, dtype);
-            if (kind != NO_GATE) {
+            if (kind == RELU2) {
+                result = squared_relu(rounded(result, dtype));
+            } else if (kind != NO_GATE) {
                 const vf up = add_bias(p, sums[r][v + vectors], 1, i, dtype);
                 if (kind == BOTH_PARTS)
                     store_some(out + part_bytes, i, p->part_size, up, dtype);

@@ -99,10 +99,10 @@ def gate(library: ctypes.CDLL, gate_up: torch.Tensor, rule: Activation) -> torch
     dtype = DTYPE_CODES.get(gate_up.dtype)
     if dtype is None or not gate_up.is_contiguous():
         return twins.gate(gate_up, rule)
-    rows, width = gate_up.shape
-    out = torch.empty((rows, width // 2), dtype=gate_up.dtype)
+    rows, size = len(gate_up), gate_up.shape[1] // rule.num_parts
+    out = torch.empty((rows, size), dtype=gate_up.dtype)
     library.gate_rows(
-        gate_up.data_ptr(), out.data_ptr(), rows, width // 2, rule.code, float(rule.alpha), float(rule.limit), dtype,
+        gate_up.data_ptr(), out.data_ptr(), rows, size, rule.code, float(rule.alpha), float(rule.limit), dtype,
         torch.get_num_threads(),
     )  # fmt: skip
     return out

@@ -5,7 +5,7 @@
 
 /* out = x @ weight.T + bias: x (rows, items), its rows x_stride elements of `dtype` apart; weight as packed; bias
    (out_size) or NULL and out (rows, out_size) contiguous.  Sums are float32 and rounded once.  With an activation,
-   out (rows, out_size / 2) is that of gate and up; BOTH_PARTS leaves it out.  If `widens` is true of the type, widened has
+   out (rows, out_size / parts) is that of its one or two parts; BOTH_PARTS leaves it out.  If `widens` is true of the type, widened has
    room for rows of 2 * items float32, rounded up to a multiple of VW; otherwise it may be NULL.  With num_shards, the items'
    sums are added as a tree (linear_rows.h), without activation; out is float32 then if `keeps_sums`.
 

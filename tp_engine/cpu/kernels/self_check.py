@@ -209,7 +209,7 @@ def _linear(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator
     for rule in _ACTIVATIONS:
         gated = PackedWeight(library, weight[:36], activation=rule)
         yield f"packed_linear with {rule.kind}", gated(x, bias[:36]), layer_ops.gate(expected[:, :36], rule)
-    yield "packed_linear of both parts", gated.before_activation(x, bias[:36]), expected[:, :36]
+        yield "packed_linear of both parts", gated.before_activation(x, bias[:36]), expected[:, :36]
     ids = torch.tensor([36, 0, 50, 17], dtype=torch.int32)
     wanted = torch.where(ids[:, None] < 37, weight[ids.clamp(max=36).long()], 0.0) * 2
     yield "embed_panels", PackedWeight(library, weight).rows(ids, None, 2.0), wanted
@@ -253,15 +253,17 @@ def _experts(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generato
     ids, shares = expected
     gate_up, down = torch.randn(8, 40, 24, generator=generator) * 0.2, torch.randn(8, 24, 20, generator=generator) * 0.2
     biases = torch.randn(8, 40, generator=generator).to(dtype), torch.randn(8, 24, generator=generator).to(dtype)
-    weights = ExpertWeights(
-        gate_up=gate_up.to(dtype),
-        down=down.to(dtype),
-        gate_up_bias=biases[0],
-        down_bias=biases[1],
-        first=0,
-        activation=_ACTIVATIONS[0],
-    )
-    yield "mix_experts", NativeExperts(library, weights, 3)(x, ids, shares), mix_experts(x, ids, shares, weights)
+    for activation in (_ACTIVATIONS[0], _ACTIVATIONS[-1]):
+        rows = 20 * activation.num_parts
+        weights = ExpertWeights(
+            gate_up=gate_up[:, :rows].to(dtype),
+            down=down.to(dtype),
+            gate_up_bias=biases[0][:, :rows],
+            down_bias=biases[1],
+            first=0,
+            activation=activation,
+        )
+        yield "mix_experts", NativeExperts(library, weights, 3)(x, ids, shares), mix_experts(x, ids, shares, weights)
     quantised = QuantisedExpertWeights(
         gate_up=_quantised_weight("int4", (8, 40, 24), generator),
         down=_quantised_weight("e4m3", (8, 24, 20), generator),

@@ -60,13 +60,16 @@ INLINE void norm_row(const char *x, char *residual, char *out, const NormRule *r
     }
 }
 
-/* out = gate times up of a row. */
-INLINE void gate_row(const char *gate, const char *up, char *out, int64_t width, float alpha, float limit, const int kind,
-                     const int dtype)
+/* out = the activation of a row, `gate` then up, or up alone. */
+INLINE void gate_row(const char *gate, char *out, int64_t width, float alpha, float limit, const int kind, const int dtype)
 {
+    const char *const up = gate + width * item_bytes(dtype);
     for (int64_t i = 0; i < width; i += VW) {
-        const vf first = load_some(gate, i, width, dtype), second = load_some(up, i, width, dtype);
-        store_some(out, i, width, gated(first, second, alpha, limit, kind, dtype), dtype);
+        const vf first = load_some(gate, i, width, dtype);
+        if (kind == RELU2)
+            store_some(out, i, width, squared_relu(first), dtype);
+        else
+            store_some(out, i, width, gated(first, load_some(up, i, width, dtype), alpha, limit, kind, dtype), dtype);
     }
 }
 
@@ -126,15 +129,15 @@ int copy_rows(const char *from, char *to, int64_t rows, int64_t bytes, int64_t f
     return 0;
 }
 
-/* gate_up (rows, 2 * width) -> out (rows, width). */
+/* gate_up (rows, parts * width) -> out (rows, width). */
 int gate_rows(const char *gate_up, char *out, int64_t rows, int64_t width, int64_t kind, float alpha, float limit, int64_t dtype,
               int64_t num_threads)
 {
     const int64_t bytes = width * item_bytes((int)dtype);
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows > 1 && rows * width >= MIN_PARALLEL_ITEMS)
     for (int64_t row = 0; row < rows; row++) {
-        const char *const gate = gate_up + 2 * row * bytes;
-        FOR_KIND(FOR_DTYPE(gate_row(gate, gate + bytes, out + row * bytes, width, alpha, limit, KIND, TYPE)))
+        const char *const own = gate_up + parts_of((int)kind) * row * bytes;
+        FOR_KIND(FOR_DTYPE(gate_row(own, out + row * bytes, width, alpha, limit, KIND, TYPE)))
     }
     return 0;
 }

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_launch
-from tp_engine.kernels.elementwise_triton import activation_constants, gated
+from tp_engine.kernels.elementwise_triton import RELU2, activation_constants, gated, squared_relu
 from tp_engine.kernels.experts.sort_triton import PairOrder
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.quantization.sums_triton import block_columns, quantised_sums, scales_fit_values
@@ -138,6 +138,8 @@ def grouped_kernel(
         if HAS_BIAS:
             up_sums += tl.load(bias + (expert * 2 + 1) * OUT + column, mask=inside, other=0.0).to(tl.float32)[None, :]
         sums = gated(sums, up_sums, KIND, ALPHA, LIMIT)
+    elif KIND == RELU2:
+        sums = squared_relu(sums)
     place = out + pair[:, None] * OUT + column[None, :]
     tl.store(place, sums.to(out.dtype.element_ty), mask=is_pair[:, None] & inside[None, :])
 
@@ -154,10 +156,11 @@ def multiply_pairs(
 ) -> torch.Tensor:
     """(pairs, out): row pair // ``pairs_per_row`` of ``x`` times its expert's ``weight`` (experts, out, in).
 
-    With an ``activation``, the weight is gate rows, then up rows, and the result has half as many columns.  Rows of
+    With an ``activation`` that has a gate, the weight is gate rows, then up rows, and the result has half as many
+    columns.  Rows of
     pairs whose expert is elsewhere are undefined.
     """
-    size = weight.shape[1] // (1 if activation is None else 2)
+    size = weight.shape[1] // (1 if activation is None else activation.num_parts)
     out = x.new_empty((order.num_pairs, size))
     if isinstance(weight, QuantisedWeight):
         tensors, block_k = weight_tensors(weight), block_columns(weight, x.dtype)
@@ -167,7 +170,7 @@ def multiply_pairs(
     grouped_kernel[(len(order.block_experts), ceil_div(size, tiles.block_n))](
         x, *tensors, bias, out, *order,
         OUT=size, PAIRS_PER_ROW=pairs_per_row, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=block_k,
-        GATED=activation is not None, HAS_BIAS=bias is not None, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        HAS_BIAS=bias is not None, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         **constants, **activation_constants(activation), **dependent_launch(x.device),
     )  # fmt: skip
     return out

@@ -22,7 +22,7 @@ from tp_engine.kernels.dependent_launch_triton import (
     prefetched_columns,
     wait_for_previous,
 )
-from tp_engine.kernels.elementwise_triton import activation_constants, gated
+from tp_engine.kernels.elementwise_triton import RELU2, activation_constants, gated, squared_relu
 from tp_engine.kernels.jit import jit
 from tp_engine.model_config.mlp import Activation
 
@@ -80,6 +80,8 @@ def one_row_linear_kernel(
         if HAS_BIAS:
             up += tl.load(bias + OUT + row).to(tl.float32)
         result = gated(result, up, KIND, ALPHA, LIMIT)
+    elif KIND == RELU2:
+        result = squared_relu(result)
     tl.store(out + row, result.to(out.dtype.element_ty))
 
 
@@ -96,10 +98,10 @@ def one_row_linear_triton(
 ) -> torch.Tensor:
     """Multiply ``x`` (1, in) by ``weight`` (out, in) and add ``bias`` (out,), in float32; returns (1, out).
 
-    With an ``activation``, the weight is gate above up, and the result is (1, out / 2).
+    With an ``activation`` that has a gate, the weight is gate above up, and the result is (1, out / 2).
     """
     num_rows, size = weight.shape
-    is_gated = activation is not None
+    is_gated = activation is not None and activation.num_parts == 2
     assert x.shape == (1, size) and x.stride(1) == 1 and takes_weight(weight, is_gated=is_gated), (x.shape, size)
     num_out = num_rows // 2 if is_gated else num_rows
     block_in, block_out = _blocks(size, is_gated)
@@ -111,7 +113,7 @@ def one_row_linear_triton(
         x, weight, bias, out,
         OUT=num_out, IN=size, BLOCK_OUT=block_out, BLOCK_IN=block_in, HELD=held,
         PREFETCHED=prefetched_columns(size - held, block_out * (1 + is_gated), itemsize, block_in),
-        PER_LINE=LINE_BYTES // itemsize, GATED=is_gated, HAS_BIAS=bias is not None, num_warps=_THREADS // 32,
+        PER_LINE=LINE_BYTES // itemsize, HAS_BIAS=bias is not None, num_warps=_THREADS // 32,
         **activation_constants(activation), **dependent_launch(x.device),
     )  # fmt: skip
     return out

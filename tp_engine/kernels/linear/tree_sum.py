@@ -53,17 +53,19 @@ def mix_experts_tree(
     The activation is rounded to the type of ``x``, as always, and the shards' products are not.
     """
     inner = experts.down.shape[2] // num_shards
-    gate, up = experts.gate_up.chunk(2, 1)
-    gate_bias, up_bias = (None, None) if experts.gate_up_bias is None else experts.gate_up_bias.chunk(2, 1)
+    num_parts = experts.activation.num_parts
 
     def of_shard(shard: int) -> torch.Tensor:
         own = slice(shard * inner, (shard + 1) * inner)
-        biases = None if gate_bias is None or up_bias is None else torch.cat((gate_bias[:, own], up_bias[:, own]), 1)
+
+        def rows(stack: torch.Tensor) -> torch.Tensor:
+            return torch.cat([part[:, own] for part in stack.chunk(num_parts, 1)], 1)
+
         part = replace(
             experts,
-            gate_up=torch.cat((gate[:, own], up[:, own]), 1),
+            gate_up=rows(experts.gate_up),
             down=experts.down[:, :, own],
-            gate_up_bias=biases,
+            gate_up_bias=None if experts.gate_up_bias is None else rows(experts.gate_up_bias),
             down_bias=None if shard else experts.down_bias,
         )
         return mix_experts(x, expert_ids, weights, part, keeps_sums=True)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_launch
-from tp_engine.kernels.elementwise_triton import activation_constants, gated
+from tp_engine.kernels.elementwise_triton import RELU2, activation_constants, gated, squared_relu
 from tp_engine.kernels.quantization.sums_triton import block_columns, quantised_sums, scales_fit_values
 from tp_engine.kernels.quantization.values_triton import weight_constants, weight_tensors
 from tp_engine.kernels.quantization.weights import QuantisedWeight
@@ -68,6 +68,8 @@ def quantised_linear_kernel(
         if HAS_BIAS:
             up_sums += tl.load(bias + OUT + output, mask=inside, other=0.0).to(tl.float32)[:, None]
         sums = gated(sums, up_sums, KIND, ALPHA, LIMIT)
+    elif KIND == RELU2:
+        sums = squared_relu(sums)
     place = out + row[None, :] * OUT + output[:, None]
     tl.store(place, sums.to(out.dtype.element_ty), mask=inside[:, None] & is_row[None, :])
 
@@ -85,7 +87,7 @@ def quantised_linear_triton(
     """
     num_rows, (num_outputs, size) = len(x), weight.shape
     assert x.shape[1] == size and x.stride(1) == 1, (x.shape, x.stride(), weight.shape)
-    is_gated = activation is not None
+    is_gated = activation is not None and activation.num_parts == 2
     num_out = num_outputs // 2 if is_gated else num_outputs
     out = torch.empty((num_rows, num_out), dtype=x.dtype, device=x.device)
     if not num_rows:
@@ -95,7 +97,7 @@ def quantised_linear_triton(
     quantised_linear_kernel[(ceil_div(num_out, block_n), ceil_div(num_rows, tiles.block_m))](
         x, *weight_tensors(weight), bias, out, num_rows, x.stride(0),
         IN_VALUES=scales_fit_values(weight, x.dtype), OUT=num_out, BLOCK_N=block_n, BLOCK_M=tiles.block_m,
-        BLOCK_K=block_columns(weight, x.dtype), GATED=is_gated, HAS_BIAS=bias is not None, num_warps=tiles.num_warps,
+        BLOCK_K=block_columns(weight, x.dtype), HAS_BIAS=bias is not None, num_warps=tiles.num_warps,
         num_stages=tiles.num_stages, **weight_constants(weight), **activation_constants(activation),
         **dependent_launch(x.device),
     )  # fmt: skip

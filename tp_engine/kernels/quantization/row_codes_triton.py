@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import begin_row, dependent_launch
-from tp_engine.kernels.elementwise_triton import activation_constants, gated
+from tp_engine.kernels.elementwise_triton import RELU2, activation_constants, gated, squared_relu
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.kv_cache.store_kv_triton import scaled_to_range
 from tp_engine.kernels.quantization.row_codes import CODE_DTYPE, LARGEST_CODE
@@ -40,12 +40,12 @@ def rounded_groups(values, given, LARGEST: tl.constexpr, HAS_SCALE: tl.constexpr
 def quantise_rows_kernel(
     x, given, codes, scales, x_stride, scale_stride,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, LARGEST: tl.constexpr, HAS_SCALE: tl.constexpr,
-    GATES: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: PARTS groups of WIDTH columns of one row.
 
-    ``scales`` has a row for each group, ``scale_stride`` apart.  HAS_SCALE: ``given`` is the scale of all.  GATES: a
-    row of ``x`` is SIZE gates, then SIZE ups; their ``gated`` is rounded to the type of ``x``.
+    ``scales`` has a row for each group, ``scale_stride`` apart.  HAS_SCALE: ``given`` is the scale of all.  GATED: a
+    row of ``x`` is SIZE gates, then SIZE ups; what the activation makes is rounded to the type of ``x``.
     """
     token = begin_row(PDL)
     part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
@@ -53,9 +53,11 @@ def quantise_rows_kernel(
     inside = column < SIZE
     place = x + token * x_stride + column
     values = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    if GATES:
+    if GATED:
         up = tl.load(place + SIZE, mask=inside, other=0.0).to(tl.float32)
         values = gated(values, up, KIND, ALPHA, LIMIT).to(x.dtype.element_ty).to(tl.float32)
+    elif KIND == RELU2:
+        values = squared_relu(values).to(x.dtype.element_ty).to(tl.float32)
     is_part = part * WIDTH < SIZE
     found, own = rounded_groups(values, given, LARGEST, HAS_SCALE)
     tl.store(codes + token * SIZE + column, found.to(codes.dtype.element_ty), mask=inside)
@@ -72,8 +74,8 @@ def quantise_rows_triton(
     """
     num_rows, size = x.shape
     if activation is not None:
-        assert size % 2 == 0, x.shape
-        size //= 2
+        assert size % activation.num_parts == 0, x.shape
+        size //= activation.num_parts
     width = group or int(triton.next_power_of_2(size))
     assert x.stride(1) == 1 and width & (width - 1) == 0 and width <= MAX_SIZE, (x.shape, x.stride(), group)
     num_groups = ceil_div(size, width)
@@ -84,7 +86,7 @@ def quantise_rows_triton(
         quantise_rows_kernel[(num_rows, ceil_div(num_groups, parts))](
             x, scale, codes, scales, x.stride(0), num_rows,
             SIZE=size, WIDTH=width, PARTS=parts, LARGEST=LARGEST_CODE, HAS_SCALE=scale is not None,
-            GATES=activation is not None, **activation_constants(activation),
+            **activation_constants(activation),
             num_warps=min(max(parts * width // (32 * _ELEMENTS_PER_THREAD), 1), _MAX_WARPS),
             **dependent_launch(x.device),
         )  # fmt: skip

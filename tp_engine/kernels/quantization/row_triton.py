@@ -24,7 +24,7 @@ import torch
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
-from tp_engine.kernels.elementwise_triton import activation_constants, gated
+from tp_engine.kernels.elementwise_triton import RELU2, activation_constants, gated, squared_relu
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.quantization.values_triton import load_scales, num_groups, weight_constants, weight_tensors
 from tp_engine.kernels.quantization.weights import QuantisedWeight, values_per_byte
@@ -149,6 +149,8 @@ def quantised_row_kernel(
             result = total
     if GATED:
         result = gated(result, up, KIND, ALPHA, LIMIT)
+    elif KIND == RELU2:
+        result = squared_relu(result)
     tl.store(out + row, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -166,7 +168,7 @@ def quantised_row_triton(
     """``quantised.multiply_quantised`` of one row: ``x`` (1, in) -> (1, out); sums in float32, no weight rounded."""
     num_rows, size = weight.shape
     assert x.shape == (1, size) and x.stride(1) == 1 and takes_row(weight), (x.shape, weight.shape)
-    is_gated = activation is not None
+    is_gated = activation is not None and activation.num_parts == 2
     num_out = num_rows // 2 if is_gated else num_rows
     num_words = weight.codes.shape[1] // _WORD_BYTES
     block_words = block_of_words(num_words)
@@ -176,7 +178,7 @@ def quantised_row_triton(
     out = torch.empty((1, num_out), dtype=x.dtype, device=x.device)
     quantised_row_kernel[(ceil_div(num_out, block_out),)](
         x, codes.view(torch.uint32), *others, bias, out,
-        OUT=num_out, BLOCK_OUT=block_out, BLOCK_WORDS=block_words, GATED=is_gated, HAS_BIAS=bias is not None,
+        OUT=num_out, BLOCK_OUT=block_out, BLOCK_WORDS=block_words, HAS_BIAS=bias is not None,
         **weight_constants(weight), **activation_constants(activation), **dependent_launch(x.device),
     )  # fmt: skip
     return out

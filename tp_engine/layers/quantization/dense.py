@@ -13,8 +13,8 @@ bfloat16    with instructions for matrices of it      oneDNN, the weight packed
 bfloat16    any other                                 C, the weight in panels
 ==========  ========================================  ==============================
 
-Gate and up are one weight, and the result is the activation of both: C with panels applies it to its sums, which are
-never stored; for the others it is a separate operation.
+Gate and up are one weight, and the result is the activation of both, or of up where there is no gate: C with panels
+applies it to its sums, which are never stored; for the others it is a separate operation.
 
 The choice is fixed: it follows from times measured side by side (docs/benchmarks.md), not from times
 taken at each start, so that a model's tokens are the same in every run on a machine.  A weight in panels or packed is a
@@ -69,12 +69,13 @@ class Dense:
 
     def create_experts(self, context: ParameterFactory, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
         num_experts, hidden, room = shape.experts.size, shape.hidden_size, shape.room
+        num_parts = shape.spec.activation.num_parts
 
         def sources(side: Callable[[StoredExperts], LinearShape]) -> list[tuple[Source, ...]]:
             return [shape.weight_sources(one, side(one)) for one in shape.spec.stored]
 
         found = {
-            "gate_up": context.parameter((num_experts, 2 * room, hidden), *sources(shape.gate_up)),
+            "gate_up": context.parameter((num_experts, num_parts * room, hidden), *sources(shape.gate_up)),
             "down": context.parameter((num_experts, hidden, room), *sources(shape.down)),
         }
         return found | expert_biases(context, shape)
@@ -92,16 +93,16 @@ class Dense:
 
 
 def expert_biases(context: ParameterFactory, shape: ExpertsShape) -> dict[str, nn.Parameter]:
-    """Return the parameters of experts' biases, in the model's type: (experts, 2 * room) and (experts, hidden)."""
+    """Return the parameters of experts' biases, in the model's type: (experts, parts * room) and (experts, hidden)."""
     if not shape.spec.bias:
         return {}
-    count = shape.experts.size
+    count, rows = shape.experts.size, shape.spec.activation.num_parts * shape.room
 
     def sources(side: Callable[[StoredExperts], LinearShape]) -> list[tuple[Source, ...]]:
         return [shape.bias_sources(one, side(one)) for one in shape.spec.stored]
 
     return {
-        "gate_up_bias": context.parameter((count, 2 * shape.room), *sources(shape.gate_up)),
+        "gate_up_bias": context.parameter((count, rows), *sources(shape.gate_up)),
         "down_bias": context.parameter((count, shape.hidden_size), *sources(shape.down)),
     }
 
@@ -187,7 +188,8 @@ def takes_one_row(weight: torch.Tensor, activation: Activation | None) -> bool:
     """Return whether ``OneRowLinear`` takes ``weight`` (out, in): whole blocks of rows, and no vocabulary."""
     from tp_engine.kernels.linear.one_row_linear_triton import takes_weight
 
-    return len(weight) <= _MOST_OUTPUTS and takes_weight(weight, is_gated=activation is not None)
+    is_gated = activation is not None and activation.num_parts == 2
+    return len(weight) <= _MOST_OUTPUTS and takes_weight(weight, is_gated=is_gated)
 
 
 class ThenGate:

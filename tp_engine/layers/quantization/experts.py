@@ -2,7 +2,7 @@
 
 ::
 
-    parameter       (experts, 2 * room, hidden)    gate rows, zeros, up rows, zeros
+    parameter       (experts, 2 * room, hidden)    gate rows, zeros, up rows, zeros; without a gate up alone
                     (experts, hidden, room)        down: columns of this rank, zeros
 
 Each expert is a linear layer of gate and up, and one of down (``stored.LinearShape``); a checkpoint has tensors for
@@ -56,15 +56,16 @@ class ExpertsShape:
         return {**biases, "first": self.experts.start, "activation": self.spec.activation}
 
     def gate_up(self, stored: StoredExperts) -> LinearShape:
-        """Return one expert's gate and up: (2 * room, hidden); {} in the names of its parts is for its number."""
+        """Return one expert's gate and up: (2 * room, hidden), or up alone; {} in the names of its parts is for its
+        number."""
         size, inner = self.spec.inner_size, self.inner
-        parts = []
-        for index, name in enumerate((stored.gate, stored.up)):
+        names, parts = stored.inputs(self.spec.activation), []
+        for index, name in enumerate(names):
             part = Part(name=f"{self.path}.{name}", stored_rows=size, rows=inner, room=self.room)
             if stored.interleaved:
-                part = replace(part, stored_rows=2 * size, first=index, step=2)
+                part = replace(part, stored_rows=len(names) * size, first=index, step=len(names))
             elif stored.kind != "each":
-                part = replace(part, stored_rows=2 * size, rows=Span(inner.start + index * size, inner.size))
+                part = replace(part, stored_rows=len(names) * size, rows=Span(inner.start + index * size, inner.size))
             parts.append(part)
         whole_rows = Span(0, self.hidden_size)
         return LinearShape(stored_columns=self.hidden_size, columns=whole_rows, parts=tuple(parts))

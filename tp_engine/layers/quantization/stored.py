@@ -98,7 +98,7 @@ class LinearShape:
     """One product on this rank: its ``parts`` one above the other, ``columns`` of their ``stored_columns``.
 
     There is room for ``room`` columns, or exactly for those; the rest are zero.  With an ``activation``, the parts are
-    gate and up, and the product ends with the activation of both.  With ``num_shards`` the product is
+    gate and up, or up alone, and the product ends with the activation.  With ``num_shards`` the product is
     ``tree_sum.tree_linear``, which keeps its sums unless it has all columns.
     """
 
