@@ -94,6 +94,9 @@ def _new_head(model: Any, seed: int) -> tuple[Any, Callable[[str], str]]:
             torch.nn.init.normal_(tensor, std=0.2)
             if tensor.dim() == 1 and not kind.startswith("qwen3_"):
                 tensor.data += 1.0
+        for key, tensor in head.layers.state_dict().items():
+            if key.endswith("e_score_correction_bias"):  # no parameter, and 0 at first
+                torch.nn.init.normal_(tensor, std=0.1)
     last = config.num_hidden_layers
 
     def name(key: str) -> str:
@@ -131,9 +134,11 @@ class ReferenceMtp:
     def __init__(self, folder: Path) -> None:
         self._model = _load(folder)
         self._head, name = _new_head(self._model, seed=0)
-        tensors = load_file(folder / "model.safetensors")
-        for key, own in _stored(self._head).items():  # views of the head's tensors
-            own.copy_(tensors[name(key)])
+        self.tensors = {name(key): own for key, own in _stored(self._head).items()}
+        """Views of the head's tensors, by their names in the checkpoint."""
+        found = load_file(folder / "model.safetensors")
+        for key, own in self.tensors.items():
+            own.copy_(found[key])
 
     @torch.inference_mode()
     def logits(self, tokens: list[int]) -> torch.Tensor:
