@@ -20,6 +20,7 @@ import torch
 
 from tp_engine.images.image_input import ImageInput
 from tp_engine.images.rules import image_rules, read_processor
+from tp_engine.kernels.kv_cache.layer_kv import dequantise, quantise
 from tp_engine.model_config import load_model_config
 
 VOCAB_SIZE, IMAGE, BREAK, END = 320, 300, 305, 306
@@ -330,16 +331,38 @@ def digest_of(pixels: Pixels) -> bytes:
     return hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest()
 
 
-class Oracle:
-    """transformers' model, with the processor that works by Pillow."""
+def _attend_to_quantised(dtype: torch.dtype) -> str:
+    """Make transformers' attention over keys and values that were stored in 8 bits ``dtype``; returns its name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
 
-    def __init__(self, folder: Path, name: str, image_token_id: int = IMAGE) -> None:
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
+    ) -> Any:
+        key, value = (dequantise(*quantise(states, dtype)) for states in (key, value))
+        return sdpa_attention_forward(module, query, key, value, *rest, **named)
+
+    name = f"quantised_{dtype}"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name
+
+
+class Oracle:
+    """transformers' model, with the processor that works by Pillow; its text part may keep K/V in ``kv_dtype``."""
+
+    def __init__(
+        self, folder: Path, name: str, image_token_id: int = IMAGE, kv_dtype: torch.dtype | None = None
+    ) -> None:
         import transformers
 
         self._family, self._token = IMAGE_FAMILIES[name], image_token_id
         model = getattr(transformers, self._family.model).from_pretrained(folder, dtype=torch.float32)
         self._model: Any = model.eval()
         self._processor = getattr(transformers, self._family.processor).from_pretrained(folder)
+        if kv_dtype is not None:
+            self._model.set_attn_implementation({"text_config": _attend_to_quantised(kv_dtype)})
 
     @torch.inference_mode()
     def logprobs(self, prompt: Prompt, answer: Sequence[int]) -> torch.Tensor:
