@@ -315,6 +315,7 @@ class FakeEngine:
             experts=ExpertBalance(num_experts=[0, 0, 1, 2, 3, 1, 1, 0, 0, 0, 0], largest_load=1.5),
             moves=MoveCounters(stored_bytes=3000, loaded_bytes=2000, store_s=0.5, load_s=0.25, wait_s=0.125),
             disk_moves=DiskCounters(read_bytes=700, written_bytes=900, read_s=0.5, write_s=0.75),
+            encode_s=0.375,
             view=None if view is None else fake_view(running, self.model_info.num_blocks, view),
         )
 

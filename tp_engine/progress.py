@@ -26,6 +26,7 @@ class RankPhase(IntEnum):
     SHUTDOWN = 11
     PREPARE = 12
     COMMIT = 13
+    ENCODE = 14
 
     @property
     def label(self) -> str:

@@ -38,6 +38,7 @@ from tp_engine.flight_recorder.record import load_record
 START_PHASES = PHASES[: PHASES.index("step_begin")]
 STEP_PHASES = ("step_begin", "move", "collective", "sample")
 ORDER_PHASES = ("prepare", "commit")  # these jobs have no orders: tests/ranks/test_orders.py
+IMAGE_PHASES = ("encode",)  # nor images: tests/ranks/test_image_features.py
 _STARTS_WITHIN_S = 150.0
 
 
@@ -100,7 +101,7 @@ class Outcome:
 
 def whole_matrix() -> Iterator[Case]:
     """Phases x actions x ranks 0 and 1 x (script, torchrun), and a few cells with four ranks."""
-    phases = [phase for phase in PHASES if phase not in ORDER_PHASES]
+    phases = [phase for phase in PHASES if phase not in (*ORDER_PHASES, *IMAGE_PHASES)]
     for phase, action, rank in itertools.product(phases, ACTIONS, (0, 1)):
         yield Case("script", rank, phase, action)
         yield Case("serve" if phase in (*STEP_PHASES, "ready") else "batch", rank, phase, action)

@@ -69,6 +69,9 @@ def run(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
     return {
         "rounds": rounds,
         "num_preemptions": stats.num_preemptions,
+        "num_drafted": 0 if stats.speculation is None else stats.speculation.num_draft_tokens,
+        "num_host_hit_tokens": stats.num_host_hit_tokens,
+        "num_disk_hit_tokens": stats.num_disk_hit_tokens,
         "num_encoded": stats.images.num_encoded,
         "num_queries": stats.images.num_queries,
     }

@@ -147,6 +147,7 @@ class Engine:
             experts=expert_balance(self._worker.expert_token_counts()),
             moves=self._worker.moves(),
             disk_moves=self._worker.disk_moves(),
+            encode_s=self._worker.encode_s(),
             view=None if view is None else self._scheduler.view(view),
         )
 

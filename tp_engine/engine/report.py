@@ -110,7 +110,7 @@ class EngineReport:
     ``step_tokens``: tokens per step.  ``plan_bytes``: bytes per plan sent.  ``step_skew``: seconds from the first to
     the last rank's begin of a step (the last two are empty for one rank).  ``num_missed_steps``: steps between two
     reports, beyond the last 512, which are in no distribution.  ``experts`` is None for models without
-    experts, ``moves`` and ``disk_moves`` (rank 0's) without such a tier.
+    experts, ``moves`` and ``disk_moves`` (rank 0's) without such a tier, ``encode_s`` (rank 0's) without a tower.
     """
 
     stats: SchedulerStats
@@ -122,6 +122,7 @@ class EngineReport:
     experts: ExpertBalance | None = None
     moves: MoveCounters | None = None
     disk_moves: DiskCounters | None = None
+    encode_s: float | None = None
     view: SchedulerView | None = None
 
 
@@ -158,6 +159,7 @@ class StepStatistics:
         experts: ExpertBalance | None,
         moves: MoveCounters | None,
         disk_moves: DiskCounters | None,
+        encode_s: float | None,
         view: SchedulerView | None,
     ) -> EngineReport:
         """Return the job now, with what only rank 0's own parts know."""
@@ -172,6 +174,7 @@ class StepStatistics:
             experts=experts,
             moves=moves,
             disk_moves=disk_moves,
+            encode_s=encode_s,
             view=view,
         )
 

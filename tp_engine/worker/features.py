@@ -173,7 +173,7 @@ def _images(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | N
         return None
     num_rows = 1 if runner.is_trial else effective.image_rows
     communicator, sum_rows = parts.groups.communicator, effective.config.max_num_batched_tokens
-    return ImageEncoder(parts.model, runner.batch, num_rows, communicator, sum_rows)
+    return ImageEncoder(parts.model, runner.batch, num_rows, communicator, sum_rows, runner.progress)
 
 
 def _image_bytes(parts: RunnerFeatureParts) -> dict[str, int]:

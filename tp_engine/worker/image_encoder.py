@@ -23,9 +23,11 @@ from tp_engine.layers.upload import upload_all
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.vision_tower import VisionTower
 from tp_engine.plan import IntArray, StepPlan
+from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.step_inputs import StepInputs
 from tp_engine.worker.feature import RunnerFeature, RunningStep
+from tp_engine.worker.span_clock import SpanClock
 
 _Positions = npt.NDArray[np.int64]
 _START, _TOKENS, _ROWS, _COLUMNS = range(4)  # columns of a row's images
@@ -38,13 +40,26 @@ class ImageEncoder(RunnerFeature):
     """
 
     def __init__(
-        self, model: CausalLM, batch: InputBatch, num_rows: int, communicator: Communicator, sum_rows: int
+        self,
+        model: CausalLM,
+        batch: InputBatch,
+        num_rows: int,
+        communicator: Communicator,
+        sum_rows: int,
+        progress: RankProgress,
     ) -> None:
         self._tower = _tower_of(model)
         self._batch, self._communicator, self._sum_rows = batch, communicator, sum_rows
+        self._progress = progress
         weight = next(self._tower.parameters())
         self.cache = torch.zeros((num_rows, self._tower.width), dtype=weight.dtype, device=weight.device)
         self._images: dict[int, IntArray] = {}  # by row: start, tokens, rows, columns of each
+        self._clock = SpanClock(weight.device)
+
+    @property
+    def encode_s(self) -> float:
+        """Seconds of all encoding so far, with the sums over ranks."""
+        return self._clock.seconds()
 
     def take_model(self, model: CausalLM) -> list[Attention]:
         self._tower = _tower_of(model)
@@ -57,7 +72,8 @@ class ImageEncoder(RunnerFeature):
             for row in np.unique(plan.images[:, 0]).tolist():
                 self._images[row] = plan.images[plan.images[:, 0] == row, 1:]
         if len(plan.encodes):
-            self._encode(plan.encodes)
+            with self._clock.span():
+                self._encode(plan.encodes)
 
     def must_launch(self, plan: StepPlan) -> bool:
         return bool(self._images) and any(row in self._images for row in plan.prefill_rows.tolist())
@@ -67,6 +83,7 @@ class ImageEncoder(RunnerFeature):
 
     def _encode(self, encodes: IntArray) -> None:
         """Each image on its rank, then all rows on all ranks; a collective."""
+        self._progress.reach(RankPhase.ENCODE)
         counts = encodes[:, 1] * encodes[:, 2]
         ends = counts.cumsum()
         new = self.cache.new_zeros((int(ends[-1]), self.cache.shape[1]))
@@ -74,6 +91,7 @@ class ImageEncoder(RunnerFeature):
             if encode[3] == self._communicator.info.rank:
                 pixels = torch.from_numpy(read_pixels(encode[4:])).to(self.cache.device)
                 new[end - count : end] = self._tower(pixels)
+        self._progress.back(RankPhase.STEP_BEGIN)
         if self._communicator.info.world_size > 1:
             for part in new.view(-1, self._tower.spec.hidden_size).split(self._sum_rows):
                 self._communicator.all_reduce(part)

@@ -32,6 +32,7 @@ from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.features import RunnerFeatureParts, RunnerParts, count_bytes, make_features
 from tp_engine.worker.graphs.graph_plan import graph_plan, measure_graph_bytes
 from tp_engine.worker.graphs.step_runner import GraphPlan
+from tp_engine.worker.image_encoder import ImageEncoder
 from tp_engine.worker.input_digests import NoteInputs
 from tp_engine.worker.lora import RankAdapters, load_lora_adapter
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
@@ -231,6 +232,11 @@ class Worker:
     def disk_moves(self) -> DiskCounters | None:
         """Return what this rank has read from and written to disk; None without a disk tier."""
         return None if self.disk is None else self.disk.tier.counters
+
+    def encode_s(self) -> float | None:
+        """Return the seconds in which this rank has encoded images; None without a tower."""
+        encoder = None if self._runner is None else self._runner.feature(ImageEncoder)
+        return None if encoder is None else encoder.encode_s
 
     def memory_growth_bytes(self) -> int:
         """Bytes of this rank's own memory beyond those at the end of ``start``; see ``MemoryMonitor``."""

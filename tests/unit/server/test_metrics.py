@@ -54,6 +54,7 @@ http_request_duration_seconds histogram handler,method {HTTP}
 http_request_size_bytes summary handler
 http_requests counter handler,method,status
 http_response_size_bytes summary handler
+image_encode_seconds counter
 image_load_seconds histogram - {NEXT}
 image_tokens counter
 images counter

@@ -117,6 +117,8 @@ def _engine_metrics(report: EngineReport, peak_usage: float, model_name: str) ->
         yield number(f.MM_HITS, model_name, images.num_hits)
         yield number(f.IMAGES_ENCODED, model_name, images.num_encoded)
         yield number(f.MM_ROWS, model_name, images.num_rows_used)
+    if report.encode_s is not None:
+        yield number(f.ENCODE_SECONDS, model_name, report.encode_s)
     yield number(f.MISSED, model_name, report.num_missed_steps)
     for family, bounds, spread in (
         (f.ITERATION_TOKENS, STEP_TOKENS, report.step_tokens),

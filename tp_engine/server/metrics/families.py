@@ -163,6 +163,7 @@ RECOMPUTED = _counter("recomputed_tokens", "tokens computed again after a preemp
 MM_QUERIES = _counter("mm_cache_queries", "images that chunks needed, looked up in the encoder cache")
 MM_HITS = _counter("mm_cache_hits", "images found in the encoder cache")
 IMAGES_ENCODED = _counter("images_encoded", "images that a rank's tower has encoded")
+ENCODE_SECONDS = _counter("image_encode_seconds", "rank 0's time for these images, and in sums over ranks")
 MM_ROWS = _gauge("mm_cache_rows_used", "rows of the encoder cache that hold an image")
 KV_EVENT_BATCHES = _counter("kv_event_batches", "messages of KV events that were published")
 KV_EVENTS_LOST = _counter(
