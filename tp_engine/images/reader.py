@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -64,7 +63,6 @@ class ImageReader:
 
     def stage(self, images: Sequence[OpenedImage], starts: Sequence[int]) -> tuple[ImageInput, ...]:
         """Decode all and put their pixels into shared memory; ``starts`` are their places in the prompt."""
-        began_s = time.monotonic()
         sizes = [self._resized(one) for one in images]
         offsets = np.cumsum([0, *(round_up(3 * height * width, ALIGNMENT) for height, width in sizes)]).tolist()
         memory = ImageMemory(offsets[-1], self.staged)
@@ -89,7 +87,7 @@ class ImageReader:
                 width=width,
             )
             inputs.append(memory.hold(staged))
-        self.seconds.append(time.monotonic() - began_s)
+        self.seconds.append(memory.end())
         return tuple(inputs)
 
     def _open(self, source: ImageSource) -> OpenedImage:

@@ -87,11 +87,17 @@ class StagedImage(ImageInput):
     __slots__ = ("_memory",)
     _memory: ImageMemory
 
+    @property
+    def loading_s(self) -> tuple[float, float]:
+        """When all images of the request began to be read, and when they were there (monotonic)."""
+        return self._memory.loading_s
+
 
 class ImageMemory:
     """One file for all images of a request: ``num_bytes``, taken from ``budget`` until the last of them is gone."""
 
     def __init__(self, num_bytes: int, budget: ByteBudget) -> None:
+        self.loading_s = (time.monotonic(),) * 2
         budget.take(num_bytes)
         try:
             self.fd = os.memfd_create("tp_engine images", os.MFD_CLOEXEC)
@@ -106,6 +112,11 @@ class ImageMemory:
     def write(self, offset: int, data: memoryview) -> None:
         """Write the bytes of one image."""
         self._view[offset : offset + len(data)] = data
+
+    def end(self) -> float:
+        """All images are there; returns the seconds that this took."""
+        self.loading_s = self.loading_s[0], time.monotonic()
+        return self.loading_s[1] - self.loading_s[0]
 
     def hold(self, image: StagedImage) -> StagedImage:
         """Keep the file open as long as ``image`` lives."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tp_engine import env
 from tp_engine.errors import ConfigError
+from tp_engine.images.staged import StagedImage
 from tp_engine.outputs import RequestMetrics
 from tp_engine.request import EngineRequest
 from tp_engine.version import __version__
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 SPAN_NAME = "llm_request"
+IMAGES_SPAN_NAME = "load_images"
 _CLOSE_S = 2.0
 _NS = 1_000_000_000
 
@@ -75,7 +77,7 @@ class RequestTracer:
 
         ``num_output_tokens`` has one entry per sequence, ``reasons`` one per sequence that ended.
         """
-        from opentelemetry.trace import SpanKind, Status, StatusCode
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         end_ns = time.time_ns()
@@ -93,6 +95,10 @@ class RequestTracer:
         )
         if "error" in reasons:
             span.set_status(Status(StatusCode.ERROR, "generation failed"))
+        if request.images and isinstance(image := request.images[0], StagedImage):
+            began_ns, ended_ns = (end_ns - int((time.monotonic() - one) * _NS) for one in image.loading_s)
+            load = self._tracer.start_span(IMAGES_SPAN_NAME, set_span_in_context(span), start_time=began_ns)
+            load.end(ended_ns)
         span.end(end_ns)
 
     def close(self) -> None:
@@ -129,7 +135,8 @@ def _request_attributes(request: EngineRequest, model_name: str) -> dict[str, An
 
 
 def _usage_attributes(request: EngineRequest, num_output_tokens: Sequence[int], num_cached: int) -> dict[str, Any]:
-    num_prompt, num_output = len(request.prompt_token_ids), sum(num_output_tokens)
+    num_prompt, num_output, images = len(request.prompt_token_ids), sum(num_output_tokens), request.images
+    num_image_tokens = sum(image.num_tokens for image in images)
     return {
         "gen_ai.usage.prompt_tokens": num_prompt,
         "gen_ai.usage.completion_tokens": num_output,
@@ -137,6 +144,7 @@ def _usage_attributes(request: EngineRequest, num_output_tokens: Sequence[int], 
         "gen_ai.usage.output_tokens": num_output,
         "gen_ai.usage.cache_read.input_tokens": num_cached,
         "gen_ai.usage.num_sequences": len(num_output_tokens),
+        **({"tp_engine.images": len(images), "tp_engine.image_tokens": num_image_tokens} if images else {}),
     }
 
 

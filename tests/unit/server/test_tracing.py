@@ -17,8 +17,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 
 from tests.asgi import App, run_served, until
-from tests.fake_engine import FakeEngine, arith
+from tests.fake_engine import MODEL_INFO, FakeEngine, arith
+from tests.images import image_info, image_part, image_tokenizer, picture
 from tests.text_tokenizers import byte_level_tokenizer
+from tp_engine.engine.messages import ModelInfo
 from tp_engine.errors import ConfigError
 from tp_engine.server import tracing
 from tp_engine.server.config import ServerConfig
@@ -33,20 +35,26 @@ LATENCIES = (
 )  # fmt: skip
 
 
-def spans_of(*requests: tuple[dict[str, object], dict[str, str]], leaves: bool = False) -> list[ReadableSpan]:
+def spans_of(
+    *requests: tuple[dict[str, object], dict[str, str]],
+    leaves: bool = False,
+    path: str = "/v1/completions",
+    info: ModelInfo = MODEL_INFO,
+) -> list[ReadableSpan]:
     """The spans of these requests, bodies and headers; in ``leaves`` the client leaves after the first event."""
     exporter = InMemorySpanExporter()
 
     async def scenario(app: App) -> None:
         app.state.tracer = RequestTracer(exporter, "demo")
         for body, headers in requests:
-            exchange = app.start("POST", "/v1/completions", body, **headers)
+            exchange = app.start("POST", path, body, **headers)
             if leaves:
                 await until(lambda: bool(exchange.parts), "the first event")  # noqa: B023
                 exchange.leave()
             await exchange.ended()
 
-    run_served(scenario, FakeEngine(arith, step_delay_s=0.002), byte_level_tokenizer())
+    tokenizer = byte_level_tokenizer() if info.images is None else image_tokenizer()
+    run_served(scenario, FakeEngine(arith, step_delay_s=0.002, model_info=info), tokenizer)
     return list(exporter.get_finished_spans())
 
 
@@ -70,6 +78,19 @@ def test_a_span_has_the_requests_figures() -> None:
     assert 0 <= queue <= first <= e2e and prefill + decode == pytest.approx(inference)
     assert queue + inference == pytest.approx(e2e)
     assert span.resource.attributes["service.version"] == __version__
+
+
+def test_the_images_of_a_prompt_have_a_span_of_their_own() -> None:
+    """Oracle: the request's span, and within it the one in which two pictures of 6 tokens were read."""
+    content = [image_part(picture(96, 64)), image_part(picture(96, 64))]
+    chat = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+    load, request = spans_of((chat, {}), path="/v1/chat/completions", info=image_info())
+    attributes = dict(request.attributes or {})
+    assert (attributes["tp_engine.images"], attributes["tp_engine.image_tokens"]) == (2, 12)
+    assert (load.name, request.name) == ("load_images", "llm_request")
+    assert load.parent is not None and request.context is not None and load.parent.span_id == request.context.span_id
+    times = [request.start_time, load.start_time, load.end_time, request.end_time]
+    assert times[1:] == sorted(times[1:]), times  # type: ignore[type-var]
 
 
 def test_the_callers_trace_goes_on() -> None:
