@@ -10,7 +10,17 @@ from typing import Any
 from tp_engine.api.llm import LLM
 from tp_engine.api.openai.chat.parser import ChatParsing
 from tp_engine.api.openai.tools.request import ToolRequest
-from tp_engine.check.prompts import CHATS, TEXTS, WEATHER_SCHEMA, WEATHER_TOOL, chat_ids, differing_prompt
+from tp_engine.check.prompts import (
+    CHATS,
+    NO_TOOLS,
+    TEXTS,
+    WEATHER_QUESTION,
+    WEATHER_SCHEMA,
+    WEATHER_TOOL,
+    chat_ids,
+    differing_prompt,
+    tool_chat_ids,
+)
 from tp_engine.check.report import CheckFinding, CheckStatus
 from tp_engine.errors import RequestError
 from tp_engine.sampling_params import SamplingParams
@@ -23,7 +33,6 @@ _PROMPT_REMEDY = (
     "--chat-template and --tokenizer take other files"
 )
 _ARGUMENTS = {"city": "Oslo"}
-_ASKED = [{"role": "user", "content": "What is the weather in Oslo?"}]
 _CALL = {
     "role": "assistant",
     "content": "",
@@ -155,13 +164,11 @@ def _check_json(llm: LLM) -> CheckFinding:
 def _check_tools(llm: LLM, tokenizer: Any) -> Iterator[CheckFinding]:
     """The template shows tools, a call and its result as transformers does; the parser reads the call back."""
     name, chat = "tool round trip", llm.input_processor.chat
-    rounds: list[Mapping[str, Any]] = [*_ASKED, _CALL, _RESULT]
-    expected = chat_ids(tokenizer, rounds, tools=[WEATHER_TOOL], **_given_template(llm))
-    plain = chat_ids(tokenizer, rounds, **_given_template(llm))
-    if expected is None or expected == plain:
-        yield CheckFinding.skipped(name, "the chat template takes no tools")
+    expected = tool_chat_ids(tokenizer, [*WEATHER_QUESTION, _CALL, _RESULT], **_given_template(llm))
+    if expected is None:
+        yield CheckFinding.skipped(name, NO_TOOLS)
         return
-    as_sent = [*_ASKED, _with_text(_CALL), _RESULT]  # clients send arguments as JSON text
+    as_sent = [*WEATHER_QUESTION, _with_text(_CALL), _RESULT]  # clients send arguments as JSON text
     try:
         found = llm.input_processor.chat_token_ids(as_sent, tools=[WEATHER_TOOL])
     except RequestError:
@@ -186,8 +193,8 @@ def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
 def _parsed(llm: LLM, name: str) -> CheckFinding:
     chat = llm.input_processor.chat
     options = {"tools": [WEATHER_TOOL]}
-    before = chat.render(_ASKED, options).text
-    whole = chat.render([*_ASKED, _with_text(_CALL)], {**options, "add_generation_prompt": False}).text
+    before = chat.render(WEATHER_QUESTION, options).text
+    whole = chat.render([*WEATHER_QUESTION, _with_text(_CALL)], {**options, "add_generation_prompt": False}).text
     if not whole.startswith(before):
         return CheckFinding.skipped(
             name, "prompts are right; the template changes earlier messages, so the call can not be cut out"

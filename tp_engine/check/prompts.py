@@ -47,6 +47,8 @@ WEATHER_TOOL: Mapping[str, Any] = {
         },
     },
 }
+WEATHER_QUESTION: Sequence[Mapping[str, Any]] = [{"role": "user", "content": "What is the weather in Oslo?"}]
+NO_TOOLS = "the chat template takes no tools"
 PROMPT_MEANING = "the model reads another prompt than in its training; answers get worse, never an error"
 _LONG = (
     "Chapter {}. The survey of the northern valley went on for {} days. Each evening the party wrote down the height "
@@ -99,6 +101,13 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
         return None
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
+
+
+def tool_chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int] | None:
+    """Return the tokens of a chat with ``WEATHER_TOOL`` by transformers; None if the template shows no tools, or
+    refuses the chat."""
+    found = chat_ids(tokenizer, messages, tools=[WEATHER_TOOL], **options)
+    return None if found == chat_ids(tokenizer, messages, **options) else found
 
 
 def _ids(ids: Sequence[int], most: int) -> tuple[int, ...]:

@@ -23,14 +23,17 @@ from tp_engine.check.oracle import FINER, Oracle, check_oracle_device
 from tp_engine.check.passes import Passed, questions, run_pass
 from tp_engine.check.prompts import (
     CHATS,
+    NO_TOOLS,
     PROMPT_MEANING,
     TEXTS,
+    WEATHER_QUESTION,
     WEATHER_SCHEMA,
     WEATHER_TOOL,
     CheckPrompt,
     chat_ids,
     differing_prompt,
     make_prompts,
+    tool_chat_ids,
 )
 from tp_engine.check.report import CheckFinding, CheckReport, CheckStatus, describe_environment
 from tp_engine.check.rounding import Rounding, rounding_of
@@ -106,7 +109,7 @@ class UrlCheck:
         self.note("ends, JSON and tools")
         yield from _timed(_check_ends, served, folder)
         yield from _timed(_check_json, served)
-        yield from _timed(_check_call, served)
+        yield from _timed(_check_call, served, tokenizer)
 
     def _observe(self, served: ServedModel, folder: Path, tokenizer: Any | None) -> Observed:
         spec, _ = load_model_config(str(folder))
@@ -331,10 +334,10 @@ def _check_json(served: ServedModel) -> Iterator[CheckFinding]:
     )
 
 
-def _check_call(served: ServedModel) -> Iterator[CheckFinding]:
+def _check_call(served: ServedModel, tokenizer: Any | None) -> Iterator[CheckFinding]:
     name, tool = "tool call", WEATHER_TOOL["function"]["name"]
     body = {
-        "messages": [{"role": "user", "content": "What is the weather in Oslo?"}],
+        "messages": WEATHER_QUESTION,
         "max_tokens": _SHAPED_TOKENS,
         "tools": [WEATHER_TOOL],
         "tool_choice": {"type": "function", "function": {"name": tool}},
@@ -353,10 +356,14 @@ def _check_call(served: ServedModel) -> Iterator[CheckFinding]:
     if is_right:
         yield CheckFinding.right(name, f"a forced call comes as {tool}({calls[0]['function']['arguments']})")
         return
+    came = f"a forced call of {tool} came as {str(message)[:200]}"
+    if not getattr(tokenizer, "chat_template", None) or tool_chat_ids(tokenizer, WEATHER_QUESTION) is None:
+        yield CheckFinding.skipped(name, f"{NO_TOOLS}; {came}")
+        return
     yield CheckFinding(
         name=name,
         status=CheckStatus.WRONG,
-        detail=f"a forced call of {tool} came as {str(message)[:200]}",
+        detail=came,
         place="tool_choice",
         meaning="agents get text, or arguments that do not follow the tool's schema",
         remedy="--tool-call-parser with the format of the model, and --enable-auto-tool-choice where the server has it",

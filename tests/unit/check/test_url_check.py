@@ -5,6 +5,8 @@ The servers are of tests/oracle_server.py; the model is a tiny Qwen3 in float32,
 
 from __future__ import annotations
 
+import copy
+import shutil
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -128,6 +130,18 @@ def test_a_server_that_is_not_there_could_not_be_checked(folder: Path) -> None:
     """Oracle: exit code 2, and the address in the reason."""
     report = UrlCheck(url="http://127.0.0.1:9", model=str(folder), timeout_s=5).run()
     assert report.exit_code == 2 and "http://127.0.0.1:9 can not be reached" in report.findings[-1].detail
+
+
+def test_text_for_a_call_is_no_alarm_where_the_template_has_no_tools(folder: Path, tmp_path: Path) -> None:
+    """Oracle: transformers' template, which shows the model no tools; a right call is still said to be right."""
+    plain = tmp_path / "plain"
+    shutil.copytree(folder, plain)
+    tokenizer = copy.deepcopy(chat_tokenizer())
+    tokenizer.chat_template = tokenizer.chat_template.replace("tools or []", "[]")
+    tokenizer.save_pretrained(plain)
+    found = by_name(check(plain, "vllm", "calls as text"))["tool call"]
+    assert found.status is SKIPPED and found.detail.startswith("the chat template takes no tools; a forced call ")
+    assert by_name(check(plain))["tool call"].status is RIGHT
 
 
 def test_a_model_that_the_server_does_not_have(folder: Path) -> None:
