@@ -5,6 +5,7 @@ Oracle: transformers' model and processor, in float32, on the same pixels and th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from PIL import Image
 
 from tests.e2e.serving import Server, serving
 from tests.image_models import IMAGE, Oracle, Prompt, draw_pixels, make_image_model
-from tests.images import data_url, image_part, numbered_tokenizer, picture
-from tp_engine import LLM, SamplingParams
+from tests.images import data_url, file_of, image_part, numbered_tokenizer, picture
+from tp_engine import LLM, SamplingParams, run_batch
 from tp_engine.images.image_input import ImageInput
 
 pytestmark = pytest.mark.slow
@@ -123,3 +124,37 @@ def test_python_answers_as_transformers_does(family: str, tmp_path: Path) -> Non
             assert answer.logprobs is not None
             logprobs = [one[token].logprob for one, token in zip(answer.logprobs, answer.token_ids, strict=True)]
             assert Oracle(folder, family).problem(prompt, answer.token_ids, logprobs) is None
+
+
+def test_a_batch_answers_as_transformers_does(tmp_path: Path) -> None:
+    """Oracle: tokens and log-probabilities of each line, and 400 for a file whose second half is missing; the check of
+    all lines, which reads headers, takes that for good, and refuses one that is no image."""
+    folder = make_model(tmp_path / "model", "qwen3.5-vision")
+    cut = image_part(file_of(PICTURES[0])[:200])
+    fields = {
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "logprobs": True,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    chats = [messages(*PICTURES), messages(), [{"role": "user", "content": [cut]}], messages(*PICTURES[:1])]
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": {"messages": one, **fields}}
+        for number, one in enumerate([*chats, [{"role": "user", "content": [image_part(b"GIF89a")]}]])
+    ]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_gpu_blocks_override": 256, "max_num_seqs": 8}
+    checked = run_batch(source, "", str(folder), validate_only=True, **options)
+    assert (checked.num_lines, checked.num_failed) == (5, 1)
+    summary = run_batch(source, target, str(folder), **options)
+    assert (summary.num_succeeded, summary.num_failed) == (3, 2)
+    results = {one["custom_id"]: one for one in map(json.loads, target.read_text().splitlines())}
+    assert "truncated" in results["2"]["error"]["message"] and "no image" in results["4"]["error"]["message"]
+    oracle = Oracle(folder, "qwen3.5-vision")
+    for number, images in ((0, PICTURES), (1, ()), (3, PICTURES[:1])):
+        (choice,) = results[str(number)]["response"]["body"]["choices"]
+        logprobs = [one["logprob"] for one in choice["logprobs"]["content"]]
+        prompt = prompt_of(folder, "qwen3.5-vision", *images)
+        assert oracle.problem(prompt, choice["token_ids"], logprobs) is None

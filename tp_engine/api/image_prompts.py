@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tp_engine.api.openai.chat.prompt import ChatPrompt
 from tp_engine.errors import RequestError, shown
+from tp_engine.images.image_input import ImageInput
 from tp_engine.images.sources import ImageSource
 from tp_engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from tp_engine.images.loading import OpenedImage
     from tp_engine.images.reader import ImageReader  # Pillow, which models of text do not need
 
 
@@ -34,11 +36,12 @@ _KEYS = {"prompt", "prompt_token_ids", "multi_modal_data"}
 
 
 class ImagePrompts:
-    """Prompts of one model that sees images."""
+    """Prompts of one model that sees images; unless it ``reads_pixels``, only headers of files are, and no prompt has
+    images."""
 
-    def __init__(self, text: TextTokens, reader: ImageReader) -> None:
+    def __init__(self, text: TextTokens, reader: ImageReader, *, reads_pixels: bool = True) -> None:
         self.reader = reader
-        self._text = text
+        self._text, self._reads_pixels = text, reads_pixels
         self._marks = reader.placeholders
 
     @property
@@ -76,7 +79,7 @@ class ImagePrompts:
         opened = self.reader.open(sources)
         ids, starts = self._marks.expand_ids(list(token_ids), self.reader.grids(opened))
         self._text.check_length(len(ids), SamplingParams(), None, param)
-        return {"prompt_token_ids": ids, "images": self.reader.stage(opened, starts)}
+        return {"prompt_token_ids": ids, "images": self._stage(opened, starts)}
 
     def _read(
         self,
@@ -97,7 +100,10 @@ class ImagePrompts:
         if not stages:
             return {"prompt_token_ids": ids}
         self._text.check_length(len(ids), SamplingParams(), None, param)
-        return {"prompt_token_ids": ids, "images": self.reader.stage(opened, starts)}
+        return {"prompt_token_ids": ids, "images": self._stage(opened, starts)}
+
+    def _stage(self, opened: Sequence[OpenedImage], starts: Sequence[int]) -> tuple[ImageInput, ...]:
+        return self.reader.stage(opened, starts) if self._reads_pixels else ()
 
 
 def _sources(given: object) -> list[ImageSource]:

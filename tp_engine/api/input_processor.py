@@ -40,7 +40,14 @@ class InputProcessor:
     room for their pixels, which other threads make (``ImageReader``).
     """
 
-    def __init__(self, model_info: ModelInfo, tokenizer: Any | None, *, waits_for_images: bool = False) -> None:
+    def __init__(
+        self,
+        model_info: ModelInfo,
+        tokenizer: Any | None,
+        *,
+        waits_for_images: bool = False,
+        reads_pixels: bool = True,
+    ) -> None:
         self.tokenizer = tokenizer
         self.chat = ChatFormat(tokenizer)
         self.model = model_info
@@ -50,7 +57,8 @@ class InputProcessor:
         if model_info.images is not None and tokenizer is not None:
             from tp_engine.images.reader import ImageReader  # Pillow, which no other model needs
 
-            self.images = ImagePrompts(self, ImageReader(model_info.images, tokenizer, waits=waits_for_images))
+            reader = ImageReader(model_info.images, tokenizer, waits=waits_for_images)
+            self.images = ImagePrompts(self, reader, reads_pixels=reads_pixels)
         # All prompts of a request have the same constraint, and looking at a large one takes a while.
         self._constraint = lru_cache(maxsize=_MAX_REMEMBERED)(self._complete_constraint)
 

@@ -54,6 +54,20 @@ def text(request: EngineRequest) -> str:
     return "".join([*pieces, image_tokenizer().decode(request.prompt_token_ids[behind:])])
 
 
+def test_headers_alone_say_what_a_prompt_takes() -> None:
+    """Oracle: the tokens of the whole file; half of it is read, as its header is there, and no pixel is.  What a header
+    shows is refused."""
+    body, cut = chat(image_part(PICTURE)), chat(image_part(file_of(PICTURE)[: len(file_of(PICTURE)) // 2]))
+    checking = InputProcessor(image_info(), image_tokenizer(), reads_pixels=False)
+    found = prepared(cut, checking)
+    assert found.prompt_token_ids == prepared(body).prompt_token_ids and found.images == ()
+    assert checking.images is not None and not checking.images.reader.seconds
+    with pytest.raises(RequestError, match="truncated"):
+        prepared(cut)
+    with pytest.raises(RequestError, match="no image"):
+        prepared(chat(image_part(b"GIF89a")), checking)
+
+
 IN_CHAT = "<s>user: see <|vision_start|>[6]<|vision_end|> now</s><s>assistant:"
 
 

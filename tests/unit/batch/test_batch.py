@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import logging
@@ -205,6 +206,23 @@ def test_few_lines_are_in_flight(llm: FakeLLM, source: Path, tmp_path: Path) -> 
     llm.engine.step = counting_step  # type: ignore[method-assign]
     run(source, tmp_path / "out.jsonl", max_in_flight=4)
     assert 4 <= most <= 5
+
+
+def test_lines_in_flight_take_few_bytes(llm: FakeLLM, tmp_path: Path) -> None:
+    """Oracle: the bound, which pixels of images count against too; a line that is longer runs alone."""
+    source, most, step = tmp_path / "in.jsonl", set[int](), llm.engine.step
+    sizes = [16_000] * 12 + [90_000] + [16_000] * 3
+    texts = [completion(f"id-{number}", "x", user="p" * size) for number, size in enumerate(sizes)]
+    source.write_text("\n".join(texts) + "\n")
+
+    def counting_step() -> Any:
+        most.add(len(llm.outputs))
+        return step()
+
+    llm.engine.step = counting_step  # type: ignore[method-assign]
+    engine = dataclasses.replace(ENGINE, mm_transport_bytes=3 * 16_200)
+    summary = run_job(engine, BatchConfig(input_file=str(source), output_file=str(tmp_path / "out.jsonl")))
+    assert summary.num_succeeded == len(sizes) and {1, 3} <= most <= {1, 2, 3}
 
 
 @pytest.mark.parametrize("order", ["finished", "input"])

@@ -164,7 +164,8 @@ class BatchRun:
         """Check all lines with the model's tokenizer and limits, without an engine."""
         config = effective.config
         info = model_info(effective, num_blocks=effective.max_model_len)
-        processor = InputProcessor(info, load_tokenizer(config.tokenizer_source, config.revision))
+        tokenizer = load_tokenizer(config.tokenizer_source, config.revision)
+        processor = InputProcessor(info, tokenizer, reads_pixels=False)
         context = self._context(processor)
 
         def check(request: BatchRequest) -> None:
@@ -213,7 +214,8 @@ class BatchRun:
             context = self._context(llm.input_processor)
             lines = open_lines(source, self._survey, lambda request: prepare_request(request, context))
             with ReadAhead(lines, max_items=self._max_in_flight, max_bytes=_MAX_AHEAD_BYTES) as ahead:
-                runner = LineRunner(llm, ahead, outcomes, max_in_flight=self._max_in_flight)
+                most, most_bytes = self._max_in_flight, self._config.mm_transport_bytes
+                runner = LineRunner(llm, ahead, outcomes, max_in_flight=most, max_bytes=most_bytes)
                 return BatchStatus.COMPLETED if runner.run(self._stop_requested) else BatchStatus.STOPPED
 
     def _context(self, processor: InputProcessor) -> LineContext:

@@ -45,18 +45,21 @@ class _Running:
     request: BatchRequest
     prepared: PreparedBody
     prompts: list[BatchPrompt]
+    num_bytes: int
     num_requests: int = 0
     failure: Exception | None = None
 
 
 class LineRunner:
-    """Keeps about ``max_in_flight`` prompts in the engine; each line's complete result goes to ``outcomes``."""
+    """Keeps about ``max_in_flight`` prompts in the engine, of lines that take at most ``max_bytes``, or of one; each
+    line's complete result goes to ``outcomes``."""
 
-    def __init__(self, llm: LLM, lines: ReadAhead, outcomes: Outcomes, *, max_in_flight: int) -> None:
+    def __init__(self, llm: LLM, lines: ReadAhead, outcomes: Outcomes, *, max_in_flight: int, max_bytes: int) -> None:
         self._llm = llm
         self._lines = lines
         self._outcomes = outcomes
-        self._max_in_flight = max_in_flight
+        self._max_in_flight, self._max_bytes = max_in_flight, max_bytes
+        self._num_bytes = 0  # of the lines that run
         self._requests: dict[str, tuple[_Running, BatchPrompt]] = {}  # request id -> its line, its prompt
         self._next: Work | None = None
 
@@ -75,10 +78,13 @@ class LineRunner:
         while len(self._requests) < self._max_in_flight:
             work = self._next or self._lines.get(timeout_s=0.0 if self._requests else _IDLE_S)
             self._next = work
-            if work is None or not self._outcomes.has_room(work.ordinal):
+            if work is None or not (self._has_room(work) and self._outcomes.has_room(work.ordinal)):
                 return
             self._next = None
             self._start(work)
+
+    def _has_room(self, work: Work) -> bool:
+        return not self._requests or self._num_bytes + work.num_bytes <= self._max_bytes
 
     def _start(self, work: Work) -> None:
         if work.result is not None:
@@ -88,7 +94,8 @@ class LineRunner:
         decoder, prepared = self._llm.outputs.decoder, work.prepared
         prompts: list[BatchPrompt] = [PlainPrompt(request) for request in prepared.requests]
         prompts += [SearchedPrompt(search, decoder) for search in prepared.searches]
-        running = _Running(work.ordinal, work.request, prepared, prompts)
+        running = _Running(work.ordinal, work.request, prepared, prompts, work.num_bytes)
+        self._num_bytes += running.num_bytes
         for prompt in prompts:
             self._submit(running, prompt)
         if running.failure is not None:
@@ -96,7 +103,11 @@ class LineRunner:
             self._llm.outputs.process(self._llm.engine.abort(started))
             for request_id in started:
                 del self._requests[request_id]
-            self._outcomes.put(work.ordinal, LineOutcome(work.request.failure(running.failure)))
+            self._end(running, LineOutcome(work.request.failure(running.failure)))
+
+    def _end(self, running: _Running, outcome: LineOutcome) -> None:
+        self._num_bytes -= running.num_bytes
+        self._outcomes.put(running.ordinal, outcome)
 
     def _submit(self, running: _Running, prompt: BatchPrompt) -> None:
         """Add the next requests of ``prompt`` to the engine, unless a request of this line has failed."""
@@ -130,7 +141,7 @@ class LineRunner:
         if running.failure is None and prompt.take(output):
             self._submit(running, prompt)
         if running.num_requests == 0:
-            self._outcomes.put(running.ordinal, self._result(running))
+            self._end(running, self._result(running))
 
     def _result(self, running: _Running) -> LineOutcome:
         if running.failure is not None:
