@@ -77,6 +77,7 @@ _ONE_KEY_HEAD = {**_HYBRID, "linear_num_key_heads": 1}
 _KEY_HEADS = {**_HYBRID, "linear_num_key_heads": 24}
 _HYBRID_EXPERTS = {**_SHARED, "num_experts": 8, "shared_expert_intermediate_size": 48}
 _HYBRID_VISION = {**_QWEN_VISION, "num_position_embeddings": 16}
+_SHORT_CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}
 _GEMMA_VISION = {**_VISION, "num_key_value_heads": 2, "head_dim": 16, "model_type": "gemma4_vision"}
 
 # A dense family and one with experts, which run on every number of ranks.
@@ -358,6 +359,17 @@ FAMILIES: dict[str, Family] = {
         {**_KEY_HEADS, **_HYBRID_EXPERTS},
         vision=_HYBRID_VISION,
         seed=3,
+    ),
+    "lfm2": Family(
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        # The inner size becomes two thirds of the one that is asked for, up to a multiple.
+        {**_SHORT_CONV, "intermediate_size": 130, "block_multiple_of": 24, "block_ffn_dim_multiplier": 1.1},
+    ),
+    "lfm2-moe": Family(
+        "Lfm2MoeConfig",
+        "Lfm2MoeForCausalLM",
+        {**_SHORT_CONV, **_EXPERTS, "num_experts": 8, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
     ),
 }
 

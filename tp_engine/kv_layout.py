@@ -104,8 +104,9 @@ class KvGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateKind:
-    """The state of one layer with the gated delta rule (``kernels/gated_delta_net.py``); heads are the whole model's.
-    ``taps`` are those of its convolution, which keeps the ``taps - 1`` last inputs of each channel."""
+    """The state of one layer, such as one with the gated delta rule (``kernels/gated_delta_net.py``); heads are the
+    whole model's.  ``taps`` are those of its convolution, which keeps the ``taps - 1`` last inputs of each channel.
+    With a ``key_dim`` of 0 it has no matrices, and the values are the channels."""
 
     num_key_heads: int
     num_value_heads: int

@@ -131,8 +131,8 @@ def routing_margin(name: str, folder: Path, tokens: Tokens) -> float:
     rules = [layer.experts.rule for layer in spec.layers if layer.experts is not None]
     model, logits = oracle(folder, name), []
     routers = [module for module in model.modules() if type(module).__name__.lower().endswith("router")]
-    corrections = [values for key, values in model.named_buffers() if key.endswith("e_score_correction_bias")]
-    corrections += [values for key, values in model.named_parameters() if key.endswith("e_score_correction_bias")]
+    stored = [*model.named_buffers(), *model.named_parameters()]
+    corrections = [values for key, values in stored if key.endswith(("e_score_correction_bias", ".expert_bias"))]
     assert len(routers) == len(rules) and len(corrections) in (0, len(rules))
     hooks = [one.register_forward_hook(lambda _m, _i, output: logits.append(output[0])) for one in routers]
     margins = []
@@ -250,7 +250,7 @@ def test_expert_parallel_equals_transformers(checkpoint: Callable[..., Path], tm
         name: problem_of(name, folder, result["ahead"])
         for (name, folder), result in zip(folders.items(), results, strict=True)
     }
-    assert len(found) == 23 and not any(found.values()), found
+    assert len(found) == 24 and not any(found.values()), found
 
 
 def test_every_architecture_is_in_the_table() -> None:

@@ -10,7 +10,7 @@ from tp_engine.advice.sizes import ITEMSIZES, local_heads, local_rows, local_voc
 from tp_engine.kv_layout import StateKind
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec, block_bounds, local_inner_size
 from tp_engine.model_config.quantization import Packing, WeightScheme
-from tp_engine.model_config.recurrent import GatedDeltaNetSpec, RecurrentSpec
+from tp_engine.model_config.recurrent import GatedDeltaNetSpec, RecurrentSpec, ShortConvSpec
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec
 from tp_engine.units import ceil_div
 
@@ -212,6 +212,14 @@ def _others_of_delta(own: StateKind) -> int:
     return own.taps * own.num_channels + 2 * own.num_value_heads + own.value_dim
 
 
+def _products_of_short_conv(hidden: int, conv: ShortConvSpec, world_size: int) -> list[_Product]:
+    own = conv.num_channels // world_size
+    return [
+        _Product(modules=(f"{conv.name}.in_proj",), rows=3 * own, columns=hidden, row_cuts=(own,)),
+        _row_parallel(f"{conv.name}.out_proj", hidden, own, world_size),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class _RecurrentSizes:
     """What ``_products`` and ``_others`` count of a layer with a recurrent state; the latter from a rank's part."""
@@ -222,6 +230,7 @@ class _RecurrentSizes:
 
 _SIZES: dict[type[RecurrentSpec], _RecurrentSizes] = {
     GatedDeltaNetSpec: _RecurrentSizes(_products_of_delta, _others_of_delta),
+    ShortConvSpec: _RecurrentSizes(_products_of_short_conv, lambda own: own.taps * own.num_channels),
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.cpu.kernels.linear import NativeInt8Rows
-from tp_engine.kernels import gated_delta_net, layer_ops, mamba2
+from tp_engine.kernels import gated_delta_net, layer_ops, mamba2, short_conv
 from tp_engine.kernels.attention import heads, latents
 from tp_engine.kernels.experts import experts, routing
 from tp_engine.kernels.kv_cache import block_codes, layer_kv
@@ -53,6 +53,8 @@ OPS: dict[str, Op] = {
     "mamba2_prefill": Op(mamba2.mamba2_prefill, None, "mamba2"),
     "group_squares": Op(mamba2.group_squares, None, "mamba2"),
     "norm_groups": Op(mamba2.norm_groups, None, "mamba2"),
+    "short_conv_decode": Op(short_conv.short_conv_decode, None, "short_conv"),
+    "short_conv_prefill": Op(short_conv.short_conv_prefill, None, "short_conv"),
     "cap_logits": Op(layer_ops.cap_logits, "elementwise_triton", "ops"),
     "qk_norm_rope_store": Op(heads.qk_norm_rope_store, "attention.heads_triton", "ops"),
     "head_squares": Op(heads.head_squares, "attention.head_width_triton", "ops"),

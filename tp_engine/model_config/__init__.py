@@ -160,11 +160,11 @@ def split_problem(model: ModelSpec, world_size: int) -> str | None:
     for layer in model.distinct_layers:
         (name, num_heads), (shared_name, num_shared) = layer.attention.heads
         if num_heads % world_size:
-            return f"the {num_heads} {name} heads can not be divided equally"
+            return f"the {num_heads} {name} can not be divided equally"
         if problem := next(filter(None, (_mlp_problem(mlp, world_size) for mlp in layer.mlps)), None):
             return problem
         if num_shared % world_size and world_size % num_shared:
-            return f"the {num_shared} {shared_name} heads can be neither divided equally nor repeated equally often"
+            return f"the {num_shared} {shared_name} can be neither divided equally nor repeated equally often"
     return None
 
 

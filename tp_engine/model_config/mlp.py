@@ -65,14 +65,14 @@ class RoutingRule:
 
     ``scores`` are the softmax of all logits, the sigmoid of each, or the logits, of which the chosen ones go through a
     softmax.  With ``num_groups`` above 1 only the experts of the best ``top_groups`` groups can be chosen; a group is
-    worth its ``group_best`` best scores, 1 or 2.  If ``renormalises``, weights are divided by their sum, but at least
-    ``smallest_sum``.  Then they are multiplied by ``factor``.
+    worth its ``group_best`` best scores, 1 or 2.  If ``renormalises``, weights are divided by the sum of theirs and
+    ``sum_eps``.  Then they are multiplied by ``factor``.
     """
 
     top_k: int
     scores: RouterScores = "softmax"
     renormalises: bool = False
-    smallest_sum: float = 0.0
+    sum_eps: float = 0.0
     factor: float = 1.0
     num_groups: int = 1
     top_groups: int = 1

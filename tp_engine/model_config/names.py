@@ -11,11 +11,13 @@ _INNER = re.compile(r"mtp[._]|layers\.(?P<layer>\d{1,6})\.(?P<rest>.*)")
 class CheckpointNames:
     """How a checkpoint departs from the names ``model.*`` and ``lm_head.*``.
 
-    ``spellings`` are the replacements of those two prefixes, tried in order.  Tensors whose names begin with one of
+    ``spellings`` are the replacements of those two prefixes, tried in order.  Within a layer, modules with a usual name
+    (``self_attn.o_proj``) may have another one: ``renamed``, pairs of both.  Tensors whose names begin with one of
     ``skipped`` belong to parts that a text engine does not run.
     """
 
     spellings: tuple[tuple[str, str], ...] = (("model.", "lm_head."),)
+    renamed: tuple[tuple[str, str], ...] = ()
     skipped: tuple[str, ...] = ()
 
     def mtp_names(self, names: Collection[str], num_layers: int) -> set[str]:
@@ -39,15 +41,18 @@ class CheckpointNames:
 
     def spell(self, module: str) -> tuple[str, ...]:
         """Return all names that ``module``, a name in the usual spelling, may have, the usual one first."""
-        found = dict.fromkeys((module, *(_spelled(module, one) for one in self.spellings)))
+        found = dict.fromkeys((module, *(self.spelled(module, one) for one in self.spellings)))
         return tuple(found)
 
-
-def _spelled(module: str, spelling: tuple[str, str]) -> str:
-    for usual, own in zip(("model.", "lm_head."), spelling, strict=True):
-        if f"{module}.".startswith(usual):
-            return (own + f"{module}.".removeprefix(usual)).removesuffix(".")
-    return module
+    def spelled(self, name: str, spelling: tuple[str, str]) -> str:
+        """Return how a checkpoint with this one of the ``spellings`` calls ``name``, a module or a tensor."""
+        found = f"{name}."
+        for usual, own in self.renamed:
+            found = found.replace(f".{usual}.", f".{own}.")
+        for usual, own in zip(("model.", "lm_head."), spelling, strict=True):
+            if found.startswith(usual):
+                return (own + found.removeprefix(usual)).removesuffix(".")
+        return found.removesuffix(".")
 
 
 USUAL_NAMES = CheckpointNames()

@@ -55,7 +55,8 @@ class GatedDeltaNetSpec(RecurrentSpec):
 
     @property
     def heads(self) -> tuple[tuple[str, int], tuple[str, int]]:
-        return ("linear-attention value", self.num_value_heads), ("linear-attention key", self.num_key_heads)
+        values, keys = self.num_value_heads, self.num_key_heads
+        return ("linear-attention value heads", values), ("linear-attention key heads", keys)
 
     @property
     def kv_kind(self) -> StateKind:
@@ -66,3 +67,24 @@ class GatedDeltaNetSpec(RecurrentSpec):
             value_dim=self.value_dim,
             taps=self.taps,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvSpec(RecurrentSpec):
+    """A layer with a gated causal convolution of few ``taps`` (``kernels/short_conv.py``); its state has no matrices.
+
+    Its modules are in_proj, whose rows are the input's gate, the output's gate and the input; conv; out_proj.
+    """
+
+    num_channels: int
+    taps: int
+    name: str = "conv"
+
+    @property
+    def heads(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        channels = "channels of short convolutions", self.num_channels
+        return channels, channels
+
+    @property
+    def kv_kind(self) -> StateKind:
+        return StateKind(num_key_heads=1, num_value_heads=self.num_channels, key_dim=0, value_dim=1, taps=self.taps)

@@ -90,7 +90,7 @@ class AttentionSpec:
     @property
     def heads(self) -> tuple[tuple[str, int], tuple[str, int]]:
         """Name and number of those that are divided among the ranks, and of those that are divided or repeated."""
-        return ("attention", self.num_heads), ("KV", self.num_kv_heads)
+        return ("attention heads", self.num_heads), ("KV heads", self.num_kv_heads)
 
     @property
     def kv_kind(self) -> KvKind:

@@ -20,7 +20,8 @@ from tp_engine.layers.norm import Norm, QKNorm
 from tp_engine.layers.recurrent import RecurrentMixer
 from tp_engine.layers.residual import Join, StreamScale
 from tp_engine.layers.rotary import order_of
-from tp_engine.model_config.recurrent import GatedDeltaNetSpec, RecurrentSpec
+from tp_engine.layers.short_conv import ShortConv
+from tp_engine.model_config.recurrent import GatedDeltaNetSpec, RecurrentSpec, ShortConvSpec
 from tp_engine.model_config.rope import RopeSpec
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, NormSpec
 from tp_engine.models.layer_embeddings import LayerEmbedding
@@ -29,7 +30,10 @@ from tp_engine.models.mlp import make_mlp
 from tp_engine.weights.source import equal_share, vector_source
 
 # What runs in the place of attention.
-MIXERS: dict[type[RecurrentSpec], Callable[..., RecurrentMixer]] = {GatedDeltaNetSpec: GatedDeltaNet}
+MIXERS: dict[type[RecurrentSpec], Callable[..., RecurrentMixer]] = {
+    GatedDeltaNetSpec: GatedDeltaNet,
+    ShortConvSpec: ShortConv,
+}
 
 
 class SelfAttention(Layer):

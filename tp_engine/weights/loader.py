@@ -23,7 +23,7 @@ Stored: TypeAlias = Checkpoint | DummyWeights
 # These types are converted into one another; a tensor of any other type must have the parameter's type.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NEVER_NEEDED = re.compile(r"\.rotary_emb\.inv_freq$")
-_MODEL, _HEAD, _EMBEDDING = "model.", "lm_head.", "model.embed_tokens.weight"
+_EMBEDDING = "model.embed_tokens.weight"
 _COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
 _MAX_NAMED = 5
 
@@ -108,29 +108,21 @@ def _open(
 def _items(parameters: Mapping[str, torch.Tensor], spec: ModelSpec, stored: Stored) -> list[_Item]:
     """Every source of every parameter, in the spelling that the checkpoint uses for the embedding."""
     found = stored.names()
-    spellings = spec.names.spellings
-    chosen = next((one for one in spellings if _spell(_EMBEDDING, one) in found), spellings[0])
+    names, spellings = spec.names, spec.names.spellings
+    chosen = next((one for one in spellings if names.spelled(_EMBEDDING, one) in found), spellings[0])
+
+    def name_of(source: Source) -> str:
+        return names.spelled(source.name, chosen) if source.is_spelled else source.name
 
     def is_stored(source: Source) -> bool:
-        name = _stored_name(source, chosen)
+        name = name_of(source)
         return name in found and stored.shape(name) == source.shape
 
     return [
-        _Item(_stored_name(source, chosen), source, parameter)
+        _Item(name_of(source), source, parameter)
         for parameter in parameters.values()
         for source in sources_of(parameter, is_stored)
     ]
-
-
-def _stored_name(source: Source, spelling: tuple[str, str]) -> str:
-    return _spell(source.name, spelling) if source.is_spelled else source.name
-
-
-def _spell(name: str, spelling: tuple[str, str]) -> str:
-    for usual, own in zip((_MODEL, _HEAD), spelling, strict=True):
-        if name.startswith(usual):
-            return own + name.removeprefix(usual)
-    return name
 
 
 def _load(stored: Stored, item: _Item, copy: Copy) -> int:

@@ -24,7 +24,7 @@ RULES = {
     "softmax": RoutingRule(top_k=3),
     "renormalised": RoutingRule(top_k=3, renormalises=True, factor=2.0),
     "of-chosen": RoutingRule(top_k=4, scores="softmax_of_chosen"),
-    "sigmoid": RoutingRule(top_k=2, scores="sigmoid", renormalises=True, smallest_sum=1e-20, factor=1.5),
+    "sigmoid": RoutingRule(top_k=2, scores="sigmoid", renormalises=True, sum_eps=1e-20, factor=1.5),
     "groups": RoutingRule(top_k=3, scores="sigmoid", renormalises=True, num_groups=4, top_groups=2),
     "groups by the best": RoutingRule(top_k=3, num_groups=4, top_groups=2, group_best=1),
 }

@@ -79,7 +79,7 @@ def route_by_hand(logits: list[float], rule: RoutingRule, correction: list[float
     if rule.scores == "softmax_of_chosen":
         weights = [math.exp(weight) / sum(math.exp(one) for one in weights) for weight in weights]
     if rule.renormalises:
-        weights = [weight / max(sum(weights), rule.smallest_sum) for weight in weights]
+        weights = [weight / (sum(weights) + rule.sum_eps) for weight in weights]
     return [(expert, weight * rule.factor) for expert, weight in zip(chosen, weights, strict=True)]
 
 

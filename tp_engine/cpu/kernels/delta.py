@@ -3,10 +3,10 @@
 import ctypes
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from tp_engine.cpu.kernels.layout import DTYPE_CODES
+from tp_engine.cpu.kernels.recurrent import chunk_table
 from tp_engine.kernels import gated_delta_net as delta_twins
 from tp_engine.kernels import layer_ops as twins
 from tp_engine.kernels.gated_delta_net import DeltaRule
@@ -44,14 +44,8 @@ def gated_delta_net_prefill(
     ``gated_delta_net_decode``."""
     if not _takes(mixed, gates, rule):
         return delta_twins.gated_delta_net_prefill(mixed, gates, rule, states, chunks)
-    runs = np.array(
-        [
-            (start, count, -1 if slot is None or states is None else slot, is_fresh)
-            for start, count, slot, is_fresh in chunks
-        ],
-        np.int64,
-    )
-    return _run(library.gated_delta_net_prefill, mixed, gates, rule, states, (runs.ctypes.data,), len(chunks))
+    table = chunk_table(chunks, has_states=states is not None)
+    return _run(library.gated_delta_net_prefill, mixed, gates, rule, states, (table.ctypes.data,), len(chunks))
 
 
 def _takes(mixed: torch.Tensor, gates: torch.Tensor, rule: DeltaRule) -> bool:

@@ -197,7 +197,7 @@ def _routing(rule: RoutingRule, num_experts: int, dtype: int) -> ctypes._Pointer
             top_groups=rule.top_groups,
             group_best=rule.group_best,
             dtype=dtype,
-            smallest_sum=rule.smallest_sum,
+            sum_eps=rule.sum_eps,
             factor=rule.factor,
         )
     )

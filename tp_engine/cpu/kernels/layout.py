@@ -53,7 +53,7 @@ class Routing(ctypes.Structure):
 
     _fields_ = (
         *integers("num_experts top_k scores renormalises num_groups top_groups group_best dtype"),
-        *floats("smallest_sum factor"),
+        *floats("sum_eps factor"),
     )
 
 

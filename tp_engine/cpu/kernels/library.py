@@ -26,6 +26,7 @@ _logger = get_logger(__name__)
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _DELTA = (*[_POINTER] * 4, _FLOAT, _POINTER, _POINTER, *[_INT] * 7, _POINTER, _INT, _POINTER, _INT)
 _MAMBA = (*[_POINTER] * 7, *[_INT] * 7, _POINTER, _INT)
+_CONV = (_POINTER, _POINTER, *[_INT] * 3, _POINTER, _INT)
 _SIGNATURES: dict[str, tuple[object, ...]] = {
     "paged_attention": (ctypes.POINTER(Step), ctypes.POINTER(AttentionLayer), *[_POINTER] * 4, *[_INT] * 3),
     "norm_rows": (*[_POINTER] * 4, *[_INT] * 3, *[_FLOAT] * 4, *[_INT] * 3),
@@ -63,6 +64,8 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "mamba2_prefill": (*_MAMBA, *[_POINTER] * 2, *[_INT] * 3),
     "group_squares": (_POINTER, _POINTER, *[_INT] * 4),
     "norm_groups": (*[_POINTER] * 4, *[_INT] * 4, _FLOAT, _INT, _INT),
+    "short_conv_decode": (*_CONV, *[_POINTER] * 3, *[_INT] * 3),
+    "short_conv_prefill": (*_CONV, *[_POINTER] * 2, *[_INT] * 3),
     "embed_panels": (*[_POINTER] * 3, *[_INT] * 4, _FLOAT, _INT, _INT),
     "pack_weight": (_POINTER, _POINTER, *[_INT] * 5),
     "pack_quantised": (ctypes.POINTER(QuantisedLayout), _POINTER, _POINTER, _INT, _POINTER, _POINTER, *[_INT] * 4),
@@ -89,10 +92,10 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 _RESULTS = dict.fromkeys(("experts_work_bytes", "quantised_panel_bytes", "quantised_row_bytes"), _INT)
 # A tape can not hold these functions.  Each of the others has a player, play_NAME.
 _UNRECORDED = (
-    "gated_delta_net_prefill", "mamba2_prefill", "experts_work_bytes", "pack_weight", "pack_quantised",
-    "quantised_panel_bytes", "quantised_row_bytes", "panel_width", "vector_numbers", "pairs_columns", "max_group",
-    "attention_lanes", "widens", "has_bfloat16_matrices", "quantise_rows", "scale_rows", "copy_blocks", "encode_blocks",
-    "decode_blocks", "add_adapters", "shared_all_reduce", "shared_all_gather", "run_tape", "max_words",
+    "gated_delta_net_prefill", "mamba2_prefill", "short_conv_prefill", "experts_work_bytes", "pack_weight",
+    "pack_quantised", "quantised_panel_bytes", "quantised_row_bytes", "panel_width", "vector_numbers", "pairs_columns",
+    "max_group", "attention_lanes", "widens", "has_bfloat16_matrices", "quantise_rows", "scale_rows", "copy_blocks",
+    "encode_blocks", "decode_blocks", "add_adapters", "shared_all_reduce", "shared_all_gather", "run_tape", "max_words",
 )  # fmt: skip
 
 

@@ -3,10 +3,10 @@
 import ctypes
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from tp_engine.cpu.kernels.layout import DTYPE_CODES
+from tp_engine.cpu.kernels.recurrent import chunk_table
 from tp_engine.kernels import mamba2 as twins
 from tp_engine.kernels.mamba2 import Mamba2Rule
 from tp_engine.kernels.recurrent import Chunk, LayerStates
@@ -37,14 +37,8 @@ def mamba2_prefill(
     ``mamba2_decode``."""
     if not _takes(mixed, rule):
         return twins.mamba2_prefill(mixed, rule, states, chunks)
-    runs = np.array(
-        [
-            (start, count, -1 if slot is None or states is None else slot, is_fresh)
-            for start, count, slot, is_fresh in chunks
-        ],
-        np.int64,
-    )
-    return _run(library.mamba2_prefill, mixed, rule, states, (runs.ctypes.data,), len(chunks))
+    table = chunk_table(chunks, has_states=states is not None)
+    return _run(library.mamba2_prefill, mixed, rule, states, (table.ctypes.data,), len(chunks))
 
 
 def group_squares(library: ctypes.CDLL, x: torch.Tensor, num_groups: int) -> torch.Tensor:

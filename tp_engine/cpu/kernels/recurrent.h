@@ -1,14 +1,15 @@
 /* What layers with a recurrent state have in common (kernels/recurrent.py): runs of tokens of one row, and the causal
-   convolution over them, with SiLU behind it.  What is computed for a token does not depend on where a run begins or ends. */
+   convolution over them, mostly with SiLU behind it.  What is computed for a token does not depend on where a run begins or ends. */
 #pragma once
 
 #include "simd.h"
 
-/* `weights` (taps, channels), the last row for the token itself; `bias` (channels), or NULL; `inputs` of slot 0. */
+/* `weights` (taps, channels), the last row for the token itself; `bias` (channels), or NULL; `inputs` of slot 0.  With
+   `gate` each input is multiplied by the number so many elements behind it.  Without SiLU if it `is_linear`. */
 typedef struct {
     const float *weights, *bias;
     float *inputs;
-    int64_t inputs_stride, channels, taps;
+    int64_t inputs_stride, channels, taps, gate, is_linear;
 } CausalConv;
 
 /* `count` tokens of one row: `start`, then those from `next` on.  Its state is in `slot`, or nowhere if that is -1; `is_fresh`:
@@ -42,15 +43,18 @@ INLINE vf silu(vf x) { return x / (1.0f + exp2_vector(x * -LOG2_E)); }
 INLINE vf input_of(const CausalConv *c, const Run *run, const char *mixed, int64_t stride, int64_t token, int64_t first,
                    int64_t i, int64_t count, const int dtype)
 {
-    if (token >= 0)
-        return load_some(mixed + (place_of(run, token) * stride + first) * item_bytes(dtype), i, count, dtype);
+    if (token >= 0) {
+        const char *const own = mixed + (place_of(run, token) * stride + first) * item_bytes(dtype);
+        const vf item = load_some(own, i, count, dtype);
+        return c->gate ? item * load_some(own + c->gate * item_bytes(dtype), i, count, dtype) : item;
+    }
     if (run->is_fresh || run->slot < 0)
         return splat(0);
     const float *const kept = c->inputs + run->slot * c->inputs_stride + (c->taps - 1 + token) * c->channels;
     return load_some(kept + first, i, count, FLOAT32);
 }
 
-/* `count` channels from `first` on, of `tokens` tokens from `begin` on: their convolution and SiLU, to `out`. */
+/* `count` channels from `first` on, of `tokens` tokens from `begin` on: their convolution, to `out`. */
 INLINE void convolve(const CausalConv *c, const Run *run, const char *mixed, int64_t stride, int64_t begin, int64_t tokens,
                      int64_t first, int64_t count, float *out, const int dtype)
 {
@@ -62,7 +66,7 @@ INLINE void convolve(const CausalConv *c, const Run *run, const char *mixed, int
                 const vf item = input_of(c, run, mixed, stride, begin + token + tap, first, i, count, dtype);
                 sum = multiply_add(sum, item, load_some(weights, i, count, FLOAT32));
             }
-            store_some(out + token * count, i, count, silu(sum), FLOAT32);
+            store_some(out + token * count, i, count, c->is_linear ? sum : silu(sum), FLOAT32);
         }
 }
 

@@ -9,7 +9,7 @@ enum { MAX_EXPERTS = 1024, MAX_GROUPS = 64 };
 /* Mirrored in layout.py. */
 typedef struct {
     int64_t num_experts, top_k, scores, renormalises, num_groups, top_groups, group_best, dtype;
-    float smallest_sum, factor;
+    float sum_eps, factor;
 } Routing;
 
 /* Replaces scores (count) by their softmax. */
@@ -84,7 +84,7 @@ static void route_row(const Routing *r, const char *logits, const float *correct
         make_softmax(weights, r->top_k);
     for (int64_t j = 0; j < r->top_k; j++)
         sum += weights[j];
-    const float divisor = r->renormalises ? (sum > r->smallest_sum ? sum : r->smallest_sum) : 1.0f;
+    const float divisor = r->renormalises ? sum + r->sum_eps : 1.0f;
     for (int64_t j = 0; j < r->top_k; j++)
         weights[j] = weights[j] / divisor * r->factor * (expert_scale ? expert_scale[ids[j]] : 1.0f);
 }

@@ -12,12 +12,13 @@ from tp_engine.cpu.kernels import block_codes as native_block_codes
 from tp_engine.cpu.kernels import delta, experts, ops
 from tp_engine.cpu.kernels import latents as native_latents
 from tp_engine.cpu.kernels import mamba2 as native_mamba2
+from tp_engine.cpu.kernels import short_conv as native_short_conv
 from tp_engine.cpu.kernels.experts import NativeExperts, NativeQuantisedExperts
 from tp_engine.cpu.kernels.layout import DTYPE_CODES
 from tp_engine.cpu.kernels.linear import NativeInt8Rows, PackedWeight
 from tp_engine.cpu.kernels.paged_attention import PagedAttention, in_kernel_order
 from tp_engine.cpu.kernels.quantised import QuantisedPanels
-from tp_engine.kernels import layer_ops, mamba2
+from tp_engine.kernels import layer_ops, mamba2, short_conv
 from tp_engine.kernels.attention import heads as head_twins
 from tp_engine.kernels.attention import latents
 from tp_engine.kernels.attention.heads import HeadNorm, Rotation
@@ -72,6 +73,7 @@ def disagreement(library: ctypes.CDLL) -> str | None:
             *_heads(library, dtype, generator),
             *_delta(library, dtype, generator),
             *_mamba2(library, dtype, generator),
+            *_short_conv(library, dtype, generator),
             *_linear(library, dtype, generator),
             *_quantised(library, dtype, generator),
             *_experts(library, dtype, generator),
@@ -168,6 +170,21 @@ def _mamba2(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator
     for own, size in ((None, 80), (squares, 160)):
         arguments = (expected, weight, 2, 1e-5, own, size)
         yield "norm_groups", native_mamba2.norm_groups(library, *arguments), mamba2.norm_groups(*arguments)
+
+
+def _short_conv(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:
+    """The short convolution, with channels that vectors do not divide."""
+    kind = StateKind(num_key_heads=1, num_value_heads=37, key_dim=0, value_dim=1, taps=3)
+    mixed, slots = torch.randn(3, 111, generator=generator).to(dtype), torch.tensor([2, -1, 0], dtype=torch.int32)
+    rule = short_conv.ShortConvRule(kind, torch.randn(3, 37, generator=generator))
+    kept, nothing = torch.randn(4, 2, 37, generator=generator), torch.empty(4, 37, 0, 1)
+    states = [LayerStates(kept, nothing), LayerStates(kept.clone(), nothing)]
+    found = native_short_conv.short_conv_decode(library, mixed, rule, states[0], slots)
+    yield "short_conv_decode", found[::2], short_conv.short_conv_decode(mixed, rule, states[1], slots)[::2]
+    chunks = [Chunk(0, 2, 1, False), Chunk(2, 1, 0, True)]
+    found = native_short_conv.short_conv_prefill(library, mixed, rule, states[0], chunks)
+    yield "short_conv_prefill", found, short_conv.short_conv_prefill(mixed, rule, states[1], chunks)
+    yield "the short convolution's states", states[0].conv[:3], states[1].conv[:3]
 
 
 def _heads(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:

@@ -6,7 +6,7 @@
     c_e      s_e + correction_e, for the choice alone; -inf outside of the chosen groups
     chosen   the top_k experts with the largest c; of equal ones, the lower ids.  In that order
     w_j      s of the j-th chosen expert; if s are logits, their softmax over the chosen ones
-             / max(sum of w, smallest_sum), if the rule renormalises; * factor; * the expert's own scale
+             / (sum of w + sum_eps), if the rule renormalises; * factor; * the expert's own scale
 
 A group is a stretch of num_experts / num_groups experts; its worth is the sum of its two largest c (DeepSeek-V3,
 https://arxiv.org/abs/2412.19437, section 2.1.2), or its largest (DeepSeek-V2).  All arithmetic is float32.
@@ -44,7 +44,7 @@ def route(
     if rule.scores == "softmax_of_chosen":
         weights = weights.softmax(1)
     if rule.renormalises:
-        weights = weights / weights.sum(1, keepdim=True).clamp_min(rule.smallest_sum)
+        weights = weights / (weights.sum(1, keepdim=True) + rule.sum_eps)
     if load is not None:
         is_counted = (load.slots >= 0).to(torch.int64).unsqueeze(1).expand_as(chosen)
         load.counts.scatter_add_(0, chosen.flatten(), is_counted.flatten())

@@ -46,7 +46,7 @@ def keep_groups(
 
 @jit
 def route_kernel(
-    logits, stride, correction, expert_scale, ids, weights, counts, slots, smallest_sum, factor,
+    logits, stride, correction, expert_scale, ids, weights, counts, slots, sum_eps, factor,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, SCORES: tl.constexpr,
     RENORMALISES: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
     HAS_CORRECTION: tl.constexpr, HAS_LOAD: tl.constexpr, HAS_SCALE: tl.constexpr, PDL: tl.constexpr,
@@ -83,7 +83,7 @@ def route_kernel(
         weight = weight / tl.sum(weight, 0)
     weight = tl.where(place < TOP_K, weight, 0.0)
     if RENORMALISES:
-        weight = weight / tl.maximum(tl.sum(weight, 0), smallest_sum)
+        weight = weight / (tl.sum(weight, 0) + sum_eps)
     if HAS_LOAD:
         is_counted = tl.load(slots + token) >= 0
         tl.atomic_add(counts + chosen, 1, mask=(place < TOP_K) & is_counted)
@@ -109,7 +109,7 @@ def route_triton(
     if num_tokens:
         route_kernel[(num_tokens,)](
             logits, logits.stride(0), correction, expert_scale, ids, weights, None if load is None else load.counts,
-            None if load is None else load.slots, float(rule.smallest_sum), float(rule.factor),
+            None if load is None else load.slots, float(rule.sum_eps), float(rule.factor),
             EXPERTS=num_experts, BLOCK=triton.next_power_of_2(num_experts), TOP_K=rule.top_k,
             BLOCK_K=triton.next_power_of_2(rule.top_k), SCORES=get_args(RouterScores).index(rule.scores),
             RENORMALISES=rule.renormalises, GROUPS=rule.num_groups, TOP_GROUPS=rule.top_groups,

@@ -22,7 +22,6 @@ def read(config: ConfigJson) -> ModelSpec:
         RoutingRule(
             top_k=reader.take_first("moe_k", "num_experts_per_tok"),
             renormalises=True,
-            smallest_sum=reader.number("moe_norm_min", 1e-12),
         ),
         inner_size=inner,
         routes_in_float32=True,
@@ -37,6 +36,8 @@ def read(config: ConfigJson) -> ModelSpec:
     if not (gate := config.take("moe_gate", str, "topk") or "").startswith("topk"):  # topk_fused is the same
         raise config.refusal("moe_gate", gate, "experts are chosen by their scores", "use another model")
     config.expect("moe_use_aux_free", bool, True)
+    if (least := reader.number("moe_norm_min", 1e-12)) > 1e-9:  # the best of any softmax are more than that together
+        raise config.refusal("moe_norm_min", least, "it must be at most 1e-9, to bound no sum", "use another model")
     layers = tuple(
         reader.pre_norm_layer(
             reader.attention(), experts if first <= index < end and (index + 1) % step == 0 else reader.mlp()

@@ -45,7 +45,7 @@ def read_experts(
             top_k=config.take_positive("num_experts_per_tok", top_k),
             scores="sigmoid",
             renormalises=reader.flag("norm_topk_prob", True),
-            smallest_sum=1e-20,
+            sum_eps=1e-20,
             factor=reader.number("routed_scaling_factor", factor),
             num_groups=config.take_positive("n_group", defaults.get("n_group", 1)),
             top_groups=config.take_positive("topk_group", defaults.get("topk_group", 1)),

@@ -35,7 +35,7 @@ def _read_experts(reader: DecoderReader) -> ExpertsSpec:
             top_k=config.take_positive("num_experts_per_tok", 8),
             scores="sigmoid",
             renormalises=True,
-            smallest_sum=1e-20,
+            sum_eps=1e-20,
             factor=reader.factor("router_scaling_factor", 2.826),
         ),
         inner_size=inner,

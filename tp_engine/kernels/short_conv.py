@@ -1,0 +1,75 @@
+"""A short convolution between two gates (LFM2, https://arxiv.org/abs/2511.23404) in plain PyTorch: the twin of the
+compiled kernels.
+
+A layer's projection makes of each token, for the channels of this rank::
+
+    mixed (N, 3 C) = [ b | c | x ]
+
+Each channel of b x goes through a causal convolution over the last ``taps`` tokens (``kernels/recurrent.py``); the
+output is c times that.  ``short_conv_decode`` does so for one token of each row, or for one and the draft tokens behind
+it, and ``short_conv_prefill`` for many tokens.  All of it is computed in float32.  A row's state is the last ``taps -
+1`` products b x, and an update is not idempotent.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tp_engine.kernels.layer_ops import widened
+from tp_engine.kernels.recurrent import Chunk, LayerStates, convolve_chunk, convolve_step, in_runs
+from tp_engine.kv_layout import StateKind
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShortConvRule:
+    """One layer's constants on this rank; ``conv`` (taps, C) float32, the last row for the token itself."""
+
+    kind: StateKind
+    conv: torch.Tensor
+
+
+def short_conv_decode(
+    mixed: torch.Tensor,
+    rule: ShortConvRule,
+    states: LayerStates,
+    slots: torch.Tensor,
+    runs: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return one token of each of B rows: ``mixed`` (B, 3 C) -> (B, C), of its type.
+
+    ``slots`` (B,) int32, -1 for padding, and ``runs`` (B, 2) int32 are as for
+    ``gated_delta_net.gated_delta_net_decode``.
+    """
+    if runs is None:
+        return _decode(mixed, rule, states, slots)
+    found = torch.empty_like(mixed[:, : rule.kind.num_channels])
+
+    def step(rows: list[int]) -> torch.Tensor:
+        return _decode(mixed[rows], rule, states, slots[rows])
+
+    return in_runs(step, found, states, slots, runs)
+
+
+def _decode(mixed: torch.Tensor, rule: ShortConvRule, states: LayerStates, slots: torch.Tensor) -> torch.Tensor:
+    places = torch.where(slots < 0, len(states.conv) - 1, slots).long()
+    before, behind, x = widened(mixed).chunk(3, 1)
+    turned = convolve_step(before * x, states.conv, places, rule.conv, None)
+    return (behind * turned).to(mixed.dtype)
+
+
+def short_conv_prefill(
+    mixed: torch.Tensor, rule: ShortConvRule, states: LayerStates | None, chunks: list[Chunk]
+) -> torch.Tensor:
+    """Chunks of prompts: ``mixed`` (N, 3 C) -> (N, C), of its type.  The ``chunks`` hold all tokens, in order."""
+    parts = []
+    for start, count, slot, is_fresh in chunks:
+        before, behind, x = widened(mixed[start : start + count]).chunk(3, 1)
+        if slot is None or is_fresh or states is None:
+            kept = x.new_zeros(rule.kind.taps - 1, rule.kind.num_channels)
+        else:
+            kept = states.conv[slot]
+        turned, kept = convolve_chunk(before * x, kept, rule.conv, None)
+        if slot is not None and states is not None:
+            states.conv[slot].copy_(kept)
+        parts.append((behind * turned).to(mixed.dtype))
+    return torch.cat(parts)
