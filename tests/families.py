@@ -80,6 +80,16 @@ _HYBRID_VISION = {**_QWEN_VISION, "num_position_embeddings": 16}
 _SHORT_CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}
 _GEMMA_VISION = {**_VISION, "num_key_value_heads": 2, "head_dim": 16, "model_type": "gemma4_vision"}
 
+# 3 and 8 ranks have several groups each; transformers bounds steps in prompts alone, unless this is next to nothing.
+_MAMBA = {
+    "mamba_num_heads": 48,
+    "n_groups": 24,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 16,
+    "chunk_size": 16,
+    "time_step_min": 1e-30,
+}
+
 # A dense family and one with experts, which run on every number of ranks.
 EVERY_SIZE = ("llama", "qwen3-moe")
 
@@ -351,6 +361,23 @@ FAMILIES: dict[str, Family] = {
         "Qwen3_5MoeForCausalLM",
         {**_KEY_HEADS, **_HYBRID_EXPERTS, "linear_num_value_heads": 48, "num_hidden_layers": 4, "layer_types": None},
         seed=8,
+    ),
+    "nemotron-h": Family("NemotronHConfig", "NemotronHForCausalLM", {**_MAMBA, "hybrid_override_pattern": "M-*M-"}),
+    "nemotron-3": Family(
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {
+            **_MAMBA,
+            **_SHARED,
+            "hybrid_override_pattern": "EM*EM",
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_shared_expert_intermediate_size": 48,
+            "moe_latent_size": 32,
+            "routed_scaling_factor": 1.5,
+        },
+        seed=12,
     ),
     "qwen3.5-vision": Family("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", _ONE_KEY_HEAD, vision=_HYBRID_VISION),
     "qwen3.5-moe-vision": Family(

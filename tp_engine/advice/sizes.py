@@ -44,7 +44,7 @@ def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_token
     per_token = 0
     for layer in model.distinct_layers:
         heads = _mixer_elements(layer.attention, world_size)
-        inner = max(_mlp_elements(model.hidden_size, mlp, world_size) for mlp in layer.mlps)
+        inner = max((_mlp_elements(model.hidden_size, mlp, world_size) for mlp in layer.mlps), default=0)
         waiting = 0 if layer.beside is None else 2 * model.hidden_size  # the dense MLP's output, and the experts' input
         per_token = max(per_token, inner + waiting, 2 * heads)
     logits = num_sequences * local_vocab_size(model, world_size) * ITEMSIZES["float32"] * _LOGITS_COPIES
@@ -54,12 +54,14 @@ def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_token
     return num_tokens * (streams * model.hidden_size + per_token) * ITEMSIZES[dtype] + logits
 
 
-def _mixer_elements(attention: AttentionSpec | RecurrentSpec, world_size: int) -> int:
+def _mixer_elements(attention: AttentionSpec | RecurrentSpec | None, world_size: int) -> int:
     """Numbers of a token's queries, keys, values and gates.
 
     With latents also of its row, and of the keys and values that are made of it; with a recurrent state also of the
     convolution's outputs.
     """
+    if attention is None:
+        return 0
     if isinstance(attention, RecurrentSpec):
         own = attention.kv_kind.on(world_size)
         return 3 * own.num_channels + own.num_value_heads * (own.value_dim + 2)
@@ -78,6 +80,7 @@ def _mlp_elements(hidden: int, mlp: MlpSpec | ExpertsSpec, world_size: int) -> i
     if isinstance(mlp, MlpSpec):
         return (mlp.activation.num_parts + 1) * mlp.inner_size // world_size
     shared = 0 if mlp.shared is None else _mlp_elements(hidden, mlp.shared, world_size)
+    hidden = hidden if mlp.latent is None else mlp.latent.size
     inner = (mlp.activation.num_parts + 1) * mlp.inner_size // world_size
     return max(mlp.rule.top_k * (2 * hidden + inner), shared)
 

@@ -10,7 +10,7 @@ from tp_engine.advice.sizes import ITEMSIZES, local_heads, local_rows, local_voc
 from tp_engine.kv_layout import StateKind
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec, block_bounds, local_inner_size
 from tp_engine.model_config.quantization import Packing, WeightScheme
-from tp_engine.model_config.recurrent import GatedDeltaNetSpec, RecurrentSpec, ShortConvSpec
+from tp_engine.model_config.recurrent import GatedDeltaNetSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec
 from tp_engine.units import ceil_div
 
@@ -144,12 +144,11 @@ def _products(
     hidden: int, layer: LayerSpec, world_size: int, *, schemes: Schemes | None = None, active_only: bool = False
 ) -> list[_Product]:
     """The linear weights of a layer that can be quantised; ``schemes`` are theirs, in the same order."""
-    attention = layer.attention
-    found = (
-        _products_of_attention(hidden, attention, world_size)
-        if isinstance(attention, AttentionSpec)
-        else _SIZES[type(attention)].products(hidden, attention, world_size)
-    )
+    attention, found = layer.attention, list[_Product]()
+    if isinstance(attention, AttentionSpec):
+        found += _products_of_attention(hidden, attention, world_size)
+    elif attention is not None:
+        found += _SIZES[type(attention)].products(hidden, attention, world_size)
     for mlp in layer.mlps:
         scheme = None if schemes is None else schemes[len(found)]
         found += _products_of_mlp(hidden, mlp, mlp.name, world_size, scheme, active_only)
@@ -220,6 +219,20 @@ def _products_of_short_conv(hidden: int, conv: ShortConvSpec, world_size: int) -
     ]
 
 
+def _products_of_mamba2(hidden: int, mamba: Mamba2Spec, world_size: int) -> list[_Product]:
+    own, path = mamba.kv_kind.on(world_size), mamba.name
+    keys, values, heads = own.num_key_heads * own.key_dim, own.num_value_heads * own.value_dim, own.num_value_heads
+    rows = 2 * (keys + values) + heads
+    return [
+        _Product(modules=(f"{path}.in_proj",), rows=rows, columns=hidden, row_cuts=(keys, values, heads)),
+        _row_parallel(f"{path}.out_proj", hidden, values, world_size),
+    ]
+
+
+def _others_of_mamba2(own: StateKind) -> int:
+    return (own.taps + 1) * own.num_channels + (3 + own.value_dim) * own.num_value_heads
+
+
 @dataclass(frozen=True, slots=True)
 class _RecurrentSizes:
     """What ``_products`` and ``_others`` count of a layer with a recurrent state; the latter from a rank's part."""
@@ -231,6 +244,7 @@ class _RecurrentSizes:
 _SIZES: dict[type[RecurrentSpec], _RecurrentSizes] = {
     GatedDeltaNetSpec: _RecurrentSizes(_products_of_delta, _others_of_delta),
     ShortConvSpec: _RecurrentSizes(_products_of_short_conv, lambda own: own.taps * own.num_channels),
+    Mamba2Spec: _RecurrentSizes(_products_of_mamba2, _others_of_mamba2),
 }
 
 
@@ -260,14 +274,19 @@ def _products_of_mlp(
     names = dict.fromkeys(name.format(0) for name in (*stored.inputs(mlp.activation), stored.down))
     modules = _below(path, None, *names)
     count = mlp.rule.top_k if active_only else mlp.num_experts
+    latent, stream = mlp.latent, hidden
+    hidden = hidden if latent is None else latent.size
     rows, of_rows = mlp.activation.num_parts * room, (room, *cuts)
     yield _Product(modules=modules, rows=rows, columns=hidden, row_cuts=of_rows, count=count, is_expert=True)
     yield _Product(
         modules=modules, rows=hidden, columns=room, row_cuts=(hidden,), column_cuts=cuts, count=count, is_expert=True
     )
+    if latent is not None:
+        yield _Product(modules=_below(path, None, latent.down), rows=hidden, columns=stream)
+        yield _Product(modules=_below(path, None, latent.up), rows=stream, columns=hidden)
     if mlp.shared is not None:
         (shared,) = _below(path, None, mlp.shared.name)
-        yield from _products_of_mlp(hidden, mlp.shared, shared, world_size, None, active_only)
+        yield from _products_of_mlp(stream, mlp.shared, shared, world_size, None, active_only)
 
 
 def _below(path: str, fused: str | None, *names: str) -> tuple[str, ...]:
@@ -284,6 +303,8 @@ def _others(hidden: int, layer: LayerSpec, world_size: int, *, active_only: bool
     attention = layer.attention
     found = hidden * len(list(layer.norms)) + (layer.stream_scale is not None)
     found += sum(_others_of_mlp(hidden, mlp, world_size, active_only=active_only) for mlp in layer.mlps)
+    if attention is None:
+        return found
     if not isinstance(attention, AttentionSpec):
         return found + _SIZES[type(attention)].others(attention.kv_kind.on(world_size))
     num_heads = local_heads(attention, world_size)[0]

@@ -25,7 +25,7 @@ class RecurrentMixer(Layer):
     """Projections (``readers``), a recurrence, this rank's part of the output projection.
 
     The ``operation`` is two of ``kernels.ops``, which get what each of the ``readers`` makes of N tokens, and return
-    (N, width) of the same type::
+    (N, width), of which ``finish`` makes the same in their type::
 
         NAME_decode(*inputs, rule, states, slots, runs)    one token of each row, draft rows behind others (``runs``)
         NAME_prefill(*inputs, rule, states, chunks)        chunks of prompts
@@ -42,6 +42,11 @@ class RecurrentMixer(Layer):
         self._rule: Any = None
         self._step, self._chunks = (context.op(f"{operation}_{name}") for name in ("decode", "prefill"))
         self.is_recordable = context.can_record(f"{operation}_decode")
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of each token that ``finish`` all-reduces."""
+        return 0
 
     @property
     @abstractmethod
@@ -73,7 +78,11 @@ class RecurrentMixer(Layer):
             own = [one[num_decodes:] for one in inputs]
             parts.append(self._chunks(*own, self._rule, self.states, chunks_of(batch)))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.out_proj.part(only(wanted, out))
+        return self.out_proj.part(self.finish(only(wanted, out)))
+
+    def finish(self, out: torch.Tensor) -> torch.Tensor:
+        """Return what the output projection reads, made of what the operation returns."""
+        return out
 
 
 def chunks_of(batch: AttentionMetadata) -> list[Chunk]:

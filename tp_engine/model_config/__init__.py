@@ -12,6 +12,7 @@ from tp_engine.model_config.checkpoint_files import CheckpointHeaders
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.families import read_spec
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
+from tp_engine.model_config.recurrent import RecurrentSpec
 from tp_engine.model_config.source import CONFIG_FILE, MODEL_FILES, QUANTIZATION_FILE, read_json, resolve_model_folder
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.stored_model import fitted, says_dtype
@@ -20,6 +21,7 @@ from tp_engine.units import round_up
 
 MAX_WORLD_SIZE = 64
 VOCAB_ALIGNMENT = 16
+_NO_HEADS = ("", 0), ("", 0)  # of a layer that is an MLP alone
 
 
 def read_model(config: Mapping[str, Any]) -> ModelSpec:
@@ -158,13 +160,16 @@ def split_problem(model: ModelSpec, world_size: int) -> str | None:
     if world_size < 1:
         return "it must be at least 1"
     for layer in model.distinct_layers:
-        (name, num_heads), (shared_name, num_shared) = layer.attention.heads
+        attention = layer.attention
+        (name, num_heads), (shared_name, num_shared) = _NO_HEADS if attention is None else attention.heads
         if num_heads % world_size:
             return f"the {num_heads} {name} can not be divided equally"
         if problem := next(filter(None, (_mlp_problem(mlp, world_size) for mlp in layer.mlps)), None):
             return problem
         if num_shared % world_size and world_size % num_shared:
             return f"the {num_shared} {shared_name} can be neither divided equally nor repeated equally often"
+        if isinstance(attention, RecurrentSpec) and (problem := attention.split_problem(world_size)):
+            return problem
     return None
 
 

@@ -27,7 +27,7 @@ _YARN_POSITIONS = "original_max_position_embeddings times the factor of its yarn
 class DecoderReader:
     """Takes the common keys of ``config``; a family's reader takes its own, then calls ``model``.
 
-    ``defaults`` are the family's values for absent sizes.
+    ``defaults`` are the family's values for absent sizes, ``activations`` the names of those that it may have.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class DecoderReader:
         eps: float = 1e-6,
         activation_key: str = "hidden_act",
         activation: str = "silu",
+        activations: Mapping[str, ActivationKind] = ACTIVATIONS,
         defaults: Mapping[str, int] | None = None,
     ) -> None:
         self.config = config
@@ -55,7 +56,7 @@ class DecoderReader:
         self.eps = config.take(eps_key, float, eps) or 0.0
         if self.eps < 0:
             raise ConfigError(f"{config.origin}: {eps_key} is {self.eps}; it must be at least 0")
-        self.activation = self._read_activation(activation_key, activation)
+        self.activation = self._read_activation(activation_key, activation, activations)
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Return a key that is true or false."""
@@ -213,7 +214,7 @@ class DecoderReader:
 
         ``tied`` and ``eos`` are transformers' defaults of ``tie_word_embeddings`` and ``eos_token_id``.
         """
-        config, extended = self.config, max(rope.extends_to for rope in ropes)
+        config, extended = self.config, max((rope.extends_to for rope in ropes), default=0)
         if extended > self.max_position:
             changes = {"max_position": extended, "max_position_key": _YARN_POSITIONS, **changes}
         usual = {
@@ -245,11 +246,11 @@ class DecoderReader:
             )
         return self.config.take_positive("head_dim", own or self.hidden_size // self.num_heads)
 
-    def _read_activation(self, key: str, default: str) -> Activation:
-        name = self.config.take(key, str, default)
-        if name not in ACTIVATIONS:
-            raise ConfigError(f"config.json: {key} is {name!r}; this engine supports {', '.join(ACTIVATIONS)}")
-        return Activation(ACTIVATIONS[name])
+    def _read_activation(self, key: str, default: str, known: Mapping[str, ActivationKind]) -> Activation:
+        name = self.config.take(key, str, default) or default
+        if name not in known:
+            raise ConfigError(f"config.json: {key} is {name!r}; this engine supports {', '.join(known)}")
+        return Activation(known[name])
 
     def _read_dtype(self) -> str:
         """The checkpoint's type: ``dtype`` (transformers 5) or ``torch_dtype``."""

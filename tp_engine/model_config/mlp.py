@@ -119,6 +119,16 @@ TRANSPOSED = replace(FUSED, kind="transposed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLatentSpec:
+    """Experts that read and make rows of ``size`` instead of the stream's: ``up(experts(down(x)))``.  The router and
+    the shared MLP read ``x``.  ``down`` and ``up`` are the names of the two modules, which no rank divides."""
+
+    size: int
+    down: str
+    up: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
     """``num_experts`` MLPs of ``inner_size``, of which a router picks some for each token.
 
@@ -148,6 +158,7 @@ class ExpertsSpec:
     expert_scale: str | None = None
     shared: MlpSpec | None = None
     shared_gate: str | None = None
+    latent: ExpertLatentSpec | None = None
     stored: tuple[StoredExperts, ...] = (EACH, FUSED)
     name: str = "mlp"
 

@@ -31,6 +31,10 @@ class RecurrentSpec(ABC):
         """Elements of a token that the output projection reads."""
         return self.kv_kind.num_value_heads * self.kv_kind.value_dim
 
+    def split_problem(self, world_size: int) -> str | None:
+        """Return what forbids this world size beside the number of ``heads``."""
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaNetSpec(RecurrentSpec):
@@ -88,3 +92,42 @@ class ShortConvSpec(RecurrentSpec):
     @property
     def kv_kind(self) -> StateKind:
         return StateKind(num_key_heads=1, num_value_heads=self.num_channels, key_dim=0, value_dim=1, taps=self.taps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Spec(RecurrentSpec):
+    """A state space layer (``kernels/mamba2.py``); sizes are the model's.
+
+    Each of ``num_groups`` has keys and queries (B and C) of ``state_size`` for its ``num_heads / num_groups`` heads of
+    ``head_dim``, and their outputs are normalised together, with ``eps``.  The convolution has ``taps``, and a bias if
+    it ``has_conv_bias``.  Its modules are in_proj, whose rows are z, x, B, C, dt; conv1d of x, B, C; norm; out_proj.
+    """
+
+    num_groups: int
+    num_heads: int
+    state_size: int
+    head_dim: int
+    taps: int
+    eps: float
+    has_conv_bias: bool = True
+    name: str = "mamba"
+
+    @property
+    def heads(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        return ("Mamba2 heads", self.num_heads), ("Mamba2 groups", self.num_groups)
+
+    @property
+    def kv_kind(self) -> StateKind:
+        return StateKind(
+            num_key_heads=self.num_groups,
+            num_value_heads=self.num_heads,
+            key_dim=self.state_size,
+            value_dim=self.head_dim,
+            taps=self.taps,
+        )
+
+    def split_problem(self, world_size: int) -> str | None:
+        """Only one group that spans all ranks is normalised by an all-reduce."""
+        if 1 < self.num_groups < world_size:
+            return f"the {self.num_groups} Mamba2 groups, each of which is normalised alone, are fewer than the ranks"
+        return None

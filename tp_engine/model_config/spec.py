@@ -6,7 +6,7 @@ backends, the measurement of memory, the advice and the rules of divisibility re
     residual -> input_norm -> attention -> attention_out_norm -(+)-> mlp_norm -> mlp -> mlp_out_norm -(+)->
 
 A norm may be None: absent.  In a *parallel* layer attention and MLP read the same normalised input, and both outputs
-are added at once.
+are added at once.  A layer of *one block* has either attention or an MLP, behind its ``input_norm``.
 """
 
 from collections.abc import Collection, Iterator
@@ -164,8 +164,8 @@ class LayerSpec:
     ``stream_scale`` is the name of a stored number, by which the stream is multiplied at the layer's end.
     """
 
-    attention: AttentionSpec | RecurrentSpec
-    mlp: MlpSpec | ExpertsSpec
+    attention: AttentionSpec | RecurrentSpec | None
+    mlp: MlpSpec | ExpertsSpec | None
     beside: BesideSpec | None = None
     input_norm: NormSpec | None = None
     attention_out_norm: NormSpec | None = None
@@ -189,7 +189,13 @@ class LayerSpec:
     @property
     def mlps(self) -> tuple[MlpSpec | ExpertsSpec, ...]:
         """What its MLP block runs: an MLP or experts, or both."""
-        return (self.mlp,) if self.beside is None else (self.mlp, self.beside.experts)
+        beside = None if self.beside is None else self.beside.experts
+        return tuple(one for one in (self.mlp, beside) if one is not None)
+
+    @property
+    def has_one_block(self) -> bool:
+        """Whether it is attention alone, or an MLP alone."""
+        return self.attention is None or self.mlp is None
 
     @property
     def experts(self) -> ExpertsSpec | None:
@@ -344,7 +350,7 @@ class ModelSpec:
     def kv_layout_on(self, world_size: int) -> KvLayout:
         """Return which layers share block tables, on each of ``world_size`` ranks."""
         kinds = [
-            None if isinstance(one, AttentionSpec) and one.kv_source is not None else one.kv_kind
+            None if one is None or (isinstance(one, AttentionSpec) and one.kv_source is not None) else one.kv_kind
             for one in (layer.attention for layer in self.layers)
         ]
         return lay_out(kinds, world_size, self.beside)

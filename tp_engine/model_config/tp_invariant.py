@@ -51,6 +51,8 @@ def _problem_on_gpus(model: ModelSpec) -> str | None:
     for layer in model.distinct_layers:
         if layer.experts is not None:
             return f"this {model.architecture} has experts, whose kernels for GPUs choose tiles by the batch"
+        if layer.attention is None:
+            continue
         if not isinstance(layer.attention, AttentionSpec) or layer.attention.latent is not None:
             return f"this {model.architecture} has attention whose kernels for GPUs split work by the batch"
     return None
@@ -75,8 +77,8 @@ def _problem_of_model(model: ModelSpec, unit: int) -> str | None:
 
 def _columns(layer: LayerSpec, unit: int) -> Iterator[tuple[str, int, int]]:
     """What the columns of each row-parallel product are, their number, and the unit of a shard."""
-    attention = layer.attention
-    yield "width of all heads", attention.out_size, unit
+    if layer.attention is not None:
+        yield "width of all heads", layer.attention.out_size, unit
     for mlp in layer.mlps:
         if isinstance(mlp, ExpertsSpec):
             yield "experts' inner size", mlp.inner_size, INNER_UNIT

@@ -30,6 +30,7 @@ from tp_engine.models.decoder import DecoderLayer, SelfAttention
 from tp_engine.models.layer_embeddings import LayerEmbeddings
 from tp_engine.models.mla_attention import MLAAttention
 from tp_engine.models.mtp_head import MtpHead
+from tp_engine.models.one_block import OneBlockLayer
 from tp_engine.models.vision_tower import VisionTower, build_tower
 
 
@@ -65,12 +66,12 @@ class CausalLM(nn.Module):
             for index, one in enumerate(layer.attention for layer in spec.layers)
             if isinstance(one, AttentionSpec) and one.source is not None
         }
-        layers: list[DecoderLayer] = []
+        layers: list[DecoderLayer | OneBlockLayer] = []
         for index, layer in enumerate(spec.layers):
             source = self._sources.get(index)
             group = group_of.get(index) if source is None else group_of.get(index, group_of[source])
             layers.append(
-                DecoderLayer(
+                (OneBlockLayer if layer.has_one_block else DecoderLayer)(
                     layer,
                     spec.hidden_size,
                     spec.ropes,
@@ -238,7 +239,7 @@ class CausalLM(nn.Module):
         return self.lm_head.gather(self.lm_head(hidden))
 
 
-def make_joins(layers: Sequence[DecoderLayer], final_norm: Norm, context: LayerContext) -> list[Join]:
+def make_joins(layers: Sequence[DecoderLayer | OneBlockLayer], final_norm: Norm, context: LayerContext) -> list[Join]:
     """Return the joins before each layer and after the last: the output norm of the one before, the next one's norm."""
     next_norms = [*(layer.input_norm for layer in layers), final_norm]
     readers = [*(layer.readers for layer in layers), ()]

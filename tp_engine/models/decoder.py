@@ -6,6 +6,7 @@ The modules that it is built from split themselves over the ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -16,12 +17,13 @@ from tp_engine.layers.attention import Attention, current_metadata, only
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.gated_delta_net import GatedDeltaNet
 from tp_engine.layers.linear import LocalLinear, QKVParallelLinear, RowParallelLinear
+from tp_engine.layers.mamba2 import Mamba2
 from tp_engine.layers.norm import Norm, QKNorm
 from tp_engine.layers.recurrent import RecurrentMixer
 from tp_engine.layers.residual import Join, StreamScale
 from tp_engine.layers.rotary import order_of
 from tp_engine.layers.short_conv import ShortConv
-from tp_engine.model_config.recurrent import GatedDeltaNetSpec, RecurrentSpec, ShortConvSpec
+from tp_engine.model_config.recurrent import GatedDeltaNetSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
 from tp_engine.model_config.rope import RopeSpec
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, NormSpec
 from tp_engine.models.layer_embeddings import LayerEmbedding
@@ -33,6 +35,7 @@ from tp_engine.weights.source import equal_share, vector_source
 MIXERS: dict[type[RecurrentSpec], Callable[..., RecurrentMixer]] = {
     GatedDeltaNetSpec: GatedDeltaNet,
     ShortConvSpec: ShortConv,
+    Mamba2Spec: Mamba2,
 }
 
 
@@ -111,43 +114,44 @@ class SelfAttention(Layer):
         return self.o_proj.part(out)
 
 
-class DecoderLayer(Layer):
+class MixerLayer(Layer):
+    """A layer with attention (``self_attn``), or what runs in its place (``mixer``)."""
+
+    def _make_mixer(
+        self, attention: AttentionSpec | RecurrentSpec, hidden_size: int, ropes: Sequence[RopeSpec],
+        *, context: LayerContext, **places: Any,
+    ) -> list[LocalLinear]:  # fmt: skip
+        """Make it; return what reads its input.  ``places`` are ``backend``, ``group`` and ``source`` of one that
+        attends."""
+        self._rope, self._attends = None, isinstance(attention, AttentionSpec)
+        if isinstance(attention, RecurrentSpec):
+            self.mixer = MIXERS[type(attention)](attention, hidden_size, context=context.at(attention.name))
+            return self.mixer.readers
+        self._rope = attention.rope
+        assert places["group"] is not None, "a layer that attends is in a KV group"
+        make: Callable[..., SelfAttention | MLAAttention] = SelfAttention if attention.latent is None else MLAAttention
+        rope = None if attention.rope is None else ropes[attention.rope]
+        self.self_attn = make(attention, hidden_size, rope, context=context.at("self_attn"), **places)
+        return self.self_attn.readers
+
+    def _mix(self, x: Rows, rotations: Sequence[Rotation], wanted: torch.Tensor | None) -> torch.Tensor:
+        """``x`` (N, hidden), normalised -> this rank's part of the block's output, of the tokens ``wanted`` (n,)."""
+        more = (None if self._rope is None else rotations[self._rope],) if self._attends else ()
+        part: torch.Tensor = (self.self_attn if self._attends else self.mixer)(x, *more, wanted)
+        return part
+
+
+class DecoderLayer(MixerLayer):
     """One layer.  The model joins it to its neighbours with ``input_norm``, and with ``out_norm`` and ``out_scale`` of
     its last output."""
 
     def __init__(
-        self,
-        spec: LayerSpec,
-        hidden_size: int,
-        ropes: Sequence[RopeSpec],
-        *,
-        backend: AttentionBackend | None,
-        group: int | None,
-        context: LayerContext,
-        source: SelfAttention | MLAAttention | None = None,
+        self, spec: LayerSpec, hidden_size: int, ropes: Sequence[RopeSpec], *, context: LayerContext, **places: Any
     ) -> None:
+        """Build it; ``places`` are the last arguments of ``_make_mixer``."""
         super().__init__()
-        attention, rope = spec.attention, None
-        if isinstance(attention, RecurrentSpec):
-            self.mixer = MIXERS[type(attention)](attention, hidden_size, context=context.at(attention.name))
-            readers = self.mixer.readers
-        else:
-            rope = attention.rope
-            assert backend is not None and group is not None, "a layer that attends is in a KV group"
-            make: Callable[..., SelfAttention | MLAAttention] = (
-                SelfAttention if attention.latent is None else MLAAttention
-            )
-            self.self_attn = make(
-                attention,
-                hidden_size,
-                None if rope is None else ropes[rope],
-                backend=backend,
-                group=group,
-                context=context.at("self_attn"),
-                source=source,
-            )
-            readers = self.self_attn.readers
-        self._attends = isinstance(attention, AttentionSpec)
+        assert spec.attention is not None and spec.mlp is not None, "one block: a OneBlockLayer"
+        readers = self._make_mixer(spec.attention, hidden_size, ropes, context=context, **places)
         self._has_beside = spec.beside is not None
         self.mlp = mlp = make_mlp(spec, hidden_size, context=context)
 
@@ -168,7 +172,7 @@ class DecoderLayer(Layer):
             self._join_mlp = Join(self.out_norm, None, self.out_scale, is_summed=self.returns_sum, context=context)
             self.embedding = LayerEmbedding(spec.embedding, hidden_size, context=context)
             self.out_norm, self.out_scale, self.returns_sum = norm(spec.embedding.out_norm), 1.0, True
-        self._rope, self._is_parallel, self._add = rope, spec.is_parallel, context.op("add")
+        self._is_parallel, self._add = spec.is_parallel, context.op("add")
         self.is_recordable = self._join.is_recordable
 
     def forward(
@@ -186,10 +190,7 @@ class DecoderLayer(Layer):
         the others need only their keys and values.  ``x`` is then a tensor.  ``embedding`` (N, size) is the
         layer's own.
         """
-        if self._attends:
-            part = self.self_attn(x, None if self._rope is None else rotations[self._rope], wanted)
-        else:
-            part = self.mixer(x, wanted)
+        part = self._mix(x, rotations, wanted)
         residual = only(wanted, residual)
         if not self._is_parallel:
             own = self._join.for_readers(part, residual)

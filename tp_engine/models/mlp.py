@@ -7,7 +7,7 @@ import torch
 from tp_engine.kernels.quantization.row_codes import Rows
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.experts import Experts, Router
-from tp_engine.layers.linear import GatedColumnParallelLinear, LocalLinear, RowParallelLinear
+from tp_engine.layers.linear import GatedColumnParallelLinear, LocalLinear, RowParallelLinear, whole_linear
 from tp_engine.layers.lora import has_adapters
 from tp_engine.layers.norm import Norm
 from tp_engine.layers.quantization.quantised_products import GatedPair, gated_pair
@@ -46,12 +46,20 @@ class GatedMLP(Layer):
 
 
 class ExpertsMLP(Layer):
-    """The sum of the chosen experts' outputs, and of the shared MLP's, this rank's part of it."""
+    """The sum of the chosen experts' outputs, and of the shared MLP's, this rank's part of it.
+
+    The way back from latents has no bias, so each rank goes it with its own part.
+    """
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int, *, context: LayerContext) -> None:
         super().__init__()
         self.router = Router(spec, hidden_size, context=context)
-        self.experts = Experts(spec, hidden_size, context=context)
+        latent = spec.latent
+        self.experts = Experts(spec, hidden_size if latent is None else latent.size, context=context)
+        self.to_latent = self.from_latent = None
+        if latent is not None:
+            self.to_latent = whole_linear(latent.down, hidden_size, latent.size, context)
+            self.from_latent = whole_linear(latent.up, latent.size, hidden_size, context)
         self.shared = (
             None if spec.shared is None else GatedMLP(spec.shared, hidden_size, context=context.at(spec.shared.name))
         )
@@ -70,7 +78,9 @@ class ExpertsMLP(Layer):
         The router reads ``routed_by`` (N, hidden) instead of ``x`` if it is given.
         """
         logits = self.router(x if routed_by is None else routed_by)
-        part: torch.Tensor = self.experts(x, logits)
+        part: torch.Tensor = self.experts(x if self.to_latent is None else self.to_latent(x), logits)
+        if self.from_latent is not None:
+            part = self.from_latent(part)
         if self.shared is None:
             return part
         shared = self.shared(x)
@@ -114,6 +124,7 @@ class MlpBesideExperts(Layer):
 def make_mlp(spec: LayerSpec, hidden_size: int, *, context: LayerContext) -> GatedMLP | ExpertsMLP | MlpBesideExperts:
     """Return the MLP block of the layer at ``context``."""
     mlp = spec.mlp
+    assert mlp is not None, "a layer without an MLP has no MLP block"
     if spec.beside is not None:
         assert isinstance(mlp, MlpSpec), "experts stand beside a dense MLP"
         return MlpBesideExperts(mlp, spec.beside, hidden_size, context=context)

@@ -22,6 +22,7 @@ from tp_engine.errors import ConfigError
 from tp_engine.kernels.ops import has_triton
 from tp_engine.layers.embedding import VocabParallelEmbedding
 from tp_engine.layers.norm import QKNorm
+from tp_engine.layers.recurrent import RecurrentMixer
 from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
@@ -114,7 +115,9 @@ def sizes_of(
 ) -> RecordedSizes:
     """Return the collectives of steps in which ``row_counts`` rows are computed or sampled, or drafted by ``head``."""
     reduced = {model.hidden_size * model.dtype.itemsize}
-    summing = (module for module in model.modules() if isinstance(module, QKNorm | VocabParallelEmbedding))
+    summing = (
+        module for module in model.modules() if isinstance(module, QKNorm | RecurrentMixer | VocabParallelEmbedding)
+    )
     reduced |= {module.reduced_bytes for module in summing} - {0}
     if head is not None:
         reduced |= {size * model.dtype.itemsize for size in (head.out_size, head.fed_size)}
