@@ -156,7 +156,9 @@ def test_legal_numbers_of_ranks() -> None:
     ("change", "message"),
     [
         ({"hybrid_override_pattern": "MX"}, "hybrid_override_pattern is 'MX'; it must say of each layer"),
-        ({"num_hidden_layers": 51}, "num_hidden_layers is 51, .* names 52 layers"),
+        ({"hybrid_override_pattern": None}, "there must be one of them"),
+        ({"layer_types": ["mamba"] * 52}, "they must agree"),
+        ({"num_hidden_layers": 51}, "num_hidden_layers is 51, and 52 layers are named"),
         ({"time_step_limit": [0.001, 0.1]}, r"time_step_limit is \[0.001, 0.1\]; steps are not bounded here"),
         ({"time_step_limit": [0.0]}, "steps are not bounded here"),
         ({"n_groups": 7}, "mamba_num_heads is 64; it must be a multiple of n_groups, 7"),

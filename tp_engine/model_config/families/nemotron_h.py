@@ -18,13 +18,12 @@ _NAMES = CheckpointNames(
     renamed=(("embed_tokens", "embeddings"), ("self_attn", "mixer")),
 )
 _ACTIVATIONS: Mapping[str, ActivationKind] = {"relu2": "relu2"}
-# The letters of hybrid_override_pattern, and the names of both versions of the list.
+# The letters of hybrid_override_pattern, and the names of both versions of the lists.
 _KINDS = {
     "M": "mamba", "*": "attention", "-": "mlp", "E": "moe",
     "mamba": "mamba", "linear_attention": "mamba", "attention": "attention", "full_attention": "attention",
     "mlp": "mlp", "moe": "moe",
 }  # fmt: skip
-_NAMES_OF_KINDS = "layers_block_type"
 _UNBOUNDED = [0.0, math.inf]
 # In the words of other writers of JSON; transformers' is the last.
 _INFINITIES = (["Infinity"], ["inf"], [{"__float__": "Infinity"}])
@@ -53,8 +52,8 @@ def read(config: ConfigJson) -> ModelSpec:
     )
     if reader.num_layers != len(kinds):
         raise ConfigError(
-            f"config.json: num_hidden_layers is {reader.num_layers}, and {_NAMES_OF_KINDS} or hybrid_override_pattern "
-            f"names {len(kinds)} layers; they must agree"
+            f"config.json: num_hidden_layers is {reader.num_layers}, and {len(kinds)} layers are named "
+            "(hybrid_override_pattern, layers_block_type); they must agree"
         )
     for other in ("norm_eps", "rms_norm_eps"):
         config.expect(other, float, reader.eps)
@@ -83,18 +82,24 @@ def read(config: ConfigJson) -> ModelSpec:
 
 
 def _take_kinds(config: ConfigJson) -> list[str]:
-    """What each layer is, by the pattern or the list."""
-    pattern = config.take("hybrid_override_pattern", str)
-    listed = config.take(_NAMES_OF_KINDS, list) or config.take("layer_types", list)
-    config.skip("layer_types")
-    names = list(pattern or "") if listed is None else listed
-    if not names or not all(isinstance(name, str) and name in _KINDS for name in names):
-        key = "hybrid_override_pattern" if listed is None else _NAMES_OF_KINDS
+    """What each layer is, by the pattern or a list; all that there are must agree."""
+    found: list[list[str]] = []
+    for key in ("hybrid_override_pattern", "layers_block_type", "layer_types"):
+        names = list(config.take(key, str) or "") if key == "hybrid_override_pattern" else config.take(key, list)
+        if not names:
+            continue
+        if not all(isinstance(name, str) and name in _KINDS for name in names):
+            raise ConfigError(
+                f"config.json: {key} is {shown(config.peek(key))}; it must say of each layer that it is mamba (M), "
+                "attention (*), mlp (-) or moe (E)"
+            )
+        found.append([_KINDS[name] for name in names])
+    if not found or any(one != found[0] for one in found):
         raise ConfigError(
-            f"config.json: {key} is {shown(pattern if listed is None else listed)}; it must say of each layer that it "
-            "is mamba (M), attention (*), mlp (-) or moe (E)"
+            "config.json: hybrid_override_pattern, layers_block_type and layer_types say what each layer is: "
+            "there must be one of them, and they must agree"
         )
-    return [_KINDS[name] for name in names]
+    return found[0]
 
 
 def _check_time_steps(config: ConfigJson) -> None:
