@@ -73,7 +73,7 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
     kv_dtype = dtype if question.kv_cache_dtype == "auto" else question.kv_cache_dtype
     utilization = question.gpu_memory_utilization or hardware.utilization
     block_size = question.block_size or choose_block_size(workload.lengths)
-    num_batched_tokens = max(workload.step_tokens, num_sequences)
+    num_batched_tokens = max(workload.step_tokens, num_sequences + _whole_image(model))
     weights, active = (
         local_weight_bytes(model, world_size, dtype=dtype, quantization=question.quantization, active_only=active_only)
         for active_only in (False, True)
@@ -81,10 +81,12 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
     activations = sizes.activation_bytes(
         model, world_size, dtype=dtype, num_tokens=num_batched_tokens, num_sequences=num_sequences
     )
+    images, encoding = sizes.image_bytes(model, dtype=dtype, num_tokens=num_batched_tokens, max_model_len=max_model_len)
+    activations = max(activations, encoding)
     overhead = sizes.overhead_bytes(world_size, is_gpu=hardware.is_gpu)
     memory = hardware.memory if hardware.is_gpu else hardware.memory // world_size
     requested = int(memory * utilization)
-    spare = requested - weights - activations - overhead
+    spare = requested - weights - activations - overhead - images
     block_bytes = sizes.block_bytes(model, world_size, block_size, kv_dtype)
     capacity = KvCapacity(
         layout=model.kv_layout_on(world_size),
@@ -117,6 +119,7 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
         active_weight_bytes=active,
         activation_bytes=activations,
         overhead_bytes=overhead,
+        image_bytes=images,
         state_bytes=spare - available,
         kv_cache_bytes=available,
         block_size=block_size,
@@ -135,6 +138,11 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
         reasons=_reasons(question, capacity, concurrency),
         problems=problems,
     )
+
+
+def _whole_image(model: ModelSpec) -> int:
+    """Tokens of an image that must be computed in one step."""
+    return 0 if model.vision is None or not model.vision.is_bidirectional else model.vision.most_rows
 
 
 def _concurrency(workload: Workload, capacity: KvCapacity, num_blocks: int, blocks_of_state: float) -> float:

@@ -24,7 +24,8 @@ class Recommendation:
     """Options for one model, device and workload, with the arithmetic behind them.
 
     ``weight_format`` is how linear weights are kept: ``quantization`` (online), the checkpoint's method, or ``dtype``.
-    Bytes are those of one rank; ``state_bytes`` are those of recurrent states and their snapshots, and
+    Bytes are those of one rank; ``state_bytes`` are those of recurrent states and their snapshots, ``image_bytes``
+    those of images' embeddings, and
     ``active_weight_bytes`` are those of the weights that one token needs, which are fewer if the model has experts.  If
     ``fits`` is False, ``problems`` say why, ``remedies`` say what to change, and ``command`` is None.
     ``expected_concurrency`` is the number of the workload's mean requests that the KV cache holds at once;
@@ -47,6 +48,7 @@ class Recommendation:
     active_weight_bytes: int
     activation_bytes: int
     overhead_bytes: int
+    image_bytes: int
     state_bytes: int
     kv_cache_bytes: int
     block_size: int
@@ -109,6 +111,7 @@ class Recommendation:
             f"weights ({self.weight_format})": self.weight_bytes,
             "largest step (estimate)": self.activation_bytes,
             "runtime (estimate)": self.overhead_bytes,
+            **({"embeddings of images": self.image_bytes} if self.image_bytes else {}),
             **({"recurrent states": self.state_bytes} if self.state_bytes else {}),
             "left for the KV cache": self.kv_cache_bytes,
         }

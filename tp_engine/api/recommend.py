@@ -1,14 +1,18 @@
 """``tp_engine.recommend``: which options to use and what fits, computed before anything is loaded."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tp_engine.advice.advise import advise
 from tp_engine.advice.question import Hardware, Question, Workload, find_gpu, find_workload
 from tp_engine.advice.recommendation import Recommendation
-from tp_engine.config import DEMO_MODEL
+from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.errors import ConfigError
+from tp_engine.images.rules import PROCESSOR_FILES
+from tp_engine.images.settings import image_settings
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.drafting import has_assistant, with_own_head
 from tp_engine.model_config.spec import ModelSpec
@@ -16,7 +20,7 @@ from tp_engine.speculative import SpeculativeConfig
 from tp_engine.units import parse_bytes
 from tp_engine.worker.memory.host_memory import host_memory
 
-CONFIG_FILES = ("config.json", "generation_config.json", "hf_quant_config.json")
+CONFIG_FILES = ("config.json", "generation_config.json", "hf_quant_config.json", *PROCESSOR_FILES)
 
 
 def recommend(
@@ -54,6 +58,7 @@ def recommend(
     else:
         name = model
         config, folder = load_model_config(model, revision, files=CONFIG_FILES, hf_overrides=changes)
+        config = _with_images(config, folder)
     drafting = SpeculativeConfig.of(speculation)
     if drafting is not None and (drafting.method == "eagle3" or has_assistant(config, drafting, name, folder)):
         raise ConfigError(
@@ -80,6 +85,24 @@ def recommend(
             speculative_config=speculation,
         )
     )
+
+
+def _with_images(model: ModelSpec, folder: Path) -> ModelSpec:
+    """``model`` with the size of its tower and of its largest image; without the tower, if it is served as text."""
+    vision = model.vision
+    if vision is None or not any((folder / name).is_file() for name in PROCESSOR_FILES):
+        return dataclasses.replace(model, vision=None)
+    settings = image_settings(EngineConfig(), vision, folder)
+    assert settings is not None, "images have no limit here"
+    vision = dataclasses.replace(vision, largest=settings.rules().largest)
+    if not vision.num_parameters:  # there are no tensors
+        import torch
+
+        from tp_engine.models.vision_tower import build_tower
+
+        tower = build_tower(vision, dtype=torch.bfloat16, device=torch.device("meta"))
+        vision = dataclasses.replace(vision, num_parameters=sum(one.numel() for one in tower.parameters()))
+    return dataclasses.replace(model, vision=vision)
 
 
 def this_machine() -> Hardware:

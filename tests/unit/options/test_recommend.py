@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 import tp_engine
+from tests.image_models import make_image_model
+from tests.tiers import slow_but
 from tests.tiny_models import make_checkpoint
 from tp_engine import recommend
 from tp_engine.advice import sizes
@@ -264,3 +267,32 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "It does not fit:" in printed and "tensor_parallel_size 2" in printed
     assert main([*arguments, "--gpu", "rtx4090", "--input-len", "1000", "--output-len", "100"]) == 0
     assert "1,050 tokens that a request holds" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", slow_but(["qwen3-vl"], ["qwen3-vl", "qwen2.5-vl", "mistral3-vision", "gemma4-vision"]))
+def test_a_tower_and_the_embeddings_of_images(name: str, tmp_path: Path) -> None:
+    """Oracle: the tensors in the checkpoint; without them the tower has the same size, and without a processor's
+    settings there is none.  The encoder cache is the engine's: so many rows as a step has tokens, DeepStack's too."""
+    from safetensors import safe_open
+
+    folder = make_image_model(tmp_path / "model", name)
+
+    def ask() -> tp_engine.Recommendation:
+        workload = Workload(name="short", prompt=64, output=64, longest=300)
+        return recommend(str(folder), workload=workload, device_memory="24GiB", dtype="float32")
+
+    found = ask()
+    with safe_open(folder / "model.safetensors", "pt") as tensors:
+        names = [one for one in tensors.keys() if re.search("visual|vision|multi_modal", one)]  # noqa: SIM118
+        stored = sum(tensors.get_tensor(one).nbytes for one in names)
+    width = {"qwen3-vl": 4 * 64, "qwen2.5-vl": 128}.get(name, 64)
+    assert found.fits and found.image_bytes == found.max_num_batched_tokens * width * 4
+    assert "embeddings of images" in found.explain()
+    settings = folder / "preprocessor_config.json"
+    for file in (None, folder / "model.safetensors"):
+        if file is not None:
+            file.unlink()
+        found = ask()
+        settings.rename(folder / "away.json")
+        assert (ask().image_bytes, ask().weight_bytes) == (0, found.weight_bytes - stored)
+        (folder / "away.json").rename(settings)
