@@ -46,6 +46,7 @@ class QKNorm(Layer):
             self._weight("k_norm", attention.num_kv_heads, kv_heads, order, context) if has_keys else self.q_weight
         )
         self._weights: torch.Tensor | None = None
+        self._head_norm: HeadNorm | None = None
         self._squares, self._normalise = context.op("head_squares"), context.op("norm_width")
         self.is_recordable = not spec.spans_heads or context.can_record("head_squares", "norm_width")
 
@@ -67,21 +68,21 @@ class QKNorm(Layer):
         if self._spec.includes_values:
             weights.append(torch.full_like(of_key, 1.0 - self._spec.offset).expand(num_kv_heads, -1))
         self._weights = torch.cat(weights)
+        if not self._spec.spans_heads:
+            self._head_norm = HeadNorm(
+                q_weight=self.q_weight,
+                k_weight=self.k_weight,
+                weights=self._weights,
+                eps=self._spec.eps,
+                offset=self._spec.offset,
+                includes_values=self._spec.includes_values,
+            )
 
     @property
     def head_norm(self) -> HeadNorm | None:
         """How each head is normalised alone; None if all heads are normalised together."""
-        if self._spec.spans_heads:
-            return None
         assert self._weights is not None, "finish_loading comes first"
-        return HeadNorm(
-            q_weight=self.q_weight,
-            k_weight=self.k_weight,
-            weights=self._weights,
-            eps=self._spec.eps,
-            offset=self._spec.offset,
-            includes_values=self._spec.includes_values,
-        )
+        return self._head_norm
 
     @property
     def reduced_bytes(self) -> int:

@@ -108,7 +108,7 @@ class SelfAttention(Layer):
         else:
             states = self._qk_norm_rope_store(heads, 0, head_norm, rotation, None, slots)[0], None, None
         attended = attention(*states)
-        out = only(wanted, attended.reshape(len(x), -1))
+        out = only(wanted, attended.flatten(1))
         if self._has_gate:
             self._gate(out, only(wanted, projected[:, width:]))
         return self.o_proj.part(out)

@@ -52,7 +52,7 @@ class Panels(ABC):
         assert x.dtype is self._dtype and (bias is None or bias.dtype is self._dtype)
         if x.stride(1) != 1:
             x = x.contiguous()
-        out = torch.empty((len(x), width), dtype=self._made)
+        out = torch.empty((x.shape[0], width), dtype=self._made)  # `len` of a tensor takes five times as long as `shape`
         self._run(x, None if bias is None else bias.data_ptr(), out, kind)
         return out
 
@@ -92,10 +92,11 @@ class PackedWeight(Panels):
         )  # fmt: skip
 
     def _run(self, x: torch.Tensor, bias: int | None, out: torch.Tensor, kind: int) -> None:
-        widened = torch.empty((len(x), self._widened_size)) if self._widened_size else None
+        rows = x.shape[0]
+        widened = torch.empty((rows, self._widened_size)) if self._widened_size else None
         self._library.packed_linear(
             x.data_ptr(), x.stride(0), self._panels.data_ptr(), bias, out.data_ptr(),
-            None if widened is None else widened.data_ptr(), len(x), self._out_size, self._items, kind, *self._bounds,
+            None if widened is None else widened.data_ptr(), rows, self._out_size, self._items, kind, *self._bounds,
             DTYPE_CODES[x.dtype], self._num_shards, self._keeps_sums, torch.get_num_threads(),
         )  # fmt: skip
 

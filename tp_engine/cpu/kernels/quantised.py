@@ -60,10 +60,11 @@ class QuantisedPanels(Panels):
         self.num_bytes = self._packed.num_bytes
 
     def _run(self, x: torch.Tensor, bias: int | None, out: torch.Tensor, kind: int) -> None:
-        packed, prepared = self._packed, torch.empty(len(x) * self._row_bytes, dtype=torch.uint8)
+        packed, rows = self._packed, x.shape[0]
+        prepared = torch.empty(rows * self._row_bytes, dtype=torch.uint8)
         self._library.quantised_linear(
             packed.form, x.data_ptr(), x.stride(0), packed.panels.data_ptr(), packed.factors_address, bias,
-            out.data_ptr(), prepared.data_ptr(), len(x), self._out_size, kind, *self._bounds, DTYPE_CODES[x.dtype],
+            out.data_ptr(), prepared.data_ptr(), rows, self._out_size, kind, *self._bounds, DTYPE_CODES[x.dtype],
             torch.get_num_threads(),
         )  # fmt: skip
 
