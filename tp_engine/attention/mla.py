@@ -10,8 +10,9 @@ Both are equal but for rounding.  A pair of query and key costs 2 rank + rope_di
 query_dim + value_dim in the second, three times fewer, for which each key is made once: that pays from about 130
 queries of a request on.
 
-A query that attends to chosen keys alone (``selection.py``) takes the absorbed form, on every device in PyTorch, as
-soon as its request has more keys than are chosen; the step's other requests go on as usual.
+A query that attends to chosen keys alone (``selection.py``) takes the absorbed form.  Decodes are the inner backend's,
+if that can (``AttendsToChosen``).  All else is done in PyTorch, for requests that have more keys than are chosen; the
+step's other requests go on as usual.
 """
 
 from dataclasses import replace
@@ -22,7 +23,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from tp_engine.attention.base import AttendsToChosen, AttentionBackend, AttentionMetadata, AttentionShape
 from tp_engine.attention.calls import TILE, StaircaseMasks, attend_last
 from tp_engine.attention.gathering import QueryGroup, RowReader, visible_keys
 from tp_engine.attention.selection import Chooser, attend_chosen
@@ -42,7 +43,8 @@ class MLABackend:
 
     def __init__(self, inner: AttentionBackend, index_topk: int | None = None) -> None:
         self.name = inner.name
-        self.can_capture_decodes = inner.can_capture_decodes and index_topk is None
+        self._of_chosen = inner if isinstance(inner, AttendsToChosen) else None
+        self.can_capture_decodes = inner.can_capture_decodes and (index_topk is None or self._of_chosen is not None)
         self.can_capture_prompts = False  # the host chooses the form of each chunk
         self._inner = inner
         self._masks, self._reader = StaircaseMasks(TILE), RowReader()
@@ -54,14 +56,21 @@ class MLABackend:
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Choose the form of this step's chunks; see ``AttentionBackend``."""
         self._parts, self._places, self._long = None, {}, []
-        if self._index_topk is not None and metadata.host_seq_lens.max(initial=0) > self._index_topk:
+        chunks = metadata.host_query_lens[metadata.num_decodes :]
+        are_decodes_inner = self._of_chosen is not None and not len(chunks)
+        if (
+            self._index_topk is not None
+            and not are_decodes_inner
+            and metadata.host_seq_lens.max(initial=0) > self._index_topk
+        ):
             is_long = metadata.host_seq_lens > self._index_topk
+            if self._of_chosen is not None:
+                is_long[: metadata.num_decodes] = False
             self._long = np.flatnonzero(is_long).tolist()
             self._parts = split_step(_without(metadata, is_long))
             if metadata.num_decodes:
                 self._inner.prepare(self._parts[0])
             return
-        chunks = metadata.host_query_lens[metadata.num_decodes :]
         if not len(chunks) or chunks.max() < MIN_EXPANDED_QUERIES:
             self._inner.prepare(metadata)
             return
@@ -125,6 +134,9 @@ class MLABackend:
         """The absorbed form, for the step that ``inner`` has prepared."""
         maps = shape.latent
         assert maps is not None
+        if self._of_chosen is not None and shape.chooser is not None and metadata.num_decodes == metadata.num_requests:
+            chosen = shape.chooser.of_decodes(metadata.block_table, metadata.seq_lens)
+            return maps.values(self._of_chosen.forward_chosen(maps.absorb(query), new, kv, chosen, shape))
         return maps.values(self._inner.forward(maps.absorb(query), new, kv, metadata, shape))
 
     def _expand(

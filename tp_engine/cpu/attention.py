@@ -6,6 +6,7 @@ from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, Attentio
 from tp_engine.cpu.kernels.layout import DTYPE_CODES
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.cpu.kernels.paged_attention import PagedAttention
+from tp_engine.kernels.attention.index_keys import ChosenKeys
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 
 MAX_HEAD_DIM, MAX_ROW_DIM = 512, 576
@@ -36,6 +37,17 @@ class NativeBackend:
         self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
     ) -> torch.Tensor:
         """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
+        return self.forward_chosen(query, new, kv, None, shape)
+
+    def forward_chosen(
+        self,
+        query: torch.Tensor,
+        new: KeyValue | None,
+        kv: LayerKv,
+        chosen: ChosenKeys | None,
+        shape: AttentionShape,
+    ) -> torch.Tensor:
+        """Do the same for decodes that attend to ``chosen`` keys; None: to all."""
         assert kv.scales is None, "why_not refuses a quantised cache"
         query, size = _with_dense_tokens(query), shape.value_dim or shape.head_dim
         if new is not None:
@@ -45,6 +57,7 @@ class NativeBackend:
         self._kernel(
             query, new, kv.cache, out,
             scale=shape.scale, window=shape.sliding_window, softcap=shape.softcap, sinks=shape.sinks,
+            chosen=chosen,
         )  # fmt: skip
         return out
 

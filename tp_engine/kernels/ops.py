@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.cpu.kernels.linear import NativeInt8Rows
 from tp_engine.kernels import gated_delta_net, layer_ops, mamba2, short_conv
-from tp_engine.kernels.attention import heads, latents
+from tp_engine.kernels.attention import heads, index_keys, latents
 from tp_engine.kernels.experts import experts, routing
 from tp_engine.kernels.kv_cache import block_codes, layer_kv
 from tp_engine.kernels.linear import adapters
@@ -62,6 +62,8 @@ OPS: dict[str, Op] = {
     "prepare_latents": Op(latents.prepare_latents, "attention.latents_triton", "latents"),
     "absorb_w_uk": Op(latents.absorb_w_uk, None, "latents"),
     "project_w_uv": Op(latents.project_w_uv, None, "latents"),
+    "prepare_index": Op(index_keys.prepare_index, None, "index"),
+    "choose_keys": Op(index_keys.choose_keys, None, "index"),
     "route": Op(routing.route, "experts.routing_triton", "experts"),
     "to_float32": Op(routing.to_float32, None, "experts"),
     "add_gated": Op(experts.add_gated, "experts.experts_triton", "experts"),

@@ -1,4 +1,4 @@
-"""The indexer of DeepSeek sparse attention (``attention/selection.py`` has the formula); every rank has all of it.
+"""The indexer of DeepSeek sparse attention (``kernels/attention/index_keys.py``); every rank has all of it.
 
 ::
 
@@ -13,11 +13,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 
-from tp_engine.attention.selection import choose
 from tp_engine.kernels.attention.heads import Rotation
-from tp_engine.kernels.attention.latents import turn
+from tp_engine.kernels.attention.index_keys import ChosenKeys, KeyNorm, choose
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.linear import LocalLinear, whole_linear
@@ -45,9 +43,14 @@ class Indexer(Layer):
             context.parameter((spec.dim,), (vector_source(f"{path}.{name}", spec.dim, init=init),))
             for name, init in (("weight", 1.0), ("bias", 0.0))
         )
-        self._store = context.op("store_kv")
+        self._prepare, self._widen, self._choose_keys, self._store = (
+            context.op(name) for name in ("prepare_index", "to_float32", "choose_keys", "store_kv")
+        )
+        self.is_recordable = context.can_record("prepare_index", "to_float32", "choose_keys")
+        self._scale = (spec.num_heads * spec.dim) ** -0.5
         self._queries = self._weights = self._keys = torch.empty(0)
         self._chosen: dict[int, torch.Tensor] = {}
+        self._of_decodes: ChosenKeys | None = None
         self.index_kv: LayerKv | None = None
         self.num_layers, self._num_waiting = 1, 0
 
@@ -62,34 +65,43 @@ class Indexer(Layer):
 
         Keys go to the ``slots`` (N,) of the cache, if there is one, because later steps choose among them.
         """
-        spec, num_tokens = self._spec, len(x)
-        keys = F.layer_norm(self.wk(x), (spec.dim,), self.norm, self.norm_bias, _EPS).unsqueeze(1)
-        keys = self._turned(keys, rotation)
-        if self.index_kv is not None:
-            self._store(KeyValue(keys, keys), self.index_kv, slots)
-        self._queries = self._turned(self.wq_b(latent).view(num_tokens, spec.num_heads, spec.dim), rotation)
-        scale = (spec.num_heads * spec.dim) ** -0.5
-        self._weights, self._keys = self.weights_proj(x.float()) * scale, keys.squeeze(1)
-        self._chosen, self._num_waiting = {}, self.num_layers
+        spec = self._spec
+        queries, keys = self._prepare(
+            self.wq_b(latent).view(len(x), spec.num_heads, spec.dim), self.wk(x),
+            KeyNorm(self.norm, self.norm_bias, _EPS), rotation, spec.is_interleaved, self.index_kv, slots,
+        )  # fmt: skip
+        if keys is not None and self.index_kv is not None:
+            self._store(KeyValue(keys.unsqueeze(1), keys.unsqueeze(1)), self.index_kv, slots)
+        self._queries, self._keys = queries, queries.new_empty(0) if keys is None else keys
+        self._weights = self.weights_proj(self._widen(x))
+        self._chosen, self._of_decodes, self._num_waiting = {}, None, self.num_layers
 
     def leave(self) -> None:
         """Note that one more layer has attended; behind the last one, this step's tensors are dropped."""
         self._num_waiting -= 1
         if not self._num_waiting:
             self._queries = self._weights = self._keys = self._queries.new_empty(0)
-            self._chosen = {}
+            self._chosen, self._of_decodes = {}, None
 
     def chosen(self, start: int, length: int, keys: Callable[[], torch.Tensor]) -> torch.Tensor:
         found = self._chosen.get(start)
         if found is None:
             own = slice(start, start + length)
-            found = self._chosen[start] = choose(self._queries[own], self._weights[own], keys(), self.top_k)
+            found = self._chosen[start] = choose(
+                self._queries[own], self._weights[own] * self._scale, keys(), self.top_k
+            )
         return found
+
+    def of_decodes(self, block_table: torch.Tensor, seq_lens: torch.Tensor) -> ChosenKeys:
+        """Choose once for all layers; see ``Chooser``."""
+        if self._of_decodes is None:
+            assert self.index_kv is not None, "a step with a cache"
+            own = slice(len(seq_lens))
+            self._of_decodes = self._choose_keys(
+                self._queries[own], self._weights[own], self._scale, self.index_kv, block_table, seq_lens, self.top_k
+            )
+        return self._of_decodes
 
     def new_keys(self, start: int, length: int) -> torch.Tensor:
         """This step's keys (length, dim)."""
         return self._keys[start : start + length]
-
-    def _turned(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        size = rotation.rotary_dim
-        return torch.cat((turn(heads[..., :size], rotation, self._spec.is_interleaved), heads[..., size:]), -1)

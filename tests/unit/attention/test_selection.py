@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tp_engine.attention.selection import attend_chosen, choose
+from tp_engine.attention.selection import attend_chosen
+from tp_engine.kernels.attention.index_keys import choose
 
 
 def best(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, top_k: int) -> list[list[int]]:

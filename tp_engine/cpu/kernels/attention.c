@@ -106,10 +106,16 @@ static const Task *following(const Step *step, const Task *tasks, int64_t i, int
 /* The number of keys that lie side by side as columns, in blocks of at least that size. */
 int attention_lanes(void) { return VW; }
 
-/* `key` and `value` may be NULL: they are stored already.  Returns 0, or 1 where memory ran out. */
+/* `key` and `value` may be NULL: they are stored already.  `chosen` (requests, chosen_stride) and `counts` (requests,) may be
+   NULL; with them the cache has rows, and each request one query, which attends to the keys at these positions alone.
+   Returns 0, or 1 where memory ran out. */
 int paged_attention(const Step *step, const Layer *layer, const void *query, const void *key, const void *value, void *out,
-                    int64_t query_stride, int64_t key_stride, int64_t value_stride)
+                    int64_t query_stride, int64_t key_stride, int64_t value_stride, const int32_t *chosen,
+                    int64_t chosen_stride, const int32_t *counts)
 {
+    Step of_chosen = *step;
+    of_chosen.seq_lens = chosen ? counts : step->seq_lens;
+    step = &of_chosen;
     Call call = {
         .step = step, .layer = layer, .query = query, .key = key, .value = value, .out = out,
         .query_stride = query_stride, .key_stride = key_stride, .value_stride = value_stride,
@@ -118,6 +124,7 @@ int paged_attention(const Step *step, const Layer *layer, const void *query, con
         .block_shift = log2_of(layer->block_size),
         .lanes = smaller(layer->block_size, VW),
         .head_bytes = layer->head_dim * item_bytes((int)layer->cache_dtype),
+        .chosen = chosen, .chosen_stride = chosen_stride,
         .by_pairs = MULTIPLIES_BFLOAT16 && layer->dtype == BFLOAT16 && layer->cache_dtype == BFLOAT16,
     };
     Partition *partition = &kept_partition;
@@ -157,5 +164,5 @@ int paged_attention(const Step *step, const Layer *layer, const void *query, con
 int play_paged_attention(const Word *a)
 {
     return paged_attention(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].pointer, a[6].integer,
-                           a[7].integer, a[8].integer);
+                           a[7].integer, a[8].integer, a[9].pointer, a[10].integer, a[11].pointer);
 }

@@ -131,7 +131,7 @@ static int plan_group(const Call *call, Partition *partition, const int32_t *mem
     return 1;
 }
 
-/* Finds the requests that share keys, and plans their tasks.  With a window, rows do not see the same keys. */
+/* Finds the requests that share keys, and plans their tasks.  With a window, or with chosen keys, rows do not see the same. */
 static int plan_sharing(const Call *call, Partition *partition)
 {
     const int64_t num_requests = call->step->num_requests;
@@ -141,7 +141,7 @@ static int plan_sharing(const Call *call, Partition *partition)
         !grow((void **)&partition->first_part, &partition->part_room, num_requests, sizeof(int64_t)))
         return 0;
     memset(partition->shared_keys, 0, num_requests * sizeof(int32_t));
-    if (call->layer->window || call->group > MAX_ROWS)
+    if (call->layer->window || call->chosen || call->group > MAX_ROWS)
         return 1;
     const int64_t count = find_candidates(call, partition);
     for (int64_t i = 0, size, shared; i < count; i += size) {

@@ -28,8 +28,11 @@ static void find_tile(const Call *call, const Task *task, int64_t first, Tile *t
     tile->start = start;
     tile->num_hidden = first - start;
     tile->num_keys = first < end ? end - start : 0;
-    for (int64_t key = start; key < start + tile->num_keys; key++)
-        tile->places[key - start] = blocks[key >> call->block_shift] * block_bytes + (key & mask) * call->head_bytes;
+    const int32_t *chosen = call->chosen ? call->chosen + task->request * call->chosen_stride : NULL;
+    for (int64_t key = start; key < start + tile->num_keys; key++) {
+        const int64_t place = chosen ? chosen[key] : key;
+        tile->places[key - start] = blocks[place >> call->block_shift] * block_bytes + (place & mask) * call->head_bytes;
+    }
     for (int64_t k = tile->num_keys; k < TILE && tile->num_keys; k++)
         tile->places[k] = tile->places[0];
 }

@@ -25,6 +25,8 @@
    A prefix that many requests share is read once for all of them: decodes whose block tables begin with the same blocks
    are members of one task for these blocks, and then each continues alone.
 
+   Of keys that are chosen, a request has those alone: its key k lies at position chosen[k].
+
    The ranges and tiles of a row depend on its position alone, so its result does not depend on the rest of the batch or
    on the number of threads. */
 
@@ -85,6 +87,8 @@ typedef struct {
     int64_t head_bytes; /* of a token in the cache */
     int by_pairs; /* queries and keys are multiplied as pairs of bfloat16 */
     const int64_t *first_part; /* of each member of a shared task: its first partial result */
+    const int32_t *chosen;     /* (requests, chosen_stride): where the keys lie that a request attends to; NULL: it has all */
+    int64_t chosen_stride;
 } Call;
 
 /* Rows first_row to end_row of KV heads first_head to end_head, keys first_key to end_key.  With `members`, the task

@@ -1,30 +1,15 @@
 /* Latent attention's small operations: kernels/attention/latents.py has the formulas and the names. */
 
-#include "simd.h"
+#include "rope_pairs.h"
 #include "tape.h"
 
-enum { MAX_ROPE = 256, MAX_NOPE = 512, MAX_VALUE = 512 };
+enum { MAX_NOPE = 512, MAX_VALUE = 512 };
 
 /* Tokens whose products share what is read of `up`, and vectors, or rows of `up`, that are in registers with them. */
 enum { TOKENS = 4, BLOCK = 4 };
 
 /* Products below which a second thread would cost more than it saves. */
 enum { MIN_PARALLEL_PRODUCTS = 1 << 14 };
-
-/* Turns the `size` items at `to`, in place, by the cosines and the sines of their pairs; then multiplies them by `scale`. */
-INLINE void turn_items(char *to, const float *cosines_sines, int64_t size, int64_t is_interleaved, float scale, const int dtype)
-{
-    const int64_t half = size / 2, step = is_interleaved ? 2 : 1, other = is_interleaved ? 1 : half;
-    const float *cosines = cosines_sines, *sines = cosines_sines + half;
-    float item[MAX_ROPE + VW], turned[MAX_ROPE + VW];
-    widen_row(item, to, size, dtype);
-    for (int64_t i = 0; i < half; i++) {
-        const float a = item[i * step], b = item[i * step + other];
-        turned[i * step] = (a * cosines[i] - b * sines[i]) * scale;
-        turned[i * step + other] = (b * cosines[i] + a * sines[i]) * scale;
-    }
-    narrow_row(to, turned, size, dtype);
-}
 
 /* The `rank` items at `row` divided by their root mean square, times `weight`, in place. */
 INLINE void norm_latent(char *row, const char *weight, int64_t rank, float eps, const int dtype)

@@ -28,7 +28,10 @@ _DELTA = (*[_POINTER] * 4, _FLOAT, _POINTER, _POINTER, *[_INT] * 7, _POINTER, _I
 _MAMBA = (*[_POINTER] * 7, *[_INT] * 7, _POINTER, _INT)
 _CONV = (_POINTER, _POINTER, *[_INT] * 3, _POINTER, _INT)
 _SIGNATURES: dict[str, tuple[object, ...]] = {
-    "paged_attention": (ctypes.POINTER(Step), ctypes.POINTER(AttentionLayer), *[_POINTER] * 4, *[_INT] * 3),
+    "paged_attention": (
+        *(ctypes.POINTER(Step), ctypes.POINTER(AttentionLayer), *[_POINTER] * 4, *[_INT] * 3),
+        *(_POINTER, _INT, _POINTER),
+    ),
     "norm_rows": (*[_POINTER] * 4, *[_INT] * 3, *[_FLOAT] * 4, *[_INT] * 3),
     "add_scaled": (_POINTER, _POINTER, _INT, _FLOAT, _FLOAT, _INT, _INT),
     "copy_rows": (_POINTER, _POINTER, *[_INT] * 4),
@@ -38,6 +41,10 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "prepare_latents": (_POINTER, _INT, _POINTER, _INT, *[_POINTER] * 4, _FLOAT, *[_INT] * 8),
     "absorb_w_uk": (_POINTER, _INT, _POINTER, _POINTER, *[_INT] * 8),
     "project_w_uv": (*[_POINTER] * 3, *[_INT] * 7),
+    "prepare_index": (*[_POINTER] * 6, _FLOAT, *[_INT] * 5, _POINTER, *[_INT] * 3, _POINTER, *[_INT] * 2),
+    "choose_keys": (
+        *(_POINTER, _POINTER, _FLOAT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _POINTER, _POINTER, *[_INT] * 7),
+    ),
     "head_squares": (_POINTER, _INT, _POINTER, *[_INT] * 6),
     "norm_width": (_POINTER, _INT, _POINTER, _POINTER, *[_INT] * 6, _FLOAT, _INT, _INT),
     "prepare_decodes": (

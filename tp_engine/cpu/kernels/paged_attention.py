@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from tp_engine.cpu.kernels.layout import DTYPE_CODES, AttentionLayer, Step
+from tp_engine.kernels.attention.index_keys import ChosenKeys
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue
 from tp_engine.plan import IntArray
 
@@ -70,13 +71,15 @@ class PagedAttention:
         window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        chosen: ChosenKeys | None = None,
     ) -> None:
         """Store ``new`` keys and values (N, KV heads, head_dim) unless it is None, then attend.
 
         ``query`` (N, heads, head_dim), each token's heads side by side; ``kv_cache`` (parts, blocks, block_size, KV
         heads, head_dim) as in layer_kv.py, each block in the order of ``in_kernel_order``; ``out`` (N, heads, size of a
         value), contiguous, is written for the step's requests; ``softcap`` and ``sinks`` (heads,) float32 as for
-        ``attend``.  With one part, values are the first elements of the keys, and only keys are stored.
+        ``attend``.  With one part, values are the first elements of the keys, and only keys are stored.  Then requests
+        with one query each may attend to ``chosen`` keys alone.
         """
         states: tuple[int | None, ...] = (None, None)
         strides = (0, 0)
@@ -84,8 +87,11 @@ class PagedAttention:
             states = (new.key.data_ptr(), new.value.data_ptr())
             strides = (new.key.stride(0), new.value.stride(0))
         layer = self._layer(query, kv_cache, out.shape[2], (scale, window, softcap), sinks)
+        places: tuple[int | None, ...] = (None, 0, None)
+        if chosen is not None:
+            places = (chosen.positions.data_ptr(), chosen.positions.stride(0), chosen.counts.data_ptr())
         failed = self._attend(
-            self._step_pointer, layer, query.data_ptr(), *states, out.data_ptr(), query.stride(0), *strides
+            self._step_pointer, layer, query.data_ptr(), *states, out.data_ptr(), query.stride(0), *strides, *places
         )
         if failed:
             raise MemoryError("the attention kernel has no memory for its list of tasks")

@@ -1,0 +1,89 @@
+"""The choice of keys by ``index.c``; each calls its twin for inputs that C does not take."""
+
+import ctypes
+
+import torch
+
+from tp_engine.cpu.kernels.latents import MAX_ROPE_DIM
+from tp_engine.cpu.kernels.layout import DTYPE_CODES
+from tp_engine.kernels.attention import index_keys as twins
+from tp_engine.kernels.attention.heads import Rotation
+from tp_engine.kernels.attention.index_keys import ChosenKeys, KeyNorm
+from tp_engine.kernels.kv_cache.layer_kv import LayerKv
+
+MAX_INDEX_DIM, MAX_INDEX_ITEMS = 256, 1 << 14
+
+
+def prepare_index(
+    library: ctypes.CDLL,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    norm: KeyNorm,
+    rotation: Rotation,
+    is_interleaved: bool,
+    kv: LayerKv | None,
+    slot_mapping: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute ``index_keys.prepare_index`` in C; both are overwritten, and keys stored."""
+    table, (num_tokens, num_heads, dim) = rotation.table, queries.shape
+    tensors = queries, keys, norm.weight, norm.bias, table
+    is_plain = all(one.dtype == queries.dtype and one.is_contiguous() for one in tensors)
+    dtype = DTYPE_CODES.get(queries.dtype)
+    cache_dtype = dtype if kv is None else _dtype_in_cache(kv)
+    if (
+        dtype is None
+        or cache_dtype is None
+        or not is_plain
+        or dim > MAX_INDEX_DIM
+        or rotation.rotary_dim > MAX_ROPE_DIM
+    ):
+        return twins.prepare_index(queries, keys, norm, rotation, is_interleaved, kv, slot_mapping)
+    assert rotation.positions.dtype == slot_mapping.dtype == torch.int64
+    cache = (None, 0, 1) if kv is None else _place(kv)
+    library.prepare_index(
+        queries.data_ptr(), keys.data_ptr(), rotation.positions.data_ptr(), table.data_ptr(), norm.weight.data_ptr(),
+        norm.bias.data_ptr(), float(norm.eps), int(is_interleaved), num_tokens, num_heads, dim, rotation.rotary_dim,
+        *cache, cache_dtype, slot_mapping.data_ptr(), dtype, torch.get_num_threads(),
+    )  # fmt: skip
+    return queries, keys if kv is None else None
+
+
+def choose_keys(
+    library: ctypes.CDLL,
+    queries: torch.Tensor,
+    weights: torch.Tensor,
+    scale: float,
+    kv: LayerKv,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    top_k: int,
+) -> ChosenKeys:
+    """Compute ``index_keys.choose_keys`` in C.  Positions behind a row's count are not written."""
+    (num_rows, num_heads, dim), dtype, cache_dtype = queries.shape, DTYPE_CODES.get(queries.dtype), _dtype_in_cache(kv)
+    is_dense = queries.is_contiguous() and weights.is_contiguous() and block_table.stride(1) == 1
+    is_small = dim <= MAX_INDEX_DIM and num_heads * dim <= MAX_INDEX_ITEMS
+    if dtype is None or cache_dtype is None or not (is_dense and is_small):
+        return twins.choose_keys(queries, weights, scale, kv, block_table, seq_lens, top_k)
+    assert weights.dtype == torch.float32 and block_table.dtype == seq_lens.dtype == torch.int32
+    chosen = ChosenKeys(
+        torch.empty((num_rows, top_k), dtype=torch.int32, device="cpu"),
+        torch.empty(num_rows, dtype=torch.int32, device="cpu"),
+    )
+    failed = library.choose_keys(
+        queries.data_ptr(), weights.data_ptr(), scale, *_place(kv), block_table.data_ptr(), block_table.stride(0),
+        seq_lens.data_ptr(), chosen.positions.data_ptr(), chosen.counts.data_ptr(), num_rows, num_heads, dim, top_k,
+        cache_dtype, dtype, torch.get_num_threads(),
+    )  # fmt: skip
+    if failed:
+        raise MemoryError(f"there is no memory for the scores of {int(seq_lens.max())} index keys")
+    return chosen
+
+
+def _dtype_in_cache(kv: LayerKv) -> int | None:
+    """The code of the cache's type; None for types that C does not take."""
+    return None if kv.scales is not None else DTYPE_CODES.get(kv.cache.dtype)
+
+
+def _place(kv: LayerKv) -> tuple[int, int, int]:
+    """Where the rows lie: their address, bytes from one block to the next, tokens of a block."""
+    return kv.cache.data_ptr(), kv.block_stride * kv.cache.itemsize, kv.cache.shape[2]
