@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias
 
 import torch
 
 from tp_engine.attention.selection import Chooser
-from tp_engine.kernels.attention.index_keys import ChosenKeys
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.plan import NO_IDS, IntArray
 
@@ -111,16 +110,6 @@ class AttentionBackend(Protocol):
         ``query`` (N, heads, head_dim); ``new`` is None if its keys and values are stored already; returns
         (N, heads, head_dim).
         """
-
-
-@runtime_checkable
-class AttendsToChosen(Protocol):
-    """A backend whose decodes may attend to chosen keys alone, in recorded steps too."""
-
-    def forward_chosen(
-        self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, chosen: ChosenKeys | None, shape: AttentionShape
-    ) -> torch.Tensor:
-        """``AttentionBackend.forward`` of a step of decodes, which attend to ``chosen``; None: to all they see."""
 
 
 Backends: TypeAlias = Sequence[AttentionBackend]

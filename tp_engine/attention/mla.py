@@ -17,22 +17,34 @@ step's other requests go on as usual.
 
 from dataclasses import replace
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from tp_engine.attention.base import AttendsToChosen, AttentionBackend, AttentionMetadata, AttentionShape
+from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from tp_engine.attention.calls import TILE, StaircaseMasks, attend_last
 from tp_engine.attention.gathering import QueryGroup, RowReader, visible_keys
 from tp_engine.attention.selection import Chooser, attend_chosen
+from tp_engine.kernels.attention.index_keys import ChosenKeys
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.ops import op
 
 MIN_EXPANDED_QUERIES = 128
 # Bounds the keys and values of one call, which has as many heads as fit.
 _MAX_EXPANDED_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
+
+
+@runtime_checkable
+class AttendsToChosen(Protocol):
+    """A backend whose decodes may attend to chosen keys alone, in recorded steps too."""
+
+    def forward_chosen(
+        self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, chosen: ChosenKeys | None, shape: AttentionShape
+    ) -> torch.Tensor:
+        """``AttentionBackend.forward`` of a step of decodes, which attend to ``chosen``; None: to all they see."""
 
 
 class MLABackend:

@@ -336,7 +336,7 @@ def test_every_operation_is_tested_here() -> None:
     }
     # test_kernels_decode_inputs, test_decode_batch, test_kernels_store_kv; test_experts; test_scaled_products,
     # test_kernels_norm_codes; test_block_codes; test_latent; test_delta_rule; test_kernels_padded_steps,
-    # test_kernels_adapters, test_mamba2, test_short_conv
+    # test_kernels_adapters, test_mamba2, test_short_conv, test_index_keys
     elsewhere = {"prepare_decodes", "advance_decodes", "advance_drafts", "store_kv", "route", "to_float32", "add_gated"}
     elsewhere |= {
         "quantise_rows",
@@ -348,5 +348,5 @@ def test_every_operation_is_tested_here() -> None:
     }
     elsewhere |= {"prepare_latents", "absorb_w_uk", "project_w_uv", "prepare_steps", "advance_steps"}
     elsewhere |= {"add_adapters", "mamba2_decode", "mamba2_prefill", "group_squares", "norm_groups"}
-    elsewhere |= {"short_conv_decode", "short_conv_prefill"}
+    elsewhere |= {"short_conv_decode", "short_conv_prefill", "prepare_index", "choose_keys"}
     assert set(OPS) == names | elsewhere

@@ -52,7 +52,6 @@ pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native kernels can 
 
 CPU = torch.device("cpu")
 NUM_ROWS, MAX_LEN, BLOCK_SIZE = 4, 600, 4
-_EVERY_KEY = {name: {"index_topk": MAX_LEN} for name, one in FAMILIES.items() if "index_topk" in one.changes}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"architecture": "llama", "attention_bias": True, "mlp_bias": True},
     "qwen2": {"architecture": "qwen2", "tie": True},
@@ -62,8 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "architecture": "qwen2", "num_layers": 3, "use_sliding_window": True, "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
-    # No indexer chooses among so few keys: with one, nothing is recorded.
-    **{f"table-{name}": {"architecture": name} | _EVERY_KEY.get(name, {}) for name in FAMILIES},
+    **{f"table-{name}": {"architecture": name} for name in FAMILIES},
 }  # fmt: skip
 
 
@@ -78,7 +76,7 @@ class Rows:
         num_groups = len(layout.groups)
         has_latents = any(one.latent is not None for one in config.attentions)
         backends: list[AttentionBackend] = [
-            MLABackend(NativeBackend()) if has_latents else NativeBackend() for _ in layout.groups
+            MLABackend(NativeBackend(), config.index_topk) if has_latents else NativeBackend() for _ in layout.groups
         ]
         self.model = build_model(
             config, communicator=alone, dtype=dtype, device=CPU, backends=backends, max_model_len=MAX_LEN

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from tp_engine.cpu.kernels import block_codes as native_block_codes
 from tp_engine.cpu.kernels import delta, experts, ops
+from tp_engine.cpu.kernels import index as native_index
 from tp_engine.cpu.kernels import latents as native_latents
 from tp_engine.cpu.kernels import mamba2 as native_mamba2
 from tp_engine.cpu.kernels import short_conv as native_short_conv
@@ -20,7 +21,7 @@ from tp_engine.cpu.kernels.paged_attention import PagedAttention, in_kernel_orde
 from tp_engine.cpu.kernels.quantised import QuantisedPanels
 from tp_engine.kernels import layer_ops, mamba2, short_conv
 from tp_engine.kernels.attention import heads as head_twins
-from tp_engine.kernels.attention import latents
+from tp_engine.kernels.attention import index_keys, latents
 from tp_engine.kernels.attention.heads import HeadNorm, Rotation
 from tp_engine.kernels.attention.plain_attention import attend
 from tp_engine.kernels.experts import routing
@@ -37,6 +38,7 @@ from tp_engine.kernels.gated_delta_net import (
     gated_delta_net_prefill,
 )
 from tp_engine.kernels.kv_cache import block_codes
+from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.linear import adapters
 from tp_engine.kernels.quantization.int8_rows import TorchInt8Rows
@@ -79,6 +81,7 @@ def disagreement(library: ctypes.CDLL) -> str | None:
             *_experts(library, dtype, generator),
             *_attention(library, dtype, generator),
             *_latents(library, dtype, generator),
+            *_chosen_keys(library, dtype, generator),
             *_block_codes(library, dtype, generator),
             *_adapters(library, dtype, generator),
             *_int8_rows(NativeInt8Rows(library), dtype, generator),
@@ -325,6 +328,28 @@ def _latents(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generato
     by_head = absorbed[:2].float().transpose(0, 1)
     attended = attend(by_head, kept, kept[..., :36], hidden, scale=_SCALE, softcap=None, sinks=None)
     yield "paged_attention of latents", out, attended.transpose(0, 1)
+
+
+def _chosen_keys(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:
+    """One decode's choice, of whole numbers, so that neither types nor the order of sums change a score; then attention
+    to rows at the chosen places."""
+    table = torch.randperm(13, generator=generator).int().view(1, 13)
+    query, keys, weights = (torch.randint(-2, 3, size, generator=generator) for size in ((1, 3, 8), (52, 8), (1, 3)))
+    index_kv = LayerKv(keys.to(dtype).view(1, 13, _BLOCK_SIZE, 1, 8))
+    given = (query.to(dtype), weights.float(), 1.0, index_kv, table, torch.tensor([50], dtype=torch.int32), 9)
+    chosen, expected = native_index.choose_keys(library, *given), index_keys.choose_keys(*given)
+    yield "choose_keys", chosen.positions, expected.positions
+    heads, cache = (
+        torch.randn(*size, generator=generator).to(dtype) for size in ((1, 2, 24), (1, 13, _BLOCK_SIZE, 1, 24))
+    )
+    attention, out = PagedAttention(library), torch.empty(1, 2, 20, dtype=dtype)
+    lengths = (np.array([length], dtype=np.int32) for length in (1, 0, 50))
+    attention.set_step(*lengths, table, torch.full((1,), -1))
+    attention(heads, None, cache, out, scale=_SCALE, chosen=chosen)
+    rows = cache[0, table[0].long()].view(1, 52, 24)[:, expected.positions[0].long()].float()
+    by_head, seen = heads.float().transpose(0, 1), torch.zeros(1, 9)
+    attended = attend(by_head, rows, rows[..., :20], seen, scale=_SCALE, softcap=None, sinks=None)
+    yield "paged_attention to chosen keys", out, attended.transpose(0, 1)
 
 
 def _int8_rows(rows: NativeInt8Rows, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:
