@@ -29,6 +29,7 @@ from tp_engine.layers.quantization.quantised import Quantised
 from tp_engine.layers.quantization.quantised_products import choose_quantised_product
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.recurrent import GatedDeltaNetSpec
+from tp_engine.model_config.spec import AttentionSpec
 from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.weights.loader import load_weights
 
@@ -147,6 +148,7 @@ def test_shards_of_mixed_precision(
     if isinstance(one, GatedDeltaNetSpec):
         joint_rows = [one.num_key_heads * one.key_dim] * 2 + [one.num_value_heads * one.value_dim]
     else:
+        assert isinstance(one, AttentionSpec)
         joint_rows = [heads * one.head_dim for heads in (one.num_heads, one.num_kv_heads, one.num_kv_heads)]
     compress_mixed(folder, tmp_path / "target", tmp_path / "twin", joint_rows=joint_rows if is_joint else ())
     for world_size in (1, 2, 8):

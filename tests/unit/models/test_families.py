@@ -231,7 +231,8 @@ def test_what_follows_from_a_description() -> None:
         1e4,
     )
     assert gemma.tie_word_embeddings and gemma.embedding_scale == 2560**0.5 and gemma.vocab_size == 262208
-    assert gemma.layers[0].mlp.activation.kind == "gelu_tanh" and gemma.attentions[0].head_dim == 256
+    mlp = gemma.layers[0].mlp
+    assert mlp is not None and mlp.activation.kind == "gelu_tanh" and gemma.attentions[0].head_dim == 256
     assert len(gemma.kv_layout.groups) == 6
     granite = read_model(PUBLISHED["granite-3.3"])
     assert (granite.embedding_scale, granite.logit_scale, granite.layers[0].residual_scale) == (12.0, 1 / 16, 0.22)

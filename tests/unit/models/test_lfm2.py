@@ -154,7 +154,7 @@ def test_legal_numbers_of_ranks() -> None:
 @pytest.mark.parametrize("config", [LFM25_1B, LFM2_8B])
 def test_bytes_and_names_of_weights(config: dict[str, Any], world_size: int) -> None:
     """Oracles: the parameters that the layers make; transformers' names."""
-    tiny = {"hidden_size": 64, "vocab_size": 128, "num_attention_heads": 8, "num_hidden_layers": 3}
+    tiny: dict[str, Any] = {"hidden_size": 64, "vocab_size": 128, "num_attention_heads": 8, "num_hidden_layers": 3}
     tiny |= {key: 64 for key in ("block_dim", "conv_dim", "conv_dim_out") if key in config}
     tiny |= {"layer_types": [_C, _A, _C]} if "layer_types" in config else {"full_attn_idxs": [1]}
     spec = read_model({**config, **tiny})

@@ -188,7 +188,8 @@ def test_published_configurations_are_accepted(extra: dict[str, Any]) -> None:
 def test_biases_by_architecture() -> None:
     """Oracle: the modules of transformers' Llama, Qwen2 and Qwen3."""
     both = read_model(llama(attention_bias=True, mlp_bias=True))
-    assert attention_of(both).qkv_bias and attention_of(both).out_bias and both.layers[0].mlp.bias
+    assert attention_of(both).qkv_bias and attention_of(both).out_bias
+    assert both.layers[0].mlp is not None and both.layers[0].mlp.bias
     qwen2 = attention_of(read_model(llama(architectures=["Qwen2ForCausalLM"])))
     assert qwen2.qkv_bias and not qwen2.out_bias and qwen2.qk_norm is None
     qwen3 = attention_of(read_model({**QWEN3_06B, "attention_bias": True}))

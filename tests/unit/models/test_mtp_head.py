@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def test_each_changed_tensor_changes_the_logits(family: str, heads: Callable[[st
         reference.tensors[name].copy_(tensors[name])
         assert not torch.allclose(expected, before, rtol=1e-3, atol=1e-3), name
         assert found is not None
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, msg=partial("{}: {}".format, name))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
