@@ -90,6 +90,24 @@ _MAMBA = {
     "time_step_min": 1e-30,
 }
 
+# A single group, which is on all ranks.
+_GRANITE4 = {
+    "num_hidden_layers": 3,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "intermediate_size": 40,
+    "shared_intermediate_size": 48,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "mamba_n_heads": 24,
+    "mamba_expand": 3,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+    "embedding_multiplier": 1.5,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 1.2,
+}
+
 # A dense family and one with experts, which run on every number of ranks.
 EVERY_SIZE = ("llama", "qwen3-moe")
 
@@ -378,6 +396,12 @@ FAMILIES: dict[str, Family] = {
             "routed_scaling_factor": 1.5,
         },
         seed=12,
+    ),
+    "granite4": Family("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", _GRANITE4, seed=4),
+    "granite4-dense": Family(
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {**_GRANITE4, "num_local_experts": 0, "position_embedding_type": "rope", "tie_word_embeddings": True},
     ),
     "qwen3.5-vision": Family("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", _ONE_KEY_HEAD, vision=_HYBRID_VISION),
     "qwen3.5-moe-vision": Family(

@@ -41,6 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma4-experts": {"moe_intermediate_size": 96, "seed": 38},
     "qwen3-next": {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96, "seed": 0},
     "qwen3.5-moe-vision": {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96, "seed": 7},
+    "nemotron-3": {"moe_intermediate_size": 96, "moe_shared_expert_intermediate_size": 96, "seed": 12},
 }
 # Fused projections (phi3), biases (qwen2) and other names of experts (mixtral), once per way of packing.
 OTHER_NAMES = [
@@ -55,8 +56,9 @@ OTHER_NAMES = [
     ("nvfp4-pack-quantized", "phi3"),
     ("nvfp4-modelopt", "mixtral"),
 ]
-# Latent attention, experts beside MLPs with layers of one projection for keys and values (gemma4-experts), and the
-# delta rule, with projections in turns in one module (qwen3-next) or with several modules (qwen3.5).
+# Latent attention, experts beside MLPs with layers of one projection for keys and values (gemma4-experts), the delta
+# rule, with projections in turns in one module (qwen3-next) or with several modules (qwen3.5), and state space layers
+# with experts without a gate between latents (nemotron-3).
 OTHER_LAYERS = [
     ("fp8-block", "deepseek-v3"),
     ("fp8-block", "deepseek-v3.2"),
@@ -70,6 +72,8 @@ OTHER_LAYERS = [
     ("pack-quantized", "qwen3-next"),
     ("awq", "qwen3.5"),
     ("gptq", "qwen3.5-moe-vision"),
+    ("modelopt-fp8", "nemotron-3"),
+    ("nvfp4-modelopt", "nemotron-3"),
 ]
 HOW: dict[tuple[str, str], dict[str, Any]] = {
     ("nvfp4-modelopt", "gemma4-experts"): {"moves_experts": True},

@@ -10,6 +10,7 @@ from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.mlp import Activation, ActivationKind, ExpertsSpec, MlpSpec, RoutingRule
 from tp_engine.model_config.quant_methods import read_quantization
+from tp_engine.model_config.recurrent import RecurrentSpec
 from tp_engine.model_config.rope import LAYER_TYPES, PLAIN, RopeRules, RopeSpec, read_rope
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec, MtpSpec, NormSpec
 
@@ -123,7 +124,9 @@ class DecoderReader:
             raise ConfigError(f"{self.config.origin}: {listed}; these are spellings of one key: give one of them")
         return next(iter(given.values()), default) or self.config.require_positive(names[0])
 
-    def pre_norm_layer(self, attention: AttentionSpec, mlp: MlpSpec | ExpertsSpec, **changes: Any) -> LayerSpec:
+    def pre_norm_layer(
+        self, attention: AttentionSpec | RecurrentSpec, mlp: MlpSpec | ExpertsSpec, **changes: Any
+    ) -> LayerSpec:
         """Llama's layer: a norm before each block."""
         return LayerSpec(
             attention=attention,

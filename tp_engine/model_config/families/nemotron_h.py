@@ -65,7 +65,7 @@ def read(config: ConfigJson) -> ModelSpec:
     config.skip("num_logits_to_keep", "use_mamba_kernels", "rescale_prenorm_residual", "expand", "chunk_size")
     config.skip("time_step_min", "time_step_max", "time_step_floor", "time_step_rank", "mamba_ssm_cache_dtype")
     config.skip("moe_shared_expert_overlap", "mtp_hybrid_override_pattern", "mtp_layers_block_type")
-    _check_time_steps(config)
+    check_time_steps(config)
 
     mamba, experts = _read_mamba(reader), _read_experts(reader)
     norm, mlp = reader.norm("norm"), reader.mlp(name="mixer")
@@ -102,7 +102,7 @@ def _take_kinds(config: ConfigJson) -> list[str]:
     return found[0]
 
 
-def _check_time_steps(config: ConfigJson) -> None:
+def check_time_steps(config: ConfigJson) -> None:
     """Refuse bounds of the steps; infinity is spelled in several ways."""
     limit = config.take("time_step_limit", list) or _UNBOUNDED
     is_free = limit[1:] in _INFINITIES or all(isinstance(one, float) and one >= 1e30 for one in limit[1:])
@@ -114,24 +114,28 @@ def _check_time_steps(config: ConfigJson) -> None:
 
 def _read_mamba(reader: DecoderReader) -> Mamba2Spec:
     config = reader.config
-    num_heads, num_groups = config.take_positive("mamba_num_heads", 128), config.take_positive("n_groups", 8)
-    if num_heads % num_groups:
-        raise ConfigError(
-            f"config.json: mamba_num_heads is {num_heads}; it must be a multiple of n_groups, {num_groups}"
-        )
-    taps = config.take_positive("conv_kernel", 4)
-    if taps < 2:
-        raise ConfigError(f"config.json: conv_kernel is {taps}; it must be at least 2")
-    return Mamba2Spec(
-        num_groups=num_groups,
-        num_heads=num_heads,
+    mamba = Mamba2Spec(
+        num_groups=config.take_positive("n_groups", 8),
+        num_heads=config.take_positive("mamba_num_heads", 128),
         state_size=config.take_positive("ssm_state_size", 128),
         head_dim=config.take_positive("mamba_head_dim", 64),
-        taps=taps,
+        taps=config.take_positive("conv_kernel", 4),
         eps=reader.eps,
         has_conv_bias=reader.flag("use_conv_bias", True),
         name="mixer",
     )
+    check_mamba(mamba, heads="mamba_num_heads", groups="n_groups", taps="conv_kernel")
+    return mamba
+
+
+def check_mamba(mamba: Mamba2Spec, *, heads: str, groups: str, taps: str) -> None:
+    """Raise ``ConfigError`` for sizes that do not fit, with the names of their keys."""
+    if mamba.num_heads % mamba.num_groups:
+        raise ConfigError(
+            f"config.json: {heads} is {mamba.num_heads}; it must be a multiple of {groups}, {mamba.num_groups}"
+        )
+    if mamba.taps < 2:
+        raise ConfigError(f"config.json: {taps} is {mamba.taps}; it must be at least 2")
 
 
 def _read_experts(reader: DecoderReader) -> ExpertsSpec:

@@ -1,5 +1,5 @@
-"""Models of layers with one block, of which most are state space layers: their description, their sizes, and what is
-refused."""
+"""Models most of whose layers are state space layers (Nemotron-H, of one block each, and Granite 4): their description,
+their sizes, and what is refused."""
 
 from __future__ import annotations
 
@@ -95,6 +95,34 @@ SMALL = {
     "moe_intermediate_size": 32,
     "moe_latent_size": 32,
     "moe_shared_expert_intermediate_size": 48,
+}
+# Granite 4.0 H Small.
+GRANITE: dict[str, Any] = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "vocab_size": 100352,
+    "hidden_size": 4096,
+    "num_hidden_layers": 40,
+    "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 768,
+    "shared_intermediate_size": 1536,
+    "num_local_experts": 72,
+    "num_experts_per_tok": 10,
+    "mamba_n_heads": 128,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 131072,
+    "position_embedding_type": "nope",
+    "rope_theta": 10000,
+    "embedding_multiplier": 12,
+    "logits_scaling": 16,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.0078125,
+    "normalization_function": "rmsnorm",
 }
 
 
@@ -206,3 +234,33 @@ def test_constants_are_float32() -> None:
     found = parameters(read_model(SMALL), 1)
     wide = {name.rpartition(".")[2] for name, one in found.items() if one.dtype is torch.float32 and ".0." in name}
     assert wide == {"conv", "conv_bias", "log_decay", "dt_bias", "skip"}
+
+
+def test_granite() -> None:
+    """Oracles: the numbers in the model's card, 32 billion parameters of which 9 are active; multipliers as given."""
+    spec = read_model(GRANITE)
+    assert local_parameters(spec, 1) / 1e9 == pytest.approx(32.2, rel=0.01)
+    assert local_parameters(spec, 1, active_only=True) / 1e9 == pytest.approx(8.8, rel=0.01)
+    assert sum(isinstance(layer.attention, Mamba2Spec) for layer in spec.layers) == 36 and not spec.ropes
+    assert not any(layer.has_one_block for layer in spec.layers) and spec.layers[0].residual_scale == 0.22
+    assert (spec.embedding_scale, spec.logit_scale, spec.attentions[0].scale) == (12.0, 1 / 16, 0.0078125)
+    for size in (1, 2, 4, 8, 16, 32):  # a single group is on all ranks
+        check_tensor_parallel(spec, size)
+    dense = read_model({**GRANITE, "num_local_experts": 0, "position_embedding_type": "rope", "mamba_d_head": "auto"})
+    assert dense.layers[0].experts is None and len(dense.ropes) == 1 and dense.attentions[0].rope == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mamba_d_head": 32}, "mamba_n_heads is 128 and mamba_d_head is 32; their product must be"),
+        ({"mamba_n_groups": 3}, "mamba_n_heads is 128; it must be a multiple of mamba_n_groups, 3"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'; it must be rope or nope"),
+        ({"layer_types": ["mamba"] * 39}, "layer_types is .* for each of the 40 layers"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias is True"),
+    ],
+)
+def test_refusals_of_granite(change: dict[str, Any], message: str) -> None:
+    """Oracle: the error names the key and its value, or the rule."""
+    with pytest.raises(ConfigError, match=message):
+        read_model({**GRANITE, **change})

@@ -1,0 +1,117 @@
+"""Granite 4: state space layers (Mamba2), and attention with or without a rotation, before an MLP, or before experts
+beside a shared MLP; with Granite's multipliers."""
+
+import dataclasses
+
+from tp_engine.errors import ConfigError, shown
+from tp_engine.model_config.config_json import ConfigJson
+from tp_engine.model_config.decoder import DecoderReader
+from tp_engine.model_config.families.nemotron_h import check_mamba, check_time_steps
+from tp_engine.model_config.mlp import FUSED, ExpertsSpec, MlpSpec, RoutingRule
+from tp_engine.model_config.names import CheckpointNames
+from tp_engine.model_config.recurrent import Mamba2Spec
+from tp_engine.model_config.spec import ModelSpec
+
+ARCHITECTURES = ("GraniteMoeHybridForCausalLM",)
+_NAMES = CheckpointNames(renamed=(("shared_mlp.down_proj", "shared_mlp.output_linear"),))
+_STORED = dataclasses.replace(
+    FUSED,
+    gate="block_sparse_moe.input_linear",
+    up="block_sparse_moe.input_linear",
+    down="block_sparse_moe.output_linear",
+    weight_suffix=".weight",
+)
+_KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
+_ROTATIONS = ("rope", "nope")
+
+
+def read(config: ConfigJson) -> ModelSpec:
+    """Logits are divided by ``logits_scaling``.  Without experts, ``intermediate_size`` says nothing."""
+    reader = DecoderReader(config, defaults={"intermediate_size": 11008})
+    check_time_steps(config)
+    config.expect("normalization_function", str, "rmsnorm")
+    config.expect("mamba_proj_bias", bool, False)
+    config.skip("mamba_chunk_size", "init_method")
+    kind = config.take("position_embedding_type", str, "nope")
+    if kind not in _ROTATIONS:
+        raise config.refusal("position_embedding_type", kind, "it must be rope or nope", "use another model")
+    rope = reader.rope()
+    bias = reader.flag("attention_bias")
+    attention = reader.attention(
+        scale=reader.number("attention_multiplier", 1.0),
+        qkv_bias=bias,
+        out_bias=bias,
+        rope=0 if kind == "rope" else None,
+    )
+    mamba, mlp = _read_mamba(reader), _read_mlp(reader)
+    scale = reader.number("residual_multiplier", 1.0)
+    return reader.model(
+        tuple(
+            reader.pre_norm_layer(mamba if is_mamba else attention, mlp, residual_scale=scale)
+            for is_mamba in _take_kinds(reader)
+        ),
+        (rope,) if kind == "rope" else (),
+        eos=(2,),
+        names=_NAMES,
+        embedding_scale=reader.number("embedding_multiplier", 1.0),
+        logit_scale=1.0 / reader.factor("logits_scaling", 1.0),
+    )
+
+
+def _take_kinds(reader: DecoderReader) -> list[bool]:
+    """Which layers have a state."""
+    kinds = reader.config.take("layer_types", list) or ["mamba"] * reader.num_layers
+    if len(kinds) != reader.num_layers or not all(isinstance(kind, str) and kind in _KINDS for kind in kinds):
+        raise ConfigError(
+            f"config.json: layer_types is {shown(kinds)}; it must name mamba or attention for each of the "
+            f"{reader.num_layers} layers"
+        )
+    return [_KINDS[kind] for kind in kinds]
+
+
+def _read_mamba(reader: DecoderReader) -> Mamba2Spec:
+    config = reader.config
+    num_heads, size = config.take_positive("mamba_n_heads", 128), config.take_positive("mamba_expand", 2)
+    size *= reader.hidden_size
+    if config.peek("mamba_d_head") == "auto":
+        config.skip("mamba_d_head")
+    head_dim = size // num_heads if config.peek("mamba_d_head") in (None, "auto") else 0
+    head_dim = head_dim or config.take_positive("mamba_d_head", 64)
+    if num_heads * head_dim != size:
+        raise ConfigError(
+            f"config.json: mamba_n_heads is {num_heads} and mamba_d_head is {head_dim}; their product must be "
+            f"mamba_expand times hidden_size, {size}"
+        )
+    mamba = Mamba2Spec(
+        num_groups=config.take_positive("mamba_n_groups", 1),
+        num_heads=num_heads,
+        state_size=config.take_positive("mamba_d_state", 256),
+        head_dim=head_dim,
+        taps=config.take_positive("mamba_d_conv", 4),
+        eps=reader.eps,
+        has_conv_bias=reader.flag("mamba_conv_bias", True),
+    )
+    check_mamba(mamba, heads="mamba_n_heads", groups="mamba_n_groups", taps="mamba_d_conv")
+    return mamba
+
+
+def _read_mlp(reader: DecoderReader) -> MlpSpec | ExpertsSpec:
+    """The experts of a layer are in one tensor; the chosen ones' logits go through a softmax."""
+    config = reader.config
+    shared = MlpSpec(
+        inner_size=config.take_positive("shared_intermediate_size", 1024),
+        activation=reader.activation,
+        fused_name="input_linear",
+        name="shared_mlp",
+    )
+    num_experts, top_k = config.take("num_local_experts", int, 8), config.take("num_experts_per_tok", int, 2) or 0
+    if not num_experts:
+        return shared
+    return reader.experts(
+        config.take_positive("num_local_experts", 8),
+        RoutingRule(top_k=top_k, scores="softmax_of_chosen"),
+        router="block_sparse_moe.router.layer",
+        shared=shared,
+        stored=(_STORED,),
+        name="",
+    )
