@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.image_models import Oracle, Prompt, make_image_model
 from tests.images import IMAGE_TOKENS, image_tokenizer, picture
 from tp_engine import LLM, RequestError, SamplingParams
+from tp_engine.errors import MemoryBudgetError
+from tp_engine.models.vision_tower import VisionTower
 
 NAMES = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 200, "num_gpu_blocks_override": 60}
@@ -49,3 +52,19 @@ def test_a_model_without_its_tower_refuses_pictures(folder: Path) -> None:
         with pytest.raises(RequestError, match="image"):
             llm.chat([{"role": "user", "content": content}], use_tqdm=False)
         assert llm.generate("ab", SamplingParams(max_tokens=1), use_tqdm=False)[0].outputs[0].token_ids
+
+
+@pytest.mark.slow
+def test_too_little_memory_for_the_largest_image_is_found_at_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: an error that names the image's size and both remedies; with the second one it starts."""
+
+    def fail(_tower: VisionTower, _pixels: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(VisionTower, "forward", fail)
+    with pytest.raises(MemoryBudgetError, match=r"128 x 128 pixels.*max_pixels.*limit-mm-per-prompt.*out of memory"):
+        LLM(model=str(folder), **SMALL)
+    with LLM(model=str(folder), limit_mm_per_prompt='{"image": 0}', **SMALL) as llm:
+        assert llm.generate("ab", SamplingParams(max_tokens=1), use_tqdm=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import torch
 from safetensors.torch import load_file
 
 from tests.draft_heads import make_draft_head
-from tests.image_models import VOCAB_SIZE, Prompt, make_image_model, pixel_files
+from tests.image_models import VOCAB_SIZE, Oracle, Prompt, draw_pixels, make_image_model, pixel_files
 from tests.mtp_heads import make_mtp
 from tests.ranks import image_job
 from tests.ranks.test_images import cuts_images, make_prompts, run_cases, settings_of
 from tp_engine import LLM, SamplingParams
-from tp_engine.errors import RankError
+from tp_engine.config import EngineConfig
+from tp_engine.errors import ConfigError, RankError
+from tp_engine.worker.effective_config import resolve
 
 pytestmark = pytest.mark.slow
 
@@ -185,3 +188,46 @@ def test_a_rank_that_dies_while_it_encodes_ends_the_job(
         text = "rank 1: .*in encode of step" if rank else "injected by TP_ENGINE_FAULT: rank 0 in encode"
         with pytest.raises(RankError if rank else RuntimeError, match=f"(?s){text}"):
             run(llm, prompts)
+
+
+@pytest.mark.timeout(200)
+def test_a_chunk_holds_an_image_whose_tokens_see_each_other(image_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: transformers; room for an image beside a token of each other sequence, and for one token more.  With one
+    token less the engine does not start, and says how much room it takes."""
+    folder, num_seqs = image_model("gemma4-vision"), 4
+    prompts = [[[9] * 5, {"seed": seed, "size": [64, 64]}, [8] * 7] for seed in range(3)]
+    most = 70  # max_soft_tokens
+    options = {"model": str(folder), "block_size": 4, "num_gpu_blocks_override": 2000, "max_num_seqs": num_seqs}
+    rules = resolve(EngineConfig(**options, device="cpu", max_num_batched_tokens=num_seqs + most)).model.vision
+    assert rules is not None
+    room = num_seqs + rules.most_rows
+    with pytest.raises(ConfigError, match=f"to at least {room}"):
+        resolve(EngineConfig(**options, device="cpu", max_num_batched_tokens=room - 1))
+    budgets = (room, room + 1)
+    cases = [
+        {"options": {**options, "max_num_batched_tokens": one}, "prompts": prompts, "max_tokens": 7} for one in budgets
+    ]
+    oracle = Oracle(folder, "gemma4-vision")
+    with pixel_files(folder) as files:
+        made = image_job.prompts_of(files, folder, prompts)
+        for result in run_cases(1, cases, tmp_path):
+            for prompt, one in zip(made, result["rounds"][0], strict=True):
+                assert oracle.problem(prompt, one["tokens"][0], one["logprobs"][0]) is None
+
+
+@pytest.mark.timeout(200)
+def test_each_turn_of_a_chat_adds_an_image(image_model: Callable[..., Path]) -> None:
+    """Oracle: transformers; each turn finds what was there before, with its images, although three layers of four keep
+    a state instead of keys, and each image is encoded once."""
+    folder, name = image_model("qwen3.5-vision"), "qwen3.5-vision"
+    oracle, parts, cached = Oracle(folder, name), list[Any](), list[int]()
+    with pixel_files(folder) as files, LLM(str(folder), **OPTIONS) as llm:
+        for turn in range(4):
+            parts += [[20 + turn] * 9, draw_pixels(folder, 64, 64 + 32 * turn, turn), [7] * 6]
+            prompt = files.prompt(parts)
+            (one,) = image_job.answers(llm.engine, [prompt], GREEDY)
+            assert oracle.problem(prompt, one["tokens"][0], one["logprobs"][0]) is None
+            parts.append(one["tokens"][0])
+            cached.append(one["cached"])
+            assert encoded(llm) == turn + 1
+    assert cached[0] == 0 and all(second > first for first, second in pairwise(cached)), cached

@@ -24,6 +24,7 @@ import torch
 from tp_engine.attention.base import AttentionMetadata, Backends, prepare_groups
 from tp_engine.config import MEASURED_LOGPROBS, EngineConfig
 from tp_engine.distributed.collectives import Communicator
+from tp_engine.errors import MemoryBudgetError
 from tp_engine.layers.attention import forward_context
 from tp_engine.layers.lora import adapting, group_step
 from tp_engine.models.causal_lm import CausalLM
@@ -220,10 +221,21 @@ def encode_largest_image(tower: VisionTower, device: torch.device) -> None:
     """Encode an image of the largest size, to find the peak of memory.
 
     On CPUs, where that may take minutes, one layer encodes a smaller image, and memory for the rest is taken by
-    calculation.
+    calculation.  Raises ``MemoryBudgetError`` if there is not enough.
     """
+    height, width = tower.spec.largest
+    try:
+        _encode_image(tower, height, width, device)
+    except torch.OutOfMemoryError as error:
+        raise MemoryBudgetError(
+            f"there is no memory to encode an image of {width} x {height} pixels, the largest one: lower "
+            "--mm-processor-kwargs '{\"max_pixels\": ...}' or --max-model-len, or serve text alone with "
+            f"--limit-mm-per-prompt '{{\"image\": 0}}' ({error})"
+        ) from error
+
+
+def _encode_image(tower: VisionTower, height: int, width: int, device: torch.device) -> None:
     spec = tower.spec
-    height, width = spec.largest
     pixels = torch.zeros((height, width, 3), dtype=torch.uint8, device=device)
     if device.type != "cpu":
         tower(pixels)
