@@ -296,6 +296,8 @@ RIGHT: list[tuple[str, str, int, dict[str, Any]]] = [
     ("gpt-oss", "float32", 1, {}),
     ("qwen3-next", "float32", 1, {}),
     ("qwen3.5", "bfloat16", 1, {}),
+    ("nemotron-h", "float32", 2, {}),
+    ("granite4", "float32", 1, {}),
     ("fp8-block", "bfloat16", 2, {}),
     ("fp8-channel", "float32", 1, {}),
     ("modelopt-fp8", "bfloat16", 1, {}),

@@ -273,6 +273,7 @@ def scores_by_peft(checkpoint: Path, adapter: Path | None, prompt: list[int]) ->
         ("phi3", "all-linear"),
         ("gemma4", r".*\.(q_proj|k_proj|o_proj|up_proj)"),
         ("qwen3-next", r".*\.(q_proj|k_proj|in_proj_\w+|out_proj)"),
+        ("nemotron-h", r".*\.(q_proj|o_proj|in_proj|up_proj|down_proj)"),
         ("deepseek-v3", r".*\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa|o_proj)"),
         ("qwen2-moe", r".*\.shared_expert\.(up|down)_proj"),
     ],

@@ -32,6 +32,7 @@ SETTINGS_OF = {
     ("qwen3.5", 1): ["plain"],
     ("qwen3.5", 2): ["chunks and preemption", "prefix hits"],
     ("qwen3-next", 4): ["chunks and preemption"],
+    ("nemotron-h", 2): ["chunks and preemption", "prefix hits"],
 }
 SAMPLERS: list[dict[str, Any]] = [
     {"temperature": 0.0, "max_tokens": 40},

@@ -48,8 +48,8 @@ class LinearFault:
 class Linears:
     """Compares what the ranks recorded with the weights of ``stored``.
 
-    ``activation`` joins gate and up; ``rounding`` is the engine's; ``floor`` is the relative error that float32 itself
-    may have; ``wide`` are the last names of modules whose products stay in float32.
+    ``activation`` is that of the gate, or of up without one; ``rounding`` is the engine's; ``floor`` is the relative
+    error that float32 itself may have; ``wide`` are the last names of modules whose products stay in float32.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Linears:
         self.largest_ratio = max(self.largest_ratio, error / bound)
         if error <= bound:
             return None
-        if len(parts) > 1 and not layout["is_gated"]:
+        if len(parts) > 1 and not layout["is_activated"]:
             module = self._worst_part(y - exact, parts)
         return LinearFault(_layer_of(name), module, rank, worst, error, bound, is_quantised)
 
@@ -133,8 +133,9 @@ class Linears:
             if bias in self._stored.names and (is_whole or rank == 0):
                 y = y + self._stored.read(bias)[rows]
             found.append(torch.nn.functional.pad(store(y), (0, part["room"] - len(rows))))
-        if layout["is_gated"]:
-            return store(store(self._activation(found[0])) * found[1])
+        if layout["is_activated"]:
+            activated = store(self._activation(found[0]))
+            return activated if len(found) == 1 else store(activated * found[1])
         return torch.cat(found, 1)
 
     @staticmethod

@@ -131,11 +131,11 @@ class Oracle:
 
     @property
     def activation(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What joins gate and up in the model's MLPs."""
+        """That of the gate in the model's MLPs, or of up in those without one."""
         from transformers.activations import ACT2FN
 
         config = self._model.config.get_text_config()
-        names = (getattr(config, key, None) for key in ("hidden_activation", "hidden_act"))
+        names = (getattr(config, key, None) for key in ("mlp_hidden_act", "hidden_activation", "hidden_act"))
         found: Callable[[torch.Tensor], torch.Tensor] = ACT2FN[next(filter(None, names), "silu")]
         return found
 
@@ -396,13 +396,19 @@ def _drop(module: torch.nn.Module) -> None:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        text_of_file = (folder / "config.json").read_text(encoding="utf-8")
+        config: dict[str, Any] = json.loads(text_of_file, object_hook=_number_or_object)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}/config.json can not be read: {error}") from error
     text = config.get("text_config")
     if isinstance(text, dict) and "quantization_config" in text:
         config["quantization_config"] = text.pop("quantization_config")
     return config
+
+
+def _number_or_object(value: dict[str, Any]) -> Any:
+    """What transformers writes for numbers that JSON does not have: ``{"__float__": "Infinity"}``."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _empty_model(config: dict[str, Any], rounding: Rounding) -> Any:
@@ -418,6 +424,8 @@ def _empty_model(config: dict[str, Any], rounding: Rounding) -> Any:
             "not have"
         )
     known = kind.config_class.from_dict(config)
+    if known.model_type == "nemotron_h":
+        known.time_step_min = 1e-30  # a bound of the training, which transformers has in prompts alone
     known._attn_implementation = _attention_with(rounding.cache) if kind._supports_sdpa else "eager"
     if rounding.dtype is torch.float64:
         known._experts_implementation = "eager"  # torch's grouped products have no float64

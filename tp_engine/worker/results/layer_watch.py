@@ -3,7 +3,7 @@
 ::
 
     streams   for each layer, the residual stream (N, hidden) that it reads; then the one behind the last layer
-    inner     for each layer, what its MLP reads (N, hidden), normalised
+    inner     for each layer with an MLP, what that reads (N, hidden), normalised
     linears   for each linear layer of a rank (LocalLinear), its first rows x (n, in) and its products y (n, out)
 
 Steps of several requests, or of parts of a prompt, follow one another.  Of linear layers, ``NUM_ROWS`` rows are kept:
@@ -92,8 +92,8 @@ class LayerWatch(RunnerFeature):
         with ExitStack() as hooks:
             for index, layer in enumerate(layers):
                 hooks.enter_context(layer.register_forward_pre_hook(partial(on_layer, f"streams.{index}")))
-                mlp = layer.get_submodule("mlp")
-                hooks.enter_context(mlp.register_forward_pre_hook(partial(on_mlp, f"inner.{index}")))
+                if (mlp := getattr(layer, "mlp", None)) is not None:  # there is none in some layers of one block
+                    hooks.enter_context(mlp.register_forward_pre_hook(partial(on_mlp, f"inner.{index}")))
             hooks.enter_context(layers[last - 1].register_forward_hook(on_last))
             for name, linear in self._linears():
                 linear.product = self._recorded(name, linear.product)  # type: ignore[method-assign]
@@ -126,7 +126,7 @@ def _layout_of(linear: LocalLinear) -> dict[str, Any]:
         "parts": parts,
         "columns": [columns.start, columns.start + columns.size],
         "stored_columns": linear.shape.stored_columns,
-        "is_gated": activation is not None,
+        "is_activated": activation is not None,
     }
 
 
