@@ -176,6 +176,15 @@ IMAGE_FAMILIES: dict[str, ImageFamily] = {
         whole={"image_token_id": IMAGE, "boi_token_id": 302, "eoi_token_id": 303, "audio_config": None},
         settings={"max_soft_tokens": 70},
     ),
+    "gemma4-moe-vision": ImageFamily(
+        "Gemma4Config",
+        "Gemma4ForConditionalGeneration",
+        "Gemma4ImageProcessorPil",
+        vision=_GEMMA4_VISION,
+        text={**_GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 40},
+        whole={"image_token_id": IMAGE, "boi_token_id": 302, "eoi_token_id": 303, "audio_config": None},
+        settings={"max_soft_tokens": 70},
+    ),
     "gemma4-narrow": ImageFamily(  # a window that is shorter than an image
         "Gemma4Config",
         "Gemma4ForConditionalGeneration",
