@@ -417,6 +417,12 @@ FAMILIES: dict[str, Family] = {
         # The inner size becomes two thirds of the one that is asked for, up to a multiple.
         {**_SHORT_CONV, "intermediate_size": 130, "block_multiple_of": 24, "block_ffn_dim_multiplier": 1.1},
     ),
+    "lfm2-vision": Family(
+        "Lfm2VlConfig",
+        "Lfm2VlForConditionalGeneration",
+        {**_SHORT_CONV, "block_auto_adjust_ff_dim": False},
+        vision={**_VISION, "num_patches": 16, "patch_size": 4, "model_type": "siglip2_vision_model"},
+    ),
     "lfm2-moe": Family(
         "Lfm2MoeConfig",
         "Lfm2MoeForCausalLM",

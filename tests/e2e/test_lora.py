@@ -274,12 +274,14 @@ def scores_by_peft(checkpoint: Path, adapter: Path | None, prompt: list[int]) ->
         ("gemma4", r".*\.(q_proj|k_proj|o_proj|up_proj)"),
         ("qwen3-next", r".*\.(q_proj|k_proj|in_proj_\w+|out_proj)"),
         ("nemotron-h", r".*\.(q_proj|o_proj|in_proj|up_proj|down_proj)"),
+        ("lfm2", r".*\.(q_proj|w1|w2|in_proj|out_proj)"),
         ("deepseek-v3", r".*\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa|o_proj)"),
         ("qwen2-moe", r".*\.shared_expert\.(up|down)_proj"),
     ],
 )
 def test_families(family: str, targets: str, tmp_path: Path) -> None:
-    """Oracle: PEFT: modules stored fused, keys that are values too, the delta rule, latents, shared experts."""
+    """Oracle: PEFT: modules stored fused, keys that are values too, the delta rule, names of a family's own, latents,
+    shared experts."""
     checkpoint = make_checkpoint(tmp_path / "model", family)
     adapter = make_adapter(tmp_path / "adapter", checkpoint, target_modules=targets)
     prompt = np.random.default_rng(0).integers(3, 200, 13).tolist()

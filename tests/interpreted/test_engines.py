@@ -88,16 +88,29 @@ def test_tp_invariant(checkpoint: Callable[..., Path]) -> None:
 
 
 @pytest.mark.slow
-def test_recurrent_states(checkpoint: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind", "changes", "operations"),
+    [
+        (
+            "qwen3.5",
+            "linear_attention",
+            {"linear_num_key_heads": 2, "linear_num_value_heads": 6},
+            {"gated_delta_net_decode", "sigmoid_gate"},
+        ),
+        ("lfm2", "conv", {}, {"short_conv_decode"}),
+    ],
+)
+def test_recurrent_states(
+    family: str, kind: str, changes: dict[str, Any], operations: set[str], checkpoint: Callable[..., Path]
+) -> None:
     """Oracle: the tokens of the same engine on C; one of its two layers has a recurrent state."""
     folder = checkpoint(
-        "qwen3.5",
+        family,
         num_layers=2,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=6,
+        layer_types=[kind, "full_attention"],
         vocab_size=101,
         intermediate_size=64,
+        **changes,
     )
     expected = generate(folder)
     with (
@@ -107,7 +120,7 @@ def test_recurrent_states(checkpoint: Callable[..., Path]) -> None:
         patch("tp_engine.worker.worker.warms_up", lambda device_type: True),
     ):
         found = generate(folder)
-    assert {"gated_delta_net_decode", "sigmoid_gate"} <= used, used
+    assert operations <= used, used
     assert found == expected
 
 

@@ -34,6 +34,7 @@ MODULES = (
     "paged_attention",
     "quantised",
     "sampling",
+    "short_conv",
     "store_kv",
     "tree_linear",
 )

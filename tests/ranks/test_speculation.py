@@ -33,6 +33,7 @@ SETTINGS_OF = {
     ("qwen3.5", 2): ["chunks and preemption", "prefix hits"],
     ("qwen3-next", 4): ["chunks and preemption"],
     ("nemotron-h", 2): ["chunks and preemption", "prefix hits"],
+    ("lfm2", 2): ["chunks and preemption", "prefix hits"],
 }
 SAMPLERS: list[dict[str, Any]] = [
     {"temperature": 0.0, "max_tokens": 40},

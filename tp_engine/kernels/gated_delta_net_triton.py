@@ -18,30 +18,17 @@ import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.dependent_launch_triton import (
-    begin_row_block,
-    dependent_launch,
-    launch_row_blocks,
-    let_next_begin,
-    wait_for_previous,
-)
+from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.kernels.gated_delta_net import LENGTH_EPS, DeltaRule
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.recurrent import LayerStates
+from tp_engine.kernels.recurrent_triton import causal_conv, silu
 
 _LENGTH_EPS = tl.constexpr(LENGTH_EPS)
-_CONV_BLOCK = 256
-_CONV_WARPS = 2
 # Fewer elements of a state than threads would make threads share an element, which is changed in place.
 _MIN_BLOCK = 16
 _ELEMENTS_PER_THREAD = 32
 _MAX_WARPS = 16
-
-
-@jit
-def silu(x):
-    """Float32; nothing overflows."""
-    return x / (1.0 + tl.exp(-x))
 
 
 @jit
@@ -56,43 +43,6 @@ def softplus(x):
     series = 1.0 / 9 + square * (1.0 / 11 + square * (1.0 / 13))
     series = 1.0 + square * (1.0 / 3 + square * (1.0 / 5 + square * (1.0 / 7 + square * series)))
     return tl.where(x > 0, x, 0.0) + 2.0 * s * series
-
-
-@jit
-def causal_conv_kernel(
-    mixed, weight, kept, slots, runs, out, mixed_stride, slot_stride,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, TAPS: tl.constexpr, HAS_RUNS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: up to BLOCK of the SIZE channels of one row, and of its draft rows: the last one first, because the
-    inputs before all of them are in the slot of the row itself."""
-    own, column, inside = begin_row_block(SIZE, BLOCK, PDL)
-    before = kept + tl.load(slots + own).to(tl.int64) * slot_stride + column
-    first, count = own, 0
-    if HAS_RUNS:
-        first = tl.load(runs + 2 * own).to(tl.int64)
-        count = tl.load(runs + 2 * own + 1)
-    for turn in range(count + 1):
-        token = count - turn
-        row = tl.where(token == 0, own, first + token - 1)
-        slot = tl.load(slots + row).to(tl.int64)
-        is_kept = inside & (slot >= 0)
-        item = tl.load(mixed + row * mixed_stride + column, mask=inside, other=0.0).to(tl.float32)
-        place = kept + slot * slot_stride + column
-        total = item * tl.load(weight + (TAPS - 1) * SIZE + column, mask=inside, other=0.0)
-        for tap in tl.static_range(TAPS - 1):
-            at = token + tap - (TAPS - 1)  # among the run's tokens
-            old = tl.load(before + (tap + token) * SIZE, mask=is_kept & (at < 0), other=0.0)
-            if HAS_RUNS:
-                earlier = tl.where(at <= 0, own, first + at - 1)
-                of_run = tl.load(mixed + earlier * mixed_stride + column, mask=inside & (at >= 0), other=0.0)
-                old = tl.where(at < 0, old, of_run.to(tl.float32))
-            total += old * tl.load(weight + tap * SIZE + column, mask=inside, other=0.0)
-            if tap > 0:
-                tl.store(place + (tap - 1) * SIZE, old, mask=is_kept)
-            tl.debug_barrier()  # all threads have read this tap before the next store, which is to its place
-        if TAPS > 1:
-            tl.store(place + (TAPS - 2) * SIZE, item, mask=is_kept)
-        tl.store(out + row * SIZE + column, silu(total), mask=inside)
 
 
 @jit
@@ -161,26 +111,14 @@ def gated_delta_net_decode_triton(
     kind, num_rows = rule.kind, len(mixed)
     channels, heads, width = kind.num_channels, kind.num_value_heads, kind.value_dim
     assert mixed.shape[1] == channels + heads * width and gates.shape[1] == 2 * heads, (mixed.shape, gates.shape)
-    assert mixed.stride(1) == gates.stride(1) == slots.stride(0) == 1, (mixed.stride(), gates.stride(), slots.stride())
-    assert states.conv[0].is_contiguous() and states.recurrent[0].is_contiguous(), "a slot is contiguous"
+    assert mixed.stride(1) == gates.stride(1) == 1, (mixed.stride(), gates.stride())
+    assert states.recurrent[0].is_contiguous(), "a slot is contiguous"
     out = torch.empty((num_rows, heads * width), dtype=mixed.dtype, device=mixed.device)
     if num_rows == 0:
         return out
     convolved = torch.empty((num_rows, channels), dtype=torch.float32, device=mixed.device)
     has_runs = runs is not None
-    assert runs is None or runs.is_contiguous(), runs.stride()
-    arguments = mixed, rule.conv, states.conv, slots, runs, convolved, mixed.stride(0), states.conv.stride(0)
-    launch_row_blocks(
-        causal_conv_kernel,
-        mixed,
-        num_rows,
-        channels,
-        *arguments,
-        most=_CONV_BLOCK,
-        TAPS=kind.taps,
-        HAS_RUNS=has_runs,
-        num_warps=_CONV_WARPS,
-    )
+    causal_conv(mixed, rule.conv, states, slots, runs, convolved)
     key_block, value_block = (max(int(triton.next_power_of_2(dim)), _MIN_BLOCK) for dim in (kind.key_dim, width))
     num_warps = key_block * value_block // (32 * _ELEMENTS_PER_THREAD)
     gated_delta_net_decode_kernel[(num_rows, heads)](

@@ -53,7 +53,7 @@ OPS: dict[str, Op] = {
     "mamba2_prefill": Op(mamba2.mamba2_prefill, None, "mamba2"),
     "group_squares": Op(mamba2.group_squares, None, "mamba2"),
     "norm_groups": Op(mamba2.norm_groups, None, "mamba2"),
-    "short_conv_decode": Op(short_conv.short_conv_decode, None, "short_conv"),
+    "short_conv_decode": Op(short_conv.short_conv_decode, "short_conv_triton", "short_conv"),
     "short_conv_prefill": Op(short_conv.short_conv_prefill, None, "short_conv"),
     "cap_logits": Op(layer_ops.cap_logits, "elementwise_triton", "ops"),
     "qk_norm_rope_store": Op(heads.qk_norm_rope_store, "attention.heads_triton", "ops"),

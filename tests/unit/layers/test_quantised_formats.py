@@ -122,12 +122,16 @@ def test_shards_of_experts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["qwen3-next", "qwen3.5", "qwen3.5-moe-vision"])
+@pytest.mark.parametrize("architecture", ["qwen3-next", "qwen3.5", "qwen3.5-moe-vision", "lfm2"])
 @pytest.mark.parametrize("name", ["fp8-block", "pack-quantized-asym", "awq"])
 def test_shards_of_hybrids(name: str, architecture: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: the same rank's weights of the twin.  Rows of q, k, v and z lie in turns in one module of Qwen3-Next, and
     queries and their gates in q_proj of all; few of them end where blocks do."""
-    inner = {} if architecture == "qwen3.5" else {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96}
+    inner = (
+        {}
+        if architecture in ("qwen3.5", "lfm2")
+        else {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96}
+    )
     compress(checkpoint(architecture, **inner), tmp_path / "target", tmp_path / "twin", name, group=32)
     for world_size in (1, 2, 8):
         assert_equal_twin(tmp_path / "target", tmp_path / "twin", world_size, least=10)

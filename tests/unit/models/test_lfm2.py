@@ -105,6 +105,29 @@ def test_what_follows_from_a_description() -> None:
     assert local_parameters(sparse, 1, active_only=True) / 1e9 == pytest.approx(1.5, rel=0.05)
 
 
+def test_the_text_part_of_a_model_with_images() -> None:
+    """Oracle: the text part alone, but for names; keys of images, as releases have them, are of the whole."""
+    keys: dict[str, Any] = {
+        "do_image_splitting": True,
+        "downsample_factor": 2,
+        "encoder_patch_size": 16,
+        "image_token_id": 396,
+    }
+    keys |= {"max_image_tokens": 256, "max_pixels_tolerance": 2.0, "max_tiles": 10, "min_image_tokens": 64}
+    keys |= {"min_tiles": 2, "projector_bias": True, "projector_hidden_act": "gelu", "tile_size": 512}
+    keys |= {"use_image_special_tokens": True, "use_thumbnail": True, "projector_use_layernorm": False}
+    whole = {**keys, "architectures": ["Lfm2VlForConditionalGeneration"], "model_type": "lfm2_vl"}
+    whole |= {"vision_config": {"hidden_size": 768}, "text_config": {**LFM25_1B, "tie_embedding": False}}
+    found, alone = read_model(whole), read_model(LFM25_1B)
+    assert found.layers == alone.layers and found.is_tied and found.eos_token_ids == (7,)
+    name = "model.layers.2.self_attn.o_proj.weight"
+    assert "model.language_model.layers.2.self_attn.out_proj.weight" in found.names.spell(name)
+    with pytest.raises(ConfigError, match="model_type is 'lfm3'; it must be lfm2"):
+        read_model({**whole, "text_config": {**LFM25_1B, "model_type": "lfm3"}})
+    with pytest.raises(ConfigError, match="unknown_key"):
+        read_model({**whole, "unknown_key": 1})
+
+
 def test_sizes_of_the_inner_layer() -> None:
     """Oracle: transformers' MLP: two thirds, a factor, up to a multiple; or as it is; older keys have precedence."""
     from transformers import Lfm2Config

@@ -1,18 +1,20 @@
-"""LFM2 and LFM2.5 of Liquid AI, dense and with experts: most layers have a short convolution, the others attention with
-normalised heads."""
+"""LFM2 and LFM2.5 of Liquid AI, dense and with experts, and the text part of LFM2-VL: most layers have a short
+convolution, the others attention with normalised heads."""
+
+from dataclasses import replace
 
 from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.mlp import FUSED, NUMBERED, ExpertsSpec, MlpSpec, RoutingRule
-from tp_engine.model_config.names import CheckpointNames
+from tp_engine.model_config.names import LANGUAGE_MODEL_NAMES, CheckpointNames
 from tp_engine.model_config.recurrent import ShortConvSpec
 from tp_engine.model_config.rope import RopeRules
 from tp_engine.model_config.spec import LayerSpec, ModelSpec, QkNormSpec
 from tp_engine.units import round_up
 
-_DENSE, _SPARSE = "Lfm2ForCausalLM", "Lfm2MoeForCausalLM"
-ARCHITECTURES = (_DENSE, _SPARSE)
+_DENSE, _SPARSE, _WRAPPER = "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration"
+ARCHITECTURES = (_DENSE, _SPARSE, _WRAPPER)
 _NAMES = CheckpointNames(
     renamed=(
         ("self_attn.o_proj", "self_attn.out_proj"),
@@ -23,6 +25,13 @@ _NAMES = CheckpointNames(
         ("feed_forward.down_proj", "feed_forward.w2"),
     )
 )
+_WRAPPED_NAMES = replace(_NAMES, spellings=LANGUAGE_MODEL_NAMES.spellings, skipped=LANGUAGE_MODEL_NAMES.skipped)
+# Keys of the whole that are of images, beside those that begin so.
+_OF_IMAGES = (
+    *("do_image_splitting", "downsample_factor", "encoder_patch_size", "max_image_tokens", "max_num_patches"),
+    *("max_pixels_tolerance", "max_tiles", "min_image_tokens", "min_tiles", "tile_size", "use_thumbnail"),
+    "use_image_special_tokens",
+)
 _KINDS = ("conv", "full_attention")
 _SIZES = {"num_key_value_heads": 8, "max_position_embeddings": 128_000}
 _SPARSE_SIZES = {**_SIZES, "intermediate_size": 7168}
@@ -32,10 +41,14 @@ _OLDER = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embedd
 
 def read(config: ConfigJson) -> ModelSpec:
     """Absent keys are as in transformers.  Older files say sizes twice, in keys of their own."""
-    is_sparse = config.architecture == _SPARSE
-    older = {key: config.peek(name) for name, key in _OLDER.items() if config.peek(name) is not None}
-    config = config.changed(older)
-    config.skip("architectures", *_OLDER, "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init")
+    is_sparse, is_wrapped = config.architecture == _SPARSE, config.architecture == _WRAPPER
+    if is_wrapped:
+        config = _with_newer_keys(config.changed(dict.fromkeys(_OF_IMAGES))).text_part()
+        config = config.changed({"tie_embedding": None})  # the whole's holds
+        if (kind := config.take("model_type", str, "lfm2")) != "lfm2":
+            raise config.refusal("model_type", kind, "it must be lfm2", "use another model")
+    config = _with_newer_keys(config)
+    config.skip("architectures", "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init")
     config.skip("conv_use_xavier_init", "block_norm_eps", "model_name", "num_heads", "theta")  # transformers has others
     config.expect("conv_bias", bool, False)
     for name in ("block_use_swiglu", "use_pos_enc"):
@@ -60,8 +73,13 @@ def read(config: ConfigJson) -> ModelSpec:
         )
         for index, attends in enumerate(_take_kinds(reader))
     )
-    changes = {"final_norm": reader.norm("embedding_norm"), "names": _NAMES}
+    changes = {"final_norm": reader.norm("embedding_norm"), "names": _WRAPPED_NAMES if is_wrapped else _NAMES}
     return reader.model(layers, (reader.rope(RopeRules(theta=1e6)),), tied=True, eos=(2,), **changes)
+
+
+def _with_newer_keys(config: ConfigJson) -> ConfigJson:
+    newer = {key: config.peek(older) for older, key in _OLDER.items() if config.peek(older) is not None}
+    return config.changed(newer | dict.fromkeys(_OLDER))
 
 
 def _take_kinds(reader: DecoderReader) -> list[bool]:
