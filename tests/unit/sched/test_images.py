@@ -184,6 +184,29 @@ def test_every_chunk_has_the_rows_of_its_images(album: Album, budget: int) -> No
     assert simulation.counters.num_encoded <= simulation.counters.num_queries
 
 
+@pytest.mark.parametrize("room", [6, 7, 13])
+def test_no_chunk_cuts_an_image_whose_tokens_see_each_other(
+    album: Album, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the fake model, and each chunk's end; a step has room for the largest image and 4 decodes, or more."""
+    fill, ends = ImageWorker._fill, list[int]()
+
+    def check(worker: ImageWorker, number: int, row: FakeRow, count: int, found: dict[tuple[int, int], int]) -> None:
+        end = row.computed + count
+        assert not any(start < end < start + tokens for start, tokens, *_ in worker.images[number].tolist())
+        ends.append(end)
+        fill(worker, number, row, count, found)
+
+    monkeypatch.setattr(ImageWorker, "_fill", check)
+    images = ImageLimits(num_rows=40, token_id=IMAGE, is_bidirectional=True, most_tokens=6)
+    given = image_limits(max_num_batched_tokens=4 + room, max_num_seqs=4, images=images)
+    simulation = ImageSimulation(given, album)
+    for length in range(1, 9):
+        simulation.add_images(album.prompt([3] * length, (1, 2, 3), [5], (2, 2, 2), (3, 2, 3), [6]), max_tokens=9)
+    simulation.run()
+    assert len(ends) > 8
+
+
 def test_equal_images_are_hits_and_others_never_are(album: Album) -> None:
     """Oracle: cached tokens and encoded images, counted by hand; blocks of 4."""
     simulation = ImageSimulation(image_limits(), album)
