@@ -33,6 +33,8 @@ from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.ops import op
 
 MIN_EXPANDED_QUERIES = 128
+# Bounds the partial results of the rows of a prompt that attend to chosen keys in one call: one for each _SPLIT keys.
+_MAX_PARTIAL_ELEMENTS, _SPLIT = 1 << 22, 256
 # Bounds the keys and values of one call, which has as many heads as fit.
 _MAX_EXPANDED_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 
@@ -45,6 +47,12 @@ class AttendsToChosen(Protocol):
         self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, chosen: ChosenKeys | None, shape: AttentionShape
     ) -> torch.Tensor:
         """``AttentionBackend.forward`` of a step of decodes, which attend to ``chosen``; None: to all they see."""
+
+    def attend_to_chosen(
+        self, query: torch.Tensor, kv: LayerKv, chosen: ChosenKeys, block_table: torch.Tensor, shape: AttentionShape
+    ) -> torch.Tensor:
+        """``query`` (n, heads, row_dim), each over the ``chosen`` keys of its blocks (n, M) int32, which are stored ->
+        (n, heads, rank).  It needs no ``prepare``."""
 
 
 class MLABackend:
@@ -122,10 +130,38 @@ class MLABackend:
                 rows = self._rows_at(kv, query.dtype, place).unsqueeze(1)
                 out[own] = attend_expanded(query[own], rows, shape, self._masks)
                 continue
+            if self._of_chosen is not None:
+                self._attend_prompt(out[own], query[own], start, index, kv, metadata, shape)
+                continue
             chosen = chooser.chosen(start, length, partial(self._index_keys, index, chooser, metadata))
             read = partial(self._rows_at, kv, query.dtype, place)
             own_query = maps.absorb(query[own])
             out[own] = maps.values(attend_chosen(own_query, chosen, read, rank=_rank_of(shape), scale=shape.scale))
+
+    def _attend_prompt(
+        self,
+        out: torch.Tensor,
+        query: torch.Tensor,
+        start: int,
+        index: int,
+        kv: LayerKv,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+    ) -> None:
+        """Write the outputs of the prompt of request ``index``, the step's tokens from ``start`` on, into ``out``: each
+        token as a decode of its own, some at a time."""
+        maps, chooser, backend = shape.latent, shape.chooser, self._of_chosen
+        assert maps is not None and chooser is not None and backend is not None
+        length, end = len(query), int(metadata.host_seq_lens[index])
+        seq_lens = torch.arange(end - length + 1, end + 1, dtype=torch.int32)
+        table = metadata.block_table[index].expand(length, -1)
+        places, counts = chooser.of_rows(start, table, seq_lens)
+        step = max(1, _MAX_PARTIAL_ELEMENTS // (shape.num_heads * shape.head_dim * -(-chooser.top_k // _SPLIT)))
+        for first in range(0, length, step):
+            own = slice(first, first + step)
+            chosen = ChosenKeys(places[own], counts[own])
+            rows = backend.attend_to_chosen(maps.absorb(query[own]), kv, chosen, table[own], shape)
+            out[own] = maps.values(rows)
 
     def _index_keys(self, index: int, chooser: Chooser, metadata: AttentionMetadata) -> torch.Tensor:
         """All index keys of request ``index``."""
@@ -147,7 +183,7 @@ class MLABackend:
         maps = shape.latent
         assert maps is not None
         if self._of_chosen is not None and shape.chooser is not None and metadata.num_decodes == metadata.num_requests:
-            chosen = shape.chooser.of_decodes(metadata.block_table, metadata.seq_lens)
+            chosen = shape.chooser.of_rows(0, metadata.block_table, metadata.seq_lens)
             return maps.values(self._of_chosen.forward_chosen(maps.absorb(query), new, kv, chosen, shape))
         return maps.values(self._inner.forward(maps.absorb(query), new, kv, metadata, shape))
 

@@ -26,9 +26,9 @@ class Chooser(Protocol):
         """Return the positions (length, top_k) that the step's tokens from ``start`` on attend to, the last
         ``length`` tokens of their request; ``keys()`` are its index keys (n, dim)."""
 
-    def of_decodes(self, block_table: torch.Tensor, seq_lens: torch.Tensor) -> ChosenKeys:
-        """Return the keys that the step's first tokens attend to, decodes with ``block_table`` (n, M) int32 and
-        ``seq_lens`` (n,) int32, 0 for padding."""
+    def of_rows(self, start: int, block_table: torch.Tensor, seq_lens: torch.Tensor) -> ChosenKeys:
+        """Return the keys that n of the step's tokens from ``start`` on attend to: decodes, or each token of a prompt,
+        with ``block_table`` (n, M) int32 and ``seq_lens`` (n,) int32, 0 for padding."""
 
     def new_keys(self, start: int, length: int) -> torch.Tensor:
         """Return the index keys (length, dim) that the step has made, of the same tokens."""

@@ -1,5 +1,6 @@
 """Paged attention on CPUs by a compiled kernel, which stores this step's K/V and reads the cache in place."""
 
+import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
@@ -22,7 +23,7 @@ class NativeBackend:
     def __init__(self) -> None:
         library = native_library()
         assert library is not None, "why_not comes first"
-        self._kernel = PagedAttention(library)
+        self._kernel, self._rows_kernel = PagedAttention(library), PagedAttention(library)
         self._has_padding = False
 
     def prepare(self, metadata: AttentionMetadata) -> None:
@@ -59,6 +60,17 @@ class NativeBackend:
             scale=shape.scale, window=shape.sliding_window, softcap=shape.softcap, sinks=shape.sinks,
             chosen=chosen,
         )  # fmt: skip
+        return out
+
+    def attend_to_chosen(
+        self, query: torch.Tensor, kv: LayerKv, chosen: ChosenKeys, block_table: torch.Tensor, shape: AttentionShape
+    ) -> torch.Tensor:
+        """Attend with rows that are requests of their own; see ``AttendsToChosen``."""
+        count = len(query)
+        ones, starts = np.ones(count, dtype=np.int32), np.arange(count, dtype=np.int32)
+        self._rows_kernel.set_step(ones, starts, chosen.counts.numpy(), block_table, torch.empty(count).long())
+        out = torch.empty((count, shape.num_heads, shape.value_dim or shape.head_dim), dtype=query.dtype)
+        self._rows_kernel(_with_dense_tokens(query), None, kv.cache, out, scale=shape.scale, chosen=chosen)
         return out
 
 

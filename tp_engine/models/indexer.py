@@ -50,7 +50,7 @@ class Indexer(Layer):
         self._scale = (spec.num_heads * spec.dim) ** -0.5
         self._queries = self._weights = self._keys = torch.empty(0)
         self._chosen: dict[int, torch.Tensor] = {}
-        self._of_decodes: ChosenKeys | None = None
+        self._of_rows: dict[int, ChosenKeys] = {}
         self.index_kv: LayerKv | None = None
         self.num_layers, self._num_waiting = 1, 0
 
@@ -74,14 +74,14 @@ class Indexer(Layer):
             self._store(KeyValue(keys.unsqueeze(1), keys.unsqueeze(1)), self.index_kv, slots)
         self._queries, self._keys = queries, queries.new_empty(0) if keys is None else keys
         self._weights = self.weights_proj(self._widen(x))
-        self._chosen, self._of_decodes, self._num_waiting = {}, None, self.num_layers
+        self._chosen, self._of_rows, self._num_waiting = {}, {}, self.num_layers
 
     def leave(self) -> None:
         """Note that one more layer has attended; behind the last one, this step's tensors are dropped."""
         self._num_waiting -= 1
         if not self._num_waiting:
             self._queries = self._weights = self._keys = self._queries.new_empty(0)
-            self._chosen, self._of_decodes = {}, None
+            self._chosen, self._of_rows = {}, {}
 
     def chosen(self, start: int, length: int, keys: Callable[[], torch.Tensor]) -> torch.Tensor:
         found = self._chosen.get(start)
@@ -92,15 +92,16 @@ class Indexer(Layer):
             )
         return found
 
-    def of_decodes(self, block_table: torch.Tensor, seq_lens: torch.Tensor) -> ChosenKeys:
+    def of_rows(self, start: int, block_table: torch.Tensor, seq_lens: torch.Tensor) -> ChosenKeys:
         """Choose once for all layers; see ``Chooser``."""
-        if self._of_decodes is None:
+        found = self._of_rows.get(start)
+        if found is None:
             assert self.index_kv is not None, "a step with a cache"
-            own = slice(len(seq_lens))
-            self._of_decodes = self._choose_keys(
+            own = slice(start, start + len(seq_lens))
+            found = self._of_rows[start] = self._choose_keys(
                 self._queries[own], self._weights[own], self._scale, self.index_kv, block_table, seq_lens, self.top_k
             )
-        return self._of_decodes
+        return found
 
     def new_keys(self, start: int, length: int) -> torch.Tensor:
         """This step's keys (length, dim)."""
