@@ -87,7 +87,7 @@ def noise_with(key: int, place: int, length: int) -> list[int]:
 def test_a_passkey_is_found_among_20000_tokens(backend: str, place: int, passkey_model: Callable[..., Path]) -> None:
     """Oracle: the passkey, asked for by the prompt and by each second decode; then behind another end of the prompt,
     whose first 19,500 tokens are in the prefix cache."""
-    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     options: dict[str, Any] = {"device": "cpu", "attention_backend": backend, "max_model_len": NUM_TOKENS + 50}
     prompt = noise_with(2, place, NUM_TOKENS)
     other = [*prompt[:NUM_CACHED], *noise_with(1, 100, 400)[200:]]
@@ -102,6 +102,6 @@ def test_a_passkey_is_found_among_20000_tokens(backend: str, place: int, passkey
 def test_without_a_choice_noise_is_louder(passkey_model: Callable[..., Path]) -> None:
     """Oracle: the softmax: among 2,000 tokens a passkey weighs 35 %, so the tests above do depend on the choice."""
     with LLM(str(passkey_model(index_topk=2048)), device="cpu", max_model_len=2048) as llm:
-        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         (answer,) = llm.generate([noise_with(2, 777, 2000)], params, use_tqdm=False)
     assert answer.outputs[0].token_ids == [NOISE]

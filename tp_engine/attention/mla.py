@@ -10,9 +10,9 @@ Both are equal but for rounding.  A pair of query and key costs 2 rank + rope_di
 query_dim + value_dim in the second, three times fewer, for which each key is made once: that pays from about 130
 queries of a request on.
 
-A query that attends to chosen keys alone (``selection.py``) takes the absorbed form.  Decodes are the inner backend's,
-if that can (``AttendsToChosen``).  All else is done in PyTorch, for requests that have more keys than are chosen; the
-step's other requests go on as usual.
+A query that attends to chosen keys alone (``selection.py``) takes the absorbed form.  Decodes, and the prompts
+of requests that have more keys than are chosen, are the inner backend's, if that can (``AttendsToChosen``); else such
+requests are PyTorch's.  The step's other requests go on as usual.
 """
 
 from dataclasses import replace

@@ -295,8 +295,8 @@ class ModelSpec:
             return found
         slow = (
             f"requests of more than {self.index_topk:,} tokens attend to the {self.index_topk:,} keys that an indexer "
-            "finds best, on GPUs in plain PyTorch and without CUDA graphs, on CPUs prompts alone: if no request is "
-            f"longer, max_model_len {self.index_topk} is faster"
+            "finds best, on GPUs in plain PyTorch and without CUDA graphs: if no request is longer, max_model_len "
+            f"{self.index_topk} is faster"
         )
         return replace(found, warnings=(*self.warnings, slow))
 
