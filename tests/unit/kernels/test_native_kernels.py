@@ -182,11 +182,14 @@ def test_keys_and_values_are_stored(dtype: torch.dtype, cache_dtype: torch.dtype
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("has_rule", [False, True])
-def test_a_request_s_result_depends_on_nothing_else(has_rule: bool) -> None:
-    """Oracle: its own result: alone, in a batch, in chunks, with one thread or more, equal bit by bit."""
+@pytest.mark.parametrize(("num_queries", "has_rule"), [(40, False), (40, True), (300, False)])
+def test_a_request_s_result_depends_on_nothing_else(num_queries: int, has_rule: bool) -> None:
+    """Oracle: its own result: alone, in a batch, in chunks, with one thread or more, equal bit by bit.
+
+    Of 300 queries, a thread computes all ranges of its rows.
+    """
     shape = shape_of(6, 2, 64, has_rule=has_rule)
-    batch = make_batch([(40, 700)], shape, dtype=torch.bfloat16)
+    batch = make_batch([(num_queries, 660 + num_queries)], shape, dtype=torch.bfloat16)
     whole = batch.attend(NativeBackend())
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -194,7 +197,7 @@ def test_a_request_s_result_depends_on_nothing_else(has_rule: bool) -> None:
     backend = NativeBackend()
     store_kv(batch.new, LayerKv(batch.kv_cache), batch.metadata.slot_mapping)
     cache = batch.cache_for(backend)
-    for position in (0, 17, 39):
+    for position in (0, 17, num_queries - 1):
         one = make_batch([(1, 660 + position + 1)] * 9, shape, dtype=torch.bfloat16)
         one.metadata.block_table = batch.metadata.block_table.expand(9, -1)
         backend.prepare(one.metadata)

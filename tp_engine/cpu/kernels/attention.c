@@ -4,6 +4,8 @@
 #include "attention_task.h"
 #include "tape.h"
 
+int omp_get_thread_num(void); /* of OpenMP: clang often has no omp.h */
+
 /* Stores a token's key of one head in its lane of the group at `to`. */
 INLINE void store_key(const Call *call, const char *key, char *to, int64_t lane)
 {
@@ -89,18 +91,33 @@ static void run_merge(const Call *call, const Merge *merge, float *partial)
         }
 }
 
+/* The task that this thread is likely to take next. */
+static const Task *following(const Step *step, const Task *tasks, int64_t i, int64_t num_tasks)
+{
+    return i + step->num_threads < num_tasks ? &tasks[i + step->num_threads] : NULL;
+}
+
+/* Runs the chain of tasks that begins at task `i`, whose partial results are from `chained` on. */
+static void run_chain(const Call *call, const Task *tasks, int64_t i, int64_t num_tasks, float *partial, float *chained)
+{
+    const int64_t size = tasks[i].num_chained;
+    if (size == 1) {
+        run_task(call, &tasks[i], following(call->step, tasks, i, num_tasks), partial);
+        return;
+    }
+    for (int64_t k = i; k < i + size; k++)
+        run_task(call, &tasks[k], k + 1 < i + size ? &tasks[k + 1] : NULL, chained);
+    const int64_t num_rows = (int64_t)(tasks[i].end_head - tasks[i].first_head) * (tasks[i].end_row - tasks[i].first_row);
+    const Merge merge = {tasks[i], size, num_rows};
+    run_merge(call, &merge, chained);
+}
+
 static int64_t log2_of(int64_t power)
 {
     int64_t shift = 0;
     while ((int64_t)1 << shift < power)
         shift++;
     return shift;
-}
-
-/* The task that this thread is likely to take next. */
-static const Task *following(const Step *step, const Task *tasks, int64_t i, int64_t num_tasks)
-{
-    return i + step->num_threads < num_tasks ? &tasks[i + step->num_threads] : NULL;
 }
 
 /* The number of keys that lie side by side as columns, in blocks of at least that size. */
@@ -136,6 +153,7 @@ int paged_attention(const Step *step, const Layer *layer, const void *query, con
     float *partial = partition->partial;
     const int64_t num_shared = partition->num_shared, num_tasks = partition->num_tasks, num_merges = partition->num_merges;
     const int64_t num_tokens = key ? step->num_tokens : 0;
+    const int64_t width = call.padded_dim + 2, chain_floats = partition->chain_size * width;
     const int is_small = partition->work + num_tokens * layer->num_kv_heads * layer->head_dim < MIN_PARALLEL_WORK;
 #pragma omp parallel num_threads((int)step->num_threads) if (!is_small && step->num_threads > 1)
     {
@@ -151,7 +169,10 @@ int paged_attention(const Step *step, const Layer *layer, const void *query, con
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = num_shared; i < num_tasks; i++)
-            run_task(&call, &tasks[i], following(step, tasks, i, num_tasks), partial);
+            if (tasks[i].num_chained) {
+                float *chained = partial + partition->num_partial * width + omp_get_thread_num() * chain_floats;
+                run_chain(&call, tasks, i, num_tasks, partial, chained);
+            }
         if (num_merges) {
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < num_merges; i++)

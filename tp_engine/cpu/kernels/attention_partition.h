@@ -3,8 +3,19 @@
 
 #include "attention_sharing.h"
 
+/* For each thread, at least: fewer would leave threads idle at the end. */
+enum { CHAINS = 8 };
+
 /* The number of ranges of SPLIT keys from key `first` to `end`. */
 INLINE int64_t count_ranges(int64_t first, int64_t end) { return (end - 1) / SPLIT - first / SPLIT + 1; }
+
+/* Whether a request has CHAINS sets of rows for each thread, so that a thread may run all ranges of its rows, and merge them
+   while they lie in its caches. */
+static int has_chains(const Call *call, int64_t request)
+{
+    const int64_t num_sets = call->step->query_lens[request] * call->group / MAX_ROWS * call->layer->num_kv_heads;
+    return num_sets >= CHAINS * call->step->num_threads;
+}
 
 /* Plans the tasks of `rows`, one per range that has keys that are not shared, and the merge of the ranges. */
 static int plan_ranges(const Call *call, Partition *partition, Task rows)
@@ -14,10 +25,16 @@ static int plan_ranges(const Call *call, Partition *partition, Task rows)
     const int64_t num_rows = (int64_t)(rows.end_head - rows.first_head) * (rows.end_row - rows.first_row);
     const int64_t num_ranges = count_ranges(first, end);
     const int64_t stride = shared ? call->layer->num_kv_heads * call->group : num_rows;
+    const int is_chained = !shared && has_chains(call, rows.request);
     int64_t part = shared ? partition->first_part[rows.request] + rows.first_head * call->group : partition->num_partial;
+    if (is_chained) {
+        part = 0;
+        partition->chain_size = larger(partition->chain_size, num_ranges * num_rows);
+    }
+    rows.num_chained = is_chained ? (int32_t)num_ranges : 1;
     if (!grow((void **)&partition->tasks, &partition->task_room, partition->num_tasks + num_ranges, sizeof(Task)))
         return 0;
-    if (num_ranges > 1) {
+    if (num_ranges > 1 && !is_chained) {
         if (!grow((void **)&partition->merges, &partition->merge_room, partition->num_merges + 1, sizeof(Merge)))
             return 0;
         rows.part = part;
@@ -33,6 +50,7 @@ static int plan_ranges(const Call *call, Partition *partition, Task rows)
         rows.part = num_ranges > 1 ? part : -1;
         rows.resumed = begin < shared ? part : -1;
         partition->tasks[partition->num_tasks++] = rows;
+        rows.num_chained = !is_chained;
         partition->work += num_rows * (rows.end_key - rows.first_key) * call->padded_dim;
     }
     return 1;
@@ -88,13 +106,14 @@ static int make_partition(const Call *call, Partition *partition)
 {
     const Step *step = call->step;
     const int64_t heads_wanted = heads_per_task(call);
-    partition->num_tasks = partition->num_merges = partition->num_partial = partition->work = 0;
+    partition->num_tasks = partition->num_merges = partition->num_partial = partition->work = partition->chain_size = 0;
     if (!plan_sharing(call, partition))
         return 0;
     partition->num_shared = partition->num_tasks;
     for (int64_t request = 0; request < step->num_requests; request++)
         if (!plan_request(call, partition, request, heads_wanted))
             return 0;
-    const int64_t num_floats = partition->num_partial * (call->padded_dim + 2);
+    const int64_t num_results = partition->num_partial + step->num_threads * partition->chain_size;
+    const int64_t num_floats = num_results * (call->padded_dim + 2);
     return grow((void **)&partition->partial, &partition->partial_room, num_floats, sizeof(float));
 }

@@ -27,6 +27,7 @@ typedef struct {
     int32_t *members, *shared_keys; /* the candidates' requests; per request, the keys that shared tasks compute */
     int64_t *first_part;
     int64_t num_shared, num_tasks, num_merges, num_partial;
+    int64_t chain_size; /* partial results of the longest chain */
     int64_t task_room, merge_room, partial_room, candidate_room, member_room, shared_room, part_room;
     int64_t work;
 } Partition;
@@ -123,7 +124,7 @@ static int plan_group(const Call *call, Partition *partition, const int32_t *mem
                     .request = members[first], .members = members + first,
                     .first_head = (int32_t)head, .end_head = (int32_t)head + 1,
                     .first_row = 0, .end_row = (int32_t)((end - first) * call->group),
-                    .first_key = (int32_t)(range * SPLIT), .end_key = (int32_t)end_key,
+                    .first_key = (int32_t)(range * SPLIT), .end_key = (int32_t)end_key, .num_chained = 1,
                     .part = range * rows_per_range + head * call->group, .resumed = -1,
                 };
                 partition->work += (end - first) * call->group * (end_key - range * SPLIT) * call->padded_dim;

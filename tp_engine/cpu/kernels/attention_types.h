@@ -96,9 +96,11 @@ typedef struct {
 
    Partial results of rows with several ranges go to `part`, the index of the range's first row in the list of partial
    results (with members: counted from each member's first_part); -1: there is one range.  A row continues from the
-   partial result at `resumed`; -1: it begins here. */
+   partial result at `resumed`; -1: it begins here.
+
+   One thread runs all `num_chained` tasks from the first of a chain on; 0: an earlier task's chain has this one. */
 typedef struct {
-    int32_t request, first_head, end_head, first_row, end_row, first_key, end_key;
+    int32_t request, first_head, end_head, first_row, end_row, first_key, end_key, num_chained;
     const int32_t *members;
     int64_t part, resumed;
 } Task;

@@ -66,13 +66,13 @@ static void fetch(const char *from, int64_t bytes)
 }
 
 /* The totals of several tiles: `count` rows, at most GROUP.  The tiles fetch what comes next.  Codes of 4 bits are decoded by
-   each tile, beside its products; those of 8 bits take so many instructions that they are decoded once. */
+   each of few tiles, beside its products; for many tiles, and codes of 8 bits, they are decoded once. */
 static __attribute__((noinline)) void add_tiles(vf (*totals)[VECTORS], Groups t, int64_t count, int dtype)
 {
     const Quantised *q = t.weight;
     const int64_t num_groups = t.end, num_tiles = (count + TILE_ROWS - 1) / TILE_ROWS, step = count_chunk_groups(q);
     const int64_t items = words_of(q, q->group) * word_items(q, dtype) * 4;
-    const int is_decoded = VW == 4 || q->codes != NIBBLES;
+    const int is_decoded = VW == 4 || q->codes != NIBBLES || num_tiles >= MANY_TILES;
     const char *x = t.x, *panel = t.panel;
     Decoded decoded;
     for (t.first = 0; t.first < num_groups; t.first = t.end) {
