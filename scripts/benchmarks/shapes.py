@@ -49,6 +49,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 128, "linear_value_head_dim": 128, "intermediate_size": 2304, "vocab_size": 32000,
         "tie_word_embeddings": True,
     },
+    "N": {
+        "architecture": "NemotronHForCausalLM", "hidden_size": 768, "hybrid_override_pattern": "MEMEM*EMEMEM*",
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128, "mamba_num_heads": 24,
+        "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "time_step_min": 1e-30,
+        "moe_intermediate_size": 512, "moe_shared_expert_intermediate_size": 768, "n_routed_experts": 16,
+        "num_experts_per_tok": 3, "vocab_size": 32000, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 # Shapes whose model repeats its last token, because no block adds to the stream, and whose head for multi-token
 # prediction knows that: as fast as drafts can be, because all layers run.  Q has three times its layers, so that output
