@@ -197,7 +197,9 @@ def test_a_chunk_holds_an_image_whose_tokens_see_each_other(image_model: Callabl
     folder, num_seqs = image_model("gemma4-vision"), 4
     prompts = [[[9] * 5, {"seed": seed, "size": [64, 64]}, [8] * 7] for seed in range(3)]
     most = 70  # max_soft_tokens
-    options = {"model": str(folder), "block_size": 4, "num_gpu_blocks_override": 2000, "max_num_seqs": num_seqs}
+    options: dict[str, Any] = {
+        "model": str(folder), "block_size": 4, "num_gpu_blocks_override": 2000, "max_num_seqs": num_seqs,
+    }  # fmt: skip
     rules = resolve(EngineConfig(**options, device="cpu", max_num_batched_tokens=num_seqs + most)).model.vision
     assert rules is not None
     room = num_seqs + rules.most_rows
