@@ -93,9 +93,20 @@ class SelfAttention(Layer):
 
     def forward(self, x: Rows, rotation: Rotation | None, wanted: torch.Tensor | None) -> torch.Tensor:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output, of the tokens ``wanted`` (n,)."""
+        projected = self.qkv_proj(x)
+        out = only(wanted, self._attend(projected, rotation))
+        if self._has_gate:
+            self._gate(out, only(wanted, projected[:, self._num_all * self.attention.shape.head_dim :]))
+        return self.o_proj.part(out)
+
+    def store(self, x: Rows, rotation: Rotation | None) -> None:
+        """Store the keys and values that ``forward`` would; backends attend in the same call."""
+        self._attend(self.qkv_proj(x), rotation)
+
+    def _attend(self, projected: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+        """Store the keys and values among what is ``projected`` (N, columns), and attend: (N, heads x head_dim)."""
         attention, head_norm = self.attention, None
         shape = attention.shape
-        projected = self.qkv_proj(x)
         width = self._num_all * shape.head_dim
         heads = (projected[:, :width] if self._has_gate else projected).unflatten(1, (self._num_all, shape.head_dim))
         if self.qk_norm is not None:
@@ -107,11 +118,8 @@ class SelfAttention(Layer):
             states = self._qk_norm_rope_store(heads, self._num_kv_heads, head_norm, rotation, attention.kv, slots)
         else:
             states = self._qk_norm_rope_store(heads, 0, head_norm, rotation, None, slots)[0], None, None
-        attended = attention(*states)
-        out = only(wanted, attended.flatten(1))
-        if self._has_gate:
-            self._gate(out, only(wanted, projected[:, width:]))
-        return self.o_proj.part(out)
+        attended: torch.Tensor = attention(*states).flatten(1)
+        return attended
 
 
 class MixerLayer(Layer):
@@ -136,9 +144,16 @@ class MixerLayer(Layer):
 
     def _mix(self, x: Rows, rotations: Sequence[Rotation], wanted: torch.Tensor | None) -> torch.Tensor:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output, of the tokens ``wanted`` (n,)."""
-        more = (None if self._rope is None else rotations[self._rope],) if self._attends else ()
+        more = (self._rotation_of(rotations),) if self._attends else ()
         part: torch.Tensor = (self.self_attn if self._attends else self.mixer)(x, *more, wanted)
         return part
+
+    def store(self, x: Rows, rotations: Sequence[Rotation]) -> None:
+        """Store the keys and values that ``forward`` would, of a layer that attends."""
+        self.self_attn.store(x, self._rotation_of(rotations))
+
+    def _rotation_of(self, rotations: Sequence[Rotation]) -> Rotation | None:
+        return None if self._rope is None else rotations[self._rope]
 
 
 class DecoderLayer(MixerLayer):

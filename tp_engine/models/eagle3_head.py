@@ -121,13 +121,18 @@ class Eagle3Head(DraftHead):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normalised = self.hidden_norm(hidden)
         residual = normalised if self._spec.norm_before_residual else hidden
-        both = self.input_norm(self._embed(input_ids)), normalised
-        x = self.columns_of(both, Span(0, 2 * self.fed_size))
-        part = self.self_attn(x, self.rope(positions), wanted)
+        part = self.self_attn(self._beside(input_ids, normalised), self.rope(positions), wanted)
         residual = only(wanted, residual)
         part = self.mlp(self._joins[0](part, residual))
         out = self._joins[1](part, residual)
         return out, out if self._spec.norm_output else residual
+
+    def store(self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> None:
+        self.self_attn.store(self._beside(input_ids, self.hidden_norm(hidden)), self.rope(positions))
+
+    def _beside(self, input_ids: torch.Tensor, normalised: torch.Tensor) -> torch.Tensor:
+        """The tokens' embeddings and the states (N, hidden), side by side."""
+        return self.columns_of((self.input_norm(self._embed(input_ids)), normalised), Span(0, 2 * self.fed_size))
 
     def tokens_of(self, drafts: torch.Tensor) -> torch.Tensor:
         return drafts if self.d2t is None else drafts + self.d2t[drafts].to(drafts.dtype)

@@ -139,6 +139,14 @@ class MLAAttention(Layer):
 
     def forward(self, x: Rows, rotation: Rotation | None, wanted: torch.Tensor | None) -> torch.Tensor:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output, of the tokens ``wanted`` (n,)."""
+        return self.o_proj.part(only(wanted, self._attend(x, rotation)))
+
+    def store(self, x: Rows, rotation: Rotation | None) -> None:
+        """Store the rows that ``forward`` would; backends attend in the same call."""
+        self._attend(x, rotation)
+
+    def _attend(self, x: Rows, rotation: Rotation | None) -> torch.Tensor:
+        """Store the rows, and attend: (N, heads x size of a value)."""
         attention, rank = self.attention, self._latent.rank
         query, rows = self.in_proj(x).split_with_sizes((self._num_first, self._latent.row_dim), 1)
         if self._latent.query_rank is not None:
@@ -152,10 +160,11 @@ class MLAAttention(Layer):
             query.view(len(x), self._num_heads, -1), rows, self.kv_norm.rule, rotation, self._is_interleaved,
             attention.kv, current_metadata(attention.group).slot_mapping,
         )  # fmt: skip
-        attended = attention(query, rows, None if rows is None else rows[..., :rank]).reshape(len(x), -1)
+        values = None if rows is None else rows[..., :rank]
+        attended: torch.Tensor = attention(query, rows, values).reshape(len(x), -1)
         if self._choosers[0] is not None:
             self._choosers[0].leave()
-        return self.o_proj.part(only(wanted, attended))
+        return attended
 
 
 def _shape(columns: int, *parts: tuple[str, int, Span]) -> LinearShape:

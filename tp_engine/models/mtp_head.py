@@ -77,10 +77,18 @@ class MtpHead(DraftHead):
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        both = self.embed_norm(self._embed(input_ids)), self.hidden_norm(hidden)
-        stream = self.projection(self.columns_of(both, self._columns))
-        first, last = self._joins
+        stream, (first, last) = self._stream(input_ids, hidden), self._joins
         x = first.for_readers(None, stream) if wanted is None else first(None, stream)
         part, stream = self.layer(x, stream, [rope(positions) for rope in self._shared[0]], wanted)
         out = last(part, stream)
         return out, out
+
+    def store(self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> None:
+        x = self._joins[0].for_readers(None, self._stream(input_ids, hidden))
+        self.layer.store(x, [rope(positions) for rope in self._shared[0]])
+
+    def _stream(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """What the layer reads (N, hidden), before its norm."""
+        both = self.embed_norm(self._embed(input_ids)), self.hidden_norm(hidden)
+        stream: torch.Tensor = self.projection(self.columns_of(both, self._columns))
+        return stream

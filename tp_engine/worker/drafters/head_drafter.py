@@ -96,18 +96,21 @@ class HeadDrafter(RunnerFeature):
 
     def _take_in(
         self, inputs: StepInputs | None, states: torch.Tensor, sampled: torch.Tensor | None, drafts: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         """Run the head on all tokens of the step; returns its outputs (n, hidden) of those sampled from if it
-        ``drafts``, else only K/V are needed."""
+        ``drafts``, else it stores K/V alone."""
         passes, head = self._passes, self._passes.head
         if inputs is None:
             assert sampled is not None
-            passes.take_in(sampled)
+            passes.take_in(sampled, drafts=drafts)
             return passes.out[: len(sampled)], passes.fed[: len(sampled)]
-        wanted = inputs.layout.wanted if drafts else torch.zeros(1, dtype=torch.int64, device=inputs.positions.device)
         with forward_context(inputs.attention):
-            out, fed = head(self._tokens_behind(inputs, sampled), head.combine(states), inputs.positions, wanted)
-        return out, fed
+            given = self._tokens_behind(inputs, sampled), head.combine(states), inputs.positions
+            if drafts:
+                out, fed = head(*given, inputs.layout.wanted)
+                return out, fed
+            head.store(*given)
+        return ()
 
     def _tokens_behind(self, inputs: StepInputs, sampled: torch.Tensor | None) -> torch.Tensor:
         """The token (N,) int32 behind each of the step's tokens, in the rows' table or just ``sampled`` (n,)."""

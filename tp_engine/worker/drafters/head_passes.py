@@ -2,7 +2,8 @@
 
 ::
 
-    take_in     tokens of a recorded step          -> K/V, outputs      for each size of a step
+    store       tokens of a recorded step          -> K/V               for each size of a step without drafts
+    take_in     the same, with drafts              -> K/V, outputs      for each size of a step with drafts
     choose      outputs of m requests              -> draft tokens      for each m, and for every place of a run of
     go_on       draft tokens, fed-back outputs     -> K/V, outputs      drafts: all is changed in place
 
@@ -40,6 +41,7 @@ from tp_engine.worker.graphs.recorder import Recorder, Recording
 class _Recorded:
     """The recordings of one size."""
 
+    store: Recording | None = None
     take_in: Recording | None = None
     go_on: Recording | None = None
     choose: dict[bool, Recording] = field(default_factory=dict)
@@ -92,9 +94,11 @@ class HeadPasses:
         """Record what follows recorded steps of ``size`` decodes; a collective."""
         own = self._recorded[size] = _Recorded()
         if not self.needs_pass:
-            own.take_in = recorder.record(partial(self._take_in, size))
+            own.store = recorder.record(partial(self._store, size))
         if size > self._most_rows:
             return
+        if not self.needs_pass:
+            own.take_in = recorder.record(partial(self._take_in, size))
         own.go_on = recorder.record(partial(self._go_on, size), partial(self._keep, size))
         on_tapes = () if self._library is None or self.head.has_map else (False,)
         for is_noisy in (False, True) if self.out.device.type == "cuda" else on_tapes:
@@ -104,14 +108,15 @@ class HeadPasses:
         """Destroy the recordings."""
         self._recorded.clear()
 
-    def take_in(self, sampled: torch.Tensor) -> None:
-        """Give the head the recorded step that has just ended with ``sampled`` (n,), by way of ``states``; its outputs
-        are in ``out`` and ``fed``."""
+    def take_in(self, sampled: torch.Tensor, *, drafts: bool) -> None:
+        """Give the head the recorded step that has just ended with ``sampled`` (n,), by way of ``states``; if it
+        ``drafts``, its outputs are in ``out`` and ``fed``, else it stores K/V alone."""
         count = len(sampled)
         self._tokens[:count].copy_(sampled)
         size = self._size_for(count)
-        recorded = None if size is None else self._recorded[size].take_in
-        _ = self._take_in(count) if recorded is None else recorded.run()
+        own = _Recorded() if size is None else self._recorded[size]
+        recorded, launch = (own.take_in, self._take_in) if drafts else (own.store, self._store)
+        _ = launch(count) if recorded is None else recorded.run()
 
     def draft(
         self,
@@ -173,15 +178,28 @@ class HeadPasses:
 
     def _take_in(self, size: int) -> torch.Tensor:
         """Run the head on the decodes of a step of ``size`` rows."""
+        with forward_context(self._decodes_metadata(size)):
+            return self._keep_outputs(self.head(*self._step_inputs(size)))
+
+    def _store(self, size: int) -> torch.Tensor:
+        """Let the head store K/V of the decodes of a step of ``size`` rows; what is returned has no meaning."""
+        with forward_context(self._decodes_metadata(size)):
+            self.head.store(*self._step_inputs(size))
+        return self.out[:size]
+
+    def _step_inputs(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the head reads of a recorded step of ``size`` rows."""
+        positions = self._batch.decodes.inputs(size).positions
+        return self._tokens[:size], self.head.combine(self.states[:size]), positions
+
+    def _decodes_metadata(self, size: int) -> Sequence[AttentionMetadata]:
+        """Each group's metadata of a recorded step of ``size`` rows, of which the head's are prepared."""
         decodes = self._batch.decodes
         inputs = decodes.inputs(size)
         attention = decodes.metadata(inputs, decodes.recorded_seq_lens(inputs))
         for group in self._groups:
             self._backends[group].prepare(attention[group])
-        with forward_context(attention):
-            return self._keep_outputs(
-                self.head(self._tokens[:size], self.head.combine(self.states[:size]), inputs.positions)
-            )
+        return attention
 
     def _go_on(self, size: int) -> torch.Tensor:
         """Run the head on its own outputs and the draft tokens, at the next positions."""
