@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.draft_heads import make_draft_head
@@ -23,6 +24,7 @@ from tests.ranks.warm_ranks import warm_ranks
 from tp_engine import LLM, SamplingParams
 from tp_engine.errors import RequestError
 from tp_engine.models.draft_head import DraftHead
+from tp_engine.models.mtp_head import MtpHead
 
 pytestmark = pytest.mark.slow
 
@@ -128,6 +130,31 @@ def test_recorded_passes_give_the_drafts_of_launched_ones(
             num_calls.append(columns.call_count)
     assert results[0] == results[1] and len(results[0]["drafts"]) > 10
     assert num_calls[0] > 2 * num_calls[1] and "not recorded" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["qwen3.5", "deepseek-v3"])
+def test_a_step_without_drafts_ends_behind_the_heads_attention(
+    kind: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """By hand: of more rows than may have draft tokens no output of the head is asked; K/V are stored nevertheless, by
+    which the row that is left alone gets drafts of transformers' head."""
+    model = make_mtp(tmp_path / kind, checkpoint(kind, vocab_size=VOCABULARY, **FAMILIES[kind]))
+    speculation = {"method": "mtp", "num_speculative_tokens": 3, "max_step_rows": 4}
+    lengths = (24, 8, 8, 8, 8)
+    params = [{"ignore_eos": True, "temperature": 0.0, "max_tokens": one} for one in lengths]
+    asked, forward = list[int](), MtpHead.forward
+
+    def noted(self: MtpHead, input_ids: torch.Tensor, *given: Any) -> Any:
+        asked.append(len(input_ids))
+        return forward(self, input_ids, *given)
+
+    options = {"device": "cpu", "enforce_eager": True, "speculative_config": speculation, **SETTINGS["plain"]}
+    with LLM(str(model), **options) as llm, patch.object(MtpHead, "forward", noted):
+        case = {"prompts": make_prompts(VOCABULARY, len(params)), "params": params}
+        seen = draft_head_job.run(llm, case)["drafts"]
+    assert asked and max(asked) <= 4
+    reference = ReferenceMtp(model)
+    assert len(seen) > 3 and all(reference.drafts(tokens, len(drafts)) == drafts for tokens, drafts in seen)
 
 
 def test_new_weights_are_the_heads_too(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
