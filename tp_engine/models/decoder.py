@@ -105,8 +105,7 @@ class SelfAttention(Layer):
 
     def _attend(self, projected: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
         """Store the keys and values among what is ``projected`` (N, columns), and attend: (N, heads x head_dim)."""
-        attention, head_norm = self.attention, None
-        shape = attention.shape
+        attention, shape, head_norm = self.attention, self.attention.shape, None
         width = self._num_all * shape.head_dim
         heads = (projected[:, :width] if self._has_gate else projected).unflatten(1, (self._num_all, shape.head_dim))
         if self.qk_norm is not None:
@@ -144,16 +143,13 @@ class MixerLayer(Layer):
 
     def _mix(self, x: Rows, rotations: Sequence[Rotation], wanted: torch.Tensor | None) -> torch.Tensor:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output, of the tokens ``wanted`` (n,)."""
-        more = (self._rotation_of(rotations),) if self._attends else ()
+        more = (None if self._rope is None else rotations[self._rope],) if self._attends else ()
         part: torch.Tensor = (self.self_attn if self._attends else self.mixer)(x, *more, wanted)
         return part
 
     def store(self, x: Rows, rotations: Sequence[Rotation]) -> None:
         """Store the keys and values that ``forward`` would, of a layer that attends."""
-        self.self_attn.store(x, self._rotation_of(rotations))
-
-    def _rotation_of(self, rotations: Sequence[Rotation]) -> Rotation | None:
-        return None if self._rope is None else rotations[self._rope]
+        self.self_attn.store(x, None if self._rope is None else rotations[self._rope])
 
 
 class DecoderLayer(MixerLayer):
