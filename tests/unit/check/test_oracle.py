@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PretrainedConfig
@@ -113,6 +114,25 @@ def test_memory_does_not_grow_with_layers(tmp_path: Path) -> None:
     with Oracle(tmp_path) as oracle:
         oracle.score_all([Query(IDS)], note_layer=lambda: seen.append(anonymous_bytes()))
     assert len(seen) == 80 and max(seen) < seen[4] + 8 * layer_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(psutil.virtual_memory().available < 16 << 30, reason="needs 16 GiB of memory")
+def test_a_layer_of_70b_parameters_fits_into_24_gb(tmp_path: Path) -> None:
+    """Oracle: Llama 3 70B's embedding, one of its layers and its output head, in float32: what the whole model takes,
+    because memory does not grow with layers (above)."""
+    config = make_config(
+        "llama", num_layers=1, hidden_size=8192, intermediate_size=28_672, num_heads=64, num_kv_heads=8, tie=False
+    )
+    config.vocab_size, seen = 128_256, []
+    write_zeros(tmp_path, config)
+    with Oracle(tmp_path) as oracle:
+        layer_bytes = 4 * sum(one.numel() for one in oracle.layers[0].parameters())
+        for module in oracle.layers[0].modules():
+            module.register_forward_hook(lambda *_: seen.append(anonymous_bytes()))
+        scores = oracle.score(IDS[:16])
+    assert layer_bytes > 3.4e9 and max(seen) < 24e9
+    np.testing.assert_allclose(scores.next_logprobs, -np.log(128_256), rtol=1e-5)
 
 
 def test_wanted_tokens_and_replaced_states(checkpoint: Callable[..., Path]) -> None:
