@@ -17,6 +17,8 @@ DOCUMENTS = [
 ]
 SHORT_MODULES = Path(__file__).parents[2] / "short_modules.txt"
 
+C_FILES = sorted((ROOT / "tp_engine").rglob("*.[ch]"))
+
 MAX_COLUMNS = 120
 SHORT_LINES = 60
 MAX_SHORT_MODULES = 15
@@ -30,8 +32,8 @@ def num_lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
-def test_documents_are_at_most_120_columns_wide(path: Path) -> None:
+@pytest.mark.parametrize("path", [*DOCUMENTS, *C_FILES], ids=name_of)
+def test_documents_and_c_are_at_most_120_columns_wide(path: Path) -> None:
     """Oracle: the rule; a line of a single word, such as an address, can not be broken."""
     lines = path.read_text(encoding="utf-8").splitlines()
     wide = [

@@ -1,9 +1,9 @@
 /* Products with adapters: kernels/linear/adapters.py has the formulas and the order of the matrices.
 
    A tile is some rows of one slot.  First each row becomes `rank` numbers for each part, float32, by sums across
-   vectors; then these times B, whose rows lie along the outputs, are added to the row's output.  A sum's items are added in
-   their order, whatever rows are computed together, so a row's result is the same, bit by bit, in each batch and with any
-   number of threads. */
+   vectors; then these times B, whose rows lie along the outputs, are added to the row's output.  A sum's items are
+   added in their order, whatever rows are computed together, so a row's result is the same, bit by bit, in each batch
+   and with any number of threads. */
 
 #include "simd.h"
 #include "tape.h"
@@ -29,8 +29,8 @@ typedef struct {
 } AdapterStep;
 
 /* Products of `rows` <= BLOCK rows of x and `count` <= BLOCK rows of A: to[r * stride + j]. */
-INLINE void shrink_block(float *to, int64_t stride, const char *const *x, const int rows, const char *a, const int count,
-                         int64_t size, const int dtype)
+INLINE void shrink_block(float *to, int64_t stride, const char *const *x, const int rows, const char *a,
+                         const int count, int64_t size, const int dtype)
 {
     vf sums[BLOCK][BLOCK] = {{{0}}};
     for (int64_t i = 0; i < size; i += VW) {
@@ -71,12 +71,14 @@ INLINE void shrink_tile(const AdapterStep *s, const int32_t *tile, int64_t first
                     shrink_block(to + r * height, height, x + r, 1, a, BLOCK, w->in_size, dtype);
                 else
                     for (int64_t j = 0; j < count; j++)
-                        shrink_block(to + r * height + j, height, x + r, 1, a + j * w->in_size * size, 1, w->in_size, dtype);
+                        shrink_block(to + r * height + j, height, x + r, 1, a + j * w->in_size * size, 1, w->in_size,
+                                     dtype);
             }
     }
 }
 
-/* `vectors` vectors of outputs from `i` on, of `width` in all: out += shrunk (rank) times rows of B, `stride` bytes apart. */
+/* `vectors` vectors of outputs from `i` on, of `width` in all: out += shrunk (rank) times rows of B, `stride` bytes
+   apart. */
 INLINE void expand_block(char *out, const float *shrunk, int64_t rank, const char *b, int64_t stride, int64_t i,
                          int64_t width, const int vectors, const int dtype)
 {
@@ -93,8 +95,8 @@ INLINE void expand_block(char *out, const float *shrunk, int64_t rank, const cha
 }
 
 /* Outputs `from` to `to` of a part, whose columns begin with `first`, of all rows of a tile. */
-INLINE void expand_tile(const AdapterStep *s, const int32_t *tile, int64_t part, int64_t first, int64_t from, int64_t to,
-                        const int dtype)
+INLINE void expand_tile(const AdapterStep *s, const int32_t *tile, int64_t part, int64_t first, int64_t from,
+                        int64_t to, const int dtype)
 {
     const Adapters *w = s->w;
     const int64_t rank = w->ranks[tile[2]], height = w->num_parts * w->max_rank, size = item_bytes(dtype);
@@ -136,8 +138,8 @@ static void expand_task(const AdapterStep *s, const int32_t *tile, int64_t task,
 
 /* out (N, out_size), contiguous, += the adapters' products of x (N, in_size), whose rows are x_stride elements apart.
    rows (n) and tiles (num_tiles, 3) as in AdapterRows; shrunk has room for (n, num_parts * max_rank). */
-int add_adapters(const Adapters *w, const void *x, int64_t x_stride, void *out, const int32_t *rows, const int32_t *tiles,
-                 float *shrunk, int64_t num_rows, int64_t num_tiles, int64_t num_threads)
+int add_adapters(const Adapters *w, const void *x, int64_t x_stride, void *out, const int32_t *rows,
+                 const int32_t *tiles, float *shrunk, int64_t num_rows, int64_t num_tiles, int64_t num_threads)
 {
     const AdapterStep s = {w, x, out, rows, tiles, shrunk, x_stride};
     const int64_t to_shrink = w->num_parts * ((w->max_rank + BLOCK - 1) / BLOCK);

@@ -34,7 +34,8 @@ INLINE void store_keys(const Call *call, const char *key, int64_t stride, float 
 INLINE int fills_group(const Call *call, int64_t first)
 {
     const Step *step = call->step;
-    if (call->lanes < VW || call->layer->dtype != call->layer->cache_dtype || first < 0 || first + VW > step->num_tokens)
+    if (call->lanes < VW || call->layer->dtype != call->layer->cache_dtype || first < 0 ||
+        first + VW > step->num_tokens)
         return 0;
     for (int i = 1; i < VW; i++)
         if (step->slots[first + i] != step->slots[first] + i)
@@ -46,7 +47,8 @@ INLINE int fills_group(const Call *call, int64_t first)
 static void store_token(const Call *call, int64_t token)
 {
     const Layer *layer = call->layer;
-    const int64_t slot = call->step->slots[token], bytes = item_bytes((int)layer->dtype), stride = call->key_stride * bytes;
+    const int64_t slot = call->step->slots[token], bytes = item_bytes((int)layer->dtype),
+                  stride = call->key_stride * bytes;
     if (slot < 0)
         return;
     const int64_t offset = slot & (layer->block_size - 1), lane = offset % call->lanes;
@@ -107,7 +109,8 @@ static void run_chain(const Call *call, const Task *tasks, int64_t i, int64_t nu
     }
     for (int64_t k = i; k < i + size; k++)
         run_task(call, &tasks[k], k + 1 < i + size ? &tasks[k + 1] : NULL, chained);
-    const int64_t num_rows = (int64_t)(tasks[i].end_head - tasks[i].first_head) * (tasks[i].end_row - tasks[i].first_row);
+    const int64_t num_rows =
+        (int64_t)(tasks[i].end_head - tasks[i].first_head) * (tasks[i].end_row - tasks[i].first_row);
     const Merge merge = {tasks[i], size, num_rows};
     run_merge(call, &merge, chained);
 }
@@ -123,11 +126,11 @@ static int64_t log2_of(int64_t power)
 /* The number of keys that lie side by side as columns, in blocks of at least that size. */
 int attention_lanes(void) { return VW; }
 
-/* `key` and `value` may be NULL: they are stored already.  `chosen` (requests, chosen_stride) and `counts` (requests,) may be
-   NULL; with them the cache has rows, and each request one query, which attends to the keys at these positions alone.
-   Returns 0, or 1 where memory ran out. */
-int paged_attention(const Step *step, const Layer *layer, const void *query, const void *key, const void *value, void *out,
-                    int64_t query_stride, int64_t key_stride, int64_t value_stride, const int32_t *chosen,
+/* `key` and `value` may be NULL: they are stored already.  `chosen` (requests, chosen_stride) and `counts` (requests,)
+   may be NULL; with them the cache has rows, and each request one query, which attends to the keys at these positions
+   alone. Returns 0, or 1 where memory ran out. */
+int paged_attention(const Step *step, const Layer *layer, const void *query, const void *key, const void *value,
+                    void *out, int64_t query_stride, int64_t key_stride, int64_t value_stride, const int32_t *chosen,
                     int64_t chosen_stride, const int32_t *counts)
 {
     Step of_chosen = *step;
@@ -151,7 +154,8 @@ int paged_attention(const Step *step, const Layer *layer, const void *query, con
     const Task *tasks = partition->tasks;
     const Merge *merges = partition->merges;
     float *partial = partition->partial;
-    const int64_t num_shared = partition->num_shared, num_tasks = partition->num_tasks, num_merges = partition->num_merges;
+    const int64_t num_shared = partition->num_shared, num_tasks = partition->num_tasks,
+                  num_merges = partition->num_merges;
     const int64_t num_tokens = key ? step->num_tokens : 0;
     const int64_t width = call.padded_dim + 2, chain_floats = partition->chain_size * width;
     const int is_small = partition->work + num_tokens * layer->num_kv_heads * layer->head_dim < MIN_PARALLEL_WORK;
@@ -184,6 +188,6 @@ int paged_attention(const Step *step, const Layer *layer, const void *query, con
 
 int play_paged_attention(const Word *a)
 {
-    return paged_attention(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].pointer, a[6].integer,
-                           a[7].integer, a[8].integer, a[9].pointer, a[10].integer, a[11].pointer);
+    return paged_attention(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].pointer,
+                           a[6].integer, a[7].integer, a[8].integer, a[9].pointer, a[10].integer, a[11].pointer);
 }

@@ -9,8 +9,8 @@ enum { CHAINS = 8 };
 /* The number of ranges of SPLIT keys from key `first` to `end`. */
 INLINE int64_t count_ranges(int64_t first, int64_t end) { return (end - 1) / SPLIT - first / SPLIT + 1; }
 
-/* Whether a request has CHAINS sets of rows for each thread, so that a thread may run all ranges of its rows, and merge them
-   while they lie in its caches. */
+/* Whether a request has CHAINS sets of rows for each thread, so that a thread may run all ranges of its rows, and merge
+   them while they lie in its caches. */
 static int has_chains(const Call *call, int64_t request)
 {
     const int64_t num_sets = call->step->query_lens[request] * call->group / MAX_ROWS * call->layer->num_kv_heads;
@@ -26,7 +26,8 @@ static int plan_ranges(const Call *call, Partition *partition, Task rows)
     const int64_t num_ranges = count_ranges(first, end);
     const int64_t stride = shared ? call->layer->num_kv_heads * call->group : num_rows;
     const int is_chained = !shared && has_chains(call, rows.request);
-    int64_t part = shared ? partition->first_part[rows.request] + rows.first_head * call->group : partition->num_partial;
+    int64_t part =
+        shared ? partition->first_part[rows.request] + rows.first_head * call->group : partition->num_partial;
     if (is_chained) {
         part = 0;
         partition->chain_size = larger(partition->chain_size, num_ranges * num_rows);
@@ -56,8 +57,8 @@ static int plan_ranges(const Call *call, Partition *partition, Task rows)
     return 1;
 }
 
-/* The number of KV heads of a task.  A task of all heads reads the cache in one stream.  Few requests are faster split by
-   heads; the heads of a single decode are split among the threads. */
+/* The number of KV heads of a task.  A task of all heads reads the cache in one stream.  Few requests are faster split
+   by heads; the heads of a single decode are split among the threads. */
 static int64_t heads_per_task(const Call *call)
 {
     const Step *step = call->step;
@@ -69,8 +70,8 @@ static int64_t heads_per_task(const Call *call)
     return 1;
 }
 
-/* The most rows of a task.  A single decode of latent attention, whose heads are all rows, is split among the threads that
-   its ranges leave idle. */
+/* The most rows of a task.  A single decode of latent attention, whose heads are all rows, is split among the threads
+   that its ranges leave idle. */
 static int64_t rows_per_task(const Call *call, int64_t num_rows)
 {
     const Step *step = call->step;

@@ -10,9 +10,9 @@ typedef struct {
     int64_t begin, end;
 } Values;
 
-/* Keys and values that will be needed soon, fetched piece by piece between other work, in the order of memory: all keys of
-   a block that lie side by side, then those of the next head.  Fetched all at once, they would wait for each other.  They
-   go to the second-level cache, because the first has no room for two tiles. */
+/* Keys and values that will be needed soon, fetched piece by piece between other work, in the order of memory: all keys
+   of a block that lie side by side, then those of the next head.  Fetched all at once, they would wait for each other.
+   They go to the second-level cache, because the first has no room for two tiles. */
 typedef struct {
     const char *keys, *values;
     const int64_t *places;
@@ -91,8 +91,8 @@ INLINE void score_block(const int rows, const int dtype, const int by_pairs, int
         break
 
 /* Half of the next tile is fetched here, the other half while values are added. */
-INLINE void score_rows(const int dtype, const int by_pairs, int64_t rows, int64_t items, const float *query, const Keys *keys,
-                       int64_t num_keys, float *scores, Ahead *ahead)
+INLINE void score_rows(const int dtype, const int by_pairs, int64_t rows, int64_t items, const float *query,
+                       const Keys *keys, int64_t num_keys, float *scores, Ahead *ahead)
 {
     for (int64_t k = 0; k < num_keys; k += 2 * VW)
         for (int64_t r = 0; r < rows; r += SCORE_ROWS)
@@ -110,8 +110,9 @@ INLINE void score_rows(const int dtype, const int by_pairs, int64_t rows, int64_
             }
 }
 
-/* The state of a head's rows: the largest score, the sum of the weights, and `kept`, the factor by which one more tile scales
-   their results so far.  Of that tile a row sees the keys from `first` to `end`, which are positions, as `start` is. */
+/* The state of a head's rows: the largest score, the sum of the weights, and `kept`, the factor by which one more tile
+   scales their results so far.  Of that tile a row sees the keys from `first` to `end`, which are positions, as `start`
+   is. */
 typedef struct {
     float *max, *sum, *kept;
     const int64_t *first, *end;
@@ -125,7 +126,8 @@ static void cap_scores(int64_t rows, float *scores, float factor)
         store_vector(scores + i, tanh_vector(load_vector(scores + i) * factor));
 }
 
-/* Makes `score`, one row's scores times `factor`, -inf where hidden unless it `sees_all`; returns each lane's largest. */
+/* Makes `score`, one row's scores times `factor`, -inf where hidden unless it `sees_all`; returns each lane's
+   largest. */
 INLINE vf scale_row(vf *score, const float *scores, float factor, const Running *to, int64_t row, const int sees_all)
 {
     vi key;
@@ -136,7 +138,8 @@ INLINE vf scale_row(vf *score, const float *scores, float factor, const Running 
     for (int i = 0; i < TILE / VW; i++, key += VW) {
         score[i] = load_vector(scores + i * VW) * factor;
         if (!sees_all) {
-            const vi is_visible = (key >= (int32_t)(to->first[row] - to->start)) & (key < (int32_t)(to->end[row] - to->start));
+            const vi is_visible =
+                (key >= (int32_t)(to->first[row] - to->start)) & (key < (int32_t)(to->end[row] - to->start));
             score[i] = select_vector(is_visible, score[i], splat(-INFINITY));
         }
         best = max_vector(best, score[i]);
@@ -144,8 +147,8 @@ INLINE vf scale_row(vf *score, const float *scores, float factor, const Running 
     return best;
 }
 
-/* Replaces the scores of some rows by weights.  It takes several rows at once, because the operations on one row wait for
-   each other. */
+/* Replaces the scores of some rows by weights.  It takes several rows at once, because the operations on one row wait
+   for each other. */
 INLINE void weigh_some(const int rows, const int sees_all, float *scores, float factor, const Running *to, int64_t row)
 {
     vf score[WEIGHT_ROWS][TILE / VW], best[WEIGHT_ROWS], total[WEIGHT_ROWS] = {0};

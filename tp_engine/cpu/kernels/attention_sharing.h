@@ -86,8 +86,8 @@ static int64_t common_keys(const Call *call, int64_t a, int64_t b)
     return (blocks << call->block_shift) / TILE * TILE;
 }
 
-/* Returns the number of members, from the first of `count` on, that share keys with it; *shared becomes the number of keys.
-   A member that shares less than half of *shared ends the group. */
+/* Returns the number of members, from the first of `count` on, that share keys with it; *shared becomes the number of
+   keys. A member that shares less than half of *shared ends the group. */
 static int64_t find_group(const Call *call, const int32_t *members, int64_t count, int64_t *shared)
 {
     int64_t size = 1;
@@ -104,7 +104,8 @@ static int64_t find_group(const Call *call, const int32_t *members, int64_t coun
 static int plan_group(const Call *call, Partition *partition, const int32_t *members, int64_t count, int64_t shared)
 {
     const int64_t num_kv_heads = call->layer->num_kv_heads, rows_per_range = num_kv_heads * call->group;
-    const int64_t num_ranges = (shared - 1) / SPLIT + 1, num_parts = num_ranges * num_kv_heads, most = MAX_ROWS / call->group;
+    const int64_t num_ranges = (shared - 1) / SPLIT + 1, num_parts = num_ranges * num_kv_heads,
+                  most = MAX_ROWS / call->group;
     const int64_t for_threads = smaller(2 * call->step->num_threads / num_parts, count / 2);
     const int64_t num_tasks = larger((count + most - 1) / most, for_threads);
     const int64_t room = partition->num_tasks + num_parts * num_tasks;
@@ -132,7 +133,8 @@ static int plan_group(const Call *call, Partition *partition, const int32_t *mem
     return 1;
 }
 
-/* Finds the requests that share keys, and plans their tasks.  With a window, or with chosen keys, rows do not see the same. */
+/* Finds the requests that share keys, and plans their tasks.  With a window, or with chosen keys, rows do not see the
+   same. */
 static int plan_sharing(const Call *call, Partition *partition)
 {
     const int64_t num_requests = call->step->num_requests;

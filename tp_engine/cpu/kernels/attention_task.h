@@ -31,7 +31,8 @@ static void find_tile(const Call *call, const Task *task, int64_t first, Tile *t
     const int32_t *chosen = call->chosen ? call->chosen + task->request * call->chosen_stride : NULL;
     for (int64_t key = start; key < start + tile->num_keys; key++) {
         const int64_t place = chosen ? chosen[key] : key;
-        tile->places[key - start] = blocks[place >> call->block_shift] * block_bytes + (place & mask) * call->head_bytes;
+        tile->places[key - start] =
+            blocks[place >> call->block_shift] * block_bytes + (place & mask) * call->head_bytes;
     }
     for (int64_t k = tile->num_keys; k < TILE && tile->num_keys; k++)
         tile->places[k] = tile->places[0];
@@ -62,7 +63,8 @@ INLINE void turn_rows(const char *first, const Tile *tile, int64_t items, float 
         }
 }
 
-/* One KV head's keys of a tile: in the cache, or put together from rows, or from groups that are smaller than a vector. */
+/* One KV head's keys of a tile: in the cache, or put together from rows, or from groups that are smaller than a
+   vector. */
 INLINE Keys find_keys(const Call *call, const Tile *tile, int64_t head, float *joined)
 {
     const char *first = call->layer->key_cache + (head * call->head_bytes << call->block_shift);
@@ -89,7 +91,8 @@ INLINE Values find_values(const Call *call, const Tile *tile, int64_t head, cons
         return (Values){first, tile->places, tile->num_hidden, tile->num_keys};
     for (int64_t k = tile->num_hidden; k < tile->num_keys; k++) {
         rows->places[k] = k * call->padded_dim * (int64_t)sizeof(float);
-        widen_row(rows->values + k * call->padded_dim, first + tile->places[k], layer->value_dim, (int)layer->cache_dtype);
+        widen_row(rows->values + k * call->padded_dim, first + tile->places[k], layer->value_dim,
+                  (int)layer->cache_dtype);
     }
     return (Values){(const char *)rows->values, rows->places, tile->num_hidden, tile->num_keys};
 }
@@ -113,13 +116,14 @@ static void read_rows(const Call *call, const Task *task, const float *partial, 
     int64_t r = 0;
     for (int64_t head = task->first_head; head < task->end_head; head++)
         for (int64_t row = task->first_row; row < task->end_row; row++, r++) {
-            const int64_t place =
-                token_of(call, task, row) * call->query_stride + (head * call->group + within_group(call, row)) * layer->head_dim;
+            const int64_t place = token_of(call, task, row) * call->query_stride +
+                                  (head * call->group + within_group(call, row)) * layer->head_dim;
             const int64_t resumed = part_of(call, task, task->resumed, head, row);
             if (call->by_pairs)
                 memcpy(rows->query + r * QUERY_STRIDE, call->query + place * bytes, layer->head_dim * bytes);
             else
-                widen_row(rows->query + r * QUERY_STRIDE, call->query + place * bytes, layer->head_dim, (int)layer->dtype);
+                widen_row(rows->query + r * QUERY_STRIDE, call->query + place * bytes, layer->head_dim,
+                          (int)layer->dtype);
             const float *from = task->resumed < 0 ? NULL : partial + resumed * (width + 2);
             begin_row(from, width, rows->out + r * width, rows->max + r, rows->sum + r);
         }
@@ -131,8 +135,8 @@ static void read_rows(const Call *call, const Task *task, const float *partial, 
 }
 
 /* One KV head's rows over one tile, while the next tile's keys and values are fetched. */
-INLINE void attend_tile(const Call *call, const Task *task, const int dtype, const int by_pairs, Rows *rows, int64_t head,
-                        const Tile *tile, Ahead *ahead)
+INLINE void attend_tile(const Call *call, const Task *task, const int dtype, const int by_pairs, Rows *rows,
+                        int64_t head, const Tile *tile, Ahead *ahead)
 {
     const int64_t num_rows = task->end_row - task->first_row, base = (head - task->first_head) * num_rows;
     const int64_t start = tile->start, end = start + tile->num_keys;
@@ -164,8 +168,8 @@ INLINE void attend_tile(const Call *call, const Task *task, const int dtype, con
         add_values(FLOAT32, last - first, vectors, scores, kept, &values, out, ahead);
 }
 
-/* The factor of a row's weighted values at its end.  A sink joins the row there as one more score; `max` and the sink are
-   in units of log 2. */
+/* The factor of a row's weighted values at its end.  A sink joins the row there as one more score; `max` and the sink
+   are in units of log 2. */
 INLINE float last_factor(const Layer *layer, int64_t head, float max, float sum)
 {
     if (!layer->sinks)

@@ -4,8 +4,9 @@
    k, v (tokens, KV heads, head_dim)   likewise
    out  (tokens, heads, head_dim)      contiguous, written for the tokens of requests with a query
 
-   cache, of keys and of values        (blocks, KV heads, block_size, head_dim); token at slot block * block_size + offset;
-                                       blocks are `block_bytes` apart, because those of other layers lie between
+   cache, of keys and of values        (blocks, KV heads, block_size, head_dim); token at slot
+                                       block * block_size + offset; blocks are `block_bytes` apart, because those of
+                                       other layers lie between
      a head's values in a block        rows of head_dim
      a head's keys in a block          groups of `lanes` tokens as columns: (head_dim in items of 4 bytes, lanes)
 
@@ -36,8 +37,8 @@
 
 enum { TILE = 32, SPLIT = 256, MAX_ROWS = 64, MAX_HEAD_DIM = 576 };
 
-/* Floats from one row's query to the next: a constant, so that no row needs a register for its address, and not a power of
-   two, because the first-level cache has few places for lines that lie a power of two apart. */
+/* Floats from one row's query to the next: a constant, so that no row needs a register for its address, and not a power
+   of two, because the first-level cache has few places for lines that lie a power of two apart. */
 enum { QUERY_STRIDE = MAX_HEAD_DIM + 16 };
 
 /* Rows that are in registers together: of scores, with 2 vectors of each; of weights, with all of a tile; of outputs,
@@ -48,8 +49,8 @@ enum { SCORE_ROWS = 8, WEIGHT_ROWS = 4, ROW_BLOCK = 6, DIM_BLOCK = 4 };
 enum { SCORE_ROWS = 4, WEIGHT_ROWS = 2, ROW_BLOCK = 4, DIM_BLOCK = 4 };
 #endif
 
-/* Multiply-adds below which a second thread would cost more than it saves.  The number is small, because a decode spends
-   its time waiting for keys and values. */
+/* Multiply-adds below which a second thread would cost more than it saves.  The number is small, because a decode
+   spends its time waiting for keys and values. */
 enum { MIN_PARALLEL_WORK = 1 << 13 };
 
 /* What all layers of a step share.  Mirrored in layout.py. */
@@ -87,7 +88,7 @@ typedef struct {
     int64_t head_bytes; /* of a token in the cache */
     int by_pairs; /* queries and keys are multiplied as pairs of bfloat16 */
     const int64_t *first_part; /* of each member of a shared task: its first partial result */
-    const int32_t *chosen;     /* (requests, chosen_stride): where the keys lie that a request attends to; NULL: it has all */
+    const int32_t *chosen;     /* (requests, chosen_stride): where the keys lie that a request attends to; NULL: all */
     int64_t chosen_stride;
 } Call;
 
@@ -140,7 +141,8 @@ static int64_t part_of(const Call *call, const Task *task, int64_t part, int64_t
 {
     const int64_t heads_before = head - task->first_head;
     if (task->members)
-        return call->first_part[request_of(call, task, row)] + part + heads_before * call->group + within_group(call, row);
+        return call->first_part[request_of(call, task, row)] + part + heads_before * call->group +
+               within_group(call, row);
     return part + heads_before * (task->end_row - task->first_row) + row - task->first_row;
 }
 

@@ -83,7 +83,8 @@ INLINE void encode_vector(const char *x, uint8_t *to, char *scale, int64_t width
     }
 }
 
-INLINE void decode_vector(const uint8_t *from, const char *scale, char *out, int64_t width, const int dtype, const int codes)
+INLINE void decode_vector(const uint8_t *from, const char *scale, char *out, int64_t width, const int dtype,
+                          const int codes)
 {
     uint16_t half;
     memcpy(&half, scale, 2);
@@ -97,8 +98,8 @@ INLINE void decode_vector(const uint8_t *from, const char *scale, char *out, int
     }
 }
 
-/* A group of keys between columns, `from` (items of 4 bytes, lanes), and vectors (lanes, items): one becomes the other if
-   `count` and `lanes` are exchanged. */
+/* A group of keys between columns, `from` (items of 4 bytes, lanes), and vectors (lanes, items): one becomes the other
+   if `count` and `lanes` are exchanged. */
 static void turn(const char *from, char *to, int64_t count, int64_t lanes)
 {
     if (count % VW == 0 && lanes % VW == 0) {
@@ -134,9 +135,8 @@ static void encode_vectors(const BlockForm *form, const char *from, uint8_t *cod
 
 static void decode_vectors(const BlockForm *form, const uint8_t *codes, const char *scales, char *to, int64_t count)
 {
-    FOR_TYPES(for (int64_t v = 0; v < count; v++)
-                  decode_vector(codes + v * form->head_dim, scales + v * 2, to + v * head_bytes(form), form->head_dim, TYPE,
-                                CODES))
+    FOR_TYPES(for (int64_t v = 0; v < count; v++) decode_vector(codes + v * form->head_dim, scales + v * 2,
+                                                                to + v * head_bytes(form), form->head_dim, TYPE, CODES))
 }
 
 /* One part of a block and of its blob. */

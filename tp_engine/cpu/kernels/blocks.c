@@ -9,8 +9,8 @@ enum { PIECE_BYTES = 1 << 18 };
 /* Bytes below which other threads would cost more than they save. */
 enum { MIN_PARALLEL_BYTES = 1 << 21 };
 
-/* Blocks of `block_bytes` lie side by side in `from` and in `to`, which do not overlap; `pairs` (num_pairs, 2) are a source
-   and a target each, all targets different. */
+/* Blocks of `block_bytes` lie side by side in `from` and in `to`, which do not overlap; `pairs` (num_pairs, 2) are a
+   source and a target each, all targets different. */
 void copy_blocks(const char *from, char *to, const int32_t *pairs, int64_t num_pairs, int64_t block_bytes,
                  int64_t num_threads)
 {

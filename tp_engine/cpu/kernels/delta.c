@@ -1,15 +1,15 @@
 /* The gated delta rule for runs of tokens, of which a decode's is one token long, or that and its draft tokens
    (kernels/gated_delta_net.py has the formulas), and gates of attention.
 
-   A task is a key head of a run, with the value heads that it serves.  It takes its tokens in order, a block at a time, and
-   within a block each tile of a state's columns goes through all tokens while it is in the first-level cache:
+   A task is a key head of a run, with the value heads that it serves.  It takes its tokens in order, a block at a time,
+   and within a block each tile of a state's columns goes through all tokens while it is in the first-level cache:
 
        convolution, lengths   query, key, value (BLOCK, dim)      of a block
        recurrence             tile by tile: value becomes output  state read and written once a token
        norm, gate             to `out`
 
-   All in float32.  What is computed for a token does not depend on where runs and blocks begin or end, on other rows, or on
-   the number of threads, so a run gives the same bits as its tokens one by one. */
+   All in float32.  What is computed for a token does not depend on where runs and blocks begin or end, on other rows,
+   or on the number of threads, so a run gives the same bits as its tokens one by one. */
 
 #include "recurrent.h"
 #include "tape.h"
@@ -17,7 +17,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The largest key_dim and value_dim, the vectors of a state's rows that are worked on together, the tokens of a block. */
+/* The largest key_dim and value_dim, the vectors of a state's rows that are worked on together, the tokens of a
+   block. */
 enum { MAX_DIM = 256, TILE = 4, BLOCK = 32, MIN_PARALLEL = 1 << 14 };
 
 typedef struct {
@@ -50,8 +51,8 @@ typedef struct {
     int64_t tokens, rows, width;
 } Block;
 
-/* One token goes into `n` vectors of a state's rows: `change` is what its key adds.  `seen` becomes what the next key, if there
-   is one, sees in them. */
+/* One token goes into `n` vectors of a state's rows: `change` is what its key adds.  `seen` becomes what the next key,
+   if there is one, sees in them. */
 INLINE void update_tile(const Block *b, int64_t token, int64_t first, const vf *change, vf *out, vf *seen, const int n,
                         const int has_next)
 {
@@ -150,8 +151,8 @@ INLINE void gated_norm(const Delta *d, const float *x, const char *z, char *out,
 }
 
 /* The decays and betas of a block's tokens, those of a run from `begin` on, of value head `head`. */
-INLINE void read_gates(const Delta *d, Block *b, const Run *run, int64_t begin, const char *gates, int64_t stride, int64_t head,
-                       const int dtype)
+INLINE void read_gates(const Delta *d, Block *b, const Run *run, int64_t begin, const char *gates, int64_t stride,
+                       int64_t head, const int dtype)
 {
     float numbers[VW];
     for (int64_t token = 0; token < b->tokens; token++) {
@@ -164,8 +165,8 @@ INLINE void read_gates(const Delta *d, Block *b, const Run *run, int64_t begin, 
 }
 
 /* `states` are those of the key head's value heads before the run, and behind each token of a run without `slots`. */
-INLINE void run_key_head(const Delta *d, const Run *run, int64_t head, const char *mixed, int64_t stride, const char *gates,
-                         int64_t gates_stride, char *out, float *states, const int dtype)
+INLINE void run_key_head(const Delta *d, const Run *run, int64_t head, const char *mixed, int64_t stride,
+                         const char *gates, int64_t gates_stride, char *out, float *states, const int dtype)
 {
     const int64_t size = item_bytes(dtype), rows = d->key_dim, keys = d->key_heads * rows, width = d->value_dim;
     const int64_t group = d->value_heads / d->key_heads, matrix = rows * width, out_stride = d->value_heads * width;
@@ -218,20 +219,22 @@ static int run_task(const Delta *d, const Run *run, int64_t head, const char *mi
     return 0;
 }
 
-/* mixed (rows, ...), gates (rows, 2 value_heads), so many elements from row to row; slots (rows), -1 for padding, whose output
-   is 0; runs (rows, 2), NULL if no row is of a draft token: the place of a row's first draft token and how many it has, -1 of a
-   draft token, which goes on in its run; out (rows, value_heads * value_dim); the rest as in Delta. */
-int gated_delta_net_decode(const float *conv, const float *decay, const float *dt_bias, const float *norm, float eps, float *inputs,
-               float *matrices, int64_t inputs_stride, int64_t matrices_stride, int64_t key_heads, int64_t value_heads,
-               int64_t key_dim, int64_t value_dim, int64_t taps, const char *mixed, int64_t mixed_stride, const char *gates,
-               int64_t gates_stride, const int32_t *slots, const int32_t *runs, char *out, int64_t rows, int64_t dtype,
-               int64_t num_threads)
+/* mixed (rows, ...), gates (rows, 2 value_heads), so many elements from row to row; slots (rows), -1 for padding, whose
+   output is 0; runs (rows, 2), NULL if no row is of a draft token: the place of a row's first draft token and how many
+   it has, -1 of a draft token, which goes on in its run; out (rows, value_heads * value_dim); the rest as in Delta. */
+int gated_delta_net_decode(const float *conv, const float *decay, const float *dt_bias, const float *norm, float eps,
+                           float *inputs, float *matrices, int64_t inputs_stride, int64_t matrices_stride,
+                           int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t taps,
+                           const char *mixed, int64_t mixed_stride, const char *gates, int64_t gates_stride,
+                           const int32_t *slots, const int32_t *runs, char *out, int64_t rows, int64_t dtype,
+                           int64_t num_threads)
 {
     const int64_t channels = 2 * key_heads * key_dim + value_heads * value_dim;
-    const Delta d = {{conv, NULL, inputs, inputs_stride, channels, taps}, decay, dt_bias, norm, matrices, matrices_stride,
-                     key_heads, value_heads, key_dim, value_dim, eps};
+    const Delta d = {{conv, NULL, inputs, inputs_stride, channels, taps},
+                     decay, dt_bias, norm, matrices, matrices_stride, key_heads, value_heads, key_dim, value_dim, eps};
     const int64_t width = value_heads * value_dim, size = item_bytes((int)dtype), tasks = rows * key_heads;
-#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && tasks > 1 && rows * width * key_dim >= MIN_PARALLEL)
+#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && tasks > 1 &&                             \
+                                                               rows * width * key_dim >= MIN_PARALLEL)
     for (int64_t task = 0; task < tasks; task++) {
         const int64_t row = task / key_heads, head = task % key_heads, own = width / key_heads * size;
         const Run run = run_of_row(row, slots, runs);
@@ -243,19 +246,21 @@ int gated_delta_net_decode(const float *conv, const float *decay, const float *d
     return 0;
 }
 
-/* `runs` (num_runs, 4), the start, count, slot and is_fresh of each, share the rows of mixed (tokens, ...), gates and out; their
-   slots are distinct; the rest as in gated_delta_net_decode.  Returns 1 if memory ran out. */
-int gated_delta_net_prefill(const float *conv, const float *decay, const float *dt_bias, const float *norm, float eps, float *inputs,
-                 float *matrices, int64_t inputs_stride, int64_t matrices_stride, int64_t key_heads, int64_t value_heads,
-                 int64_t key_dim, int64_t value_dim, int64_t taps, const char *mixed, int64_t mixed_stride, const char *gates,
-                 int64_t gates_stride, const int64_t *runs, char *out, int64_t num_runs, int64_t dtype, int64_t num_threads)
+/* `runs` (num_runs, 4), the start, count, slot and is_fresh of each, share the rows of mixed (tokens, ...), gates and
+   out; their slots are distinct; the rest as in gated_delta_net_decode.  Returns 1 if memory ran out. */
+int gated_delta_net_prefill(const float *conv, const float *decay, const float *dt_bias, const float *norm, float eps,
+                            float *inputs, float *matrices, int64_t inputs_stride, int64_t matrices_stride,
+                            int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t taps,
+                            const char *mixed, int64_t mixed_stride, const char *gates, int64_t gates_stride,
+                            const int64_t *runs, char *out, int64_t num_runs, int64_t dtype, int64_t num_threads)
 {
     const int64_t channels = 2 * key_heads * key_dim + value_heads * value_dim;
-    const Delta d = {{conv, NULL, inputs, inputs_stride, channels, taps}, decay, dt_bias, norm, matrices, matrices_stride,
-                     key_heads, value_heads, key_dim, value_dim, eps};
+    const Delta d = {{conv, NULL, inputs, inputs_stride, channels, taps},
+                     decay, dt_bias, norm, matrices, matrices_stride, key_heads, value_heads, key_dim, value_dim, eps};
     const int64_t tasks = num_runs * key_heads;
     int failed = 0;
-#pragma omp parallel for schedule(dynamic) reduction(| : failed) num_threads((int)num_threads) if (num_threads > 1 && tasks > 1)
+#pragma omp parallel for schedule(dynamic) reduction(| : failed)                                                       \
+    num_threads((int)num_threads) if (num_threads > 1 && tasks > 1)
     for (int64_t task = 0; task < tasks; task++) {
         const Run run = run_of_chunk(runs + task / key_heads * 4);
         failed |= run_task(&d, &run, task % key_heads, mixed, mixed_stride, gates, gates_stride, out, (int)dtype);
@@ -264,7 +269,8 @@ int gated_delta_net_prefill(const float *conv, const float *decay, const float *
 }
 
 /* x (rows, width) times the sigmoid of gate (rows, width), whose rows are `stride` elements apart, in place. */
-int sigmoid_gate(char *x, const char *gate, int64_t stride, int64_t rows, int64_t width, int64_t dtype, int64_t num_threads)
+int sigmoid_gate(char *x, const char *gate, int64_t stride, int64_t rows, int64_t width, int64_t dtype,
+                 int64_t num_threads)
 {
     const int64_t size = item_bytes((int)dtype);
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows > 1 && rows * width >= MIN_PARALLEL)
@@ -272,22 +278,24 @@ int sigmoid_gate(char *x, const char *gate, int64_t stride, int64_t rows, int64_
         char *const to = x + row * width * size;
         const char *const from = gate + row * stride * size;
         for (int64_t i = 0; i < width; i += VW)
-            FOR_DTYPE(store_some(to, i, width,
-                                 load_some(to, i, width, TYPE) / (1.0f + exp2_vector(load_some(from, i, width, TYPE) * -LOG2_E)),
-                                 TYPE))
+            FOR_DTYPE(store_some(
+                to, i, width,
+                load_some(to, i, width, TYPE) / (1.0f + exp2_vector(load_some(from, i, width, TYPE) * -LOG2_E)), TYPE))
     }
     return 0;
 }
 
 int play_gated_delta_net_decode(const Word *a)
 {
-    return gated_delta_net_decode(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].number, a[5].pointer, a[6].pointer,
-                      a[7].integer, a[8].integer, a[9].integer, a[10].integer, a[11].integer, a[12].integer, a[13].integer,
-                      a[14].pointer, a[15].integer, a[16].pointer, a[17].integer, a[18].pointer, a[19].pointer, a[20].pointer,
-                      a[21].integer, a[22].integer, a[23].integer);
+    return gated_delta_net_decode(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].number, a[5].pointer,
+                                  a[6].pointer, a[7].integer, a[8].integer, a[9].integer, a[10].integer, a[11].integer,
+                                  a[12].integer, a[13].integer, a[14].pointer, a[15].integer, a[16].pointer,
+                                  a[17].integer, a[18].pointer, a[19].pointer, a[20].pointer, a[21].integer,
+                                  a[22].integer, a[23].integer);
 }
 
 int play_sigmoid_gate(const Word *a)
 {
-    return sigmoid_gate(a[0].pointer, a[1].pointer, a[2].integer, a[3].integer, a[4].integer, a[5].integer, a[6].integer);
+    return sigmoid_gate(a[0].pointer, a[1].pointer, a[2].integer, a[3].integer, a[4].integer, a[5].integer,
+                        a[6].integer);
 }

@@ -1,7 +1,7 @@
 /* Collectives of ranks that share memory; ipc/rank_slots.py describes the protocol, and why it is right.
 
-   A call that waits for another rank returns that rank's number + 1 when its time is up.  The caller calls it again with
-   the same arguments, and it continues where it was.  0 says that it has ended. */
+   A call that waits for another rank returns that rank's number + 1 when its time is up.  The caller calls it again
+   with the same arguments, and it continues where it was.  0 says that it has ended. */
 
 #define _GNU_SOURCE /* sem_clockwait */
 #include <sched.h>
@@ -133,13 +133,15 @@ INLINE void sum_items(const char *const *from, const int64_t num_ranks, char *ou
 }
 
 /* Parts of `dtype` become a sum of it. */
-INLINE void sum_alike(const char *const *from, const int64_t num_ranks, char *out, int64_t begin, int64_t end, int dtype)
+INLINE void sum_alike(const char *const *from, const int64_t num_ranks, char *out, int64_t begin, int64_t end,
+                      int dtype)
 {
     FOR_DTYPE(sum_items(from, num_ranks, out, begin, end, TYPE, TYPE))
 }
 
 /* Parts of float32 become a sum of `dtype`. */
-INLINE void sum_float32(const char *const *from, const int64_t num_ranks, char *out, int64_t begin, int64_t end, int dtype)
+INLINE void sum_float32(const char *const *from, const int64_t num_ranks, char *out, int64_t begin, int64_t end,
+                        int dtype)
 {
     FOR_DTYPE(sum_items(from, num_ranks, out, begin, end, FLOAT32, TYPE))
 }
@@ -179,8 +181,8 @@ static void sum_share(const struct exchange *x, const char *mine, int64_t count,
     sum_parts(x, mine, x->results, begin, end, dtype, out_dtype, num_threads);
 }
 
-/* out (count,) of `out_dtype` = the sum of data (count,) of `dtype` over ranks.  out may be data; out_dtype is dtype, or
-   dtype is FLOAT32. */
+/* out (count,) of `out_dtype` = the sum of data (count,) of `dtype` over ranks.  out may be data; out_dtype is dtype,
+   or dtype is FLOAT32. */
 int shared_all_reduce(struct exchange *x, const char *data, char *out, int64_t count, int64_t dtype, int64_t out_dtype,
                       int64_t num_threads, int64_t blocks)
 {

@@ -1,5 +1,5 @@
-/* A layer's experts: sort pairs (token, expert) by expert, then make the two products of each expert that has pairs, with
-   weights in panels (linear_rows.h, quantised.h), then add up each token's pairs.
+/* A layer's experts: sort pairs (token, expert) by expert, then make the two products of each expert that has pairs,
+   with weights in panels (linear_rows.h, quantised.h), then add up each token's pairs.
 
        pair      token * top_k + j: token's j-th expert.  Pairs of experts on other ranks are left out
        place     of a pair: its row in x_rows, inner and outputs.  An expert's pairs have neighbouring places
@@ -15,11 +15,12 @@ typedef struct {
     const float *gate_up, *down;                  /* panels, expert after expert */
     const char *gate_up_bias, *down_bias;         /* (num_experts, parts * inner), (num_experts, hidden), or NULL */
     int64_t first, num_experts, hidden, inner, top_k;
-    int64_t kind, dtype;                          /* of the activation (gated.h); of everything but the weights of the sum */
+    int64_t kind, dtype; /* of the activation (gated.h); of everything but the weights of the sum */
     float alpha, limit;
     const Quantised *quantised_gate_up, *quantised_down; /* NULL: panels of `dtype` */
     const float *gate_up_factors, *down_factors;         /* (num_experts, panels, PANEL), or NULL */
-    int64_t num_shards; /* of `inner`: the sums of each are kept apart, in float32, and added as a tree in the end; or 0 */
+    int64_t
+        num_shards; /* of `inner`: the sums of each are kept apart, in float32, and added as a tree in the end; or 0 */
     int64_t keeps_sums; /* out is float32, whatever the type */
 } Experts;
 
@@ -164,15 +165,16 @@ INLINE void sum_row(const Work *w, const Experts *e, const float *weights, char 
         for (int64_t j = 0; j < e->top_k; j++) {
             const int64_t pair = token * e->top_k + j, place = w->places[pair];
             if (place >= 0)
-                sum += load_some(w->outputs + place * e->hidden * item_bytes(dtype), i, e->hidden, dtype) * weights[pair];
+                sum +=
+                    load_some(w->outputs + place * e->hidden * item_bytes(dtype), i, e->hidden, dtype) * weights[pair];
         }
         store_some(out + token * e->hidden * item_bytes(dtype), i, e->hidden, sum, dtype);
     }
 }
 
 /* The same for each shard, then the tree over the shards: the sums of other ranks' shards are its upper part. */
-INLINE void sum_shards(const Work *w, const Experts *e, const float *weights, char *out, int64_t token, int64_t shard_bytes,
-                       const int dtype)
+INLINE void sum_shards(const Work *w, const Experts *e, const float *weights, char *out, int64_t token,
+                       int64_t shard_bytes, const int dtype)
 {
     for (int64_t i = 0; i < e->hidden; i += VW) {
         vf sums[PLACES];
@@ -193,23 +195,24 @@ INLINE void sum_shards(const Work *w, const Experts *e, const float *weights, ch
     }
 }
 
-/* out (rows, hidden) = the sum over j of weights (rows, top_k) times the output of expert ids (rows, top_k) for x (rows,
-   hidden).  `memory` has experts_work_bytes bytes. */
+/* out (rows, hidden) = the sum over j of weights (rows, top_k) times the output of expert ids (rows, top_k) for x
+   (rows, hidden).  `memory` has experts_work_bytes bytes. */
 int mix_experts(const Experts *e, const char *x, const int32_t *ids, const float *weights, char *out, char *memory,
                 int64_t rows, int64_t num_threads)
 {
     const int dtype = (int)e->dtype;
-    const int64_t pairs = rows * e->top_k, gate_panels = count_panels(e->inner, parts_of((int)e->kind)), down_panels = count_panels(e->hidden, 1);
+    const int64_t pairs = rows * e->top_k, gate_panels = count_panels(e->inner, parts_of((int)e->kind)),
+                  down_panels = count_panels(e->hidden, 1);
     const int64_t item_size = 4 / item_bytes(dtype), x_bytes = e->hidden * item_bytes(dtype);
     const int64_t inner_bytes = e->inner * item_bytes(dtype);
     Work w;
     lay_out(&w, e, pairs, memory);
     sort_pairs(&w, e, ids, pairs);
     const int64_t here = w.starts[e->num_experts];
-    const Linear gate_up = {w.x_rows, e->gate_up_bias, w.inner, e->gate_up, w.x_stride, 0, e->hidden / item_size, e->inner,
-                            e->alpha, e->limit, e->gate_up_factors};
-    const Linear down = {w.inner_rows, e->down_bias, w.outputs, e->down, w.inner_stride, 0, e->inner / item_size, e->hidden,
-                         0, 0, e->down_factors, e->num_shards, e->num_shards ? here * e->hidden * 4 : 0,
+    const Linear gate_up = {w.x_rows, e->gate_up_bias, w.inner, e->gate_up, w.x_stride, 0, e->hidden / item_size,
+                            e->inner, e->alpha, e->limit, e->gate_up_factors};
+    const Linear down = {w.inner_rows, e->down_bias, w.outputs, e->down, w.inner_stride, 0, e->inner / item_size,
+                         e->hidden, 0, 0, e->down_factors, e->num_shards, e->num_shards ? here * e->hidden * 4 : 0,
                          e->num_shards > 0};
     const int is_parallel = num_threads > 1 && here * e->inner * e->hidden >= MIN_PARALLEL_PRODUCTS;
     int64_t num_tasks = count_tasks(&w, e, gate_panels);
@@ -217,15 +220,16 @@ int mix_experts(const Experts *e, const char *x, const int32_t *ids, const float
     {
 #pragma omp for schedule(static)
         for (int64_t place = 0; place < here; place++)
-            convert(e->quantised_gate_up, w.x_rows + place * w.x_stride, x + w.tokens[place] * x_bytes, e->hidden, dtype);
+            convert(e->quantised_gate_up, w.x_rows + place * w.x_stride, x + w.tokens[place] * x_bytes, e->hidden,
+                    dtype);
 #pragma omp for schedule(guided)
         for (int64_t task = 0; task < num_tasks; task++)
             run_expert_task(&gate_up, e->quantised_gate_up, &w, e, task, gate_panels, e->kind);
         if (converts(e->quantised_down, dtype)) {
 #pragma omp for schedule(static)
             for (int64_t place = 0; place < here; place++)
-                convert(e->quantised_down, w.inner_rows + place * w.inner_stride, w.inner + place * inner_bytes, e->inner,
-                        dtype);
+                convert(e->quantised_down, w.inner_rows + place * w.inner_stride, w.inner + place * inner_bytes,
+                        e->inner, dtype);
         }
 #pragma omp single
         num_tasks = count_tasks(&w, e, down_panels);
@@ -264,7 +268,8 @@ int add_gated(char *total, const char *x, const char *gates, int64_t stride, int
         char *to = total + row * width * bytes;
         const char *from = x + row * width * bytes;
         for (int64_t i = 0; i < width; i += VW)
-            FOR_DTYPE(store_some(to, i, width, load_some(to, i, width, TYPE) + load_some(from, i, width, TYPE) * factor, TYPE))
+            FOR_DTYPE(store_some(to, i, width, load_some(to, i, width, TYPE) + load_some(from, i, width, TYPE) * factor,
+                                 TYPE))
     }
     return 0;
 }

@@ -3,8 +3,8 @@
 
 #include "simd.h"
 
-/* The activations of the gate, mirrored in model_config/mlp.py.  NO_GATE: none; BOTH_PARTS: none, of a weight that has gate
-   and up. */
+/* The activations of the gate, mirrored in model_config/mlp.py.  NO_GATE: none; BOTH_PARTS: none, of a weight that has
+   gate and up. */
 enum { BOTH_PARTS = -2, NO_GATE = -1, SILU = 0, GELU_TANH = 1, SWIGLU_CLAMPED = 2, RELU2 = 3 };
 
 /* x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), which is gelu's tanh formula without the loss of digits below 0. */

@@ -1,4 +1,5 @@
-/* Heads made ready for attention, in place: they are normalised, one by one or all together, and queries and keys rotated.
+/* Heads made ready for attention, in place: they are normalised, one by one or all together, and queries and keys
+   rotated.
 
    Each item of a head is divided by the root mean square and multiplied by its weight.  Then the first rotary_dim items
    turn, as halves (a, b),
@@ -38,8 +39,8 @@ INLINE void norm_head(float *item, const char *weights, const Turn *turn, const 
         store_vector(item + i, load_vector(item + i) * factor * load_vector(weight + i));
 }
 
-/* Turns heads `first` to `end` of one token, in place; float32 inside, rounded once, times `scale`.  Vectors may go beyond
-   a half or the end of a head: what they write there is overwritten, or never read. */
+/* Turns heads `first` to `end` of one token, in place; float32 inside, rounded once, times `scale`.  Vectors may go
+   beyond a half or the end of a head: what they write there is overwritten, or never read. */
 INLINE void turn_heads(char *heads, int64_t first, int64_t end, const Turn *turn, float scale, const int dtype)
 {
     const int64_t dim = turn->dim, half = turn->rotary_dim / 2, bytes = dim * item_bytes(dtype);
@@ -82,18 +83,20 @@ INLINE void turn_token(char *heads, int64_t num_heads, int64_t num_kv_heads, int
     turn_heads(heads, first_value, first_value + num_values, &turn, 1, dtype);
 }
 
-/* Prepares the `num_heads` queries, `num_kv_heads` keys and `num_values` values of each token; tokens are `stride` elements
-   apart.  Values are only normalised: `num_values` is 0 if they are not.
-   `table` (positions, rotary_dim): the cosines of each pair, then the sines; NULL with a rotary_dim of 0: nothing turns.
-   `query_scale` (positions,) or NULL; `weights` (heads, head_dim) or NULL: no normalisation. */
+/* Prepares the `num_heads` queries, `num_kv_heads` keys and `num_values` values of each token; tokens are `stride`
+   elements apart.  Values are only normalised: `num_values` is 0 if they are not. `table` (positions, rotary_dim): the
+   cosines of each pair, then the sines; NULL with a rotary_dim of 0: nothing turns. `query_scale` (positions,) or NULL;
+   `weights` (heads, head_dim) or NULL: no normalisation. */
 int qk_norm_rope_store(char *heads, int64_t stride, const int64_t *positions, const char *table, int64_t rotary_dim,
-                  const float *query_scale, const char *weights, float eps, float offset, int64_t num_tokens, int64_t num_heads,
-                  int64_t num_kv_heads, int64_t num_values, int64_t head_dim, int64_t dtype, int64_t num_threads)
+                       const float *query_scale, const char *weights, float eps, float offset, int64_t num_tokens,
+                       int64_t num_heads, int64_t num_kv_heads, int64_t num_values, int64_t head_dim, int64_t dtype,
+                       int64_t num_threads)
 {
     const Turn turn = {.weights = weights, .dim = head_dim, .rotary_dim = rotary_dim, .eps = eps, .offset = offset};
     const int64_t bytes = stride * item_bytes((int)dtype), row_bytes = rotary_dim * item_bytes((int)dtype);
     const int64_t num_items = num_tokens * (num_heads + num_kv_heads) * head_dim;
-#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 && num_items >= MIN_PARALLEL_ITEMS)
+#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 &&                        \
+                                                               num_items >= MIN_PARALLEL_ITEMS)
     for (int64_t token = 0; token < num_tokens; token++) {
         const char *row = table ? table + positions[token] * row_bytes : table;
         const float scale = query_scale ? query_scale[positions[token]] : 1;
@@ -119,11 +122,12 @@ INLINE float squares_of(const char *heads, int64_t num_heads, int64_t dim, const
 }
 
 /* squares (num_tokens, 2): of a token's first `num_heads` heads, and of the `num_kv_heads` after them. */
-int head_squares(const char *heads, int64_t stride, float *squares, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
-                 int64_t head_dim, int64_t dtype, int64_t num_threads)
+int head_squares(const char *heads, int64_t stride, float *squares, int64_t num_tokens, int64_t num_heads,
+                 int64_t num_kv_heads, int64_t head_dim, int64_t dtype, int64_t num_threads)
 {
     const int64_t size = item_bytes((int)dtype), num_items = num_tokens * (num_heads + num_kv_heads) * head_dim;
-#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 && num_items >= MIN_PARALLEL_ITEMS)
+#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 &&                        \
+                                                               num_items >= MIN_PARALLEL_ITEMS)
     for (int64_t token = 0; token < num_tokens; token++) {
         const char *own = heads + token * stride * size, *keys = own + num_heads * head_dim * size;
         FOR_DTYPE(squares[2 * token] = squares_of(own, num_heads, head_dim, TYPE))
@@ -136,18 +140,20 @@ int head_squares(const char *heads, int64_t stride, float *squares, int64_t num_
 INLINE void weigh_items(char *items, const char *weight, float factor, int64_t count, const int dtype)
 {
     for (int64_t i = 0; i < count; i += VW)
-        store_some(items, i, count, load_some(items, i, count, dtype) * factor * load_some(weight, i, count, dtype), dtype);
+        store_some(items, i, count, load_some(items, i, count, dtype) * factor * load_some(weight, i, count, dtype),
+                   dtype);
 }
 
-/* Divides queries and keys by the root of the mean of `squares` (num_tokens, 2) over `query_width` and `key_width` items, and
-   multiplies them by `weights` (num_heads + num_kv_heads, head_dim). */
-int norm_width(char *heads, int64_t stride, const float *squares, const char *weights, int64_t num_tokens, int64_t num_heads,
-               int64_t num_kv_heads, int64_t head_dim, int64_t query_width, int64_t key_width, float eps, int64_t dtype,
-               int64_t num_threads)
+/* Divides queries and keys by the root of the mean of `squares` (num_tokens, 2) over `query_width` and `key_width`
+   items, and multiplies them by `weights` (num_heads + num_kv_heads, head_dim). */
+int norm_width(char *heads, int64_t stride, const float *squares, const char *weights, int64_t num_tokens,
+               int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t query_width, int64_t key_width,
+               float eps, int64_t dtype, int64_t num_threads)
 {
     const int64_t size = item_bytes((int)dtype), queries = num_heads * head_dim, keys = num_kv_heads * head_dim;
     const int64_t num_items = num_tokens * (queries + keys);
-#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 && num_items >= MIN_PARALLEL_ITEMS)
+#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 &&                        \
+                                                               num_items >= MIN_PARALLEL_ITEMS)
     for (int64_t token = 0; token < num_tokens; token++) {
         char *own = heads + token * stride * size;
         const float by_query = 1.0f / sqrtf(squares[2 * token] / (float)query_width + eps);
@@ -160,15 +166,15 @@ int norm_width(char *heads, int64_t stride, const float *squares, const char *we
 
 int play_qk_norm_rope_store(const Word *a)
 {
-    return qk_norm_rope_store(a[0].pointer, a[1].integer, a[2].pointer, a[3].pointer, a[4].integer, a[5].pointer, a[6].pointer,
-                         a[7].number, a[8].number, a[9].integer, a[10].integer, a[11].integer, a[12].integer, a[13].integer,
-                         a[14].integer, a[15].integer);
+    return qk_norm_rope_store(a[0].pointer, a[1].integer, a[2].pointer, a[3].pointer, a[4].integer, a[5].pointer,
+                              a[6].pointer, a[7].number, a[8].number, a[9].integer, a[10].integer, a[11].integer,
+                              a[12].integer, a[13].integer, a[14].integer, a[15].integer);
 }
 
 int play_head_squares(const Word *a)
 {
-    return head_squares(a[0].pointer, a[1].integer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer, a[6].integer,
-                        a[7].integer, a[8].integer);
+    return head_squares(a[0].pointer, a[1].integer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer,
+                        a[6].integer, a[7].integer, a[8].integer);
 }
 
 int play_norm_width(const Word *a)

@@ -39,26 +39,30 @@ INLINE void norm_key(char *key, const char *weight, const char *bias, int64_t di
     }
     const float factor = 1.0f / sqrtf(sum_of(squares)[0] / (float)dim + eps);
     for (int64_t i = 0; i < dim; i += VW)
-        store_some(key, i, dim, load_vector(apart + i) * factor * load_some(weight, i, dim, dtype) + load_some(bias, i, dim, dtype),
+        store_some(key, i, dim,
+                   load_vector(apart + i) * factor * load_some(weight, i, dim, dtype) + load_some(bias, i, dim, dtype),
                    dtype);
 }
 
-/* queries (tokens, heads, dim) and keys (tokens, dim), contiguous, in place; keys also go to `slots` (tokens,) of the cache,
-   unless `rows` is NULL.  `table` (positions, rope): cosines, then sines; the first `rope` items of a head turn. */
-int prepare_index(char *queries, char *keys, const int64_t *positions, const char *table, const char *weight, const char *bias,
-                  float eps, int64_t is_interleaved, int64_t num_tokens, int64_t num_heads, int64_t dim, int64_t rope,
-                  char *rows, int64_t block_bytes, int64_t block_size, int64_t cache_dtype, const int64_t *slots,
-                  int64_t dtype, int64_t num_threads)
+/* queries (tokens, heads, dim) and keys (tokens, dim), contiguous, in place; keys also go to `slots` (tokens,) of the
+   cache, unless `rows` is NULL.  `table` (positions, rope): cosines, then sines; the first `rope` items of a head
+   turn. */
+int prepare_index(char *queries, char *keys, const int64_t *positions, const char *table, const char *weight,
+                  const char *bias, float eps, int64_t is_interleaved, int64_t num_tokens, int64_t num_heads,
+                  int64_t dim, int64_t rope, char *rows, int64_t block_bytes, int64_t block_size, int64_t cache_dtype,
+                  const int64_t *slots, int64_t dtype, int64_t num_threads)
 {
     const IndexCache cache = {rows, block_bytes, block_size, dim, cache_dtype};
     const int64_t size = item_bytes((int)dtype), work = num_tokens * (num_heads + 1) * dim;
-#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 && work >= MIN_PARALLEL_PRODUCTS)
+#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 &&                        \
+                                                               work >= MIN_PARALLEL_PRODUCTS)
     for (int64_t token = 0; token < num_tokens; token++) {
         char *key = keys + token * dim * size;
         float cosines_sines[MAX_ROPE + VW];
         widen_row(cosines_sines, table + positions[token] * rope * size, rope, (int)dtype);
         for (int64_t head = 0; head < num_heads; head++)
-            FOR_DTYPE(turn_items(queries + (token * num_heads + head) * dim * size, cosines_sines, rope, is_interleaved, 1, TYPE))
+            FOR_DTYPE(turn_items(queries + (token * num_heads + head) * dim * size, cosines_sines, rope, is_interleaved,
+                                 1, TYPE))
         FOR_DTYPE(norm_key(key, weight, bias, dim, eps, TYPE))
         FOR_DTYPE(turn_items(key, cosines_sines, rope, is_interleaved, 1, TYPE))
         if (rows && slots[token] >= 0)
@@ -76,8 +80,8 @@ INLINE uint32_t ordered(float score)
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-/* The scores of VW keys, `columns` (dim, VW) of which are one next to the other: heads in their order, so that a score does not
-   depend on the other keys. */
+/* The scores of VW keys, `columns` (dim, VW) of which are one next to the other: heads in their order, so that a score
+   does not depend on the other keys. */
 INLINE vf score_keys(const float *queries, const float *weights, int64_t num_heads, int64_t dim, const float *columns)
 {
     vf total = splat(0);
@@ -100,8 +104,8 @@ INLINE vf score_keys(const float *queries, const float *weights, int64_t num_hea
 }
 
 /* Scores of keys `first` to `first + VW`, those that exist, in order of `blocks`. */
-INLINE void score_tile(const IndexCache *cache, const int32_t *blocks, int64_t first, int64_t num_keys, const float *queries,
-                       const float *weights, int64_t num_heads, uint32_t *scores, const int dtype)
+INLINE void score_tile(const IndexCache *cache, const int32_t *blocks, int64_t first, int64_t num_keys,
+                       const float *queries, const float *weights, int64_t num_heads, uint32_t *scores, const int dtype)
 {
     const int64_t dim = cache->dim, count = smaller(VW, num_keys - first);
     float columns[MAX_INDEX_DIM * VW];
@@ -148,13 +152,13 @@ static void choose_best(const uint32_t *scores, int64_t num_keys, int64_t count,
 static uint32_t *kept_scores;
 static int64_t score_room;
 
-/* For each row the positions of the keys that it attends to, `chosen` (rows, top_k), and how many, `counts` (rows,): all of its
-   `seq_lens` keys, or the best top_k.  queries (rows, heads, dim) and weights (rows, heads) float32, which are multiplied by
-   `scale`, are contiguous.  Returns 1 where memory ran out. */
-int choose_keys(const char *queries, const float *weights, float scale, char *rows, int64_t block_bytes, int64_t block_size,
-                const int32_t *block_table, int64_t table_stride, const int32_t *seq_lens, int32_t *chosen, int32_t *counts,
-                int64_t num_rows, int64_t num_heads, int64_t dim, int64_t top_k, int64_t cache_dtype, int64_t dtype,
-                int64_t num_threads)
+/* For each row the positions of the keys that it attends to, `chosen` (rows, top_k), and how many, `counts` (rows,):
+   all of its `seq_lens` keys, or the best top_k.  queries (rows, heads, dim) and weights (rows, heads) float32, which
+   are multiplied by `scale`, are contiguous.  Returns 1 where memory ran out. */
+int choose_keys(const char *queries, const float *weights, float scale, char *rows, int64_t block_bytes,
+                int64_t block_size, const int32_t *block_table, int64_t table_stride, const int32_t *seq_lens,
+                int32_t *chosen, int32_t *counts, int64_t num_rows, int64_t num_heads, int64_t dim, int64_t top_k,
+                int64_t cache_dtype, int64_t dtype, int64_t num_threads)
 {
     const IndexCache cache = {rows, block_bytes, block_size, dim, cache_dtype};
     float query[MAX_INDEX_ITEMS + VW], weight[MAX_INDEX_ITEMS];
@@ -178,7 +182,8 @@ int choose_keys(const char *queries, const float *weights, float scale, char *ro
         for (int64_t head = 0; head < num_heads; head++)
             weight[head] = weights[row * num_heads + head] * scale;
         const int64_t work = num_keys * num_heads * dim;
-#pragma omp parallel for schedule(static) num_threads((int)num_threads) if (num_threads > 1 && work >= MIN_PARALLEL_PRODUCTS)
+#pragma omp parallel for schedule(static)                                                                              \
+    num_threads((int)num_threads) if (num_threads > 1 && work >= MIN_PARALLEL_PRODUCTS)
         for (int64_t first = 0; first < num_keys; first += VW) {
             const int64_t dtype = cache_dtype;
             FOR_DTYPE(score_tile(&cache, blocks, first, num_keys, query, weight, num_heads, kept_scores, TYPE))
@@ -190,14 +195,15 @@ int choose_keys(const char *queries, const float *weights, float scale, char *ro
 
 int play_prepare_index(const Word *a)
 {
-    return prepare_index(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].pointer, a[6].number,
-                         a[7].integer, a[8].integer, a[9].integer, a[10].integer, a[11].integer, a[12].pointer, a[13].integer,
-                         a[14].integer, a[15].integer, a[16].pointer, a[17].integer, a[18].integer);
+    return prepare_index(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].pointer,
+                         a[6].number, a[7].integer, a[8].integer, a[9].integer, a[10].integer, a[11].integer,
+                         a[12].pointer, a[13].integer, a[14].integer, a[15].integer, a[16].pointer, a[17].integer,
+                         a[18].integer);
 }
 
 int play_choose_keys(const Word *a)
 {
     return choose_keys(a[0].pointer, a[1].pointer, a[2].number, a[3].pointer, a[4].integer, a[5].integer, a[6].pointer,
-                       a[7].integer, a[8].pointer, a[9].pointer, a[10].pointer, a[11].integer, a[12].integer, a[13].integer,
-                       a[14].integer, a[15].integer, a[16].integer, a[17].integer);
+                       a[7].integer, a[8].pointer, a[9].pointer, a[10].pointer, a[11].integer, a[12].integer,
+                       a[13].integer, a[14].integer, a[15].integer, a[16].integer, a[17].integer);
 }

@@ -1,5 +1,5 @@
-/* Rows quantised to 8 bits before an integer product, and the product's rows scaled back.  kernels/quantization/int8_rows.py has the
-   formulas. */
+/* Rows quantised to 8 bits before an integer product, and the product's rows scaled back.
+   kernels/quantization/int8_rows.py has the formulas. */
 
 #include "simd.h"
 
@@ -45,7 +45,8 @@ int quantise_rows(const char *x, uint8_t *codes, float *scales, int64_t rows, in
                   int64_t num_threads)
 {
     const int64_t bytes = width * item_bytes((int)dtype);
-#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows > 1 && rows * width >= MIN_PARALLEL_ITEMS)
+#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows > 1 &&                              \
+                                                               rows * width >= MIN_PARALLEL_ITEMS)
     for (int64_t row = 0; row < rows; row++) {
         FOR_DTYPE(scales[row] = quantise_row(x + row * bytes, codes + row * width, width, TYPE))
     }
@@ -57,7 +58,8 @@ int scale_rows(const float *products, const float *scales, const char *bias, cha
                int64_t dtype, int64_t num_threads)
 {
     const int64_t bytes = width * item_bytes((int)dtype);
-#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows > 1 && rows * width >= MIN_PARALLEL_ITEMS)
+#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows > 1 &&                              \
+                                                               rows * width >= MIN_PARALLEL_ITEMS)
     for (int64_t row = 0; row < rows; row++) {
         FOR_DTYPE(scale_row(products + row * width, scales[row], bias, out + row * bytes, width, TYPE))
     }

@@ -24,15 +24,16 @@ INLINE void norm_latent(char *row, const char *weight, int64_t rank, float eps, 
         store_some(row, i, rank, load_some(row, i, rank, dtype) * factor * load_some(weight, i, rank, dtype), dtype);
 }
 
-/* query (tokens, heads, nope + rope) and rows (tokens, rank + rope), in place; tokens are `query_stride` and `row_stride`
-   elements apart.  `table` (positions, rope): cosines, then sines; `query_scale` (positions,) or NULL. */
+/* query (tokens, heads, nope + rope) and rows (tokens, rank + rope), in place; tokens are `query_stride` and
+   `row_stride` elements apart.  `table` (positions, rope): cosines, then sines; `query_scale` (positions,) or NULL. */
 int prepare_latents(char *query, int64_t query_stride, char *rows, int64_t row_stride, const int64_t *positions,
                     const char *table, const float *query_scale, const char *weight, float eps, int64_t is_interleaved,
                     int64_t num_tokens, int64_t num_heads, int64_t nope, int64_t rope, int64_t rank, int64_t dtype,
                     int64_t num_threads)
 {
     const int64_t size = item_bytes((int)dtype), dim = nope + rope, work = num_tokens * (num_heads * dim + rank);
-#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 && work >= MIN_PARALLEL_PRODUCTS)
+#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 &&                        \
+                                                               work >= MIN_PARALLEL_PRODUCTS)
     for (int64_t token = 0; token < num_tokens; token++) {
         const int64_t position = positions[token];
         const float scale = query_scale ? query_scale[position] : 1;
@@ -52,8 +53,8 @@ int prepare_latents(char *query, int64_t query_stride, char *rows, int64_t row_s
 }
 
 /* Items `first` to `first + count * VW` of `out` (rank), of some tokens: the sum over d of q[d] times row d of `up`. */
-INLINE void absorb_items(const int tokens, const int count, const float (*q)[MAX_NOPE + VW], const char *up, char *const *out,
-                         int64_t first, int64_t nope, int64_t rank, const int dtype)
+INLINE void absorb_items(const int tokens, const int count, const float (*q)[MAX_NOPE + VW], const char *up,
+                         char *const *out, int64_t first, int64_t nope, int64_t rank, const int dtype)
 {
     vf sums[TOKENS][BLOCK] = {0};
     for (int64_t d = 0; d < nope; d++) {
@@ -91,8 +92,8 @@ INLINE void absorb_tokens(const int tokens, const char *const *query, const char
 }
 
 /* BLOCK rows of `up` times each token's mean, to `out`; rows that do not exist are those before them. */
-INLINE void release_items(const int tokens, const char *const *mean, const char *const *row, float (*out)[MAX_VALUE + VW],
-                          int64_t first, int64_t rank, const int dtype)
+INLINE void release_items(const int tokens, const char *const *mean, const char *const *row,
+                          float (*out)[MAX_VALUE + VW], int64_t first, int64_t rank, const int dtype)
 {
     vf sums[TOKENS][BLOCK] = {0};
     for (int64_t i = 0; i < rank; i += VW) {
@@ -113,8 +114,8 @@ INLINE void release_items(const int tokens, const char *const *mean, const char 
             out[t][first + v] = sum_of(sums[t][v])[0];
 }
 
-INLINE void release_tokens(const int tokens, const char *const *mean, const char *up, char *const *out, int64_t value_dim,
-                           int64_t rank, const int dtype)
+INLINE void release_tokens(const int tokens, const char *const *mean, const char *up, char *const *out,
+                           int64_t value_dim, int64_t rank, const int dtype)
 {
     float values[TOKENS][MAX_VALUE + VW];
     for (int64_t first = 0; first < value_dim; first += BLOCK) {
@@ -135,8 +136,8 @@ INLINE void release_tokens(const int tokens, const char *const *mean, const char
     default: { enum { N = TOKENS }; FOR_DTYPE(call) }  \
     }
 
-/* For each head and each few tokens: from `from` (tokens, heads, from_dim), tokens `from_stride` elements apart, to `out`
-   (tokens, heads, out_dim).  `up` (heads, nope + value_dim, rank). */
+/* For each head and each few tokens: from `from` (tokens, heads, from_dim), tokens `from_stride` elements apart, to
+   `out` (tokens, heads, out_dim).  `up` (heads, nope + value_dim, rank). */
 typedef struct {
     const char *from, *up;
     char *out;
@@ -148,9 +149,11 @@ static void run_maps(const Maps *m, const int releases)
     const int64_t size = item_bytes((int)m->dtype), groups = (m->num_tokens + TOKENS - 1) / TOKENS, dtype = m->dtype;
     const int64_t work = m->num_tokens * m->num_heads * m->rank * (releases ? m->value_dim : m->nope);
     const int64_t rope = m->from_dim - m->nope;
-#pragma omp parallel for schedule(static) num_threads((int)m->num_threads) if (m->num_threads > 1 && work >= MIN_PARALLEL_PRODUCTS)
+#pragma omp parallel for schedule(static)                                                                              \
+    num_threads((int)m->num_threads) if (m->num_threads > 1 && work >= MIN_PARALLEL_PRODUCTS)
     for (int64_t task = 0; task < m->num_heads * groups; task++) {
-        const int64_t head = task / groups, token = task % groups * TOKENS, count = smaller(TOKENS, m->num_tokens - token);
+        const int64_t head = task / groups, token = task % groups * TOKENS,
+                      count = smaller(TOKENS, m->num_tokens - token);
         const char *up = m->up + head * (m->nope + m->value_dim) * m->rank * size, *from[TOKENS];
         char *out[TOKENS];
         for (int64_t t = 0; t < count; t++) {
@@ -167,8 +170,8 @@ static void run_maps(const Maps *m, const int releases)
 int absorb_w_uk(const char *query, int64_t stride, const char *up, char *out, int64_t num_tokens, int64_t num_heads,
                    int64_t nope, int64_t rope, int64_t value_dim, int64_t rank, int64_t dtype, int64_t num_threads)
 {
-    const Maps maps = {query, up, out, stride, nope + rope, rank + rope, num_tokens, num_heads, nope, value_dim, rank, dtype,
-                       num_threads};
+    const Maps maps = {query,     up,   out,       stride, nope + rope, rank + rope, num_tokens,
+                       num_heads, nope, value_dim, rank,   dtype,       num_threads};
     run_maps(&maps, 0);
     return 0;
 }
@@ -176,17 +179,17 @@ int absorb_w_uk(const char *query, int64_t stride, const char *up, char *out, in
 int project_w_uv(const char *attended, const char *up, char *out, int64_t num_tokens, int64_t num_heads, int64_t nope,
                    int64_t value_dim, int64_t rank, int64_t dtype, int64_t num_threads)
 {
-    const Maps maps = {attended, up, out, num_heads * rank, rank, value_dim, num_tokens, num_heads, nope, value_dim, rank,
-                       dtype, num_threads};
+    const Maps maps = {attended,  up,   out,   num_heads * rank, rank, value_dim, num_tokens, num_heads, nope,
+                       value_dim, rank, dtype, num_threads};
     run_maps(&maps, 1);
     return 0;
 }
 
 int play_prepare_latents(const Word *a)
 {
-    return prepare_latents(a[0].pointer, a[1].integer, a[2].pointer, a[3].integer, a[4].pointer, a[5].pointer, a[6].pointer,
-                           a[7].pointer, a[8].number, a[9].integer, a[10].integer, a[11].integer, a[12].integer,
-                           a[13].integer, a[14].integer, a[15].integer, a[16].integer);
+    return prepare_latents(a[0].pointer, a[1].integer, a[2].pointer, a[3].integer, a[4].pointer, a[5].pointer,
+                           a[6].pointer, a[7].pointer, a[8].number, a[9].integer, a[10].integer, a[11].integer,
+                           a[12].integer, a[13].integer, a[14].integer, a[15].integer, a[16].integer);
 }
 
 int play_absorb_w_uk(const Word *a)
@@ -197,6 +200,6 @@ int play_absorb_w_uk(const Word *a)
 
 int play_project_w_uv(const Word *a)
 {
-    return project_w_uv(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer, a[6].integer,
-                          a[7].integer, a[8].integer, a[9].integer);
+    return project_w_uv(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer,
+                        a[6].integer, a[7].integer, a[8].integer, a[9].integer);
 }

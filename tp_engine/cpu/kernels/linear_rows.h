@@ -1,17 +1,17 @@
-/* x @ weight.T + bias with the weight in panels (panels.h); or an activation of that (gated.h), most of gate and up.  With
-   BOTH_PARTS it is the product without the activation, bit by bit, of a weight whose panels hold gate and up.
+/* x @ weight.T + bias with the weight in panels (panels.h); or an activation of that (gated.h), most of gate and up.
+   With BOTH_PARTS it is the product without the activation, bit by bit, of a weight whose panels hold gate and up.
 
-   Each task has one panel and some of the rows, and reads its panel in chunks of items.  A chunk stays in the second-level
-   cache for all tiles of rows (linear_tile.h), and these fetch what follows in memory: the next chunk, or the next panel.
-   A single tile reads the weight from end to end: AMD's processors prefetch that best by themselves, Intel's get hints a
-   few items ahead.
+   Each task has one panel and some of the rows, and reads its panel in chunks of items.  A chunk stays in the
+   second-level cache for all tiles of rows (linear_tile.h), and these fetch what follows in memory: the next chunk, or
+   the next panel. A single tile reads the weight from end to end: AMD's processors prefetch that best by themselves,
+   Intel's get hints a few items ahead.
 
-   A sum's items are added in their order, so a row's result is the same, bit by bit, in each batch and with any number of
-   threads.
+   A sum's items are added in their order, so a row's result is the same, bit by bit, in each batch and with any number
+   of threads.
 
-   Items may be divided into shards, a power of two of equal parts, each with a sum of its own that begins at 0.  The sums
-   are added as a balanced tree, ((0 + 1) + (2 + 3)) + ..., so a weight's result is the same, bit by bit, whether one rank
-   has all shards or several ranks have some and add theirs as the upper part of that tree. */
+   Items may be divided into shards, a power of two of equal parts, each with a sum of its own that begins at 0.  The
+   sums are added as a balanced tree, ((0 + 1) + (2 + 3)) + ..., so a weight's result is the same, bit by bit, whether
+   one rank has all shards or several ranks have some and add theirs as the upper part of that tree. */
 
 #pragma once
 
@@ -55,7 +55,8 @@ INLINE void store_float32(const Linear *p, Sums sums, char *to, int64_t row, int
 }
 
 /* Stores the results of some rows times a panel. */
-INLINE void store_sums(const Linear *p, Sums sums, int64_t row, int64_t rows, int64_t panel, const int dtype, const int kind)
+INLINE void store_sums(const Linear *p, Sums sums, int64_t row, int64_t rows, int64_t panel, const int dtype,
+                       const int kind)
 {
     const int vectors = VECTORS / parts_of(kind), stored_parts = kind == BOTH_PARTS ? 2 : 1;
     const int64_t part_bytes = p->part_size * item_bytes(dtype);
@@ -99,7 +100,8 @@ INLINE int64_t shards_of(const Linear *p) { return p->num_shards ? p->num_shards
 /* Where a shard's sums wait: behind those of the halves, quarters, ... of the tree that end before it. */
 INLINE int64_t place_of(const Linear *p, int64_t shard) { return p->shard_bytes ? 0 : __builtin_popcountll(shard); }
 
-/* Joins a shard's sums with those that wait for them.  `places` are `stride` rows apart; of each, `rows` rows are used. */
+/* Joins a shard's sums with those that wait for them.  `places` are `stride` rows apart; of each, `rows` rows are
+   used. */
 INLINE void end_shard(const Linear *p, vf (*places)[VECTORS], int64_t stride, int64_t shard, int64_t row, int64_t rows,
                       int64_t panel, const int dtype)
 {
@@ -138,12 +140,13 @@ INLINE void run_alone(const Linear *p, int64_t row, int64_t rows, int64_t panel,
         store_sums(p, sums, row, rows, panel, dtype, kind);
 }
 
-/* More chunks hide memory better, but sums are stored between them: with many tiles, up to WHOLE items are one chunk. */
+/* More chunks hide memory better, but sums are stored between them: with many tiles, up to WHOLE items are one
+   chunk. */
 INLINE int64_t chunk_limit(int64_t num_tiles) { return num_tiles > MANY_TILES ? WHOLE : CHUNK; }
 
-/* Rows `first` to `first + count`, at most GROUP, times one panel.  Tiles and chunks are as equal as can be: a chunk is a
-   part of a shard, or several shards.  The tiles of a chunk fetch the next chunk, each some lines of each item; in the last
-   group of rows they also fetch the next panel. */
+/* Rows `first` to `first + count`, at most GROUP, times one panel.  Tiles and chunks are as equal as can be: a chunk is
+   a part of a shard, or several shards.  The tiles of a chunk fetch the next chunk, each some lines of each item; in
+   the last group of rows they also fetch the next panel. */
 INLINE void run_group(const Linear *p, int64_t first, int64_t count, int64_t panel, const int dtype, const int kind)
 {
     vf sums[PLACES * GROUP][VECTORS];
@@ -164,7 +167,8 @@ INLINE void run_group(const Linear *p, int64_t first, int64_t count, int64_t pan
         const int is_last = chunk == num_chunks - 1, fetches = !is_last || first + count == p->rows;
         for (int64_t turn = 0; turn < num_tiles; turn++) {
             const int64_t row = turn * count / num_tiles, rows = (turn + 1) * count / num_tiles - row;
-            const int64_t fetched = turn * PANEL_LINES / num_tiles, lines = (turn + 1) * PANEL_LINES / num_tiles - fetched;
+            const int64_t fetched = turn * PANEL_LINES / num_tiles,
+                          lines = (turn + 1) * PANEL_LINES / num_tiles - fetched;
             for (int64_t i = 0; i < together; i++) {
                 const int64_t skipped = i * size;
                 const Tile tile = {.x = x + row * p->x_stride + skipped * item_step(dtype), .x_stride = p->x_stride,

@@ -1,4 +1,5 @@
-/* A tile: a panel times up to TILE_ROWS rows of x, with its sums in registers: 24 vectors with AVX-512, 12 otherwise. */
+/* A tile: a panel times up to TILE_ROWS rows of x, with its sums in registers: 24 vectors with AVX-512, 12
+   otherwise. */
 
 #pragma once
 
@@ -8,8 +9,8 @@ enum { TILE_ROWS = 6 };
 
 typedef vf Sums[TILE_ROWS][VECTORS];
 
-/* A tile's part of some items: rows of x, a panel, and memory that is fetched meanwhile, `lines` lines per item: into the
-   first-level cache if it `is_near`, else into the second. */
+/* A tile's part of some items: rows of x, a panel, and memory that is fetched meanwhile, `lines` lines per item: into
+   the first-level cache if it `is_near`, else into the second. */
 typedef struct {
     const char *x;
     int64_t x_stride; /* in bytes */
@@ -30,7 +31,8 @@ INLINE vf add_product(vf sum, vf item, vf weight, const int by_pairs)
 }
 
 /* Adds the products of an item of `rows` rows. */
-INLINE void add_products(Sums sums, const char *x, int64_t x_stride, const float *panel, const int rows, const int dtype)
+INLINE void add_products(Sums sums, const char *x, int64_t x_stride, const float *panel, const int rows,
+                         const int dtype)
 {
 #pragma GCC unroll 2
     for (int half = 0; half <= is_widened(dtype); half++, x += sizeof(float)) {
@@ -50,7 +52,8 @@ INLINE void add_products(Sums sums, const char *x, int64_t x_stride, const float
     }
 }
 
-INLINE void multiply_tile(Sums waiting, const Tile *t, const int rows, const int lines, const int is_near, const int dtype)
+INLINE void multiply_tile(Sums waiting, const Tile *t, const int rows, const int lines, const int is_near,
+                          const int dtype)
 {
     const char *x = t->x, *ahead = t->ahead;
     const float *panel = t->panel;

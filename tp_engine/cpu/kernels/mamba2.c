@@ -1,11 +1,11 @@
 /* Mamba2's state space layer for runs of tokens (kernels/mamba2.py has the formulas), and the norm of groups behind it.
 
-   A task is some value heads of a run that share a key head.  It takes its tokens in order, a block at a time, and within a
-   block each tile of a state's columns goes through all tokens while it is in the first-level cache.  The inputs that a run
-   keeps for its next tokens are written when all tasks have read those before it.
+   A task is some value heads of a run that share a key head.  It takes its tokens in order, a block at a time, and
+   within a block each tile of a state's columns goes through all tokens while it is in the first-level cache.  The
+   inputs that a run keeps for its next tokens are written when all tasks have read those before it.
 
-   All in float32.  A token's numbers do not depend on where runs and blocks begin or end, on other rows, or on the number of
-   threads, so a run gives the same bits as its tokens one by one. */
+   All in float32.  A token's numbers do not depend on where runs and blocks begin or end, on other rows, or on the
+   number of threads, so a run gives the same bits as its tokens one by one. */
 
 #include "recurrent.h"
 #include "tape.h"
@@ -13,8 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The largest key_dim and value_dim, the vectors of a state's rows that are worked on together, the tokens of a block, the value
-   heads of a task. */
+/* The largest key_dim and value_dim, the vectors of a state's rows that are worked on together, the tokens of a block,
+   the value heads of a task. */
 enum { MAX_DIM = 256, TILE = 4, BLOCK = 32, HEADS = 8, MIN_PARALLEL = 1 << 14 };
 
 typedef struct {
@@ -93,26 +93,29 @@ static void run_block(const Block *b)
         run_column(b, i);
 }
 
-/* How far each token of a block goes, and the decay, of value head `head`; `dt` are the block's numbers of the first row. */
-INLINE void read_steps(const Mamba *m, Block *b, const Run *run, int64_t begin, const char *dt, int64_t stride, int64_t head,
-                       const int dtype)
+/* How far each token of a block goes, and the decay, of value head `head`; `dt` are the block's numbers of the first
+   row. */
+INLINE void read_steps(const Mamba *m, Block *b, const Run *run, int64_t begin, const char *dt, int64_t stride,
+                       int64_t head, const int dtype)
 {
     float numbers[VW];
     for (int64_t token = 0; token < b->tokens; token++) {
-        store_vector(numbers, load_tail(dt + place_of(run, begin + token) * stride * item_bytes(dtype), head, 1, dtype));
+        store_vector(numbers,
+                     load_tail(dt + place_of(run, begin + token) * stride * item_bytes(dtype), head, 1, dtype));
         b->step[token] = softplus(numbers[0] + m->dt_bias[head]);
         b->decay[token] = expf(m->decay[head] * b->step[token]);
     }
     b->skip = m->skip[head];
 }
 
-/* `states` are those of value heads `first` to `first + count - 1` before the run, and behind each token of a run without
-   `slots`. */
-INLINE void run_heads(const Mamba *m, const Run *run, int64_t first, int64_t count, const char *mixed, int64_t stride, float *out,
-                      float *states, const int dtype)
+/* `states` are those of value heads `first` to `first + count - 1` before the run, and behind each token of a run
+   without `slots`. */
+INLINE void run_heads(const Mamba *m, const Run *run, int64_t first, int64_t count, const char *mixed, int64_t stride,
+                      float *out, float *states, const int dtype)
 {
     const int64_t size = item_bytes(dtype), rows = m->key_dim, keys = m->key_heads * rows, width = m->value_dim;
-    const int64_t matrix = rows * width, own_width = m->value_heads * width, key_head = first / (m->value_heads / m->key_heads);
+    const int64_t matrix = rows * width, own_width = m->value_heads * width,
+                  key_head = first / (m->value_heads / m->key_heads);
     const char *const gates = mixed + m->conv.channels * size, *const dt = gates + own_width * size;
     float queries[BLOCK * MAX_DIM], own_keys[BLOCK * MAX_DIM], values[BLOCK * MAX_DIM];
     Block b = {.queries = queries, .keys = own_keys, .values = values, .rows = rows, .width = width};
@@ -142,8 +145,8 @@ INLINE void run_heads(const Mamba *m, const Run *run, int64_t first, int64_t cou
 }
 
 /* Returns 0, or 1 if there is no memory for the state of a run that has no slot. */
-static int run_task(const Mamba *m, const Run *run, int64_t first, int64_t count, const char *mixed, int64_t stride, float *out,
-                    int dtype)
+static int run_task(const Mamba *m, const Run *run, int64_t first, int64_t count, const char *mixed, int64_t stride,
+                    float *out, int dtype)
 {
     const int64_t matrix = m->key_dim * m->value_dim, elements = count * matrix;
     float *const own = run->slot < 0 ? calloc(elements, sizeof *own) : NULL;
@@ -161,7 +164,8 @@ static int run_task(const Mamba *m, const Run *run, int64_t first, int64_t count
 static int run_all(const Mamba *m, const int32_t *slots, const int32_t *runs, const int64_t *chunks, const char *mixed,
                    int64_t stride, float *out, int64_t num_runs, int dtype, int64_t num_threads)
 {
-    const int64_t group = m->value_heads / m->key_heads, parts = (group + HEADS - 1) / HEADS, row_tasks = m->key_heads * parts;
+    const int64_t group = m->value_heads / m->key_heads, parts = (group + HEADS - 1) / HEADS,
+                  row_tasks = m->key_heads * parts;
     const int64_t tasks = num_runs * row_tasks, elements = num_runs * m->value_heads * m->value_dim * m->key_dim;
     int failed = 0;
 #pragma omp parallel num_threads((int)num_threads) if (num_threads > 1 && (chunks || elements >= MIN_PARALLEL))
@@ -186,29 +190,31 @@ static int run_all(const Mamba *m, const int32_t *slots, const int32_t *runs, co
     return failed;
 }
 
-/* mixed (rows, ...), so many elements from row to row; slots (rows), -1 for padding, whose output is 0; runs (rows, 2), NULL if no
-   row is of a draft token; out (rows, value_heads * value_dim); the rest as in Mamba. */
-int mamba2_decode(const float *conv, const float *conv_bias, const float *decay, const float *dt_bias, const float *skip,
-                  float *inputs, float *matrices, int64_t inputs_stride, int64_t matrices_stride, int64_t key_heads,
-                  int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t taps, const char *mixed, int64_t stride,
-                  const int32_t *slots, const int32_t *runs, float *out, int64_t rows, int64_t dtype, int64_t num_threads)
+/* mixed (rows, ...), so many elements from row to row; slots (rows), -1 for padding, whose output is 0; runs (rows, 2),
+   NULL if no row is of a draft token; out (rows, value_heads * value_dim); the rest as in Mamba. */
+int mamba2_decode(const float *conv, const float *conv_bias, const float *decay, const float *dt_bias,
+                  const float *skip, float *inputs, float *matrices, int64_t inputs_stride, int64_t matrices_stride,
+                  int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t taps,
+                  const char *mixed, int64_t stride, const int32_t *slots, const int32_t *runs, float *out,
+                  int64_t rows, int64_t dtype, int64_t num_threads)
 {
     const int64_t channels = 2 * key_heads * key_dim + value_heads * value_dim;
-    const Mamba m = {{conv, conv_bias, inputs, inputs_stride, channels, taps}, decay, dt_bias, skip, matrices, matrices_stride,
-                     key_heads, value_heads, key_dim, value_dim};
+    const Mamba m = {{conv, conv_bias, inputs, inputs_stride, channels, taps},
+                     decay, dt_bias, skip, matrices, matrices_stride, key_heads, value_heads, key_dim, value_dim};
     return run_all(&m, slots, runs, NULL, mixed, stride, out, rows, (int)dtype, num_threads);
 }
 
-/* `chunks` (num_chunks, 4), the start, count, slot and is_fresh of each, share the rows of mixed (tokens, ...) and out; their
-   slots are distinct; the rest as in mamba2_decode.  Returns 1 if memory ran out. */
-int mamba2_prefill(const float *conv, const float *conv_bias, const float *decay, const float *dt_bias, const float *skip,
-                   float *inputs, float *matrices, int64_t inputs_stride, int64_t matrices_stride, int64_t key_heads,
-                   int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t taps, const char *mixed, int64_t stride,
-                   const int64_t *chunks, float *out, int64_t num_chunks, int64_t dtype, int64_t num_threads)
+/* `chunks` (num_chunks, 4), the start, count, slot and is_fresh of each, share the rows of mixed (tokens, ...) and out;
+   their slots are distinct; the rest as in mamba2_decode.  Returns 1 if memory ran out. */
+int mamba2_prefill(const float *conv, const float *conv_bias, const float *decay, const float *dt_bias,
+                   const float *skip, float *inputs, float *matrices, int64_t inputs_stride, int64_t matrices_stride,
+                   int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t taps,
+                   const char *mixed, int64_t stride, const int64_t *chunks, float *out, int64_t num_chunks,
+                   int64_t dtype, int64_t num_threads)
 {
     const int64_t channels = 2 * key_heads * key_dim + value_heads * value_dim;
-    const Mamba m = {{conv, conv_bias, inputs, inputs_stride, channels, taps}, decay, dt_bias, skip, matrices, matrices_stride,
-                     key_heads, value_heads, key_dim, value_dim};
+    const Mamba m = {{conv, conv_bias, inputs, inputs_stride, channels, taps},
+                     decay, dt_bias, skip, matrices, matrices_stride, key_heads, value_heads, key_dim, value_dim};
     return run_all(&m, NULL, NULL, chunks, mixed, stride, out, num_chunks, (int)dtype, num_threads);
 }
 
@@ -225,19 +231,21 @@ static float squares_of(const float *x, int64_t width)
 /* x (rows, groups * width) -> the sum of squares of each group, out (rows, groups). */
 int group_squares(const float *x, float *out, int64_t rows, int64_t groups, int64_t width, int64_t num_threads)
 {
-#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows * groups > 1 && rows * groups * width >= MIN_PARALLEL)
+#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows * groups > 1 &&                     \
+                                                               rows * groups * width >= MIN_PARALLEL)
     for (int64_t i = 0; i < rows * groups; i++)
         out[i] = squares_of(x + i * width, width);
     return 0;
 }
 
-/* out = x / rms(x) * weight, group by group: x and out (rows, groups * width), weight (groups * width).  `squares` (rows, groups),
-   or NULL, are the sums over all `whole_width` elements of groups that other ranks have parts of. */
-int norm_groups(const float *x, const char *weight, const float *squares, char *out, int64_t rows, int64_t groups, int64_t width,
-                int64_t whole_width, float eps, int64_t dtype, int64_t num_threads)
+/* out = x / rms(x) * weight, group by group: x and out (rows, groups * width), weight (groups * width).  `squares`
+   (rows, groups), or NULL, are the sums over all `whole_width` elements of groups that other ranks have parts of. */
+int norm_groups(const float *x, const char *weight, const float *squares, char *out, int64_t rows, int64_t groups,
+                int64_t width, int64_t whole_width, float eps, int64_t dtype, int64_t num_threads)
 {
     const int64_t size = item_bytes((int)dtype);
-#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows * groups > 1 && rows * groups * width >= MIN_PARALLEL)
+#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows * groups > 1 &&                     \
+                                                               rows * groups * width >= MIN_PARALLEL)
     for (int64_t number = 0; number < rows * groups; number++) {
         const float *const from = x + number * width;
         const char *const weights = weight + number % groups * width * size;
@@ -245,18 +253,18 @@ int norm_groups(const float *x, const char *weight, const float *squares, char *
         const float sum = squares ? squares[number] : squares_of(from, width);
         const float factor = 1.0f / sqrtf(sum / (float)whole_width + eps);
         for (int64_t i = 0; i < width; i += VW)
-            FOR_DTYPE(store_some(to, i, width,
-                                 load_some(from, i, width, FLOAT32) * factor * load_some(weights, i, width, TYPE), TYPE))
+            FOR_DTYPE(store_some(
+                to, i, width, load_some(from, i, width, FLOAT32) * factor * load_some(weights, i, width, TYPE), TYPE))
     }
     return 0;
 }
 
 int play_mamba2_decode(const Word *a)
 {
-    return mamba2_decode(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].pointer, a[6].pointer,
-                         a[7].integer, a[8].integer, a[9].integer, a[10].integer, a[11].integer, a[12].integer, a[13].integer,
-                         a[14].pointer, a[15].integer, a[16].pointer, a[17].pointer, a[18].pointer, a[19].integer,
-                         a[20].integer, a[21].integer);
+    return mamba2_decode(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].pointer,
+                         a[6].pointer, a[7].integer, a[8].integer, a[9].integer, a[10].integer, a[11].integer,
+                         a[12].integer, a[13].integer, a[14].pointer, a[15].integer, a[16].pointer, a[17].pointer,
+                         a[18].pointer, a[19].integer, a[20].integer, a[21].integer);
 }
 
 int play_group_squares(const Word *a)

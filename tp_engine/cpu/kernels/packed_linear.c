@@ -5,13 +5,14 @@
 
 /* out = x @ weight.T + bias: x (rows, items), its rows x_stride elements of `dtype` apart; weight as packed; bias
    (out_size) or NULL and out (rows, out_size) contiguous.  Sums are float32 and rounded once.  With an activation,
-   out (rows, out_size / parts) is that of its one or two parts; BOTH_PARTS leaves it out.  If `widens` is true of the type, widened has
-   room for rows of 2 * items float32, rounded up to a multiple of VW; otherwise it may be NULL.  With num_shards, the items'
-   sums are added as a tree (linear_rows.h), without activation; out is float32 then if `keeps_sums`.
+   out (rows, out_size / parts) is that of its one or two parts; BOTH_PARTS leaves it out.  If `widens` is true of the
+   type, widened has room for rows of 2 * items float32, rounded up to a multiple of VW; otherwise it may be NULL.  With
+   num_shards, the items' sums are added as a tree (linear_rows.h), without activation; out is float32 then if
+   `keeps_sums`.
 
    With a single tile of rows each thread has the same panels in every step, which its core's caches may still hold.
-   With more, arithmetic takes the time, and cores differ in speed from moment to moment, so the thread that is done first
-   takes the next tasks. */
+   With more, arithmetic takes the time, and cores differ in speed from moment to moment, so the thread that is done
+   first takes the next tasks. */
 int packed_linear(const void *x, int64_t x_stride, const float *weight, const void *bias, void *out, float *widened,
                   int64_t rows, int64_t out_size, int64_t items, int64_t kind, float alpha, float limit, int64_t dtype,
                   int64_t num_shards, int64_t keeps_sums, int64_t num_threads)
@@ -40,7 +41,7 @@ int packed_linear(const void *x, int64_t x_stride, const float *weight, const vo
 
 int play_packed_linear(const Word *a)
 {
-    return packed_linear(a[0].pointer, a[1].integer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].pointer, a[6].integer,
-                         a[7].integer, a[8].integer, a[9].integer, a[10].number, a[11].number, a[12].integer, a[13].integer,
-                         a[14].integer, a[15].integer);
+    return packed_linear(a[0].pointer, a[1].integer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].pointer,
+                         a[6].integer, a[7].integer, a[8].integer, a[9].integer, a[10].number, a[11].number,
+                         a[12].integer, a[13].integer, a[14].integer, a[15].integer);
 }

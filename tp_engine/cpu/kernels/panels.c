@@ -52,8 +52,8 @@ static void unpack_items(const float *from, int64_t lane, float *out, int64_t it
         }
 }
 
-/* out (num_ids, items) = rows of a packed weight, which begins with id first_id, times `scale`; zeros for ids that it does
-   not hold. */
+/* out (num_ids, items) = rows of a packed weight, which begins with id first_id, times `scale`; zeros for ids that it
+   does not hold. */
 int embed_panels(const int32_t *ids, const float *packed, float *out, int64_t num_ids, int64_t items, int64_t first_id,
                  int64_t num_rows, float scale, int64_t dtype, int64_t num_threads)
 {
@@ -75,6 +75,6 @@ int embed_panels(const int32_t *ids, const float *packed, float *out, int64_t nu
 
 int play_embed_panels(const Word *a)
 {
-    return embed_panels(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer, a[6].integer,
-                        a[7].number, a[8].integer, a[9].integer);
+    return embed_panels(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer,
+                        a[6].integer, a[7].number, a[8].integer, a[9].integer);
 }

@@ -1,12 +1,12 @@
 /* Panels: an order of a weight (out, in) in which each sum of a product stays in one lane of a vector.
 
-       item      a float32, or two numbers of 16 bits.  Pairs of bfloat16 are multiplied as they are where the processor does
-                 that.  Elsewhere x is `widened` to float32 once, and the weight in registers: bfloat16 by a shift and by a
-                 mask; of float16 the first halves of a vector's items lie side by side, then the second ones
+       item      a float32, or two numbers of 16 bits.  Pairs of bfloat16 are multiplied as they are where the processor
+                 does that.  Elsewhere x is `widened` to float32 once, and the weight in registers: bfloat16 by a shift
+                 and by a mask; of float16 the first halves of a vector's items lie side by side, then the second ones
        panel     (items, PANEL): item 0 of PANEL outputs side by side, then item 1 of them ...
        weight    panels, one after another; outputs beyond the last are zeros
-       parts     1, or 2: each panel has PANEL / 2 outputs of the weight's first half (gate) and PANEL / 2 of its second (up),
-                 so that a tile's sums hold both gate and up of each result */
+       parts     1, or 2: each panel has PANEL / 2 outputs of the weight's first half (gate) and PANEL / 2 of its second
+                 (up), so that a tile's sums hold both gate and up of each result */
 
 #pragma once
 

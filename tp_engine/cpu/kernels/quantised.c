@@ -1,7 +1,7 @@
 /* x @ weight.T + bias with a quantised weight in panels (quantised.h).
 
-   As in linear_rows.h a task has one panel and some of the rows, and a sum's order is fixed, so that a row's result is the
-   same, bit by bit, in each batch and with any number of threads. */
+   As in linear_rows.h a task has one panel and some of the rows, and a sum's order is fixed, so that a row's result is
+   the same, bit by bit, in each batch and with any number of threads. */
 
 #include "quantised_rows.h"
 #include "quantised_tile.h"
@@ -65,8 +65,8 @@ static void fetch(const char *from, int64_t bytes)
         __builtin_prefetch(from + i, 0, 2);
 }
 
-/* The totals of several tiles: `count` rows, at most GROUP.  The tiles fetch what comes next.  Codes of 4 bits are decoded by
-   each of few tiles, beside its products; for many tiles, and codes of 8 bits, they are decoded once. */
+/* The totals of several tiles: `count` rows, at most GROUP.  The tiles fetch what comes next.  Codes of 4 bits are
+   decoded by each of few tiles, beside its products; for many tiles, and codes of 8 bits, they are decoded once. */
 static __attribute__((noinline)) void add_tiles(vf (*totals)[VECTORS], Groups t, int64_t count, int dtype)
 {
     const Quantised *q = t.weight;
@@ -95,8 +95,8 @@ static __attribute__((noinline)) void add_tiles(vf (*totals)[VECTORS], Groups t,
 }
 
 /* Totals of rows `first` to `first + count`, at most GROUP, times one panel. */
-static __attribute__((noinline)) void multiply_rows(vf (*totals)[VECTORS], const Linear *p, const Quantised *q, int64_t first,
-                                                    int64_t count, int64_t panel, int dtype)
+static __attribute__((noinline)) void multiply_rows(vf (*totals)[VECTORS], const Linear *p, const Quantised *q,
+                                                    int64_t first, int64_t count, int64_t panel, int dtype)
 {
     const int64_t num_groups = count_groups(q);
     const Groups groups = {.weight = q, .panel = (const char *)p->weight + panel * panel_bytes(q),
@@ -116,7 +116,8 @@ static __attribute__((noinline)) void multiply_rows(vf (*totals)[VECTORS], const
     }
 }
 
-void run_quantised_task(const Linear *p, const Quantised *q, int64_t task, int64_t num_groups, int64_t dtype, int64_t kind)
+void run_quantised_task(const Linear *p, const Quantised *q, int64_t task, int64_t num_groups, int64_t dtype,
+                        int64_t kind)
 {
     const int64_t panel = task / num_groups, group = task % num_groups;
     const int64_t first = group * p->rows / num_groups, count = (group + 1) * p->rows / num_groups - first;
@@ -149,11 +150,11 @@ void prepare_row(const Quantised *q, char *to, const char *from, int64_t dtype)
     }
 }
 
-/* out = x @ weight.T + bias, as packed_linear: the weight's panels and factors (panels, PANEL) or NULL are as packed, and
-   `prepared` has room for `rows` rows. */
+/* out = x @ weight.T + bias, as packed_linear: the weight's panels and factors (panels, PANEL) or NULL are as packed,
+   and `prepared` has room for `rows` rows. */
 int quantised_linear(const Quantised *q, const char *x, int64_t x_stride, const float *panels, const float *factors,
-                     const char *bias, char *out, char *prepared, int64_t rows, int64_t out_size, int64_t kind, float alpha,
-                     float limit, int64_t dtype, int64_t num_threads)
+                     const char *bias, char *out, char *prepared, int64_t rows, int64_t out_size, int64_t kind,
+                     float alpha, float limit, int64_t dtype, int64_t num_threads)
 {
     const int64_t parts = parts_of((int)kind), stride = prepared_bytes(q, (int)dtype);
     const Linear p = {.x = prepared, .bias = bias, .out = out, .weight = panels, .x_stride = stride, .rows = rows,
@@ -177,7 +178,7 @@ int quantised_linear(const Quantised *q, const char *x, int64_t x_stride, const 
 
 int play_quantised_linear(const Word *a)
 {
-    return quantised_linear(a[0].pointer, a[1].pointer, a[2].integer, a[3].pointer, a[4].pointer, a[5].pointer, a[6].pointer,
-                            a[7].pointer, a[8].integer, a[9].integer, a[10].integer, a[11].number, a[12].number,
-                            a[13].integer, a[14].integer);
+    return quantised_linear(a[0].pointer, a[1].pointer, a[2].integer, a[3].pointer, a[4].pointer, a[5].pointer,
+                            a[6].pointer, a[7].pointer, a[8].integer, a[9].integer, a[10].integer, a[11].number,
+                            a[12].number, a[13].integer, a[14].integer);
 }

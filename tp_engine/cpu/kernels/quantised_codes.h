@@ -1,7 +1,7 @@
 /* The values of a vector's words: item by item, in the order of x's (quantised.h).
 
-   Of 4 bits the pair n of a word is in bits 4n of its halves.  Of 8 bits, a vector's pairs 0 are in the lower halves of its
-   16-byte lanes, and its pairs 1 in the upper ones.  Columns that are not paired are in the order of their bits. */
+   Of 4 bits the pair n of a word is in bits 4n of its halves.  Of 8 bits, a vector's pairs 0 are in the lower halves of
+   its 16-byte lanes, and its pairs 1 in the upper ones.  Columns that are not paired are in the order of their bits. */
 
 #pragma once
 

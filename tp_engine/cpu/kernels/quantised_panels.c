@@ -61,7 +61,8 @@ static void pack_head(const Quantised *q, const char *from, char *to, int64_t si
         memcpy(to + group * step, from + group * size, size);
 }
 
-/* codes (out_size, words), scales (ceil(out_size / row_block), groups), zeros (out_size, groups) -> panels, which are zeros. */
+/* codes (out_size, words), scales (ceil(out_size / row_block), groups), zeros (out_size, groups) -> panels, which are
+   zeros. */
 int pack_quantised(const Quantised *q, const float *codes, const char *scales, int64_t row_block, const char *zeros,
                    char *panels, int64_t out_size, int64_t parts, int64_t dtype, int64_t num_threads)
 {

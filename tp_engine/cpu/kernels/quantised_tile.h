@@ -1,7 +1,7 @@
 /* Tiles of quantised panels: groups of a panel times up to TILE_ROWS rows, added to totals.
 
-   A single tile decodes words in registers.  If there are more, groups are decoded once into memory (`Decoded`), as items
-   of panels.h.  The arithmetic is the same, in the same order. */
+   A single tile decodes words in registers.  If there are more, groups are decoded once into memory (`Decoded`), as
+   items of panels.h.  The arithmetic is the same, in the same order. */
 
 #pragma once
 

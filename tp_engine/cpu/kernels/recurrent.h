@@ -1,5 +1,6 @@
 /* What layers with a recurrent state have in common (kernels/recurrent.py): runs of tokens of one row, and the causal
-   convolution over them, mostly with SiLU behind it.  What is computed for a token does not depend on where a run begins or ends. */
+   convolution over them, mostly with SiLU behind it.  What is computed for a token does not depend on where a run
+   begins or ends. */
 #pragma once
 
 #include "simd.h"
@@ -12,14 +13,16 @@ typedef struct {
     int64_t inputs_stride, channels, taps, gate, is_linear;
 } CausalConv;
 
-/* `count` tokens of one row: `start`, then those from `next` on.  Its state is in `slot`, or nowhere if that is -1; `is_fresh`:
-   what lies there is not read, the state before is 0.  With `slots`, of all tokens, the state behind each is in the token's own. */
+/* `count` tokens of one row: `start`, then those from `next` on.  Its state is in `slot`, or nowhere if that is -1;
+   `is_fresh`: what lies there is not read, the state before is 0.  With `slots`, of all tokens, the state behind each
+   is in the token's own. */
 typedef struct {
     int64_t start, count, slot, is_fresh, next;
     const int32_t *slots;
 } Run;
 
-/* The run of a decode's row: `runs` (rows, 2), or NULL, as in kernels/recurrent.py.  A row that is a draft row has count 0. */
+/* The run of a decode's row: `runs` (rows, 2), or NULL, as in kernels/recurrent.py.  A row that is a draft row has
+   count 0. */
 INLINE Run run_of_row(int64_t row, const int32_t *slots, const int32_t *runs)
 {
     const int64_t behind = runs ? runs[2 * row + 1] : 0;
@@ -27,13 +30,19 @@ INLINE Run run_of_row(int64_t row, const int32_t *slots, const int32_t *runs)
 }
 
 /* The run of a prompt's chunk: its start, count, slot and is_fresh. */
-INLINE Run run_of_chunk(const int64_t *chunk) { return (Run){chunk[0], chunk[1], chunk[2], chunk[3], chunk[0] + 1, NULL}; }
+INLINE Run run_of_chunk(const int64_t *chunk)
+{
+    return (Run){chunk[0], chunk[1], chunk[2], chunk[3], chunk[0] + 1, NULL};
+}
 
 /* The place among a step's tokens of a run's token. */
 INLINE int64_t place_of(const Run *run, int64_t token) { return token ? run->next + token - 1 : run->start; }
 
 /* Where the state behind a run's token goes. */
-INLINE int64_t slot_behind(const Run *run, int64_t token) { return run->slots ? run->slots[place_of(run, token)] : run->slot; }
+INLINE int64_t slot_behind(const Run *run, int64_t token)
+{
+    return run->slots ? run->slots[place_of(run, token)] : run->slot;
+}
 
 INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
@@ -55,8 +64,8 @@ INLINE vf input_of(const CausalConv *c, const Run *run, const char *mixed, int64
 }
 
 /* `count` channels from `first` on, of `tokens` tokens from `begin` on: their convolution, to `out`. */
-INLINE void convolve(const CausalConv *c, const Run *run, const char *mixed, int64_t stride, int64_t begin, int64_t tokens,
-                     int64_t first, int64_t count, float *out, const int dtype)
+INLINE void convolve(const CausalConv *c, const Run *run, const char *mixed, int64_t stride, int64_t begin,
+                     int64_t tokens, int64_t first, int64_t count, float *out, const int dtype)
 {
     for (int64_t i = 0; i < count; i += VW)
         for (int64_t token = 0; token < tokens; token++) {
@@ -70,15 +79,16 @@ INLINE void convolve(const CausalConv *c, const Run *run, const char *mixed, int
         }
 }
 
-/* The slots keep the last inputs of `count` channels from `first` on: of the run, or behind each of its tokens, the last one
-   first, because the first one's slot is that of the inputs before the run. */
-INLINE void keep_inputs(const CausalConv *c, const Run *run, const char *mixed, int64_t stride, int64_t first, int64_t count,
-                        const int dtype)
+/* The slots keep the last inputs of `count` channels from `first` on: of the run, or behind each of its tokens, the
+   last one first, because the first one's slot is that of the inputs before the run. */
+INLINE void keep_inputs(const CausalConv *c, const Run *run, const char *mixed, int64_t stride, int64_t first,
+                        int64_t count, const int dtype)
 {
     for (int64_t token = run->count - 1; token >= (run->slots ? 0 : run->count - 1); token--) {
         float *kept = c->inputs + slot_behind(run, token) * c->inputs_stride + first;
         for (int64_t tap = 2 - c->taps; tap <= 0; tap++, kept += c->channels)
             for (int64_t i = 0; i < count; i += VW)
-                store_some(kept, i, count, input_of(c, run, mixed, stride, token + tap, first, i, count, dtype), FLOAT32);
+                store_some(kept, i, count, input_of(c, run, mixed, stride, token + tap, first, i, count, dtype),
+                           FLOAT32);
     }
 }

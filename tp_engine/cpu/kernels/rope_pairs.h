@@ -5,8 +5,10 @@
 
 enum { MAX_ROPE = 256 };
 
-/* Turns the `size` items at `to`, in place, by the cosines and the sines of their pairs; then multiplies them by `scale`. */
-INLINE void turn_items(char *to, const float *cosines_sines, int64_t size, int64_t is_interleaved, float scale, const int dtype)
+/* Turns the `size` items at `to`, in place, by the cosines and the sines of their pairs; then multiplies them by
+   `scale`. */
+INLINE void turn_items(char *to, const float *cosines_sines, int64_t size, int64_t is_interleaved, float scale,
+                       const int dtype)
 {
     const int64_t half = size / 2, step = is_interleaved ? 2 : 1, other = is_interleaved ? 1 : half;
     const float *cosines = cosines_sines, *sines = cosines_sines + half;

@@ -89,10 +89,12 @@ static void route_row(const Routing *r, const char *logits, const float *correct
         weights[j] = weights[j] / divisor * r->factor * (expert_scale ? expert_scale[ids[j]] : 1.0f);
 }
 
-/* logits (rows, num_experts), their rows `stride` elements apart; correction and expert_scale (num_experts) or NULL -> ids
-   and weights (rows, top_k).  counts (num_experts) or NULL: adds one for each expert of a row whose slot is 0 or more. */
-int route_tokens(const Routing *r, const char *logits, int64_t stride, const float *correction, const float *expert_scale,
-                 int32_t *ids, float *weights, int64_t *counts, const int64_t *slots, int64_t rows, int64_t num_threads)
+/* logits (rows, num_experts), their rows `stride` elements apart; correction and expert_scale (num_experts) or NULL ->
+   ids and weights (rows, top_k).  counts (num_experts) or NULL: adds one for each expert of a row whose slot is 0 or
+   more. */
+int route_tokens(const Routing *r, const char *logits, int64_t stride, const float *correction,
+                 const float *expert_scale, int32_t *ids, float *weights, int64_t *counts, const int64_t *slots,
+                 int64_t rows, int64_t num_threads)
 {
 #pragma omp parallel for schedule(static) num_threads((int)num_threads) if (rows * r->num_experts >= 1 << 13)
     for (int64_t row = 0; row < rows; row++)
@@ -105,8 +107,8 @@ int route_tokens(const Routing *r, const char *logits, int64_t stride, const flo
 
 int play_route_tokens(const Word *a)
 {
-    return route_tokens(a[0].pointer, a[1].pointer, a[2].integer, a[3].pointer, a[4].pointer, a[5].pointer, a[6].pointer,
-                        a[7].pointer, a[8].pointer, a[9].integer, a[10].integer);
+    return route_tokens(a[0].pointer, a[1].pointer, a[2].integer, a[3].pointer, a[4].pointer, a[5].pointer,
+                        a[6].pointer, a[7].pointer, a[8].pointer, a[9].integer, a[10].integer);
 }
 
 /* out (rows, width) float32 = x (rows, width). */

@@ -184,8 +184,8 @@ INLINE vf exp2_vector(vf x)
 
 INLINE vf magnitude(vf x) { return (vf)((vu)x & 0x7fffffffu); }
 
-/* tanh to float32's precision; NaN stays.  Below 1 it is a polynomial, x + x^3 p(x^2) with the least relative error, because
-   1 - 2 / (e^2x + 1) loses digits there. */
+/* tanh to float32's precision; NaN stays.  Below 1 it is a polynomial, x + x^3 p(x^2) with the least relative error,
+   because 1 - 2 / (e^2x + 1) loses digits there. */
 INLINE vf tanh_vector(vf x)
 {
     const vf size = magnitude(x), bounded = select_vector(size > 10.0f, splat(10.0f), size), square = x * x;

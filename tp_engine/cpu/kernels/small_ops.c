@@ -3,7 +3,8 @@
 #include "gated.h"
 #include "tape.h"
 
-/* Items below which a second thread would cost more than it saves, and items of a longer row that a thread takes at a time. */
+/* Items below which a second thread would cost more than it saves, and items of a longer row that a thread takes at a
+   time. */
 enum { MIN_PARALLEL_ITEMS = 1 << 14, CHUNK = 1 << 12 };
 
 typedef struct {
@@ -13,7 +14,8 @@ typedef struct {
     int is_centred;
 } NormRule;
 
-/* The sum of (x - mean)^2, spread over the lanes.  The mean is corrected by the mean of what is left after subtracting it. */
+/* The sum of (x - mean)^2, spread over the lanes.  The mean is corrected by the mean of what is left after subtracting
+   it. */
 INLINE vf squares_around(const char *x, float *mean, int64_t width, const int dtype)
 {
     vf squares = splat(0), sum = splat(0);
@@ -28,8 +30,8 @@ INLINE vf squares_around(const char *x, float *mean, int64_t width, const int dt
     return squares;
 }
 
-/* out = y / rms(y) * weight.  y = (x * scale + residual) * stream is rounded and stored in `residual`; without a residual,
-   y = x.  A rule `is_special` if it has an offset or subtracts the mean. */
+/* out = y / rms(y) * weight.  y = (x * scale + residual) * stream is rounded and stored in `residual`; without a
+   residual, y = x.  A rule `is_special` if it has an offset or subtracts the mean. */
 INLINE void norm_row(const char *x, char *residual, char *out, const NormRule *rule, float scale, float stream,
                      const int is_special, const int dtype)
 {
@@ -61,7 +63,8 @@ INLINE void norm_row(const char *x, char *residual, char *out, const NormRule *r
 }
 
 /* out = the activation of a row, `gate` then up, or up alone. */
-INLINE void gate_row(const char *gate, char *out, int64_t width, float alpha, float limit, const int kind, const int dtype)
+INLINE void gate_row(const char *gate, char *out, int64_t width, float alpha, float limit, const int kind,
+                     const int dtype)
 {
     const char *const up = gate + width * item_bytes(dtype);
     for (int64_t i = 0; i < width; i += VW) {
@@ -93,12 +96,14 @@ INLINE void cap_items(char *logits, int64_t count, float scale, float cap, const
 
 /* x, residual, out (rows, width), those of x `stride` elements apart; `residual` may be NULL. */
 int norm_rows(const char *x, char *residual, const char *weight, char *out, int64_t rows, int64_t width, int64_t stride,
-              float eps, float offset, float scale, float stream, int64_t is_centred, int64_t dtype, int64_t num_threads)
+              float eps, float offset, float scale, float stream, int64_t is_centred, int64_t dtype,
+              int64_t num_threads)
 {
     const int64_t bytes = width * item_bytes((int)dtype);
     const NormRule rule = {weight, width, eps, offset, (int)is_centred};
     const int is_special = is_centred || offset != 0;
-#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows > 1 && rows * width >= MIN_PARALLEL_ITEMS)
+#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows > 1 &&                              \
+                                                               rows * width >= MIN_PARALLEL_ITEMS)
     for (int64_t row = 0; row < rows; row++) {
         const char *const from = x + row * stride * item_bytes((int)dtype);
         char *const sum = residual ? residual + row * bytes : residual, *const to = out + row * bytes;
@@ -111,7 +116,8 @@ int norm_rows(const char *x, char *residual, const char *weight, char *out, int6
 }
 
 /* residual (count,) = (residual + x (count,) * scale) * stream. */
-int add_scaled(const char *x, char *residual, int64_t count, float scale, float stream, int64_t dtype, int64_t num_threads)
+int add_scaled(const char *x, char *residual, int64_t count, float scale, float stream, int64_t dtype,
+               int64_t num_threads)
 {
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && count >= MIN_PARALLEL_ITEMS)
     for (int64_t first = 0; first < count; first += CHUNK) {
@@ -130,11 +136,12 @@ int copy_rows(const char *from, char *to, int64_t rows, int64_t bytes, int64_t f
 }
 
 /* gate_up (rows, parts * width) -> out (rows, width). */
-int gate_rows(const char *gate_up, char *out, int64_t rows, int64_t width, int64_t kind, float alpha, float limit, int64_t dtype,
-              int64_t num_threads)
+int gate_rows(const char *gate_up, char *out, int64_t rows, int64_t width, int64_t kind, float alpha, float limit,
+              int64_t dtype, int64_t num_threads)
 {
     const int64_t bytes = width * item_bytes((int)dtype);
-#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows > 1 && rows * width >= MIN_PARALLEL_ITEMS)
+#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows > 1 &&                              \
+                                                               rows * width >= MIN_PARALLEL_ITEMS)
     for (int64_t row = 0; row < rows; row++) {
         const char *const own = gate_up + parts_of((int)kind) * row * bytes;
         FOR_KIND(FOR_DTYPE(gate_row(own, out + row * bytes, width, alpha, limit, KIND, TYPE)))
