@@ -136,7 +136,7 @@ def describe(args: argparse.Namespace, cost: ModelCost, ceilings: Ceilings) -> d
         "bandwidth": kind,
         f"{kind}_gb_per_s": round(ceilings.bytes_per_s / 1e9, 1),
         "matmul_tflops": round(ceilings.flops_per_s / 1e12, 1 if on_gpu else 3),
-        "decode_roofline_ms": round(step_s * 1e3, 4 if on_gpu else 2),
+        "decode_roofline_ms": round(step_s * 1e3, 4),
     }
 
 
