@@ -68,7 +68,9 @@ class NativeBackend:
         """Attend with rows that are requests of their own; see ``AttendsToChosen``."""
         count = len(query)
         ones, starts = np.ones(count, dtype=np.int32), np.arange(count, dtype=np.int32)
-        self._rows_kernel.set_step(ones, starts, chosen.counts.numpy(), block_table, torch.zeros(count).long())
+        self._rows_kernel.set_step(
+            ones, starts, chosen.counts.numpy(), block_table, torch.zeros(count, dtype=torch.int64)
+        )
         out = torch.empty((count, shape.num_heads, shape.value_dim or shape.head_dim), dtype=query.dtype)
         self._rows_kernel(_with_dense_tokens(query), None, kv.cache, out, scale=shape.scale, chosen=chosen)
         return out

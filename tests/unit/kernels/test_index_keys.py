@@ -1,5 +1,6 @@
 """The choice of keys of DeepSeek sparse attention in C; ``test_selection`` has the twin's own tests."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -40,6 +41,25 @@ def test_the_chosen_keys_are_those_of_the_twin(dtype: torch.dtype, top_k: int, t
         places = chosen.positions[row, :count]
         assert torch.equal(places, expected.positions[row, :count])
         assert torch.equal(places, found(choose, slice(row, row + 1)).positions[0, :count])
+
+
+def test_threads_that_choose_at_once_do_not_meet() -> None:
+    """Oracle: one thread alone.  Engines of one process have threads of their own; C runs without the GIL."""
+    torch.set_num_threads(1)
+    queries, weights = torch.randn(40, 4, 32), torch.randn(40, 4)
+    kv, table = LayerKv(torch.randn(1, 128, BLOCK_SIZE, 1, 32)), torch.arange(128).int().expand(40, 128)
+    parts = [(slice(0, 20), 2000 - torch.arange(20).int()), (slice(20, 40), 1000 + torch.arange(20).int())]
+
+    def found(part: tuple[slice, torch.Tensor]) -> torch.Tensor:
+        rows, seq_lens = part
+        choose = implementation("choose_keys", "native")
+        chosen: ChosenKeys = choose(queries[rows], weights[rows], 0.25, kv, table[rows], seq_lens, 64)
+        return chosen.positions
+
+    expected = [found(part) for part in parts]
+    with ThreadPoolExecutor(2) as pool:
+        for index, positions in enumerate(pool.map(found, parts * 20)):
+            assert torch.equal(positions, expected[index % 2])
 
 
 def test_scores_of_any_size_are_ordered() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -40,6 +41,17 @@ def test_documents_and_c_are_at_most_120_columns_wide(path: Path) -> None:
         (number, len(line)) for number, line in enumerate(lines, 1) if len(line) > MAX_COLUMNS and " " in line.strip()
     ]
     assert not wide, f"{name_of(path)}: lines (and their columns) of more than {MAX_COLUMNS}: {wide}"
+
+
+@pytest.mark.parametrize("path", C_FILES, ids=name_of)
+def test_c_keeps_no_state_that_threads_share(path: Path) -> None:
+    """Oracle: the rule; Python calls C from several threads at once, so a static variable is ``_Thread_local``."""
+    shared = [
+        line
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.match(r"\s*static (?!inline|const |_Thread_local )[^()]*[;=]", line)
+    ]
+    assert not shared, f"{name_of(path)}: {shared}"
 
 
 def test_short_modules_have_several_importers_or_a_reason() -> None:

@@ -148,9 +148,9 @@ static void choose_best(const uint32_t *scores, int64_t num_keys, int64_t count,
             *chosen++ = (int32_t)key;
 }
 
-/* Scores of one row at a time.  Kept for the process: as many as the longest request has had keys. */
-static uint32_t *kept_scores;
-static int64_t score_room;
+/* Scores of one row at a time.  Kept for each thread that calls: as many as its longest request has had keys. */
+static _Thread_local uint32_t *kept_scores;
+static _Thread_local int64_t score_room;
 
 /* For each row the positions of the keys that it attends to, `chosen` (rows, top_k), and how many, `counts` (rows,):
    all of its `seq_lens` keys, or the best top_k.  queries (rows, heads, dim) and weights (rows, heads) float32, which
@@ -182,13 +182,14 @@ int choose_keys(const char *queries, const float *weights, float scale, char *ro
         for (int64_t head = 0; head < num_heads; head++)
             weight[head] = weights[row * num_heads + head] * scale;
         const int64_t work = num_keys * num_heads * dim;
+        uint32_t *const scores = kept_scores; /* of this thread, which OpenMP's threads fill */
 #pragma omp parallel for schedule(static)                                                                              \
     num_threads((int)num_threads) if (num_threads > 1 && work >= MIN_PARALLEL_PRODUCTS)
         for (int64_t first = 0; first < num_keys; first += VW) {
             const int64_t dtype = cache_dtype;
-            FOR_DTYPE(score_tile(&cache, blocks, first, num_keys, query, weight, num_heads, kept_scores, TYPE))
+            FOR_DTYPE(score_tile(&cache, blocks, first, num_keys, query, weight, num_heads, scores, TYPE))
         }
-        choose_best(kept_scores, num_keys, count, chosen);
+        choose_best(scores, num_keys, count, chosen);
     }
     return 0;
 }
