@@ -61,6 +61,10 @@ class LatentMaps(Protocol):
     def expand(self, rows: torch.Tensor, heads: slice) -> KeyValue:
         """Cached ``rows`` (n, 1, row_dim) as keys (n, heads, query_dim) and values (n, heads, value_dim)."""
 
+    def up_project(self, latents: torch.Tensor, first_head: int) -> torch.Tensor:
+        """Latents (n, rank) as [ key without rotation | value ] of up to ``HEADS_TOGETHER`` heads from ``first_head``,
+        a multiple of it, on: (n, heads, nope_dim + value_dim), contiguous.  CPUs only."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
@@ -126,15 +130,11 @@ def prepare_groups(backends: Backends, metadata: Sequence[AttentionMetadata]) ->
 class AttentionNeeds:
     """What a configuration asks of a backend, known before any device is touched.
 
-    ``dtype`` is that of queries, ``kv_cache_dtype`` that of the cache.
-
-    ``head_dims`` are those of the model's layers, each once.  ``has_softcap``: some layer caps its scores;
-    ``has_sinks``: some layer has attention sinks.  ``has_latents``: the layers have latent attention, and with
-    ``index_topk`` a query attends to so many keys at most.
-
-    ``is_invariant``: a request's result must not depend on the size of the batch.
-
-    ``capability`` is the GPU's compute capability, such as (9, 0); None without a GPU, or if it is unknown.
+    ``dtype`` is that of queries, ``kv_cache_dtype`` that of the cache.  ``head_dims`` are those of the model's layers,
+    each once.  ``has_softcap``: some layer caps its scores; ``has_sinks``: some layer has attention sinks.
+    ``has_latents``: the layers have latent attention, and with ``index_topk`` a query attends to so many keys at most.
+    ``is_invariant``: a request's result must not depend on the size of the batch.  ``capability`` is the GPU's compute
+    capability, such as (9, 0); None without a GPU, or if it is unknown.
     """
 
     device_type: str

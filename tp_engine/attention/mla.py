@@ -55,6 +55,15 @@ class AttendsToChosen(Protocol):
         (n, heads, rank).  It needs no ``prepare``."""
 
 
+@runtime_checkable
+class AttendsExpanded(Protocol):
+    """A backend with a faster ``attend_expanded``."""
+
+    def attend_expanded(self, query: torch.Tensor, rows: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+        """Queries (t, heads, query_dim), the last positions of ``rows`` (n, 1, row_dim) -> (t, heads, value_dim).  It
+        needs no ``prepare``; value_dim is at most query_dim, which is even."""
+
+
 class MLABackend:
     """``inner`` attends over the cached rows; chunks with many queries are expanded here, on every device.
 
@@ -64,6 +73,7 @@ class MLABackend:
     def __init__(self, inner: AttentionBackend, index_topk: int | None = None) -> None:
         self.name = inner.name
         self._of_chosen = inner if isinstance(inner, AttendsToChosen) else None
+        self._of_expanded = inner if isinstance(inner, AttendsExpanded) else None
         self.can_capture_decodes = inner.can_capture_decodes and (index_topk is None or self._of_chosen is not None)
         self.can_capture_prompts = False  # the host chooses the form of each chunk
         self._inner = inner
@@ -128,7 +138,7 @@ class MLABackend:
             own, place = slice(start, start + length), self._place(index, metadata, kv)
             if chooser is None:  # the layer of a draft head
                 rows = self._rows_at(kv, query.dtype, place).unsqueeze(1)
-                out[own] = attend_expanded(query[own], rows, shape, self._masks)
+                out[own] = self._attend_expanded(query[own], rows, shape)
                 continue
             if self._of_chosen is not None:
                 self._attend_prompt(out[own], query[own], start, index, kv, metadata, shape)
@@ -209,8 +219,16 @@ class MLABackend:
                 rows = new_rows[own]
             else:
                 rows = self._reader.read(kv, 0, self._place(index, chunks, kv)).to(query.dtype)
-            out[own] = attend_expanded(query[own], rows, shape, self._masks)
+            out[own] = self._attend_expanded(query[own], rows, shape)
         return out
+
+    def _attend_expanded(self, query: torch.Tensor, rows: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+        """Queries of one request over keys and values made of its ``rows``; see ``attend_expanded``."""
+        maps, backend = shape.latent, self._of_expanded
+        assert maps is not None
+        if backend is None or maps.value_dim > maps.query_dim or maps.query_dim % 2:
+            return attend_expanded(query, rows, shape, self._masks)
+        return backend.attend_expanded(query, rows, shape)
 
     def _place(self, index: int, chunks: AttentionMetadata, kv: LayerKv) -> torch.Tensor:
         """Where the rows of request ``index`` lie in the cache; the same in all layers of a kind."""

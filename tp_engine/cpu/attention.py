@@ -1,16 +1,24 @@
 """Paged attention on CPUs by a compiled kernel, which stores this step's K/V and reads the cache in place."""
 
+import ctypes
+import math
+
 import numpy as np
 import torch
 
-from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
+from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape, LatentMaps
 from tp_engine.cpu.kernels.layout import DTYPE_CODES
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.cpu.kernels.paged_attention import PagedAttention
 from tp_engine.kernels.attention.index_keys import ChosenKeys
+from tp_engine.kernels.attention.latents import HEADS_TOGETHER
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 
 MAX_HEAD_DIM, MAX_ROW_DIM = 512, 576
+# Bounds the keys and values of latent attention's heads in one call.
+_MAX_EXPANDED_ELEMENTS = 1 << 23
+# Tokens of a block of them: one block's products fit into the second-level cache.
+_EXPANDED_BLOCK = 512
 
 
 class NativeBackend:
@@ -24,6 +32,7 @@ class NativeBackend:
         library = native_library()
         assert library is not None, "why_not comes first"
         self._kernel, self._rows_kernel = PagedAttention(library), PagedAttention(library)
+        self._expanded = ExpandedCache(library)
         self._has_padding = False
 
     def prepare(self, metadata: AttentionMetadata) -> None:
@@ -74,6 +83,63 @@ class NativeBackend:
         out = torch.empty((count, shape.num_heads, shape.value_dim or shape.head_dim), dtype=query.dtype)
         self._rows_kernel(_with_dense_tokens(query), None, kv.cache, out, scale=shape.scale, chosen=chosen)
         return out
+
+    def attend_expanded(self, query: torch.Tensor, rows: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+        """Attend with the last tokens of a request to keys and values made of its rows; see ``AttendsExpanded``."""
+        maps, rank, num_queries, num_keys = shape.latent, shape.value_dim, len(query), len(rows)
+        assert maps is not None and rank is not None
+        num_groups = _MAX_EXPANDED_ELEMENTS // (2 * num_keys * maps.query_dim * HEADS_TOGETHER)
+        num_heads, together = shape.num_heads, max(1, num_groups) * HEADS_TOGETHER
+        blocks = torch.arange(-(-num_keys // _EXPANDED_BLOCK), dtype=torch.int32).unsqueeze(0)
+        query_lens, starts, seq_lens = np.array([[num_queries], [0], [num_keys]], dtype=np.int32)
+        slots = torch.zeros(num_queries, dtype=torch.int64)
+        self._rows_kernel.set_step(query_lens, starts, seq_lens, blocks, slots)
+        query, out = _with_dense_tokens(query), query.new_empty(num_queries, num_heads, maps.value_dim)
+        for first in range(0, num_heads, together):
+            heads = range(num_heads)[first : first + together]
+            cache = self._expanded.fill(rows.squeeze(1), maps, rank, heads)
+            own = query.new_empty(num_queries, len(heads), maps.value_dim)
+            self._rows_kernel(query[:, heads.start : heads.stop], None, cache, own, scale=shape.scale)
+            out[:, heads.start : heads.stop] = own
+        return out
+
+
+class ExpandedCache:
+    """Keys and values of some heads, made of one request's rows, in a cache as ``PagedAttention`` reads it.
+
+    Its memory is kept for the next call: fresh memory would cost page faults.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._memory = torch.empty(0)
+
+    def fill(self, rows: torch.Tensor, maps: LatentMaps, rank: int, heads: range) -> torch.Tensor:
+        """``rows`` (n, row_dim) -> (2, blocks, _EXPANDED_BLOCK, heads, query_dim): blocks in the order of the tokens.
+
+        ``heads`` begin at a multiple of HEADS_TOGETHER.  The next call overwrites the result.
+        """
+        (num_tokens, row_dim), dtype = rows.shape, rows.dtype
+        rope_dim, num_blocks = row_dim - rank, -(-num_tokens // _EXPANDED_BLOCK)
+        sizes = _EXPANDED_BLOCK, maps.query_dim - rope_dim, rope_dim, maps.value_dim
+        cache = self._room((2, num_blocks, _EXPANDED_BLOCK, len(heads), maps.query_dim), dtype)
+        for first in range(0, num_tokens, _EXPANDED_BLOCK):
+            some = rows[first : first + _EXPANDED_BLOCK]
+            turned = some.data_ptr() + rank * some.itemsize
+            for head in range(0, len(heads), HEADS_TOGETHER):
+                made = maps.up_project(some[:, :rank], heads.start + head)
+                self._library.store_expanded(
+                    made.data_ptr(), turned, some.stride(0), cache[0].data_ptr(), cache[1].data_ptr(), first, len(some),
+                    head, made.shape[1], len(heads), *sizes, DTYPE_CODES[dtype], torch.get_num_threads(),
+                )  # fmt: skip
+        return cache
+
+    def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        size = math.prod(shape)
+        if len(self._memory) < size or self._memory.dtype != dtype:
+            with torch.inference_mode(False):  # else it could only be written in inference mode
+                self._memory = torch.empty(size, dtype=dtype)
+        return self._memory[:size].view(shape)
 
 
 def _with_dense_tokens(states: torch.Tensor) -> torch.Tensor:

@@ -16,12 +16,15 @@ import torch.nn.functional as F
 
 from tp_engine.attention.base import AttentionBackend, AttentionShape
 from tp_engine.kernels.attention.heads import Rotation
+from tp_engine.kernels.attention.latents import HEADS_TOGETHER
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue
 from tp_engine.kernels.quantization.row_codes import Rows
 from tp_engine.layers.attention import Attention, current_metadata, only
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.linear import LocalLinear, RowParallelLinear
 from tp_engine.layers.norm import Norm
+from tp_engine.layers.quantization.base import Product
+from tp_engine.layers.quantization.dense import choose_product
 from tp_engine.layers.quantization.stored import LinearShape, Part
 from tp_engine.model_config.mla import MLASpec
 from tp_engine.model_config.rope import RopeSpec
@@ -47,6 +50,7 @@ class LatentUp(LocalLinear):
         self._device = context.device
         self._absorb, self._release = context.op("absorb_w_uk"), context.op("project_w_uv")
         self._can_record = context.can_record("absorb_w_uk", "project_w_uv")
+        self._products: list[Product] = []
 
     def finish_loading(self) -> None:
         """Read the maps out of the format's product, by the latents that have a single 1."""
@@ -55,6 +59,8 @@ class LatentUp(LocalLinear):
         self.up = self.product(units, None).T.reshape(self._num_heads, self._spec.up_dim, -1).contiguous()
         self._product = None
         self.is_recordable = self._can_record
+        if self._device.type == "cpu":
+            self._products = [choose_product(part.flatten(0, 1)) for part in self.up.split(HEADS_TOGETHER)]
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
         absorbed: torch.Tensor = self._absorb(query, self.up, self._spec.nope_dim)
@@ -63,6 +69,9 @@ class LatentUp(LocalLinear):
     def values(self, attended: torch.Tensor) -> torch.Tensor:
         values: torch.Tensor = self._release(attended, self.up, self._spec.nope_dim)
         return values
+
+    def up_project(self, latents: torch.Tensor, first_head: int) -> torch.Tensor:
+        return self._products[first_head // HEADS_TOGETHER](latents, None).view(len(latents), -1, self._spec.up_dim)
 
     def expand(self, rows: torch.Tensor, heads: slice) -> KeyValue:
         spec = self._spec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,13 @@ from tp_engine.attention.mla import MLABackend
 from tp_engine.attention.registry import check_backend, select_backend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.config import EngineConfig
+from tp_engine.cpu import attention as cpu_attention
 from tp_engine.cpu.attention import NativeBackend
 from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.kernels.linear import PackedWeight
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.attention.heads import Rotation
-from tp_engine.kernels.attention.latents import absorb_w_uk, prepare_latents, project_w_uv
+from tp_engine.kernels.attention.latents import HEADS_TOGETHER, absorb_w_uk, prepare_latents, project_w_uv
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, layer_view, states_at, store_kv
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import has_triton, implementation
@@ -322,6 +325,11 @@ class Maps:
     def values(self, attended: torch.Tensor) -> torch.Tensor:
         return project_w_uv(attended, self.up, self.nope_dim)
 
+    def up_project(self, latents: torch.Tensor, first_head: int) -> torch.Tensor:
+        library, up = native_library(), self.up[first_head : first_head + HEADS_TOGETHER]
+        assert library is not None
+        return PackedWeight(library, up.flatten(0, 1))(latents, None).view(len(latents), -1, up.shape[1])
+
     def expand(self, rows: torch.Tensor, heads: slice) -> KeyValue:
         rank = self.up.shape[2]
         made = torch.einsum("nr,hdr->nhd", rows[:, 0, :rank], self.up[heads])
@@ -402,6 +410,33 @@ def test_absorbed_equals_expanded(
         for result in found.values():
             torch.testing.assert_close(result[start : start + length].double(), wanted, rtol=0, atol=1e-5)
         start += length
+
+
+@pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
+@pytest.mark.parametrize("max_elements", [1, 1 << 23], ids=["few heads at once", "all heads at once"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.float16, 0.004)])
+def test_expanded_in_c(dtype: torch.dtype, bound: float, max_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the formulas in float64; then itself, bit by bit: in chunks, with any number of threads.
+
+    Several blocks of tokens, six heads, of which four share a product; sizes that no vector divides.
+    """
+    monkeypatch.setattr(cpu_attention, "_MAX_EXPANDED_ELEMENTS", max_elements)
+    heads, rank, nope, rope, value_dim, num_keys = 6, 40, 22, 6, 18, 1101
+    maps64 = Maps(torch.randn(heads, nope + value_dim, rank, dtype=torch.float64) / rank**0.5, nope, rope)
+    maps = Maps(maps64.up.to(dtype), nope, rope)
+    shape = AttentionShape(
+        num_heads=heads, num_kv_heads=1, head_dim=rank + rope, scale=0.2, value_dim=rank, latent=maps
+    )
+    rows, query = torch.randn(num_keys, 1, rank + rope).to(dtype), torch.randn(num_keys, heads, nope + rope).to(dtype)
+    backend = NativeBackend()
+    found = backend.attend_expanded(query, rows, shape)
+    exact = Maps(maps.up.double(), nope, rope)
+    wanted = expected(query.double(), rows.double(), exact, shape.scale)
+    assert (found.double() - wanted).abs().max() <= bound
+    for threads, chunks in ((1, (0, 130, 650, 1101)), (3, (0, 1, 1101))):
+        torch.set_num_threads(threads)
+        for first, end in pairwise(chunks):
+            assert torch.equal(backend.attend_expanded(query[first:end], rows[:end], shape), found[first:end])
 
 
 @pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")

@@ -57,7 +57,7 @@ static void store_token(const Call *call, int64_t token)
         const int64_t block = slot >> call->block_shift, from = head * layer->head_dim * bytes;
         const int64_t place = block * layer->block_bytes + (head * call->head_bytes << call->block_shift);
         const char *key = call->key + token * stride + from;
-        const char *value = call->value + token * call->value_stride * bytes + from;
+        const char *value = call->value + (token * call->value_stride + head * layer->value_dim) * bytes;
         char *group = layer->key_cache + place + (offset - lane) * call->head_bytes;
         char *row = layer->value_cache + place + offset * call->head_bytes;
         if (layer->values_in_keys) {
@@ -68,7 +68,7 @@ static void store_token(const Call *call, int64_t token)
             store_key(call, key, group, lane);
         else if (lane == 0)
             store_keys(call, key, stride, (float *)group);
-        convert_row(row, (int)layer->cache_dtype, value, (int)layer->dtype, layer->head_dim);
+        convert_row(row, (int)layer->cache_dtype, value, (int)layer->dtype, layer->value_dim);
     }
 }
 

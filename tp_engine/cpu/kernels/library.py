@@ -41,6 +41,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "prepare_latents": (_POINTER, _INT, _POINTER, _INT, *[_POINTER] * 4, _FLOAT, *[_INT] * 8),
     "absorb_w_uk": (_POINTER, _INT, _POINTER, _POINTER, *[_INT] * 8),
     "project_w_uv": (*[_POINTER] * 3, *[_INT] * 7),
+    "store_expanded": (_POINTER, _POINTER, _INT, _POINTER, _POINTER, *[_INT] * 11),
     "prepare_index": (*[_POINTER] * 6, _FLOAT, *[_INT] * 5, _POINTER, *[_INT] * 3, _POINTER, *[_INT] * 2),
     "choose_keys": (
         *(_POINTER, _POINTER, _FLOAT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _POINTER, _POINTER, *[_INT] * 7),
@@ -99,10 +100,11 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 _RESULTS = dict.fromkeys(("experts_work_bytes", "quantised_panel_bytes", "quantised_row_bytes"), _INT)
 # A tape can not hold these functions.  Each of the others has a player, play_NAME.
 _UNRECORDED = (
-    "gated_delta_net_prefill", "mamba2_prefill", "short_conv_prefill", "experts_work_bytes", "pack_weight",
-    "pack_quantised", "quantised_panel_bytes", "quantised_row_bytes", "panel_width", "vector_numbers", "pairs_columns",
-    "max_group", "attention_lanes", "widens", "has_bfloat16_matrices", "quantise_rows", "scale_rows", "copy_blocks",
-    "encode_blocks", "decode_blocks", "add_adapters", "shared_all_reduce", "shared_all_gather", "run_tape", "max_words",
+    "gated_delta_net_prefill", "mamba2_prefill", "short_conv_prefill", "store_expanded", "experts_work_bytes",
+    "pack_weight", "pack_quantised", "quantised_panel_bytes", "quantised_row_bytes", "panel_width", "vector_numbers",
+    "pairs_columns", "max_group", "attention_lanes", "widens", "has_bfloat16_matrices", "quantise_rows", "scale_rows",
+    "copy_blocks", "encode_blocks", "decode_blocks", "add_adapters", "shared_all_reduce", "shared_all_gather",
+    "run_tape", "max_words",
 )  # fmt: skip
 
 

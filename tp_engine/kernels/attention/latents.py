@@ -17,6 +17,9 @@ from tp_engine.kernels.attention.heads import Rotation, apply_rotary
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 from tp_engine.kernels.layer_ops import NormRule, norm
 
+# Heads that one product of ``LatentMaps.up_project`` has.
+HEADS_TOGETHER = 4
+
 
 def prepare_latents(
     query: torch.Tensor,
