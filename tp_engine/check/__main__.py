@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_engine import env
-from tp_engine.check.report import EXIT_WRONG, CheckFinding, CheckReport, CheckStatus, describe_environment
+from tp_engine.check.report import EXIT_WRONG, CheckFinding, CheckReport, describe_environment
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.errors import ConfigError, RankError
 from tp_engine.log import configure_logging
@@ -107,10 +107,9 @@ def _end_after(seconds: float) -> None:
 
 
 def _ended(error: RankError, doing: str) -> CheckFinding:
-    return CheckFinding(
-        name="ranks",
-        status=CheckStatus.WRONG,
-        detail=f"{error}; the others were at: {doing}",
+    return CheckFinding.wrong(
+        "ranks",
+        f"{error}; the others were at: {doing}",
         place=f"rank {error.rank}",
         meaning="a job on these ranks ends there, or waits for ever",
         remedy="the log above has the stacks of all ranks; --limit-s gives slow ones more time",

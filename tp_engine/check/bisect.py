@@ -50,7 +50,7 @@ def bisect(
             options = {**check.options, **_WITH_IT.get(option, {}), option: value}
             again, _ = replace(check, options=options).run()
         except ConfigError as error:
-            yield CheckFinding(name=f"bisect {option}", status=CheckStatus.SKIPPED, detail=f"{flag}: {error}")
+            yield CheckFinding.skipped(f"bisect {option}", f"{flag}: {error}")
             continue
         yield _judged(option, flag, wrong, again)
 
@@ -70,10 +70,9 @@ def _judged(option: str, flag: str, wrong: set[str], again: CheckReport) -> Chec
     mended = sorted(wrong - still)
     name = f"bisect {option}"
     if not mended:
-        return CheckFinding(name=name, status=CheckStatus.SKIPPED, detail=f"{flag} changes nothing")
-    return CheckFinding(
-        name=name,
-        status=CheckStatus.SKIPPED,
-        detail=f"with {flag} these are right, or do not occur: {', '.join(mended)}",
+        return CheckFinding.skipped(name, f"{flag} changes nothing")
+    return CheckFinding.skipped(
+        name,
+        f"with {flag} these are right, or do not occur: {', '.join(mended)}",
         remedy=flag,
     )

@@ -94,10 +94,9 @@ def check_speed(way: Way, num_bytes: int) -> CheckFinding:
     own_s = sorted(times_s[1:])[_TIMED // 2]
     slowest_s = max(float(text) for text in way.host.all_gather_bytes(repr(own_s).encode()))
     gigabytes = 2 * (num_ranks - 1) / num_ranks * num_bytes / slowest_s / 1e9
-    return CheckFinding(
-        name=f"speed, {way.name}",
-        status=CheckStatus.RIGHT,
-        detail=f"all-reduce of {num_bytes:,} bytes over {num_ranks} ranks: {slowest_s * 1e6:,.0f} us, "
+    return CheckFinding.right(
+        f"speed, {way.name}",
+        f"all-reduce of {num_bytes:,} bytes over {num_ranks} ranks: {slowest_s * 1e6:,.0f} us, "
         f"{gigabytes:.1f} GB/s per rank; for comparison with other machines, not judged",
         numbers={"all_reduce_us": slowest_s * 1e6, "bus_gb_per_s": gigabytes},
         seconds=time.monotonic() - started_s,

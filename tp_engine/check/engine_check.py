@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.check.behaviour import check_behaviour
 from tp_engine.check.files import check_files
-from tp_engine.check.judged import EXACT_LAYERS, Judge
+from tp_engine.check.judged import EXACT_LAYERS, Judge, judged
 from tp_engine.check.linears import LinearFault, Linears, missing_rows
 from tp_engine.check.observed import CHUNK, Ids, Observed, Sizes, Watched, observe
-from tp_engine.check.oracle import FINER, Oracle, check_oracle_device
+from tp_engine.check.oracle import Oracle, check_oracle_device
 from tp_engine.check.passes import Passed, questions, run_pass
 from tp_engine.check.prompts import CheckPrompt, make_prompts
-from tp_engine.check.report import CheckFinding, CheckReport, CheckStatus, describe_environment
+from tp_engine.check.report import CheckFinding, CheckReport, describe_environment
 from tp_engine.check.rounding import Rounding, rounding_of
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import ConfigError, EngineDeadError, WeightError
@@ -70,17 +69,13 @@ class EngineCheck:
         try:
             observed, behaviour = self._observe(folder)
         except (WeightError, EngineDeadError, RuntimeError, OSError) as error:
-            findings.append(
-                CheckFinding(name="engine", status=CheckStatus.NOT_CHECKED, detail=f"it does not start: {error}")
-            )
+            findings.append(CheckFinding.not_checked("engine", f"it does not start: {error}"))
             return CheckReport(subject=model, findings=tuple(findings), environment=environment), None
         try:
             findings += behaviour + self._judge(folder, observed)
         except (ConfigError, WeightError, MemoryError) as error:
             findings += behaviour
-            findings.append(
-                CheckFinding(name="oracle", status=CheckStatus.NOT_CHECKED, detail=f"it can not run the model: {error}")
-            )
+            findings.append(CheckFinding.not_checked("oracle", f"it can not run the model: {error}"))
         configuration = observed.facts["configuration"]
         environment |= {"seconds": f"{time.monotonic() - begin_s:.1f}"}
         environment |= {
@@ -162,12 +157,9 @@ class EngineCheck:
             has_experts=has_experts,
             is_rough=has_experts or rounding.is_rough,
         )
-        findings = [judge.layers(faults), judge.head(), *judge.set_ups()]
-        if rounding.is_exact and any(one.status is CheckStatus.WRONG for one in findings):
-            # A model may amplify float32's roundings: is the engine further off than transformers in float32?
-            with contextlib.suppress(RuntimeError):  # a kernel of torch without float64
-                judge = replace(judge, exact=run_with(FINER), twin=exact, is_rough=False)
-                findings = [judge.layers(faults), judge.head(), *judge.set_ups()]
+        judge, findings = judged(
+            judge, rounding, run_with, lambda one: [one.layers(faults), one.head(), *one.set_ups()]
+        )
         observed.bound = judge.allowed
         return [_linears_finding(products, faults, missing_rows(watched)), *findings]
 
@@ -190,12 +182,11 @@ def _linears_finding(products: Linears, faults: Sequence[LinearFault], missing: 
     )
     problems = list(missing)
     if not faults and not problems:
-        return CheckFinding(name=name, status=CheckStatus.RIGHT, detail=detail)
+        return CheckFinding.right(name, detail)
     first = faults[0] if faults else None
-    return CheckFinding(
-        name=name,
-        status=CheckStatus.WRONG,
-        detail=detail if first is None else f"{detail}; {len(faults)} are wrong, the first one by {first.error:.1e}",
+    return CheckFinding.wrong(
+        name,
+        detail if first is None else f"{detail}; {len(faults)} are wrong, the first one by {first.error:.1e}",
         place=first.place if first is not None else "; ".join(problems),
         meaning="a rank multiplies with other numbers than the checkpoint has: another shard, scale, packing or byte",
         remedy="another format of the same model; --dtype float32; compare the weights' files with the original",

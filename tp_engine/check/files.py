@@ -6,7 +6,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from tp_engine.check.report import CheckFinding, CheckStatus
+from tp_engine.check.report import CheckFinding
 from tp_engine.errors import ConfigError, WeightError
 from tp_engine.model_config.checkpoint_files import weight_files
 
@@ -20,19 +20,16 @@ def check_files(folder: Path) -> CheckFinding:
     try:
         paths = weight_files(folder)
     except (ConfigError, WeightError) as error:
-        return CheckFinding(name=name, status=CheckStatus.WRONG, detail=str(error), remedy="download the model again")
+        return CheckFinding.wrong(name, str(error), remedy="download the model again")
     known = {path: checksum for path in paths if (checksum := _known_checksum(folder, path)) is not None}
     if not known:
-        return CheckFinding(name=name, status=CheckStatus.SKIPPED, detail=f"no checksums are known of {folder}")
+        return CheckFinding.skipped(name, f"no checksums are known of {folder}")
     wrong = [path.name for path, checksum in known.items() if sha256(path) != checksum]
     if not wrong:
-        return CheckFinding(
-            name=name, status=CheckStatus.RIGHT, detail=f"{len(known)} of {len(paths)} files have the hub's SHA-256"
-        )
-    return CheckFinding(
-        name=name,
-        status=CheckStatus.WRONG,
-        detail=f"{len(wrong)} of {len(known)} files differ from what the hub has",
+        return CheckFinding.right(name, f"{len(known)} of {len(paths)} files have the hub's SHA-256")
+    return CheckFinding.wrong(
+        name,
+        f"{len(wrong)} of {len(known)} files differ from what the hub has",
         place=", ".join(wrong),
         meaning="the weights on this disk are not those of the model: a download that broke, or a disk that fails",
         remedy="delete the files and download them again",

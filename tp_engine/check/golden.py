@@ -89,10 +89,9 @@ def compare(
     pairs = [(one, known[one.prompt.token_ids]) for one in answers if one.prompt.token_ids in known]
     told = _told(golden["environment"], environment)
     if not pairs:
-        yield CheckFinding(
-            name=_NAME,
-            status=CheckStatus.NOT_CHECKED,
-            detail="no prompt of the golden file was run",
+        yield CheckFinding.not_checked(
+            _NAME,
+            "no prompt of the golden file was run",
             remedy="record it again with the same options (--quick or not, --max-model-len)",
         )
         return
@@ -141,13 +140,10 @@ def _files(golden: Mapping[str, Any], folder: Path) -> CheckFinding:
     name, own = "golden files", {path.name: sha256(path) for path in weight_files(folder)}
     changed = sorted(file for file in own.keys() | golden["files"].keys() if own.get(file) != golden["files"].get(file))
     if not changed:
-        return CheckFinding(
-            name=name, status=CheckStatus.RIGHT, detail=f"{len(own)} files of weights have the recorded SHA-256"
-        )
-    return CheckFinding(
-        name=name,
-        status=CheckStatus.WRONG,
-        detail=f"{len(changed)} files of weights are not those that were recorded",
+        return CheckFinding.right(name, f"{len(own)} files of weights have the recorded SHA-256")
+    return CheckFinding.wrong(
+        name,
+        f"{len(changed)} files of weights are not those that were recorded",
         place=", ".join(changed[:_MAX_NAMED]),
         meaning="other weights: another download, a broken file, or another model",
         remedy="download the weights again, or record again",

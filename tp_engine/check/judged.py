@@ -17,7 +17,8 @@ are far off in any engine.  The largest error has no bound then; with 8 bits or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -27,6 +28,7 @@ from tp_engine.check.linears import LinearFault
 from tp_engine.check.observed import ALONE, BATCH, CACHED, OTHERS, Answer, Floats, Ids, Observed, Watched
 from tp_engine.check.passes import Passed, logprobs_of
 from tp_engine.check.report import CheckFinding, CheckStatus
+from tp_engine.check.rounding import FINER, Rounding
 
 EXACT_LOGPROBS = 1e-4
 EXACT_LAYERS = 64 * 2.0**-23
@@ -110,6 +112,25 @@ def _quantile(values: Floats, share: float) -> float:
     return float(np.quantile(values, share))
 
 
+def judged(
+    judge: Judge,
+    rounding: Rounding,
+    run_with: Callable[[Rounding], Passed],
+    findings_of: Callable[[Judge], Iterable[CheckFinding]],
+) -> tuple[Judge, list[CheckFinding]]:
+    """Return the findings, and the judge that made them.
+
+    A model may amplify float32's roundings: what is wrong beside transformers in float32 is judged beside float64,
+    where torch has kernels for it.
+    """
+    findings = list(findings_of(judge))
+    if rounding.is_exact and any(one.status is CheckStatus.WRONG for one in findings):
+        with contextlib.suppress(RuntimeError):
+            judge = replace(judge, exact=run_with(FINER), twin=judge.exact, is_rough=False)
+            findings = list(findings_of(judge))
+    return judge, findings
+
+
 @dataclass(frozen=True)
 class Judge:
     """Makes findings of what the engines gave, what the oracle gives, and what its twin gives (None: float32).
@@ -129,14 +150,13 @@ class Judge:
         """Yield a finding for each set-up."""
         for name, answers in self.observed.set_ups.items():
             if isinstance(answers, str):
-                yield CheckFinding(name=name, status=CheckStatus.SKIPPED, detail=answers)
+                yield CheckFinding.skipped(name, answers)
             else:
                 yield self._set_up(name, answers)
         for name, reason in self.observed.failures.items():
-            yield CheckFinding(
-                name=name,
-                status=CheckStatus.WRONG,
-                detail=f"the engine failed: {reason}",
+            yield CheckFinding.wrong(
+                name,
+                f"the engine failed: {reason}",
                 meaning="requests that run this way end with an error",
                 remedy=_REMEDIES.get(name, ""),
             )
@@ -156,17 +176,16 @@ class Judge:
         )
         numbers = {"largest_error": errors.largest, "ratio": ratio, "compared": float(errors.own.size)}
         if ratio <= 1:
-            return CheckFinding(name=name, status=CheckStatus.RIGHT, detail=detail, numbers=numbers)
+            return CheckFinding.right(name, detail, numbers=numbers)
         worst = max(range(len(parts)), key=lambda index: parts[index].largest)
         is_lapse = lapse > errors.excess
         answer = answers[lapsed if is_lapse else worst]
         position = self._lapsed_at(answer) if is_lapse else parts[worst].first
         where = "answer" if position >= len(answer.prompt.token_ids) - 1 else "prompt"
         meaning, remedy = self._advice(name)
-        return CheckFinding(
-            name=name,
-            status=CheckStatus.WRONG,
-            detail=detail,
+        return CheckFinding.wrong(
+            name,
+            detail,
             place=f"prompt {answer.prompt.name!r}, position {position} ({where})",
             meaning=meaning,
             remedy=remedy,
@@ -225,7 +244,7 @@ class Judge:
                 if errors.excess > 1:
                     return self._wrong_layer(layer, rank, errors, faults)
         detail = f"{checked} outputs of layers, each from the engine's own input: {ratio:.2f} of the bound at most"
-        return CheckFinding(name="hidden states", status=CheckStatus.RIGHT, detail=detail, numbers={"ratio": ratio})
+        return CheckFinding.right("hidden states", detail, numbers={"ratio": ratio})
 
     @property
     def _watched(self) -> Watched:
@@ -259,10 +278,9 @@ class Judge:
         of_rank = f"rank {rank}" if differs else "all ranks" if len(watched.arrays) > 1 else "rank 0"
         if fault is not None:
             of_rank = f"rank {fault.rank} ({fault.module})"
-        return CheckFinding(
-            name="hidden states",
-            status=CheckStatus.WRONG,
-            detail=f"layer {index} is the first one whose output is wrong: {errors.excess:.3g} times the bound"
+        return CheckFinding.wrong(
+            "hidden states",
+            f"layer {index} is the first one whose output is wrong: {errors.excess:.3g} times the bound"
             if layer
             else f"the embeddings are wrong: {errors.excess:.3g} times the bound",
             place=f"{name}, {of_rank}, position {errors.first} of prompt {watched.prompt.name!r}",
@@ -292,11 +310,10 @@ class Judge:
         errors = Errors.between(answer.logprobs[:length], exact, twin, floor=EXACT_LOGPROBS)
         detail = f"{errors.own.size} log-probabilities from the engine's last states: {errors.excess:.2f} of the bound"
         if errors.excess <= 1:
-            return CheckFinding(name="norm and output head", status=CheckStatus.RIGHT, detail=detail)
-        return CheckFinding(
-            name="norm and output head",
-            status=CheckStatus.WRONG,
-            detail=detail,
+            return CheckFinding.right("norm and output head", detail)
+        return CheckFinding.wrong(
+            "norm and output head",
+            detail,
             place=f"final norm, output head (tied or not), scale or soft cap of logits; position {errors.first}",
             meaning="all layers may be right, and every token is still drawn from other probabilities",
             remedy="compare lm_head, tie_word_embeddings and final_logit_softcapping with the original config.json",

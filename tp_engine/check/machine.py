@@ -42,7 +42,7 @@ def check_machine(
     )
     if world_size == 1:
         detail = "one rank has nothing to add up; torchrun --nproc-per-node N starts more"
-        yield CheckFinding(name="collectives", status=CheckStatus.SKIPPED, detail=detail)
+        yield CheckFinding.skipped("collectives", detail)
         return
     begin("meeting the other ranks")
     with joined_ranks(config) as groups:
@@ -70,7 +70,7 @@ def _check_ways(
             continue
         asked = Ranks(config=dataclasses.replace(config, all_reduce_backend=name), machine=machine)
         if (obstacle := row.why_not(asked)) is not None:
-            yield CheckFinding(name=f"collectives, {name}", status=CheckStatus.SKIPPED, detail=obstacle)
+            yield CheckFinding.skipped(f"collectives, {name}", obstacle)
             continue
         begin(f"setting up {name}")
         groups.communicator = library
@@ -89,10 +89,9 @@ def _check_ways(
 
 
 def _failed(name: str, error: RankError) -> CheckFinding:
-    return CheckFinding(
-        name=f"collectives, {name}",
-        status=CheckStatus.WRONG,
-        detail=str(error),
+    return CheckFinding.wrong(
+        f"collectives, {name}",
+        str(error),
         place=f"rank {error.rank}",
         meaning="the driver says that this way works, and it does not; auto would go another way, and be slower",
         remedy="other values of --all-reduce-backend; the settings of IOMMU and ACS, and the driver",
@@ -105,7 +104,7 @@ def _check_copies_of_first(config: EngineConfig, groups: RankGroups, begin: Call
     indices = sorted(set(parse_devices(config.device_ids, groups.info.world_size).indices))
     if config.device == "cpu" or len(indices) == 1:
         detail = "needs two GPUs"
-        return CheckFinding(name="peer copies", status=CheckStatus.SKIPPED, detail=detail)
+        return CheckFinding.skipped("peer copies", detail)
     found = None
     if groups.info.is_first:
         found = check_copies([torch.device("cuda", index) for index in indices], torch.cuda.synchronize)

@@ -37,8 +37,6 @@ _MAX_NAMED = 3
 
 EXACT = Rounding(dtype=torch.float32)
 """Float32 throughout."""
-FINER = Rounding(dtype=torch.float64)
-"""Float64 but where transformers itself computes in float32: what the error of ``EXACT`` is measured by."""
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Ids: TypeAlias = npt.NDArray[np.int64]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tp_engine.check.report import CheckFinding, CheckStatus
+from tp_engine.check.report import CheckFinding
 
 TEXTS: Mapping[str, str] = {
     "english": "The harbour was quiet that morning. Two fishermen mended a net beside the wall, and the older one said",
@@ -68,6 +69,17 @@ class CheckPrompt:
     messages: Sequence[Mapping[str, Any]] | None = None
 
 
+def follows_weather_schema(text: str | None) -> bool:
+    """Return whether an answer is JSON of ``WEATHER_SCHEMA``."""
+    try:
+        answer = json.loads(text or "")
+        return (
+            answer.keys() == {"city", "sunny"} and answer["city"] in ("Oslo", "Lima") and type(answer["sunny"]) is bool
+        )
+    except (ValueError, AttributeError):
+        return False
+
+
 def make_prompts(
     tokenizer: Any | None, *, vocab_size: int, long_len: int, max_len: int, quick: bool, has_template: bool
 ) -> list[CheckPrompt]:
@@ -122,10 +134,9 @@ def differing_prompt(
     position = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(found), len(expected)))
     window = slice(max(0, position - 2), position + 4)
     texts = [repr(tokenizer.decode(ids[window])) for ids in (list(found), list(expected))]
-    return CheckFinding(
-        name=check,
-        status=CheckStatus.WRONG,
-        detail=f"{name}: {len(found)} tokens, transformers has {len(expected)}",
+    return CheckFinding.wrong(
+        check,
+        f"{name}: {len(found)} tokens, transformers has {len(expected)}",
         place=f"position {position}: {texts[0]} instead of {texts[1]}",
         meaning=PROMPT_MEANING,
         remedy=remedy,

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from typing import Any
 from xml.etree import ElementTree
 
 from tp_engine.version import __version__
@@ -48,14 +49,24 @@ class CheckFinding:
     seconds: float = 0.0
 
     @classmethod
-    def right(cls, name: str, detail: str) -> CheckFinding:
-        """Return that what was compared is right."""
-        return cls(name=name, status=CheckStatus.RIGHT, detail=detail)
+    def right(cls, name: str, detail: str, **more: Any) -> CheckFinding:
+        """Return that what was compared is right; ``more`` are other fields."""
+        return cls(name=name, status=CheckStatus.RIGHT, detail=detail, **more)
 
     @classmethod
-    def skipped(cls, name: str, detail: str) -> CheckFinding:
+    def wrong(cls, name: str, detail: str, **more: Any) -> CheckFinding:
+        """Return what is wrong; ``more`` are the other fields."""
+        return cls(name=name, status=CheckStatus.WRONG, detail=detail, **more)
+
+    @classmethod
+    def not_checked(cls, name: str, detail: str, **more: Any) -> CheckFinding:
+        """Return why what should have been compared was not."""
+        return cls(name=name, status=CheckStatus.NOT_CHECKED, detail=detail, **more)
+
+    @classmethod
+    def skipped(cls, name: str, detail: str, **more: Any) -> CheckFinding:
         """Return why this was not compared."""
-        return cls(name=name, status=CheckStatus.SKIPPED, detail=detail)
+        return cls(name=name, status=CheckStatus.SKIPPED, detail=detail, **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

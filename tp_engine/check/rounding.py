@@ -89,6 +89,10 @@ class Rounding:
         return values.to(self.dtype).float()
 
 
+FINER = Rounding(dtype=torch.float64)
+"""Float64 but where transformers itself computes in float32: what the error of float32 is measured by."""
+
+
 def rounding_of(configuration: Mapping[str, Any], quantization: Mapping[str, Any] | None, device: str) -> Rounding:
     """Return what an engine with this effective configuration rounds, and a checkpoint with this
     ``quantization_config``."""

@@ -5,7 +5,6 @@ The server is asked as any client asks it; the oracle reads the checkpoint here,
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +16,9 @@ from typing import Any
 
 from tp_engine.api.server_client import ServerClient, ServerError
 from tp_engine.check.behaviour import eos_ids
-from tp_engine.check.judged import Judge
+from tp_engine.check.judged import Judge, judged
 from tp_engine.check.observed import ALONE, BATCH, CACHED, Answer, Observed
-from tp_engine.check.oracle import FINER, Oracle, check_oracle_device
+from tp_engine.check.oracle import Oracle, check_oracle_device
 from tp_engine.check.passes import Passed, questions, run_pass
 from tp_engine.check.prompts import (
     CHATS,
@@ -32,10 +31,11 @@ from tp_engine.check.prompts import (
     CheckPrompt,
     chat_ids,
     differing_prompt,
+    follows_weather_schema,
     make_prompts,
     tool_chat_ids,
 )
-from tp_engine.check.report import CheckFinding, CheckReport, CheckStatus, describe_environment
+from tp_engine.check.report import CheckFinding, CheckReport, describe_environment
 from tp_engine.check.rounding import Rounding, rounding_of
 from tp_engine.check.served import NotShownError, ServedModel
 from tp_engine.engine.tokenizer import load_tokenizer
@@ -92,7 +92,7 @@ class UrlCheck:
             findings += self._check(served, folder, tokenizer)
         except (ServerError, OSError) as error:
             detail = f"the server can not be checked: {error}"
-            findings.append(CheckFinding(name="server", status=CheckStatus.NOT_CHECKED, detail=detail))
+            findings.append(CheckFinding.not_checked("server", detail))
         subject = f"{self.url}, beside {self.model}"
         return CheckReport(subject=subject, findings=tuple(findings), environment=describe_environment())
 
@@ -145,10 +145,9 @@ class UrlCheck:
     def _judge(self, folder: Path, observed: Observed) -> Iterator[CheckFinding]:
         asked = questions(observed)
         if not asked:
-            yield CheckFinding(
-                name="answers",
-                status=CheckStatus.NOT_CHECKED,
-                detail=next((one for one in observed.set_ups.values() if isinstance(one, str)), "there are none"),
+            yield CheckFinding.not_checked(
+                "answers",
+                next((one for one in observed.set_ups.values() if isinstance(one, str)), "there are none"),
             )
             return
         if isinstance(reason := observed.set_ups.get(ALONE, "it fails"), str):
@@ -180,11 +179,7 @@ class UrlCheck:
             has_experts=has_experts,
             is_rough=has_experts or rounding.is_rough,
         )
-        findings = list(judge.set_ups())
-        if rounding.is_exact and any(one.status is CheckStatus.WRONG for one in findings):
-            with contextlib.suppress(RuntimeError):  # as for an engine that runs here
-                findings = list(replace(judge, exact=run_with(FINER), twin=exact, is_rough=False).set_ups())
-        yield from findings
+        yield from judged(judge, rounding, run_with, Judge.set_ups)[1]
 
 
 def _one_by_one(answer: Callable[[CheckPrompt], Answer], prompts: Sequence[CheckPrompt]) -> list[Answer] | str:
@@ -267,10 +262,9 @@ def _counted(name: str, reason: str, found: Mapping[str, int | None], expected: 
         return CheckFinding.right(
             name, f"{reason}; usage.prompt_tokens of {len(expected)} requests is transformers' number"
         )
-    return CheckFinding(
-        name=name,
-        status=CheckStatus.WRONG,
-        detail=f"{wrong}: usage.prompt_tokens is {found[wrong]}, transformers has {expected[wrong]}",
+    return CheckFinding.wrong(
+        name,
+        f"{wrong}: usage.prompt_tokens is {found[wrong]}, transformers has {expected[wrong]}",
         place=f"request {wrong!r}",
         meaning=PROMPT_MEANING,
         remedy=_PROMPT_REMEDY,
@@ -286,10 +280,9 @@ def _check_ends(served: ServedModel, folder: Path) -> Iterator[CheckFinding]:
         body = {"prompt": "The harbour", "max_tokens": 8, "logit_bias": {str(token): _PUSH}}
         choice = served.ask("/v1/completions", body)
         if choice.get("finish_reason") != "stop":
-            yield CheckFinding(
-                name=name,
-                status=CheckStatus.WRONG,
-                detail=f"token {token} ends a sequence by the model's files; the model was made to choose it, and the "
+            yield CheckFinding.wrong(
+                name,
+                f"token {token} ends a sequence by the model's files; the model was made to choose it, and the "
                 f"answer went on ({choice.get('finish_reason')})",
                 place=f"token {token}",
                 meaning="answers do not end where the model ends them: they run on until max_tokens",
@@ -315,19 +308,12 @@ def _check_json(served: ServedModel) -> Iterator[CheckFinding]:
         yield CheckFinding.skipped(name, f"the answer is longer than {_SHAPED_TOKENS} tokens")
         return
     text = (choice.get("message") or {}).get("content")
-    try:
-        answer = json.loads(text or "")
-        is_right = answer.keys() == {"city", "sunny"} and answer["city"] in ("Oslo", "Lima")
-        is_right = is_right and isinstance(answer["sunny"], bool)
-    except (ValueError, TypeError, AttributeError):
-        is_right = False
-    if is_right:
+    if follows_weather_schema(text):
         yield CheckFinding.right(name, f"the answer {text} follows its schema")
         return
-    yield CheckFinding(
-        name=name,
-        status=CheckStatus.WRONG,
-        detail=f"the answer {text!r} does not follow its schema",
+    yield CheckFinding.wrong(
+        name,
+        f"the answer {text!r} does not follow its schema",
         place="response_format",
         meaning="structured outputs are not what clients ask for",
         remedy="the server's options of structured outputs; --reasoning-parser, if reasoning comes before the answer",
@@ -360,10 +346,9 @@ def _check_call(served: ServedModel, tokenizer: Any | None) -> Iterator[CheckFin
     if not getattr(tokenizer, "chat_template", None) or tool_chat_ids(tokenizer, WEATHER_QUESTION) is None:
         yield CheckFinding.skipped(name, f"{NO_TOOLS}; {came}")
         return
-    yield CheckFinding(
-        name=name,
-        status=CheckStatus.WRONG,
-        detail=came,
+    yield CheckFinding.wrong(
+        name,
+        came,
         place="tool_choice",
         meaning="agents get text, or arguments that do not follow the tool's schema",
         remedy="--tool-call-parser with the format of the model, and --enable-auto-tool-choice where the server has it",
