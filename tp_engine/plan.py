@@ -210,7 +210,6 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def draft_rows(self) -> IntArray:
-        """The rows of ``decode_rows`` that are draft rows."""
         return self.decode_rows[len(self.decode_rows) - len(self.draft_base_rows) :]
 
     @property

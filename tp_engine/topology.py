@@ -29,7 +29,6 @@ class Topology:
 
     @property
     def num_hosts(self) -> int:
-        """Number of hosts."""
         return self.world_size // self.local_world_size
 
     @property
@@ -38,7 +37,6 @@ class Topology:
         return range(1, self.num_hosts)
 
     def host_of(self, rank: int) -> int:
-        """Return the host of ``rank``."""
         return rank // self.local_world_size
 
     def leader_of(self, host: int) -> int:
@@ -46,7 +44,6 @@ class Topology:
         return host * self.local_world_size
 
     def ranks_of(self, host: int) -> range:
-        """Return the ranks of ``host``."""
         return range(self.leader_of(host), self.leader_of(host + 1))
 
     def is_leader(self, rank: int) -> bool:

@@ -37,7 +37,6 @@ def num_prompts(body: Body) -> tuple[int, str]:
 
 
 def has_image(body: object) -> bool:
-    """Return whether a body has an image."""
     if isinstance(body, CountTokensBody):
         return has_image_part([message.content for message in body.messages])
     return isinstance(body, BaseModel) and has_image_part([getattr(body, name, None) for name in WITH_PARTS])

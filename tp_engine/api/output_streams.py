@@ -281,7 +281,6 @@ class Mailbox:
         return len(self._updates)
 
     def put(self, update: SequenceUpdate) -> None:
-        """Add an update."""
         if len(self._updates) < MAX_WAITING or not self._fold(update):
             self._updates.append(update)
         self._wake()

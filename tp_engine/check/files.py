@@ -37,7 +37,6 @@ def check_files(folder: Path) -> CheckFinding:
 
 
 def sha256(path: Path) -> str:
-    """Return the digest of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):

@@ -81,7 +81,6 @@ class Errors:
 
     @property
     def largest(self) -> float:
-        """The largest error."""
         return float(self.own.max(initial=0.0))
 
     @property

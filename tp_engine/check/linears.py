@@ -41,7 +41,6 @@ class LinearFault:
 
     @property
     def place(self) -> str:
-        """For people."""
         return f"layer {self.layer}, {self.module}, rank {self.rank}, position {self.position}"
 
 

@@ -124,7 +124,6 @@ class Oracle:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
         return len(self._layers)
 
     @property

@@ -93,14 +93,12 @@ class CheckReport:
 
     @property
     def summary(self) -> str:
-        """One line."""
         counts = {status: sum(one.status is status for one in self.findings) for status in CheckStatus}
         listed = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
         word = {EXIT_RIGHT: "right", EXIT_WRONG: "WRONG", EXIT_NOT_CHECKED: "could not be checked"}[self.exit_code]
         return f"{word}: {listed or 'nothing was checked'}"
 
     def as_json(self) -> str:
-        """Return all of it."""
         content = {
             "version": __version__,
             "subject": self.subject,

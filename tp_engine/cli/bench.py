@@ -59,7 +59,6 @@ def run_script(script: str, arguments: Sequence[str]) -> int:
 
 
 def usage() -> str:
-    """Return all benchmarks."""
     lines = [f"  {name:<12}{benchmark.summary}" for name, benchmark in BENCHMARKS.items()]
     return "\n".join(
         ("usage: tp-engine bench NAME [options]", "", *lines, "", "tp-engine bench NAME --help tells its options.")

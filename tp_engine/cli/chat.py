@@ -58,7 +58,6 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the conversation."""
         self.messages: list[dict[str, Any]] = []
         if self._system is not None:
             self.messages.append({"role": "system", "content": self._system})

@@ -55,7 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """Return all commands."""
     lines = [f"  {name:<12}{command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
         (

@@ -115,7 +115,6 @@ class TapeMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slabs."""
         return sum(slab.nbytes for slab in self._slabs)
 
     def allocate(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

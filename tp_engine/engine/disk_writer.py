@@ -39,7 +39,6 @@ class JournalFile:
         self._thread = threading.Thread(target=self._run, name="disk_journal", daemon=True)
 
     def append(self, records: bytes) -> None:
-        """Do as ``JournalSink``."""
         self._queue.put((records, False))
 
     def rewrite(self, data: bytes) -> None:
@@ -57,7 +56,6 @@ class JournalFile:
         self._thread.start()
 
     def close(self) -> None:
-        """Write what was given, within a second."""
         self._queue.put(None)
         if self._thread.ident is not None:
             self._thread.join(_END_S)
@@ -149,7 +147,6 @@ class DiskWriter:
             time.sleep(_SLICE_S)
 
     def close(self) -> None:
-        """Close the journal."""
         self._journal.close()
 
 

@@ -107,7 +107,6 @@ class Engine:
         return self._scheduler.abort(request_ids)
 
     def prefetch_session(self, session: str, salt: str) -> None:
-        """Do as ``Scheduler.prefetch_session``."""
         self._scheduler.prefetch_session(session, salt)
 
     def step(self) -> StepOutput:

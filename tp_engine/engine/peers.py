@@ -65,7 +65,6 @@ class ProcessHandle:
             pass
 
     def close(self) -> None:
-        """Close the descriptor."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
@@ -166,7 +165,6 @@ class Peers:
         return sorted(slot.rank for slot in everyone if slot.rank not in gone and slot.state not in final)
 
     def close(self) -> None:
-        """Close all handles."""
         for handle in self._handles.values():
             handle.close()
         self._handles.clear()

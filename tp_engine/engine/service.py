@@ -96,7 +96,6 @@ class EngineService:
         self._socket.send(messages.Stopped())
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
 
     def _is_over(self) -> bool:

@@ -69,7 +69,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name=f"watchdog of rank {rank}", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def check(self) -> None:

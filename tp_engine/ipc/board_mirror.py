@@ -40,7 +40,6 @@ class SlotPacker:
         self._sent: dict[int, int] = {}
 
     def pack(self, slots: Sequence[RankSlot], *, with_records: bool) -> bytes:
-        """Return the bytes of ``slots``."""
         parts: list[bytes] = []
         for slot in slots:
             head = slot.head.copy()

@@ -66,7 +66,6 @@ class PlanPublisher:
         self._epoch = plan.rows_epoch or self._epoch
 
     def close(self) -> None:
-        """Unmap the ring and close the connections."""
         for link in self._links:
             link.close()
         if self._ring is not None:
@@ -118,5 +117,4 @@ class PlanSubscriber:
         return plan
 
     def close(self) -> None:
-        """Close the source."""
         self._source.close()

@@ -55,7 +55,6 @@ class ArraySection:
         self._item_bytes = dtype.itemsize * max(columns, 1)
 
     def encode(self, value: AnyArray, parts: list[Part]) -> int:
-        """Do as ``Section``."""
         if value.dtype is not self.dtype and value.dtype != self.dtype:
             raise TypeError(f"{self.name} of a step plan is an array of {self.dtype}, received {value.dtype}")
         assert value.ndim == self._num_dimensions, f"{self.name} has the shape {value.shape}"
@@ -63,7 +62,6 @@ class ArraySection:
         return value.nbytes
 
     def decode(self, buffer: Buffer, offset: int, size: int, fields: Mapping[str, Any]) -> AnyArray:
-        """Do as ``Section``."""
         num_owners = len(fields[self.per]) if self.per else 0
         if self.per and not num_owners:
             raise PlanError(f"malformed step plan: its {self.name} are there, and its {self.per} are empty")
@@ -104,7 +102,6 @@ class AdmissionSection:
         self._named_arrays = [*zip(own, dtypes, strict=False)], [*zip(sampling, dtypes[len(own) :], strict=True)]
 
     def encode(self, value: Sequence[Admission], parts: list[Part]) -> int:
-        """Do as ``Section``."""
         place = len(parts)
         parts.append(b"")
         records, size = [_COUNT.pack(len(value))], _COUNT.size + len(value) * self._record.size
@@ -121,7 +118,6 @@ class AdmissionSection:
         return size
 
     def decode(self, buffer: Buffer, offset: int, size: int, fields: Mapping[str, Any]) -> tuple[Admission, ...]:
-        """Do as ``Section``."""
         count = _COUNT.unpack_from(buffer, offset)[0] if size >= _COUNT.size else 0
         start = _COUNT.size + count * self._record.size
         if not count or start > size or size % INT.itemsize:
@@ -162,12 +158,10 @@ class BytesSection:
         self.name = name
 
     def encode(self, value: bytes, parts: list[Part]) -> int:
-        """Do as ``Section``."""
         parts.append(value)
         return len(value)
 
     def decode(self, buffer: Buffer, offset: int, size: int, fields: Mapping[str, Any]) -> bytes:
-        """Do as ``Section``."""
         if not size:
             raise PlanError(f"malformed step plan: its {self.name} is there, and is empty")
         return bytes(memoryview(buffer)[offset : offset + size])
@@ -180,12 +174,10 @@ class NumberSection:
         self.name = name
 
     def encode(self, value: int, parts: list[Part]) -> int:
-        """Do as ``Section``."""
         parts.append(_NUMBER.pack(value))
         return _NUMBER.size
 
     def decode(self, buffer: Buffer, offset: int, size: int, fields: Mapping[str, Any]) -> int:
-        """Do as ``Section``."""
         if size != _NUMBER.size:
             raise PlanError(f"malformed step plan: its {self.name} takes {size} bytes, it must be {_NUMBER.size}")
         value: int = _NUMBER.unpack_from(buffer, offset)[0]

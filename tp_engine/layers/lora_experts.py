@@ -55,7 +55,6 @@ class StackAdapters:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots."""
         return self.weights.a.nbytes + self.weights.b.nbytes + self.weights.ranks.nbytes
 
     def take(self, pairs: Mapping[str, AdapterPair], used: set[str], names: Mapping[str, str]) -> LocalPair | None:
@@ -102,7 +101,6 @@ class ExpertAdapters:
 
     @property
     def stacks(self) -> list[StackAdapters]:
-        """Both stacks."""
         return [self._gate_up, self._down]
 
     def mix(

@@ -188,25 +188,20 @@ class DecoderReader:
 
         ``layer_types`` may depart from ``is_windowed`` only if ``is_free``.
         """
-        slides = [window is not None and is_windowed(index) for index in range(self.num_layers)]
-        implied = [LAYER_TYPES[sliding] for sliding in slides]
-        types = self.layer_types(LAYER_TYPES, implied)
+        implied = tuple(window if is_windowed(index) else None for index in range(self.num_layers))
+        types = self.config.take("layer_types", list)
+        if types is None:
+            return implied
+        if len(types) != self.num_layers or not all(name in LAYER_TYPES for name in types):
+            raise ConfigError(
+                f"config.json: layer_types is {shown(types)}; it must name {' or '.join(LAYER_TYPES)} for each of the "
+                f"{self.num_layers} layers"
+            )
         if window is None and "sliding_attention" in types:
             raise ConfigError("config.json: layer_types asks for sliding_attention, but no sliding window is enabled")
-        if not is_free and types != implied:
+        found = tuple(window if name == "sliding_attention" else None for name in types)
+        if not is_free and found != implied:
             raise ConfigError(f"config.json: layer_types {shown(types)} is not supported for this architecture")
-        return tuple(window if name == "sliding_attention" else None for name in types)
-
-    def layer_types(
-        self, kinds: tuple[str, ...], implied: list[str], *, needed: str = "", key: str = "layer_types"
-    ) -> list[str]:
-        """Return what each layer is, of ``kinds``: as ``key`` says, else as ``implied``; one of them is ``needed``."""
-        found = self.config.take(key, list, implied) or []
-        if len(found) != self.num_layers or not all(one in kinds for one in found) or (needed and needed not in found):
-            raise ConfigError(
-                f"config.json: {key} is {shown(found)}; it must name {' or '.join(kinds)} for each of the "
-                f"{self.num_layers} layers{f', and {needed} for at least one' if needed else ''}"
-            )
         return found
 
     def model(

@@ -38,7 +38,6 @@ class OneBlockLayer(MixerLayer):
     def forward(
         self, x: Rows, residual: torch.Tensor, rotations: Sequence[Rotation], wanted: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do as ``DecoderLayer.forward``."""
         if self.mlp is None:
             return self._mix(x, rotations, wanted), only(wanted, residual)
         if wanted is not None:

@@ -26,7 +26,6 @@ class AllocationSample:
 
     @property
     def num_blocks(self) -> int:
-        """All blocks of the pool."""
         return self.num_free_blocks + self.num_cached_blocks + self.num_used_blocks
 
     @property

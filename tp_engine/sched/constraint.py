@@ -97,7 +97,6 @@ class WordGuard:
         return [] if self.inner is None else self.inner.forced()
 
     def copy(self) -> TokenConstraint:
-        """Do as ``TokenConstraint``."""
         return WordGuard(self._rules, self._place, None if self.inner is None else self.inner.copy())
 
     def banned(self) -> IntArray:

@@ -47,7 +47,6 @@ class EncoderCache:
         return first
 
     def drop(self, image: int) -> None:
-        """Forget an image."""
         del self._places[image]
 
     def clear(self) -> None:

@@ -199,7 +199,6 @@ class Images(SchedulerFeature):
         self._cache.clear()
 
     def stats(self) -> dict[str, ImageCounters]:
-        """Do as ``SchedulerFeature``."""
         return {"images": replace(self._counters, num_rows_used=self._cache.num_used)}
 
     def check_integrity(self) -> None:

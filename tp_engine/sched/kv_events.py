@@ -128,22 +128,18 @@ class KVEvents(SchedulerFeature):
             sink.put(Rebuilt(runs, is_behind_gap=False))
 
     def inserted(self, run: Run) -> None:
-        """Do as ``CacheObserver``."""
         self._last_serial = run.serial
         if self._is_told(run):
             self._put(self._described(run))
 
     def shortened(self, run: Run) -> None:
-        """Do as ``CacheObserver``."""
         self._put(Shortened(run.serial, run.length))
 
     def renamed(self, run: Run, places: BlockIds) -> None:
-        """Do as ``CacheObserver``."""
         numbers = np.unique(places // self._num_groups)
         self._put(Moved(run.serial, numbers, self._tiers(run.blocks[numbers]), run.token_bytes))
 
     def cleared(self) -> None:
-        """Do as ``CacheObserver``."""
         self._put(Cleared())
 
     def on_new_weights(self) -> None:
@@ -152,7 +148,6 @@ class KVEvents(SchedulerFeature):
         self._put(Cleared())
 
     def stats(self) -> dict[str, KVEventCounters]:
-        """Do as ``SchedulerFeature``."""
         return {"kv_events": self._sink.counters()}
 
     def _retire(self, generation: int) -> None:

@@ -107,13 +107,11 @@ class LoRASlots(SchedulerFeature):
             self._num_requests[generation] += 1
 
     def on_request_end(self, group: RequestGroup) -> None:
-        """Do as ``SchedulerFeature``."""
         if (generation := group.request.adapter_generation) != NO_ADAPTER:
             self._num_requests[generation] -= 1
             self._forget_unused(generation)
 
     def begin_admission(self, step_id: int) -> None:
-        """Do as ``SchedulerFeature``."""
         self._step_id, self._must_drain = step_id, False
 
     def may_enter(self, sequence: Sequence) -> bool:
@@ -144,7 +142,6 @@ class LoRASlots(SchedulerFeature):
         sequence.adapter_slot = self._slot_of[generation]
 
     def on_leave(self, sequence: Sequence) -> None:
-        """Do as ``SchedulerFeature``."""
         generation = sequence.adapter
         if generation == NO_ADAPTER:
             return
@@ -165,7 +162,6 @@ class LoRASlots(SchedulerFeature):
         )
 
     def stats(self) -> dict[str, AdapterStats]:
-        """Do as ``SchedulerFeature``."""
         running, waiting = (
             tuple(sorted(name for name, generation in self._named.items() if generation in of))
             for of in (self._num_rows, self._waiting_since)

@@ -59,7 +59,6 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def json_reply(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a JSON answer."""
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 

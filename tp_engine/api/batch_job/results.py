@@ -232,7 +232,6 @@ class CustomIds:
         return len(self._digests) // _DIGEST_BYTES
 
     def add(self, custom_id: str) -> None:
-        """Append an id."""
         self._digests += blake2b(custom_id.encode(), digest_size=_DIGEST_BYTES).digest()
 
     def repeated(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

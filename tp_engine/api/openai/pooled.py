@@ -198,7 +198,6 @@ class _Envelope:
         return _Envelope(answer_id=answer_id, engine_id=engine_id, created=int(time.time()), model=model)
 
     def listed(self, data: list[JsonObject], outputs: Sequence[RequestOutput]) -> JsonObject:
-        """Return a list of ``data``."""
         return {
             "id": self.answer_id, "object": "list", "created": self.created, "model": self.model, "data": data,
             "usage": _usage(outputs),

@@ -34,7 +34,6 @@ class _InPanels:
         self._pointer = ctypes.pointer(experts)
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """See ``kernels.experts.mix_experts``."""
         assert x.dtype is self._dtype and x.is_contiguous() and expert_ids.shape[1] == self._top_k
         rows = len(x)
         out = torch.empty(x.shape, dtype=self._out_dtype)

@@ -81,14 +81,12 @@ class KVEventPublisher(Closing):
         return "" if self._replays is None else _address(self._replays)
 
     def put(self, change: CacheChange) -> bool:
-        """Do as ``KVEventSink``."""
         if len(self._queue) >= self._max_changes:
             return False
         self._append(change)
         return True
 
     def replace(self, change: Rebuilt) -> None:
-        """Do as ``KVEventSink``."""
         self._num_lost += len(self._queue) + 1
         self._queue.clear()
         self._append(change)
@@ -102,7 +100,6 @@ class KVEventPublisher(Closing):
             )
 
     def counters(self) -> KVEventCounters:
-        """Do as ``KVEventSink``."""
         return KVEventCounters(num_batches=self._num_batches, num_lost_changes=self._num_lost)
 
     def close(self) -> None:

@@ -86,7 +86,6 @@ class TritonExperts:
         self._grouped_mm_from = grouped_mm_from * weights.down.shape[0]
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """See ``mix_experts``."""
         experts, (num_tokens, top_k) = self._weights, expert_ids.shape
         num_experts, hidden, _ = experts.down.shape
         out = torch.empty_like(x)

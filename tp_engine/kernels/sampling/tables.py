@@ -29,7 +29,6 @@ class SamplingTables:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
         return self.floats.nbytes + self.top_k.nbytes + self.seeds.nbytes + self.arrivals.nbytes
 
     @staticmethod

@@ -87,7 +87,6 @@ class DecodeInputs:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all the tensors."""
         return sum(value.nbytes for field in fields(self) if (value := getattr(self, field.name)) is not None)
 
     def first(self, num_requests: int) -> DecodeInputs:

@@ -96,7 +96,6 @@ class PaddedInputs:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all the tensors."""
         return sum(value.nbytes for field in fields(self) if (value := getattr(self, field.name)) is not None)
 
 

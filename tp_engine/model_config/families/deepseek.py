@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tp_engine.errors import ConfigError
+from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.families.glm4_moe import read_experts
@@ -147,9 +147,16 @@ def read_indexers(
 
 def take_dense_layers(reader: DecoderReader, default: int) -> list[bool]:
     """Return which layers have no experts: as ``mlp_layer_types`` lists, or the first ``first_k_dense_replace``."""
-    num_dense = reader.config.take("first_k_dense_replace", int, default) or 0
-    implied = ["dense" if index < num_dense else "sparse" for index in range(reader.num_layers)]
-    return [kind == "dense" for kind in reader.layer_types(("dense", "sparse"), implied, key="mlp_layer_types")]
+    config, count = reader.config, reader.num_layers
+    num_dense = config.take("first_k_dense_replace", int, default) or 0
+    types = config.take("mlp_layer_types", list)
+    if types is None:
+        return [index < num_dense for index in range(count)]
+    if len(types) != count or not all(kind in ("dense", "sparse") for kind in types):
+        raise ConfigError(
+            f"config.json: mlp_layer_types is {shown(types)}; it must say dense or sparse for each of {count} layers"
+        )
+    return [kind == "dense" for kind in types]
 
 
 def _read_soft_experts(reader: DecoderReader) -> ExpertsSpec:

@@ -3,7 +3,7 @@ convolution, the others attention with normalised heads."""
 
 from dataclasses import replace
 
-from tp_engine.errors import ConfigError
+from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.mlp import FUSED, NUMBERED, ExpertsSpec, MlpSpec, RoutingRule
@@ -86,7 +86,13 @@ def _take_kinds(reader: DecoderReader) -> list[bool]:
     """Which layers attend: as ``layer_types`` says, or those of ``full_attn_idxs``, or all."""
     chosen = reader.config.take("full_attn_idxs", list)
     implied = [_KINDS[chosen is None or index in chosen] for index in range(reader.num_layers)]
-    return [kind == "full_attention" for kind in reader.layer_types(_KINDS, implied, needed="full_attention")]
+    kinds = reader.config.take("layer_types", list, implied) or []
+    if len(kinds) != reader.num_layers or not all(kind in _KINDS for kind in kinds) or "full_attention" not in kinds:
+        raise ConfigError(
+            f"config.json: layer_types is {shown(kinds)}; it must name {' or '.join(_KINDS)} for each of the "
+            f"{reader.num_layers} layers, and full_attention for at least one"
+        )
+    return [kind == "full_attention" for kind in kinds]
 
 
 def _adjusted(reader: DecoderReader) -> int:

@@ -70,7 +70,6 @@ class LruQueue:
         return held
 
     def order(self) -> BlockIds:
-        """Return all blocks, in order."""
         entries, places = self._entries[self._head : self._end], self._numbers[self._head : self._end]
         order: BlockIds = entries[self._place_of[entries] == places]
         return order

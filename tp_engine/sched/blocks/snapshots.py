@@ -89,7 +89,6 @@ class Snapshots:
         return position in sequence.snapshots_at and identity(sequence.place) == name
 
     def clear(self) -> None:
-        """Forget all."""
         self._free += self._slot_of.values()
         self._slot_of.clear()
         self._names.clear()

@@ -44,7 +44,6 @@ class GrammarProposer(Proposer):
     most_matched = MappingProxyType({"grammar": 0})
 
     def proposals(self, sequence: Sequence, tokens: IntArray, count: int) -> Iterable[Proposal]:
-        """Do as ``Proposer``."""
         if sequence.constraint is not None and (forced := sequence.constraint.forced()):
             yield Proposal(np.array(forced[:count], dtype=np.int32), 0, "grammar")
 
@@ -58,11 +57,9 @@ class DraftHeadProposer(Proposer):
         self.most_matched = {self._name: 0}
 
     def proposals(self, sequence: Sequence, tokens: IntArray, count: int) -> Iterable[Proposal]:
-        """Do as ``Proposer``."""
         drafts = None if sequence.constraint is not None else self._drafts.get(sequence.row)
         if drafts is not None and len(drafts):
             yield Proposal(drafts[:count], 0, self._name)
 
     def take(self, result: StepResult) -> None:
-        """Do as ``Proposer``."""
         self._drafts = result.drafts

@@ -212,7 +212,6 @@ class Speculation(SchedulerFeature):
         return int(self._rows.capacity[row]) - end
 
     def on_result(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
-        """Do as ``SchedulerFeature``."""
         self.sources.take(result)
         if not len(plan.draft_base_rows):
             return plan, result

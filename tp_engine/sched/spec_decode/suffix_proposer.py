@@ -70,7 +70,6 @@ class SuffixProposer(Proposer):
         self._ring[1], self._head = _GAP, 2
 
     def proposals(self, sequence: Sequence, tokens: IntArray, count: int) -> Iterable[Proposal]:
-        """Do as ``Proposer``."""
         if self._starts and len(tokens) >= self._anchors[-1]:
             yield from self._of_answers(_digest(sequence.group.cache_key), tokens[: -self._depth - 1 : -1], count)
         length, matched = len(tokens), 1
@@ -138,7 +137,6 @@ class SuffixProposer(Proposer):
         return [Proposal(path[:length].copy(), most, "suffix")] if length else []
 
     def learn(self, sequence: Sequence) -> None:
-        """Do as ``Proposer``."""
         first = sequence.num_prompt_tokens
         if (
             not self._most_answers or len(sequence.token_ids) <= first + 1

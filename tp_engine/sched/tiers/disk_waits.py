@@ -72,7 +72,6 @@ class DiskWaits(SchedulerFeature):
         return plan
 
     def cache_salt(self, salt: str) -> str:
-        """Do as ``SchedulerFeature``."""
         return self._disk.salt(salt)
 
     def review_hits(self, sequence: Sequence, hits: Hits) -> Hits | None:

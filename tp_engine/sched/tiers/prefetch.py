@@ -117,7 +117,6 @@ class Prefetcher(SchedulerFeature):
             self._add(sequence.request_id, sequence)
 
     def on_end(self, sequence: Sequence) -> None:
-        """Do as ``SchedulerFeature``."""
         if (key := session_of(sequence)) is not None:
             self._sessions.note(key, sequence.token_ids)
 

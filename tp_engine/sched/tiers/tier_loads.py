@@ -51,9 +51,7 @@ class TierLoads(SchedulerFeature):
         return self._tier.disk is not None and self._tier.disk.must_send
 
     def finish_plan(self, plan: StepPlan) -> StepPlan:
-        """Do as ``SchedulerFeature``."""
         return self._tier.finish(plan)
 
     def stats(self) -> dict[str, int]:
-        """Do as ``SchedulerFeature``."""
         return self._tier.stats()

@@ -59,7 +59,6 @@ class DecodeBatch:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the inputs."""
         return self._inputs.num_bytes + (0 if self._runs is None else self._runs.nbytes)
 
     def set_rows(self, plan: StepPlan, size: int) -> None:

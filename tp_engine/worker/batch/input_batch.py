@@ -64,7 +64,6 @@ class InputBatch:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the device."""
         tables = (self._block_table, self._computed, self._rope_deltas)
         own = [self._token_ids, *(table.device for table in tables if table is not None)]
         return sum(tensor.nbytes for tensor in own) + self.decodes.num_bytes

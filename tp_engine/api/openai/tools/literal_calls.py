@@ -258,7 +258,6 @@ class LiteralCallsParser(TextParser):
         self._keys.add(key)
 
     def _read_string(self) -> bool:
-        """Inside of a string."""
         language, text = self._marks.language, self._pending
         sure = 0  # up to a quote that is part of the string
         is_end: bool | None = False

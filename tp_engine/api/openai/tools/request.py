@@ -59,7 +59,6 @@ class ToolRequest:
 
     @property
     def names(self) -> frozenset[str]:
-        """The tools' names."""
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
     def parameters(self) -> dict[str, dict[str, Any]]:
