@@ -24,6 +24,7 @@ MODULES = (
     "kernel_cases_delta",
     "kernel_cases_short_conv",
     "kernel_cases_latents",
+    "kernel_cases_index_keys",
     "kernel_cases_adapters",
     "kernel_cases_one_row_linear",
     "kernel_cases_tree_linear",

@@ -24,6 +24,7 @@ MODULES = (
     "experts",
     "gather",
     "heads",
+    "index_keys",
     "kv_quant",
     "latents",
     "layer_ops",

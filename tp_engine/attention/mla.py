@@ -34,7 +34,7 @@ from tp_engine.kernels.ops import op
 
 MIN_EXPANDED_QUERIES = 128
 # Bounds the partial results of the rows of a prompt that attend to chosen keys in one call: one for each _SPLIT keys.
-_MAX_PARTIAL_ELEMENTS, _SPLIT = 1 << 22, 256
+_MAX_PARTIAL_ELEMENTS, _SPLIT = {"cpu": 1 << 22, "cuda": 1 << 28}, 256
 # Bounds the keys and values of one call, which has as many heads as fit.
 _MAX_EXPANDED_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 
@@ -87,24 +87,18 @@ class MLABackend:
         """Choose the form of this step's chunks; see ``AttentionBackend``."""
         self._parts, self._places, self._long = None, {}, []
         chunks = metadata.host_query_lens[metadata.num_decodes :]
-        are_decodes_inner = self._of_chosen is not None and not len(chunks)
-        if (
-            self._index_topk is not None
-            and not are_decodes_inner
-            and metadata.host_seq_lens.max(initial=0) > self._index_topk
-        ):
-            is_long = metadata.host_seq_lens > self._index_topk
+        step, topk = metadata, self._index_topk
+        exceeds = topk is not None and metadata.host_seq_lens.max(initial=0) > topk
+        if exceeds and (len(chunks) or self._of_chosen is None):
+            is_long = metadata.host_seq_lens > topk
             if self._of_chosen is not None:
                 is_long[: metadata.num_decodes] = False
             self._long = np.flatnonzero(is_long).tolist()
-            self._parts = split_step(_without(metadata, is_long))
-            if metadata.num_decodes:
-                self._inner.prepare(self._parts[0])
-            return
-        if not len(chunks) or chunks.max() < MIN_EXPANDED_QUERIES:
+            step = _without(metadata, is_long)
+        elif chunks.max(initial=0) < MIN_EXPANDED_QUERIES:
             self._inner.prepare(metadata)
             return
-        self._parts = split_step(metadata)
+        self._parts = split_step(step)
         if metadata.num_decodes:
             self._inner.prepare(self._parts[0])
 
@@ -163,10 +157,11 @@ class MLABackend:
         maps, chooser, backend = shape.latent, shape.chooser, self._of_chosen
         assert maps is not None and chooser is not None and backend is not None
         length, end = len(query), int(metadata.host_seq_lens[index])
-        seq_lens = torch.arange(end - length + 1, end + 1, dtype=torch.int32)
-        table = metadata.block_table[index].expand(length, -1)
+        seq_lens = torch.arange(end - length + 1, end + 1, dtype=torch.int32, device=query.device)
+        table = metadata.block_table[index, : -(-end // kv.cache.shape[2])].expand(length, -1)
         places, counts = chooser.of_rows(start, table, seq_lens)
-        step = max(1, _MAX_PARTIAL_ELEMENTS // (shape.num_heads * shape.head_dim * -(-chooser.top_k // _SPLIT)))
+        room = _MAX_PARTIAL_ELEMENTS[query.device.type]
+        step = max(1, room // (shape.num_heads * shape.head_dim * -(-chooser.top_k // _SPLIT)))
         for first in range(0, length, step):
             own = slice(first, first + step)
             chosen = ChosenKeys(places[own], counts[own])

@@ -30,15 +30,16 @@ MODULES = sorted(
 # GPUs from compute capability 8.9 on have e4m3; on others no product reads codes.
 NEEDS_E4M3 = ("kernel_cases_norm_codes",)
 # Modules with kernels of which the last program joins the parts of all.
-JOINS = ("kernel_cases_latents", "kernel_cases_paged_attention", "kernel_cases_sampling")
+JOINS = tuple(f"kernel_cases_{name}" for name in ("index_keys", "latents", "paged_attention", "sampling"))
 # Modules with products: how much shared memory their kernels need depends on their tiles, so on each launch.
-ATTENTION = {"kernel_cases_latents", "kernel_cases_paged_attention"}
+ATTENTION = {"kernel_cases_index_keys", "kernel_cases_latents", "kernel_cases_paged_attention"}
 PRODUCTS = ATTENTION | {f"kernel_cases_{name}" for name in ("adapters", "experts", "quantised", "tree_linear")}
 
 # Most of the time; ``test_kernels_specialisations`` and ``test_kernels_latents`` compile the usual launches of most of
 # these in the fast tier, too.
 MANY_LAUNCHES = {
-    f"kernel_cases_{name}" for name in ("adapters", "experts", "heads", "latents", "paged_attention", "quantised")
+    f"kernel_cases_{name}"
+    for name in ("adapters", "experts", "heads", "index_keys", "latents", "paged_attention", "quantised")
 }
 
 

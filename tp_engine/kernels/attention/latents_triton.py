@@ -23,8 +23,8 @@ _HEADS_PER_PROGRAM = 16
 
 
 @jit
-def _turn(place, step, other, inside, cos, sin):
-    """The pairs at ``place``, elements ``step`` and ``other``, turned: float32."""
+def turn_pairs(place, step, other, inside, cos, sin):
+    """Return the pairs at ``place``, elements ``step`` and ``other``, turned: float32."""
     a = tl.load(place + step, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(place + other, mask=inside, other=0.0).to(tl.float32)
     return a * cos - b * sin, b * cos + a * sin
@@ -53,7 +53,7 @@ def prepare_latents_kernel(
         head = tile * TILE + tl.arange(0, TILE)[:, None]
         place = query + token * query_stride + head * (NOPE + 2 * HALF)
         inside = (head < NUM_HEADS) & (pair < HALF)[None, :]
-        a, b = _turn(place + NOPE, first[None, :], second[None, :], inside, cos[None, :], sin[None, :])
+        a, b = turn_pairs(place + NOPE, first[None, :], second[None, :], inside, cos[None, :], sin[None, :])
         if SCALES_QUERY:
             factor = tl.load(query_scale + position)
             a, b = a * factor, b * factor
@@ -73,7 +73,7 @@ def prepare_latents_kernel(
             latent = tl.load(place + column, mask=column < RANK, other=0.0).to(tl.float32)
             gain = tl.load(weight + column, mask=column < RANK, other=0.0).to(tl.float32) + OFFSET
             latent *= tl.rsqrt(tl.sum(latent * latent, axis=0) / RANK + eps) * gain
-            a, b = _turn(place + RANK, first, second, inside, cos, sin)
+            a, b = turn_pairs(place + RANK, first, second, inside, cos, sin)
             if LARGEST > 0:
                 # As the twin, which rounds to the model's type before it quantises.
                 latent = latent.to(rows.dtype.element_ty).to(tl.float32)

@@ -13,6 +13,8 @@
 
 Every part of the heads reads the rows again, from the second-level cache.  Splits are those of ``paged_decode_triton``:
 the grid follows from numbers of requests and tokens, and lengths are read on the device.
+
+Decodes may attend to chosen keys alone (``index_keys_triton``): the i-th key is then at the i-th chosen position.
 """
 
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.arrivals_triton import arrives_last
+from tp_engine.kernels.attention.index_keys import ChosenKeys
 from tp_engine.kernels.attention.paged_decode_triton import DecodeSizes, power_of_two_splits, split_of
 from tp_engine.kernels.attention.paged_prefill_triton import request_of
 from tp_engine.kernels.attention.paged_tiles_triton import add_tile, load_states, places_of, score_scale, to_float16
@@ -43,19 +46,27 @@ class LatentSizes(DecodeSizes):
     most_rows: int
 
 
-@triton.jit(do_not_specialize=["table_stride", "usual_splits", "num_splits", "first_request", "num_requests"])
+# Rows that attend to chosen keys are slices of those that choose, so they begin at any address.
+@triton.jit(
+    do_not_specialize=[
+        "table_stride", "chosen_stride", "usual_splits", "num_splits", "first_request", "num_requests",
+    ],
+    do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start", "chosen"],
+)  # fmt: skip
 @no_type_check
 def paged_latent_kernel(
-    query, cache, scales, block_table, seq_lens, query_start, out, partial, partial_lse, arrivals, scale, query_stride,
-    table_stride, usual_splits, num_splits, first_request, num_requests,
+    query, cache, scales, block_table, seq_lens, query_start, chosen, out, partial, partial_lse, arrivals, scale,
+    query_stride, table_stride, chosen_stride, usual_splits, num_splits, first_request, num_requests,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, ROWS: tl.constexpr, JOINED_PARTS: tl.constexpr,
     RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, TILE: tl.constexpr, LONG_TILES: tl.constexpr,
-    IS_CHUNK: tl.constexpr, IS_SPLIT: tl.constexpr, QUANTISED: tl.constexpr, PDL: tl.constexpr,
+    IS_CHUNK: tl.constexpr, IS_CHOSEN: tl.constexpr, IS_SPLIT: tl.constexpr, QUANTISED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one split of BLOCK_Q queries on GROUP heads.  Without IS_CHUNK a request's one query has its number.
 
-    ``out`` (N, heads, rank) is the result of a single split; more of them go to ``partial``.
+    With IS_CHOSEN the keys are at the first ``seq_lens`` positions of the request's row of ``chosen``.  ``out``
+    (N, heads, rank) is the result of a single split; more of them go to ``partial``.
     """
     begin_program(PDL)
     part, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -98,7 +109,13 @@ def paged_latent_kernel(
         for index in range(tile, end):
             position = index * TILE + tl.arange(0, TILE)
             is_key = position < length
-            block_id, offset = places_of(table_row, index * TILE, length, TILE, BLOCK_SIZE)
+            if IS_CHOSEN:
+                place_of_key = chosen + request.to(tl.int64) * chosen_stride + position
+                key = tl.load(place_of_key, mask=is_key, other=0)
+                block_id = tl.load(table_row + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+                offset = key % BLOCK_SIZE
+            else:
+                block_id, offset = places_of(table_row, index * TILE, length, TILE, BLOCK_SIZE)
             row = block_id * BLOCK_STRIDE + offset * (RANK + ROPE)
             values = load_states(cache, row, is_key, True, RANK, RANK_PAD).to(latents.dtype)
             keys = load_states(cache, row + RANK, is_key, True, ROPE, ROPE_PAD).to(latents.dtype)
@@ -134,11 +151,13 @@ def mla_decode_triton(
     scale: float,
     sizes: LatentSizes,
     arrivals: torch.Tensor,
+    chosen: ChosenKeys | None = None,
 ) -> None:
     """``paged_attention`` with ``value_dim`` of N requests with one query each, into ``out`` (N, heads, rank).
 
     ``query`` (N, heads, rank + rope), a token's heads contiguous; ``block_table`` (N, M) and ``seq_lens`` (N,) int32;
     ``sizes`` by ``latent_sizes``.  Launches the same kernel for every content of ``seq_lens`` and ``block_table``.
+    With ``chosen`` each attends to those keys alone, and their numbers stand for ``seq_lens``.
 
     ``arrivals`` (``MAX_ARRIVALS``,) int32 are zeros before and after the launch; launches that may run at the same
     time need their own.
@@ -148,7 +167,7 @@ def mla_decode_triton(
         rows = max(_MIN_SIZE, triton.next_power_of_2(group))
         _launch(
             query, kv, block_table, seq_lens, seq_lens, out, arrivals, scale, sizes,
-            num_blocks=len(query), first_request=0, is_chunk=False, group=group, rows=rows, block_q=1,
+            num_blocks=len(query), first_request=0, is_chunk=False, group=group, rows=rows, block_q=1, chosen=chosen,
         )  # fmt: skip
 
 
@@ -198,6 +217,7 @@ def _launch(
     group: int,
     rows: int,
     block_q: int,
+    chosen: ChosenKeys | None = None,
 ) -> None:
     """``num_blocks`` blocks of ``block_q`` queries, for each of the parts of ``group`` heads, in ``rows`` rows."""
     _, num_heads, row_dim = query.shape
@@ -207,23 +227,25 @@ def _launch(
     assert query.stride(2) == 1 and query.stride(1) == row_dim, "a token's heads must be contiguous"
     assert out.is_contiguous() and block_table.stride(1) == 1
     assert num_splits == 1 or num_blocks * parts <= len(arrivals), (num_splits, num_blocks, len(arrivals))
-    # Chunks always take the code for splits, because the number of their tokens differs from step to step.
-    is_split = num_splits > 1 or is_chunk
+    # Chunks, and rows of chosen keys, which may be those of chunks, always take the code for splits, because the number
+    # of their tokens differs from step to step.
+    is_split = num_splits > 1 or is_chunk or chosen is not None
+    lengths, positions = (seq_lens, seq_lens.view(-1, 1)) if chosen is None else (chosen.counts, chosen.positions)
     partial, lse = out, out
     if is_split:
         width = len(query) if num_splits > 1 else 0
         partial = torch.empty((width, num_heads, num_splits, rank), dtype=torch.float32, device=query.device)
         lse = torch.empty((width, num_heads, num_splits), dtype=torch.float32, device=query.device)
     paged_latent_kernel[(parts, num_splits, num_blocks)](
-        query, kv.cache[0], kv.cache[0] if kv.scales is None else kv.scales[0], block_table, seq_lens, query_start, out,
-        partial, lse, arrivals, score_scale(scale, None), query.stride(0), block_table.stride(0), sizes.usual_splits,
-        num_splits, first_request, len(seq_lens),
+        query, kv.cache[0], kv.cache[0] if kv.scales is None else kv.scales[0], block_table, lengths, query_start,
+        positions, out, partial, lse, arrivals, score_scale(scale, None), query.stride(0), block_table.stride(0),
+        positions.stride(0), sizes.usual_splits, num_splits, first_request, len(seq_lens),
         NUM_HEADS=num_heads, GROUP=group, BLOCK_Q=block_q, ROWS=rows,
         JOINED_PARTS=joined_parts(rows, rank_pad, sizes.num_warps), RANK=rank, RANK_PAD=rank_pad, ROPE=row_dim - rank,
         ROPE_PAD=max(_MIN_SIZE, triton.next_power_of_2(row_dim - rank)), BLOCK_SIZE=kv.cache.shape[2],
         BLOCK_STRIDE=kv.block_stride, SCALE_STRIDE=kv.scale_stride, TILE=sizes.tile,
-        LONG_TILES=max(1, sizes.long_keys // sizes.tile), IS_CHUNK=is_chunk, IS_SPLIT=is_split,
-        QUANTISED=kv.scales is not None, num_warps=sizes.num_warps, num_stages=sizes.num_stages,
+        LONG_TILES=max(1, sizes.long_keys // sizes.tile), IS_CHUNK=is_chunk, IS_CHOSEN=chosen is not None,
+        IS_SPLIT=is_split, QUANTISED=kv.scales is not None, num_warps=sizes.num_warps, num_stages=sizes.num_stages,
         **dependent_launch(query.device),
     )  # fmt: skip
 
