@@ -146,6 +146,29 @@ def test_latents(checkpoint: Callable[..., Path], counted: type[CountedSteps]) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek-v3.2", "glm-moe-dsa"])
+def test_sparse_attention(family: str, checkpoint: Callable[..., Path], counted: type[CountedSteps]) -> None:
+    """Oracle: the tokens of the same engine on C, which ``tests/ranks`` compares with transformers'.  Prompts are
+    shorter and longer than the chosen keys, in chunks beside decodes, which are recorded."""
+    folder = checkpoint(family, num_layers=2, vocab_size=101, index_topk=16, index_n_heads=8)
+    expected = generate(folder)
+    with (
+        triton_ops_on_cpus() as used,
+        gpu_path(),
+        patch(
+            "tp_engine.worker.worker.select_backend", lambda _, needs: MLABackend(TritonMLABackend(), needs.index_topk)
+        ),
+        patch("tp_engine.worker.worker.graph_plan", lambda *_: RECORDED),
+        patch("tp_engine.worker.worker.warms_up", lambda device_type: True),
+        patch("tp_engine.worker.graphs.step_runner.CapturedSteps", counted),
+    ):
+        found = generate(folder)
+    assert {"prepare_index", "choose_keys"} <= used, used
+    assert found == expected
+    assert counted.steps, "no step of decodes was recorded"
+
+
+@pytest.mark.slow
 def test_groups_of_layers(checkpoint: Callable[..., Path]) -> None:
     """Oracle: the same model with one block table for all layers; tokens and log-probabilities are equal bit by bit."""
     shape: dict[str, Any] = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}

@@ -88,8 +88,8 @@ class MLABackend:
         self._parts, self._places, self._long = None, {}, []
         chunks = metadata.host_query_lens[metadata.num_decodes :]
         step, topk = metadata, self._index_topk
-        exceeds = topk is not None and metadata.host_seq_lens.max(initial=0) > topk
-        if exceeds and (len(chunks) or self._of_chosen is None):
+        is_mixed = len(chunks) > 0 or self._of_chosen is None  # not decodes alone that the inner backend has
+        if topk is not None and is_mixed and metadata.host_seq_lens.max(initial=0) > topk:
             is_long = metadata.host_seq_lens > topk
             if self._of_chosen is not None:
                 is_long[: metadata.num_decodes] = False

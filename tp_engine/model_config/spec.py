@@ -293,12 +293,11 @@ class ModelSpec:
         found = replace(self, layers=tuple(kinds[layer] for layer in self.layers))
         if found.index_topk is None:
             return found
-        slow = (
+        costs = (
             f"requests of more than {self.index_topk:,} tokens attend to the {self.index_topk:,} keys that an indexer "
-            "finds best, on GPUs in plain PyTorch and without CUDA graphs: if no request is longer, max_model_len "
-            f"{self.index_topk} is faster"
+            f"finds best: if no request is longer, max_model_len {self.index_topk} spares the indexer and its memory"
         )
-        return replace(found, warnings=(*self.warnings, slow))
+        return replace(found, warnings=(*self.warnings, costs))
 
     @property
     def index_topk(self) -> int | None:

@@ -25,6 +25,24 @@ def test_no_size_of_a_batch_compiles_a_kernel_anew() -> None:
 
 
 @needs_triton
+@quiet
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_no_number_of_rows_compiles_sparse_attention_anew() -> None:
+    """Oracle: Triton's own cache: a step of decodes compiles all, also for the tokens of prompts and for other lengths
+    of block tables; rows that choose at several times begin at any address."""
+    from tests.unit.kernels.kernel_cases_index_keys import launch_model
+
+    with compiled_for(90) as kernels:
+        launch_model(0, 2)
+        known = {id(kernel) for kernel in kernels}
+        for num_rows, width in ((1, 100), (3, 33), (64, 10_240), (7000, 1)):
+            launch_model(0, num_rows, width)
+        added = [kernel.name for kernel in kernels if id(kernel) not in known]
+    assert not added, f"compiled for a size: {sorted(set(added))}"
+
+
+@needs_triton
 def test_numbers_of_splits() -> None:
     """Oracle: by hand: powers of two; one program per multiprocessor, four at most; 128 heads are four programs, and 8
     heads four queries to a program."""
