@@ -93,7 +93,7 @@ def seconds_per_launch(launches: Sequence[Launch], repeats: int) -> float:
 
 def all_cases(shape: Shape, args: argparse.Namespace) -> Iterator[KernelCase]:
     """Every kernel at every size asked for."""
-    from benchmarks.kernels.attention import attention_cases, latent_cases, prefill_cases
+    from benchmarks.kernels.attention import attention_cases, latent_cases, prefill_cases, sparse_cases
     from benchmarks.kernels.quantised import quantised_cases
     from benchmarks.kernels.sampling import sampling_cases
 
@@ -104,6 +104,7 @@ def all_cases(shape: Shape, args: argparse.Namespace) -> Iterator[KernelCase]:
         for length in args.length:
             yield from attention_cases(shape, num_requests, length)
             yield from latent_cases(shape, num_requests, length)
+            yield from sparse_cases(shape, num_requests, length)
             yield from decode_input_cases(shape, num_requests, length)
         yield from sampling_cases(shape, num_requests, VOCAB_SIZE)
     for num_tokens in args.prefill:

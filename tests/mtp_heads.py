@@ -36,7 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek-v3": {},
     "glm4-moe": {},
     "glm4-moe-lite": {},
-    "deepseek-v3.2": {"index_topk": 256},  # the engine's head attends to all keys
+    "deepseek-v3.2": {},
     "ernie4.5-moe": {},
 }
 """Families with such a head, and what transformers needs to make one: of which class its norms are, it finds in the

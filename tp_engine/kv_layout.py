@@ -274,12 +274,13 @@ def _with_layer(layout: KvLayout, layer: int, kind: KvKind, world_size: int) -> 
         head_dim=kind.head_dim,
         num_parts=kind.num_parts,
     )
-    assert not kind.index_dim, "the layer of a head attends to all keys"
     fitting = [group for group in layout.groups if replace(group, layers=(), index_layers=(), index_dim=0) == own]
     if not fitting:
         return None
     joined = min(fitting, key=lambda group: len(group.layers))
     larger = replace(joined, layers=(*joined.layers, layer))
+    if kind.index_dim:
+        larger = replace(larger, index_layers=(*joined.index_layers, layer), index_dim=kind.index_dim)
     return replace(layout, groups=tuple(larger if group is joined else group for group in layout.groups))
 
 

@@ -153,8 +153,8 @@ _SECTIONS = (
         f"{_KERNELS} --only 'prefill attention' --batch 1 --prefill 1024,1280,2048,8192,32768",
     ),
     (
-        "bench_latents", 0, 240, "decode attention of DeepSeek-V3 on 1 and 8 ranks",
-        f"{_KERNELS} --only latent --batch 1,32,256 --length 1024,8192",
+        "bench_latents", 0, 300, "decode attention of DeepSeek-V3 and V3.2 on 1 and 8 ranks",
+        f"{_KERNELS} --only latent --batch 1,32,256 --length 1024,8192,32768",
     ),
     ("steps_0.6b", 0, 180, "gaps between decode steps, 0.6B shape", _STEPS.format("0.6b")),
     ("steps_8b", 0, 180, "gaps between decode steps, 8B shape", _STEPS.format("8b")),

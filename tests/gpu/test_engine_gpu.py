@@ -131,9 +131,11 @@ def test_scores_of_heads_equal_transformers(family: str, kind: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["recorded", "eager"])
-def test_latent_attention(checkpoint: Checkpoint, enforce_eager: bool) -> None:
-    """Oracle: the same model on the CPU, in fp32; prompts of 200 and 150 tokens are expanded, others are absorbed."""
-    folder = checkpoint("deepseek-v3", vocab_size=1000, max_position=1024)
+@pytest.mark.parametrize("family", ["deepseek-v3", "deepseek-v3.2"])
+def test_latent_attention(family: str, checkpoint: Checkpoint, enforce_eager: bool) -> None:
+    """Oracle: the same model on the CPU, in fp32; prompts of 200 and 150 tokens are expanded, others are absorbed.
+    Those of V3.2 attend to the keys that an indexer chooses."""
+    folder = checkpoint(family, vocab_size=1000, max_position=1024)
     on_cpu = generated(folder, GREEDY, device="cpu", dtype="float32")
     options: dict[str, Any] = {"dtype": "float32", "enforce_eager": enforce_eager, "max_num_batched_tokens": 256}
     assert generated(folder, GREEDY, **options) == on_cpu

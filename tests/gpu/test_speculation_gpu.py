@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "num_gpu_bl
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["recorded", "eager"])
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
-@pytest.mark.parametrize("family", ["qwen3.5", "qwen3-next", "glm4-moe", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3-next", "glm4-moe", "deepseek-v3", "deepseek-v3.2"])
 def test_drafts_change_no_token(
     family: str, method: str, enforce_eager: bool, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.kernels.attention import attention_cases, latent_cases, prefill_cases
+from benchmarks.kernels.attention import attention_cases, latent_cases, prefill_cases, sparse_cases
 from benchmarks.kernels.cases import Shape, decode_input_cases, token_cases
 from benchmarks.kernels.quantised import quantised_cases
 from benchmarks.kernels.sampling import sampling_cases
@@ -14,7 +14,7 @@ def test_every_launch_works() -> None:
     shape = Shape(name="tiny", hidden=32, inner=24, num_heads=4, num_kv_heads=2, head_dim=32, device="cpu")
     small = (*token_cases(shape, 3), *decode_input_cases(shape, 2, 40), *prefill_cases(shape, 20))
     many = (*quantised_cases(shape, 1), *quantised_cases(shape, 5), *quantised_cases(shape, 70))
-    many = (*many, *latent_cases(shape, 1, 20))
+    many = (*many, *latent_cases(shape, 1, 20), *sparse_cases(shape, 1, 20, top_k=16))
     for case in (*small, *many, *attention_cases(shape, 2, 40), *sampling_cases(shape, 2, 50)):
         launch = case.make()
         launch()

@@ -43,6 +43,7 @@ CASES = {
         ("qwen3-next", "chunks and preemption"),
         ("qwen3.5", "prefix hits"),
         ("glm4-moe-lite", "chunks and preemption"),
+        ("deepseek-v3.2", "prefix hits"),
     ],
     4: [("qwen3-next", "chunks and preemption"), ("glm4-moe", "plain")],
 }

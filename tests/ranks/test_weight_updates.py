@@ -50,18 +50,19 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
         ("llama", {"tensor_parallel_size": 1, "tie": True}),
         ("qwen3", {"tensor_parallel_size": 1, "quantization": "int8"}),
         ("qwen3-moe", {"tensor_parallel_size": 1}),
+        ("deepseek-v3.2", {"tensor_parallel_size": 1, "index_topk": 256}),
         ("qwen3", {"tensor_parallel_size": 1, "enforce_eager": True, "dtype": "bfloat16", "quantization": "fp8"}),
     ],
-    ids=["tp2", "tied", "int8", "experts", "fp8-eager"],
+    ids=["tp2", "tied", "int8", "experts", "short-contexts-need-no-indexer", "fp8-eager"],
 )
 def test_an_engine_with_new_weights_is_one_that_starts_with_them(
     architecture: str, options: dict[str, Any], checkpoint: Callable[..., Path]
 ) -> None:
     """Oracle: an engine that starts from the second checkpoint, bit for bit; no cached token of other weights; and the
     first engine's own answers when it gets its weights back.  Old weights are freed."""
-    shape = {"tie": options["tie"]} if "tie" in options else {}
+    shape = {name: options[name] for name in ("tie", "index_topk") if name in options}
     folders = [checkpoint(architecture, seed=seed, **shape) for seed in (11, 12)]
-    settings = {**OPTIONS, **{name: value for name, value in options.items() if name != "tie"}}
+    settings = {**OPTIONS, **{name: value for name, value in options.items() if name not in shape}}
     with LLM(str(folders[1]), **settings) as llm:
         expected, _ = run(llm)
     with LLM(str(folders[0]), **settings) as llm:

@@ -124,16 +124,12 @@ class MLABackend:
     ) -> None:
         """Write the outputs of the long requests' tokens, which attend to chosen keys alone, into ``out``."""
         maps, chooser = shape.latent, shape.chooser
-        assert maps is not None
+        assert maps is not None and chooser is not None
         lengths = metadata.host_query_lens
         starts = lengths.cumsum() - lengths
         for index in self._long:
             start, length = int(starts[index]), int(lengths[index])
             own, place = slice(start, start + length), self._place(index, metadata, kv)
-            if chooser is None:  # the layer of a draft head
-                rows = self._rows_at(kv, query.dtype, place).unsqueeze(1)
-                out[own] = self._attend_expanded(query[own], rows, shape)
-                continue
             if self._of_chosen is not None:
                 self._attend_prompt(out[own], query[own], start, index, kv, metadata, shape)
                 continue

@@ -291,6 +291,10 @@ class ModelSpec:
             return self
         kinds = {layer: of(layer) for layer in self.distinct_layers}
         found = replace(self, layers=tuple(kinds[layer] for layer in self.layers))
+        if (head := self.stored_mtp) is not None:
+            head = replace(head, layer=of(head.layer))
+            found = replace(found, stored_mtp=head)
+            found = found if self.mtp is None else found.drafting_with(head)
         if found.index_topk is None:
             return found
         costs = (

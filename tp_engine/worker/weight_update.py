@@ -103,7 +103,7 @@ def _same_model(folder: str, effective: EffectiveConfig) -> tuple[ModelSpec, Pat
     ``RequestError`` if its config.json describes another model.
     """
     described, path = load_model_config(folder, hf_overrides=effective.config.hf_overrides)
-    described = pooled(described, effective.pooling)
+    described = pooled(described, effective.pooling).within(effective.max_model_len)
     if (own := effective.model.mtp) is not None:
         described = described.drafting_with(described.stored_mtp or own)
     running = replace(

@@ -12,7 +12,9 @@ from benchmarks.kernels.cases import KernelCase, Launch, Shape, can_use, random_
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.attention.triton_mla import TritonMLABackend
+from tp_engine.kernels.attention.index_keys import ChosenKeys
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv
+from tp_engine.kernels.ops import implementation
 
 
 def decode_bytes(shape: Shape, num_requests: int, length: int, cache_dtype: torch.dtype) -> int:
@@ -54,6 +56,8 @@ def prefill_cases(shape: Shape, num_tokens: int) -> Iterator[KernelCase]:
 
 # Latent attention as DeepSeek has it, of V3 on one rank and on 8: elements of a row and of its latent, heads.
 LATENT_ROW, LATENT_RANK, LATENT_HEADS = 576, 512, (128, 16)
+# The indexer of V3.2: heads, elements of one, keys that are chosen.
+INDEX_HEADS, INDEX_DIM, TOP_K = 64, 128, 2048
 
 
 def latent_bytes(shape: Shape, num_heads: int, num_requests: int, length: int) -> int:
@@ -74,7 +78,8 @@ def latent_cases(shape: Shape, num_requests: int, length: int) -> Iterator[Kerne
         )
 
 
-def _launch_latents(shape: Shape, num_heads: int, num_requests: int, length: int) -> Launch:
+def _launch_latents(shape: Shape, num_heads: int, num_requests: int, length: int, top_k: int | None = None) -> Launch:
+    """Attention to all keys, or to ``top_k`` of each request, at random."""
     metadata = _metadata(shape, [1] * num_requests, length)
     num_blocks = metadata.block_table.numel()
     cache = torch.randn(1, num_blocks, shape.block_size, 1, LATENT_ROW, device=shape.device, dtype=shape.dtype)
@@ -84,7 +89,45 @@ def _launch_latents(shape: Shape, num_heads: int, num_requests: int, length: int
     )
     backend = TritonMLABackend()
     backend.prepare(metadata)
-    return lambda: backend.forward(query, None, LayerKv(cache), metadata, attention)
+    if top_k is None:
+        return lambda: backend.forward(query, None, LayerKv(cache), metadata, attention)
+    positions = torch.rand(num_requests, length, device=shape.device).topk(top_k).indices.sort().values.int()
+    chosen = ChosenKeys(positions, torch.full((num_requests,), top_k, dtype=torch.int32, device=shape.device))
+    return lambda: backend.forward_chosen(query, None, LayerKv(cache), chosen, attention)
+
+
+def sparse_cases(shape: Shape, num_requests: int, length: int, top_k: int = TOP_K) -> Iterator[KernelCase]:
+    """DeepSeek's sparse attention beside ``latent_cases``, which attend to all keys: the choice, and attention to the
+    chosen ones.  None if all keys are chosen."""
+    if length <= top_k:
+        return
+    size, states = f"{num_requests} x {length}", INDEX_HEADS * (INDEX_DIM * shape.dtype.itemsize + 4)
+    table = -(-length // shape.block_size) * 4
+    yield KernelCase(
+        kernel="choice of keys for latent attention",
+        size=size,
+        num_bytes=num_requests * (length * INDEX_DIM * shape.dtype.itemsize + states + table + top_k * 4),
+        num_flops=2 * num_requests * length * INDEX_HEADS * INDEX_DIM,
+        make=partial(_launch_choice, shape, num_requests, length, top_k),
+    )
+    for num_heads in LATENT_HEADS:
+        yield KernelCase(
+            kernel=f"latent decode attention to chosen keys, {num_heads} heads",
+            size=size,
+            num_bytes=latent_bytes(shape, num_heads, num_requests, top_k) + num_requests * top_k * 4,
+            num_flops=2 * num_requests * top_k * num_heads * (LATENT_ROW + LATENT_RANK),
+            make=partial(_launch_latents, shape, num_heads, num_requests, length, top_k),
+        )
+
+
+def _launch_choice(shape: Shape, num_requests: int, length: int, top_k: int) -> Launch:
+    metadata, device = _metadata(shape, [1] * num_requests, length), shape.device
+    num_blocks = metadata.block_table.numel()
+    keys = torch.randn(1, num_blocks, shape.block_size, 1, INDEX_DIM, device=device, dtype=shape.dtype)
+    queries = torch.randn(num_requests, INDEX_HEADS, INDEX_DIM, device=device).to(shape.dtype)
+    given = queries, torch.randn(num_requests, INDEX_HEADS, device=device), 0.01, LayerKv(keys), metadata.block_table
+    choose = implementation("choose_keys", "triton")
+    return lambda: choose(*given, metadata.seq_lens, top_k)
 
 
 def _launch(shape: Shape, query_lens: list[int], length: int, cache_dtype: torch.dtype) -> Launch:

@@ -82,11 +82,8 @@ def logits(folder: Path, communicator: Communicator, wanted: torch.Tensor | None
 
 
 def read_names(folder: Path, tensors: dict[str, torch.Tensor]) -> list[str]:
-    """The names of the head's tensors in ``folder`` that the engine reads.
-
-    A head attends to all keys, so the indexer of its layer is not read (docs/models.md).
-    """
-    return [name for name in load_model_config(str(folder))[0].mtp_names(tensors) if ".self_attn.indexer." not in name]
+    """The names of the head's tensors in ``folder``."""
+    return list(load_model_config(str(folder))[0].mtp_names(tensors))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -81,7 +81,7 @@ def latent_model(
     """Layers with latent attention, each ``is_dense`` or with ``experts``.
 
     With ``turns_share``, config.json counts what turns as a share of a whole head.  ``indexers``: each layer's, if
-    there are some.  The layer of a draft head attends to all keys.
+    there are some; then the layer of a draft head has one of its own.
     """
     config, share = reader.config, latent.rope_dim / latent.query_dim
     rope = read_rope(
@@ -107,6 +107,7 @@ def latent_model(
     if indexers is not None:  # those that are not read: short contexts need none, and some layers share
         skipped = [f"model.layers.{index}.self_attn.indexer." for index in range(reader.num_layers + 1)]
         attentions = [replace(attention, latent=replace(latent, index=index)) for index in indexers]
+        attention = replace(attention, latent=replace(latent, index=replace(indexers[0], source=None)))
     layers = tuple(
         reader.pre_norm_layer(own, reader.mlp() if is_dense[index] else experts) for index, own in enumerate(attentions)
     )
