@@ -127,7 +127,8 @@ def test_each_changed_tensor_changes_the_logits(family: str, heads: Callable[[st
     assert len(names) > 10 and set(names) <= set(reference.tensors)
     before = torch.cat([reference.logits(text) for text in texts()])
     for name in names:
-        changed = tensors[name].flip(0) + 0.1
+        # Index queries that are alike score 0 with many keys, and among equal scores transformers chooses any.
+        changed = tensors[name].flip(0) + (0.0 if name.endswith("indexer.wq_b.weight") else 0.1)
         save_file({**tensors, name: changed}, folder / NAME, metadata={"format": "pt"})
         reference.tensors[name].copy_(changed)
         expected, found = torch.cat([reference.logits(text) for text in texts()]), logits(folder, SingleRank())
