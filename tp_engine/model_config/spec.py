@@ -289,12 +289,10 @@ class ModelSpec:
 
         if self.index_topk is None:
             return self
-        kinds = {layer: of(layer) for layer in self.distinct_layers}
-        found = replace(self, layers=tuple(kinds[layer] for layer in self.layers))
-        if (head := self.stored_mtp) is not None:
+        found, head = replace(self, layers=tuple(map(of, self.layers))), self.stored_mtp
+        if head is not None:
             head = replace(head, layer=of(head.layer))
-            found = replace(found, stored_mtp=head)
-            found = found if self.mtp is None else found.drafting_with(head)
+            found = replace(found if self.mtp is None else found.drafting_with(head), stored_mtp=head)
         if found.index_topk is None:
             return found
         costs = (
