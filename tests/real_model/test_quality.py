@@ -18,7 +18,7 @@ PART = TEXT[:2000]  # about 440 tokens
 MOST: dict[str, tuple[dict[str, Any], float]] = {
     "fp8": ({"quantization": "fp8"}, 1.04),
     "int8": ({"quantization": "int8"}, 1.06),
-    "int4": ({"quantization": "int4"}, 1.22),
+    "int4": ({"quantization": "int4"}, 1.03),
     "fp8 KV cache": ({"kv_cache_dtype": "fp8"}, 1.02),
     "int8 KV cache": ({"kv_cache_dtype": "int8"}, 1.02),
 }

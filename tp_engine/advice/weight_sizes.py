@@ -43,7 +43,7 @@ class _Online:
 
 
 _E4M3 = WeightScheme(packing="plain", kind="e4m3")
-_INT4 = WeightScheme(packing="gptq", kind="int4", group=32)
+_INT4 = WeightScheme(packing="modelopt-nvfp4", kind="int4", group=32, has_zeros=True)  # scales of 8 bits, factors
 _ONLINE = {"int8": _Online(_PER_ROW, None), "fp8": _Online(_E4M3, _E4M3), "int4": _Online(_INT4, _INT4, _PER_ROW)}
 
 

@@ -35,11 +35,13 @@ def int8_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def int4_groups(values: torch.Tensor) -> torch.Tensor:
-    """Round to 4 bits with a scale for each 32 columns."""
+    """Round to 4 bits with a scale and a zero point for each 32 columns."""
     columns = values.shape[-1]
     padded = torch.nn.functional.pad(values.float(), (0, -columns % _INT4_GROUP))
     groups = padded.unflatten(-1, (-1, _INT4_GROUP))
-    return _steps(groups, 7).flatten(-2)[..., :columns].to(values.dtype)
+    lowest, highest = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+    step = (highest - lowest).clamp_min(_TINY) / 15
+    return (((groups - lowest) / step).round() * step + lowest).flatten(-2)[..., :columns].to(values.dtype)
 
 
 def e4m3_rows(values: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ from tp_engine.kernels.quantization.weights import (
 from tp_engine.model_config.mlp import SILU, Activation
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
-E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+E4M3, E8M0, UINT8 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8
 Case = Callable[[str], None]
 
 
@@ -60,10 +60,10 @@ def make_weight(
         if scales == E8M0:
             found["scales"] = (values * 8 - 10).exp2().to(E8M0)
         else:
-            found["scales"] = (values if scales == E4M3 else values * size).to(scales)
+            factor = {E4M3: 1.0, UINT8: 150.0}.get(scales, size)
+            found["scales"] = (values * factor).to(scales)
     if zeros:
-        limit = 8 if kind == "int4" else 128
-        found["zeros"] = torch.randint(-limit, limit, (*outer, groups), generator=generator, dtype=torch.int8)
+        found["zeros"] = torch.randint(-128, 128, (*outer, groups), generator=generator, dtype=torch.int8)
     if factors:
         found["factors"] = (torch.rand(*outer, generator=generator) + 0.5) * size
     weight = QuantisedWeight(kind=kind, codes=codes, group=group, row_block=row_block, **found)
@@ -201,7 +201,8 @@ def make_cases() -> dict[str, Case]:
         (1, BFLOAT16, "int4", (24, 256), {"group": 128, "scales": BFLOAT16}),
         (5, FLOAT32, "int4", (24, 320), {"group": 64, "scales": FLOAT16, "zeros": True}, None, True),
         (1, FLOAT32, "int4", (26, 320), {"group": 64, "scales": FLOAT16, "zeros": True}, SILU, True),
-        (33, BFLOAT16, "int4", (40, 352), {"group": 32, "scales": BFLOAT16, "zeros": True, "factors": True}),
+        (33, BFLOAT16, "int4", (40, 352), {"group": 32, "scales": UINT8, "zeros": True, "factors": True}),
+        (1, BFLOAT16, "int4", (40, 352), {"group": 32, "scales": UINT8, "zeros": True, "factors": True}, SILU),
         (2, FLOAT16, "int4", (40, 176), {"group": 16, "scales": FLOAT16}, SILU),
         (1, FLOAT16, "int4", (40, 176), {"group": 16, "scales": FLOAT16}, SILU),
         (3, FLOAT32, "int4", (9, 100), {"group": 48, "zeros": True}),
@@ -271,6 +272,7 @@ def launch_all(capability: int) -> None:
     formats: tuple[tuple[Codes, dict[str, Any]], ...] = (
         ("int4", {"group": 128, "scales": BFLOAT16}),
         ("int4", {"group": 16, "scales": BFLOAT16, "zeros": True}),
+        ("int4", {"group": 32, "scales": UINT8, "zeros": True, "factors": True}),
         ("int8", {"factors": True}),
         ("e4m3", {"group": 128, "row_block": 128}),
         ("e2m1", {"group": 32, "scales": E8M0}),

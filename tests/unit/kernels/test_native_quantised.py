@@ -12,7 +12,7 @@ import torch
 
 from tests.unit.kernels.kernel_cases_experts import CLAMPED, RELU2, make_ids
 from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough, random
-from tests.unit.kernels.kernel_cases_quantised import BFLOAT16, E4M3, E8M0, FLOAT16, FLOAT32, make_weight
+from tests.unit.kernels.kernel_cases_quantised import BFLOAT16, E4M3, E8M0, FLOAT16, FLOAT32, UINT8, make_weight
 from tests.unit.kernels.test_experts import assert_rows_are_their_own
 from tp_engine.cpu.kernels.experts import NativeQuantisedExperts
 from tp_engine.cpu.kernels.library import native_library
@@ -27,7 +27,7 @@ from tp_engine.model_config.mlp import SILU, Activation
 
 DTYPES = [FLOAT32, BFLOAT16, FLOAT16]
 KINDS: tuple[Codes, ...] = get_args(Codes)
-SCALES = [None, FLOAT32, BFLOAT16, FLOAT16, E4M3, E8M0]
+SCALES = [None, FLOAT32, BFLOAT16, FLOAT16, E4M3, E8M0, UINT8]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 13, 65, 100]
 
 
@@ -67,7 +67,7 @@ def test_products(library: ctypes.CDLL, kind: Codes, scales: torch.dtype | None,
     zeros = kind in ("int4", "int8") and scales is not None
     for has_zeros in {False, zeros}:
         options: dict[str, Any] = {"group": 32, "scales": scales} if scales else {}
-        weight = make_weight(kind, (70, 200), zeros=has_zeros, factors=has_zeros, **options)
+        weight = make_weight(kind, (70, 200), zeros=has_zeros, factors=has_zeros or scales is UINT8, **options)
         check(library, weight, dtype, [1, 4, 20])
 
 

@@ -52,6 +52,20 @@ def test_int4_beats_the_scale_of_the_largest_weight() -> None:
         assert torch.equal(dequantise(quantise_int4(weight[row : row + 1])), dequantise(found)[row : row + 1])
 
 
+def test_int4_gives_back_weights_on_a_grid() -> None:
+    """Oracle: the weights, which lie on 16 values from any lowest one on, as those of llama.cpp's Q4_1 do; a scale and
+    a zero are rounded to 8 bits.  A row of equal weights, and groups of one sign and of zeros, are among them."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (40, 8, INT4_GROUP), generator=generator)
+    codes[..., :2] = torch.tensor([0, 15])
+    steps, lowest = (torch.rand(2, 40, 8, 1, generator=generator) + torch.tensor([0.5, -1.2])[:, None, None, None])
+    weight = (codes + 15 * lowest.clamp(-1, 0)) * steps
+    weight[0], weight[1, 3], weight[2, 3] = 0.7, 0, weight[2, 3].abs()
+    errors = (dequantise(quantise_int4(weight.flatten(1))).view_as(weight) - weight).abs()
+    assert errors.max() <= 0.07 * steps.max(), errors.max()  # half a sixteenth, and 15 / 510
+    assert (errors[1, 3] == 0).all()
+
+
 @pytest.mark.parametrize(("quantization", "largest"), [("fp8", 0.05), ("int4", 0.15)])
 @pytest.mark.parametrize(("architecture", "world_size"), [("llama", 1), ("qwen3", 2), ("qwen3-moe", 1), ("qwen2", 2)])
 def test_error_of_a_model_is_bounded(

@@ -145,7 +145,7 @@ void prepare_row(const Quantised *q, char *to, const char *from, int64_t dtype)
             vf sum = splat(0);
             for (int64_t i = 0; i < count; i += VW)
                 sum += load_some(own, i, count, (int)dtype);
-            sums[group] = sum_of(sum)[0];
+            sums[group] = sum_of(sum)[0] * (q->codes == NIBBLES ? -0.0625f : -1);
         }
     }
 }

@@ -4,9 +4,10 @@
        word       32 bits of codes of one output: 8 columns of 4 bits, or 4 of 8
        item       what a product takes of x at a time, 4 bytes: two bfloat16 if `is_paired`, else one float32
        panel      groups, one after another: scales, zeros, then words as panels.h has items
-       row        of x as products read it: items, then the sums of x over each group if there are zeros
+       row        of x as products read it: items, then, if there are zeros, -unit * (sum of x) of each group
 
-   A group's products are added up from -zero * (sum of x), and the result times its scale is added to the total. */
+   A group's products are added up from zero * (-unit * sum of x), and the result times its scale is added to the
+   total.  The unit is 1 / 16 for codes of 4 bits, else 1. */
 
 #pragma once
 
@@ -15,7 +16,7 @@
 /* Codes: of 4 bits; of 8, int8; of 8, a sign and 7 bits, which are those of e4m3 unless columns are paired. */
 enum { NIBBLES = 0, INT8 = 1, SIGNED = 2 };
 /* The types of scales: of a row, or VECTOR_SCALES: a float32 for each vector of outputs. */
-enum { E4M3_SCALES = 3, E8M0_SCALES = 4, VECTOR_SCALES = 5, NO_SCALES = 6 }; /* and FLOAT32, BFLOAT16, FLOAT16 */
+enum { E4M3_SCALES = 3, E8M0_SCALES = 4, BYTE_SCALES = 5, VECTOR_SCALES = 6, NO_SCALES = 7 }; /* and FLOAT32, ... */
 
 /* What all panels of a weight share.  Mirrored in layout.py. */
 typedef struct {
@@ -66,7 +67,7 @@ INLINE int64_t aligned(int64_t bytes) { return (bytes + PANEL - 1) / PANEL * PAN
 /* Bytes of a scale. */
 INLINE int64_t scale_bytes(const Quantised *q)
 {
-    if (q->scales == E4M3_SCALES || q->scales == E8M0_SCALES)
+    if (q->scales >= E4M3_SCALES && q->scales <= BYTE_SCALES)
         return 1;
     return q->scales == BFLOAT16 || q->scales == FLOAT16 ? 2 : 4;
 }
@@ -99,6 +100,7 @@ INLINE vf load_vector_scales(const char *scales, int64_t v, const int type)
     switch (type) {
     case E4M3_SCALES: return e4m3_values(load_bytes(scales + v * VW) << 24);
     case E8M0_SCALES: return (vf)(load_bytes(scales + v * VW) << 23);
+    case BYTE_SCALES: return __builtin_convertvector((vi)load_bytes(scales + v * VW), vf);
     case VECTOR_SCALES: return splat(((const item_memory *)scales)[v]);
     case NO_SCALES: return splat(1);
     default: return load_items(scales, v * VW, type);
@@ -120,6 +122,7 @@ INLINE void load_scales(vf *scales, const Quantised *q, const char *head)
         LOAD_SCALES(FLOAT16)
         LOAD_SCALES(E4M3_SCALES)
         LOAD_SCALES(E8M0_SCALES)
+        LOAD_SCALES(BYTE_SCALES)
         LOAD_SCALES(VECTOR_SCALES)
     default:
         LOAD_SCALES(NO_SCALES)
@@ -129,5 +132,5 @@ INLINE void load_scales(vf *scales, const Quantised *q, const char *head)
 INLINE void load_zeros(vf *zeros, const Quantised *q, const char *head)
 {
     for (int v = 0; v < VECTORS; v++)
-        zeros[v] = __builtin_convertvector((vi)(load_bytes(head + scales_bytes(q) + v * VW) << 24) >> 24, vf);
+        zeros[v] = __builtin_convertvector(load_signed_bytes(head + scales_bytes(q) + v * VW), vf);
 }

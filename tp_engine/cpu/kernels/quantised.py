@@ -17,8 +17,8 @@ from tp_engine.model_config.mlp import Activation
 # As in quantised.h.
 _SIGNED = 2
 _CODES: dict[Codes, int] = {"int4": 0, "e2m1": 0, "int8": 1, "e4m3": _SIGNED}
-_SCALES = DTYPE_CODES | {torch.float8_e4m3fn: 3, torch.float8_e8m0fnu: 4}
-_VECTOR_SCALES, _NO_SCALES = 5, 6
+_SCALES = DTYPE_CODES | {torch.float8_e4m3fn: 3, torch.float8_e8m0fnu: 4, torch.uint8: 5}
+_VECTOR_SCALES, _NO_SCALES = 6, 7
 _BYTES_PER_WORD = 4
 _SIGN = _LOWEST_INT8 = 0x80  # of a byte; -128
 

@@ -30,7 +30,7 @@ typedef struct {
 
 INLINE int64_t words_in(const Groups *t, int64_t group) { return group < t->num_groups - 1 ? t->words : t->last_words; }
 
-/* Sums without products: 0, or, if there are zeros, -zero * (sum of x). */
+/* Sums without products: 0, or, if there are zeros, zero * (-unit * sum of x). */
 INLINE void begin_group(Sums sums, const Groups *t, int64_t group, const vf *zeros, const int rows)
 {
 #pragma GCC unroll 6
@@ -45,7 +45,7 @@ INLINE void begin_group(Sums sums, const Groups *t, int64_t group, const vf *zer
     for (int r = 0; r < rows; r++, x += t->x_stride)
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++)
-            sums[r][v] = splat(0) - zeros[v] * splat(*(const item_memory *)x);
+            sums[r][v] = zeros[v] * splat(*(const item_memory *)x);
 }
 
 INLINE void end_group(vf (*totals)[VECTORS], Sums sums, const vf *scales, const int rows)

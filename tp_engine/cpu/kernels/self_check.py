@@ -240,7 +240,7 @@ def _quantised_weight(kind: Codes, shape: tuple[int, ...], generator: torch.Gene
     *outer, in_size = shape
     codes = torch.randint(256, (*outer, in_size // values_per_byte(kind)), generator=generator).to(torch.uint8)
     groups = (*outer, -(-in_size // 8))
-    zeros = torch.randint(-8, 8, groups, generator=generator).to(torch.int8)
+    zeros = torch.randint(-128, 128, groups, generator=generator).to(torch.int8)
     return QuantisedWeight(
         kind=kind,
         codes=codes.masked_fill(codes & 127 == 127, 1),  # no NaN

@@ -224,6 +224,17 @@ INLINE vu load_bytes(const void *p)
 #endif
 }
 
+INLINE vi load_signed_bytes(const void *p)
+{
+#if VW == 16
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(p));
+#elif VW == 8
+    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(p));
+#else
+    return (vi)(load_bytes(p) << 24) >> 24;
+#endif
+}
+
 INLINE vf load_bfloat16(const uint16_t *p) { return (vf)(load_halves(p) << 16); }
 
 /* Rounds to the nearest, ties to even; NaN stays NaN. */

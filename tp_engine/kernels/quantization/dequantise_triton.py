@@ -42,9 +42,9 @@ def dequantise_kernel(
     factor = tl.full((BLOCK_OUT, BLOCK_BYTES), 1.0, tl.float32)
     if GROUPS > 0:
         factor = load_scales(scales + (row // ROW_BLOCK * GROUPS)[:, None] + group[None, :], mask, SCALES, FP8_UNITS)
-    own = tl.full((BLOCK_OUT,), 1.0, tl.float32)
+    own = tl.full((BLOCK_OUT,), 0.0625 if CODES == 1 and HAS_ZEROS else 1.0, tl.float32)
     if HAS_FACTORS:
-        own = tl.load(factors + row, mask=is_row, other=0.0)
+        own *= tl.load(factors + row, mask=is_row, other=0.0)
     values = code_values(raw, zero, 0, tl.float32, CODES, HAS_ZEROS, FP8_UNITS) * factor * own[:, None]
     if per_byte == 2:
         odd = code_values(raw, zero, 1, tl.float32, CODES, HAS_ZEROS, FP8_UNITS) * factor * own[:, None]

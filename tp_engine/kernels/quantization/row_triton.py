@@ -11,7 +11,7 @@ At the speed of memory a GPU has four instructions for a weight of 4 bits, so fe
 shifted and masked, are themselves the float32 of a number that is a power of two too small, and subnormal where it must
 be.  The powers are made up for by ``x`` before the products and by the word's sum after them; so are offsets::
 
-    int4    code * 2^(p - 149) at bit p     x times 2^(74 - p), sum times 2^75, less (8 + zero) * (sum of the word's x)
+    int4    code * 2^(p - 149) at bit p     x times 2^(74 - p), sum times 2^75, less (8 + zero / 16) * (sum of the x)
     int8    the same of code + 128          less (128 + zero) * (sum of the word's x)
     e4m3    value / 2^120                   both times 2^60
     e2m1    value / 2^126                   both times 2^63
@@ -77,7 +77,7 @@ def word_sums(
     if HAS_ZEROS:
         zero = tl.load(zero_place, mask=mask, other=0).to(tl.float32)
     if CODES == 1:
-        sums = sums * factor - (zero + 8.0) * sum_of_x[None, :]
+        sums = sums * factor - (zero * 0.0625 + 8.0) * sum_of_x[None, :]
     elif CODES == 2:
         sums = sums * factor - (zero + 128.0) * sum_of_x[None, :]
     else:

@@ -92,6 +92,8 @@ def quantised_sums(
                 sums += added * own_scales[:, None]
     if GROUPS == 1:
         sums *= load_scales(scale_place, inside, SCALES, FP8_UNITS)[:, None]
+    if CODES == 1 and HAS_ZEROS:
+        sums *= 0.0625  # values are in sixteenths
     if HAS_FACTORS:
         sums *= tl.load(factors + output, mask=inside, other=0.0)[:, None]
     return sums

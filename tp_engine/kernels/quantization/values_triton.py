@@ -45,15 +45,21 @@ def code_values(
     codes, zeros,
     HALF: tl.constexpr, DTYPE: tl.constexpr, CODES: tl.constexpr, HAS_ZEROS: tl.constexpr, FP8_UNITS: tl.constexpr,
 ):  # fmt: skip
-    """Values of ``codes`` (uint8), or of their low (HALF 0) or high 4 bits (1), minus ``zeros``, if any: in DTYPE."""
+    """Values of ``codes`` (uint8), or of their low (HALF 0) or high 4 bits (1), minus ``zeros``, if any: in DTYPE.
+
+    With zeros, those of int4 are in sixteenths, which are exact in any DTYPE: 16 times the values.
+    """
     if CODES == _E4M3:
         values = e4m3_values(codes, DTYPE, FP8_UNITS)
     elif CODES == _INT8:
         signed = codes.to(tl.int8, bitcast=True)
         values = _minus(signed, zeros, DTYPE, HAS_ZEROS)
     elif CODES == _INT4:
-        signed = ((codes >> 4) if HALF == 1 else (codes & 15)).to(tl.int8) - 8
-        values = _minus(signed, zeros, DTYPE, HAS_ZEROS)
+        if HAS_ZEROS:
+            sixteenths = ((codes & 240) if HALF == 1 else (codes << 4)) ^ 128
+            values = _minus(sixteenths.to(tl.int8, bitcast=True), zeros, DTYPE, HAS_ZEROS)
+        else:
+            values = (((codes >> 4) if HALF == 1 else (codes & 15)).to(tl.int8) - 8).to(DTYPE)
     else:
         high = codes if HALF == 1 else codes << 4
         bits = (high.to(tl.int8, bitcast=True).to(tl.int32) << 18) & _E2M1_BITS

@@ -2,10 +2,10 @@
 
 ::
 
-    weight[o, i] = (value(code[o, i]) - zero[o, i / group]) * scale[o / row_block, i / group] * factor[o]
+    weight[o, i] = (value(code[o, i]) - unit * zero[o, i / group]) * scale[o / row_block, i / group] * factor[o]
 
-    int4    code - 8                           0 .. 15
-    int8    the byte, signed
+    int4    code - 8                           0 .. 15; zeros in sixteenths of a step: their unit is 1 / 16
+    int8    the byte, signed                   zeros in steps: their unit is 1
     e4m3    1 sign, 4 exponent, 3 mantissa     torch.float8_e4m3fn
     e2m1    1 sign, 2 exponent, 1 mantissa     0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
 
@@ -15,7 +15,7 @@ products here are the twins of C and Triton.
 Products with quantised weights add up codes and multiply each group's sum by its scale, in float32, so that no weight
 is rounded::
 
-    out[n, o] = factor[o] * sum over groups g of scale[o, g] * (sum over i in g of x[n, i] * (value(code[o, i]) - zero))
+    out[n, o] = factor[o] * sum over groups g of scale[o, g] * (sum over i in g of x[n, i] * (value(code[o, i]) - unit * zero))
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ Codes: TypeAlias = Literal["int4", "int8", "e4m3", "e2m1"]
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 INT4_OFFSET = 8
+INT4_ZERO_PARTS = 16  # of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,8 +44,8 @@ class QuantisedWeight:
     ::
 
         codes     uint8 (out, in), or of 4 bits (out, in / 2), the even column in the low bits
-        scales    (ceil(out / row_block), ceil(in / group)), float32, bfloat16, float16, float8_e4m3fn or
-                  float8_e8m0fnu; None: no groups, all scales are 1
+        scales    (ceil(out / row_block), ceil(in / group)), float32, bfloat16, float16, float8_e4m3fn,
+                  float8_e8m0fnu or uint8; None: no groups, all scales are 1
         zeros     int8 (out, ceil(in / group)), for int4 and int8 with scales and row_block 1; None: all are 0
         factors   float32 (out,); None: all are 1
 
@@ -108,7 +109,8 @@ def dequantise(weight: QuantisedWeight) -> torch.Tensor:
     num_rows, num_columns = values.shape[-2:]
     if weight.scales is not None:
         if weight.zeros is not None:
-            values = values - _over_columns(weight.zeros.float(), weight.group, num_columns)
+            zeros = weight.zeros.float() / (INT4_ZERO_PARTS if weight.kind == "int4" else 1)
+            values = values - _over_columns(zeros, weight.group, num_columns)
         scales = weight.scales.float().repeat_interleave(weight.row_block, -2).narrow(-2, 0, num_rows)
         values = values * _over_columns(scales, weight.group, num_columns)
     return values if weight.factors is None else values * weight.factors.unsqueeze(-1)

@@ -3,7 +3,7 @@
 ::
 
     fp8     a scale per row                    scale = max |w| / 448
-    int4    a scale per 32 columns             see quantise_int4
+    int4    a scale and a zero per 32 columns  see quantise_int4
     int8    a scale per row, weights alone     scale = max |w| / 127
 
 With int4 the output head has 8 bits: errors there reach the tokens directly.  ``int8.py`` quantises activations too.
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.kernels.experts.experts import QuantisedExpertWeights
-from tp_engine.kernels.quantization.weights import INT4_OFFSET, QuantisedWeight
+from tp_engine.kernels.quantization.weights import INT4_OFFSET, INT4_ZERO_PARTS, QuantisedWeight
 from tp_engine.layers.quantization.base import ExpertsProduct, Product
 from tp_engine.layers.quantization.dense import Dense
 from tp_engine.layers.quantization.experts import ExpertsShape
@@ -24,11 +24,12 @@ from tp_engine.layers.quantization.stored import LinearShape
 from tp_engine.units import ceil_div
 
 INT4_GROUP = 32
-_INT4_SHARES = (1.0, 0.9)  # of the largest magnitude
+_LEAST_VARIED = 1e-5  # a share of the mean square of a group's codes; below it they are alike
 _GROUPS_AT_A_TIME = 1 << 13  # 1 MiB, which stays in the caches
 _SMALLEST_LARGEST = 1e-30  # keeps the scale of a row of zeros from being zero
 _LARGEST_E4M3 = 448.0
 _LARGEST_INT8 = 127
+_LARGEST_UINT8 = 255
 
 
 class Online(Dense):
@@ -72,56 +73,74 @@ def quantise_int8(weight: torch.Tensor) -> QuantisedWeight:
 
 
 def quantise_int4(weight: torch.Tensor) -> QuantisedWeight:
-    """``weight`` (..., in) with a float16 scale per ``INT4_GROUP`` columns; an odd number of columns has 8 bits."""
+    """``weight`` (..., in) with 8 bits of scale and of zero per ``INT4_GROUP`` columns, and a factor per row; an odd
+    number of columns has 8 bits."""
     num_columns = weight.shape[-1]
     if num_columns % 2:
         return quantise_int8(weight)
     num_groups = ceil_div(num_columns, INT4_GROUP)
-    padded = F.pad(weight, (0, num_groups * INT4_GROUP - num_columns))
-    groups = torch.split(padded.reshape(-1, INT4_GROUP), _GROUPS_AT_A_TIME)
-    parts = [_int4_groups(part.float()) for part in groups]
-    codes, scales = (torch.cat(part) for part in zip(*parts, strict=True))
-    codes = codes.view(*weight.shape[:-1], -1)[..., :num_columns]
+    rows = weight.reshape(-1, num_columns).split(max(_GROUPS_AT_A_TIME // num_groups, 1))
+    codes, scales, zeros, factors = (torch.cat(part) for part in zip(*map(_int4_rows, rows), strict=True))
+    outer = weight.shape[:-1]
     return QuantisedWeight(
         kind="int4",
-        codes=codes[..., 0::2] | codes[..., 1::2] << 4,
-        scales=scales.view(*weight.shape[:-1], num_groups),
+        codes=(codes[:, 0::2] | codes[:, 1::2] << 4).view(*outer, -1),
+        scales=scales.view(*outer, -1),
         group=INT4_GROUP,
+        zeros=zeros.view(*outer, -1),
+        factors=factors.view(outer),
     )
 
 
-def _int4_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 (N, ``INT4_GROUP``) and scales float16 (N, 1) of ``groups``, float32.
+def _int4_rows(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of ``rows`` (N, in): codes uint8 (N, in), scales uint8 and zeros int8 (N, groups), and factors float32 (N,).
 
-    The weight of the largest magnitude gets code -8, so that all 16 codes occur, or is clipped a little.  For each such
-    choice of codes the best scale follows from the sum of ``|w| * error ** 2``, and the best choice is kept.  Without
-    the factor ``|w|`` large weights are clipped too much, and perplexities rise (docs/benchmarks.md).
+    The steps between a group's lowest and highest weight give each weight a code.  With these codes, the best step and
+    zero follow from least squares.  Errors count ``|w|`` plus the group's mean of it: without the first, large weights
+    are clipped too much, and without the second, those near zero do not count (docs/benchmarks.md).
 
-    Every device chooses the same codes and scales: of two weights of the largest magnitude the positive one counts, and
-    sums are in float64, so that the order of their terms does not change what is rounded to float16.
+    Every device chooses the same numbers: sums are in float64, so that the order of their terms does not change what is
+    rounded.
     """
+    num_columns = rows.shape[1]
+    groups = F.pad(rows.float(), (0, -num_columns % INT4_GROUP)).unflatten(1, (-1, INT4_GROUP))
+    lowest, highest = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+    steps = (highest - lowest) / (2 * INT4_OFFSET - 1)
+    codes = _int4_codes(groups, steps, _rounded_zeros(-INT4_OFFSET - lowest * _inverse(steps)))
     magnitudes = groups.abs()
-    highest, lowest = groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True)
-    largest = torch.where(highest >= -lowest, highest, lowest)
-    best, scales = torch.full_like(largest, -1, dtype=torch.float64), torch.zeros_like(largest, dtype=torch.float64)
-    for share in _INT4_SHARES:
-        codes = _int4_codes(groups, largest * (share / -INT4_OFFSET))
-        weighted = magnitudes * codes
-        products, squares = (_exact_sum(weighted * factor) for factor in (groups, codes))
-        fit = products * _inverse(squares)
-        gain = fit * products  # what these codes take away from the error of zeros
-        scales = torch.where(gain > best, fit, scales)
-        best = torch.maximum(gain, best)
-    scales = scales.half()
-    return _int4_codes(groups, scales.float()).add_(INT4_OFFSET).to(torch.uint8), scales
+    shares = magnitudes + (_exact_sum(magnitudes) / INT4_GROUP).float()
+    with_code, with_weight = shares * codes, shares * groups
+    total, code, weight, code_code, code_weight = map(
+        _exact_sum, (shares, with_code, with_weight, with_code * codes, with_code * groups)
+    )
+    varied, fit = total * code_code - code * code, total * code_weight - code * weight
+    is_fit = (varied > _LEAST_VARIED * total * code_code) & (fit > 0)
+    fit = torch.where(is_fit, fit * _inverse(varied), steps.double())
+    zeros = _rounded_zeros((code * fit - weight) * _inverse(total * fit))
+    fit = (code_weight - zeros * weight) * _inverse(code_code - zeros * (2 * code - zeros * total))
+    factors = fit.amax(1, keepdim=True) / _LARGEST_UINT8
+    scales = (fit * _inverse(factors)).round().clamp(min=1)
+    codes = _int4_codes(groups, (scales * factors).float(), zeros).add_(INT4_OFFSET).to(torch.uint8)
+    return (
+        codes.flatten(1)[:, :num_columns],
+        scales.squeeze(-1).to(torch.uint8),
+        (zeros * INT4_ZERO_PARTS).squeeze(-1).to(torch.int8),
+        factors.flatten().float(),
+    )
 
 
 def _exact_sum(values: torch.Tensor) -> torch.Tensor:
     return values.sum(-1, keepdim=True, dtype=torch.float64)
 
 
-def _int4_codes(groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return (groups * _inverse(scales)).round_().clamp_(-INT4_OFFSET, INT4_OFFSET - 1)
+def _rounded_zeros(zeros: torch.Tensor) -> torch.Tensor:
+    """``zeros``, in steps, of a code that has none, as 8 bits hold them."""
+    return (zeros * INT4_ZERO_PARTS).round().clamp(-128, 127) / INT4_ZERO_PARTS
+
+
+def _int4_codes(groups: torch.Tensor, steps: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """Signed, float32."""
+    return (groups * _inverse(steps)).add_(zeros).round_().clamp_(-INT4_OFFSET, INT4_OFFSET - 1)
 
 
 def _inverse(values: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from functools import partial
 
 import torch
 
-from tp_engine.kernels.quantization.weights import E2M1_VALUES, INT4_OFFSET, Codes
+from tp_engine.kernels.quantization.weights import E2M1_VALUES, INT4_OFFSET, INT4_ZERO_PARTS, Codes
 from tp_engine.layers.quantization.stored import StoredTensor, Unit
 from tp_engine.model_config.quantization import WeightScheme
 from tp_engine.weights.source import Decode, as_stored
@@ -69,6 +69,11 @@ def pack_codes(kind: Codes, columns: int) -> tuple[Codes, int, Decode]:
     if columns % 2 == 0:
         return kind, 2, lambda codes: codes[:, 0::2] | codes[:, 1::2] << 4  # the inverse of _split_nibbles
     return ("int8", 1, _int4_as_int8) if kind == "int4" else ("e4m3", 1, _e2m1_as_e4m3)
+
+
+def pack_zeros(kind: Codes) -> Decode:
+    """Return how zero points in steps become those of a weight that is kept in ``kind``."""
+    return (lambda zeros: zeros * INT4_ZERO_PARTS) if kind == "int4" else as_stored
 
 
 def _plain(scheme: WeightScheme, group: int) -> Tensors:

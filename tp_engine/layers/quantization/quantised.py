@@ -23,7 +23,7 @@ from tp_engine.layers.quantization.base import ExpertsProduct, ParameterFactory,
 from tp_engine.layers.quantization.dense import ThenGate, expert_biases
 from tp_engine.layers.quantization.experts import ExpertsShape
 from tp_engine.layers.quantization.int8 import make_int8_linear, takes_int8_products
-from tp_engine.layers.quantization.packings import Scalar, Tensors, pack_codes, tensors_of
+from tp_engine.layers.quantization.packings import Scalar, Tensors, pack_codes, pack_zeros, tensors_of
 from tp_engine.layers.quantization.quantised_products import choose_quantised_experts, choose_quantised_product
 from tp_engine.layers.quantization.stored import LinearShape, StoredTensor, Unit
 from tp_engine.model_config.mlp import StoredExperts
@@ -122,7 +122,7 @@ class Quantised:
     ) -> dict[str, nn.Parameter]:
         tensors, unit = self._tensors(ways), self._unit(ways)
         rows, columns = ways[0].shape.num_rows, ways[0].shape.num_columns
-        _, per_byte, pack = pack_codes(self.scheme.kind, columns)
+        kind, per_byte, pack = pack_codes(self.scheme.kind, columns)
 
         def parameter(
             unit: Unit, dtype: torch.dtype | None, alternatives: Iterable[tuple[Source, ...]]
@@ -139,7 +139,8 @@ class Quantised:
             made = parameter(unit, torch.uint8 if tensors.scale_type else None, alternatives)
             found["scales"] = made if tensors.scale_type else keep_stored_type(made)
         if tensors.zeros is not None:
-            found["zeros"] = parameter(of_groups, torch.int8, (way.sources(tensors.zeros, of_groups) for way in ways))
+            alternatives = [way.sources(tensors.zeros, of_groups, pack_zeros(kind)) for way in ways]
+            found["zeros"] = parameter(of_groups, torch.int8, alternatives)
         factors, factor = tensors.factors, tensors.factor
         if factors is not None:
             alternatives = [way.sources(factors, Unit(1, factors.unit.columns)) for way in ways]
