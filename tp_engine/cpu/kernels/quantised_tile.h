@@ -50,6 +50,7 @@ INLINE void begin_group(Sums sums, const Groups *t, int64_t group, const vf *zer
 
 INLINE void end_group(vf (*totals)[VECTORS], Sums sums, const vf *scales, const int rows)
 {
+    __asm__ volatile("" ::: "memory"); /* totals stay where they are: copies of them on the stack cost more */
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++)
 #pragma GCC unroll 6
