@@ -41,7 +41,8 @@ def int4_groups(values: torch.Tensor) -> torch.Tensor:
     groups = padded.unflatten(-1, (-1, _INT4_GROUP))
     lowest, highest = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
     step = (highest - lowest).clamp_min(_TINY) / 15
-    return (((groups - lowest) / step).round() * step + lowest).flatten(-2)[..., :columns].to(values.dtype)
+    rounded: torch.Tensor = ((groups - lowest) / step).round() * step + lowest
+    return rounded.flatten(-2)[..., :columns].to(values.dtype)
 
 
 def e4m3_rows(values: torch.Tensor) -> torch.Tensor:

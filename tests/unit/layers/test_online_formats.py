@@ -58,7 +58,7 @@ def test_int4_gives_back_weights_on_a_grid() -> None:
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 16, (40, 8, INT4_GROUP), generator=generator)
     codes[..., :2] = torch.tensor([0, 15])
-    steps, lowest = (torch.rand(2, 40, 8, 1, generator=generator) + torch.tensor([0.5, -1.2])[:, None, None, None])
+    steps, lowest = torch.rand(2, 40, 8, 1, generator=generator) + torch.tensor([0.5, -1.2])[:, None, None, None]
     weight = (codes + 15 * lowest.clamp(-1, 0)) * steps
     weight[0], weight[1, 3], weight[2, 3] = 0.7, 0, weight[2, 3].abs()
     errors = (dequantise(quantise_int4(weight.flatten(1))).view_as(weight) - weight).abs()

@@ -15,7 +15,8 @@ products here are the twins of C and Triton.
 Products with quantised weights add up codes and multiply each group's sum by its scale, in float32, so that no weight
 is rounded::
 
-    out[n, o] = factor[o] * sum over groups g of scale[o, g] * (sum over i in g of x[n, i] * (value(code[o, i]) - unit * zero))
+    sums[n, o, g] = sum over columns i of group g of x[n, i] * (value(code[o, i]) - unit * zero[o, g])
+    out[n, o] = factor[o] * sum over groups g of scale[o, g] * sums[n, o, g]
 """
 
 from __future__ import annotations
