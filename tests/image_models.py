@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,6 +91,23 @@ _GEMMA4 = {
     "global_head_dim": 32,
     "hidden_size_per_layer_input": 0,
 }
+_LATENT = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 8,
+    "head_dim": 8,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 _PIL = "Qwen2VLImageProcessorPil"
 
 IMAGE_FAMILIES: dict[str, ImageFamily] = {
@@ -147,6 +165,23 @@ IMAGE_FAMILIES: dict[str, ImageFamily] = {
         text={"model_type": "mistral", "sliding_window": None},
         whole={"image_token_index": IMAGE, "spatial_merge_size": 2},
         settings={"size": {"longest_edge": 112}, "patch_size": 28},
+        needs="",
+    ),
+    "kimi-k2.5-vision": ImageFamily(
+        "Kimi_K25Config",
+        "Kimi_K25ForConditionalGeneration",
+        "KimiProcessor",
+        vision={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "pos_emb_height": 6,
+            "pos_emb_width": 6,
+        },
+        text=_LATENT,
+        whole={**_TOKENS, "projection_hidden_size": 32},
+        settings={"max_patches": 64, "size": {"max_height": 12, "max_width": 12}},
         needs="",
     ),
     "gemma3-vision": ImageFamily(
@@ -215,9 +250,37 @@ IMAGE_FAMILIES: dict[str, ImageFamily] = {
 }
 
 
-def make_image_model(folder: Path, name: str, seed: int = 0, whole: dict[str, int] | None = None, **text: Any) -> Path:
-    """Write config.json, preprocessor_config.json and weights into ``folder``; ``text`` changes the text part, and
-    ``whole`` the tokens of images."""
+class KimiProcessor:
+    """transformers' for Kimi, whose own class needs torchvision, for images that have their resized form already."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = settings
+
+    @classmethod
+    def from_pretrained(cls, _folder: Path) -> KimiProcessor:
+        return cls()
+
+    def to_json_string(self) -> str:
+        return json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, **self._settings})
+
+    def __call__(self, images: Sequence[Any], **_options: Any) -> dict[str, torch.Tensor]:
+        patches, sizes = list[torch.Tensor](), list[list[int]]()
+        for image in images:
+            pixels = (torch.tensor(np.array(image)).permute(2, 0, 1).float() / 255 - 0.5) / 0.5
+            cut = pixels.unfold(1, 14, 14).unfold(2, 14, 14)  # colours, rows, columns, 14, 14
+            sizes.append([1, *cut.shape[1:3]])
+            patches.append(cut.permute(1, 2, 0, 3, 4).flatten(0, 1))
+        return {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(sizes)}
+
+
+def _processor_class(name: str) -> Any:
+    import transformers
+
+    return KimiProcessor if name == "KimiProcessor" else getattr(transformers, name)
+
+
+def image_config(name: str, whole: dict[str, int] | None = None, **text: Any) -> Any:
+    """transformers' configuration; ``text`` changes the text part, and ``whole`` the tokens of images."""
     import transformers
 
     family = IMAGE_FAMILIES[name]
@@ -231,7 +294,15 @@ def make_image_model(folder: Path, name: str, seed: int = 0, whole: dict[str, in
         tie_word_embeddings=False,
         **{**family.whole, **(whole or {})},
     )
-    config.dtype = "float32"
+    config.dtype, config.architectures = "float32", [family.model]
+    return config
+
+
+def make_image_model(folder: Path, name: str, seed: int = 0, whole: dict[str, int] | None = None, **text: Any) -> Path:
+    """Write config.json, preprocessor_config.json and weights into ``folder``; the rest as for ``image_config``."""
+    import transformers
+
+    family, config = IMAGE_FAMILIES[name], image_config(name, whole, **text)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = getattr(transformers, family.model)(config)
@@ -247,10 +318,78 @@ def make_image_model(folder: Path, name: str, seed: int = 0, whole: dict[str, in
         model.lm_head.weight[
             min((whole or {"": IMAGE}).values()) :
         ].zero_()  # a generated placeholder is no image, and transformers refuses it
-    model.save_pretrained(folder)
-    processor = getattr(transformers, family.processor)(**family.settings)
+    model.save_pretrained(folder, save_original_format=not name.startswith("kimi"))
+    processor = _processor_class(family.processor)(**family.settings)
     written = {**json.loads(processor.to_json_string()), **family.settings}
     (folder / "preprocessor_config.json").write_text(json.dumps(written))
+    return folder
+
+
+_KIMI_NAMES = {
+    "model.language_model.": "language_model.model.",
+    "lm_head.": "language_model.lm_head.",
+    "model.vision_tower.layers.": "vision_tower.encoder.blocks.",
+    "model.vision_tower.final_layernorm.": "vision_tower.encoder.final_layernorm.",
+    "model.vision_tower.": "vision_tower.",
+    "model.mm_projector.in_proj.": "mm_projector.proj.0.",
+    "model.mm_projector.out_proj.": "mm_projector.proj.2.",
+    "model.mm_projector.": "mm_projector.",
+}
+_KIMI_MODULES = {
+    "norm1": "norm0", "norm2": "norm1", "mlp.fc1": "mlp.fc0", "mlp.fc2": "mlp.fc1", "attn.proj": "wo",
+    "pos_emb.position_embeddings": "pos_emb.weight",
+}  # fmt: skip
+
+
+def write_hub_form_of_kimi(source: Path, folder: Path) -> Path:
+    """Write the model in ``source`` as the hub has Kimi K2.5: its names, keys of config.json and processor's file, one
+    tensor for queries, keys and values of the tower, and one for each expert's products."""
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((source / "config.json").read_text())
+    vision, tensors = config["vision_config"], load_file(source / "model.safetensors")
+    heads, found, parts = vision["num_attention_heads"], dict[str, torch.Tensor](), dict[str, list[torch.Tensor]]()
+    for name, values in tensors.items():
+        begin = next(one for one in _KIMI_NAMES if name.startswith(one))
+        own = _KIMI_NAMES[begin] + name.removeprefix(begin)
+        if begin.startswith("model.vision"):
+            module = next((one for one in _KIMI_MODULES if f".{one}" in own), "")
+            own = own.replace(f".{module}", f".{_KIMI_MODULES.get(module, '')}") if module else own
+        if (fused := re.sub(r"attn\.[qkv]_proj", "wqkv", own)) != own:
+            if ".v_proj" not in own:  # halves of a head turn together -> neighbours do
+                values = values.view(heads, 2, -1, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
+            parts.setdefault(fused, [values] * 3)["qkv".index(own[own.index("attn.") + 5])] = values
+        elif ".experts." in own:
+            products = {"gate_proj": 0, "up_proj": 1} if own.endswith("gate_up_proj") else {"down_proj": 0}
+            for number, expert in enumerate(values):
+                for product, rows in zip(products, expert.chunk(len(products)), strict=True):
+                    found[f"{own.rpartition('.')[0]}.{number}.{product}.weight"] = rows.contiguous()
+        else:
+            found[own] = values
+    found |= {name: torch.cat(three) for name, three in parts.items()}
+    keys = {"hidden_size": "vt_hidden_size", "intermediate_size": "vt_intermediate_size"}
+    keys |= {"num_hidden_layers": "vt_num_hidden_layers", "num_attention_heads": "vt_num_attention_heads"}
+    keys |= {f"pos_emb_{one}": f"init_pos_emb_{one}" for one in ("height", "width", "time")}
+    outer = {"image_token_id": "media_placeholder_token_id"}
+    hub = {outer.get(name, name): value for name, value in config.items() if not name.startswith("projection")}
+    hub |= {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "video_placeholder": "<|video|>",
+        "ignore_index": -100,
+    }
+    own_vision = {new: vision[name] for name, new in keys.items()}
+    own_vision |= {"_attn_implementation": "flash_attention_2", "model_type": "", "patch_size": 14}
+    own_vision |= {"mm_hidden_size": config["projection_hidden_size"], "projector_ln_eps": 1e-5}
+    own_vision |= {"merge_kernel_size": [2, 2], "merge_type": "sd2_tpool", "mm_projector_type": "patchmerger"}
+    folder.mkdir()
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    hub["text_config"] = {**hub["text_config"], "model_type": "kimi_k2"}
+    (folder / "config.json").write_text(json.dumps({**hub, "vision_config": own_vision}))
+    settings = json.loads((source / "preprocessor_config.json").read_text())
+    limits = {"in_patch_limit": settings["max_patches"], "patch_limit_on_one_side": settings["size"]["max_height"]}
+    limits |= {name: settings[name] for name in ("image_mean", "image_std")}
+    limits |= {"patch_size": 14, "merge_kernel_size": 2, "fixed_output_tokens": None, "sample_fps": 2.0}
+    (folder / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": limits}))
     return folder
 
 
@@ -369,7 +508,7 @@ class Oracle:
         self._family, self._token = IMAGE_FAMILIES[name], image_token_id
         model = getattr(transformers, self._family.model).from_pretrained(folder, dtype=torch.float32)
         self._model: Any = model.eval()
-        self._processor = getattr(transformers, self._family.processor).from_pretrained(folder)
+        self._processor = _processor_class(self._family.processor).from_pretrained(folder)
         if kv_dtype is not None:
             self._model.set_attn_implementation({"text_config": _attend_to_quantised(kv_dtype)})
 

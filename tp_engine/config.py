@@ -214,7 +214,8 @@ class EngineConfig:
     )
     mm_processor_kwargs: str | None = option(
         None,
-        "JSON object with settings of the model's image processor: size, min_pixels, max_pixels or max_soft_tokens",
+        "JSON object with settings of the model's image processor: size; min_pixels, max_pixels (Qwen), "
+        "max_soft_tokens (Gemma 4), max_patches (Kimi)",
         json=True,
     )
     max_image_pixels: int = option(178_956_970, "most pixels of an image's file")

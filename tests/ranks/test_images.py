@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.image_models import IMAGE_FAMILIES, Oracle, make_image_model, pixel_files
+from tests.image_models import IMAGE_FAMILIES, Oracle, make_image_model, pixel_files, write_hub_form_of_kimi
 from tests.ranks import image_job
 from tests.ranks.warm_ranks import warm_ranks
 from tests.tiers import fast_first
@@ -95,7 +95,9 @@ def run_cases(world_size: int, cases: list[dict[str, Any]], tmp_path: Path) -> l
 
 
 FAST = ("qwen3.5-vision", "gemma3-vision")
-MORE = ("qwen3.5-vision", "qwen2.5-vl", "qwen3-vl", "mistral3-vision", "gemma3-vision", "gemma4-narrow")
+MORE = (
+    "qwen3.5-vision", "qwen2.5-vl", "qwen3-vl", "mistral3-vision", "gemma3-vision", "gemma4-narrow", "kimi-k2.5-vision",
+)  # fmt: skip
 
 
 @pytest.mark.timeout(300)
@@ -106,7 +108,9 @@ MORE = ("qwen3.5-vision", "qwen2.5-vl", "qwen3-vl", "mistral3-vision", "gemma3-v
         pytest.param("qwen3.5-vision", 2),
         *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("mistral3-vision", "gemma4-vision")),
     ]
-    + [pytest.param(name, 4, marks=pytest.mark.slow) for name in ("qwen3.5-moe-vision", "qwen3-vl")],
+    + [
+        pytest.param(name, 4, marks=pytest.mark.slow) for name in ("qwen3.5-moe-vision", "qwen3-vl", "kimi-k2.5-vision")
+    ],
 )
 def test_images_equal_transformers(
     name: str,
@@ -133,11 +137,29 @@ def test_chunks_and_blocks_of_any_size_equal_transformers(
     assert not problems, "\n".join(problems)
 
 
-def compare(name: str, world_size: int, settings: dict[str, dict[str, Any]], folder: Path, tmp_path: Path) -> list[str]:
-    """How the answers of engines with these settings differ from transformers'."""
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_kimis_form_on_the_hub_equals_transformers(image_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Oracle: as above, for the model whose tensors were renamed, reordered and fused as the hub has them."""
+    folder, name = image_model("kimi-k2.5-vision"), "kimi-k2.5-vision"
+    hub = write_hub_form_of_kimi(folder, tmp_path / "hub")
+    problems = compare(name, 2, settings_of(name), folder, tmp_path, stored=hub)
+    assert not problems, "\n".join(problems)
+
+
+def compare(
+    name: str,
+    world_size: int,
+    settings: dict[str, dict[str, Any]],
+    folder: Path,
+    tmp_path: Path,
+    stored: Path | None = None,
+) -> list[str]:
+    """How the answers of engines with these settings differ from transformers'; ``stored`` is what engines read, if it
+    is another folder."""
     prompts = make_prompts()
     cases = [
-        {"options": {"model": str(folder), **options}, "prompts": prompts, "max_tokens": MAX_TOKENS}
+        {"options": {"model": str(stored or folder), **options}, "prompts": prompts, "max_tokens": MAX_TOKENS}
         for options in settings.values()
     ]
     results = run_cases(world_size, cases, tmp_path)

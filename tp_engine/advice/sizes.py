@@ -62,7 +62,7 @@ def image_bytes(model: ModelSpec, *, dtype: str, num_tokens: int, max_model_len:
         return 0, 0
     most = min(vision.most_rows, max_model_len)
     cache = max(num_tokens, most) * vision.hidden_size * (1 + vision.deep_layers) * ITEMSIZES[dtype]
-    hidden, inner = (int(vision.config.get(name) or 0) for name in ("hidden_size", "intermediate_size"))
+    hidden, inner = (vision.config.get(name) or 0 for name in ("hidden_size", "intermediate_size"))
     per_patch = (9 * hidden + 3 * inner) * ITEMSIZES[dtype]  # what the products of one layer read and write
     per_patch += 3 * vision.patch**2 * (ITEMSIZES["float32"] * 3 + vision.temporal_patch * ITEMSIZES[dtype])
     return cache, most * vision.merge**2 * per_patch

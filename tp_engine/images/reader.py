@@ -69,7 +69,11 @@ class ImageReader:
         inputs = []
         for image, (height, width), start, offset in zip(images, sizes, starts, offsets, strict=False):
             with self._decoding.taken(image.decode_bytes):
-                pixels = np.ascontiguousarray(image.pixels(height, width, self.rules.resample))
+                pixels = image.pixels(*self.rules.filled(*image.sizes), self.rules.resample)
+                below, beside = height - pixels.shape[0], width - pixels.shape[1]
+                if below or beside:
+                    pixels = np.pad(pixels, ((0, below), (0, beside), (0, 0)))
+                pixels = np.ascontiguousarray(pixels)
             data = memoryview(pixels.reshape(-1))  # type: ignore[arg-type]  # numpy says so from 3.12 on
             memory.write(offset, data)
             digest = hashlib.sha256(self._salt + repr((height, width)).encode())

@@ -11,6 +11,7 @@ The pixels are those of transformers' image processors, bit for bit: Pillow's fi
 | Gemma 3 | one size for all; the aspect ratio is lost |
 | Gemma 4 | the largest multiples of a cell within a number of cells: small images grow |
 | Mistral 3 | at most a length of the longer side, rounded up to cells |
+| Kimi K2.5 | at most numbers of patches, in all and a side; black fills the last cells |
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from tp_engine.errors import ConfigError, RequestError, did_you_mean, shown
 from tp_engine.files import read_json
+from tp_engine.units import round_up
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
@@ -49,8 +51,11 @@ class ImageRules(ABC):
     """One model's rules.
 
     ``cell`` is the side, in pixels, of what becomes one row of the tower's output.  ``resample`` is Pillow's number of
-    a filter.  A resized pixel p of a channel becomes ``(float32(p / 255) - mean) / std``.
+    a filter.  A resized pixel p of a channel becomes ``(float32(p / 255) - mean) / std``.  ``overridable`` are the
+    settings of sizes, which ``--mm-processor-kwargs`` may change.
     """
+
+    overridable: ClassVar[tuple[str, ...]] = ("size",)
 
     cell: int
     resample: int
@@ -62,12 +67,22 @@ class ImageRules(ABC):
     def of(cls, settings: Settings, **common: Any) -> Self:
         """Read a family's own settings."""
 
+    @classmethod
+    def respelled(cls, values: Mapping[str, Any], origin: str) -> dict[str, Any]:
+        """Return a file's settings under transformers' names.  Raises ``ConfigError``."""
+        return dict(values)
+
     @abstractmethod
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """Height and width, multiples of ``cell``, of an image that has ``height`` x ``width`` pixels.
 
         ``RequestError`` for a shape that the family refuses.
         """
+
+    def filled(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of what the image itself fills in its resized form, from the first row and column on; the
+        rest is black."""
+        return self.resized(height, width)
 
     @property
     @abstractmethod
@@ -88,6 +103,8 @@ class ImageRules(ABC):
 class QwenRules(ImageRules):
     """Sides nearest to the image's; if the area is above ``max_pixels`` or below ``min_pixels``, both sides are scaled
     by the same factor, and rounded down, or up."""
+
+    overridable: ClassVar[tuple[str, ...]] = ("size", "min_pixels", "max_pixels")
 
     min_pixels: int
     max_pixels: int
@@ -159,6 +176,8 @@ class FixedRules(ImageRules):
 class SoftTokenRules(ImageRules):
     """The largest sides with at most ``max_tokens`` cells in the image's aspect ratio, rounded down: Gemma 4's."""
 
+    overridable: ClassVar[tuple[str, ...]] = ("max_soft_tokens",)
+
     max_tokens: int
 
     @classmethod
@@ -222,6 +241,75 @@ class LongestEdgeRules(ImageRules):
     def largest(self) -> tuple[int, int]:
         """A square of the longest side."""
         return self.resized(self.longest_edge, self.longest_edge)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedRules(ImageRules):
+    """At most ``max_patches`` patches of ``patch`` pixels a side, and ``max_side`` of them a side; no image grows, and
+    black fills the last cells: Kimi K2.5's.
+
+    The hub's file has its settings below ``media_proc_cfg``, with other names.
+    """
+
+    overridable: ClassVar[tuple[str, ...]] = ("size", "max_patches")
+
+    patch: int
+    max_patches: int
+    max_side: int
+
+    @classmethod
+    def respelled(cls, values: Mapping[str, Any], origin: str) -> dict[str, Any]:
+        """Return the settings of ``media_proc_cfg``, if there are any; the file has no others of images then."""
+        own = values.get("media_proc_cfg")
+        if not isinstance(own, dict):
+            return dict(values)
+        if own.get("fixed_output_tokens") is not None:
+            value = shown(own["fixed_output_tokens"])
+            raise ConfigError(f"{origin}: fixed_output_tokens is {value}; it must be null: this engine counts tokens")
+        names = {"in_patch_limit": "max_patches", "merge_kernel_size": "merge_size"}
+        found: dict[str, Any] = {names.get(str(name), str(name)): value for name, value in own.items()}
+        if (side := own.get("patch_limit_on_one_side")) is not None:
+            found["size"] = {"max_height": side, "max_width": side}
+        return found
+
+    @classmethod
+    def of(cls, settings: Settings, **common: Any) -> Self:
+        """Read the limits, which are numbers of patches."""
+        size = settings.size("max_height", "max_width")
+        sides = size.get("max_height", 512), size.get("max_width", 512)
+        if sides[0] != sides[1] or sides[0] > _MOST_CELLS:
+            raise settings.refusal("size", size, f"one number for both sides, at most {_MOST_CELLS:,} patches")
+        most, patch = settings.whole("max_patches", 16384), settings.whole("patch_size", 14)
+        merge = settings.whole("merge_size", 2)
+        if patch * merge != common["cell"]:
+            rule = f"such that, times patch_size ({patch}), it gives the {common['cell']} px of config.json"
+            raise settings.refusal("merge_size", merge, rule)
+        return cls(patch=patch, max_patches=most, max_side=sides[0], **common)
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of the image and of what is black."""
+        rows, columns = self.filled(height, width)
+        return round_up(rows, self.cell), round_up(columns, self.cell)
+
+    def filled(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of the scaled image.  Whole patches are counted, before it is scaled."""
+        rows, columns = (max(1, side // self.patch) for side in (height, width))
+        longest = self.max_side * self.patch
+        scale = min(1.0, math.sqrt(self.max_patches / (rows * columns)), longest / height, longest / width)
+        height, width = (min(longest, max(1, int(side * scale))) for side in (height, width))
+        return height, width
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """The sides of the most cells: more than the limit of patches, which counts no patch that is cut."""
+        longest, patch = self.max_side * self.patch, self.patch
+        found = (0, 0)
+        for height in range(self.cell, round_up(longest, self.cell) + 1, self.cell):
+            # The last row of cells has a pixel at least, and each side has up to patch - 1 pixels that do not count.
+            least = height - self.cell + 1 - (patch - 1)
+            width = longest if least < 1 else min(longest, self.max_patches * patch**2 // least + patch - 1)
+            found = max(found, (height, round_up(width, self.cell)), key=math.prod)
+        return found
 
 
 class Settings:
@@ -292,6 +380,7 @@ _FAMILIES: dict[str, tuple[type[ImageRules], dict[str, Any]]] = {
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_5"), (QwenRules, _CLIP)),
     "gemma3": (FixedRules, {**_HALF, "resample": _BILINEAR}),
     "gemma4": (SoftTokenRules, {"do_normalize": False, "image_mean": (0.0,) * 3, "image_std": (1.0,) * 3}),
+    "kimi_k25": (PaddedRules, _HALF),
     "mistral3": (LongestEdgeRules, _CLIP),
 }
 
@@ -314,13 +403,14 @@ def image_rules(
     if family not in _FAMILIES:
         raise ConfigError(f"images of {family} have no rules; those of {', '.join(_FAMILIES)} have")
     kind, defaults = _FAMILIES[family]
-    known = ("size", "min_pixels", "max_pixels", "max_soft_tokens")
+    known = kind.overridable
     for name in overrides or {}:
         if name not in known:
             raise ConfigError(
-                f"--mm-processor-kwargs has {shown(name)}; it may have {', '.join(known)}" + did_you_mean(name, known)
+                f"--mm-processor-kwargs has {shown(name)}; it may have {', '.join(known)}, for {family}"
+                + did_you_mean(name, known)
             )
-    values = dict(processor)
+    values = kind.respelled(processor, origin)
     if overrides:
         values, origin = {**values, **overrides}, "--mm-processor-kwargs"
         if "size" in overrides:  # it also stands for the file's older names

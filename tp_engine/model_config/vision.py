@@ -8,6 +8,18 @@ from typing import Any, TypeAlias
 from tp_engine.model_config.config_json import ConfigJson
 
 _Numbers: TypeAlias = tuple[float, float, float]
+_MOST = {"hidden_size": 2**16, "intermediate_size": 2**20, "num_hidden_layers": 512, "depth": 512}
+# The hub's names of Kimi's keys -> those of transformers, in the vision part and beside it.
+_OF_KIMI = {
+    "vt_hidden_size": "hidden_size",
+    "vt_intermediate_size": "intermediate_size",
+    "vt_num_hidden_layers": "num_hidden_layers",
+    "vt_num_attention_heads": "num_attention_heads",
+    "init_pos_emb_height": "pos_emb_height",
+    "init_pos_emb_width": "pos_emb_width",
+    "init_pos_emb_time": "pos_emb_time",
+}
+_OF_KIMIS_PROJECTOR = {"mm_hidden_size": "projection_hidden_size", "projector_ln_eps": "projection_layer_norm_eps"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +38,7 @@ class VisionSpec:
     cut it.  ``largest``: height and width of the image with the most rows.  The start takes it, ``mean`` and ``std``
     from the processor's settings (``images/rules.py``).  ``num_parameters`` are those of the tower in the checkpoint, 0
     where they are not known.  ``config`` is the object ``vision_config`` of config.json, ``whole`` all of the file, for
-    what a family keeps elsewhere.
+    what a family keeps elsewhere; both with transformers' names.
     """
 
     family: str
@@ -70,13 +82,24 @@ def read_vision(config: ConfigJson, hidden_size: int) -> VisionSpec | None:
     None: it has none that this engine knows, or no token for images.  Raises ``ConfigError`` for what is wrong in it.
     """
     read = _FAMILIES.get(config.architecture)
-    own, token = config.peek("vision_config"), config.take_either(int, "image_token_id", "image_token_index")
+    own, token = config.peek("vision_config"), config.take_either(int, *_IMAGE_TOKENS)
     if read is None or not isinstance(own, dict) or token is None:
         return None
     family, rest = read
+    vision = config.below(own, "vision_config")
+    _check_sizes(vision)
     whole = {name: config.peek(name) for name in config.names}
     known: dict[str, Any] = {"family": family, "image_token_id": token, "hidden_size": hidden_size}
-    return VisionSpec(**known, config=own, whole=whole, **rest(config, config.below(own, "vision_config")))
+    return VisionSpec(**{**known, "config": own, "whole": whole, **rest(config, vision)})
+
+
+def _check_sizes(vision: ConfigJson) -> None:
+    """Refuse sizes by which a tower would be counted or made, and which none has."""
+    for name in vision.names:
+        value, most = vision.peek(name), _MOST.get(_OF_KIMI.get(name, name))
+        if most is not None and value is not None and not (type(value) is int and 1 <= value <= most):
+            rule = f"it must be a whole number from 1 to {most:,}"
+            raise vision.refusal(name, value, rule, "take the model's own config.json")
 
 
 def _qwen(config: ConfigJson, vision: ConfigJson, patch: int = 16) -> dict[str, Any]:
@@ -130,6 +153,28 @@ def _gemma4(config: ConfigJson, vision: ConfigJson) -> dict[str, Any]:
     }
 
 
+def _kimi(config: ConfigJson, vision: ConfigJson) -> dict[str, Any]:
+    """The hub's file keeps the projector's sizes in the vision part, under names of its own like the others."""
+    for name, only in (
+        ("pos_emb_type", "divided_fixed"), ("merge_type", "sd2_tpool"),
+        ("mm_projector_type", "patchmerger"), ("projector_hidden_act", "gelu"),
+    ):  # fmt: skip
+        vision.expect(name, str, only)
+    rows, columns = vision.take_block("merge_kernel_size") or (2, 2)
+    if rows != columns:
+        raise vision.refusal("merge_kernel_size", [rows, columns], "both must be equal", "use another model")
+    values = {name: vision.peek(name) for name in vision.names}
+    own = {_OF_KIMI.get(name, name): value for name, value in values.items() if name != "_attn_implementation"}
+    projector = {new: values[name] for name, new in _OF_KIMIS_PROJECTOR.items() if values.get(name) is not None}
+    return {
+        "patch": vision.take_positive("patch_size", 14),
+        "merge": rows,
+        "config": own,
+        "whole": {**{name: config.peek(name) for name in config.names}, **projector},
+    }
+
+
+_IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
 _FAMILIES: dict[str, tuple[str, Callable[[ConfigJson, ConfigJson], dict[str, Any]]]] = {
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", _qwen2_5),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl", _qwen),
@@ -139,5 +184,7 @@ _FAMILIES: dict[str, tuple[str, Callable[[ConfigJson, ConfigJson], dict[str, Any
     "Mistral3ForConditionalGeneration": ("mistral3", _mistral3),
     "Gemma3ForConditionalGeneration": ("gemma3", _gemma3),
     "Gemma4ForConditionalGeneration": ("gemma4", _gemma4),
+    "KimiK25ForConditionalGeneration": ("kimi_k25", _kimi),
+    "Kimi_K25ForConditionalGeneration": ("kimi_k25", _kimi),
 }
 """By architecture: the family's name, and the reader of what differs."""

@@ -5,9 +5,12 @@ tower, and encodes other images.  *A new family* is a class here, a row of ``_TO
 ``model_config/vision.py``.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +20,7 @@ from torch import nn
 
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.vision import VisionSpec
-from tp_engine.weights.source import Source, set_sources, whole
+from tp_engine.weights.source import Source, Span, as_stored, set_sources, whole
 
 
 class VisionTower(nn.Module, ABC):
@@ -75,19 +78,19 @@ class VisionTower(nn.Module, ABC):
 
     def take_sources(self) -> None:
         """Say where each parameter's values are in a checkpoint."""
-        for attribute, prefixes in self.prefixes.items():
+        for attribute in self.prefixes:
             _make_parameters_of_buffers(getattr(self, attribute))
             for name, parameter in getattr(self, attribute).named_parameters():
                 parameter.requires_grad_(False)
-                shape = tuple(parameter.shape)
-                spans = whole(shape)
-                set_sources(
-                    parameter,
-                    *(
-                        [Source(name=f"{prefix}{name}", shape=shape, taken=spans, target=spans, is_spelled=False)]
-                        for prefix in prefixes
-                    ),
-                )
+                set_sources(parameter, *([one] for one in self.stored(attribute, name, tuple(parameter.shape))))
+
+    def stored(self, attribute: str, name: str, shape: tuple[int, ...]) -> list[Source]:
+        """Return where the values of a parameter of a part may be, in the ways in which checkpoints store them."""
+        spans = whole(shape)
+        return [
+            Source(name=f"{prefix}{name}", shape=shape, taken=spans, target=spans, is_spelled=False)
+            for prefix in self.prefixes[attribute]
+        ]
 
 
 class _LinearPatches(nn.Module):
@@ -99,9 +102,14 @@ class _LinearPatches(nn.Module):
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         """``patches`` (n, elements) -> (n, hidden)."""
-        weight, bias = self.proj.weight, self.proj.bias
-        assert isinstance(weight, torch.Tensor) and (bias is None or isinstance(bias, torch.Tensor))
-        return F.linear(patches.to(weight.dtype), weight.flatten(1), bias)
+        return _by_product(self.proj, patches)
+
+
+def _by_product(conv: nn.Module, patches: torch.Tensor) -> torch.Tensor:
+    """What ``conv`` makes of ``patches`` (n, elements), each of its kernel's size -> (n, channels)."""
+    weight, bias = conv.weight, conv.bias
+    assert isinstance(weight, torch.Tensor) and (bias is None or isinstance(bias, torch.Tensor))
+    return F.linear(patches.to(weight.dtype), weight.flatten(1), bias)
 
 
 class QwenTower(VisionTower):
@@ -212,9 +220,95 @@ class Gemma4Tower(VisionTower):
         return rows
 
 
+class _PlacedPatches(nn.Module):
+    """Patch embedding by a product, and the embeddings of places."""
+
+    def __init__(self, embedding: Any) -> None:
+        super().__init__()
+        self.proj, self.pos_emb = embedding.proj, embedding.pos_emb
+
+    def forward(self, patches: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
+        """``patches`` (n, elements) -> (n, hidden)."""
+        found: torch.Tensor = self.pos_emb(_by_product(self.proj, patches), grid_thw)
+        return found
+
+
+class KimiTower(VisionTower):
+    """Kimi K2.5: the hub's checkpoints have names of their own, and one tensor for queries, keys and values."""
+
+    prefixes = MappingProxyType(
+        {
+            "vision_tower": ("model.vision_tower.", "vision_tower."),
+            "mm_projector": ("model.mm_projector.", "mm_projector."),
+        }
+    )
+    _of_hub = MappingProxyType(
+        {
+            "layers": "encoder.blocks",
+            "norm1": "norm0",
+            "norm2": "norm1",
+            "mlp.fc1": "mlp.fc0",
+            "mlp.fc2": "mlp.fc1",
+            "attn.q_proj": "wqkv",
+            "attn.k_proj": "wqkv",
+            "attn.v_proj": "wqkv",
+            "attn.proj": "wo",
+            "final_layernorm": "encoder.final_layernorm",
+            "position_embeddings": "weight",
+            "in_proj": "proj.0",
+            "out_proj": "proj.2",
+        }
+    )
+
+    def build(self, config: Any) -> None:
+        from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25MultimodalProjection
+
+        own = config.vision_config
+        if own.pos_emb_height != own.pos_emb_width or config.projection_hidden_size != own.hidden_size:
+            raise ValueError("pos_emb_height must be pos_emb_width, and projection_hidden_size hidden_size")
+        self._num_heads = own.num_attention_heads
+        self.vision_tower = _from_config(own)
+        self.vision_tower.patch_embed = _PlacedPatches(self.vision_tower.patch_embed)
+        self.mm_projector = Kimi_K25MultimodalProjection(config)
+
+    @property
+    def layers_at(self) -> tuple[nn.Module, str]:
+        return self.vision_tower, "layers"
+
+    def encode(self, image: torch.Tensor) -> torch.Tensor:
+        patch = self.spec.patch
+        patches = merged_patches(image, patch, 1, 1)
+        sizes = torch.tensor([[1, image.shape[1] // patch, image.shape[2] // patch]], device=image.device)
+        merged = self.vision_tower(patches.to(self.dtype), grid_thw=sizes).pooler_output
+        rows: torch.Tensor = self.mm_projector(merged).squeeze(1)
+        return rows
+
+    def stored(self, attribute: str, name: str, shape: tuple[int, ...]) -> list[Source]:
+        """Return those of transformers, then the hub's."""
+        words = "|".join(map(re.escape, self._of_hub))
+        of_hub = re.sub(rf"\b({words})(?=\.|$)", lambda found: self._of_hub[found[0]], name)
+        usual = super().stored(attribute, name, shape)
+        hubs = replace(usual[0], name=f"{attribute}.{of_hub}")
+        if (part := re.search(r"attn\.([qkv])_proj", name)) is not None:
+            hubs = replace(
+                hubs,
+                shape=(3 * shape[0], *shape[1:]),
+                taken=(Span("qkv".index(part[1]) * shape[0], shape[0]), *whole(shape[1:])),
+                decode=as_stored if part[1] == "v" else partial(_halves_of_pairs, self._num_heads),
+            )
+        return [*usual, hubs]
+
+
+def _halves_of_pairs(num_heads: int, values: torch.Tensor) -> torch.Tensor:
+    """``values`` (rows, ...): in each head neighbours turn together -> those half a head apart do."""
+    pairs = values.reshape(num_heads, -1, 2, *values.shape[1:])
+    return pairs.transpose(1, 2).reshape(values.shape)
+
+
 _TOWERS: dict[str, type[VisionTower]] = {
     "gemma3": SiglipTower,
     "gemma4": Gemma4Tower,
+    "kimi_k25": KimiTower,
     "mistral3": PixtralTower,
     "qwen2_5_vl": QwenTower,
     "qwen3_vl": QwenTower,
@@ -232,7 +326,9 @@ def build_tower(spec: VisionSpec, *, dtype: torch.dtype, device: torch.device) -
         config = CONFIG_MAPPING[given["model_type"]].from_dict(given)
         with _default_dtype(dtype), torch.device(device), no_init_weights():
             tower = _TOWERS[spec.family](spec, config)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # transformers raises whatever it likes
         raise ConfigError(
             f"config.json: transformers can not make the vision part ({error}); serve the text part alone with "
             "--limit-mm-per-prompt '{\"image\": 0}'"

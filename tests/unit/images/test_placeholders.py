@@ -26,6 +26,7 @@ def row(columns: int) -> str:
 # family -> what its template writes for an image, and what transformers writes instead.
 WRITTEN: dict[str, tuple[str, Callable[[int, int], str]]] = {
     "qwen3_5": (IMAGE, lambda rows, columns: row(rows * columns)),
+    "kimi_k25": (IMAGE, lambda rows, columns: row(rows * columns)),
     "gemma3": (START, lambda rows, columns: f"\n\n{START}{row(rows * columns)}{END}\n\n"),
     "gemma4": (IMAGE, lambda rows, columns: f"{START}{row(rows * columns)}{END}"),
     "mistral3": (IMAGE, lambda rows, columns: "[IMG_BREAK]".join([row(columns)] * rows) + "[IMG_END]"),

@@ -1,12 +1,17 @@
 """The sizes to which images are resized, and the tokens that they take, per family.
 
-Oracle of sizes, tokens and pixels: transformers' image processors that work with Pillow.
+Oracle of sizes, tokens and pixels: transformers' image processors that work with Pillow.  Kimi's needs torchvision: of
+its module the function for sizes is run alone, and its pixels are computed here.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
+import math
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +34,7 @@ from tp_engine.images.rules import ImageRules, image_rules, read_processor
 
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 # family -> the file's settings as the Hub has them, the side of a cell, transformers' class.
-FAMILIES: dict[str, tuple[dict[str, Any], int, type[Any]]] = {
+FAMILIES: dict[str, tuple[dict[str, Any], int, type[Any] | None]] = {
     "qwen2_5_vl": ({"min_pixels": 3136, "max_pixels": 12845056}, 28, Qwen2VLImageProcessorPil),
     "qwen3_5": (
         {"size": {"shortest_edge": 65536, "longest_edge": 16777216}, "patch_size": 16, "merge_size": 2, **HALF},
@@ -43,14 +48,16 @@ FAMILIES: dict[str, tuple[dict[str, Any], int, type[Any]]] = {
         28,
         PixtralImageProcessorPil,
     ),
+    "kimi_k25": ({"media_proc_cfg": {"in_patch_limit": 16384, "patch_limit_on_one_side": 512, **HALF}}, 28, None),
 }
-# (height, width) -> tokens, as measured with the processors of five families.
+# (height, width) -> tokens, as measured with the processors of six families.
 TOKENS = {
     "qwen2_5_vl": [4, 28, 391, 2691, 4, 4, 13, 15301],
     "qwen3_5": [64, 72, 300, 2040, 64, 64, 102, 11750],
     "gemma3": [256] * 8,
     "gemma4": [256, 253, 266, 264, 256, 256, 210, 266],
     "mistral3": [12, 36, 432, 1736, 6, 2, 16, 2365],
+    "kimi_k25": [9, 32, 414, 2691, 4, 1, 15, 4200],
 }
 SHAPES = [(64, 64), (100, 200), (480, 640), (1080, 1920), (33, 33), (1, 1), (10, 400), (4000, 3000)]
 
@@ -66,6 +73,8 @@ def expected_size(family: str, height: int, width: int) -> Any:
     if family.startswith("qwen"):
         size = settings.get("size", {"shortest_edge": 3136, "longest_edge": 12845056})
         return smart_resize(height, width, cell, size["shortest_edge"], size["longest_edge"])
+    if family == "kimi_k25":
+        return kimi_sizes()(height, width, 14, 2, 16384, 512)[1]
     if family == "gemma4":
         return get_aspect_ratio_preserving_size(height, width, 16, 280 * 9, 3)
     if family == "mistral3":
@@ -73,6 +82,18 @@ def expected_size(family: str, height: int, width: int) -> Any:
         image = np.broadcast_to(np.zeros(1, np.uint8), (3, height, width))
         return get_resize_output_image_size(image, 1540, 28, "channels_first")
     return 896, 896
+
+
+@cache
+def kimi_sizes() -> Any:
+    """transformers' function from a size and the limits to that of the scaled image, and with black."""
+    found = importlib.util.find_spec("transformers.models.kimi_k25.image_processing_kimi_k25")
+    assert found is not None and found.origin is not None
+    tree = ast.parse(Path(found.origin).read_text(encoding="utf-8"))
+    own: list[ast.stmt] = [one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == "navit_resize"]
+    names: dict[str, Any] = {"math": math}
+    exec(compile(ast.Module(own, []), "navit_resize", "exec"), names)
+    return names["navit_resize"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -105,10 +126,11 @@ def test_sizes_are_those_of_transformers(family: str) -> None:
         assert 1 <= rows * columns <= largest_rows * largest_columns
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name, (_, _, kind) in FAMILIES.items() if kind is not None])
 def test_pixels_have_the_bits_of_transformers(family: str) -> None:
     """Oracle: the processor's own float32 pixels, for images of any shape, and a form that is resized to itself."""
     settings, _, kind = FAMILIES[family]
+    assert kind is not None
     rules = rules_of(family)
     processor = kind(**settings)
     noise = np.random.default_rng(3)
@@ -144,6 +166,26 @@ def test_largest_is_kept_as_it_is() -> None:
         assert rules.num_tokens(*rules.largest) == tokens
 
 
+@pytest.mark.parametrize(("most", "side"), [(16384, 512), (16384, 128), (64, 8), (5, 3), (100, 1000), (1, 1)])
+def test_kimis_padding_makes_no_more_than_the_largest(most: int, side: int) -> None:
+    """Oracle: transformers' function, for shapes whose patches are cut just before they count; the default's largest
+    image exists: 34 x 505 patches are scaled to 477 x 6,918 pixels."""
+    limits = {"in_patch_limit": most, "patch_limit_on_one_side": side, "patch_size": 14, "merge_kernel_size": 2}
+    rules = image_rules("kimi_k25", {"media_proc_cfg": {**limits, **HALF}}, cell=28)
+    draw, limit = random.Random(most), math.prod(rules.grid(*rules.largest))
+    shapes = [(14 * 34 + 13, 14 * 505 + 13)]
+    for _ in range(2000):
+        rows = draw.randint(1, 2 * side)
+        shapes.append((14 * rows + 13, 14 * max(1, int(most / rows * draw.uniform(0.9, 1.5))) + 13))
+    found = list[int]()
+    for shape in shapes:
+        assert (rules.filled(*shape), rules.resized(*shape)) == kimi_sizes()(*shape, 14, 2, most, side), shape
+        found.append(rules.num_tokens(*rules.resized(*shape)))
+    assert max(found) <= limit
+    if (most, side) == (16384, 512):
+        assert found[0] == limit == 18 * 248
+
+
 def test_overrides_stand_for_the_file() -> None:
     """Oracle: sizes computed by hand."""
     settings, cell, _ = FAMILIES["qwen2_5_vl"]
@@ -152,6 +194,12 @@ def test_overrides_stand_for_the_file() -> None:
     assert image_rules("qwen2_5_vl", settings, cell=cell, overrides={"max_pixels": 7840}).resized(280, 280) == (84, 84)
     gemma = image_rules("gemma4", {}, cell=48, overrides={"max_soft_tokens": 70})
     assert gemma.num_tokens(*gemma.resized(480, 480)) == 64
+    kimi = image_rules("kimi_k25", FAMILIES["kimi_k25"][0], cell=28, overrides={"max_patches": 64})
+    assert kimi.resized(392, 392) == (112, 112)
+    size = {"size": {"max_height": 4, "max_width": 4}}
+    assert image_rules("kimi_k25", {}, cell=28, overrides=size).resized(100, 50) == (56, 28)
+    with pytest.raises(ConfigError, match=r"'max_pixels'; it may have size, max_patches, for kimi_k25"):
+        image_rules("kimi_k25", {}, cell=28, overrides={"max_pixels": 64})
     with pytest.raises(ConfigError, match=r"'max_pixel'.*did you mean max_pixels"):
         image_rules("qwen2_5_vl", settings, cell=cell, overrides={"max_pixel": 7840})
     with pytest.raises(ConfigError, match=r"--mm-processor-kwargs: max_pixels is -1; it must be a whole number"):
@@ -172,6 +220,11 @@ def test_overrides_stand_for_the_file() -> None:
         ("gemma4", {"max_soft_tokens": 100}, "one of"),
         ("mistral3", {"size": {"height": 10, "width": 20}}, "one length for both sides"),
         ("qwen3_5", {"resample": "bicubic"}, "resample is 'bicubic'"),
+        ("kimi_k25", {"size": {"max_height": 8, "max_width": 9}}, "one number for both sides"),
+        ("kimi_k25", {"patch_size": 14}, "merge_size is 2; it must be such that"),
+        ("kimi_k25", {"media_proc_cfg": {"fixed_output_tokens": 64}}, "fixed_output_tokens is 64; it must be null"),
+        ("kimi_k25", {"media_proc_cfg": {"in_patch_limit": 0}}, "max_patches is 0"),
+        ("kimi_k25", {"media_proc_cfg": {"patch_limit_on_one_side": "x"}}, "max_height is 'x'"),
     ],
 )
 def test_settings_that_no_tower_takes_are_refused_by_name(family: str, settings: dict[str, Any], message: str) -> None:

@@ -32,9 +32,12 @@ def staged(one: ImageReader, *images: Image.Image) -> tuple[ImageInput, ...]:
     return one.stage(opened, list(range(len(images))))
 
 
-def test_ranks_find_the_pixels_that_rules_and_pillow_make() -> None:
-    """Oracle: Pillow's resize to the size of the rules, read as a rank reads it: through the process's folder."""
-    one = reader()
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_k25"])
+def test_ranks_find_the_pixels_that_rules_and_pillow_make(family: str) -> None:
+    """Oracle: Pillow's resize to the size of the rules, and black behind it where the family fills up, read as a rank
+    reads it: through the process's folder."""
+    kimi = {"patch_size": 16, "size": {"max_height": 8, "max_width": 8}}
+    one = reader(family=family, processor=kimi if family == "kimi_k25" else None)
     images = picture(100, 50), picture(33, 333)
     found = staged(one, *images)
     for image, given in zip(found, images, strict=True):
@@ -44,7 +47,11 @@ def test_ranks_find_the_pixels_that_rules_and_pillow_make() -> None:
         with open(f"/proc/{image.pid}/fd/{image.fd}", "rb") as file:
             file.seek(image.offset)
             pixels = np.frombuffer(file.read(image.num_bytes), np.uint8).reshape(rows, columns, 3)
-        assert np.array_equal(pixels, np.asarray(given.resize((columns, rows), Image.Resampling.BICUBIC)))
+        height, width = one.rules.filled(given.height, given.width)
+        assert ((height, width) == (rows, columns)) == (family == "qwen3_5")
+        expected = np.zeros_like(pixels)
+        expected[:height, :width] = np.asarray(given.resize((width, height), Image.Resampling.BICUBIC))
+        assert np.array_equal(pixels, expected)
 
 
 def test_digests_name_contents() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tp_engine
-from tests.image_models import make_image_model
+from tests.image_models import IMAGE_FAMILIES, image_config, make_image_model
 from tests.tiers import slow_but
 from tests.tiny_models import make_checkpoint
 from tp_engine import recommend
@@ -269,7 +269,34 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "1,050 tokens that a request holds" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", slow_but(["qwen3-vl"], ["qwen3-vl", "qwen2.5-vl", "mistral3-vision", "gemma4-vision"]))
+@pytest.mark.parametrize(
+    ("name", "vision", "message"),
+    [
+        ("qwen3-vl", {"hidden_size": "wide"}, "hidden_size is 'wide'; it must be a whole number from 1 to 65,536"),
+        ("qwen3-vl", {"intermediate_size": [1]}, r"intermediate_size is \[1\]; it must be a whole number"),
+        ("qwen3-vl", {"hidden_size": True}, "hidden_size is True; it must be a whole number"),
+        ("qwen3-vl", {"depth": 10**9}, "depth is 1000000000; it must be a whole number from 1 to 512"),
+        ("mistral3-vision", {"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a whole number"),
+        ("qwen3-vl", {"num_heads": "x"}, "can not make the vision part .*num_heads"),
+        ("qwen3-vl", {"num_heads": 0}, "can not make the vision part .*division"),
+    ],
+)
+def test_sizes_that_no_tower_has_are_refused_by_name(
+    name: str, vision: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Oracle: an error that names the key, its value, the rule and a remedy, before anything as large is made."""
+    config = image_config(name).to_dict()
+    config["vision_config"] |= vision
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(IMAGE_FAMILIES[name].settings))
+    with pytest.raises(ConfigError, match=f"(?s){message}.*(--hf-overrides|--limit-mm-per-prompt)"):
+        recommend(str(tmp_path), device_memory="24GiB")
+
+
+TOWERS = ("qwen3-vl", "qwen2.5-vl", "mistral3-vision", "gemma4-vision", "kimi-k2.5-vision")
+
+
+@pytest.mark.parametrize("name", slow_but(["qwen3-vl"], TOWERS))
 def test_a_tower_and_the_embeddings_of_images(name: str, tmp_path: Path) -> None:
     """Oracle: the tensors in the checkpoint; without them the tower has the same size, and without a processor's
     settings there is none.  The encoder cache is the engine's: so many rows as a step has tokens, DeepStack's too."""
@@ -283,7 +310,7 @@ def test_a_tower_and_the_embeddings_of_images(name: str, tmp_path: Path) -> None
 
     found = ask()
     with safe_open(folder / "model.safetensors", "pt") as tensors:
-        names = [one for one in tensors.keys() if re.search("visual|vision|multi_modal", one)]  # noqa: SIM118
+        names = [one for one in tensors.keys() if re.search("visual|vision|multi_modal|mm_projector", one)]  # noqa: SIM118
         stored = sum(tensors.get_tensor(one).nbytes for one in names)
     width = {"qwen3-vl": 4 * 64, "qwen2.5-vl": 128}.get(name, 64)
     assert found.fits and found.image_bytes == found.max_num_batched_tokens * width * 4

@@ -1,4 +1,4 @@
-"""Kimi K2.5, K2.6 and K2.7 (their text part): DeepSeek-V3's layers, as in Kimi K2."""
+"""Kimi K2.5, K2.6 and K2.7: DeepSeek-V3's layers, as in Kimi K2."""
 
 from dataclasses import replace
 
