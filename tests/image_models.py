@@ -279,8 +279,8 @@ def _processor_class(name: str) -> Any:
     return KimiProcessor if name == "KimiProcessor" else getattr(transformers, name)
 
 
-def image_config(name: str, whole: dict[str, int] | None = None, **text: Any) -> Any:
-    """transformers' configuration; ``text`` changes the text part, and ``whole`` the tokens of images."""
+def image_config(name: str, whole: dict[str, int] | None = None, vision: Any = None, **text: Any) -> Any:
+    """transformers' configuration; ``text`` changes the text part, ``vision`` the other, ``whole`` images' tokens."""
     import transformers
 
     family = IMAGE_FAMILIES[name]
@@ -288,9 +288,10 @@ def image_config(name: str, whole: dict[str, int] | None = None, **text: Any) ->
     if family.config.startswith("Qwen2"):
         del settings["head_dim"]  # this configuration has no such option
     hidden = family.text.get("hidden_size", _TEXT["hidden_size"])
+    tower = {**family.vision, **(vision or {})}
     config = getattr(transformers, family.config)(
         text_config=settings,
-        vision_config={"out_hidden_size": hidden, **family.vision} if "depth" in family.vision else family.vision,
+        vision_config={"out_hidden_size": hidden, **tower} if "depth" in tower else tower,
         tie_word_embeddings=False,
         **{**family.whole, **(whole or {})},
     )

@@ -405,7 +405,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _number_or_object(value: dict[str, Any]) -> Any:
     """What transformers writes for numbers that JSON does not have: ``{"__float__": "Infinity"}``."""
-    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+    if value.keys() != {"__float__"}:
+        return value
+    number = value["__float__"]
+    if not isinstance(number, str):
+        raise ValueError(f'"__float__" is {number!r}, and must be a string')
+    return float(number)
 
 
 def _empty_model(config: dict[str, Any], rounding: Rounding) -> Any:

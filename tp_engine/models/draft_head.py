@@ -95,7 +95,7 @@ class DraftHead(nn.Module):
 
     def store(self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> None:
         """Store the keys and values that ``forward`` would, where it ``keeps_kv``; no product behind them is made."""
-        raise NotImplementedError
+        raise NotImplementedError  # heads without keys and values of their own are never asked
 
     def tokens_of(self, drafts: torch.Tensor) -> torch.Tensor:
         """Return the model's tokens (n,) of the same type for ids ``drafts`` (n,) of the drafts' vocabulary."""

@@ -48,17 +48,13 @@ class VisionTower(nn.Module, ABC):
         """The module that holds its layers, all alike, and the name that they have there."""
 
     @contextmanager
-    def shortened(self) -> Iterator[int]:
-        """Within this context only one of its layers runs: the others need no further memory.
-
-        Yields the bytes of what a layer makes of one patch.
-        """
+    def shortened(self) -> Iterator[None]:
+        """Within this context only the layers run that need memory of their own: all are alike, and each frees its."""
         owner, name = self.layers_at
         layers = getattr(owner, name)
-        setattr(owner, name, layers[:1])
-        linears = [one for one in layers[0].modules() if isinstance(one, nn.Linear)]
+        setattr(owner, name, layers[: 1 + self.spec.deep_layers])
         try:
-            yield sum(one.in_features + one.out_features for one in linears) * self.dtype.itemsize
+            yield
         finally:
             setattr(owner, name, layers)
 
@@ -124,6 +120,16 @@ class QwenTower(VisionTower):
     @property
     def layers_at(self) -> tuple[nn.Module, str]:
         return self.visual, "blocks"
+
+    @contextmanager
+    def shortened(self) -> Iterator[None]:
+        taken = getattr(self.visual, "deepstack_visual_indexes", None)
+        self.visual.deepstack_visual_indexes = list(range(self.spec.deep_layers))
+        try:
+            with super().shortened():
+                yield
+        finally:
+            self.visual.deepstack_visual_indexes = taken
 
     def encode(self, image: torch.Tensor) -> torch.Tensor:
         spec = self.spec
@@ -368,8 +374,12 @@ def normalised(pixels: torch.Tensor, spec: VisionSpec) -> torch.Tensor:
     """``pixels`` (height, width, 3) uint8 -> (3, height, width) float32, by the mean and standard deviation of each
     colour."""
     mean, std = (torch.tensor(values, device=pixels.device) for values in (spec.mean, spec.std))
-    scaled = (pixels.to(torch.float64) * (1 / 255)).to(torch.float32)
-    return scaled.sub_(mean).div_(std).permute(2, 0, 1)
+    levels = (torch.arange(256, dtype=torch.float64, device=pixels.device) * (1 / 255)).to(torch.float32)
+    table = levels.sub(mean.unsqueeze(1)).div_(std.unsqueeze(1))  # (3, 256), since doing so for all pixels takes more
+    found = table.new_empty((3, *pixels.shape[:2]))
+    for colour, own in enumerate(table):
+        torch.index_select(own, 0, pixels[:, :, colour].flatten().int(), out=found[colour].view(-1))
+    return found
 
 
 def merged_patches(image: torch.Tensor, patch: int, merge: int, frames: int) -> torch.Tensor:

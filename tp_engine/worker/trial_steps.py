@@ -36,7 +36,9 @@ from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.speculative import SpeculativeConfig
 from tp_engine.units import ceil_div
+from tp_engine.worker.device import Device
 from tp_engine.worker.effective_config import EffectiveConfig
+from tp_engine.worker.memory.live_bytes import LiveBytes
 from tp_engine.worker.model_runner import ModelRunner
 from tp_engine.worker.results.prompt_scores import empty_scores, positions_at_once, score_largest
 
@@ -217,15 +219,22 @@ def run_largest_step(
 
 
 @torch.inference_mode()
-def encode_largest_image(tower: VisionTower, device: torch.device) -> None:
-    """Encode an image of the largest size, to find the peak of memory.
+def encode_largest_image(tower: VisionTower, num_rows: int, device: Device) -> None:
+    """Encode an image of the largest size while there are ``num_rows`` new rows, to find the peak of memory.
 
-    On CPUs, where that may take minutes, one layer encodes a smaller image, and memory for the rest is taken by
-    calculation.  Raises ``MemoryBudgetError`` if there is not enough.
+    On CPUs, where that may take minutes, ``largest_image_bytes`` are taken instead.  Raises ``MemoryBudgetError`` if
+    there is not enough memory.
     """
     height, width = tower.spec.largest
     try:
-        _encode_image(tower, height, width, device)
+        if device.type == "cpu":
+            num_bytes = largest_image_bytes(tower)
+            device.empty_cache()  # what earlier steps have freed is used again
+            held = torch.ones(num_bytes + num_rows * tower.width * tower.dtype.itemsize, dtype=torch.uint8)
+        else:
+            held = torch.empty((num_rows, tower.width), dtype=tower.dtype, device=device.torch_device)
+            tower(torch.zeros((height, width, 3), dtype=torch.uint8, device=device.torch_device))
+        del held
     except torch.OutOfMemoryError as error:
         raise MemoryBudgetError(
             f"there is no memory to encode an image of {width} x {height} pixels, the largest one: lower "
@@ -234,16 +243,17 @@ def encode_largest_image(tower: VisionTower, device: torch.device) -> None:
         ) from error
 
 
-def _encode_image(tower: VisionTower, height: int, width: int, device: torch.device) -> None:
+@torch.inference_mode()
+def largest_image_bytes(tower: VisionTower) -> int:
+    """Bytes of tensors that live at once on a CPU while the largest image is encoded; at least so many, and hardly more.
+
+    Those of a smaller image are counted: all grow with the number of patches, or not at all.
+    """
     spec = tower.spec
-    pixels = torch.zeros((height, width, 3), dtype=torch.uint8, device=device)
-    if device.type != "cpu":
-        tower(pixels)
-        return
     side = int(min(spec.most_rows, _ROWS_ON_CPU) ** 0.5) * spec.cell
-    with tower.shortened() as patch_bytes:
-        tower(pixels[:side, :side].contiguous())
-        torch.ones(max(0, height * width - side * side) // spec.patch**2 * patch_bytes, dtype=torch.uint8)
+    with tower.shortened(), LiveBytes() as live:
+        tower(torch.zeros((side, side, 3), dtype=torch.uint8))
+    return ceil_div(live.peak * spec.most_rows * spec.cell**2, side * side)
 
 
 def _fresh_prompts(num_tokens: int, max_model_len: int, block_size: int, device: torch.device) -> AttentionMetadata:

@@ -411,7 +411,7 @@ class Worker:
                 parts.model, self._backends, self.effective, device.torch_device, self.groups.communicator, parts.head
             )
             if parts.model.vision is not None:
-                encode_largest_image(parts.model.vision, device.torch_device)
+                encode_largest_image(parts.model.vision, self.effective.image_rows, device)
             if runner is not None:
                 run_largest_decodes(runner, self.effective.config)
             return meter.finish(**reserved)
