@@ -49,10 +49,11 @@ class VisionTower(nn.Module, ABC):
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
-        """Within this context only the layers run that need memory of their own: all are alike, and each frees its."""
+        """Within this context only as many layers run as the peak of memory needs: one beside what the first has read
+        and what others have left (DeepStack)."""
         owner, name = self.layers_at
         layers = getattr(owner, name)
-        setattr(owner, name, layers[: 1 + self.spec.deep_layers])
+        setattr(owner, name, layers[: max(2, 1 + self.spec.deep_layers)])
         try:
             yield
         finally:
@@ -108,6 +109,21 @@ def _by_product(conv: nn.Module, patches: torch.Tensor) -> torch.Tensor:
     return F.linear(patches.to(weight.dtype), weight.flatten(1), bias)
 
 
+class _PatchProduct(nn.Module):
+    """Stands for a convolution over an image whose stride is its kernel, with the names of its weights.  A convolution
+    on a CPU takes memory of its own, several times that of the image."""
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.weight, self.bias = conv.weight, conv.bias
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """``images`` (1, 3, height, width) -> (1, hidden, rows, columns)."""
+        patch = self.weight.shape[2]
+        embedded = _by_product(self, merged_patches(images[0], patch, 1, 1))
+        return embedded.T.view(1, -1, images.shape[2] // patch, images.shape[3] // patch)
+
+
 class QwenTower(VisionTower):
     """Qwen2.5-VL, Qwen3-VL and Qwen3.5."""
 
@@ -156,6 +172,8 @@ class PixtralTower(VisionTower):
         if config.vision_feature_layer != -1:
             raise ValueError(f"vision_feature_layer is {config.vision_feature_layer}, and must be -1, the last layer")
         self.vision_tower = _from_config(config.vision_config)
+        self.vision_tower.config._attn_implementation = _without_mask()
+        self.vision_tower.patch_conv = _PatchProduct(self.vision_tower.patch_conv)
         self.multi_modal_projector = Mistral3MultiModalProjector(config)
 
     @property
@@ -192,6 +210,8 @@ class SiglipTower(VisionTower):
             raise ValueError(f"{side} x {side} patches are no multiple of mm_tokens_per_image")
         config.vision_config.vision_use_head = False  # its output is not read
         self.vision_tower = _from_config(config.vision_config)
+        embeddings = self.vision_tower.embeddings
+        embeddings.patch_embedding = _PatchProduct(embeddings.patch_embedding)
         self.multi_modal_projector = Gemma3MultiModalProjector(config)
 
     @property
@@ -204,6 +224,23 @@ class SiglipTower(VisionTower):
         return rows
 
 
+class _SquareMeans(nn.Module):
+    """Means of ``merge`` x ``merge`` patches, in ``columns``: transformers makes a product with a matrix of as many
+    columns as there are squares, and as many rows as patches."""
+
+    def __init__(self, merge: int) -> None:
+        super().__init__()
+        self.merge, self.columns = merge, 1
+
+    def forward(self, hidden_states: torch.Tensor, **_given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """``hidden_states`` (1, patches, hidden), row by row -> (1, squares, hidden) float32, scaled, and that all are
+        valid (1, squares)."""
+        merge, hidden = self.merge, hidden_states.shape[-1]
+        squares = hidden_states.float().view(-1, merge, self.columns, merge, hidden)
+        means = squares.mean((1, 3)).to(hidden_states.dtype).view(1, -1, hidden)
+        return means.float() * hidden**0.5, means.new_ones(means.shape[:2], dtype=torch.bool)
+
+
 class Gemma4Tower(VisionTower):
     """Gemma 4: patches have a column and a row; the tower pools them."""
 
@@ -213,6 +250,7 @@ class Gemma4Tower(VisionTower):
         from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder
 
         self.vision_tower = _from_config(config.vision_config)
+        self.vision_tower.pooler = _SquareMeans(self.spec.merge)
         self.embed_vision = Gemma4MultimodalEmbedder(config.vision_config, config.text_config)
 
     @property
@@ -221,6 +259,7 @@ class Gemma4Tower(VisionTower):
 
     def encode(self, image: torch.Tensor) -> torch.Tensor:
         patches, places = raster_patches(image, self.spec.patch)
+        self.vision_tower.pooler.columns = image.shape[2] // self.spec.cell
         pooled = self.vision_tower(patches.unsqueeze(0), pixel_position_ids=places.unsqueeze(0)).last_hidden_state
         rows: torch.Tensor = self.embed_vision(inputs_embeds=pooled)
         return rows
@@ -358,6 +397,17 @@ def _from_config(vision_config: Any) -> Any:
     from transformers import AutoModel
 
     return AutoModel.from_config(vision_config, dtype=torch.get_default_dtype())
+
+
+def _without_mask() -> str:
+    """Return the name of an attention over one image: transformers makes a mask of patches x patches unless flash
+    attention is asked for."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    name = "tp_engine_flash"
+    AttentionInterface.register(name, partial(sdpa_attention_forward, is_causal=False))
+    return name
 
 
 @contextmanager

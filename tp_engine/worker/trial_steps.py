@@ -245,7 +245,7 @@ def encode_largest_image(tower: VisionTower, num_rows: int, device: Device) -> N
 
 @torch.inference_mode()
 def largest_image_bytes(tower: VisionTower) -> int:
-    """Bytes of tensors that live at once on a CPU while the largest image is encoded; at least so many, and hardly more.
+    """Return the bytes of tensors that live at once on a CPU while the largest image is encoded, and hardly more.
 
     Those of a smaller image are counted: all grow with the number of patches, or not at all.
     """

@@ -170,3 +170,7 @@ def test_what_the_oracle_can_not_run_is_said(checkpoint: Callable[..., Path], tm
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchForCausalLM"]}))
     with pytest.raises(ConfigError, match="NoSuchForCausalLM"):
         Oracle(folder)
+    for number in ([1], 1.0, None, "much"):
+        (folder / "config.json").write_text(json.dumps({**config, "rope_theta": {"__float__": number}}))
+        with pytest.raises(ConfigError, match=r"config\.json can not be read"):
+            Oracle(folder)
