@@ -76,7 +76,9 @@ def fetch(url: str, domains: Sequence[str], max_bytes: int, *, timeout_s: float 
         except (OSError, http.client.HTTPException, ValueError) as error:
             if isinstance(error, RequestError):
                 raise
-            raise RequestError(f"the image could not be fetched ({type(error).__name__})") from error
+            is_late = time.monotonic() >= deadline_s
+            reason = f"its server took longer than {timeout_s:g} s" if is_late else type(error).__name__
+            raise RequestError(f"the image could not be fetched ({reason})") from error
         if isinstance(found, bytes):
             return found
         url = urljoin(url, found)

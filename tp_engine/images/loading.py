@@ -166,6 +166,8 @@ def _named(source: ImageSource) -> Any:
     except UnidentifiedImageError:
         raise source.refusal("the file is no image that is known here; send PNG, JPEG, WebP or GIF") from None
     except Exception as error:  # decoders raise whatever they like
-        truncated = "truncated" in str(error).lower()
-        reason = "the image is truncated" if truncated else f"the image is broken ({type(error).__name__})"
+        text = str(error).lower()
+        if "max_text_" in text:  # Pillow's limits of what a PNG's texts and profiles unpack to
+            raise source.refusal("the PNG has too much metadata; send it without") from None
+        reason = "the image is truncated" if "truncated" in text else f"the image is broken ({type(error).__name__})"
         raise source.refusal(f"{reason}; send the whole file") from None

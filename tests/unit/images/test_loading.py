@@ -28,12 +28,20 @@ def read(data: bytes, max_pixels: int = MOST_PIXELS) -> np.ndarray[Any, Any]:
     return opened.pixels(opened.height, opened.width, 3)
 
 
+def chunk(kind: bytes, body: bytes) -> bytes:
+    """A chunk of a PNG."""
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def with_chunk(kind: bytes, body: bytes, *, last: bool = False) -> bytes:
+    """A PNG of the picture with a chunk more, before its pixels or behind them."""
+    data = file_of(picture())
+    place = len(data) - 12 if last else data.index(b"IDAT") - 4
+    return data[:place] + chunk(kind, body) + data[place:]
+
+
 def png(width: int, height: int, rows: bytes, bits: int = 8, colours: int = 2) -> bytes:
     """A PNG of any stated size; ``rows`` are its filtered rows."""
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
     header = struct.pack(">IIBBBBB", width, height, bits, colours, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         (chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(rows, 9)), chunk(b"IEND", b""))
@@ -109,6 +117,8 @@ def test_a_transparent_colour_of_a_palette_and_of_rgb_is_white() -> None:
         ("BMP", "RGB", {}, 0),
         ("TIFF", "RGB", {}, 0),
         ("WEBP", "RGB", {"lossless": True}, 0),
+        ("AVIF", "RGB", {"quality": 95}, 8),
+        ("JPEG2000", "RGB", {}, 0),
     ],
 )
 def test_formats_and_colours_are_read(kind: str, mode: str, options: dict[str, Any], tolerance: int) -> None:
@@ -122,6 +132,19 @@ def test_16_bits_keep_their_range() -> None:
     """Oracle: the upper eight bits; Pillow's conversion would clip all above 255 to white."""
     grey = np.array([[0, 256, 32768, 65535]], np.uint16)
     assert read(file_of(Image.fromarray(grey)))[0, :, 0].tolist() == [0, 1, 128, 255]
+
+
+def test_interlaced_files_pages_and_large_metadata_are_read() -> None:
+    """Oracle: the pixels: an interlaced PNG of one grey, by hand; the first page of a TIFF; a profile of 1 MB."""
+    passes = ((1, 1), (1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 4))  # width and height of each
+    rows = b"".join((b"\0" + bytes([77]) * width) * height for width, height in passes)
+    header = struct.pack(">IIBBBBB", 8, 8, 8, 0, 0, 0, 1)
+    parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    assert (read(b"\x89PNG\r\n\x1a\n" + parts) == np.full((8, 8, 3), 77)).all()
+    image = picture()
+    pages = file_of(image, "TIFF", save_all=True, append_images=[Image.new("RGB", (99, 99))])
+    for data in (pages, file_of(image, "PNG", icc_profile=bytes(1 << 20))):
+        assert np.array_equal(read(data), np.asarray(image))
 
 
 def test_floats_without_a_range_are_refused() -> None:
@@ -145,6 +168,7 @@ def test_one_pixel_and_long_strips_are_read() -> None:
     assert read(file_of(Image.new("L", (20_000, 1)))).shape == (1, 20_000, 3)
 
 
+BOMB = zlib.compress(bytes(9 << 20), 9)  # 9 kB that unpack to 9 MiB
 BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "empty": (lambda: b"", "the image is empty"),
     "text": (lambda: b"hello, I am no image", "no image that is known"),
@@ -156,6 +180,12 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "header alone": (lambda: file_of(picture())[:20], "no image that is known|broken|truncated"),
     "broken png": (lambda: file_of(picture()).replace(b"IDAT", b"JDAT"), "broken|truncated|no image"),
     "bomb": (lambda: png(30_000, 30_000, b"\0" * 90_000), "too many pixels|30000 x 30000"),
+    "bomb of text": (lambda: with_chunk(b"zTXt", b"key\0\0" + BOMB), "too much metadata; send it without"),
+    "bomb of text behind": (
+        lambda: with_chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + BOMB, last=True),
+        "too much metadata",
+    ),
+    "bomb of a profile": (lambda: with_chunk(b"iCCP", b"key\0\0" + BOMB), "too much metadata"),
     "lying header": (lambda: png(5000, 5000, b"\0" * 9000), "truncated|broken"),
 }
 

@@ -123,6 +123,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
                     time.sleep(0.02)
             return
         self.send_response(404 if kind == "absent" else 200)
+        if kind in ("parts", "cut"):
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(b"%x\r\n" % len(PICTURE) + PICTURE + (b"\r\n0\r\n\r\n" if kind == "parts" else b""))
+            return
         if kind == "short":
             self.send_header("Content-Length", str(len(PICTURE) + 9))
         if kind == "packed":
@@ -151,6 +156,7 @@ def test_an_allowed_host_is_asked(server: str) -> None:
     """Oracle: the server's file, also behind redirects; an address in the list may be a private one."""
     assert fetch(f"{server}/a.png", [server], 1 << 20) == PICTURE
     assert fetch(f"{server}/to=/to=/a.png", [server], 1 << 20) == PICTURE
+    assert fetch(f"{server}/parts", [server], 1 << 20) == PICTURE  # in chunks, with no length
     assert read(f"{server}/a.png", allowed_domains=(server,)) == PICTURE
 
 
@@ -164,6 +170,9 @@ def test_an_allowed_host_is_asked(server: str) -> None:
         ("to=http://169.254.169.254/latest/meta-data", "not fetched from '169.254.169.254'"),
         ("to=http://localhost/", "not fetched from 'localhost'"),
         ("to=file:///etc/passwd", "must be https://HOST"),
+        ("to=//169.254.169.254/latest", "not fetched from '169.254.169.254'"),
+        ("to=http://2130706433/", "not fetched from '2130706433'"),
+        ("cut", "could not be fetched"),
         ("to=/to=/to=/to=/to=/a.png", "more than 3 redirects"),
     ],
 )
@@ -175,7 +184,7 @@ def test_what_a_host_answers_is_bounded(server: str, path: str, message: str) ->
 
 def test_a_slow_host_ends_at_the_deadline(server: str) -> None:
     """Oracle: the error; the server would send one byte after the other for much longer."""
-    with pytest.raises(RequestError, match="could not be fetched"):
+    with pytest.raises(RequestError, match=r"could not be fetched \(its server took longer than 0.3 s\)"):
         fetch(f"{server}/drip", [server], 5000, timeout_s=0.3)
 
 

@@ -145,7 +145,12 @@ def test_the_engine_names_the_field_too(path: str, body: dict[str, Any], param: 
 
 @pytest.mark.parametrize(
     ("name", "neutral", "refused"),
-    [("logprob_token_ids", [], [5]), ("thinking_token_budget", -1, 100), ("kv_transfer_params", {"x": 1}, None)],
+    [
+        ("logprob_token_ids", [], [5]),
+        ("thinking_token_budget", -1, 100),
+        ("mm_processor_kwargs", {}, {"max_pixels": 9}),
+        ("kv_transfer_params", {"x": 1}, None),
+    ],
 )
 def test_fields_of_vllm_that_are_not_here(name: str, neutral: Any, refused: Any) -> None:
     """Oracle: docs/http_api.md: refused by name where an answer would differ, else without effect."""

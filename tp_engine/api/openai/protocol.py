@@ -114,6 +114,7 @@ class GenerationBody(PromptBody):
     kv_transfer_params: dict[str, Any] | None = None
     logprob_token_ids: list[int] | None = None
     thinking_token_budget: int | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
 
     @property
     def include_usage(self) -> bool:

@@ -38,6 +38,10 @@ _NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
         (None, []),
         "ask for logprobs -1 of a server with --max-logprobs -1, and read those of the tokens",
     ),
+    "mm_processor_kwargs": (
+        (None, {}),
+        "the server's --mm-processor-kwargs are for all requests, and detail low lowers one image",
+    ),
     "thinking_token_budget": ((None, -1), "limit the whole answer with max_tokens, or set reasoning_effort"),
 }
 
