@@ -38,12 +38,11 @@ from tp_engine.speculative import SpeculativeConfig
 from tp_engine.units import ceil_div
 from tp_engine.worker.device import Device
 from tp_engine.worker.effective_config import EffectiveConfig
-from tp_engine.worker.memory.live_bytes import LiveBytes
+from tp_engine.worker.memory.live_bytes import largest_image_bytes
 from tp_engine.worker.model_runner import ModelRunner
 from tp_engine.worker.results.prompt_scores import empty_scores, positions_at_once, score_largest
 
 _LENGTH = 2
-_ROWS_ON_CPU = 256  # of an image that is encoded in a blink
 # Between any two of these, products of experts and with quantised weights change their tiles at most once.
 _PART_SIZES = (32, 64, 128, 256, 1024, 4096)
 _GREEDY = RowSampling()
@@ -241,19 +240,6 @@ def encode_largest_image(tower: VisionTower, num_rows: int, device: Device) -> N
             "--mm-processor-kwargs '{\"max_pixels\": ...}' or --max-model-len, or serve text alone with "
             f"--limit-mm-per-prompt '{{\"image\": 0}}' ({error})"
         ) from error
-
-
-@torch.inference_mode()
-def largest_image_bytes(tower: VisionTower) -> int:
-    """Return the bytes of tensors that live at once on a CPU while the largest image is encoded, and hardly more.
-
-    Those of a smaller image are counted: all grow with the number of patches, or not at all.
-    """
-    spec = tower.spec
-    side = int(min(spec.most_rows, _ROWS_ON_CPU) ** 0.5) * spec.cell
-    with tower.shortened(), LiveBytes() as live:
-        tower(torch.zeros((side, side, 3), dtype=torch.uint8))
-    return ceil_div(live.peak * spec.most_rows * spec.cell**2, side * side)
 
 
 def _fresh_prompts(num_tokens: int, max_model_len: int, block_size: int, device: torch.device) -> AttentionMetadata:

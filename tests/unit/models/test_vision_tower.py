@@ -13,8 +13,7 @@ from tests.image_models import image_config
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.vision import VisionSpec
 from tp_engine.models.vision_tower import VisionTower, build_tower, normalised
-from tp_engine.worker.memory.live_bytes import LiveBytes
-from tp_engine.worker.trial_steps import largest_image_bytes
+from tp_engine.worker.memory.live_bytes import LiveBytes, largest_image_bytes
 
 CPU = torch.device("cpu")
 WIDE: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 384}

@@ -1,4 +1,7 @@
-"""Bytes of tensors that live at once, counted exactly; a process's resident memory depends on its allocator, too."""
+"""Bytes of tensors that live at once, counted exactly; a process's resident memory depends on its allocator, too.
+
+So the memory of an image that would take minutes on a CPU is known from a small one.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,11 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tp_engine.models.vision_tower import VisionTower
+from tp_engine.units import ceil_div
+
+_ROWS = 256  # of an image that is encoded in a blink
 
 
 class LiveBytes(TorchDispatchMode):
@@ -42,6 +50,19 @@ class LiveBytes(TorchDispatchMode):
     def _count(self, num_bytes: int) -> None:
         self.now += num_bytes
         self.peak = max(self.peak, self.now)
+
+
+@torch.inference_mode()
+def largest_image_bytes(tower: VisionTower) -> int:
+    """Return the bytes of tensors that live at once on a CPU while the largest image is encoded, and hardly more.
+
+    Those of a smaller image are counted: all grow with the number of patches, or not at all.
+    """
+    spec = tower.spec
+    side = int(min(spec.most_rows, _ROWS) ** 0.5) * spec.cell
+    with tower.shortened(), LiveBytes() as live:
+        tower(torch.zeros((side, side, 3), dtype=torch.uint8))
+    return ceil_div(live.peak * spec.most_rows * spec.cell**2, side * side)
 
 
 def _tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
