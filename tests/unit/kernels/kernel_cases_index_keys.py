@@ -197,7 +197,7 @@ def check_prepared(
     device: str, sizes: tuple[int, ...], dtype: torch.dtype, is_interleaved: bool, cache_dtype: torch.dtype | None
 ) -> None:
     """Oracle: the twin in float64, and its error in the same type.  Keys at their slots, padding nowhere; and without a
-    cache.  ``sizes``: heads, elements of one, and those that turn."""
+    cache.  Both are slices of wider rows.  ``sizes``: heads, elements of one, and those that turn."""
     prepare, twin = both("prepare_index")
     heads, dim, rope = sizes
     shapes = (5, heads, dim), (5, dim), (dim,), (dim,), (30, rope)
@@ -207,7 +207,9 @@ def check_prepared(
     def run(operation: Any, wide: bool, kv: LayerKv | None) -> Any:
         queries, keys, weight, bias, table = (one.double() if wide else one.clone() for one in given)
         norm, rotation = KeyNorm(weight, bias, 1e-6), Rotation(table, positions)
-        return operation(queries, keys + 1, norm, rotation, is_interleaved, kv, slots)
+        wider = torch.cat((queries.flatten(1), keys + 1, keys), 1)
+        queries, keys = wider[:, : heads * dim].view(5, heads, dim), wider[:, heads * dim : -dim]
+        return operation(queries, keys, norm, rotation, is_interleaved, kv, slots)
 
     exact, plain, found = run(twin, True, None), run(twin, False, None), run(prepare, False, None)
     for one, other, wanted in zip(found, plain, exact, strict=True):

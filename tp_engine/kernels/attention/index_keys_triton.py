@@ -48,7 +48,7 @@ _MAX_SCORES = 1 << 25
 
 @jit
 def prepare_index_kernel(
-    queries, keys, weight, bias, table, positions, out, scales, slot_mapping, eps,
+    queries, keys, weight, bias, table, positions, out, scales, slot_mapping, query_stride, key_stride, eps,
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
     TILE: tl.constexpr, INTERLEAVED: tl.constexpr, STORES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr,
@@ -66,7 +66,7 @@ def prepare_index_kernel(
         first, second = 2 * pair, 2 * pair + 1
     if tile * TILE < NUM_HEADS:
         head = tile * TILE + tl.arange(0, TILE)[:, None]
-        place = queries + token * (NUM_HEADS * DIM) + head * DIM
+        place = queries + token * query_stride + head * DIM
         inside = (head < NUM_HEADS) & (pair < HALF)[None, :]
         a, b = turn_pairs(place, first[None, :], second[None, :], inside, cos[None, :], sin[None, :])
         tl.store(place + first[None, :], a.to(queries.dtype.element_ty), mask=inside)
@@ -78,7 +78,7 @@ def prepare_index_kernel(
         if slot >= 0:
             column, inside = tl.arange(0, DIM_PAD), pair < HALF
             is_column = column < DIM
-            place = keys + token * DIM
+            place = keys + token * key_stride
             key = tl.load(place + column, mask=is_column, other=0.0).to(tl.float32)
             mean = tl.sum(key, axis=0) / DIM
             apart = tl.where(is_column, key - mean, 0.0)
@@ -118,7 +118,8 @@ def _normed(place, weight, bias, column, inside, mean, factor):
 )
 @no_type_check
 def score_keys_kernel(
-    queries, weights, cache, scales, block_table, seq_lens, scores, scale, top_k, table_stride, width, first_row,
+    queries, weights, cache, scales, block_table, seq_lens, scores, scale, query_stride, weight_stride, top_k,
+    table_stride, width, first_row,
     NUM_HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, TILE: tl.constexpr,
     TILES: tl.constexpr, QUANTISED: tl.constexpr, PDL: tl.constexpr,
@@ -131,12 +132,12 @@ def score_keys_kernel(
     if (length > top_k) & (start < length):
         head, column = tl.arange(0, HEADS_PAD), tl.arange(0, DIM_PAD)
         inside = (head < NUM_HEADS)[:, None] & (column < DIM)[None, :]
-        place = queries + row * (NUM_HEADS * DIM) + head[:, None] * DIM + column[None, :]
+        place = queries + row * query_stride + head[:, None] * DIM + column[None, :]
         query = tl.load(place, mask=inside, other=0.0)
         if QUANTISED and query.dtype == tl.bfloat16 and cache.dtype.element_ty.is_fp8():
             # As in ``paged_decode_triton``: 8-bit floats are converted to float16.
             query = to_float16(query)
-        weight = tl.load(weights + row * NUM_HEADS + head, mask=head < NUM_HEADS, other=0.0) * scale
+        weight = tl.load(weights + row * weight_stride + head, mask=head < NUM_HEADS, other=0.0) * scale
         table_row = block_table + row * table_stride
         for index in range(tl.minimum(tl.cdiv(length - start, TILE), TILES)):
             first = start + index * TILE
@@ -268,14 +269,15 @@ def prepare_index_triton(
     """
     num_tokens, num_heads, dim = queries.shape
     rope = rotation.rotary_dim
-    assert queries.is_contiguous() and keys.is_contiguous() and keys.shape == (num_tokens, dim) and rope % 2 == 0
-    out = torch.empty_like(keys) if kv is None else kv.cache[0]
+    assert queries.stride(2) == 1 and queries.stride(1) == dim and keys.stride(1) == 1, "heads must be contiguous"
+    assert keys.shape == (num_tokens, dim) and rope % 2 == 0, (keys.shape, queries.shape)
+    out = keys.new_empty(num_tokens, dim) if kv is None else kv.cache[0]
     scales = None if kv is None or kv.scales is None else kv.scales[0]
     if num_tokens:
         tile = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
         prepare_index_kernel[(num_tokens, triton.cdiv(num_heads, tile) + 1)](
             queries, keys, norm.weight, norm.bias, rotation.table, rotation.positions, out, scales, slot_mapping,
-            norm.eps,
+            queries.stride(0), keys.stride(0), norm.eps,
             NUM_HEADS=num_heads, DIM=dim, DIM_PAD=triton.next_power_of_2(dim), HALF=rope // 2,
             PAIRS=triton.next_power_of_2(rope // 2), TILE=tile, INTERLEAVED=is_interleaved, STORES=kv is not None,
             BLOCK_SIZE=1 if kv is None else kv.cache.shape[2], BLOCK_STRIDE=dim if kv is None else kv.block_stride,
@@ -302,7 +304,7 @@ def choose_keys_triton(
     """
     num_rows, num_heads, dim = queries.shape
     device, width = queries.device, block_table.shape[1] * kv.cache.shape[2]
-    assert queries.is_contiguous() and weights.is_contiguous() and block_table.stride(1) == 1
+    assert queries.stride(2) == 1 and queries.stride(1) == dim and weights.stride(1) == 1 == block_table.stride(1)
     assert weights.dtype == torch.float32 and kv.cache.shape[3:] == (1, dim), (weights.dtype, kv.cache.shape)
 
     def room(*shape: int) -> torch.Tensor:
@@ -319,7 +321,7 @@ def choose_keys_triton(
         count = min(step, num_rows - first)
         score_keys_kernel[(count, triton.cdiv(width, tile * _SPAN_TILES))](
             queries, weights, kv.cache[0], kv.cache[0] if kv.scales is None else kv.scales[0], block_table, seq_lens,
-            scores, scale, top_k, block_table.stride(0), width, first,
+            scores, scale, queries.stride(0), weights.stride(0), top_k, block_table.stride(0), width, first,
             NUM_HEADS=num_heads, HEADS_PAD=max(_MIN_SIZE, triton.next_power_of_2(num_heads)), DIM=dim,
             DIM_PAD=max(_MIN_SIZE, triton.next_power_of_2(dim)), BLOCK_SIZE=kv.cache.shape[2],
             BLOCK_STRIDE=kv.block_stride, SCALE_STRIDE=kv.scale_stride, TILE=tile, TILES=_SPAN_TILES,
