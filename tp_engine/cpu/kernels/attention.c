@@ -104,11 +104,10 @@ static void run_chain(const Call *call, const Task *tasks, int64_t i, int64_t nu
 {
     const int64_t size = tasks[i].num_chained;
     if (size == 1) {
-        run_task(call, &tasks[i], following(call->step, tasks, i, num_tasks), partial);
+        run_tasks(call, &tasks[i], 1, following(call->step, tasks, i, num_tasks), partial);
         return;
     }
-    for (int64_t k = i; k < i + size; k++)
-        run_task(call, &tasks[k], k + 1 < i + size ? &tasks[k + 1] : NULL, chained);
+    run_tasks(call, &tasks[i], size, NULL, chained);
     const int64_t num_rows =
         (int64_t)(tasks[i].end_head - tasks[i].first_head) * (tasks[i].end_row - tasks[i].first_row);
     const Merge merge = {tasks[i], size, num_rows};
@@ -169,7 +168,7 @@ int paged_attention(const Step *step, const Layer *layer, const void *query, con
         if (num_shared) {
 #pragma omp for schedule(dynamic, 1)
             for (int64_t i = 0; i < num_shared; i++)
-                run_task(&call, &tasks[i], following(step, tasks, i, num_shared), partial);
+                run_tasks(&call, &tasks[i], 1, following(step, tasks, i, num_shared), partial);
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = num_shared; i < num_tasks; i++)

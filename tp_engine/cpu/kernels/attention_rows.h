@@ -48,18 +48,18 @@ typedef struct {
 } Keys;
 
 /* Adds the product of an item of VW keys and the query's item; an item is one number, or two. */
-INLINE vf add_item(vf sum, vf key, const float *query, int64_t u, const int dtype, const int by_pairs)
+INLINE vf add_item(vf sum, vf key, const float *query, const int dtype, const int by_pairs)
 {
     if (by_pairs)
-        return add_pair_products(sum, splat(query[u]), key);
+        return add_pair_products(sum, splat(query[0]), key);
     if (dtype == FLOAT32)
-        return sum + key * query[u];
+        return sum + key * query[0];
     const vu both = (vu)key;
     if (dtype == BFLOAT16)
-        return sum + (vf)(both << 16) * query[2 * u] + (vf)(both & 0xffff0000) * query[2 * u + 1];
+        return sum + (vf)(both << 16) * query[0] + (vf)(both & 0xffff0000) * query[1];
     const vh halves[2] = {__builtin_convertvector(both & 0xffff, vh), __builtin_convertvector(both >> 16, vh)};
-    sum += load_float16((const uint16_t *)&halves[0]) * query[2 * u];
-    return sum + load_float16((const uint16_t *)&halves[1]) * query[2 * u + 1];
+    sum += load_float16((const uint16_t *)&halves[0]) * query[0];
+    return sum + load_float16((const uint16_t *)&halves[1]) * query[1];
 }
 
 /* scores[r] = row r of `query` times 2 * VW keys, while `num_pieces` are fetched. */
@@ -67,15 +67,20 @@ INLINE void score_block(const int rows, const int dtype, const int by_pairs, int
                         const float *const *columns, int64_t stride, float *scores, int64_t num_pieces, Ahead *ahead)
 {
     vf sums[SCORE_ROWS][2] = {0};
-    for (int64_t u = 0, fetched = 0; u < items; u++) {
-        const vf key[2] = {load_vector(columns[0] + u * stride), load_vector(columns[1] + u * stride)};
-        for (; fetched * items < u * num_pieces; fetched++)
+    const int64_t step = by_pairs || dtype == FLOAT32 ? 1 : 2, parts = larger(1, num_pieces);
+    const float *first = columns[0], *second = columns[1];
+    for (int64_t part = 0; part < parts; part++) {
+        if (num_pieces)
             fetch_piece(ahead);
+        int64_t count = (part + 1) * items / parts - part * items / parts;
+        for (; count > 0; count--, first += stride, second += stride, query += step) {
+            const vf key[2] = {load_vector(first), load_vector(second)};
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
+            for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-            for (int k = 0; k < 2; k++)
-                sums[r][k] = add_item(sums[r][k], key[k], query + r * QUERY_STRIDE, u, dtype, by_pairs);
+                for (int k = 0; k < 2; k++)
+                    sums[r][k] = add_item(sums[r][k], key[k], query + r * QUERY_STRIDE, dtype, by_pairs);
+        }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)

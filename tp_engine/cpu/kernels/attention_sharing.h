@@ -7,7 +7,7 @@
 #include "attention_types.h"
 
 /* The fewest keys that requests must share to get a shared task. */
-enum { MIN_SHARED = 2 * TILE };
+enum { MIN_SHARED = 64 };
 
 /* A task's rows whose results lie in `num_ranges` pieces, `stride` rows apart. */
 typedef struct {

@@ -109,23 +109,34 @@ static void begin_row(const float *from, int64_t width, float *out, float *max, 
     }
 }
 
-static void read_rows(const Call *call, const Task *task, const float *partial, Rows *rows)
+/* Begins with the results so far of a task's rows. */
+static void begin_rows(const Call *call, const Task *task, const float *partial, Rows *rows)
+{
+    const int64_t width = call->padded_dim;
+    int64_t r = 0;
+    for (int64_t head = task->first_head; head < task->end_head; head++)
+        for (int64_t row = task->first_row; row < task->end_row; row++, r++) {
+            const int64_t resumed = part_of(call, task, task->resumed, head, row);
+            const float *from = task->resumed < 0 ? NULL : partial + resumed * (width + 2);
+            begin_row(from, width, rows->out + r * width, rows->max + r, rows->sum + r);
+        }
+}
+
+/* Reads the queries of a task's rows, and what they see. */
+static void read_rows(const Call *call, const Task *task, Rows *rows)
 {
     const Layer *layer = call->layer;
-    const int64_t width = call->padded_dim, bytes = item_bytes((int)layer->dtype);
+    const int64_t bytes = item_bytes((int)layer->dtype);
     int64_t r = 0;
     for (int64_t head = task->first_head; head < task->end_head; head++)
         for (int64_t row = task->first_row; row < task->end_row; row++, r++) {
             const int64_t place = token_of(call, task, row) * call->query_stride +
                                   (head * call->group + within_group(call, row)) * layer->head_dim;
-            const int64_t resumed = part_of(call, task, task->resumed, head, row);
             if (call->by_pairs)
                 memcpy(rows->query + r * QUERY_STRIDE, call->query + place * bytes, layer->head_dim * bytes);
             else
                 widen_row(rows->query + r * QUERY_STRIDE, call->query + place * bytes, layer->head_dim,
                           (int)layer->dtype);
-            const float *from = task->resumed < 0 ? NULL : partial + resumed * (width + 2);
-            begin_row(from, width, rows->out + r * width, rows->max + r, rows->sum + r);
         }
     for (int64_t row = task->first_row; row < task->end_row; row++) {
         const int64_t position = position_of(call, task, row);
@@ -190,60 +201,72 @@ INLINE void write_row(const Call *call, const Task *task, int64_t head, int64_t 
     narrow_row(call->out + place * item_bytes(layer->dtype), out, layer->value_dim, (int)layer->dtype);
 }
 
-/* `dtype` is the cache's.  While the last tile is computed, `following`'s first one is fetched, if it is not NULL. */
-INLINE void attend(const Call *call, const Task *task, const Task *following, float *partial, const int dtype,
-                   const int by_pairs)
+/* Ends a task: its rows' results, or one range's part of them. */
+static void end_rows(const Call *call, const Task *task, float *partial, Rows *rows)
 {
-    Rows rows;
-    Tile tiles[2], *tile = &tiles[0], *next = &tiles[1];
     const int64_t width = call->padded_dim;
-    read_rows(call, task, partial, &rows);
-    find_tile(call, task, task->first_key, tile);
-    for (int is_last = 0; !is_last;) {
-        const Task *next_task = task;
-        find_tile(call, task, tile->start + tile->num_keys, next);
-        is_last = next->num_keys == 0;
-        if (is_last && following)
-            find_tile(call, next_task = following, following->first_key, next);
-        Ahead ahead = next_rows(call, next_task, next);
-        for (int64_t head = task->first_head; head < task->end_head; head++)
-            attend_tile(call, task, dtype, by_pairs, &rows, head, tile, &ahead);
-        Tile *const done = tile;
-        tile = next, next = done;
-    }
     int64_t r = 0;
     for (int64_t head = task->first_head; head < task->end_head; head++)
         for (int64_t row = task->first_row; row < task->end_row; row++, r++) {
             if (task->part < 0) {
-                write_row(call, task, head, row, rows.out + r * width, rows.max[r], rows.sum[r]);
+                write_row(call, task, head, row, rows->out + r * width, rows->max[r], rows->sum[r]);
                 continue;
             }
             float *to = partial + part_of(call, task, task->part, head, row) * (width + 2);
-            memcpy(to, rows.out + r * width, width * sizeof(float));
-            to[width] = rows.max[r];
-            to[width + 1] = rows.sum[r];
+            memcpy(to, rows->out + r * width, width * sizeof(float));
+            to[width] = rows->max[r];
+            to[width + 1] = rows->sum[r];
         }
 }
 
+/* Runs `count` tasks of the same rows, whose queries are read once.  `dtype` is the cache's.  While a task's last tile
+   is computed, the next task's first one is fetched; `following` comes after the last task, and may be NULL. */
+INLINE void attend(const Call *call, const Task *task, int64_t count, const Task *following, float *partial,
+                   const int dtype, const int by_pairs)
+{
+    Rows rows;
+    Tile tiles[2], *tile = &tiles[0], *next = &tiles[1];
+    read_rows(call, task, &rows);
+    find_tile(call, task, task->first_key, tile);
+    for (const Task *end = task + count; task < end; task++) {
+        begin_rows(call, task, partial, &rows);
+        for (int is_last = 0; !is_last;) {
+            const Task *next_task = task;
+            find_tile(call, task, tile->start + tile->num_keys, next);
+            is_last = next->num_keys == 0;
+            if (is_last && (task + 1 < end || following)) {
+                next_task = task + 1 < end ? task + 1 : following;
+                find_tile(call, next_task, next_task->first_key, next);
+            }
+            Ahead ahead = next_rows(call, next_task, next);
+            for (int64_t head = task->first_head; head < task->end_head; head++)
+                attend_tile(call, task, dtype, by_pairs, &rows, head, tile, &ahead);
+            Tile *const done = tile;
+            tile = next, next = done;
+        }
+        end_rows(call, task, partial, &rows);
+    }
+}
+
 /* Separate code for each type of cache. */
-#define ATTEND(name, dtype, by_pairs)                                                                      \
-    static void name(const Call *call, const Task *task, const Task *following, float *partial)             \
-    {                                                                                                       \
-        attend(call, task, following, partial, dtype, by_pairs);                                            \
+#define ATTEND(name, dtype, by_pairs)                                                                             \
+    static void name(const Call *call, const Task *task, int64_t count, const Task *following, float *partial)     \
+    {                                                                                                              \
+        attend(call, task, count, following, partial, dtype, by_pairs);                                            \
     }
 ATTEND(attend_float32, FLOAT32, 0)
 ATTEND(attend_bfloat16, BFLOAT16, 0)
 ATTEND(attend_float16, FLOAT16, 0)
 ATTEND(attend_pairs, BFLOAT16, 1)
 
-static void run_task(const Call *call, const Task *task, const Task *following, float *partial)
+static void run_tasks(const Call *call, const Task *task, int64_t count, const Task *following, float *partial)
 {
     if (call->layer->cache_dtype == FLOAT32)
-        attend_float32(call, task, following, partial);
+        attend_float32(call, task, count, following, partial);
     else if (call->by_pairs)
-        attend_pairs(call, task, following, partial);
+        attend_pairs(call, task, count, following, partial);
     else if (call->layer->cache_dtype == BFLOAT16)
-        attend_bfloat16(call, task, following, partial);
+        attend_bfloat16(call, task, count, following, partial);
     else
-        attend_float16(call, task, following, partial);
+        attend_float16(call, task, count, following, partial);
 }

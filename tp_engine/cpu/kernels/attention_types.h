@@ -35,18 +35,18 @@
 
 #include "simd.h"
 
-enum { TILE = 32, SPLIT = 256, MAX_ROWS = 64, MAX_HEAD_DIM = 576 };
+enum { SPLIT = 256, MAX_ROWS = 64, MAX_HEAD_DIM = 576 };
 
 /* Floats from one row's query to the next: a constant, so that no row needs a register for its address, and not a power
    of two, because the first-level cache has few places for lines that lie a power of two apart. */
 enum { QUERY_STRIDE = MAX_HEAD_DIM + 16 };
 
-/* Rows that are in registers together: of scores, with 2 vectors of each; of weights, with all of a tile; of outputs,
-   with DIM_BLOCK vectors of each. */
+/* Keys of a tile.  Rows that are in registers together: of scores, with 2 vectors of each; of weights, with all of a
+   tile; of outputs, with DIM_BLOCK vectors of each. */
 #if VW == 16
-enum { SCORE_ROWS = 8, WEIGHT_ROWS = 4, ROW_BLOCK = 6, DIM_BLOCK = 4 };
+enum { TILE = 64, SCORE_ROWS = 8, WEIGHT_ROWS = 4, ROW_BLOCK = 6, DIM_BLOCK = 4 };
 #else
-enum { SCORE_ROWS = 4, WEIGHT_ROWS = 2, ROW_BLOCK = 4, DIM_BLOCK = 4 };
+enum { TILE = 32, SCORE_ROWS = 4, WEIGHT_ROWS = 2, ROW_BLOCK = 4, DIM_BLOCK = 4 };
 #endif
 
 /* Multiply-adds below which a second thread would cost more than it saves.  The number is small, because a decode
