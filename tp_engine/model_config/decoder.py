@@ -180,6 +180,20 @@ class DecoderReader:
         own.finish_strictly()
         return {"max_position": longest, "max_position_key": _DUAL_CHUNKS} if longest < self.max_position else {}
 
+    def take_attending(self, kinds: Mapping[str, bool], implied: list[str], *, may_be_none: bool = False) -> list[bool]:
+        """Return which layers attend, at least one unless there ``may_be_none``: ``layer_types``, or ``implied`` where
+        it is absent, of which ``kinds`` says whether a name's layers attend."""
+        names = self.config.take("layer_types", list, implied) or []
+        found = [kinds[name] for name in names if isinstance(name, str) and name in kinds]
+        if len(found) == len(names) == self.num_layers and (may_be_none or any(found)):
+            return found
+        attending = " or ".join(name for name, attends in kinds.items() if attends)
+        rest = "" if may_be_none else f", and {attending} for at least one"
+        raise ConfigError(
+            f"config.json: layer_types is {shown(names)}; it must name {' or '.join(kinds)} for each of the "
+            f"{self.num_layers} layers{rest}"
+        )
+
     def windows(
         self, window: int | None, is_windowed: Callable[[int], bool], *, is_free: bool = True
     ) -> tuple[int | None, ...]:

@@ -11,21 +11,13 @@
    All in float32.  What is computed for a token does not depend on where runs and blocks begin or end, on other rows,
    or on the number of threads, so a run gives the same bits as its tokens one by one. */
 
-#include "recurrent.h"
+#include "matrix_states.h"
 #include "tape.h"
-
-#include <stdlib.h>
-#include <string.h>
-
-/* The largest key_dim and value_dim, the vectors of a state's rows that are worked on together, the tokens of a
-   block. */
-enum { MAX_DIM = 256, TILE = 4, BLOCK = 32, MIN_PARALLEL = 1 << 14 };
 
 typedef struct {
     CausalConv conv;
+    Matrices matrices;
     const float *decay, *dt_bias, *norm;
-    float *matrices; /* of slot 0 */
-    int64_t matrices_stride, key_heads, value_heads, key_dim, value_dim;
     float eps;
 } Delta;
 
@@ -34,22 +26,8 @@ static float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 /* Divides a query or a key by its length. */
 INLINE void to_length(float *x, int64_t count, float length)
 {
-    vf squares = splat(0);
-    for (int64_t i = 0; i < count; i += VW) {
-        const vf item = load_some(x, i, count, FLOAT32);
-        squares = multiply_add(squares, item, item);
-    }
-    multiply_row(x, count, length / sqrtf(sum_of(squares)[0] + 1e-6f), FLOAT32);
+    multiply_row(x, count, length / sqrtf(squares_of(x, count) + 1e-6f), FLOAT32);
 }
-
-/* What a block's tokens have in common, for one value head. */
-typedef struct {
-    const float *queries, *keys; /* (tokens, rows) */
-    float *values;               /* (tokens, width): they become the outputs */
-    float *states[BLOCK + 1];    /* (rows, width): before the block, then behind each token */
-    float decay[BLOCK], beta[BLOCK];
-    int64_t tokens, rows, width;
-} Block;
 
 /* One token goes into `n` vectors of a state's rows: `change` is what its key adds.  `seen` becomes what the next key,
    if there is one, sees in them. */
@@ -74,7 +52,6 @@ INLINE void update_tile(const Block *b, int64_t token, int64_t first, const vf *
     }
 }
 
-/* A block's tokens go into `n` vectors of a state's rows, from column `first` on. */
 INLINE void run_tile(const Block *b, int64_t first, const int n)
 {
     vf seen[TILE], change[TILE], out[TILE];
@@ -90,7 +67,7 @@ INLINE void run_tile(const Block *b, int64_t first, const int n)
         float *const value = b->values + token * b->width + first;
 #pragma GCC unroll 4
         for (int j = 0; j < n; j++) {
-            change[j] = multiply_add(load_vector(value + j * VW), seen[j], splat(-b->decay[token])) * b->beta[token];
+            change[j] = multiply_add(load_vector(value + j * VW), seen[j], splat(-b->decay[token])) * b->step[token];
             out[j] = seen[j] = splat(0);
         }
         if (token + 1 < b->tokens)
@@ -103,7 +80,6 @@ INLINE void run_tile(const Block *b, int64_t first, const int n)
     }
 }
 
-/* The same of a single column. */
 static void run_column(const Block *b, int64_t first)
 {
     for (int64_t token = 0; token < b->tokens; token++) {
@@ -114,7 +90,7 @@ static void run_column(const Block *b, int64_t first)
         float seen = 0, out = 0;
         for (int64_t i = 0; i < b->rows; i++)
             seen += before[i * b->width] * key[i];
-        seen = (*value - seen * b->decay[token]) * b->beta[token];
+        seen = (*value - seen * b->decay[token]) * b->step[token];
         for (int64_t i = 0; i < b->rows; i++) {
             behind[i * b->width] = before[i * b->width] * b->decay[token] + seen * key[i];
             out += behind[i * b->width] * query[i];
@@ -123,27 +99,11 @@ static void run_column(const Block *b, int64_t first)
     }
 }
 
-static void run_block(const Block *b)
-{
-    int64_t i = 0;
-    for (; i + TILE * VW <= b->width; i += TILE * VW)
-        run_tile(b, i, TILE);
-    for (; i + VW <= b->width; i += VW)
-        run_tile(b, i, 1);
-    for (; i < b->width; i++)
-        run_column(b, i);
-}
-
 /* out = x / rms(x) * norm * silu(z). */
 INLINE void gated_norm(const Delta *d, const float *x, const char *z, char *out, const int dtype)
 {
-    const int64_t width = d->value_dim;
-    vf squares = splat(0);
-    for (int64_t i = 0; i < width; i += VW) {
-        const vf item = load_some(x, i, width, FLOAT32);
-        squares = multiply_add(squares, item, item);
-    }
-    const float factor = 1.0f / sqrtf(sum_of(squares)[0] / (float)width + d->eps);
+    const int64_t width = d->matrices.value_dim;
+    const float factor = 1.0f / sqrtf(squares_of(x, width) / (float)width + d->eps);
     for (int64_t i = 0; i < width; i += VW) {
         const vf item = load_some(x, i, width, FLOAT32) * factor * load_some(d->norm, i, width, FLOAT32);
         store_some(out, i, width, item * silu(load_some(z, i, width, dtype)), dtype);
@@ -158,18 +118,19 @@ INLINE void read_gates(const Delta *d, Block *b, const Run *run, int64_t begin, 
     for (int64_t token = 0; token < b->tokens; token++) {
         const char *const own = gates + place_of(run, begin + token) * stride * item_bytes(dtype);
         store_vector(numbers, load_tail(own, head, 1, dtype));
-        b->beta[token] = sigmoid(numbers[0]);
-        store_vector(numbers, load_tail(own, d->value_heads + head, 1, dtype));
+        b->step[token] = sigmoid(numbers[0]);
+        store_vector(numbers, load_tail(own, d->matrices.value_heads + head, 1, dtype));
         b->decay[token] = expf(d->decay[head] * softplus(numbers[0] + d->dt_bias[head]));
     }
 }
 
-/* `states` are those of the key head's value heads before the run, and behind each token of a run without `slots`. */
+/* `begun` are the matrices of the key head's value heads. */
 INLINE void run_key_head(const Delta *d, const Run *run, int64_t head, const char *mixed, int64_t stride,
-                         const char *gates, int64_t gates_stride, char *out, float *states, const int dtype)
+                         const char *gates, int64_t gates_stride, char *out, float *begun, const int dtype)
 {
-    const int64_t size = item_bytes(dtype), rows = d->key_dim, keys = d->key_heads * rows, width = d->value_dim;
-    const int64_t group = d->value_heads / d->key_heads, matrix = rows * width, out_stride = d->value_heads * width;
+    const Matrices *const of = &d->matrices;
+    const int64_t size = item_bytes(dtype), rows = of->key_dim, keys = of->key_heads * rows, width = of->value_dim;
+    const int64_t group = of->value_heads / of->key_heads, out_stride = of->value_heads * width;
     float queries[BLOCK * MAX_DIM], own_keys[BLOCK * MAX_DIM], values[BLOCK * MAX_DIM];
     Block b = {.queries = queries, .keys = own_keys, .values = values, .rows = rows, .width = width};
     for (int64_t begin = 0; begin < run->count; begin += BLOCK) {
@@ -184,10 +145,7 @@ INLINE void run_key_head(const Delta *d, const Run *run, int64_t head, const cha
             const int64_t own = head * group + i;
             convolve(&d->conv, run, mixed, stride, begin, b.tokens, 2 * keys + own * width, width, values, dtype);
             read_gates(d, &b, run, begin, gates, gates_stride, own, dtype);
-            for (int64_t token = -1; token < b.tokens; token++)
-                b.states[token + 1] = run->slots && begin + token >= 0
-                    ? d->matrices + slot_behind(run, begin + token) * d->matrices_stride + own * matrix
-                    : states + i * matrix;
+            place_states(of, &b, run, begin, own, begun + i * rows * width);
             run_block(&b);
             for (int64_t token = 0; token < b.tokens; token++) {
                 const int64_t place = place_of(run, begin + token);
@@ -207,15 +165,12 @@ INLINE void run_key_head(const Delta *d, const Run *run, int64_t head, const cha
 static int run_task(const Delta *d, const Run *run, int64_t head, const char *mixed, int64_t stride, const char *gates,
                     int64_t gates_stride, char *out, int dtype)
 {
-    const int64_t group = d->value_heads / d->key_heads * d->key_dim * d->value_dim;
-    float *const own = run->slot < 0 ? calloc(group, sizeof *own) : NULL;
-    float *const states = run->slot < 0 ? own : d->matrices + run->slot * d->matrices_stride + head * group;
-    if (!states)
+    const int64_t group = d->matrices.value_heads / d->matrices.key_heads;
+    float *const begun = begin_matrices(&d->matrices, run, head * group, group);
+    if (!begun)
         return 1;
-    if (run->slot >= 0 && run->is_fresh)
-        memset(states, 0, group * sizeof *states);
-    FOR_DTYPE(run_key_head(d, run, head, mixed, stride, gates, gates_stride, out, states, TYPE))
-    free(own);
+    FOR_DTYPE(run_key_head(d, run, head, mixed, stride, gates, gates_stride, out, begun, TYPE))
+    end_matrices(run, begun);
     return 0;
 }
 
@@ -231,7 +186,7 @@ int gated_delta_net_decode(const float *conv, const float *decay, const float *d
 {
     const int64_t channels = 2 * key_heads * key_dim + value_heads * value_dim;
     const Delta d = {{conv, NULL, inputs, inputs_stride, channels, taps},
-                     decay, dt_bias, norm, matrices, matrices_stride, key_heads, value_heads, key_dim, value_dim, eps};
+                     {matrices, matrices_stride, key_heads, value_heads, key_dim, value_dim}, decay, dt_bias, norm, eps};
     const int64_t width = value_heads * value_dim, size = item_bytes((int)dtype), tasks = rows * key_heads;
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && tasks > 1 &&                             \
                                                                rows * width * key_dim >= MIN_PARALLEL)
@@ -256,7 +211,7 @@ int gated_delta_net_prefill(const float *conv, const float *decay, const float *
 {
     const int64_t channels = 2 * key_heads * key_dim + value_heads * value_dim;
     const Delta d = {{conv, NULL, inputs, inputs_stride, channels, taps},
-                     decay, dt_bias, norm, matrices, matrices_stride, key_heads, value_heads, key_dim, value_dim, eps};
+                     {matrices, matrices_stride, key_heads, value_heads, key_dim, value_dim}, decay, dt_bias, norm, eps};
     const int64_t tasks = num_runs * key_heads;
     int failed = 0;
 #pragma omp parallel for schedule(dynamic) reduction(| : failed)                                                       \

@@ -6,13 +6,11 @@ from collections.abc import Callable
 import torch
 
 from tp_engine.cpu.kernels.layout import DTYPE_CODES
-from tp_engine.cpu.kernels.recurrent import chunk_table
+from tp_engine.cpu.kernels.recurrent import check_memory, chunk_table, is_taken, matrix_arguments, row_addresses
 from tp_engine.kernels import gated_delta_net as delta_twins
 from tp_engine.kernels import layer_ops as twins
 from tp_engine.kernels.gated_delta_net import DeltaRule
 from tp_engine.kernels.recurrent import Chunk, LayerStates
-
-MAX_DIM = 256  # of delta.c
 
 
 def gated_delta_net_decode(
@@ -27,9 +25,7 @@ def gated_delta_net_decode(
     """Compute ``gated_delta_net.gated_delta_net_decode`` in C."""
     if not _takes(mixed, gates, rule):
         return delta_twins.gated_delta_net_decode(mixed, gates, rule, states, slots, runs)
-    assert all(one.dtype == torch.int32 and one.is_contiguous() for one in (slots, runs) if one is not None)
-    rows = slots.data_ptr(), None if runs is None else runs.data_ptr()
-    return _run(library.gated_delta_net_decode, mixed, gates, rule, states, rows, len(mixed))
+    return _run(library.gated_delta_net_decode, mixed, gates, rule, states, row_addresses(slots, runs), len(mixed))
 
 
 def gated_delta_net_prefill(
@@ -49,9 +45,7 @@ def gated_delta_net_prefill(
 
 
 def _takes(mixed: torch.Tensor, gates: torch.Tensor, rule: DeltaRule) -> bool:
-    is_small = max(rule.kind.key_dim, rule.kind.value_dim) <= MAX_DIM
-    has_rows = gates.dtype is mixed.dtype and mixed.stride(1) == gates.stride(1) == 1
-    return mixed.dtype in DTYPE_CODES and has_rows and is_small
+    return is_taken(mixed, rule.kind) and gates.dtype is mixed.dtype and gates.stride(1) == 1
 
 
 def _run(
@@ -68,13 +62,10 @@ def _run(
     out = torch.empty((len(mixed), kind.num_value_heads * kind.value_dim), dtype=mixed.dtype)
     failed = function(
         *(one.data_ptr() for one in (rule.conv, rule.decay, rule.dt_bias, rule.norm)), float(rule.eps),
-        *((None, None) if states is None else (part.data_ptr() for part in states)),
-        *((0, 0) if states is None else (part.stride(0) for part in states)), kind.num_key_heads, kind.num_value_heads,
-        kind.key_dim, kind.value_dim, kind.taps, mixed.data_ptr(), mixed.stride(0), gates.data_ptr(), gates.stride(0),
-        *rows, out.data_ptr(), num_rows, DTYPE_CODES[mixed.dtype], torch.get_num_threads(),
+        *matrix_arguments(states, kind), mixed.data_ptr(), mixed.stride(0), gates.data_ptr(), gates.stride(0), *rows,
+        out.data_ptr(), num_rows, DTYPE_CODES[mixed.dtype], torch.get_num_threads(),
     )  # fmt: skip
-    if failed:
-        raise MemoryError("the delta rule has no memory for states that are not kept")
+    check_memory(failed)
     return out
 
 

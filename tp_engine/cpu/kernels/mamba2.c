@@ -7,33 +7,18 @@
    All in float32.  A token's numbers do not depend on where runs and blocks begin or end, on other rows, or on the
    number of threads, so a run gives the same bits as its tokens one by one. */
 
-#include "recurrent.h"
+#include "matrix_states.h"
 #include "tape.h"
 
-#include <stdlib.h>
-#include <string.h>
-
-/* The largest key_dim and value_dim, the vectors of a state's rows that are worked on together, the tokens of a block,
-   the value heads of a task. */
-enum { MAX_DIM = 256, TILE = 4, BLOCK = 32, HEADS = 8, MIN_PARALLEL = 1 << 14 };
+/* The value heads of a task. */
+enum { HEADS = 8 };
 
 typedef struct {
     CausalConv conv;
+    Matrices matrices;
     const float *decay, *dt_bias, *skip;
-    float *matrices; /* of slot 0 */
-    int64_t matrices_stride, key_heads, value_heads, key_dim, value_dim;
 } Mamba;
 
-/* What a block's tokens have in common, for one value head. */
-typedef struct {
-    const float *queries, *keys; /* (tokens, rows) */
-    float *values;               /* (tokens, width): they become the outputs */
-    float *states[BLOCK + 1];    /* (rows, width): before the block, then behind each token */
-    float decay[BLOCK], step[BLOCK], skip;
-    int64_t tokens, rows, width;
-} Block;
-
-/* A block's tokens go into `n` vectors of a state's rows, from column `first` on. */
 INLINE void run_tile(const Block *b, int64_t first, const int n)
 {
     vf change[TILE], out[TILE];
@@ -64,7 +49,6 @@ INLINE void run_tile(const Block *b, int64_t first, const int n)
     }
 }
 
-/* The same of a single column. */
 static void run_column(const Block *b, int64_t first)
 {
     for (int64_t token = 0; token < b->tokens; token++) {
@@ -82,17 +66,6 @@ static void run_column(const Block *b, int64_t first)
     }
 }
 
-static void run_block(const Block *b)
-{
-    int64_t i = 0;
-    for (; i + TILE * VW <= b->width; i += TILE * VW)
-        run_tile(b, i, TILE);
-    for (; i + VW <= b->width; i += VW)
-        run_tile(b, i, 1);
-    for (; i < b->width; i++)
-        run_column(b, i);
-}
-
 /* How far each token of a block goes, and the decay, of value head `head`; `dt` are the block's numbers of the first
    row. */
 INLINE void read_steps(const Mamba *m, Block *b, const Run *run, int64_t begin, const char *dt, int64_t stride,
@@ -108,14 +81,13 @@ INLINE void read_steps(const Mamba *m, Block *b, const Run *run, int64_t begin, 
     b->skip = m->skip[head];
 }
 
-/* `states` are those of value heads `first` to `first + count - 1` before the run, and behind each token of a run
-   without `slots`. */
+/* `begun` are the matrices of value heads `first` to `first + count - 1`. */
 INLINE void run_heads(const Mamba *m, const Run *run, int64_t first, int64_t count, const char *mixed, int64_t stride,
-                      float *out, float *states, const int dtype)
+                      float *out, float *begun, const int dtype)
 {
-    const int64_t size = item_bytes(dtype), rows = m->key_dim, keys = m->key_heads * rows, width = m->value_dim;
-    const int64_t matrix = rows * width, own_width = m->value_heads * width,
-                  key_head = first / (m->value_heads / m->key_heads);
+    const Matrices *const of = &m->matrices;
+    const int64_t size = item_bytes(dtype), rows = of->key_dim, keys = of->key_heads * rows, width = of->value_dim;
+    const int64_t own_width = of->value_heads * width, key_head = first / (of->value_heads / of->key_heads);
     const char *const gates = mixed + m->conv.channels * size, *const dt = gates + own_width * size;
     float queries[BLOCK * MAX_DIM], own_keys[BLOCK * MAX_DIM], values[BLOCK * MAX_DIM];
     Block b = {.queries = queries, .keys = own_keys, .values = values, .rows = rows, .width = width};
@@ -126,10 +98,7 @@ INLINE void run_heads(const Mamba *m, const Run *run, int64_t first, int64_t cou
         for (int64_t head = first; head < first + count; head++) {
             convolve(&m->conv, run, mixed, stride, begin, b.tokens, 2 * keys + head * width, width, values, dtype);
             read_steps(m, &b, run, begin, dt, stride, head, dtype);
-            for (int64_t token = -1; token < b.tokens; token++)
-                b.states[token + 1] = run->slots && begin + token >= 0
-                    ? m->matrices + slot_behind(run, begin + token) * m->matrices_stride + head * matrix
-                    : states + (head - first) * matrix;
+            place_states(of, &b, run, begin, head, begun + (head - first) * rows * width);
             run_block(&b);
             for (int64_t token = 0; token < b.tokens; token++) {
                 const int64_t place = place_of(run, begin + token);
@@ -148,15 +117,11 @@ INLINE void run_heads(const Mamba *m, const Run *run, int64_t first, int64_t cou
 static int run_task(const Mamba *m, const Run *run, int64_t first, int64_t count, const char *mixed, int64_t stride,
                     float *out, int dtype)
 {
-    const int64_t matrix = m->key_dim * m->value_dim, elements = count * matrix;
-    float *const own = run->slot < 0 ? calloc(elements, sizeof *own) : NULL;
-    float *const states = run->slot < 0 ? own : m->matrices + run->slot * m->matrices_stride + first * matrix;
-    if (!states)
+    float *const begun = begin_matrices(&m->matrices, run, first, count);
+    if (!begun)
         return 1;
-    if (run->slot >= 0 && run->is_fresh)
-        memset(states, 0, elements * sizeof *states);
-    FOR_DTYPE(run_heads(m, run, first, count, mixed, stride, out, states, TYPE))
-    free(own);
+    FOR_DTYPE(run_heads(m, run, first, count, mixed, stride, out, begun, TYPE))
+    end_matrices(run, begun);
     return 0;
 }
 
@@ -164,9 +129,10 @@ static int run_task(const Mamba *m, const Run *run, int64_t first, int64_t count
 static int run_all(const Mamba *m, const int32_t *slots, const int32_t *runs, const int64_t *chunks, const char *mixed,
                    int64_t stride, float *out, int64_t num_runs, int dtype, int64_t num_threads)
 {
-    const int64_t group = m->value_heads / m->key_heads, parts = (group + HEADS - 1) / HEADS,
-                  row_tasks = m->key_heads * parts;
-    const int64_t tasks = num_runs * row_tasks, elements = num_runs * m->value_heads * m->value_dim * m->key_dim;
+    const Matrices *const of = &m->matrices;
+    const int64_t group = of->value_heads / of->key_heads, parts = (group + HEADS - 1) / HEADS,
+                  row_tasks = of->key_heads * parts;
+    const int64_t tasks = num_runs * row_tasks, elements = num_runs * of->value_heads * of->value_dim * of->key_dim;
     int failed = 0;
 #pragma omp parallel num_threads((int)num_threads) if (num_threads > 1 && (chunks || elements >= MIN_PARALLEL))
     {
@@ -176,7 +142,7 @@ static int run_all(const Mamba *m, const int32_t *slots, const int32_t *runs, co
             const Run run = chunks ? run_of_chunk(chunks + 4 * number) : run_of_row(number, slots, runs);
             const int64_t first = key_head * group + part, count = smaller(HEADS, group - part);
             if (!chunks && run.slot < 0)
-                memset(out + (number * m->value_heads + first) * m->value_dim, 0, count * m->value_dim * sizeof *out);
+                memset(out + (number * of->value_heads + first) * of->value_dim, 0, count * of->value_dim * sizeof *out);
             else if (run.count)
                 failed |= run_task(m, &run, first, count, mixed, stride, out, dtype);
         }
@@ -200,7 +166,7 @@ int mamba2_decode(const float *conv, const float *conv_bias, const float *decay,
 {
     const int64_t channels = 2 * key_heads * key_dim + value_heads * value_dim;
     const Mamba m = {{conv, conv_bias, inputs, inputs_stride, channels, taps},
-                     decay, dt_bias, skip, matrices, matrices_stride, key_heads, value_heads, key_dim, value_dim};
+                     {matrices, matrices_stride, key_heads, value_heads, key_dim, value_dim}, decay, dt_bias, skip};
     return run_all(&m, slots, runs, NULL, mixed, stride, out, rows, (int)dtype, num_threads);
 }
 
@@ -214,18 +180,8 @@ int mamba2_prefill(const float *conv, const float *conv_bias, const float *decay
 {
     const int64_t channels = 2 * key_heads * key_dim + value_heads * value_dim;
     const Mamba m = {{conv, conv_bias, inputs, inputs_stride, channels, taps},
-                     decay, dt_bias, skip, matrices, matrices_stride, key_heads, value_heads, key_dim, value_dim};
+                     {matrices, matrices_stride, key_heads, value_heads, key_dim, value_dim}, decay, dt_bias, skip};
     return run_all(&m, NULL, NULL, chunks, mixed, stride, out, num_chunks, (int)dtype, num_threads);
-}
-
-static float squares_of(const float *x, int64_t width)
-{
-    vf squares = splat(0);
-    for (int64_t i = 0; i < width; i += VW) {
-        const vf item = load_some(x, i, width, FLOAT32);
-        squares = multiply_add(squares, item, item);
-    }
-    return sum_of(squares)[0];
 }
 
 /* x (rows, groups * width) -> the sum of squares of each group, out (rows, groups). */

@@ -6,12 +6,10 @@ from collections.abc import Callable
 import torch
 
 from tp_engine.cpu.kernels.layout import DTYPE_CODES
-from tp_engine.cpu.kernels.recurrent import chunk_table
+from tp_engine.cpu.kernels.recurrent import check_memory, chunk_table, is_taken, matrix_arguments, row_addresses
 from tp_engine.kernels import mamba2 as twins
 from tp_engine.kernels.mamba2 import Mamba2Rule
 from tp_engine.kernels.recurrent import Chunk, LayerStates
-
-MAX_DIM = 256  # of mamba2.c
 
 
 def mamba2_decode(
@@ -23,11 +21,9 @@ def mamba2_decode(
     runs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute ``mamba2.mamba2_decode`` in C."""
-    if not _takes(mixed, rule):
+    if not is_taken(mixed, rule.kind):
         return twins.mamba2_decode(mixed, rule, states, slots, runs)
-    assert all(one.dtype == torch.int32 and one.is_contiguous() for one in (slots, runs) if one is not None)
-    rows = slots.data_ptr(), None if runs is None else runs.data_ptr()
-    return _run(library.mamba2_decode, mixed, rule, states, rows, len(mixed))
+    return _run(library.mamba2_decode, mixed, rule, states, row_addresses(slots, runs), len(mixed))
 
 
 def mamba2_prefill(
@@ -35,7 +31,7 @@ def mamba2_prefill(
 ) -> torch.Tensor:
     """Compute ``mamba2.mamba2_prefill`` in C; token by token, so the results are bit by bit those of
     ``mamba2_decode``."""
-    if not _takes(mixed, rule):
+    if not is_taken(mixed, rule.kind):
         return twins.mamba2_prefill(mixed, rule, states, chunks)
     table = chunk_table(chunks, has_states=states is not None)
     return _run(library.mamba2_prefill, mixed, rule, states, (table.ctypes.data,), len(chunks))
@@ -74,11 +70,6 @@ def norm_groups(
     return out
 
 
-def _takes(mixed: torch.Tensor, rule: Mamba2Rule) -> bool:
-    is_small = max(rule.kind.key_dim, rule.kind.value_dim) <= MAX_DIM
-    return mixed.dtype in DTYPE_CODES and mixed.stride(1) == 1 and is_small
-
-
 def _run(
     function: Callable[..., int],
     mixed: torch.Tensor,
@@ -93,11 +84,8 @@ def _run(
     out = torch.empty((len(mixed), kind.num_value_heads * kind.value_dim))
     failed = function(
         *(one.data_ptr() for one in (rule.conv, rule.conv_bias, rule.decay, rule.dt_bias, rule.skip)),
-        *((None, None) if states is None else (part.data_ptr() for part in states)),
-        *((0, 0) if states is None else (part.stride(0) for part in states)), kind.num_key_heads, kind.num_value_heads,
-        kind.key_dim, kind.value_dim, kind.taps, mixed.data_ptr(), mixed.stride(0), *rows, out.data_ptr(), num_rows,
+        *matrix_arguments(states, kind), mixed.data_ptr(), mixed.stride(0), *rows, out.data_ptr(), num_rows,
         DTYPE_CODES[mixed.dtype], torch.get_num_threads(),
     )  # fmt: skip
-    if failed:
-        raise MemoryError("the state space layer has no memory for states that are not kept")
+    check_memory(failed)
     return out

@@ -46,6 +46,17 @@ INLINE int64_t slot_behind(const Run *run, int64_t token)
 
 INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
+/* The sum of the squares of `count` numbers. */
+INLINE float squares_of(const float *x, int64_t count)
+{
+    vf squares = splat(0);
+    for (int64_t i = 0; i < count; i += VW) {
+        const vf item = load_some(x, i, count, FLOAT32);
+        squares = multiply_add(squares, item, item);
+    }
+    return sum_of(squares)[0];
+}
+
 INLINE vf silu(vf x) { return x / (1.0f + exp2_vector(x * -LOG2_E)); }
 
 /* VW channels of a token of a run, which may lie before it: then of the inputs that its slot keeps. */

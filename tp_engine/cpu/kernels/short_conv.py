@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from tp_engine.cpu.kernels.layout import DTYPE_CODES
-from tp_engine.cpu.kernels.recurrent import chunk_table
+from tp_engine.cpu.kernels.recurrent import chunk_table, is_taken, row_addresses
 from tp_engine.kernels import short_conv as twins
 from tp_engine.kernels.recurrent import Chunk, LayerStates
 from tp_engine.kernels.short_conv import ShortConvRule
@@ -21,25 +21,19 @@ def short_conv_decode(
     runs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute ``short_conv.short_conv_decode`` in C."""
-    if not _takes(mixed):
+    if not is_taken(mixed, rule.kind):
         return twins.short_conv_decode(mixed, rule, states, slots, runs)
-    assert all(one.dtype == torch.int32 and one.is_contiguous() for one in (slots, runs) if one is not None)
-    rows = slots.data_ptr(), None if runs is None else runs.data_ptr()
-    return _run(library.short_conv_decode, mixed, rule, states, rows, len(mixed))
+    return _run(library.short_conv_decode, mixed, rule, states, row_addresses(slots, runs), len(mixed))
 
 
 def short_conv_prefill(
     library: ctypes.CDLL, mixed: torch.Tensor, rule: ShortConvRule, states: LayerStates | None, chunks: list[Chunk]
 ) -> torch.Tensor:
     """Compute ``short_conv.short_conv_prefill`` in C; the results are bit by bit those of ``short_conv_decode``."""
-    if not _takes(mixed):
+    if not is_taken(mixed, rule.kind):
         return twins.short_conv_prefill(mixed, rule, states, chunks)
     table = chunk_table(chunks, has_states=states is not None)
     return _run(library.short_conv_prefill, mixed, rule, states, (table.ctypes.data,), len(chunks))
-
-
-def _takes(mixed: torch.Tensor) -> bool:
-    return mixed.dtype in DTYPE_CODES and mixed.stride(1) == 1
 
 
 def _run(

@@ -3,7 +3,7 @@ beside a shared MLP; with Granite's multipliers."""
 
 import dataclasses
 
-from tp_engine.errors import ConfigError, shown
+from tp_engine.errors import ConfigError
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.families.nemotron_h import check_mamba, check_time_steps
@@ -21,7 +21,7 @@ _STORED = dataclasses.replace(
     down="block_sparse_moe.output_linear",
     weight_suffix=".weight",
 )
-_KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
+_KINDS = {"mamba": False, "attention": True, "linear_attention": False, "full_attention": True}
 _ROTATIONS = ("rope", "nope")
 
 
@@ -47,8 +47,8 @@ def read(config: ConfigJson) -> ModelSpec:
     scale = reader.number("residual_multiplier", 1.0)
     return reader.model(
         tuple(
-            reader.pre_norm_layer(mamba if is_mamba else attention, mlp, residual_scale=scale)
-            for is_mamba in _take_kinds(reader)
+            reader.pre_norm_layer(attention if attends else mamba, mlp, residual_scale=scale)
+            for attends in reader.take_attending(_KINDS, ["mamba"] * reader.num_layers, may_be_none=True)
         ),
         (rope,) if kind == "rope" else (),
         eos=(2,),
@@ -56,17 +56,6 @@ def read(config: ConfigJson) -> ModelSpec:
         embedding_scale=reader.number("embedding_multiplier", 1.0),
         logit_scale=1.0 / reader.factor("logits_scaling", 1.0),
     )
-
-
-def _take_kinds(reader: DecoderReader) -> list[bool]:
-    """Which layers have a state."""
-    kinds = reader.config.take("layer_types", list) or ["mamba"] * reader.num_layers
-    if len(kinds) != reader.num_layers or not all(isinstance(kind, str) and kind in _KINDS for kind in kinds):
-        raise ConfigError(
-            f"config.json: layer_types is {shown(kinds)}; it must name mamba or attention for each of the "
-            f"{reader.num_layers} layers"
-        )
-    return [_KINDS[kind] for kind in kinds]
 
 
 def _read_mamba(reader: DecoderReader) -> Mamba2Spec:

@@ -3,7 +3,7 @@ convolution, the others attention with normalised heads."""
 
 from dataclasses import replace
 
-from tp_engine.errors import ConfigError, shown
+from tp_engine.errors import ConfigError
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.mlp import FUSED, NUMBERED, ExpertsSpec, MlpSpec, RoutingRule
@@ -32,7 +32,7 @@ _OF_IMAGES = (
     *("max_pixels_tolerance", "max_tiles", "min_image_tokens", "min_tiles", "tile_size", "use_thumbnail"),
     "use_image_special_tokens",
 )
-_KINDS = ("conv", "full_attention")
+_KINDS = {"conv": False, "full_attention": True}
 _SIZES = {"num_key_value_heads": 8, "max_position_embeddings": 128_000}
 _SPARSE_SIZES = {**_SIZES, "intermediate_size": 7168}
 # Keys of older files, and the key that each stands for: it has precedence.
@@ -85,14 +85,8 @@ def _with_newer_keys(config: ConfigJson) -> ConfigJson:
 def _take_kinds(reader: DecoderReader) -> list[bool]:
     """Which layers attend: as ``layer_types`` says, or those of ``full_attn_idxs``, or all."""
     chosen = reader.config.take("full_attn_idxs", list)
-    implied = [_KINDS[chosen is None or index in chosen] for index in range(reader.num_layers)]
-    kinds = reader.config.take("layer_types", list, implied) or []
-    if len(kinds) != reader.num_layers or not all(kind in _KINDS for kind in kinds) or "full_attention" not in kinds:
-        raise ConfigError(
-            f"config.json: layer_types is {shown(kinds)}; it must name {' or '.join(_KINDS)} for each of the "
-            f"{reader.num_layers} layers, and full_attention for at least one"
-        )
-    return [kind == "full_attention" for kind in kinds]
+    implied = ["full_attention" if chosen is None or index in chosen else "conv" for index in range(reader.num_layers)]
+    return reader.take_attending(_KINDS, implied)
 
 
 def _adjusted(reader: DecoderReader) -> int:

@@ -1,7 +1,7 @@
 """Qwen3-Next, Qwen3.5 and later (their text parts), dense and with experts: most layers have the gated delta rule, the
 others attention whose output is gated."""
 
-from tp_engine.errors import ConfigError, shown
+from tp_engine.errors import ConfigError
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.families.qwen_moe import take_sparse_layers
@@ -20,7 +20,7 @@ _NAMES = CheckpointNames(
 )
 _ROPE = RopeRules(partial=0.25)
 _MULTIMODAL = RopeRules(partial=0.25, is_multimodal=True, sections=(11, 11, 10), are_sections_mixed=True)
-_KINDS = ("linear_attention", "full_attention")
+_KINDS = {"linear_attention": False, "full_attention": True}
 _GATES = ("swish", "silu")  # two names of one function
 
 
@@ -73,14 +73,9 @@ def read(config: ConfigJson) -> ModelSpec:
 def _take_kinds(reader: DecoderReader) -> list[bool]:
     """Which layers attend: every ``full_attention_interval``-th, or as ``layer_types`` says."""
     interval = reader.config.take_positive("full_attention_interval", 4)
-    implied = ["full_attention" if (index + 1) % interval == 0 else _KINDS[0] for index in range(reader.num_layers)]
-    kinds = reader.config.take("layer_types", list, implied) or []
-    if len(kinds) != reader.num_layers or not all(kind in _KINDS for kind in kinds) or "full_attention" not in kinds:
-        raise ConfigError(
-            f"config.json: layer_types is {shown(kinds)}; it must name {' or '.join(_KINDS)} for each of the "
-            f"{reader.num_layers} layers, and full_attention for at least one"
-        )
-    return [kind == "full_attention" for kind in kinds]
+    attends = [(index + 1) % interval == 0 for index in range(reader.num_layers)]
+    implied = ["full_attention" if one else "linear_attention" for one in attends]
+    return reader.take_attending(_KINDS, implied)
 
 
 def _read_delta(reader: DecoderReader, *, is_fused: bool) -> GatedDeltaNetSpec:
