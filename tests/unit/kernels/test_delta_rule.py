@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+from tests.unit.kernels.recurrent_runs import NUM_SLOTS, RUNS, check_chunks, chunks_of, copy_of, random_states
 from tp_engine.cpu.kernels.delta import gated_delta_net_decode as native_gated_delta_net_decode
 from tp_engine.cpu.kernels.delta import gated_delta_net_prefill as native_gated_delta_net_prefill
 from tp_engine.cpu.kernels.library import native_library
@@ -58,20 +58,9 @@ def inputs_of(kind: StateKind, num_tokens: int) -> Inputs:
     return Inputs(torch.randn(num_tokens, width), torch.randn(num_tokens, 2 * kind.num_value_heads), rule)
 
 
-def random_states(kind: StateKind, num_slots: int) -> LayerStates:
-    """With one slot more, which padding may write to."""
-    num_slots += 1
-    matrices = (num_slots, kind.num_value_heads, kind.key_dim, kind.value_dim)
-    return LayerStates(torch.randn(num_slots, kind.taps - 1, kind.num_channels), torch.randn(matrices))
-
-
 def kept(states: LayerStates) -> list[torch.Tensor]:
     """All slots but the last."""
     return [part[:-1] for part in states]
-
-
-def copy_of(states: LayerStates) -> LayerStates:
-    return LayerStates(*(part.clone() for part in states))
 
 
 def assert_close(found: LayerStates, expected: LayerStates) -> None:
@@ -238,16 +227,6 @@ def test_draft_rows_go_on_behind_their_row(in_c: bool, dtype: torch.dtype) -> No
         assert all(torch.equal(part[unused], old[unused]) for part, old in zip(states, before, strict=True))
 
 
-# Tokens, slot, is_fresh: shorter than the convolution, as long as a block of 32 tokens, and longer; None is not kept.
-RUNS = [(1, 4, False), (33, 1, True), (2, 6, False), (70, None, False), (32, 0, False), (5, 3, True)]
-NUM_SLOTS = 8
-
-
-def chunks_of(runs: list[tuple[int, int | None, bool]]) -> list[Chunk]:
-    starts = [sum(count for count, *_ in runs[:index]) for index in range(len(runs))]
-    return [Chunk(start, *run) for start, run in zip(starts, runs, strict=True)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [*KINDS, *LARGER])
 def test_chunks_in_c(kind: StateKind, dtype: torch.dtype) -> None:
@@ -260,42 +239,21 @@ def test_chunks_in_c(kind: StateKind, dtype: torch.dtype) -> None:
     wide, gates, rule = inputs_of(kind, sum(count for count, *_ in RUNS) + 3)
     mixed, gates = torch.cat((wide, wide[:, :8]), 1).to(dtype)[3:, :-8], gates.to(dtype)[3:]
     states = random_states(kind, NUM_SLOTS)
-    before, of_twin, by_steps, in_parts = (copy_of(states) for _ in range(4))
+    before, of_twin = copy_of(states), copy_of(states)
     found = native_gated_delta_net_prefill(library, mixed, gates, rule, states, chunks)
     expected = gated_delta_net_prefill(mixed, gates, rule, of_twin, chunks)
     tolerance = max(1e-5, 2 * torch.finfo(dtype).eps)
     torch.testing.assert_close(found, expected, rtol=10 * tolerance, atol=10 * tolerance)
-    for own, other, old in zip(states, of_twin, before, strict=True):
+    for own, other in zip(states, of_twin, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
-        assert torch.equal(own[[2, 5, 7, 8]], old[[2, 5, 7, 8]])
 
-    for start, count, slot, is_fresh in chunks:
-        place = NUM_SLOTS - 1 if slot is None else slot
-        if slot is None or is_fresh:
-            by_steps.conv[place], by_steps.recurrent[place] = 0.0, 0.0
-        for token in range(start, start + count):
-            row = slice(token, token + 1)
-            one = native_gated_delta_net_decode(
-                library, mixed[row], gates[row], rule, by_steps, torch.tensor([place]).int()
-            )
-            assert torch.equal(one, found[row])
+    def step(rows: slice, own: LayerStates, slots: torch.Tensor) -> torch.Tensor:
+        return native_gated_delta_net_decode(library, mixed[rows], gates[rows], rule, own, slots)
 
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(3 - min(num_threads, 2))
-    try:
-        for start, count, slot, is_fresh in reversed(chunks):
-            cuts = sorted({0, 1, 3, 32, 50, count} & set(range(count + 1))) if slot is not None else [0, count]
-            for first, end in pairwise(cuts):
-                rows = slice(start + first, start + end)
-                piece = [Chunk(0, end - first, slot, is_fresh and first == 0)]
-                part = native_gated_delta_net_prefill(library, mixed[rows], gates[rows], rule, in_parts, piece)
-                assert torch.equal(part, found[rows])
-    finally:
-        torch.set_num_threads(num_threads)
-    for own, steps, parts in zip(states, by_steps, in_parts, strict=True):
-        assert torch.equal(own, parts)
-        steps[NUM_SLOTS - 1] = own[NUM_SLOTS - 1]
-        assert torch.equal(own, steps)
+    def prefill(rows: slice, own: LayerStates, piece: list[Chunk]) -> torch.Tensor:
+        return native_gated_delta_net_prefill(library, mixed[rows], gates[rows], rule, own, piece)
+
+    check_chunks(chunks, before, found, states, step, prefill)
 
 
 def test_chunks_in_c_without_states() -> None:

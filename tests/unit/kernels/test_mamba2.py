@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.unit.kernels.recurrent_runs import NUM_SLOTS, RUNS, check_chunks, chunks_of, copy_of, random_states
 from tp_engine.cpu.kernels import mamba2 as native
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.kernels.mamba2 import Mamba2Rule, group_squares, mamba2_decode, mamba2_prefill, norm_groups
@@ -39,16 +40,6 @@ def rule_of(kind: StateKind) -> Mamba2Rule:
 def inputs_of(kind: StateKind, num_tokens: int) -> torch.Tensor:
     width = kind.num_channels + kind.num_value_heads * (kind.value_dim + 1)
     return torch.randn(num_tokens, width)
-
-
-def random_states(kind: StateKind, num_slots: int) -> LayerStates:
-    """With one slot more, which padding may write to."""
-    matrices = (num_slots + 1, kind.num_value_heads, kind.key_dim, kind.value_dim)
-    return LayerStates(torch.randn(num_slots + 1, kind.taps - 1, kind.num_channels), torch.randn(matrices))
-
-
-def copy_of(states: LayerStates) -> LayerStates:
-    return LayerStates(*(part.clone() for part in states))
 
 
 def library_or_skip() -> Any:
@@ -220,54 +211,30 @@ def test_draft_rows_go_on_behind_their_row(in_c: bool) -> None:
         assert all(torch.equal(part[unused], old[unused]) for part, old in zip(states, before, strict=True))
 
 
-# Tokens, slot, is_fresh: shorter than the convolution, as long as a block of 32 tokens, and longer; None is not kept.
-RUNS = [(1, 4, False), (33, 1, True), (2, 6, False), (70, None, False), (32, 0, False), (5, 3, True)]
-NUM_SLOTS = 8
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_in_c(kind: StateKind, dtype: torch.dtype) -> None:
     """Oracles: the twin; and bit by bit, states and outputs, the tokens of each row one by one in C, the same tokens in
     other chunks and batches with another number of threads, and the slots that no chunk names."""
     library, rule = library_or_skip(), rule_of(kind)
-    starts = [sum(count for count, *_ in RUNS[:index]) for index in range(len(RUNS))]
-    chunks = [Chunk(start, *run) for start, run in zip(starts, RUNS, strict=True)]
+    chunks = chunks_of(RUNS)
     wide = inputs_of(kind, sum(count for count, *_ in RUNS))
     mixed = torch.cat((wide, wide[:, :8]), 1).to(dtype)[:, :-8]
     states = random_states(kind, NUM_SLOTS)
-    before, of_twin, by_steps, in_parts = (copy_of(states) for _ in range(4))
+    before, of_twin = copy_of(states), copy_of(states)
     found = native.mamba2_prefill(library, mixed, rule, states, chunks)
     expected = mamba2_prefill(mixed, rule, of_twin, chunks)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
-    for own, other, old in zip(states, of_twin, before, strict=True):
+    for own, other in zip(states, of_twin, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
-        assert torch.equal(own[[2, 5, 7, 8]], old[[2, 5, 7, 8]])
 
-    for start, count, slot, is_fresh in chunks:
-        place = NUM_SLOTS - 1 if slot is None else slot
-        if slot is None or is_fresh:
-            by_steps.conv[place], by_steps.recurrent[place] = 0.0, 0.0
-        for token in range(start, start + count):
-            row = slice(token, token + 1)
-            one = native.mamba2_decode(library, mixed[row], rule, by_steps, torch.tensor([place]).int())
-            assert torch.equal(one, found[row])
+    def step(rows: slice, own: LayerStates, slots: torch.Tensor) -> torch.Tensor:
+        return native.mamba2_decode(library, mixed[rows], rule, own, slots)
 
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(3 - min(num_threads, 2))
-    try:
-        for start, count, slot, is_fresh in reversed(chunks):
-            cuts = sorted({0, 1, 3, 32, 50, count} & set(range(count + 1))) if slot is not None else [0, count]
-            for first, end in pairwise(cuts):
-                piece = [Chunk(0, end - first, slot, is_fresh and first == 0)]
-                part = native.mamba2_prefill(library, mixed[start + first : start + end], rule, in_parts, piece)
-                assert torch.equal(part, found[start + first : start + end])
-    finally:
-        torch.set_num_threads(num_threads)
-    for own, steps, parts in zip(states, by_steps, in_parts, strict=True):
-        assert torch.equal(own, parts)
-        steps[NUM_SLOTS - 1] = own[NUM_SLOTS - 1]
-        assert torch.equal(own, steps)
+    def prefill(rows: slice, own: LayerStates, piece: list[Chunk]) -> torch.Tensor:
+        return native.mamba2_prefill(library, mixed[rows], rule, own, piece)
+
+    check_chunks(chunks, before, found, states, step, prefill)
 
 
 def test_tokens_whose_state_is_not_kept() -> None:
