@@ -22,6 +22,7 @@ MODULES = (
     "kernel_cases_heads",
     "kernel_cases_experts",
     "kernel_cases_delta",
+    "kernel_cases_mamba",
     "kernel_cases_short_conv",
     "kernel_cases_latents",
     "kernel_cases_index_keys",

@@ -89,29 +89,23 @@ def test_tp_invariant(checkpoint: Callable[..., Path]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "kind", "changes", "operations"),
+    ("family", "changes", "operations"),
     [
         (
             "qwen3.5",
-            "linear_attention",
-            {"linear_num_key_heads": 2, "linear_num_value_heads": 6},
+            {"layer_types": ["linear_attention", "full_attention"]}
+            | {"linear_num_key_heads": 2, "linear_num_value_heads": 6},
             {"gated_delta_net_decode", "sigmoid_gate"},
         ),
-        ("lfm2", "conv", {}, {"short_conv_decode"}),
+        ("nemotron-h", {"hybrid_override_pattern": "M*"}, {"mamba2_decode", "mamba2_prefill", "norm_groups"}),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, {"short_conv_decode", "short_conv_prefill"}),
     ],
 )
 def test_recurrent_states(
-    family: str, kind: str, changes: dict[str, Any], operations: set[str], checkpoint: Callable[..., Path]
+    family: str, changes: dict[str, Any], operations: set[str], checkpoint: Callable[..., Path]
 ) -> None:
     """Oracle: the tokens of the same engine on C; one of its two layers has a recurrent state."""
-    folder = checkpoint(
-        family,
-        num_layers=2,
-        layer_types=[kind, "full_attention"],
-        vocab_size=101,
-        intermediate_size=64,
-        **changes,
-    )
+    folder = checkpoint(family, num_layers=2, vocab_size=101, intermediate_size=64, **changes)
     expected = generate(folder)
     with (
         triton_ops_on_cpus() as used,

@@ -28,6 +28,7 @@ MODULES = (
     "kv_quant",
     "latents",
     "layer_ops",
+    "mamba",
     "nan",
     "norm_codes",
     "one_row_linear",

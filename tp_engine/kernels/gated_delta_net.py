@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.kernels.layer_ops import widened
-from tp_engine.kernels.recurrent import Chunk, LayerStates, convolve_chunk, convolve_step, in_runs
+from tp_engine.kernels.recurrent import Chunk, LayerStates, convolve_chunk, convolve_step, in_runs, in_tiles
 from tp_engine.kv_layout import StateKind
 
 LENGTH_EPS = 1e-6
@@ -145,15 +145,8 @@ def attend_in_chunks(
     """
     num_tokens, num_key_heads = len(query), query.shape[1]
     size = min(CHUNK, num_tokens)
-
-    def by_chunk(x: torch.Tensor) -> torch.Tensor:
-        """(T, heads, ...) -> (KH, heads / KH, chunks, size, ...)."""
-        padded = F.pad(x, (*(0,) * (2 * x.dim() - 1), -num_tokens % size))
-        chunks: torch.Tensor = padded.view(-1, size, *x.shape[1:]).movedim(2, 0)
-        return chunks.reshape(num_key_heads, -1, *chunks.shape[1:])
-
-    q, k, v = by_chunk(query), by_chunk(key), by_chunk(value)
-    sums, beta = by_chunk(decay).cumsum(-1), by_chunk(beta).unsqueeze(-1)
+    q, k, v, sums, beta = (in_tiles(x, size, num_key_heads) for x in (query, key, value, decay, beta))
+    sums, beta = sums.cumsum(-1), beta.unsqueeze(-1)
     distance = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).tril_()
     decays = distance.exp().tril()
     system = beta * (k @ k.mT) * decays

@@ -15,34 +15,15 @@ those of draft rows do nothing.
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.kernels.gated_delta_net import LENGTH_EPS, DeltaRule
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.recurrent import LayerStates
-from tp_engine.kernels.recurrent_triton import causal_conv, silu
+from tp_engine.kernels.recurrent_triton import causal_conv, load_run, matrix_blocks, row_of, silu, softplus
 
 _LENGTH_EPS = tl.constexpr(LENGTH_EPS)
-# Fewer elements of a state than threads would make threads share an element, which is changed in place.
-_MIN_BLOCK = 16
-_ELEMENTS_PER_THREAD = 32
-_MAX_WARPS = 16
-
-
-@jit
-def softplus(x):
-    """log(1 + exp(x)), float32, with a small relative error for any x: a slow decay is many steps' product.
-
-    log(1 + e) = 2 artanh(s) with s = e / (2 + e), at most 1/3 for e = exp(-|x|): seven terms of the series.
-    """
-    e = tl.exp(-tl.abs(x))
-    s = e / (2.0 + e)
-    square = s * s
-    series = 1.0 / 9 + square * (1.0 / 11 + square * (1.0 / 13))
-    series = 1.0 + square * (1.0 / 3 + square * (1.0 / 5 + square * (1.0 / 7 + square * series)))
-    return tl.where(x > 0, x, 0.0) + 2.0 * s * series
 
 
 @jit
@@ -64,15 +45,12 @@ def gated_delta_net_decode_kernel(
     values: tl.constexpr = VALUE_HEADS * VALUE_DIM
     inside = in_key[:, None] & in_value[None, :]
     place = states + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
-    first, count = own, 0
-    if HAS_RUNS:
-        first = tl.load(runs + 2 * own).to(tl.int64)
-        count = tl.load(runs + 2 * own + 1)
+    first, count = load_run(runs, own, HAS_RUNS)
     slot = tl.load(slots + own).to(tl.int64)
     state = tl.load(place + slot * slot_stride, mask=inside & (slot >= 0) & (count >= 0), other=0.0)
     step = tl.load(log_decay + head)
     for token in range(count + 1):
-        row = tl.where(token == 0, own, first + token - 1)
+        row = row_of(token, own, first)
         slot = tl.load(slots + row).to(tl.int64)
         turned = convolved + row * (2 * keys + values)
         own_key = turned + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + i
@@ -119,13 +97,11 @@ def gated_delta_net_decode_triton(
     convolved = torch.empty((num_rows, channels), dtype=torch.float32, device=mixed.device)
     has_runs = runs is not None
     causal_conv(mixed, rule.conv, states, slots, runs, convolved)
-    key_block, value_block = (max(int(triton.next_power_of_2(dim)), _MIN_BLOCK) for dim in (kind.key_dim, width))
-    num_warps = key_block * value_block // (32 * _ELEMENTS_PER_THREAD)
+    blocks = matrix_blocks(kind)
     gated_delta_net_decode_kernel[(num_rows, heads)](
         convolved, mixed, gates, rule.decay, rule.dt_bias, rule.norm, states.recurrent, slots, runs, out,
         mixed.stride(0), gates.stride(0), states.recurrent.stride(0), rule.eps,
-        KEY_HEADS=kind.num_key_heads, VALUE_HEADS=heads, KEY_DIM=kind.key_dim, VALUE_DIM=width, KEY_BLOCK=key_block,
-        VALUE_BLOCK=value_block, QUERY_SCALE=kind.key_dim**-0.5, HAS_RUNS=has_runs,
-        num_warps=min(max(num_warps, 1), _MAX_WARPS), **dependent_launch(mixed.device),
+        KEY_HEADS=kind.num_key_heads, VALUE_HEADS=heads, KEY_DIM=kind.key_dim, VALUE_DIM=width,
+        QUERY_SCALE=kind.key_dim**-0.5, HAS_RUNS=has_runs, **blocks, **dependent_launch(mixed.device),
     )  # fmt: skip
     return out

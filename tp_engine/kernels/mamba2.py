@@ -14,8 +14,8 @@ A layer's projection makes of each token, for the heads of this rank::
     value heads of a key head, and multiplies it by a weight.
 
 In the terms of ``gated_delta_net``: C is the query, B the key, d x the value.  ``mamba2_decode`` does that for one
-token of each row, or for one and the draft tokens behind it, and ``mamba2_prefill`` for many tokens, in chunks.  Within
-a chunk, with c the sums of g and D[i, j] = exp(c_i - c_j) for j <= i::
+token of each row, or for one and the draft tokens behind it, and ``mamba2_prefill`` for many tokens, in tiles.  Within
+a tile, with c the sums of g and D[i, j] = exp(c_i - c_j) for j <= i::
 
     Y = exp(c) C S + (C B' * D) V                          S = exp(c_last) S + (exp(c_last - c) B)' V
 
@@ -28,10 +28,11 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.kernels.layer_ops import widened
-from tp_engine.kernels.recurrent import Chunk, LayerStates, convolve_chunk, convolve_step, in_runs
+from tp_engine.kernels.recurrent import Chunk, LayerStates, convolve_chunk, convolve_step, in_runs, in_tiles
 from tp_engine.kv_layout import StateKind
 
 CHUNK = 64
+TOGETHER = 8  # tiles, which bounds the memory that a chunk takes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +72,7 @@ def mamba2_decode(
 def _decode(mixed: torch.Tensor, rule: Mamba2Rule, states: LayerStates, slots: torch.Tensor) -> torch.Tensor:
     kind = rule.kind
     places = torch.where(slots < 0, len(states.conv) - 1, slots).long()
-    inputs, z, dt = _split(widened(mixed), kind)
+    inputs, z, dt = split_inputs(widened(mixed), kind)
     query, key, x = _heads(F.silu(convolve_step(inputs, states.conv, places, rule.conv, rule.conv_bias)), kind)
     step, decay = _steps(dt, rule)
     by_key = len(slots), kind.num_key_heads, -1
@@ -93,21 +94,30 @@ def mamba2_prefill(
     kind = rule.kind
     parts = []
     for start, count, slot, is_fresh in chunks:
-        inputs, z, dt = _split(widened(mixed[start : start + count]), kind)
+        inputs, z, dt = split_inputs(widened(mixed[start : start + count]), kind)
         if slot is None or is_fresh or states is None:
             kept = inputs.new_zeros(kind.taps - 1, kind.num_channels)
             state = inputs.new_zeros(kind.num_value_heads, kind.key_dim, kind.value_dim)
         else:
             kept, state = states.conv[slot], states.recurrent[slot]
         turned, kept = convolve_chunk(inputs, kept, rule.conv, rule.conv_bias)
-        query, key, x = _heads(F.silu(turned), kind)
-        step, decay = _steps(dt, rule)
-        attended, state = scan_in_chunks(query, key, x * step.unsqueeze(-1), decay, state)
+        found, state = scan_chunk(F.silu(turned), z, dt, rule, state)
         if slot is not None and states is not None:
             states.conv[slot].copy_(kept)
             states.recurrent[slot].copy_(state)
-        parts.append(_gated(attended, x, z, rule))
+        parts.append(found)
     return torch.cat(parts)
+
+
+def scan_chunk(
+    turned: torch.Tensor, z: torch.Tensor, dt: torch.Tensor, rule: Mamba2Rule, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a chunk's outputs (T, VH DV), and the state behind it, (VH, DK, DV): ``turned`` (T, channels) behind SiLU,
+    z (T, VH DV), dt (T, VH)."""
+    query, key, x = _heads(turned, rule.kind)
+    step, decay = _steps(dt, rule)
+    attended, state = scan_in_chunks(query, key, x * step.unsqueeze(-1), decay, state)
+    return _gated(attended, x, z, rule), state
 
 
 def scan_in_chunks(
@@ -118,19 +128,30 @@ def scan_in_chunks(
 
     ``query``, ``key`` (T, KH, DK); ``value`` (T, VH, DV); ``decay`` (g) (T, VH).
     """
-    num_key_heads = query.shape[1]
-    state = state.reshape(num_key_heads, -1, *state.shape[1:])
-    parts = []
-    for first in range(0, len(query), CHUNK):
-        own = slice(first, first + CHUNK)
-        q, k = (x[own].transpose(0, 1).unsqueeze(1) for x in (query, key))
-        v, sums = (x[own].transpose(0, 1).unflatten(0, (num_key_heads, -1)) for x in (value, decay))
-        sums = sums.cumsum(-1)
-        decays = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).tril_().exp().tril()
-        parts.append(sums.exp().unsqueeze(-1) * (q @ state) + ((q @ k.mT) * decays) @ v)
-        whole, left = sums[..., -1, None, None].exp(), (sums[..., -1:] - sums).exp().unsqueeze(-1)
-        state = whole * state + (left * k).mT @ v
-    return torch.cat(parts, 2).flatten(0, 1).transpose(0, 1), state.flatten(0, 1)
+    parts, state = [], state.reshape(query.shape[1], -1, *state.shape[1:])
+    for first in range(0, len(query), TOGETHER * CHUNK):
+        own = slice(first, first + TOGETHER * CHUNK)
+        attended, state = _scan(query[own], key[own], value[own], decay[own], state)
+        parts.append(attended)
+    return torch.cat(parts), state.flatten(0, 1)
+
+
+def _scan(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some tiles of a chunk at once: only the states between them depend on one another.  ``state`` (KH, VH / KH, DK,
+    DV)."""
+    num_tokens, size = len(query), min(CHUNK, len(query))
+    q, k, v, sums = (in_tiles(x, size, query.shape[1]) for x in (query, key, value, decay))
+    sums = sums.cumsum(-1)
+    decays = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).tril_().exp().tril()
+    whole, left = sums[..., -1, None, None].exp(), (sums[..., -1:] - sums).exp().unsqueeze(-1)
+    added, before = k.mT @ (left * v), []
+    for tile in range(q.shape[2]):
+        before.append(state)
+        state = torch.addcmul(added[:, :, tile], whole[:, :, tile], state)
+    out = sums.exp().unsqueeze(-1) * (q @ torch.stack(before, 2)) + ((q @ k.mT) * decays) @ v
+    return out.flatten(2, 3).flatten(0, 1)[:, :num_tokens].transpose(0, 1), state
 
 
 def group_squares(x: torch.Tensor, num_groups: int) -> torch.Tensor:
@@ -155,7 +176,7 @@ def norm_groups(
     return (normed.flatten(1) * widened(weight)).to(weight.dtype)
 
 
-def _split(mixed: torch.Tensor, kind: StateKind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def split_inputs(mixed: torch.Tensor, kind: StateKind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The convolution's inputs (N, channels), z (N, VH DV), dt (N, VH)."""
     sizes = kind.num_channels, kind.num_value_heads * kind.value_dim, kind.num_value_heads
     inputs, z, dt = mixed.split_with_sizes(sizes, 1)

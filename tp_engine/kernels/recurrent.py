@@ -61,6 +61,14 @@ def convolve_chunk(
     return turned.squeeze(0).t(), window[len(inputs) :]
 
 
+def in_tiles(x: torch.Tensor, size: int, num_key_heads: int) -> torch.Tensor:
+    """Return the tokens of a chunk in tiles of ``size``, the last one filled up with zeros: (T, heads, ...) -> (KH,
+    heads / KH, tiles, size, ...)."""
+    padded = F.pad(x, (*(0,) * (2 * x.dim() - 1), -len(x) % size))
+    tiles: torch.Tensor = padded.view(-1, size, *x.shape[1:]).movedim(2, 0)
+    return tiles.reshape(num_key_heads, -1, *tiles.shape[1:])
+
+
 def in_runs(
     step: Callable[[list[int]], torch.Tensor],
     found: torch.Tensor,

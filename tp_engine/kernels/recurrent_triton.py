@@ -1,24 +1,71 @@
-"""The causal convolution of a decode step in one launch, for layers with a recurrent state (``kernels/recurrent.py``).
+"""What Triton kernels of layers with a recurrent state (``kernels/recurrent.py``) have in common, and their causal
+convolutions: that of a decode step, and that of a prompt's chunk, a launch each.
 
 Padding rows read and write no state.  The programs of a row with draft rows take their tokens too, in order, and write
 the inputs behind each to its slot; those of draft rows do nothing.
 """
 
+from typing import no_type_check
+
 import torch
+import triton
 import triton.language as tl
 
-from tp_engine.kernels.dependent_launch_triton import begin_row_block, launch_row_blocks
+from tp_engine.kernels.dependent_launch_triton import (
+    begin_program,
+    begin_row_block,
+    dependent_launch,
+    launch_row_blocks,
+)
 from tp_engine.kernels.jit import jit
-from tp_engine.kernels.recurrent import LayerStates
+from tp_engine.kernels.recurrent import Chunk, LayerStates
+from tp_engine.kv_layout import StateKind
 
 _BLOCK = 256
 _WARPS = 2
+# Of a program of a chunk.
+_TOKENS, _CHANNELS, _CHUNK_WARPS = 16, 128, 4
+# Fewer elements of a state than threads would make threads share an element, which is changed in place.
+_MIN_BLOCK = 16
+_ELEMENTS_PER_THREAD = 32
+_MAX_WARPS = 16
 
 
 @jit
 def silu(x):
     """Float32; nothing overflows."""
     return x / (1.0 + tl.exp(-x))
+
+
+@jit
+def softplus(x):
+    """log(1 + exp(x)), float32, with a small relative error for any x: a slow decay is many steps' product.
+
+    log(1 + e) = 2 artanh(s) with s = e / (2 + e), at most 1/3 for e = exp(-|x|): seven terms of the series.
+    """
+    e = tl.exp(-tl.abs(x))
+    s = e / (2.0 + e)
+    square = s * s
+    series = 1.0 / 9 + square * (1.0 / 11 + square * (1.0 / 13))
+    series = 1.0 + square * (1.0 / 3 + square * (1.0 / 5 + square * (1.0 / 7 + square * series)))
+    return tl.where(x > 0, x, 0.0) + 2.0 * s * series
+
+
+@jit
+def load_run(runs, own, HAS_RUNS: tl.constexpr):
+    """Return the first draft row of row ``own``, behind which its others follow, and their number, -1 for a draft
+    row."""
+    first, count = own, 0
+    if HAS_RUNS:
+        first = tl.load(runs + 2 * own).to(tl.int64)
+        count = tl.load(runs + 2 * own + 1)
+    return first, count
+
+
+@jit
+def row_of(token, own, first):
+    """Return the row of a token of the run of row ``own``."""
+    return tl.where(token == 0, own, first + token - 1)
 
 
 @jit
@@ -32,27 +79,26 @@ def input_at(place, mask, SIZE: tl.constexpr, IS_GATED: tl.constexpr):
 
 @jit
 def causal_conv_kernel(
-    mixed, weight, kept, slots, runs, out, mixed_stride, slot_stride,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, TAPS: tl.constexpr, HAS_RUNS: tl.constexpr, IS_GATED: tl.constexpr,
-    PDL: tl.constexpr,
+    mixed, weight, bias, kept, slots, runs, out, mixed_stride, slot_stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RUNS: tl.constexpr,
+    IS_GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: up to BLOCK of the SIZE channels of one row, and of its draft rows: the last one first, because the
     inputs before all of them are in the slot of the row itself.  SiLU follows, or if IS_GATED the output's gate."""
     own, column, inside = begin_row_block(SIZE, BLOCK, PDL)
     before = kept + tl.load(slots + own).to(tl.int64) * slot_stride + column
-    first, count = own, 0
-    if HAS_RUNS:
-        first = tl.load(runs + 2 * own).to(tl.int64)
-        count = tl.load(runs + 2 * own + 1)
+    first, count = load_run(runs, own, HAS_RUNS)
     for turn in range(count + 1):
         token = count - turn
-        row = tl.where(token == 0, own, first + token - 1)
+        row = row_of(token, own, first)
         slot = tl.load(slots + row).to(tl.int64)
         is_kept = inside & (slot >= 0)
         own_input = mixed + row * mixed_stride + column
         item = input_at(own_input, inside, SIZE, IS_GATED)
         place = kept + slot * slot_stride + column
         total = item * tl.load(weight + (TAPS - 1) * SIZE + column, mask=inside, other=0.0)
+        if HAS_BIAS:
+            total += tl.load(bias + column, mask=inside, other=0.0)
         for tap in tl.static_range(TAPS - 1):
             at = token + tap - (TAPS - 1)  # among the run's tokens
             old = tl.load(before + (tap + token) * SIZE, mask=is_kept & (at < 0), other=0.0)
@@ -81,10 +127,11 @@ def causal_conv(
     runs: torch.Tensor | None,
     out: torch.Tensor,
     *,
+    bias: torch.Tensor | None = None,
     is_gated: bool = False,
 ) -> None:
     """Convolve one token of each row, ``mixed`` (B, ...), of which the first C elements are inputs, into ``out``
-    (B, C), with SiLU.  The inputs that ``states`` keep move on.
+    (B, C), with SiLU.  The inputs that ``states`` keep move on.  ``bias`` (C,) float32.
 
     If ``is_gated``, the next C elements are gates of the output, in the place of SiLU, and those behind them gates of
     the input.  ``weight`` (taps, C) float32.  Rows of ``mixed`` may lie apart.
@@ -93,8 +140,89 @@ def causal_conv(
     assert mixed.stride(1) == slots.stride(0) == 1, (mixed.stride(), slots.stride())
     assert states.conv[0].is_contiguous() and out.is_contiguous(), "a slot is contiguous"
     assert runs is None or runs.is_contiguous(), runs.stride()
-    arguments = mixed, weight, states.conv, slots, runs, out, mixed.stride(0), states.conv.stride(0)
-    constants = {"TAPS": taps, "HAS_RUNS": runs is not None, "IS_GATED": is_gated}
+    arguments = mixed, weight, bias, states.conv, slots, runs, out, mixed.stride(0), states.conv.stride(0)
+    constants = {"TAPS": taps, "HAS_BIAS": bias is not None, "HAS_RUNS": runs is not None, "IS_GATED": is_gated}
     launch_row_blocks(
         causal_conv_kernel, mixed, len(mixed), channels, *arguments, most=_BLOCK, **constants, num_warps=_WARPS
     )
+
+
+# A step's chunks begin behind its decodes, so at any address.
+@triton.jit(do_not_specialize=["start", "count", "slot", "is_fresh"], do_not_specialize_on_alignment=["mixed"])
+@no_type_check
+def conv_chunk_kernel(
+    mixed, weight, bias, kept, out, start, count, slot, is_fresh, mixed_stride, slot_stride,
+    SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: up to BLOCK of the SIZE channels of up to TOKENS tokens of a chunk.  Those of its first tokens also
+    store the inputs to keep, because they alone read those that were kept before."""
+    begin_program(PDL)
+    block, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    is_read = (slot >= 0) & (is_fresh == 0)
+    place = kept + slot.to(tl.int64) * slot_stride + column
+    rows = mixed + start.to(tl.int64) * mixed_stride + column
+    total = tl.zeros((TOKENS, BLOCK), dtype=tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=inside, other=0.0)[None, :]
+    for tap in tl.static_range(TAPS):
+        at = token + tap - (TAPS - 1)
+        is_own = inside[None, :] & (at >= 0)[:, None] & (at < count)[:, None]
+        item = input_at(rows[None, :] + at.to(tl.int64)[:, None] * mixed_stride, is_own, SIZE, IS_GATED)
+        if tap < TAPS - 1:
+            before = place[None, :] + (at + TAPS - 1)[:, None] * SIZE
+            item += tl.load(before, mask=inside[None, :] & ((at < 0) & is_read)[:, None], other=0.0)
+        total += item * tl.load(weight + tap * SIZE + column, mask=inside, other=0.0)[None, :]
+    is_own = inside[None, :] & (token < count)[:, None]
+    row = start.to(tl.int64) + token[:, None]
+    if IS_GATED:
+        total *= tl.load(mixed + row * mixed_stride + SIZE + column[None, :], mask=is_own, other=0.0).to(tl.float32)
+    else:
+        total = silu(total)
+    tl.store(out + row * SIZE + column[None, :], total.to(out.dtype.element_ty), mask=is_own)
+    is_kept = inside & (slot >= 0) & (block == 0)
+    for tap in tl.static_range(TAPS - 1):
+        at = count + tap - (TAPS - 1)
+        item = input_at(rows + at.to(tl.int64) * mixed_stride, is_kept & (at >= 0), SIZE, IS_GATED)
+        item += tl.load(place + (tap + count) * SIZE, mask=is_kept & is_read & (at < 0), other=0.0)
+        tl.debug_barrier()  # all threads have read what lies at this place
+        tl.store(place + tap * SIZE, item, mask=is_kept)
+
+
+def conv_chunks(
+    mixed: torch.Tensor,
+    weight: torch.Tensor,
+    states: LayerStates | None,
+    chunks: list[Chunk],
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    is_gated: bool = False,
+) -> None:
+    """Convolve the tokens of ``chunks``, ``mixed`` (N, ...), into ``out`` (N, C); the rest as in ``causal_conv``."""
+    taps, channels = weight.shape
+    assert mixed.stride(1) == 1 and out.is_contiguous(), (mixed.stride(), out.stride())
+    kept = weight if states is None else states.conv  # without states nothing is read or written there
+    assert kept[0].is_contiguous(), "a slot is contiguous"
+    for chunk in chunks:
+        grid = (triton.cdiv(chunk.num_tokens, _TOKENS), triton.cdiv(channels, _CHANNELS))
+        conv_chunk_kernel[grid](
+            mixed, weight, bias, kept, out, *chunk_arguments(chunk, states), mixed.stride(0), kept.stride(0),
+            SIZE=channels, TOKENS=_TOKENS, BLOCK=_CHANNELS, TAPS=taps, HAS_BIAS=bias is not None, IS_GATED=is_gated,
+            num_warps=_CHUNK_WARPS, **dependent_launch(mixed.device),
+        )  # fmt: skip
+
+
+def chunk_arguments(chunk: Chunk, states: LayerStates | None) -> tuple[int, int, int, int]:
+    """Return a launch's ``start``, ``count``, ``slot`` (-1: none) and ``is_fresh``."""
+    slot = -1 if chunk.slot is None or states is None else chunk.slot
+    return chunk.start, chunk.num_tokens, slot, int(chunk.is_fresh)
+
+
+def matrix_blocks(kind: StateKind) -> dict[str, int]:
+    """Return the constants of a launch whose programs hold a whole matrix of a state, and their warps."""
+    key, value = (max(int(triton.next_power_of_2(dim)), _MIN_BLOCK) for dim in (kind.key_dim, kind.value_dim))
+    num_warps = key * value // (32 * _ELEMENTS_PER_THREAD)
+    return {"KEY_BLOCK": key, "VALUE_BLOCK": value, "num_warps": min(max(num_warps, 1), _MAX_WARPS)}

@@ -1,10 +1,10 @@
-"""A decode step of a short convolution between two gates, in one launch: the Triton twin of
-``short_conv.short_conv_decode``."""
+"""A short convolution between two gates: the Triton twins of ``short_conv.short_conv_decode``, in one launch, and of
+``short_conv_prefill``, in one for each chunk."""
 
 import torch
 
-from tp_engine.kernels.recurrent import LayerStates
-from tp_engine.kernels.recurrent_triton import causal_conv
+from tp_engine.kernels.recurrent import Chunk, LayerStates
+from tp_engine.kernels.recurrent_triton import causal_conv, conv_chunks
 from tp_engine.kernels.short_conv import ShortConvRule
 
 
@@ -20,4 +20,13 @@ def short_conv_decode_triton(
     assert mixed.shape[1] == 3 * channels, mixed.shape
     out = torch.empty((len(mixed), channels), dtype=mixed.dtype, device=mixed.device)
     causal_conv(mixed, rule.conv, states, slots, runs, out, is_gated=True)
+    return out
+
+
+def short_conv_prefill_triton(
+    mixed: torch.Tensor, rule: ShortConvRule, states: LayerStates | None, chunks: list[Chunk]
+) -> torch.Tensor:
+    """``short_conv.short_conv_prefill``; rows of ``mixed`` may lie apart."""
+    out = torch.empty((len(mixed), rule.kind.num_channels), dtype=mixed.dtype, device=mixed.device)
+    conv_chunks(mixed, rule.conv, states, chunks, out, is_gated=True)
     return out

@@ -13,12 +13,21 @@ import torch
 
 from tests.unit.kernels.kernel_cases_delta import NUM_SLOTS, STEPS
 from tests.unit.kernels.kernel_cases_layer_ops import DTYPES, Case, assert_close_enough, both, random
+from tests.unit.kernels.recurrent_runs import Runs, chunks_of
 from tp_engine.kernels.ops import implementation
-from tp_engine.kernels.recurrent import LayerStates
+from tp_engine.kernels.recurrent import Chunk, LayerStates
 from tp_engine.kernels.short_conv import ShortConvRule
 from tp_engine.kv_layout import StateKind
 
 SIZES = ((40, 3), (300, 4), (16, 2))  # channels, taps
+# Tokens, slot, is_fresh: shorter than the convolution, as many as a program has and more, not kept.
+RUNS: Runs = [
+    (1, 3, False),
+    (35, 0, False),
+    (5, None, False),
+    (16, 1, True),
+    (2, 4, True),
+]
 
 
 def kind_of(size: tuple[int, int]) -> StateKind:
@@ -73,23 +82,44 @@ def check_draft_runs(device: str, size: tuple[int, int], dtype: torch.dtype) -> 
     assert torch.equal(states.conv[2], alone.conv[2])
 
 
+def check_chunks(device: str, size: tuple[int, int], dtype: torch.dtype) -> None:
+    """Behind other tokens; slots that no chunk has stay as they are, and nothing is kept without states."""
+    kind, chunks = kind_of(size), chunks_of(RUNS)
+    prefill, twin = both("short_conv_prefill")
+    rule = ShortConvRule(kind, random((kind.taps, kind.num_channels), torch.float32, device, 1))
+    states, exact_rule = make_states(kind, device), ShortConvRule(kind, rule.conv.double())
+    twin_states, before = (LayerStates(*(part.clone() for part in states)) for _ in range(2))
+    exact_states = LayerStates(*(part.double() for part in states))
+    mixed = random((3 + sum(count for count, *_ in RUNS), 3 * kind.num_channels), dtype, device, 7)[3:]
+    found, by_twin = prefill(mixed, rule, states, chunks), twin(mixed, rule, twin_states, chunks)
+    exact = twin(mixed.double(), exact_rule, exact_states, chunks)
+    assert_close_enough(found, by_twin, exact, 4 * exact.abs().max().item() if dtype == torch.float32 else 1e-2)
+    assert torch.equal(states.conv[[2, 5]], before.conv[[2, 5]])
+    torch.testing.assert_close(states.conv[:-1], twin_states.conv[:-1])
+    (start, count, *_), last = chunks[3], states.conv.clone()
+    alone = prefill(mixed[start : start + count], rule, None, [Chunk(0, count, None, False)])
+    assert torch.equal(alone, found[start : start + count]) and torch.equal(states.conv, last)
+
+
 CASES: dict[str, Case] = {
     f"short-conv-{name}-{size}-{dtype}": partial(check, size=size, dtype=dtype)
-    for name, check in (("step", check_step), ("draft-runs", check_draft_runs))
+    for name, check in (("step", check_step), ("draft-runs", check_draft_runs), ("chunks", check_chunks))
     for size, dtype in product(SIZES, DTYPES)
 }
 
 
 def launch_all() -> None:
-    """LFM2 on one rank, in every type, with draft rows too."""
+    """LFM2 on one rank, in every type, with draft rows too, and chunks."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     kind, step = kind_of((2048, 3)), implementation("short_conv_decode", "triton")
+    prefill = implementation("short_conv_prefill", "triton")
     rule = ShortConvRule(kind, empty(3, 2048))
     states = LayerStates(empty(9, 2, 2048), empty(9, 2048, 0, 1))
     for dtype in DTYPES:
         mixed, slots = empty(12, 3 * 2048, dtype=dtype), empty(12, dtype=torch.int32)
         step(mixed[:7], rule, states, slots[:7])
         step(mixed[:7], rule, states, slots[:7], empty(7, 2, dtype=torch.int32))
+        prefill(mixed[7:], rule, states, [Chunk(0, 5, 3, True)])

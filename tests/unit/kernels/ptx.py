@@ -10,7 +10,9 @@ WAIT = "griddepcontrol.wait"
 READ_EARLY = {
     "gated_delta_net_decode_kernel": {"weight"},
     "dequantise_kernel": {"codes", "factors", "scales", "zeros"},
+    "mamba2_decode_kernel": {"dt_bias", "log_decay", "skip"},
     "norm_codes_kernel": {"weight"},
+    "norm_groups_kernel": {"weight"},
     "norm_kernel": {"weight"},
     "one_row_linear_kernel": {"weight"},
     "quantised_row_kernel": {"codes"},

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
 from tp_engine.kernels.recurrent import Chunk, LayerStates
 from tp_engine.kv_layout import StateKind
 
+Runs: TypeAlias = "list[tuple[int, int | None, bool]]"
 # Tokens, slot, is_fresh: shorter than the convolution, as long as a block of 32 tokens, and longer; None is not kept.
-RUNS = [(1, 4, False), (33, 1, True), (2, 6, False), (70, None, False), (32, 0, False), (5, 3, True)]
+RUNS: Runs = [(1, 4, False), (33, 1, True), (2, 6, False), (70, None, False), (32, 0, False), (5, 3, True)]
 NUM_SLOTS = 8
 UNUSED = [2, 5, 7, 8]  # of these and the one for padding
 
@@ -28,7 +29,7 @@ class Prefill(Protocol):
     def __call__(self, rows: slice, states: LayerStates, chunks: list[Chunk]) -> torch.Tensor: ...
 
 
-def chunks_of(runs: list[tuple[int, int | None, bool]]) -> list[Chunk]:
+def chunks_of(runs: Runs) -> list[Chunk]:
     """The chunks of tokens that follow one another."""
     starts = [sum(count for count, *_ in runs[:index]) for index in range(len(runs))]
     return [Chunk(start, *run) for start, run in zip(starts, runs, strict=True)]

@@ -1,0 +1,180 @@
+"""Mamba2's state space layer: the Triton twins of ``mamba2.mamba2_decode``, in two launches, of the convolution in
+``mamba2_prefill``, and of the norm of groups behind them.
+
+::
+
+    causal_conv_kernel     row x channels      mixed, kept inputs -> C, B, x after SiLU (float32); the inputs move on
+    mamba2_decode_kernel   row x value head    C, B, x, z, dt, state -> output; the state moves one token on
+
+A decode's program holds all of a state, which is read and written once.  Padding rows read and write no state.  The
+programs of a row with draft rows take their tokens too, in order, and write the state behind each to its slot; those of
+draft rows do nothing.  A chunk's recurrence is the twin's, whose products are the library's.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.jit import jit
+from tp_engine.kernels.mamba2 import Mamba2Rule, scan_chunk, split_inputs
+from tp_engine.kernels.recurrent import Chunk, LayerStates
+from tp_engine.kernels.recurrent_triton import (
+    causal_conv,
+    conv_chunks,
+    load_run,
+    matrix_blocks,
+    row_of,
+    silu,
+    softplus,
+)
+
+_ELEMENTS_PER_THREAD, _MAX_WARPS = 8, 16
+
+
+@jit
+def mamba2_decode_kernel(
+    convolved, mixed, log_decay, dt_bias, skip, states, slots, runs, out, mixed_stride, slot_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, HAS_RUNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: the state (KEY_DIM, VALUE_DIM) of one value head of one row, and of its draft rows."""
+    let_next_begin(PDL)
+    own, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i, j = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
+    in_key, in_value = i < KEY_DIM, j < VALUE_DIM
+    factor, bias, share = tl.load(log_decay + head), tl.load(dt_bias + head), tl.load(skip + head)
+    wait_for_previous(PDL)
+    keys: tl.constexpr = KEY_HEADS * KEY_DIM
+    values: tl.constexpr = VALUE_HEADS * VALUE_DIM
+    inside = in_key[:, None] & in_value[None, :]
+    place = states + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
+    first, count = load_run(runs, own, HAS_RUNS)
+    slot = tl.load(slots + own).to(tl.int64)
+    state = tl.load(place + slot * slot_stride, mask=inside & (slot >= 0) & (count >= 0), other=0.0)
+    for token in range(count + 1):
+        row = row_of(token, own, first)
+        slot = tl.load(slots + row).to(tl.int64)
+        turned = convolved + row * (2 * keys + values)
+        own_query = turned + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + i
+        query = tl.load(own_query, mask=in_key, other=0.0)
+        key = tl.load(own_query + keys, mask=in_key, other=0.0)
+        value = tl.load(turned + 2 * keys + head * VALUE_DIM + j, mask=in_value, other=0.0)
+        gates = mixed + row * mixed_stride + 2 * keys + values
+        step = softplus(tl.load(gates + values + head).to(tl.float32) + bias)
+        state = state * tl.exp(factor * step) + key[:, None] * (value * step)[None, :]
+        tl.store(place + slot * slot_stride, state, mask=inside & (slot >= 0))
+        attended = tl.sum(state * query[:, None], axis=0) + share * value
+        gate = silu(tl.load(gates + head * VALUE_DIM + j, mask=in_value, other=0.0).to(tl.float32))
+        tl.store(out + row * values + head * VALUE_DIM + j, attended * gate, mask=in_value)
+
+
+def mamba2_decode_triton(
+    mixed: torch.Tensor,
+    rule: Mamba2Rule,
+    states: LayerStates,
+    slots: torch.Tensor,
+    runs: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``mamba2.mamba2_decode``; rows of ``mixed`` may lie apart, and padding changes no slot at all."""
+    convolved, out = _outputs(mixed, rule)
+    if not len(mixed):
+        return out
+    kind = rule.kind
+    assert states.recurrent[0].is_contiguous(), "a slot is contiguous"
+    causal_conv(mixed, rule.conv, states, slots, runs, convolved, bias=rule.conv_bias)
+    mamba2_decode_kernel[(len(mixed), kind.num_value_heads)](
+        convolved, mixed, rule.decay, rule.dt_bias, rule.skip, states.recurrent, slots, runs, out, mixed.stride(0),
+        states.recurrent.stride(0),
+        KEY_HEADS=kind.num_key_heads, VALUE_HEADS=kind.num_value_heads, KEY_DIM=kind.key_dim, VALUE_DIM=kind.value_dim,
+        HAS_RUNS=runs is not None, **matrix_blocks(kind), **dependent_launch(mixed.device),
+    )  # fmt: skip
+    return out
+
+
+def mamba2_prefill_triton(
+    mixed: torch.Tensor, rule: Mamba2Rule, states: LayerStates | None, chunks: list[Chunk]
+) -> torch.Tensor:
+    """``mamba2.mamba2_prefill``; rows of ``mixed`` may lie apart."""
+    convolved, out = _outputs(mixed, rule)
+    conv_chunks(mixed, rule.conv, states, chunks, convolved, bias=rule.conv_bias)
+    kind = rule.kind
+    for start, count, slot, is_fresh in chunks:
+        own = slice(start, start + count)
+        _, z, dt = split_inputs(mixed[own], kind)
+        if slot is None or is_fresh or states is None:
+            state = out.new_zeros(kind.num_value_heads, kind.key_dim, kind.value_dim)
+        else:
+            state = states.recurrent[slot]
+        out[own], state = scan_chunk(convolved[own], z.float(), dt.float(), rule, state)
+        if slot is not None and states is not None:
+            states.recurrent[slot].copy_(state)
+    return out
+
+
+def _outputs(mixed: torch.Tensor, rule: Mamba2Rule) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the convolved inputs (N, channels), and for the result (N, VH DV), both float32."""
+    kind, heads = rule.kind, rule.kind.num_value_heads
+    assert mixed.shape[1] == kind.num_channels + heads * (kind.value_dim + 1), mixed.shape
+    assert mixed.stride(1) == 1, mixed.stride()
+    convolved = torch.empty((len(mixed), kind.num_channels), dtype=torch.float32, device=mixed.device)
+    return convolved, convolved.new_empty((len(mixed), heads * kind.value_dim))
+
+
+@jit
+def norm_groups_kernel(
+    x, weight, squares, out, eps, group_size,
+    NUM_GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_SQUARES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: the WIDTH elements of one group of a row."""
+    let_next_begin(PDL)
+    number, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    gain = tl.load(weight + number % NUM_GROUPS * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    values = tl.load(x + number * WIDTH + column, mask=inside, other=0.0)
+    total = tl.load(squares + number) if HAS_SQUARES else tl.sum(values * values, axis=0)
+    result = values * tl.rsqrt(total / group_size + eps) * gain
+    tl.store(out + number * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def group_squares_kernel(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One program: one group of a row."""
+    let_next_begin(PDL)
+    number, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    wait_for_previous(PDL)
+    values = tl.load(x + number * WIDTH + column, mask=column < WIDTH, other=0.0)
+    tl.store(out + number, tl.sum(values * values, axis=0))
+
+
+def group_squares_triton(x: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """``mamba2.group_squares``."""
+    assert x.is_contiguous() and x.dtype == torch.float32, (x.stride(), x.dtype)
+    out = x.new_empty((len(x), num_groups))
+    if len(x):
+        group_squares_kernel[(out.numel(),)](x, out, **_group_sizes(x, num_groups))
+    return out
+
+
+def norm_groups_triton(
+    x: torch.Tensor, weight: torch.Tensor, num_groups: int, eps: float, squares: torch.Tensor | None, group_size: int
+) -> torch.Tensor:
+    """``mamba2.norm_groups``."""
+    assert x.is_contiguous() and x.dtype == torch.float32, (x.stride(), x.dtype)
+    assert squares is None or squares.is_contiguous(), squares.stride()
+    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+    if len(x):
+        norm_groups_kernel[(len(x) * num_groups,)](
+            x, weight, squares, out, eps, float(group_size), NUM_GROUPS=num_groups, HAS_SQUARES=squares is not None,
+            **_group_sizes(x, num_groups),
+        )  # fmt: skip
+    return out
+
+
+def _group_sizes(x: torch.Tensor, num_groups: int) -> dict[str, int | bool]:
+    """Constants of a launch, and its warps."""
+    width = x.shape[1] // num_groups
+    block = int(triton.next_power_of_2(width))
+    num_warps = min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), _MAX_WARPS)
+    return {"WIDTH": width, "BLOCK": block, "num_warps": num_warps, **dependent_launch(x.device)}
