@@ -19,10 +19,10 @@ from tp_engine.advice.question import Question, Workload
 from tp_engine.advice.recommendation import Recommendation
 from tp_engine.advice.weight_sizes import local_weight_bytes
 from tp_engine.errors import ConfigError
-from tp_engine.kv_layout import KvCapacity
+from tp_engine.kv_layout import KvCapacity, default_snapshots
 from tp_engine.model_config import MAX_WORLD_SIZE, check_quantization_options, check_tensor_parallel, resolve_dtype
 from tp_engine.model_config.spec import ModelSpec
-from tp_engine.units import format_gib
+from tp_engine.units import MIB, format_gib
 
 MAX_NUM_SEQS = 1024
 DEFAULT_NUM_SEQS = 256
@@ -135,7 +135,7 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
         speculative_config=question.speculative_config,
         notes=model.notes,
         fits=not problems,
-        reasons=_reasons(question, capacity, concurrency),
+        reasons=_reasons(question, capacity, concurrency, block_bytes),
         problems=problems,
     )
 
@@ -179,7 +179,7 @@ def _problems(question: Question, available: int, capacity: KvCapacity, num_bloc
     return tuple(found)
 
 
-def _reasons(question: Question, capacity: KvCapacity, concurrency: float) -> tuple[str, ...]:
+def _reasons(question: Question, capacity: KvCapacity, concurrency: float, block_bytes: int) -> tuple[str, ...]:
     workload, model, max_model_len = question.workload, question.model, capacity.max_model_len
     length = f"the longest request of {workload.name}"
     if max_model_len == model.max_position and max_model_len < workload.longest:
@@ -193,8 +193,22 @@ def _reasons(question: Question, capacity: KvCapacity, concurrency: float) -> tu
         f"block_size {describe_waste(workload.lengths, capacity.block_size)}",
         f"max_model_len {max_model_len:,}: {length}; the model could {model.max_position:,}",
         f"{sequences}; {limit}",
+        *_state_reasons(capacity, _num_sequences(concurrency), block_bytes),
         f"max_num_batched_tokens {capacity.chunk_tokens:,}: a step holds that much of the prompts, and a token of each "
         "running request",
+    )
+
+
+def _state_reasons(capacity: KvCapacity, max_num_seqs: int, block_bytes: int) -> tuple[str, ...]:
+    """What recurrent states take beside K/V, of a model that has some."""
+    layout = capacity.layout
+    if layout.states is None:
+        return ()
+    size, per_token = layout.states.slot_bytes, block_bytes / capacity.block_size * len(layout.groups)
+    share = "" if not per_token else f", as much as the K/V of {size / per_token:,.0f} tokens"
+    return (
+        f"recurrent states: {size / MIB:.1f} MiB each{share}; {max_num_seqs:,} for running requests, "
+        f"{default_snapshots(max_num_seqs):,} for prefixes (num_state_snapshots)",
     )
 
 

@@ -11,6 +11,8 @@ import torch
 
 from tests.unit.models.test_shard import sources
 from tests.unit.models.test_weight_sizes import parameters
+from tests.unit.options.test_recommend import SEVEN_B
+from tp_engine import recommend
 from tp_engine.advice.weight_sizes import local_parameters, local_weight_bytes
 from tp_engine.errors import ConfigError
 from tp_engine.model_config import check_tensor_parallel, read_model
@@ -264,3 +266,16 @@ def test_refusals_of_granite(change: dict[str, Any], message: str) -> None:
     """Oracle: the error names the key and its value, or the rule."""
     with pytest.raises(ConfigError, match=message):
         read_model({**GRANITE, **change})
+
+
+def test_a_recommendation_says_what_states_take() -> None:
+    """Oracle: by hand.  A row's states are those of 23 layers, 64 heads x 128 x 64 and 3 inputs of 6,144 channels,
+    float32; a token's K/V 6 layers of 2 KV heads x 128 in 2 bytes.  A model without states has no such line."""
+    found, num_bytes = recommend(read_model(NANO), workload="chat", gpu="h200"), 23 * 4 * (64 * 128 * 64 + 3 * 6144)
+    rows = found.max_num_seqs
+    assert found.state_bytes == (rows + rows // 2 + 1) * num_bytes and found.bytes_per_token == 6144
+    line = (
+        f"47.6 MiB each, as much as the K/V of 8,127 tokens; {rows:,} for running requests, {rows // 2:,} for prefixes"
+    )
+    assert line in str(found) and round(num_bytes / 6144) == 8127 and round(num_bytes / MIB, 1) == 47.6
+    assert "recurrent" not in str(recommend(read_model(SEVEN_B), workload="chat", gpu="h200"))
