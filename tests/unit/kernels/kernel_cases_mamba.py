@@ -35,15 +35,11 @@ GROUPS = ((1, 300, 600), (3, 64, 64))
 def make_rule(kind: StateKind, device: str) -> Mamba2Rule:
     """Constants of which the decay of the first head is slow, and that of the last one fast."""
     heads = kind.num_value_heads
-    conv = random((kind.taps, kind.num_channels), torch.float32, device, 1)
-    decay = -torch.logspace(-4, 1, heads).to(device)
-    return Mamba2Rule(
-        kind,
-        conv,
-        *(random((size,), torch.float32, device, 2) for size in (kind.num_channels,)),
-        decay,
-        *(random((heads,), torch.float32, device, seed) for seed in (3, 5)),
+    conv, bias, dt_bias, skip = (
+        random(shape, torch.float32, device, seed)
+        for seed, shape in enumerate(((kind.taps, kind.num_channels), (kind.num_channels,), (heads,), (heads,)), 1)
     )
+    return Mamba2Rule(kind, conv, bias, -torch.logspace(-4, 1, heads).to(device), dt_bias, skip)
 
 
 def in_float64(rule: Mamba2Rule, states: LayerStates) -> tuple[Mamba2Rule, LayerStates]:
@@ -141,7 +137,8 @@ CASES: dict[str, Case] = {
     f"mamba-{name}-{numbers}-{dtype}": partial(check, numbers=numbers, dtype=dtype)
     for name, check in (("step", check_step), ("draft-runs", check_draft_runs), ("chunks", check_chunks))
     for numbers, dtype in product(KINDS[:3], DTYPES)
-} | {
+}
+CASES |= {
     f"mamba-norm-{groups}-{dtype}-{is_split}": partial(check_norm, groups=groups, dtype=dtype, is_split=is_split)
     for groups, dtype, is_split in product(GROUPS, DTYPES, (False, True))
 }

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from tp_engine.kernels.recurrent import Chunk, LayerStates
 from tp_engine.kv_layout import StateKind
 
-Runs: TypeAlias = "list[tuple[int, int | None, bool]]"
+Runs: TypeAlias = list[tuple[int, int | None, bool]]
 # Tokens, slot, is_fresh: shorter than the convolution, as long as a block of 32 tokens, and longer; None is not kept.
 RUNS: Runs = [(1, 4, False), (33, 1, True), (2, 6, False), (70, None, False), (32, 0, False), (5, 3, True)]
 NUM_SLOTS = 8
 UNUSED = [2, 5, 7, 8]  # of these and the one for padding
 
 
-class Step(Protocol):
-    """The decode of some of a test's rows."""
-
-    def __call__(self, rows: slice, states: LayerStates, slots: torch.Tensor) -> torch.Tensor: ...
-
-
-class Prefill(Protocol):
-    """Chunks of some of a test's rows."""
-
-    def __call__(self, rows: slice, states: LayerStates, chunks: list[Chunk]) -> torch.Tensor: ...
+# The decode, and chunks, of some of a test's rows.
+Step: TypeAlias = Callable[[slice, LayerStates, torch.Tensor], torch.Tensor]
+Prefill: TypeAlias = Callable[[slice, LayerStates, list[Chunk]], torch.Tensor]
 
 
 def chunks_of(runs: Runs) -> list[Chunk]:
