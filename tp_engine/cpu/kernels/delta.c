@@ -186,7 +186,8 @@ int gated_delta_net_decode(const float *conv, const float *decay, const float *d
 {
     const int64_t channels = 2 * key_heads * key_dim + value_heads * value_dim;
     const Delta d = {{conv, NULL, inputs, inputs_stride, channels, taps},
-                     {matrices, matrices_stride, key_heads, value_heads, key_dim, value_dim}, decay, dt_bias, norm, eps};
+                     {matrices, matrices_stride, key_heads, value_heads, key_dim, value_dim},
+                     decay, dt_bias, norm, eps};
     const int64_t width = value_heads * value_dim, size = item_bytes((int)dtype), tasks = rows * key_heads;
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && tasks > 1 &&                             \
                                                                rows * width * key_dim >= MIN_PARALLEL)
@@ -211,7 +212,8 @@ int gated_delta_net_prefill(const float *conv, const float *decay, const float *
 {
     const int64_t channels = 2 * key_heads * key_dim + value_heads * value_dim;
     const Delta d = {{conv, NULL, inputs, inputs_stride, channels, taps},
-                     {matrices, matrices_stride, key_heads, value_heads, key_dim, value_dim}, decay, dt_bias, norm, eps};
+                     {matrices, matrices_stride, key_heads, value_heads, key_dim, value_dim},
+                     decay, dt_bias, norm, eps};
     const int64_t tasks = num_runs * key_heads;
     int failed = 0;
 #pragma omp parallel for schedule(dynamic) reduction(| : failed)                                                       \

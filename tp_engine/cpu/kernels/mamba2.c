@@ -132,7 +132,8 @@ static int run_all(const Mamba *m, const int32_t *slots, const int32_t *runs, co
     const Matrices *const of = &m->matrices;
     const int64_t group = of->value_heads / of->key_heads, parts = (group + HEADS - 1) / HEADS,
                   row_tasks = of->key_heads * parts;
-    const int64_t tasks = num_runs * row_tasks, elements = num_runs * of->value_heads * of->value_dim * of->key_dim;
+    const int64_t row_size = of->value_heads * of->value_dim;
+    const int64_t tasks = num_runs * row_tasks, elements = num_runs * row_size * of->key_dim;
     int failed = 0;
 #pragma omp parallel num_threads((int)num_threads) if (num_threads > 1 && (chunks || elements >= MIN_PARALLEL))
     {
@@ -142,7 +143,7 @@ static int run_all(const Mamba *m, const int32_t *slots, const int32_t *runs, co
             const Run run = chunks ? run_of_chunk(chunks + 4 * number) : run_of_row(number, slots, runs);
             const int64_t first = key_head * group + part, count = smaller(HEADS, group - part);
             if (!chunks && run.slot < 0)
-                memset(out + (number * of->value_heads + first) * of->value_dim, 0, count * of->value_dim * sizeof *out);
+                memset(out + number * row_size + first * of->value_dim, 0, count * of->value_dim * sizeof *out);
             else if (run.count)
                 failed |= run_task(m, &run, first, count, mixed, stride, out, dtype);
         }

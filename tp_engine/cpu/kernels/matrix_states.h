@@ -1,6 +1,6 @@
-/* What layers whose state is a matrix per value head have in common (delta.c, mamba2.c): where the matrices are, and the
-   recurrence of a block of tokens.  Each tile of a matrix' columns goes through all tokens of the block while it is in
-   the first-level cache. */
+/* What layers whose state is a matrix per value head have in common (delta.c, mamba2.c): where the matrices are, and
+   the recurrence of a block of tokens.  Each tile of a matrix' columns goes through all tokens of the block while it is
+   in the first-level cache. */
 #pragma once
 
 #include "recurrent.h"
@@ -64,8 +64,8 @@ INLINE void end_matrices(const Run *run, float *begun)
         free(begun);
 }
 
-/* A block of a run's tokens, from `begin` on, goes through the matrix of value head `head`: from `begun`, the one before
-   the run, to the same place, or with `slots` to that of each token. */
+/* A block of a run's tokens, from `begin` on, goes through the matrix of value head `head`: from `begun`, the one
+   before the run, to the same place, or with `slots` to that of each token. */
 INLINE void place_states(const Matrices *m, Block *b, const Run *run, int64_t begin, int64_t head, float *begun)
 {
     for (int64_t token = -1; token < b->tokens; token++)
