@@ -177,7 +177,7 @@ def norm_groups(
 
 
 def split_inputs(mixed: torch.Tensor, kind: StateKind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The convolution's inputs (N, channels), z (N, VH DV), dt (N, VH)."""
+    """Return the convolution's inputs (N, channels), z (N, VH DV), dt (N, VH)."""
     sizes = kind.num_channels, kind.num_value_heads * kind.value_dim, kind.num_value_heads
     inputs, z, dt = mixed.split_with_sizes(sizes, 1)
     return inputs, z, dt
