@@ -141,14 +141,9 @@ class Engine:
         sequences. This costs a fraction of a millisecond; steps pay nothing, because they record their times anyway.
         For a model with experts on a GPU it waits for the launched steps, whose counts are on the device."""
         self._worker.enter_thread()
-        return self._statistics.report(
-            self._scheduler.stats(),
-            experts=expert_balance(self._worker.expert_token_counts()),
-            moves=self._worker.moves(),
-            disk_moves=self._worker.disk_moves(),
-            encode_s=self._worker.encode_s(),
-            view=None if view is None else self._scheduler.view(view),
-        )
+        shown = None if view is None else self._scheduler.view(view)
+        experts = expert_balance(self._worker.expert_token_counts())
+        return self._statistics.report(self._scheduler.stats(), shown, experts=experts, **self._worker.report())
 
     def memory_growth_bytes(self) -> int:
         """Bytes of device memory that rank 0 has taken since it became ready, without the KV cache."""

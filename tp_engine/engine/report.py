@@ -152,17 +152,8 @@ class StepStatistics:
         self.num_missed += (last - self._last_counted) - int(is_there[1:].sum())
         self._last_counted = last
 
-    def report(
-        self,
-        stats: SchedulerStats,
-        *,
-        experts: ExpertBalance | None,
-        moves: MoveCounters | None,
-        disk_moves: DiskCounters | None,
-        encode_s: float | None,
-        view: SchedulerView | None,
-    ) -> EngineReport:
-        """Return the job now, with what only rank 0's own parts know."""
+    def report(self, stats: SchedulerStats, view: SchedulerView | None, **of_rank: Any) -> EngineReport:
+        """Return the job now; ``of_rank`` are the fields that only rank 0's own parts know."""
         self.update()
         return EngineReport(
             stats=stats,
@@ -171,11 +162,8 @@ class StepStatistics:
             plan_bytes=self.plan_bytes.distribution(),
             step_skew=self.step_skew.distribution(),
             num_missed_steps=self.num_missed,
-            experts=experts,
-            moves=moves,
-            disk_moves=disk_moves,
-            encode_s=encode_s,
             view=view,
+            **of_rank,
         )
 
     def rank_reports(self) -> list[RankReport]:

@@ -4,19 +4,16 @@ Each rank's query heads read the K/V that the model has on this rank, in the mod
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
 from tp_engine.attention.base import Backends
-from tp_engine.distributed.collectives import Communicator
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_engine.layers.linear import RowParallelLinear
 from tp_engine.layers.norm import Norm
-from tp_engine.layers.quantization import choose_formats
 from tp_engine.layers.rotary import RotaryEmbedding
 from tp_engine.model_config.assistant import AssistantSpec
 from tp_engine.model_config.spec import AttentionSpec
@@ -101,21 +98,3 @@ class AssistantHead(DraftHead):
             part, stream = layer(join.for_readers(part, stream), stream, rotations, None)
         out = self._joins[-1](part, stream)
         return out, self.post_projection(self.columns_of((out,), self._made))
-
-
-def build_assistant(
-    spec: AssistantSpec,
-    model: CausalLM,
-    *,
-    communicator: Communicator,
-    dtype: torch.dtype,
-    device: torch.device,
-    backends: Backends,
-    max_model_len: int,
-) -> AssistantHead:
-    """Return this rank's part of the assistant, its weights allocated on ``device`` but not yet set."""
-    context = LayerContext(
-        communicator=communicator, dtype=dtype, device=device, format_of=choose_formats(None, spec.model)
-    )
-    options: dict[str, Any] = {"backends": backends, "max_model_len": max_model_len}
-    return AssistantHead(spec, model, context=context, **options).eval()

@@ -8,20 +8,17 @@ It is split over the ranks as the model is (``model_config/draft_head.py`` draws
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
 from tp_engine.attention.base import Backends
-from tp_engine.distributed.collectives import Communicator
 from tp_engine.errors import WeightError
 from tp_engine.layers.attention import Attention, only
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_engine.layers.linear import RowParallelLinear
 from tp_engine.layers.norm import Norm
-from tp_engine.layers.quantization import choose_formats
 from tp_engine.layers.residual import Join
 from tp_engine.layers.rotary import RotaryEmbedding
 from tp_engine.model_config.draft_head import DraftHeadSpec
@@ -136,22 +133,3 @@ class Eagle3Head(DraftHead):
 
     def tokens_of(self, drafts: torch.Tensor) -> torch.Tensor:
         return drafts if self.d2t is None else drafts + self.d2t[drafts].to(drafts.dtype)
-
-
-def build_eagle3_head(
-    spec: DraftHeadSpec,
-    model: CausalLM,
-    *,
-    communicator: Communicator,
-    dtype: torch.dtype,
-    device: torch.device,
-    backends: Backends,
-    group: int,
-    max_model_len: int,
-) -> Eagle3Head:
-    """Return this rank's part of the head, its weights allocated on ``device`` but not yet set."""
-    context = LayerContext(
-        communicator=communicator, dtype=dtype, device=device, format_of=choose_formats(None, spec.model)
-    )
-    options: dict[str, Any] = {"backends": backends, "group": group, "max_model_len": max_model_len}
-    return Eagle3Head(spec, model, context=context, **options).eval()

@@ -14,6 +14,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -83,6 +84,10 @@ class RunnerFeature:
 
     def forget(self) -> None:
         """Destroy what ``record`` has made; from now on it is launched."""
+
+    def report(self) -> dict[str, Any]:
+        """Return what the engine's report has of it, by field of ``EngineReport``."""
+        return {}
 
     def memory(self) -> tuple[torch.Tensor, ...]:
         """Return the memory that holds K/V or states, beside the cache's blocks."""

@@ -9,6 +9,7 @@ import torch
 from tp_engine.attention.base import Backends
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.kv_layout import KvLayout
+from tp_engine.layers.attention import Attention
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.progress import RankProgress
@@ -52,6 +53,11 @@ class RunnerFeatureParts:
     codec: Codec | None
     stores: TierProgress | None
     note_inputs: NoteInputs | None
+
+    @property
+    def attention_layers(self) -> list[Attention]:
+        """The layers with K/V, in the layout's order: the model's, then the draft head's."""
+        return [*self.model.attention_layers, *([] if self.head is None else self.head.own_attention)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,10 +59,8 @@ class ImageEncoder(RunnerFeature):
         self._images: dict[int, IntArray] = {}  # by row: start, tokens, rows, columns of each
         self._clock = _SpanClock(weight.device)
 
-    @property
-    def encode_s(self) -> float:
-        """Seconds of all encoding so far, with the sums over ranks."""
-        return self._clock.seconds()
+    def report(self) -> dict[str, Any]:
+        return {"encode_s": self._clock.seconds()}
 
     def take_model(self, model: CausalLM) -> list[Attention]:
         self._tower = _tower_of(model)

@@ -8,12 +8,14 @@ from tp_engine.advice.weight_sizes import local_weight_bytes
 from tp_engine.attention.base import Backends
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.distributed.rank import RankInfo
+from tp_engine.layers.context import LayerContext
+from tp_engine.layers.quantization import choose_formats
 from tp_engine.log import get_logger
 from tp_engine.model_config.assistant import AssistantSpec
-from tp_engine.models.assistant_head import build_assistant
+from tp_engine.models.assistant_head import AssistantHead
 from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.models.draft_head import DraftHead
-from tp_engine.models.eagle3_head import build_eagle3_head
+from tp_engine.models.eagle3_head import Eagle3Head
 from tp_engine.units import format_gib
 from tp_engine.weights.loader import LoadReport, load_weights
 from tp_engine.worker.device import Device
@@ -71,18 +73,18 @@ def load_head(
     head, config = effective.draft_head, effective.config
     if head is None:
         return model.mtp
-    options: dict[str, Any] = {
-        "communicator": groups.communicator,
-        "dtype": effective.dtype,
-        "device": device.torch_device,
-        "backends": backends,
-        "max_model_len": effective.max_model_len,
-    }
+    context = LayerContext(
+        communicator=groups.communicator,
+        dtype=effective.dtype,
+        device=device.torch_device,
+        format_of=choose_formats(None, head.spec.model),
+    )
+    options: dict[str, Any] = {"backends": backends, "max_model_len": effective.max_model_len, "context": context}
     draft_head: DraftHead
     if isinstance(head.spec, AssistantSpec):
-        draft_head = build_assistant(head.spec, model, **options)
+        draft_head = AssistantHead(head.spec, model, **options).eval()
     else:
-        draft_head = build_eagle3_head(head.spec, model, group=effective.draft_group, **options)
+        draft_head = Eagle3Head(head.spec, model, group=effective.draft_group, **options).eval()
     parameters = dict(draft_head.named_parameters())
     how: dict[str, Any] = {"info": groups.info, "load_format": config.load_format, "seed": config.seed}
     _log_report(load_weights(parameters, head.spec.model, head.path, **how))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -101,6 +101,10 @@ class ModelRunner:
         self._model = model
         if not self.is_asleep:
             self.record(self._graph_plan)
+
+    def report(self) -> dict[str, Any]:
+        """Return what the engine's report has of the features, by field of ``EngineReport``."""
+        return {name: value for feature in self._features for name, value in feature.report().items()}
 
     def record(self, plan: GraphPlan | None) -> None:
         """Capture the steps of ``plan``; None: every step is launched.  A collective."""

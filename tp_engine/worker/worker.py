@@ -17,8 +17,7 @@ from tp_engine.distributed.groups import RankGroups
 from tp_engine.distributed.rank import RankInfo
 from tp_engine.kernels.ops import has_triton
 from tp_engine.kv_codec import may_refuse
-from tp_engine.kv_layout import DiskCounters, KvCapacity, KvLayout, MoveCounters
-from tp_engine.layers.attention import Attention
+from tp_engine.kv_layout import KvCapacity, KvLayout
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.plan import StepPlan
@@ -32,7 +31,6 @@ from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.features import RunnerFeatureParts, RunnerParts, count_bytes, make_features
 from tp_engine.worker.graphs.graph_plan import graph_plan, measure_graph_bytes
 from tp_engine.worker.graphs.step_runner import GraphPlan
-from tp_engine.worker.image_encoder import ImageEncoder
 from tp_engine.worker.input_digests import NoteInputs
 from tp_engine.worker.lora import RankAdapters, load_lora_adapter
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
@@ -52,7 +50,7 @@ from tp_engine.worker.trial_steps import (
     encode_largest_image,
     run_largest_decodes,
     run_largest_step,
-    time_decodes,
+    time_speculation,
     warm_up,
     warms_up,
 )
@@ -224,19 +222,9 @@ class Worker:
         """Return for each layer with experts (experts,): the tokens that went to each expert.  Waits for the device."""
         return [] if self._runner is None else [one.cpu().numpy() for one in self._runner.model.expert_token_counts]
 
-    def moves(self) -> MoveCounters | None:
-        """Return what this rank has moved to and from its host tier; None without one."""
-        tier = None if self._runner is None else self._runner.feature(HostTierWorker)
-        return None if tier is None else tier.counters
-
-    def disk_moves(self) -> DiskCounters | None:
-        """Return what this rank has read from and written to disk; None without a disk tier."""
-        return None if self.disk is None else self.disk.tier.counters
-
-    def encode_s(self) -> float | None:
-        """Return the seconds in which this rank has encoded images; None without a tower."""
-        encoder = None if self._runner is None else self._runner.feature(ImageEncoder)
-        return None if encoder is None else encoder.encode_s
+    def report(self) -> dict[str, Any]:
+        """Return what the engine's report has of this rank's features, by field of ``EngineReport``."""
+        return {} if self._runner is None else self._runner.report()
 
     def memory_growth_bytes(self) -> int:
         """Bytes of this rank's own memory beyond those at the end of ``start``; see ``MemoryMonitor``."""
@@ -326,7 +314,7 @@ class Worker:
         """A runner with a KV cache of its own, to which the model's layers are bound from now on."""
         device = self._device.torch_device
         blocks = KvBlocks.allocate(self._kv_shape, num_blocks, device)
-        blocks.bind(self._attention_layers)
+        blocks.bind(self._parts.attention_layers)
         batch = make_batch(self.effective, self._layout, device)
         sampling = make_sampling(self.effective, self.groups.info, device)
         shared = RunnerParts(
@@ -350,16 +338,10 @@ class Worker:
         try:
             yield self._make_runner(1, RankProgress(), is_trial=True)
         finally:
-            for layer in self._attention_layers:
+            for layer in self._parts.attention_layers:
                 layer.unbind_kv_cache()
             for state_layer in self._parts.model.state_layers:
                 state_layer.bind_states(None)
-
-    @property
-    def _attention_layers(self) -> list[Attention]:
-        """The layers with K/V, in the layout's order: the model's, then the draft head's."""
-        head = self._parts.head
-        return [*self._parts.model.attention_layers, *([] if head is None else head.own_attention)]
 
     def _try_steps(self, graphs: GraphPlan | None) -> int:
         """Run one-time set-up, then measure the bytes that recorded steps take."""
@@ -375,26 +357,11 @@ class Worker:
 
     def _time_decodes(self, graphs: GraphPlan | None) -> None:
         """Measure how much longer steps with draft tokens take, and what a head's drafts take; a collective."""
-        most_rows, config, speculation = (
-            self.effective.most_drafting_rows,
-            self.effective.config,
-            self.effective.speculation,
-        )
         with self._trial_runner() as runner:
             if graphs is not None:
-                runner.graphs.capture(graphs, most_rows)
+                runner.graphs.capture(graphs, self.effective.most_drafting_rows)
             try:
-                self.decode_seconds = time_decodes(runner, config, most_rows)
-                if speculation is not None and speculation.has_head:
-                    count = speculation.num_speculative_tokens
-                    drafting = time_decodes(runner, config, most_rows, num_drafts=count)
-                    self.draft_seconds = {
-                        rows: max(0.0, seconds - self.decode_seconds[rows]) / count
-                        for rows, seconds in drafting.items()
-                    }
-                if speculation is not None and self._layout.states is not None:
-                    run_length = 1 + speculation.num_speculative_tokens
-                    self.decode_seconds = time_decodes(runner, config, most_rows, run_length=run_length)
+                self.decode_seconds, self.draft_seconds = time_speculation(runner, self.effective)
             finally:
                 runner.graphs.forget()
 

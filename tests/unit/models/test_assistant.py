@@ -17,10 +17,12 @@ from tp_engine import recommend
 from tp_engine.config import EngineConfig
 from tp_engine.distributed.collectives import SingleRank
 from tp_engine.errors import ConfigError, WeightError
+from tp_engine.layers.context import LayerContext
+from tp_engine.layers.quantization import choose_formats
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.assistant import AssistantSpec
 from tp_engine.model_config.draft_head import load_draft_head
-from tp_engine.models.assistant_head import build_assistant
+from tp_engine.models.assistant_head import AssistantHead
 from tp_engine.models.causal_lm import build_model
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.effective_config import resolve
@@ -36,8 +38,10 @@ def test_every_tensor_is_read(checkpoint: Callable[..., Path], tmp_path: Path) -
     spec, _ = load_draft_head(str(folder), model_spec)
     assert isinstance(spec, AssistantSpec)
     options: dict[str, Any] = {"communicator": SingleRank(), "dtype": torch.float32, "device": CPU}
-    options |= {"backends": NO_BACKENDS, "max_model_len": 128}
-    parameters = dict(build_assistant(spec, build_model(model_spec, **options), **options).named_parameters())
+    places: dict[str, Any] = {"backends": NO_BACKENDS, "max_model_len": 128}
+    context = LayerContext(**options, format_of=choose_formats(None, spec.model))
+    head = AssistantHead(spec, build_model(model_spec, **options, **places), **places, context=context)
+    parameters = dict(head.named_parameters())
     tensors = load_file(folder / NAME)
     names = [name for name in tensors if name != "lm_head.weight"]
     assert len(names) > 30

@@ -169,6 +169,9 @@ class HostTierWorker(RunnerFeature):
         """What has been moved so far."""
         return self._mover.counters()
 
+    def report(self) -> dict[str, Any]:
+        return {"moves": self.counters, "disk_moves": None if self.disk is None else self.disk.counters}
+
     def close(self) -> None:
         """Wait for all moves and give the memory back, which must not be used again."""
         if self._is_pinned:
