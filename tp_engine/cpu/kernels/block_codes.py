@@ -17,7 +17,6 @@ _CODES = {torch.int8: 0, torch.float8_e4m3fn: 1}
 def encode_blocks(
     library: ctypes.CDLL, pool: torch.Tensor, blobs: torch.Tensor, pairs: IntArray, form: BlockForm, codes: torch.dtype
 ) -> None:
-    """Compute ``block_codes.encode_blocks`` in C."""
     _check(pool, blobs, pairs, form)
     _run(library.encode_blocks, pool, blobs, pairs, form, codes)
 
@@ -25,7 +24,6 @@ def encode_blocks(
 def decode_blocks(
     library: ctypes.CDLL, blobs: torch.Tensor, pool: torch.Tensor, pairs: IntArray, form: BlockForm, codes: torch.dtype
 ) -> None:
-    """Compute ``block_codes.decode_blocks`` in C."""
     _check(pool, blobs, pairs[:, ::-1], form)
     _run(library.decode_blocks, blobs, pool, pairs, form, codes)
 

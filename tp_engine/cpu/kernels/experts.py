@@ -147,7 +147,6 @@ def route(
     load: routing.ExpertLoad | None = None,
     expert_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ``routing.route`` in C."""
     dtype, (rows, num_experts) = DTYPE_CODES.get(logits.dtype), logits.shape
     is_too_large = num_experts > MAX_EXPERTS or rule.num_groups > MAX_GROUPS
     if dtype is None or logits.stride(1) != 1 or is_too_large:
@@ -165,7 +164,6 @@ def route(
 
 
 def to_float32(library: ctypes.CDLL, x: torch.Tensor) -> torch.Tensor:
-    """Compute ``routing.to_float32`` in C."""
     dtype = DTYPE_CODES.get(x.dtype)
     if dtype is None or not x.is_contiguous():
         return routing.to_float32(x)
@@ -175,7 +173,6 @@ def to_float32(library: ctypes.CDLL, x: torch.Tensor) -> torch.Tensor:
 
 
 def add_gated(library: ctypes.CDLL, total: torch.Tensor, x: torch.Tensor, gates: torch.Tensor) -> None:
-    """Compute ``experts.add_gated`` in C."""
     if not (are_dense(total, x) and gates.dtype is x.dtype):
         expert_twins.add_gated(total, x, gates)
         return

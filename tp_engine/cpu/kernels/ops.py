@@ -26,7 +26,6 @@ MAX_HEAD_DIM = 512
 def embed(
     library: ctypes.CDLL, token_ids: torch.Tensor, weight: torch.Tensor, first_id: int | None, scale: float = 1.0
 ) -> torch.Tensor:
-    """Compute ``layer_ops.embed`` in C."""
     is_dense = token_ids.is_contiguous() and weight.is_contiguous()
     if token_ids.dtype != torch.int32 or not is_dense or weight.dtype not in DTYPE_CODES:
         return twins.embed(token_ids, weight, first_id, scale)
@@ -40,7 +39,6 @@ def embed(
 
 
 def norm(library: ctypes.CDLL, x: torch.Tensor, rule: NormRule) -> torch.Tensor:
-    """Compute ``layer_ops.norm`` in C."""
     if not (x.stride(-1) == 1 and x.dtype is rule.weight.dtype and x.dtype in DTYPE_CODES):
         return twins.norm(x, rule)
     return _normalise(library, x, None, rule, 1.0, 1.0)
@@ -54,7 +52,6 @@ def add_norm(
     scale: float = 1.0,
     stream_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Compute ``layer_ops.add_norm`` in C."""
     if not (are_dense(x, residual) and x.dtype is rule.weight.dtype):
         return twins.add_norm(x, residual, rule, scale, stream_scale)
     return _normalise(library, x, residual.data_ptr(), rule, scale, stream_scale)
@@ -76,7 +73,6 @@ def _normalise(
 def add(
     library: ctypes.CDLL, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0, stream_scale: float = 1.0
 ) -> None:
-    """Compute ``layer_ops.add`` in C."""
     if not are_dense(x, residual):
         twins.add(x, residual, scale, stream_scale)
         return
@@ -85,7 +81,6 @@ def add(
 
 
 def copy_rows(library: ctypes.CDLL, rows: torch.Tensor, target: torch.Tensor) -> None:
-    """Compute ``layer_ops.copy_rows`` in C."""
     if not (rows.stride(1) == target.stride(1) == 1 and rows.dtype is target.dtype):
         twins.copy_rows(rows, target)
         return
@@ -95,7 +90,6 @@ def copy_rows(library: ctypes.CDLL, rows: torch.Tensor, target: torch.Tensor) ->
 
 
 def gate(library: ctypes.CDLL, gate_up: torch.Tensor, rule: Activation) -> torch.Tensor:
-    """Compute ``layer_ops.gate`` in C."""
     dtype = DTYPE_CODES.get(gate_up.dtype)
     if dtype is None or not gate_up.is_contiguous():
         return twins.gate(gate_up, rule)
@@ -136,7 +130,6 @@ def qk_norm_rope_store(
 
 
 def head_squares(library: ctypes.CDLL, heads: torch.Tensor, num_heads: int, num_kv_heads: int) -> torch.Tensor:
-    """Compute ``heads.head_squares`` in C."""
     dtype = DTYPE_CODES.get(heads.dtype)
     if dtype is None or not heads.is_contiguous():
         return head_twins.head_squares(heads, num_heads, num_kv_heads)
@@ -159,7 +152,6 @@ def norm_width(
     widths: tuple[int, int],
     eps: float,
 ) -> None:
-    """Compute ``heads.norm_width`` in C."""
     is_dense = heads.is_contiguous() and squares.is_contiguous() and weights.is_contiguous()
     if not is_dense or heads.dtype not in DTYPE_CODES or heads.dtype is not weights.dtype:
         head_twins.norm_width(heads, num_heads, num_kv_heads, squares, weights, widths, eps)
@@ -173,7 +165,6 @@ def norm_width(
 
 
 def cap_logits(library: ctypes.CDLL, scores: torch.Tensor, scale: float, cap: float | None) -> None:
-    """Compute ``layer_ops.cap_logits`` in C."""
     dtype = DTYPE_CODES.get(scores.dtype)
     if dtype is None or scores.stride(1) != 1:
         twins.cap_logits(scores, scale, cap)
@@ -183,7 +174,6 @@ def cap_logits(library: ctypes.CDLL, scores: torch.Tensor, scale: float, cap: fl
 
 
 def prepare_decodes(library: ctypes.CDLL, tables: RowTables, inputs: DecodeInputs) -> None:
-    """Compute ``decode_inputs.prepare_decodes`` in C."""
     source, target = tables.block_table, inputs.block_table
     num_columns = source.stride(1)
     assert target.stride(1) == num_columns
@@ -208,7 +198,6 @@ def advance_decodes(library: ctypes.CDLL, tables: RowTables, inputs: DecodeInput
 
 
 def advance_drafts(library: ctypes.CDLL, inputs: DraftInputs, block_size: int) -> None:
-    """Compute ``draft_inputs.advance_drafts`` in C."""
     tables = inputs.block_table
     assert tables.stride(1) == 1
     library.advance_drafts(
@@ -232,7 +221,6 @@ def best_tokens(library: ctypes.CDLL, logits: torch.Tensor) -> torch.Tensor:
 def add_adapters(
     library: ctypes.CDLL, out: torch.Tensor, x: torch.Tensor, weights: AdapterWeights, rows: AdapterRows
 ) -> None:
-    """Compute ``adapters.add_adapters`` in C."""
     dtype = DTYPE_CODES.get(out.dtype)
     is_taken = out.is_contiguous() and out.dtype is x.dtype is weights.a.dtype and x.stride(1) == 1
     if dtype is None or not is_taken or len(weights.part_sizes) > MAX_ADAPTED_PARTS:

@@ -109,7 +109,6 @@ class TritonExperts:
 
 
 def add_gated_triton(total: torch.Tensor, x: torch.Tensor, gates: torch.Tensor) -> None:
-    """``experts.add_gated``."""
     num_tokens, width = x.shape
     assert total.is_contiguous() and x.is_contiguous(), (total.stride(), x.stride())
     launch_row_blocks(add_gated_kernel, x, num_tokens, width, total, x, gates, gates.stride(0))

@@ -126,7 +126,6 @@ def row_arguments(tables: RowTables, rows: torch.Tensor, inputs: DecodeInputs | 
 
 
 def advance_decodes_triton(tables: RowTables, inputs: DecodeInputs, sampled: torch.Tensor) -> None:
-    """``decode_inputs.advance_decodes``."""
     rows = inputs.rows
     assert rows.dtype == sampled.dtype == torch.int32 and rows.is_contiguous() and sampled.is_contiguous()
     advance_decodes_kernel[(triton.cdiv(len(rows), ADVANCE_BLOCK),)](

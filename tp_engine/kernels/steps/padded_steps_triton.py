@@ -124,7 +124,6 @@ def prepare_steps_triton(tables: RowTables, requests: PaddedRequests, inputs: Pa
 
 
 def advance_steps_triton(tables: RowTables, requests: PaddedRequests, sampled: torch.Tensor) -> None:
-    """``padded_steps.advance_steps``."""
     assert sampled.dtype == torch.int32 and sampled.is_contiguous()
     num_requests = len(requests.rows)
     advance_steps_kernel[(triton.cdiv(num_requests, ADVANCE_BLOCK),)](
