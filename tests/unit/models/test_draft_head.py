@@ -17,10 +17,12 @@ from tp_engine.distributed.collectives import Communicator, SingleRank
 from tp_engine.errors import ConfigError, WeightError
 from tp_engine.kv_layout import MAX_GROUPS, KvKind, lay_out
 from tp_engine.layers.attention import forward_context
+from tp_engine.layers.context import LayerContext
+from tp_engine.layers.quantization import choose_formats
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.draft_head import DraftHeadSpec, load_draft_head
 from tp_engine.models.causal_lm import build_model
-from tp_engine.models.eagle3_head import Eagle3Head, build_eagle3_head
+from tp_engine.models.eagle3_head import Eagle3Head
 from tp_engine.weights.loader import load_weights
 
 VOCABULARY = 203
@@ -51,14 +53,11 @@ def build(folder: Path, target_folder: Path, communicator: Communicator) -> tupl
     model_spec, _ = load_model_config(str(target_folder))
     spec, _ = load_draft_head(str(folder), model_spec)
     assert isinstance(spec, DraftHeadSpec)
-    options: dict[str, Any] = {
-        "communicator": communicator,
-        "dtype": torch.float32,
-        "device": CPU,
-        "max_model_len": 128,
-    }
-    model = build_model(model_spec, backends=NO_BACKENDS, state_layers=spec.state_layers, **options)
-    head = build_eagle3_head(spec, model, backends=NO_BACKENDS, group=0, **options)
+    options: dict[str, Any] = {"communicator": communicator, "dtype": torch.float32, "device": CPU}
+    places: dict[str, Any] = {"backends": NO_BACKENDS, "max_model_len": 128}
+    model = build_model(model_spec, state_layers=spec.state_layers, **options, **places)
+    context = LayerContext(**options, format_of=choose_formats(None, spec.model))
+    head = Eagle3Head(spec, model, group=0, context=context, **places).eval()
     load_weights(dict(model.named_parameters()), model_spec, target_folder, info=communicator.info)
     load_weights(dict(head.named_parameters()), spec.model, folder, info=communicator.info)
     model.finish_loading()
