@@ -35,13 +35,17 @@ def int8_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def int4_groups(values: torch.Tensor) -> torch.Tensor:
-    """Round to 4 bits with a scale and a zero point for each 32 columns."""
+    """Round to 4 bits with a scale, in 255 parts of its row's largest, and a zero point, in sixteenths of a step, for
+    each 32 columns."""
     columns = values.shape[-1]
     padded = torch.nn.functional.pad(values.float(), (0, -columns % _INT4_GROUP))
     groups = padded.unflatten(-1, (-1, _INT4_GROUP))
     lowest, highest = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
     step = (highest - lowest).clamp_min(_TINY) / 15
-    rounded: torch.Tensor = ((groups - lowest) / step).round() * step + lowest
+    part = step.amax(-2, keepdim=True) / 255
+    step = (step / part).round().clamp_min(1) * part
+    zero = (lowest / step * 16).round() / 16
+    rounded: torch.Tensor = ((groups / step - zero).round().clamp(0, 15) + zero) * step
     return rounded.flatten(-2)[..., :columns].to(values.dtype)
 
 
