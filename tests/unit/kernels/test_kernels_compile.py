@@ -35,8 +35,8 @@ JOINS = tuple(f"kernel_cases_{name}" for name in ("index_keys", "latents", "page
 ATTENTION = {"kernel_cases_index_keys", "kernel_cases_latents", "kernel_cases_paged_attention"}
 PRODUCTS = ATTENTION | {f"kernel_cases_{name}" for name in ("adapters", "experts", "quantised", "tree_linear")}
 
-# Modules without products that take long to compile.  sm_100 has reductions of its own; on sm_120 their instructions are
-# those of sm_90 and sm_100: reductions, atomics and conversions, which the other modules compile for sm_120.
+# Modules without products that take long to compile.  sm_100 has reductions of its own; on sm_120 the instructions of
+# these are those of sm_90 and sm_100: reductions, atomics and conversions, which other modules compile for sm_120.
 AS_ON_SM_100 = {"kernel_cases_heads", "kernel_cases_sampling"}
 
 # Most of the time; ``test_kernels_specialisations`` and ``test_kernels_latents`` compile the usual launches of most of
