@@ -225,8 +225,8 @@ class SiglipTower(VisionTower):
 
 
 class _SquareMeans(nn.Module):
-    """Means of ``merge`` x ``merge`` patches, in ``columns``: transformers makes a product with a matrix of as many
-    columns as there are squares, and as many rows as patches."""
+    """Means of ``merge`` x ``merge`` patches, in ``columns``, by a product for each row of squares.  transformers makes
+    one product with a matrix of all squares and all patches, whose sums have the same order up to some 400 patches."""
 
     def __init__(self, merge: int) -> None:
         super().__init__()
@@ -235,9 +235,11 @@ class _SquareMeans(nn.Module):
     def forward(self, hidden_states: torch.Tensor, **_given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """``hidden_states`` (1, patches, hidden), row by row -> (1, squares, hidden) float32, scaled, and that all are
         valid (1, squares)."""
-        merge, hidden = self.merge, hidden_states.shape[-1]
-        squares = hidden_states.float().view(-1, merge, self.columns, merge, hidden)
-        means = squares.mean((1, 3)).to(hidden_states.dtype).view(1, -1, hidden)
+        merge, columns, hidden = self.merge, self.columns, hidden_states.shape[-1]
+        shares = torch.eye(columns, device=hidden_states.device) / merge**2
+        shares = shares.repeat_interleave(merge, 1).repeat(1, merge)
+        means = shares @ hidden_states.float().view(-1, merge * columns * merge, hidden)
+        means = means.to(hidden_states.dtype).view(1, -1, hidden)
         return means.float() * hidden**0.5, means.new_ones(means.shape[:2], dtype=torch.bool)
 
 

@@ -106,8 +106,8 @@ def test_no_kernel_begins_further_before_a_window_than_a_tile() -> None:
     from tp_engine.kernels.attention.paged_decode_triton import decode_sizes
     from tp_engine.kernels.attention.paged_prefill_triton import prefill_sizes
 
-    (native,) = re.findall(r"\bTILE = (\d+)", NATIVE_TYPES.read_text(encoding="utf-8"))
-    tiles = {int(native)}
+    tiles = {int(native) for native in re.findall(r"\bTILE = (\d+)", NATIVE_TYPES.read_text(encoding="utf-8"))}
+    assert len(tiles) == 2, "with AVX-512 and without"
     for head_dim in (16, 64, 80, 96, 128, 192, 256):
         for itemsize in (1, 2, 4):
             tiles.add(prefill_sizes(head_dim, itemsize).tile)
