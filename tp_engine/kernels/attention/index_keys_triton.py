@@ -27,7 +27,7 @@ import triton.language as tl
 
 from tp_engine.kernels.attention.heads import Rotation
 from tp_engine.kernels.attention.index_keys import ChosenKeys, KeyNorm
-from tp_engine.kernels.attention.latents_triton import turn_pairs
+from tp_engine.kernels.attention.latents_triton import load_rotation, turn_pairs
 from tp_engine.kernels.attention.paged_tiles_triton import load_states, places_of, to_float16
 from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_launch
 from tp_engine.kernels.jit import jit
@@ -58,12 +58,7 @@ def prepare_index_kernel(
     begin_program(PDL)
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pair = tl.arange(0, PAIRS)
-    angle = table + tl.load(positions + token).to(tl.int64) * (2 * HALF) + pair
-    cos = tl.load(angle, mask=pair < HALF, other=0.0).to(tl.float32)
-    sin = tl.load(angle + HALF, mask=pair < HALF, other=0.0).to(tl.float32)
-    first, second = pair, pair + HALF
-    if INTERLEAVED:
-        first, second = 2 * pair, 2 * pair + 1
+    cos, sin, first, second = load_rotation(table, tl.load(positions + token), pair, HALF, INTERLEAVED)
     if tile * TILE < NUM_HEADS:
         head = tile * TILE + tl.arange(0, TILE)[:, None]
         place = queries + token * query_stride + head * DIM

@@ -23,6 +23,18 @@ _HEADS_PER_PROGRAM = 16
 
 
 @jit
+def load_rotation(table, position, pair, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Return the cosine and the sine, float32, of each ``pair`` at ``position``, and the elements that it turns."""
+    angle = table + position.to(tl.int64) * (2 * HALF) + pair
+    cos = tl.load(angle, mask=pair < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(angle + HALF, mask=pair < HALF, other=0.0).to(tl.float32)
+    first, second = pair, pair + HALF
+    if INTERLEAVED:
+        first, second = 2 * pair, 2 * pair + 1
+    return cos, sin, first, second
+
+
+@jit
 def turn_pairs(place, step, other, inside, cos, sin):
     """Return the pairs at ``place``, elements ``step`` and ``other``, turned: float32."""
     a = tl.load(place + step, mask=inside, other=0.0).to(tl.float32)
@@ -43,12 +55,7 @@ def prepare_latents_kernel(
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + token).to(tl.int64)
     pair = tl.arange(0, PAIRS)
-    angle = table + position * (2 * HALF) + pair
-    cos = tl.load(angle, mask=pair < HALF, other=0.0).to(tl.float32)
-    sin = tl.load(angle + HALF, mask=pair < HALF, other=0.0).to(tl.float32)
-    first, second = pair, pair + HALF
-    if INTERLEAVED:
-        first, second = 2 * pair, 2 * pair + 1
+    cos, sin, first, second = load_rotation(table, position, pair, HALF, INTERLEAVED)
     if tile * TILE < NUM_HEADS:
         head = tile * TILE + tl.arange(0, TILE)[:, None]
         place = query + token * query_stride + head * (NOPE + 2 * HALF)

@@ -212,7 +212,7 @@ class CapturedSteps(Generic[Size]):
         sampling = self._sampling.get((kind, self._shape.num_sampled(size)))
         if sampling is not None and forward.is_settled:
             tokens = sampling.run()
-            return tokens if len(tokens) == len(rows) else tokens[: len(rows)], None
+            return tokens if tokens.shape[0] == len(rows) else tokens[: len(rows)], None
         logits = self._model.compute_local_logits(hidden if len(hidden) == len(rows) else hidden[: len(rows)])
         tokens, logprobs = self._sampler.sample(logits, rows, positions)
         self._shape.advance(size, tokens)

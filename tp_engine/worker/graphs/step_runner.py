@@ -104,7 +104,6 @@ class StepRunner:
                 return Captured(steps, size)
         return None
 
-    @torch.inference_mode()
     def replay(self, found: Captured, plan: StepPlan) -> tuple[torch.Tensor | None, LogprobTensors | None]:
         """Run the step ``plan`` from what ``find`` has found; see ``CapturedSteps.run``."""
         batch = self._batch
