@@ -19,7 +19,7 @@ _logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _Backend:
     """The rules of a backend, and how to make one.
 
     ``rules``: why it can not be used, with the remedy, or None.  ``takes_latents``: it reads a cache whose values are a
@@ -40,15 +40,15 @@ class _Kind:
 
 # In the order in which ``auto`` tries them.  On GPUs our own kernels come before those of packages, because this
 # project's tests run them; torch runs everywhere and is last.
-_KINDS: dict[str, _Kind] = {
-    "triton": _Kind(
+_KINDS: dict[str, _Backend] = {
+    "triton": _Backend(
         lambda needs: (triton_mla.why_not_latents if needs.has_latents else triton_backend.why_not)(needs),
         lambda needs: TritonMLABackend() if needs.has_latents else TritonBackend(is_invariant=needs.is_invariant),
         takes_latents=True,
     ),
-    "flash_attn": _Kind(flash_attn.why_not, flash_attn.make_backend),
-    "native": _Kind(cpu_attention.why_not, lambda needs: cpu_attention.NativeBackend(), takes_latents=True),
-    "torch": _Kind(lambda needs: None, lambda needs: TorchBackend(), takes_latents=True),
+    "flash_attn": _Backend(flash_attn.why_not, flash_attn.make_backend),
+    "native": _Backend(cpu_attention.why_not, lambda needs: cpu_attention.NativeBackend(), takes_latents=True),
+    "torch": _Backend(lambda needs: None, lambda needs: TorchBackend(), takes_latents=True),
 }
 
 

@@ -51,7 +51,7 @@ _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(slots=True)
-class _Wait:
+class _ClientWait:
     """Since when a connection waits for its client, to read so many bytes, or, if there are none, to send a header."""
 
     since_s: float
@@ -68,7 +68,7 @@ class Connections(MutableSet[Connection]):
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
         self._most = config.max_connections
-        self._waits: dict[Connection, _Wait | None] = {}
+        self._waits: dict[Connection, _ClientWait | None] = {}
 
     def fit_descriptors(self) -> None:
         """Let this process have as many descriptors as it may, and leave some of them for other things."""
@@ -98,7 +98,7 @@ class Connections(MutableSet[Connection]):
             if not num_bytes and not awaits_header:  # it has sent more than a part of a header
                 self._waits[connection] = None
             elif wait is None or wait.is_over(num_bytes):
-                self._waits[connection] = _Wait(now_s, num_bytes)
+                self._waits[connection] = _ClientWait(now_s, num_bytes)
             elif now_s - wait.since_s >= (self._config.write_timeout_s if num_bytes else self._config.header_timeout_s):
                 connection.transport.abort()
 

@@ -164,7 +164,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-class _Response(msgspec.Struct):
+class _LineResponse(msgspec.Struct):
     status_code: int
 
 
@@ -177,7 +177,7 @@ class _WrittenLine(msgspec.Struct):
 
     id: str
     custom_id: str | None
-    response: _Response | None
+    response: _LineResponse | None
     error: _Error | None
 
 

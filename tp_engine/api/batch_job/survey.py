@@ -103,7 +103,7 @@ def survey_lines(
     Logs the numbers of lines that are bad or repeat another.  None if a stop was requested before the end.
     """
     started_s = time.monotonic()
-    survey, ids, numbers, report = Survey(), CustomIds(), array("q"), _Report()
+    survey, ids, numbers, report = Survey(), CustomIds(), array("q"), _ProblemLog()
     refused = np.unique(np.frombuffer(earlier.refused_lines, dtype=np.int64))
     for number, text in source.lines():
         survey.states.extend(bytes(number - 1 - len(survey.states)))  # ``lines`` skips blank ones
@@ -135,7 +135,9 @@ def _is_among(number: int, ordered: LineNumbers) -> bool:
     return bool(place < len(ordered) and ordered[place] == number)
 
 
-def _mark_repeated(survey: Survey, ids: CustomIds, numbers: array[int], refused: LineNumbers, report: _Report) -> None:
+def _mark_repeated(
+    survey: Survey, ids: CustomIds, numbers: array[int], refused: LineNumbers, report: _ProblemLog
+) -> None:
     positions, firsts = ids.repeated()
     lines = np.frombuffer(numbers, dtype=np.int64)
     survey.note_repeated(lines[positions], lines[firsts])
@@ -157,7 +159,7 @@ def _mark_done(survey: Survey, ids: CustomIds, numbers: array[int], earlier: Ear
     states[places[is_open]] = np.where(failed[positions[is_open]], LineState.DONE_FAILED, LineState.DONE)
 
 
-class _Report:
+class _ProblemLog:
     """Logs the first problems and counts all by code."""
 
     def __init__(self) -> None:

@@ -73,12 +73,12 @@ class _Body(msgspec.Struct):
     usage: _Usage | None = None
 
 
-class _Response(msgspec.Struct):
+class _HttpResponse(msgspec.Struct):
     body: _Body
 
 
 class _Answer(msgspec.Struct):
-    response: _Response
+    response: _HttpResponse
 
 
 def count_results(output: Path, errors: Path) -> tuple[int, int, str | None, dict[str, Any]]:

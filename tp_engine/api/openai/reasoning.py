@@ -262,7 +262,7 @@ def _content(events: Sequence[ChatEvent]) -> str:
     return "".join(event.text for event in events if isinstance(event, ContentText))
 
 
-class _State(enum.Enum):
+class _TextPlace(enum.Enum):
     BEFORE = enum.auto()
     INSIDE = enum.auto()
     LOOKING = enum.auto()
@@ -285,7 +285,7 @@ class ReasoningParser:
         self._ends = self._closes if calls is None else (*self._closes, *calls.marks)
         self._first_characters = frozenset(mark[0] for mark in self._ends)
         self._inside = begins is Beginning.REASONING
-        self._state = _State.BEFORE
+        self._state = _TextPlace.BEFORE
         self._pending = ""
         self._space = ""  # white space at the end of the reasoning, given out if more reasoning follows
         self._has_text = False
@@ -296,12 +296,12 @@ class ReasoningParser:
     @property
     def has_reasoning(self) -> bool:
         """Whether the text is known to begin with reasoning."""
-        return self._state is not _State.BEFORE and self._inside
+        return self._state is not _TextPlace.BEFORE and self._inside
 
     @property
     def in_answer(self) -> bool | None:
         """Whether the next text belongs to the answer; None if it may belong to a call."""
-        return None if self._state is _State.LOOKING else self._state in (_State.BEHIND, _State.ANSWER)
+        return None if self._state is _TextPlace.LOOKING else self._state in (_TextPlace.BEHIND, _TextPlace.ANSWER)
 
     def feed(self, text: str) -> tuple[str, str]:
         """Take the next piece; returns the reasoning and the answer that are certain now."""
@@ -309,15 +309,15 @@ class ReasoningParser:
         return reasoning, answer if self._unwrap is None else self._unwrap.feed(answer)
 
     def _divide(self, text: str) -> tuple[str, str]:
-        if self._state is _State.ANSWER:
+        if self._state is _TextPlace.ANSWER:
             return "", text
-        if self._state is _State.INSIDE and not self._pending and self._first_characters.isdisjoint(text):
+        if self._state is _TextPlace.INSIDE and not self._pending and self._first_characters.isdisjoint(text):
             self._num_read += len(text)
             return self._reasoning(text), ""
         self._pending += text
-        if self._state is _State.BEFORE and not self._read_beginning():
+        if self._state is _TextPlace.BEFORE and not self._read_beginning():
             return "", ""
-        reasoning = self._read_reasoning() if self._state in (_State.INSIDE, _State.LOOKING) else ""
+        reasoning = self._read_reasoning() if self._state in (_TextPlace.INSIDE, _TextPlace.LOOKING) else ""
         return reasoning, self._read_answer() if self.in_answer else ""
 
     def finish(self, *, cut_off: bool) -> tuple[str, str]:
@@ -332,9 +332,9 @@ class ReasoningParser:
         pending, self._pending = self._pending, ""
         if cut_off:
             return "", ""
-        if self.in_answer or (self._state is _State.BEFORE and not self._inside):
+        if self.in_answer or (self._state is _TextPlace.BEFORE and not self._inside):
             return "", pending
-        if self._state is _State.LOOKING and self._calls is not None:
+        if self._state is _TextPlace.LOOKING and self._calls is not None:
             pending = self._calls.look(pending)[0] + self._calls.end()
         return self._reasoning(pending), ""
 
@@ -346,12 +346,12 @@ class ReasoningParser:
             return False
         mark = next((one for one in self._opens if solid.startswith(one)), None)
         if mark is not None:
-            self._state, self._inside = _State.INSIDE, True
+            self._state, self._inside = _TextPlace.INSIDE, True
             self._read(len(self._pending) - len(solid) + len(mark))
         elif solid.startswith(closes):
-            self._state = _State.BEHIND
+            self._state = _TextPlace.BEHIND
         else:
-            self._state = _State.INSIDE if self._inside else _State.ANSWER
+            self._state = _TextPlace.INSIDE if self._inside else _TextPlace.ANSWER
         return True
 
     def _read(self, size: int) -> str:
@@ -363,20 +363,20 @@ class ReasoningParser:
     def _read_reasoning(self) -> str:
         """Read up to the end of the reasoning, or of the pending text."""
         shown = ""
-        while self._state in (_State.INSIDE, _State.LOOKING):
-            ends = self._closes if self._state is _State.LOOKING else self._ends
+        while self._state in (_TextPlace.INSIDE, _TextPlace.LOOKING):
+            ends = self._closes if self._state is _TextPlace.LOOKING else self._ends
             found = first_mark(self._pending, ends)
             text = self._read(len(self._pending) - partial_suffix(self._pending, *ends) if found is None else found[0])
-            shown += self._looked(text) if self._state is _State.LOOKING else self._reasoning(text)
+            shown += self._looked(text) if self._state is _TextPlace.LOOKING else self._reasoning(text)
             if found is None or self.num_characters is not None:
                 break
             if found[1] in self._closes:
                 self._read(len(found[1]))
-                if self._state is _State.LOOKING and self._calls is not None:
+                if self._state is _TextPlace.LOOKING and self._calls is not None:
                     shown += self._reasoning(self._calls.end())
-                self._state = _State.BEHIND
+                self._state = _TextPlace.BEHIND
             else:
-                self._state, self._num_looked = _State.LOOKING, self._num_read + len(found[1])
+                self._state, self._num_looked = _TextPlace.LOOKING, self._num_read + len(found[1])
         return shown
 
     def _looked(self, text: str) -> str:
@@ -384,7 +384,7 @@ class ReasoningParser:
         assert self._calls is not None
         shown, has_call = self._calls.look(text)
         if has_call:
-            self._state, self._unwrap, self.num_characters = _State.ANSWER, None, self._num_looked
+            self._state, self._unwrap, self.num_characters = _TextPlace.ANSWER, None, self._num_looked
         return self._reasoning(shown)
 
     def _reasoning(self, text: str) -> str:
@@ -397,7 +397,7 @@ class ReasoningParser:
 
     def _read_answer(self) -> str:
         text, self._pending = self._pending, ""
-        while self._state is _State.BEHIND:
+        while self._state is _TextPlace.BEHIND:
             text = text.lstrip()
             mark = next((one for one in self._closes if text.startswith(one)), None)
             if mark is not None:
@@ -406,7 +406,7 @@ class ReasoningParser:
                 self._pending, text = text, ""
                 break
             else:
-                self._state = _State.ANSWER
+                self._state = _TextPlace.ANSWER
         return text
 
 

@@ -39,7 +39,7 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Wait:
+class _DiskWait:
     sequence: Sequence
     number: int
     deadline_s: float
@@ -51,7 +51,7 @@ class DiskWaits(SchedulerFeature):
     def __init__(self, state: SchedulerState, tier: HostTierManager, disk: DiskTierManager) -> None:
         self._state, self.tier, self._disk = state, tier, disk
         self._clock = disk.clock
-        self._waits: list[_Wait] = []
+        self._waits: list[_DiskWait] = []
 
     @property
     def num_waiting(self) -> int:
@@ -103,7 +103,7 @@ class DiskWaits(SchedulerFeature):
         sequence.num_disk_waits += num_left >= sequence.num_unread_blocks
         sequence.num_unread_blocks = num_left
         sequence.blocked |= Blocked.READING
-        self._waits.append(_Wait(sequence, number, self._clock() + _PATIENCE_S))
+        self._waits.append(_DiskWait(sequence, number, self._clock() + _PATIENCE_S))
         return True
 
     def read_ahead(self, sequence: Reader, held: BlockIds) -> bool:
@@ -126,7 +126,7 @@ class DiskWaits(SchedulerFeature):
         if not self._waits:
             return
         ready: list[Sequence] = []
-        left: list[_Wait] = []
+        left: list[_DiskWait] = []
         for wait in self._waits:
             if not wait.sequence.blocked & Blocked.READING:
                 continue  # aborted

@@ -39,7 +39,7 @@ logger = get_logger(__name__)
 Result = TypeVar("Result")
 
 
-class _Report(msgspec.Struct, array_like=True):
+class _RankStore(msgspec.Struct, array_like=True):
     """What a rank tells the others: store ("" for none), why there is none, serials (int64), a new store."""
 
     store: str
@@ -108,9 +108,9 @@ def open_disk_tier(
             "opening the disk tier",
             lambda: undo.enter_context(contextlib.closing(_open(path, num_slots, slot_bytes, parts, kv_shape))),
         )
-        own = _Report(files.store, files.difference, files.serials.tobytes(), secrets.token_hex(16))
+        own = _RankStore(files.store, files.difference, files.serials.tobytes(), secrets.token_hex(16))
         gathered = groups.host.all_gather_bytes(msgspec.msgpack.encode(own))
-        reports = [msgspec.msgpack.decode(one, type=_Report) for one in gathered]
+        reports = [msgspec.msgpack.decode(one, type=_RankStore) for one in gathered]
         stores = {report.store for report in reports}
         keeps = len(stores) == 1 and "" not in stores
         store = reports[0].store if keeps else reports[0].proposal
@@ -148,7 +148,7 @@ def _lock(path: Path) -> int:
     return lock_directory(path)
 
 
-def _log_loss(reports: list[_Report], *, keeps: bool) -> None:
+def _log_loss(reports: list[_RankStore], *, keeps: bool) -> None:
     """Say why what is there can not be used."""
     if keeps:
         return

@@ -30,7 +30,7 @@ _IN_STRING = re.compile(r'[^"\\\x00-\x1f]+')
 _BETWEEN_STRINGS = re.compile(r'[^"{}\[\]<]+')
 
 
-class _State(enum.Enum):
+class _JsonState(enum.Enum):
     BETWEEN = enum.auto()
     KEY = enum.auto()
     COLON = enum.auto()
@@ -56,7 +56,7 @@ class CallReader:
         self._sink = sink
         self._strict_names = strict_names
         self._checks_arguments = checks_arguments
-        self._state = _State.BETWEEN
+        self._state = _JsonState.BETWEEN
         self._num_chars = 0
         self._string = ""  # a key, a name, or arguments written as a string: raw, without quotes
         self._escaped = False
@@ -86,14 +86,14 @@ class CallReader:
     @property
     def has_whole_arguments(self) -> bool:
         """Whether it has read the last character of the arguments' object."""
-        return self._saw_arguments and self._state is _State.BETWEEN
+        return self._saw_arguments and self._state is _JsonState.BETWEEN
 
     def push(self, text: str, position: int) -> int:
         """Read at ``position`` of ``text``: one character, or a run of plain ones inside of arguments.
 
         Returns the number of characters; 0 if the character broke the object.
         """
-        in_run = self._state is _State.RAW and not self._escaped and (self._in_string or self._depth > 0)
+        in_run = self._state is _JsonState.RAW and not self._escaped and (self._in_string or self._depth > 0)
         if in_run and not self._is_unsure:
             run = (_IN_STRING if self._in_string else _BETWEEN_STRINGS).match(text, position)
             if run is not None:
@@ -108,23 +108,23 @@ class CallReader:
             self.broken = True
             return
         match self._state:
-            case _State.BETWEEN:
+            case _JsonState.BETWEEN:
                 self._between(char)
-            case _State.KEY | _State.STRING:
+            case _JsonState.KEY | _JsonState.STRING:
                 self._in_text(char)
-            case _State.COLON:
+            case _JsonState.COLON:
                 if char == ":":
-                    self._state = _State.VALUE
+                    self._state = _JsonState.VALUE
                 elif char not in _SPACE:
                     self.broken = True
-            case _State.VALUE:
+            case _JsonState.VALUE:
                 self._begin_value(char)
-            case _State.RAW:
+            case _JsonState.RAW:
                 self._raw(char)
 
     def _between(self, char: str) -> None:
         if char == '"':
-            self._state, self._string = _State.KEY, ""
+            self._state, self._string = _JsonState.KEY, ""
         elif char == "}":
             self._end()
         elif char != "," and char not in _SPACE:
@@ -150,12 +150,12 @@ class CallReader:
         except ValueError:
             self.broken = True
             return
-        if self._state is _State.KEY:
-            self._key, self._state = "name" if text == _NAME_KEY else text, _State.COLON
+        if self._state is _JsonState.KEY:
+            self._key, self._state = "name" if text == _NAME_KEY else text, _JsonState.COLON
             is_of_call = text in _STRICT_KEYS and (text not in _ARGUMENT_KEYS or self._name is not None)
             self.broken = self._is_strict and not is_of_call
             return
-        self._state = _State.BETWEEN
+        self._state = _JsonState.BETWEEN
         if self._key == "name":
             self._take_name(text)
         elif text.strip():
@@ -176,12 +176,12 @@ class CallReader:
         is_arguments = self._key in _ARGUMENT_KEYS and not self._saw_arguments
         self._saw_arguments |= is_arguments
         if char == '"' and (self._key == "name" or is_arguments):
-            self._state, self._string = _State.STRING, ""
+            self._state, self._string = _JsonState.STRING, ""
             return
         if char in ",}" or self._key == "name" or (is_arguments and self._is_unsure and char not in "{n"):
             self.broken = True
             return
-        self._state, self._depth, self._in_string = _State.RAW, 0, False
+        self._state, self._depth, self._in_string = _JsonState.RAW, 0, False
         # null stands for no arguments
         self._key = "" if not is_arguments or char == "n" else self._key
         self._is_opened = is_arguments and char == "{"
@@ -209,11 +209,11 @@ class CallReader:
             self._in_string = char == '"'
             self._give_raw(char)
         if self._depth == 0 and not self._in_string and char in '}]"':
-            self._state = _State.BETWEEN if self._state is _State.RAW else self._state
+            self._state = _JsonState.BETWEEN if self._state is _JsonState.RAW else self._state
 
     def _close(self, char: str) -> None:
         if self._depth == 0:  # a number or word ends with the object, or with a comma
-            self._state = _State.BETWEEN
+            self._state = _JsonState.BETWEEN
             self._between(char)
             return
         self._depth -= 1

@@ -17,7 +17,7 @@ from tp_engine.api.openai.tools.text_parser import partial_suffix
 OPEN, CLOSE = "<response>", "</response>"
 
 
-class _State(enum.Enum):
+class _TextPart(enum.Enum):
     BEFORE = enum.auto()
     INSIDE = enum.auto()
     BEHIND = enum.auto()
@@ -32,41 +32,41 @@ class ResponseMarks:
 
     def __init__(self, opening: str = OPEN, closing: str = CLOSE) -> None:
         self._opening, self._closing = opening, closing
-        self._state = _State.BEFORE
+        self._state = _TextPart.BEFORE
         self._pending = ""
         self._has_text = False
 
     def feed(self, text: str) -> str:
         """Take the next piece; returns the text that is certain now."""
-        if self._state is _State.PLAIN:
+        if self._state is _TextPart.PLAIN:
             return text
         self._pending += text
-        if self._state is _State.BEFORE:
+        if self._state is _TextPart.BEFORE:
             self._read_beginning()
-        shown = self._read_inside() if self._state is _State.INSIDE else ""
-        if self._state is _State.BEHIND and self._pending.strip():
-            self._state = _State.PLAIN
-        if self._state is _State.PLAIN:
+        shown = self._read_inside() if self._state is _TextPart.INSIDE else ""
+        if self._state is _TextPart.BEHIND and self._pending.strip():
+            self._state = _TextPart.PLAIN
+        if self._state is _TextPart.PLAIN:
             shown, self._pending = shown + self._pending, ""
         return shown
 
     def finish(self, *, cut_off: bool) -> str:
         """Return the text that was held back.  ``cut_off``: a limit ended the text; drop half a mark."""
         pending, self._pending = self._pending, ""
-        return "" if cut_off or self._state is _State.BEHIND else pending
+        return "" if cut_off or self._state is _TextPart.BEHIND else pending
 
     def _read_beginning(self) -> None:
         solid = self._pending.lstrip()
         if solid.startswith(self._opening):
-            self._state, self._pending = _State.INSIDE, solid[len(self._opening) :]
+            self._state, self._pending = _TextPart.INSIDE, solid[len(self._opening) :]
         elif not self._opening.startswith(solid):
-            self._state = _State.PLAIN
+            self._state = _TextPart.PLAIN
 
     def _read_inside(self) -> str:
         text = self._pending if self._has_text else self._pending.lstrip()
         before, mark, after = text.partition(self._closing)
         if mark:
-            self._state, self._pending = _State.BEHIND, after
+            self._state, self._pending = _TextPart.BEHIND, after
             return before.rstrip()
         shown = text[: len(text) - partial_suffix(text, self._closing)].rstrip()
         self._has_text |= bool(shown)

@@ -153,7 +153,7 @@ class MarkedArguments(ArgumentForm):
             texts.append(f"{before.replace('KEY', key)}{text}{end}")
         return "".join(texts)
 
-    def _argument(self, rule: str, key: str, kind: _Kind, root: _Schema, writing: FormWriting) -> str:
+    def _argument(self, rule: str, key: str, kind: _ValueForm, root: _Schema, writing: FormWriting) -> str:
         ways = []
         for is_text in (True, False):
             if (kind.text is None) if is_text else (kind.json is None):
@@ -297,14 +297,14 @@ class _Property:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _ValueForm:
     """How a value is written between marks: as a text that matches an expression, as JSON, or as either."""
 
     text: str | None
     json: Any = None
 
 
-_FREE = _Kind("/(?s:.*)/")
+_FREE = _ValueForm("/(?s:.*)/")
 
 
 def _properties(schema: _Schema) -> list[_Property] | None:
@@ -318,7 +318,7 @@ def _properties(schema: _Schema) -> list[_Property] | None:
     return [_Property(name, one, name in required) for name, one in named.items() if one is not False]
 
 
-def _kind(schema: Any, root: _Schema) -> _Kind | None:
+def _kind(schema: Any, root: _Schema) -> _ValueForm | None:
     """How a value of ``schema`` is written between marks; None if the format's reader could take it for another."""
     if _is_any(schema):
         return _FREE
@@ -330,10 +330,10 @@ def _kind(schema: Any, root: _Schema) -> _Kind | None:
     texts = [_text(one) for one in branches if one["type"] == "string"]
     others = [one for one in branches if one["type"] != "string"]
     if not texts:
-        return _Kind(None, schema)
+        return _ValueForm(None, schema)
     if None in texts or any(one["type"] != "null" for one in others):
         return None
-    return _Kind(f"({' | '.join(map(str, texts))})", {"type": "null"} if others else None)
+    return _ValueForm(f"({' | '.join(map(str, texts))})", {"type": "null"} if others else None)
 
 
 def _branches(schema: Any, root: _Schema) -> list[_Schema] | None:

@@ -47,7 +47,7 @@ _MAX_HEADER = 1024
 _GAP = "\n\n"
 
 
-class _Kind(enum.Enum):
+class _MessageKind(enum.Enum):
     REASONING = enum.auto()
     CONTENT = enum.auto()
     CALL = enum.auto()
@@ -63,21 +63,21 @@ class HarmonyParser(TextParser, MessageParser):
         super().__init__(_BREAKS)
         self._names = None if tools is None else tools.names
         self._state = self._read_outside
-        self._kind = _Kind.CONTENT
+        self._kind = _MessageKind.CONTENT
         self._call = 0
-        self._first: _Kind | None = None
+        self._first: _MessageKind | None = None
         self._first_ended = False
         self._is_empty = True  # the message has no text yet
-        self._shown: set[_Kind] = set()  # the kinds with text of earlier messages
+        self._shown: set[_MessageKind] = set()  # the kinds with text of earlier messages
         self.feed(prompt.rpartition(_ANSWERER)[2] if _ANSWERER in prompt else "")
 
     @property
     def has_reasoning(self) -> bool:
-        return self._first is _Kind.REASONING
+        return self._first is _MessageKind.REASONING
 
     @property
     def in_answer(self) -> bool | None:
-        return self._first_ended or self._first in (_Kind.CONTENT, _Kind.CALL)
+        return self._first_ended or self._first in (_MessageKind.CONTENT, _MessageKind.CALL)
 
     @property
     def num_reasoning_characters(self) -> int | None:
@@ -104,14 +104,14 @@ class HarmonyParser(TextParser, MessageParser):
         elif any(mark.startswith(rest) for mark in (*_ENDS, *_HEADERS)):
             return False
         else:
-            self._begin(_Kind.CONTENT)
+            self._begin(_MessageKind.CONTENT)
         return True
 
     def _read_header(self) -> bool:
         place = self._pending.find(MESSAGE)
         length = place if place >= 0 else len(self._pending) - partial_suffix(self._pending, MESSAGE)
         if length > _MAX_HEADER:  # no header: content from its first characters on
-            self._begin(_Kind.CONTENT)
+            self._begin(_MessageKind.CONTENT)
             self._give(self._pending[:2])
             self._pending = self._pending[2:]
             return True
@@ -122,10 +122,10 @@ class HarmonyParser(TextParser, MessageParser):
         name = self._wanted_call(recipient)
         if name:
             self._call = self._sink.start_call(name)
-            self._begin(_Kind.CALL)
+            self._begin(_MessageKind.CALL)
         else:
             to_user = channel == "final" or not (recipient or channel == "analysis")
-            self._begin(_Kind.CONTENT if to_user else _Kind.REASONING)
+            self._begin(_MessageKind.CONTENT if to_user else _MessageKind.REASONING)
         return True
 
     def _wanted_call(self, recipient: str) -> str:
@@ -136,12 +136,12 @@ class HarmonyParser(TextParser, MessageParser):
             return recipient.removeprefix(_FUNCTIONS)
         return recipient if recipient in self._names else ""
 
-    def _begin(self, kind: _Kind) -> None:
+    def _begin(self, kind: _MessageKind) -> None:
         self._state, self._kind, self._is_empty = self._read_text, kind, True
         self._first = self._first or kind
 
     def _end_message(self) -> None:
-        if self._kind is _Kind.CALL and self._is_empty:
+        if self._kind is _MessageKind.CALL and self._is_empty:
             self._sink.arguments(self._call, "{}")
         elif not self._is_empty:
             self._shown.add(self._kind)
@@ -154,11 +154,11 @@ class HarmonyParser(TextParser, MessageParser):
         gap = _GAP if self._is_empty and self._kind in self._shown else ""
         self._is_empty = False
         match self._kind:
-            case _Kind.CALL:
+            case _MessageKind.CALL:
                 self._sink.arguments(self._call, text)
-            case _Kind.REASONING:
+            case _MessageKind.REASONING:
                 self._sink.reasoning(gap + text)
-            case _Kind.CONTENT:
+            case _MessageKind.CONTENT:
                 self._sink.content(gap + text)
 
 
