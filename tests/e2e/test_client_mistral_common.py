@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from tests.unit.engine.test_tiktoken_model import TEXTS, random_texts
-from tp_engine.api.openai.chat.options import TOOL_FORMATS, ChatOptions
+from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.openai.chat.prompt import ChatFormat
+from tp_engine.api.openai.tools.formats import TOOL_FORMATS
 from tp_engine.engine.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.slow

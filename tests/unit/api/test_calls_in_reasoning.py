@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.text_tokenizers import byte_level_tokenizer
-from tp_engine.api.openai.chat.options import TOOL_FORMATS
 from tp_engine.api.openai.chat.parser import ChatParsing, ParsedMessage
 from tp_engine.api.openai.reasoning import REASONING_ALIASES, REASONING_FORMATS, Beginning
+from tp_engine.api.openai.tools.formats import TOOL_FORMATS
 from tp_engine.api.openai.tools.request import ToolRequest
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}

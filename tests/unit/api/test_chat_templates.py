@@ -10,9 +10,10 @@ import pytest
 from tests.chat_templates import LLAMA_LIKE, QWEN_LIKE
 from tests.text_tokenizers import CHAT_TEMPLATE, byte_level_tokenizer
 from tp_engine.api.openai.chat import template as template_module
-from tp_engine.api.openai.chat.options import TOOL_ALIASES, TOOL_FORMATS, ChatOptions
+from tp_engine.api.openai.chat.options import TOOL_ALIASES, ChatOptions
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.api.openai.reasoning import REASONING_ALIASES, REASONING_FORMATS
+from tp_engine.api.openai.tools.formats import TOOL_FORMATS
 from tp_engine.errors import ConfigError, RequestError
 
 ADD = {"name": "add", "description": "a & b <c>", "parameters": {"type": "object"}}

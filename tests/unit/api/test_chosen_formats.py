@@ -11,9 +11,10 @@ import pytest
 from tests.chat_templates import QWEN_LIKE
 from tests.text_tokenizers import byte_level_tokenizer
 from tests.unit.api.test_chat_answers import CHAT, body, last_request, serve, speaking, whole
-from tp_engine.api.openai.chat.options import TOOL_ALIASES, TOOL_FORMATS, ChatOptions
+from tp_engine.api.openai.chat.options import TOOL_ALIASES, ChatOptions
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.api.openai.reasoning import REASONING_FORMATS
+from tp_engine.api.openai.tools.formats import TOOL_FORMATS
 from tp_engine.server.config import ServerConfig
 
 THINKS = "<think>x</think>"

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.text_tokenizers import byte_level_tokenizer
-from tp_engine.api.openai.chat.options import TOOL_FORMATS, ChatOptions
+from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.api.openai.reasoning import REASONING_FORMATS, Beginning
+from tp_engine.api.openai.tools.formats import TOOL_FORMATS
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import RequestError
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.api.test_tool_parsers import find
-from tp_engine.api.openai.chat.options import TOOL_FORMATS
 from tp_engine.api.openai.tools.argument_types import ArgumentTypes, json_value
 from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ToolParser
+from tp_engine.api.openai.tools.formats import TOOL_FORMATS
 from tp_engine.api.openai.tools.request import ToolRequest
 
 PARAMETERS = {

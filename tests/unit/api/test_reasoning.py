@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.text_tokenizers import byte_level_tokenizer
-from tp_engine.api.openai.chat.options import TOOL_FORMATS
 from tp_engine.api.openai.chat.parser import ChatParsing, ParsedMessage
 from tp_engine.api.openai.reasoning import REASONING_FORMATS, Beginning, ReasoningFormat, ReasoningTokens
 from tp_engine.api.openai.structured import TokenWriting
+from tp_engine.api.openai.tools.formats import TOOL_FORMATS
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.grammar.compiler import compile_grammar
 from tp_engine.grammar.vocabulary import byte_vocabulary

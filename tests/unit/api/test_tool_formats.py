@@ -13,11 +13,11 @@ import pytest
 from tests.text_tokenizers import byte_level_tokenizer
 from tests.unit.api.test_reasoning import follows
 from tests.unit.api.test_tool_parsers import ARGUMENTS, find
-from tp_engine.api.openai.chat.options import TOOL_FORMATS
 from tp_engine.api.openai.chat.parser import ChatParsing, ParsedMessage
 from tp_engine.api.openai.structured import TokenWriting
 from tp_engine.api.openai.tools.events import CallArguments, ForcedForm, ToolParser
 from tp_engine.api.openai.tools.forced import forced_calls
+from tp_engine.api.openai.tools.formats import TOOL_FORMATS
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.grammar.compiler import compile_grammar
 from tp_engine.grammar.vocabulary import make_vocabulary

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from tp_engine.api.openai.chat.options import TOOL_FORMATS
 from tp_engine.api.openai.chat.parser import ChatParsing
 from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ContentText, ReasoningText, ToolParser
 from tp_engine.api.openai.tools.forced import CallListParser, NamedCallParser
+from tp_engine.api.openai.tools.formats import TOOL_FORMATS
 from tp_engine.api.openai.tools.marked_calls import CallMarks
 from tp_engine.api.openai.tools.request import ToolRequest
 

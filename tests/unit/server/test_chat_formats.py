@@ -26,8 +26,8 @@ from tests.unit.api.test_chat_answers import (
 from tests.unit.api.test_chat_answers import whole as message_of
 from tests.unit.api.test_chosen_formats import TEMPLATES
 from tests.unit.api.test_reasoning import follows
-from tp_engine.api.openai.chat.options import TOOL_FORMATS
 from tp_engine.api.openai.reasoning import REASONING_ALIASES, REASONING_FORMATS
+from tp_engine.api.openai.tools.formats import TOOL_FORMATS
 from tp_engine.server.config import ServerConfig
 
 CITY = "Köln 😀"

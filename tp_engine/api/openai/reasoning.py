@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tp_engine.api.openai.tools import cohere_command3, gemma4
 from tp_engine.api.openai.tools.ernie45 import OPEN as RESPONSE
 from tp_engine.api.openai.tools.ernie45 import ResponseMarks
 from tp_engine.api.openai.tools.events import (
@@ -33,6 +32,7 @@ from tp_engine.api.openai.tools.events import (
     TemplateMarks,
     ToolParser,
 )
+from tp_engine.api.openai.tools.formats import COHERE_RESPONSE, GEMMA_DROPS
 from tp_engine.api.openai.tools.harmony import ANALYSIS, END, HARMONY
 from tp_engine.api.openai.tools.harmony import TEMPLATE as HARMONY_TEMPLATE
 from tp_engine.api.openai.tools.text_parser import first_mark, partial_suffix
@@ -164,7 +164,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         opens=("<|channel>thought", "<|channel>"),
         closes=("<channel|>",),
         bare_opens=("<|channel><|channel>thought", "thought\n"),
-        drops=gemma4.MARKS.drops,
+        drops=GEMMA_DROPS,
         template=(TemplateMarks(("<|channel>",)),),
     ),
     "seed_oss": ReasoningFormat(
@@ -177,8 +177,8 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         help="Command: <|START_THINKING|>",
         opens=("<|START_THINKING|>",),
         closes=("<|END_THINKING|>",),
-        unwrap=partial(ResponseMarks, *cohere_command3.RESPONSES),
-        template=(TemplateMarks(("<|START_THINKING|>", cohere_command3.RESPONSES[0])),),
+        unwrap=partial(ResponseMarks, *COHERE_RESPONSE),
+        template=(TemplateMarks(("<|START_THINKING|>", COHERE_RESPONSE[0])),),
     ),
     "granite": ReasoningFormat(
         help="Granite: Here is my thought process: and Here is my response:, or <think> and <response>",

@@ -8,29 +8,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tp_engine.api.openai.reasoning import REASONING_ALIASES, REASONING_FORMATS, ReasoningFormat
-from tp_engine.api.openai.tools import (
-    cohere_command3,
-    deepseek_v3,
-    deepseek_v31,
-    deepseek_v32,
-    ernie45,
-    gemma4,
-    glm45,
-    granite,
-    harmony,
-    hermes,
-    kimi_k2,
-    lfm2,
-    llama3_json,
-    minimax_m2,
-    mistral,
-    olmo3,
-    phi4_mini_json,
-    pythonic,
-    qwen3_coder,
-    seed_oss,
-)
 from tp_engine.api.openai.tools.events import ToolFormat
+from tp_engine.api.openai.tools.formats import TOOL_FORMATS
 from tp_engine.errors import ConfigError
 from tp_engine.files import read_text
 from tp_engine.log import get_logger
@@ -38,29 +17,6 @@ from tp_engine.options.fields import check_fields, option
 
 logger = get_logger(__name__)
 
-# The name that --tool-call-parser takes -> the format, from a module of its own.
-TOOL_FORMATS: Mapping[str, ToolFormat] = {
-    "hermes": hermes.FORMAT,
-    "llama3_json": llama3_json.FORMAT,
-    "openai": harmony.FORMAT,
-    "glm45": glm45.FORMAT,
-    "minimax_m2": minimax_m2.FORMAT,
-    "qwen3_coder": qwen3_coder.FORMAT,
-    "ernie45": ernie45.FORMAT,
-    "mistral": mistral.FORMAT,
-    "granite": granite.FORMAT,
-    "deepseek_v3": deepseek_v3.FORMAT,
-    "deepseek_v31": deepseek_v31.FORMAT,
-    "deepseek_v32": deepseek_v32.FORMAT,
-    "kimi_k2": kimi_k2.FORMAT,
-    "gemma4": gemma4.FORMAT,
-    "seed_oss": seed_oss.FORMAT,
-    "cohere_command3": cohere_command3.FORMAT,
-    "phi4_mini_json": phi4_mini_json.FORMAT,
-    "pythonic": pythonic.FORMAT,
-    "olmo3": olmo3.FORMAT,
-    "lfm2": lfm2.FORMAT,
-}
 TOOL_ALIASES = {alias: name for name, calls in TOOL_FORMATS.items() for alias in calls.aliases}
 AUTO, NONE = "auto", "none"
 CONTENT_FORMATS = ("auto", "string", "openai")

@@ -7,11 +7,9 @@
 """
 
 import enum
-from dataclasses import replace
 
-from tp_engine.api.openai.tools import hermes
-from tp_engine.api.openai.tools.events import ChatEvent, TemplateMarks
-from tp_engine.api.openai.tools.json_calls import JsonCallsParser
+from tp_engine.api.openai.tools.events import ChatEvent
+from tp_engine.api.openai.tools.json_calls import CallBlock, JsonCallsParser
 from tp_engine.api.openai.tools.text_parser import partial_suffix
 
 OPEN, CLOSE = "<response>", "</response>"
@@ -77,8 +75,8 @@ class ResponseMarks:
 class Ernie45ToolParser(JsonCallsParser):
     """The parser of Hermes, behind ``ResponseMarks``."""
 
-    def __init__(self) -> None:
-        super().__init__(hermes.BLOCK)
+    def __init__(self, block: CallBlock) -> None:
+        super().__init__(block)
         self._response = ResponseMarks()
 
     def feed(self, text: str) -> list[ChatEvent]:
@@ -86,16 +84,3 @@ class Ernie45ToolParser(JsonCallsParser):
 
     def finish(self, *, cut_off: bool) -> list[ChatEvent]:
         return super().feed(self._response.finish(cut_off=cut_off)) + super().finish(cut_off=cut_off)
-
-
-TEMPLATE = (
-    TemplateMarks(("<tool_call>", OPEN), lacks=("<|tool_call|>", "<minimax:tool_call>", "]<]minimax[>[", "[gMASK]")),
-)
-FORMAT = replace(
-    hermes.FORMAT,
-    models="ERNIE 4.5",
-    aliases=(),
-    template=TEMPLATE,
-    marks=(*hermes.FORMAT.marks, OPEN),
-    new_parser=lambda tools: Ernie45ToolParser(),
-)

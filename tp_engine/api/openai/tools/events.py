@@ -146,7 +146,7 @@ class ForcedForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How some models write tool calls; each format has a module and a line in ``chat/options.TOOL_FORMATS``.
+    """How some models write tool calls; each format is a row of ``TOOL_FORMATS``.
 
     ``models`` names them in ``--help``; ``aliases`` are other names of vLLM and SGLang for the format.  Texts show
     ``marks`` also where the tokenizer calls them special tokens.  One of ``opens`` begins a call, also inside of
