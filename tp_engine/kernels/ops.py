@@ -1,8 +1,7 @@
 """The table of operations: what implements each, and which implementation runs for a type of device.
 
 A new operation is a file with its twin in plain PyTorch, which runs everywhere and is the oracle, and a line of
-``OPS``.  A Triton kernel is a file beside it; a C function is a file in ``cpu/kernels/``, with a line in the table of
-signatures there (``cpu/kernels/library.py``).
+``OPS``.  A Triton kernel is a file beside it; a C function is one in ``cpu/kernels/``, and a function that calls it.
 """
 
 from collections.abc import Callable

@@ -18,6 +18,7 @@ from tp_engine import compile_turn, env
 from tp_engine.cpu.kernels import build, library
 from tp_engine.cpu.kernels.build import BuildError, built_library, is_intact
 from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.kernels.prototypes import players, prototypes
 from tp_engine.kernels.ops import OPS, is_recordable, op
 from tp_engine.progress import hearing_progress, tell_progress
 
@@ -232,3 +233,13 @@ def test_pytorch_computes_where_there_are_no_kernels(
         assert not any(is_recordable(name, "cpu") for name in OPS)
     found = [text for text in caplog.messages if not text.startswith(("compiling", "compiled"))]
     assert len(found) == 1 and said in found[0]
+
+
+def test_a_tape_has_room_for_every_function_that_it_may_hold() -> None:
+    """Oracle: MAX_WORDS of tape.h; the player of ``add_scaled``, written out."""
+    room = int((Path(build.__file__).parent / "tape.h").read_text().partition("MAX_WORDS = ")[2].partition(" ")[0])
+    taped = [one for one in prototypes() if one.is_taped]
+    assert len(taped) > 30 and max(len(one.parameters) for one in taped) <= room
+    assert players().count("\nint play_") == len(taped)
+    words = "a[0].pointer, a[1].pointer, a[2].integer, a[3].number, a[4].number, a[5].integer, a[6].integer"
+    assert f"int play_add_scaled(const Word *a) {{ return add_scaled({words}); }}" in players()

@@ -6,7 +6,6 @@
    and with any number of threads. */
 
 #include "simd.h"
-#include "tape.h"
 
 enum { BLOCK = 4, CHUNK = 16 * VW, MAX_PARTS = 8 };
 enum { MIN_PARALLEL_PRODUCTS = 1 << 16 };

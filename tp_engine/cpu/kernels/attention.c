@@ -128,9 +128,9 @@ int attention_lanes(void) { return VW; }
 /* `key` and `value` may be NULL: they are stored already.  `chosen` (requests, chosen_stride) and `counts` (requests,)
    may be NULL; with them the cache has rows, and each request one query, which attends to the keys at these positions
    alone. Returns 0, or 1 where memory ran out. */
-int paged_attention(const Step *step, const Layer *layer, const void *query, const void *key, const void *value,
-                    void *out, int64_t query_stride, int64_t key_stride, int64_t value_stride, const int32_t *chosen,
-                    int64_t chosen_stride, const int32_t *counts)
+TAPED int paged_attention(const Step *step, const Layer *layer, const void *query, const void *key, const void *value,
+                          void *out, int64_t query_stride, int64_t key_stride, int64_t value_stride,
+                          const int32_t *chosen, int64_t chosen_stride, const int32_t *counts)
 {
     Step of_chosen = *step;
     of_chosen.seq_lens = chosen ? counts : step->seq_lens;
@@ -183,10 +183,4 @@ int paged_attention(const Step *step, const Layer *layer, const void *query, con
         }
     }
     return 0;
-}
-
-int play_paged_attention(const Word *a)
-{
-    return paged_attention(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].pointer,
-                           a[6].integer, a[7].integer, a[8].integer, a[9].pointer, a[10].integer, a[11].pointer);
 }

@@ -20,13 +20,13 @@ from pathlib import Path
 
 from tp_engine import env
 from tp_engine.compile_turn import Turn, take_turn
+from tp_engine.cpu.kernels.prototypes import FOLDER, PLAYERS, players
 from tp_engine.log import get_logger
 from tp_engine.progress import tell_progress
 
 logger = get_logger(__name__)
 
-FOLDER = Path(__file__).parent
-SOURCES = sorted(path.name for path in FOLDER.glob("*.c"))
+SOURCES = [*sorted(path.name for path in FOLDER.glob("*.c")), PLAYERS]
 COMPILE_FLAGS = (
     *("-std=gnu11", "-O2", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC"),
     "-falign-loops=32",  # some Intel processors decode a loop that straddles such a line anew in every turn
@@ -94,6 +94,7 @@ def _key(compiler: Path, openmp: Path) -> str:
     digest = hashlib.sha256("\0".join(facts).encode())
     for path in sorted(FOLDER.glob("*.[ch]")):
         digest.update(path.read_bytes())
+    digest.update(players().encode())
     return digest.hexdigest()[:24]
 
 
@@ -116,8 +117,11 @@ def _compile(compiler: Path, openmp: Path, folder: Path, turn: Turn, deadline_s:
     begin_s = said_s = time.monotonic()
     logger.info("compiling the CPU kernels, once for this machine: %d files of C, by %s", len(SOURCES), compiler)
 
+    (folder / PLAYERS).write_text(players(), encoding="utf-8")
+
     def compile_one(name: str, target: Path) -> None:
-        _run([str(compiler), *COMPILE_FLAGS, "-c", str(FOLDER / name), "-o", str(target)], deadline_s)
+        source = (folder if name == PLAYERS else FOLDER) / name
+        _run([str(compiler), *COMPILE_FLAGS, f"-I{FOLDER}", "-c", str(source), "-o", str(target)], deadline_s)
 
     with ThreadPoolExecutor(min(len(SOURCES), os.cpu_count() or 1)) as threads:
         running = [threads.submit(compile_one, *pair) for pair in zip(SOURCES, objects, strict=True)]

@@ -6,11 +6,11 @@
 /* Inputs of one token per request, as kernels/steps/decode_inputs.py draws them.  Only the used part of a block table
    is copied.  A row of a table has `num_columns`; groups are `source_stride` apart in the rows' tables, `slot_stride`
    and `table_stride` apart in the inputs. */
-int prepare_decodes(const int32_t *rows, int64_t num_requests, const int32_t *token_ids, int64_t token_stride,
-                    const int32_t *num_computed, const int32_t *tables, int64_t num_groups, int64_t source_stride,
-                    int64_t num_columns, int64_t block_size, int32_t *input_ids, int64_t *positions, int64_t *slots,
-                    int64_t slot_stride, int32_t *seq_lens, int32_t *block_table, int64_t table_stride,
-                    const int32_t *rope_deltas, int64_t *rope_positions)
+TAPED int prepare_decodes(const int32_t *rows, int64_t num_requests, const int32_t *token_ids, int64_t token_stride,
+                          const int32_t *num_computed, const int32_t *tables, int64_t num_groups, int64_t source_stride,
+                          int64_t num_columns, int64_t block_size, int32_t *input_ids, int64_t *positions,
+                          int64_t *slots, int64_t slot_stride, int32_t *seq_lens, int32_t *block_table,
+                          int64_t table_stride, const int32_t *rope_deltas, int64_t *rope_positions)
 {
     for (int64_t i = 0; i < num_requests; i++) {
         const int64_t row = rows[i];
@@ -38,17 +38,9 @@ int prepare_decodes(const int32_t *rows, int64_t num_requests, const int32_t *to
     return 0;
 }
 
-int play_prepare_decodes(const Word *a)
-{
-    return prepare_decodes(a[0].pointer, a[1].integer, a[2].pointer, a[3].integer, a[4].pointer, a[5].pointer,
-                           a[6].integer, a[7].integer, a[8].integer, a[9].integer, a[10].pointer, a[11].pointer,
-                           a[12].pointer, a[13].integer, a[14].pointer, a[15].pointer, a[16].integer, a[17].pointer,
-                           a[18].pointer);
-}
-
 /* Ends that step: its tokens are computed, and `sampled` follow them.  A second call changes nothing. */
-int advance_decodes(const int32_t *rows, const int32_t *seq_lens, const int32_t *sampled, int64_t num_requests,
-                    int32_t *token_ids, int64_t token_stride, int32_t *num_computed)
+TAPED int advance_decodes(const int32_t *rows, const int32_t *seq_lens, const int32_t *sampled, int64_t num_requests,
+                          int32_t *token_ids, int64_t token_stride, int32_t *num_computed)
 {
     for (int64_t i = 0; i < num_requests; i++) {
         if (rows[i] < 0)
@@ -60,16 +52,10 @@ int advance_decodes(const int32_t *rows, const int32_t *seq_lens, const int32_t 
     return 0;
 }
 
-int play_advance_decodes(const Word *a)
-{
-    return advance_decodes(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].pointer, a[5].integer,
-                           a[6].pointer);
-}
-
 /* The next inputs of a draft head, as kernels/steps/draft_inputs.py draws them; rows of `tables` are `num_columns`
    apart. */
-int advance_drafts(int64_t *positions, const int64_t *limits, const int32_t *tables, int64_t num_columns,
-                   int64_t num_requests, int64_t block_size, int64_t *slots, int32_t *seq_lens)
+TAPED int advance_drafts(int64_t *positions, const int64_t *limits, const int32_t *tables, int64_t num_columns,
+                         int64_t num_requests, int64_t block_size, int64_t *slots, int32_t *seq_lens)
 {
     for (int64_t i = 0; i < num_requests; i++) {
         const int64_t following = positions[i] + 1, limit = limits[i];
@@ -81,16 +67,10 @@ int advance_drafts(int64_t *positions, const int64_t *limits, const int32_t *tab
     return 0;
 }
 
-int play_advance_drafts(const Word *a)
-{
-    return advance_drafts(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer,
-                          a[6].pointer, a[7].pointer);
-}
-
 /* out (n, row_bytes) = rows of `weight` (num_ids, row_bytes), which begins with id `first`, times `scale`; zeros for
    other ids.  Only a scale that is not 1 needs the rows' `dtype`. */
-int embed(const int32_t *ids, const char *weight, char *out, int64_t n, int64_t row_bytes, int64_t first,
-          int64_t num_ids, float scale, int64_t dtype)
+TAPED int embed(const int32_t *ids, const char *weight, char *out, int64_t n, int64_t row_bytes, int64_t first,
+                int64_t num_ids, float scale, int64_t dtype)
 {
     for (int64_t i = 0; i < n; i++) {
         const int64_t row = ids[i] - first;
@@ -104,12 +84,6 @@ int embed(const int32_t *ids, const char *weight, char *out, int64_t n, int64_t 
             FOR_DTYPE(multiply_row(to, row_bytes / item_bytes(TYPE), scale, TYPE))
     }
     return 0;
-}
-
-int play_embed(const Word *a)
-{
-    return embed(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer, a[6].integer,
-                 a[7].number, a[8].integer);
 }
 
 INLINE vf load_scores(const char *row, int64_t i, int64_t width, const int dtype)
@@ -150,16 +124,11 @@ INLINE int32_t best_of_row(const char *row, int64_t width, const int dtype)
 }
 
 /* out (n,) = the first maximum of each row of `scores` (n, width), whose rows are `stride` elements apart. */
-int best_tokens(const char *scores, int64_t stride, int32_t *out, int64_t n, int64_t width, int64_t dtype)
+TAPED int best_tokens(const char *scores, int64_t stride, int32_t *out, int64_t n, int64_t width, int64_t dtype)
 {
     for (int64_t i = 0; i < n; i++) {
         const char *row = scores + i * stride * item_bytes((int)dtype);
         FOR_DTYPE(out[i] = best_of_row(row, width, TYPE))
     }
     return 0;
-}
-
-int play_best_tokens(const Word *a)
-{
-    return best_tokens(a[0].pointer, a[1].integer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer);
 }

@@ -177,12 +177,12 @@ static int run_task(const Delta *d, const Run *run, int64_t head, const char *mi
 /* mixed (rows, ...), gates (rows, 2 value_heads), so many elements from row to row; slots (rows), -1 for padding, whose
    output is 0; runs (rows, 2), NULL if no row is of a draft token: the place of a row's first draft token and how many
    it has, -1 of a draft token, which goes on in its run; out (rows, value_heads * value_dim); the rest as in Delta. */
-int gated_delta_net_decode(const float *conv, const float *decay, const float *dt_bias, const float *norm, float eps,
-                           float *inputs, float *matrices, int64_t inputs_stride, int64_t matrices_stride,
-                           int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t taps,
-                           const char *mixed, int64_t mixed_stride, const char *gates, int64_t gates_stride,
-                           const int32_t *slots, const int32_t *runs, char *out, int64_t rows, int64_t dtype,
-                           int64_t num_threads)
+TAPED int gated_delta_net_decode(const float *conv, const float *decay, const float *dt_bias, const float *norm,
+                                 float eps, float *inputs, float *matrices, int64_t inputs_stride,
+                                 int64_t matrices_stride, int64_t key_heads, int64_t value_heads, int64_t key_dim,
+                                 int64_t value_dim, int64_t taps, const char *mixed, int64_t mixed_stride,
+                                 const char *gates, int64_t gates_stride, const int32_t *slots, const int32_t *runs,
+                                 char *out, int64_t rows, int64_t dtype, int64_t num_threads)
 {
     const int64_t channels = 2 * key_heads * key_dim + value_heads * value_dim;
     const Delta d = {{conv, NULL, inputs, inputs_stride, channels, taps},
@@ -226,8 +226,8 @@ int gated_delta_net_prefill(const float *conv, const float *decay, const float *
 }
 
 /* x (rows, width) times the sigmoid of gate (rows, width), whose rows are `stride` elements apart, in place. */
-int sigmoid_gate(char *x, const char *gate, int64_t stride, int64_t rows, int64_t width, int64_t dtype,
-                 int64_t num_threads)
+TAPED int sigmoid_gate(char *x, const char *gate, int64_t stride, int64_t rows, int64_t width, int64_t dtype,
+                       int64_t num_threads)
 {
     const int64_t size = item_bytes((int)dtype);
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows > 1 && rows * width >= MIN_PARALLEL)
@@ -240,19 +240,4 @@ int sigmoid_gate(char *x, const char *gate, int64_t stride, int64_t rows, int64_
                 load_some(to, i, width, TYPE) / (1.0f + exp2_vector(load_some(from, i, width, TYPE) * -LOG2_E)), TYPE))
     }
     return 0;
-}
-
-int play_gated_delta_net_decode(const Word *a)
-{
-    return gated_delta_net_decode(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].number, a[5].pointer,
-                                  a[6].pointer, a[7].integer, a[8].integer, a[9].integer, a[10].integer, a[11].integer,
-                                  a[12].integer, a[13].integer, a[14].pointer, a[15].integer, a[16].pointer,
-                                  a[17].integer, a[18].pointer, a[19].pointer, a[20].pointer, a[21].integer,
-                                  a[22].integer, a[23].integer);
-}
-
-int play_sigmoid_gate(const Word *a)
-{
-    return sigmoid_gate(a[0].pointer, a[1].pointer, a[2].integer, a[3].integer, a[4].integer, a[5].integer,
-                        a[6].integer);
 }

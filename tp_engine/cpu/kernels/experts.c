@@ -197,8 +197,8 @@ INLINE void sum_shards(const Work *w, const Experts *e, const float *weights, ch
 
 /* out (rows, hidden) = the sum over j of weights (rows, top_k) times the output of expert ids (rows, top_k) for x
    (rows, hidden).  `memory` has experts_work_bytes bytes. */
-int mix_experts(const Experts *e, const char *x, const int32_t *ids, const float *weights, char *out, char *memory,
-                int64_t rows, int64_t num_threads)
+TAPED int mix_experts(const Experts *e, const char *x, const int32_t *ids, const float *weights, char *out,
+                      char *memory, int64_t rows, int64_t num_threads)
 {
     const int dtype = (int)e->dtype;
     const int64_t pairs = rows * e->top_k, gate_panels = count_panels(e->inner, parts_of((int)e->kind)),
@@ -249,15 +249,9 @@ int mix_experts(const Experts *e, const char *x, const int32_t *ids, const float
     return 0;
 }
 
-int play_mix_experts(const Word *a)
-{
-    return mix_experts(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].pointer, a[6].integer,
-                       a[7].integer);
-}
-
 /* total (rows, width) += sigmoid(gates[row]) * x (rows, width); gates are `stride` elements apart. */
-int add_gated(char *total, const char *x, const char *gates, int64_t stride, int64_t rows, int64_t width, int64_t dtype,
-              int64_t num_threads)
+TAPED int add_gated(char *total, const char *x, const char *gates, int64_t stride, int64_t rows, int64_t width,
+                    int64_t dtype, int64_t num_threads)
 {
     const int64_t bytes = item_bytes((int)dtype);
 #pragma omp parallel for schedule(static) num_threads((int)num_threads) if (rows * width >= MIN_PARALLEL_PRODUCTS)
@@ -272,10 +266,4 @@ int add_gated(char *total, const char *x, const char *gates, int64_t stride, int
                                  TYPE))
     }
     return 0;
-}
-
-int play_add_gated(const Word *a)
-{
-    return add_gated(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer, a[6].integer,
-                     a[7].integer);
 }

@@ -87,10 +87,10 @@ INLINE void turn_token(char *heads, int64_t num_heads, int64_t num_kv_heads, int
    elements apart.  Values are only normalised: `num_values` is 0 if they are not. `table` (positions, rotary_dim): the
    cosines of each pair, then the sines; NULL with a rotary_dim of 0: nothing turns. `query_scale` (positions,) or NULL;
    `weights` (heads, head_dim) or NULL: no normalisation. */
-int qk_norm_rope_store(char *heads, int64_t stride, const int64_t *positions, const char *table, int64_t rotary_dim,
-                       const float *query_scale, const char *weights, float eps, float offset, int64_t num_tokens,
-                       int64_t num_heads, int64_t num_kv_heads, int64_t num_values, int64_t head_dim, int64_t dtype,
-                       int64_t num_threads)
+TAPED int qk_norm_rope_store(char *heads, int64_t stride, const int64_t *positions, const char *table,
+                             int64_t rotary_dim, const float *query_scale, const char *weights, float eps, float offset,
+                             int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t num_values,
+                             int64_t head_dim, int64_t dtype, int64_t num_threads)
 {
     const Turn turn = {.weights = weights, .dim = head_dim, .rotary_dim = rotary_dim, .eps = eps, .offset = offset};
     const int64_t bytes = stride * item_bytes((int)dtype), row_bytes = rotary_dim * item_bytes((int)dtype);
@@ -122,8 +122,8 @@ INLINE float squares_of(const char *heads, int64_t num_heads, int64_t dim, const
 }
 
 /* squares (num_tokens, 2): of a token's first `num_heads` heads, and of the `num_kv_heads` after them. */
-int head_squares(const char *heads, int64_t stride, float *squares, int64_t num_tokens, int64_t num_heads,
-                 int64_t num_kv_heads, int64_t head_dim, int64_t dtype, int64_t num_threads)
+TAPED int head_squares(const char *heads, int64_t stride, float *squares, int64_t num_tokens, int64_t num_heads,
+                       int64_t num_kv_heads, int64_t head_dim, int64_t dtype, int64_t num_threads)
 {
     const int64_t size = item_bytes((int)dtype), num_items = num_tokens * (num_heads + num_kv_heads) * head_dim;
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 &&                        \
@@ -146,9 +146,9 @@ INLINE void weigh_items(char *items, const char *weight, float factor, int64_t c
 
 /* Divides queries and keys by the root of the mean of `squares` (num_tokens, 2) over `query_width` and `key_width`
    items, and multiplies them by `weights` (num_heads + num_kv_heads, head_dim). */
-int norm_width(char *heads, int64_t stride, const float *squares, const char *weights, int64_t num_tokens,
-               int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t query_width, int64_t key_width,
-               float eps, int64_t dtype, int64_t num_threads)
+TAPED int norm_width(char *heads, int64_t stride, const float *squares, const char *weights, int64_t num_tokens,
+                     int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t query_width, int64_t key_width,
+                     float eps, int64_t dtype, int64_t num_threads)
 {
     const int64_t size = item_bytes((int)dtype), queries = num_heads * head_dim, keys = num_kv_heads * head_dim;
     const int64_t num_items = num_tokens * (queries + keys);
@@ -162,23 +162,4 @@ int norm_width(char *heads, int64_t stride, const float *squares, const char *we
         FOR_DTYPE(weigh_items(own + queries * size, weights + queries * size, by_key, keys, TYPE))
     }
     return 0;
-}
-
-int play_qk_norm_rope_store(const Word *a)
-{
-    return qk_norm_rope_store(a[0].pointer, a[1].integer, a[2].pointer, a[3].pointer, a[4].integer, a[5].pointer,
-                              a[6].pointer, a[7].number, a[8].number, a[9].integer, a[10].integer, a[11].integer,
-                              a[12].integer, a[13].integer, a[14].integer, a[15].integer);
-}
-
-int play_head_squares(const Word *a)
-{
-    return head_squares(a[0].pointer, a[1].integer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer,
-                        a[6].integer, a[7].integer, a[8].integer);
-}
-
-int play_norm_width(const Word *a)
-{
-    return norm_width(a[0].pointer, a[1].integer, a[2].pointer, a[3].pointer, a[4].integer, a[5].integer, a[6].integer,
-                      a[7].integer, a[8].integer, a[9].integer, a[10].number, a[11].integer, a[12].integer);
 }

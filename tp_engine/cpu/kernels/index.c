@@ -47,10 +47,10 @@ INLINE void norm_key(char *key, const char *weight, const char *bias, int64_t di
 /* queries (tokens, heads, dim) and keys (tokens, dim), contiguous, in place; keys also go to `slots` (tokens,) of the
    cache, unless `rows` is NULL.  `table` (positions, rope): cosines, then sines; the first `rope` items of a head
    turn. */
-int prepare_index(char *queries, char *keys, const int64_t *positions, const char *table, const char *weight,
-                  const char *bias, float eps, int64_t is_interleaved, int64_t num_tokens, int64_t num_heads,
-                  int64_t dim, int64_t rope, char *rows, int64_t block_bytes, int64_t block_size, int64_t cache_dtype,
-                  const int64_t *slots, int64_t dtype, int64_t num_threads)
+TAPED int prepare_index(char *queries, char *keys, const int64_t *positions, const char *table, const char *weight,
+                        const char *bias, float eps, int64_t is_interleaved, int64_t num_tokens, int64_t num_heads,
+                        int64_t dim, int64_t rope, char *rows, int64_t block_bytes, int64_t block_size,
+                        int64_t cache_dtype, const int64_t *slots, int64_t dtype, int64_t num_threads)
 {
     const IndexCache cache = {rows, block_bytes, block_size, dim, cache_dtype};
     const int64_t size = item_bytes((int)dtype), work = num_tokens * (num_heads + 1) * dim;
@@ -155,10 +155,10 @@ static _Thread_local int64_t score_room;
 /* For each row the positions of the keys that it attends to, `chosen` (rows, top_k), and how many, `counts` (rows,):
    all of its `seq_lens` keys, or the best top_k.  queries (rows, heads, dim) and weights (rows, heads) float32, which
    are multiplied by `scale`, are contiguous.  Returns 1 where memory ran out. */
-int choose_keys(const char *queries, const float *weights, float scale, char *rows, int64_t block_bytes,
-                int64_t block_size, const int32_t *block_table, int64_t table_stride, const int32_t *seq_lens,
-                int32_t *chosen, int32_t *counts, int64_t num_rows, int64_t num_heads, int64_t dim, int64_t top_k,
-                int64_t cache_dtype, int64_t dtype, int64_t num_threads)
+TAPED int choose_keys(const char *queries, const float *weights, float scale, char *rows, int64_t block_bytes,
+                      int64_t block_size, const int32_t *block_table, int64_t table_stride, const int32_t *seq_lens,
+                      int32_t *chosen, int32_t *counts, int64_t num_rows, int64_t num_heads, int64_t dim, int64_t top_k,
+                      int64_t cache_dtype, int64_t dtype, int64_t num_threads)
 {
     const IndexCache cache = {rows, block_bytes, block_size, dim, cache_dtype};
     float query[MAX_INDEX_ITEMS + VW], weight[MAX_INDEX_ITEMS];
@@ -192,19 +192,4 @@ int choose_keys(const char *queries, const float *weights, float scale, char *ro
         choose_best(scores, num_keys, count, chosen);
     }
     return 0;
-}
-
-int play_prepare_index(const Word *a)
-{
-    return prepare_index(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].pointer,
-                         a[6].number, a[7].integer, a[8].integer, a[9].integer, a[10].integer, a[11].integer,
-                         a[12].pointer, a[13].integer, a[14].integer, a[15].integer, a[16].pointer, a[17].integer,
-                         a[18].integer);
-}
-
-int play_choose_keys(const Word *a)
-{
-    return choose_keys(a[0].pointer, a[1].pointer, a[2].number, a[3].pointer, a[4].integer, a[5].integer, a[6].pointer,
-                       a[7].integer, a[8].pointer, a[9].pointer, a[10].pointer, a[11].integer, a[12].integer,
-                       a[13].integer, a[14].integer, a[15].integer, a[16].integer, a[17].integer);
 }

@@ -26,10 +26,10 @@ INLINE void norm_latent(char *row, const char *weight, int64_t rank, float eps, 
 
 /* query (tokens, heads, nope + rope) and rows (tokens, rank + rope), in place; tokens are `query_stride` and
    `row_stride` elements apart.  `table` (positions, rope): cosines, then sines; `query_scale` (positions,) or NULL. */
-int prepare_latents(char *query, int64_t query_stride, char *rows, int64_t row_stride, const int64_t *positions,
-                    const char *table, const float *query_scale, const char *weight, float eps, int64_t is_interleaved,
-                    int64_t num_tokens, int64_t num_heads, int64_t nope, int64_t rope, int64_t rank, int64_t dtype,
-                    int64_t num_threads)
+TAPED int prepare_latents(char *query, int64_t query_stride, char *rows, int64_t row_stride, const int64_t *positions,
+                          const char *table, const float *query_scale, const char *weight, float eps,
+                          int64_t is_interleaved, int64_t num_tokens, int64_t num_heads, int64_t nope, int64_t rope,
+                          int64_t rank, int64_t dtype, int64_t num_threads)
 {
     const int64_t size = item_bytes((int)dtype), dim = nope + rope, work = num_tokens * (num_heads * dim + rank);
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 &&                        \
@@ -167,8 +167,9 @@ static void run_maps(const Maps *m, const int releases)
     }
 }
 
-int absorb_w_uk(const char *query, int64_t stride, const char *up, char *out, int64_t num_tokens, int64_t num_heads,
-                   int64_t nope, int64_t rope, int64_t value_dim, int64_t rank, int64_t dtype, int64_t num_threads)
+TAPED int absorb_w_uk(const char *query, int64_t stride, const char *up, char *out, int64_t num_tokens,
+                      int64_t num_heads, int64_t nope, int64_t rope, int64_t value_dim, int64_t rank, int64_t dtype,
+                      int64_t num_threads)
 {
     const Maps maps = {query,     up,   out,       stride, nope + rope, rank + rope, num_tokens,
                        num_heads, nope, value_dim, rank,   dtype,       num_threads};
@@ -176,30 +177,11 @@ int absorb_w_uk(const char *query, int64_t stride, const char *up, char *out, in
     return 0;
 }
 
-int project_w_uv(const char *attended, const char *up, char *out, int64_t num_tokens, int64_t num_heads, int64_t nope,
-                   int64_t value_dim, int64_t rank, int64_t dtype, int64_t num_threads)
+TAPED int project_w_uv(const char *attended, const char *up, char *out, int64_t num_tokens, int64_t num_heads,
+                       int64_t nope, int64_t value_dim, int64_t rank, int64_t dtype, int64_t num_threads)
 {
     const Maps maps = {attended,  up,   out,   num_heads * rank, rank, value_dim, num_tokens, num_heads, nope,
                        value_dim, rank, dtype, num_threads};
     run_maps(&maps, 1);
     return 0;
-}
-
-int play_prepare_latents(const Word *a)
-{
-    return prepare_latents(a[0].pointer, a[1].integer, a[2].pointer, a[3].integer, a[4].pointer, a[5].pointer,
-                           a[6].pointer, a[7].pointer, a[8].number, a[9].integer, a[10].integer, a[11].integer,
-                           a[12].integer, a[13].integer, a[14].integer, a[15].integer, a[16].integer);
-}
-
-int play_absorb_w_uk(const Word *a)
-{
-    return absorb_w_uk(a[0].pointer, a[1].integer, a[2].pointer, a[3].pointer, a[4].integer, a[5].integer, a[6].integer,
-                          a[7].integer, a[8].integer, a[9].integer, a[10].integer, a[11].integer);
-}
-
-int play_project_w_uv(const Word *a)
-{
-    return project_w_uv(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer,
-                        a[6].integer, a[7].integer, a[8].integer, a[9].integer);
 }

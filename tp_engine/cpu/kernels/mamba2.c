@@ -159,11 +159,11 @@ static int run_all(const Mamba *m, const int32_t *slots, const int32_t *runs, co
 
 /* mixed (rows, ...), so many elements from row to row; slots (rows), -1 for padding, whose output is 0; runs (rows, 2),
    NULL if no row is of a draft token; out (rows, value_heads * value_dim); the rest as in Mamba. */
-int mamba2_decode(const float *conv, const float *conv_bias, const float *decay, const float *dt_bias,
-                  const float *skip, float *inputs, float *matrices, int64_t inputs_stride, int64_t matrices_stride,
-                  int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t taps,
-                  const char *mixed, int64_t stride, const int32_t *slots, const int32_t *runs, float *out,
-                  int64_t rows, int64_t dtype, int64_t num_threads)
+TAPED int mamba2_decode(const float *conv, const float *conv_bias, const float *decay, const float *dt_bias,
+                        const float *skip, float *inputs, float *matrices, int64_t inputs_stride,
+                        int64_t matrices_stride, int64_t key_heads, int64_t value_heads, int64_t key_dim,
+                        int64_t value_dim, int64_t taps, const char *mixed, int64_t stride, const int32_t *slots,
+                        const int32_t *runs, float *out, int64_t rows, int64_t dtype, int64_t num_threads)
 {
     const int64_t channels = 2 * key_heads * key_dim + value_heads * value_dim;
     const Mamba m = {{conv, conv_bias, inputs, inputs_stride, channels, taps},
@@ -186,7 +186,7 @@ int mamba2_prefill(const float *conv, const float *conv_bias, const float *decay
 }
 
 /* x (rows, groups * width) -> the sum of squares of each group, out (rows, groups). */
-int group_squares(const float *x, float *out, int64_t rows, int64_t groups, int64_t width, int64_t num_threads)
+TAPED int group_squares(const float *x, float *out, int64_t rows, int64_t groups, int64_t width, int64_t num_threads)
 {
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows * groups > 1 &&                     \
                                                                rows * groups * width >= MIN_PARALLEL)
@@ -197,8 +197,8 @@ int group_squares(const float *x, float *out, int64_t rows, int64_t groups, int6
 
 /* out = x / rms(x) * weight, group by group: x and out (rows, groups * width), weight (groups * width).  `squares`
    (rows, groups), or NULL, are the sums over all `whole_width` elements of groups that other ranks have parts of. */
-int norm_groups(const float *x, const char *weight, const float *squares, char *out, int64_t rows, int64_t groups,
-                int64_t width, int64_t whole_width, float eps, int64_t dtype, int64_t num_threads)
+TAPED int norm_groups(const float *x, const char *weight, const float *squares, char *out, int64_t rows, int64_t groups,
+                      int64_t width, int64_t whole_width, float eps, int64_t dtype, int64_t num_threads)
 {
     const int64_t size = item_bytes((int)dtype);
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows * groups > 1 &&                     \
@@ -214,23 +214,4 @@ int norm_groups(const float *x, const char *weight, const float *squares, char *
                 to, i, width, load_some(from, i, width, FLOAT32) * factor * load_some(weights, i, width, TYPE), TYPE))
     }
     return 0;
-}
-
-int play_mamba2_decode(const Word *a)
-{
-    return mamba2_decode(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].pointer,
-                         a[6].pointer, a[7].integer, a[8].integer, a[9].integer, a[10].integer, a[11].integer,
-                         a[12].integer, a[13].integer, a[14].pointer, a[15].integer, a[16].pointer, a[17].pointer,
-                         a[18].pointer, a[19].integer, a[20].integer, a[21].integer);
-}
-
-int play_group_squares(const Word *a)
-{
-    return group_squares(a[0].pointer, a[1].pointer, a[2].integer, a[3].integer, a[4].integer, a[5].integer);
-}
-
-int play_norm_groups(const Word *a)
-{
-    return norm_groups(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].integer, a[5].integer, a[6].integer,
-                       a[7].integer, a[8].number, a[9].integer, a[10].integer);
 }

@@ -13,9 +13,9 @@
    With a single tile of rows each thread has the same panels in every step, which its core's caches may still hold.
    With more, arithmetic takes the time, and cores differ in speed from moment to moment, so the thread that is done
    first takes the next tasks. */
-int packed_linear(const void *x, int64_t x_stride, const float *weight, const void *bias, void *out, float *widened,
-                  int64_t rows, int64_t out_size, int64_t items, int64_t kind, float alpha, float limit, int64_t dtype,
-                  int64_t num_shards, int64_t keeps_sums, int64_t num_threads)
+TAPED int packed_linear(const void *x, int64_t x_stride, const float *weight, const void *bias, void *out,
+                        float *widened, int64_t rows, int64_t out_size, int64_t items, int64_t kind, float alpha,
+                        float limit, int64_t dtype, int64_t num_shards, int64_t keeps_sums, int64_t num_threads)
 {
     const int64_t parts = parts_of((int)kind);
     Linear p = {x, bias, out, weight, x_stride * item_bytes((int)dtype), rows, items, out_size / parts, alpha, limit,
@@ -37,11 +37,4 @@ int packed_linear(const void *x, int64_t x_stride, const float *weight, const vo
             run_task(&p, task, num_groups, dtype, kind);
     }
     return 0;
-}
-
-int play_packed_linear(const Word *a)
-{
-    return packed_linear(a[0].pointer, a[1].integer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].pointer,
-                         a[6].integer, a[7].integer, a[8].integer, a[9].integer, a[10].number, a[11].number,
-                         a[12].integer, a[13].integer, a[14].integer, a[15].integer);
 }

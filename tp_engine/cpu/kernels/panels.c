@@ -54,8 +54,8 @@ static void unpack_items(const float *from, int64_t lane, float *out, int64_t it
 
 /* out (num_ids, items) = rows of a packed weight, which begins with id first_id, times `scale`; zeros for ids that it
    does not hold. */
-int embed_panels(const int32_t *ids, const float *packed, float *out, int64_t num_ids, int64_t items, int64_t first_id,
-                 int64_t num_rows, float scale, int64_t dtype, int64_t num_threads)
+TAPED int embed_panels(const int32_t *ids, const float *packed, float *out, int64_t num_ids, int64_t items,
+                       int64_t first_id, int64_t num_rows, float scale, int64_t dtype, int64_t num_threads)
 {
     const int is_parallel = num_threads > 1 && num_ids * items >= MIN_PARALLEL_PRODUCTS;
 #pragma omp parallel for schedule(static) num_threads((int)num_threads) if (is_parallel)
@@ -71,10 +71,4 @@ int embed_panels(const int32_t *ids, const float *packed, float *out, int64_t nu
             FOR_DTYPE(multiply_row(out + n * items, items * (int64_t)sizeof(float) / item_bytes(TYPE), scale, TYPE))
     }
     return 0;
-}
-
-int play_embed_panels(const Word *a)
-{
-    return embed_panels(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer,
-                        a[6].integer, a[7].number, a[8].integer, a[9].integer);
 }

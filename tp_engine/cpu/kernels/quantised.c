@@ -152,9 +152,9 @@ void prepare_row(const Quantised *q, char *to, const char *from, int64_t dtype)
 
 /* out = x @ weight.T + bias, as packed_linear: the weight's panels and factors (panels, PANEL) or NULL are as packed,
    and `prepared` has room for `rows` rows. */
-int quantised_linear(const Quantised *q, const char *x, int64_t x_stride, const float *panels, const float *factors,
-                     const char *bias, char *out, char *prepared, int64_t rows, int64_t out_size, int64_t kind,
-                     float alpha, float limit, int64_t dtype, int64_t num_threads)
+TAPED int quantised_linear(const Quantised *q, const char *x, int64_t x_stride, const float *panels,
+                           const float *factors, const char *bias, char *out, char *prepared, int64_t rows,
+                           int64_t out_size, int64_t kind, float alpha, float limit, int64_t dtype, int64_t num_threads)
 {
     const int64_t parts = parts_of((int)kind), stride = prepared_bytes(q, (int)dtype);
     const Linear p = {.x = prepared, .bias = bias, .out = out, .weight = panels, .x_stride = stride, .rows = rows,
@@ -174,11 +174,4 @@ int quantised_linear(const Quantised *q, const char *x, int64_t x_stride, const 
             run_quantised_task(&p, q, task, num_groups, dtype, kind);
     }
     return 0;
-}
-
-int play_quantised_linear(const Word *a)
-{
-    return quantised_linear(a[0].pointer, a[1].pointer, a[2].integer, a[3].pointer, a[4].pointer, a[5].pointer,
-                            a[6].pointer, a[7].pointer, a[8].integer, a[9].integer, a[10].integer, a[11].number,
-                            a[12].number, a[13].integer, a[14].integer);
 }

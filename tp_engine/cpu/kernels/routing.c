@@ -92,9 +92,9 @@ static void route_row(const Routing *r, const char *logits, const float *correct
 /* logits (rows, num_experts), their rows `stride` elements apart; correction and expert_scale (num_experts) or NULL ->
    ids and weights (rows, top_k).  counts (num_experts) or NULL: adds one for each expert of a row whose slot is 0 or
    more. */
-int route_tokens(const Routing *r, const char *logits, int64_t stride, const float *correction,
-                 const float *expert_scale, int32_t *ids, float *weights, int64_t *counts, const int64_t *slots,
-                 int64_t rows, int64_t num_threads)
+TAPED int route_tokens(const Routing *r, const char *logits, int64_t stride, const float *correction,
+                       const float *expert_scale, int32_t *ids, float *weights, int64_t *counts, const int64_t *slots,
+                       int64_t rows, int64_t num_threads)
 {
 #pragma omp parallel for schedule(static) num_threads((int)num_threads) if (rows * r->num_experts >= 1 << 13)
     for (int64_t row = 0; row < rows; row++)
@@ -105,14 +105,8 @@ int route_tokens(const Routing *r, const char *logits, int64_t stride, const flo
     return 0;
 }
 
-int play_route_tokens(const Word *a)
-{
-    return route_tokens(a[0].pointer, a[1].pointer, a[2].integer, a[3].pointer, a[4].pointer, a[5].pointer,
-                        a[6].pointer, a[7].pointer, a[8].pointer, a[9].integer, a[10].integer);
-}
-
 /* out (rows, width) float32 = x (rows, width). */
-int widen_rows_to_float32(const char *x, float *out, int64_t rows, int64_t width, int64_t dtype)
+TAPED int widen_rows_to_float32(const char *x, float *out, int64_t rows, int64_t width, int64_t dtype)
 {
     for (int64_t i = 0, count = rows * width; i < count; i += VW) {
         vf values;
@@ -120,9 +114,4 @@ int widen_rows_to_float32(const char *x, float *out, int64_t rows, int64_t width
         store_some(out, i, count, values, FLOAT32);
     }
     return 0;
-}
-
-int play_widen_rows_to_float32(const Word *a)
-{
-    return widen_rows_to_float32(a[0].pointer, a[1].pointer, a[2].integer, a[3].integer, a[4].integer);
 }

@@ -53,9 +53,9 @@ static void run_all(const CausalConv *c, const int32_t *slots, const int32_t *ru
 /* mixed (rows, 3 channels), `stride` elements from row to row; slots (rows), -1 for padding, whose output is 0; runs
    (rows, 2), NULL if no row is of a draft token; out (rows, channels); `conv` and the inputs of slots as in
    CausalConv. */
-int short_conv_decode(const float *conv, float *inputs, int64_t inputs_stride, int64_t channels, int64_t taps,
-                      const char *mixed, int64_t stride, const int32_t *slots, const int32_t *runs, char *out,
-                      int64_t rows, int64_t dtype, int64_t num_threads)
+TAPED int short_conv_decode(const float *conv, float *inputs, int64_t inputs_stride, int64_t channels, int64_t taps,
+                            const char *mixed, int64_t stride, const int32_t *slots, const int32_t *runs, char *out,
+                            int64_t rows, int64_t dtype, int64_t num_threads)
 {
     const CausalConv c = {conv, NULL, inputs, inputs_stride, channels, taps, 2 * channels, 1};
     run_all(&c, slots, runs, NULL, mixed, stride, out, rows, (int)dtype, num_threads);
@@ -71,11 +71,4 @@ int short_conv_prefill(const float *conv, float *inputs, int64_t inputs_stride, 
     const CausalConv c = {conv, NULL, inputs, inputs_stride, channels, taps, 2 * channels, 1};
     run_all(&c, NULL, NULL, chunks, mixed, stride, out, num_chunks, (int)dtype, num_threads);
     return 0;
-}
-
-int play_short_conv_decode(const Word *a)
-{
-    return short_conv_decode(a[0].pointer, a[1].pointer, a[2].integer, a[3].integer, a[4].integer, a[5].pointer,
-                             a[6].integer, a[7].pointer, a[8].pointer, a[9].pointer, a[10].integer, a[11].integer,
-                             a[12].integer);
 }

@@ -95,9 +95,9 @@ INLINE void cap_items(char *logits, int64_t count, float scale, float cap, const
 }
 
 /* x, residual, out (rows, width), those of x `stride` elements apart; `residual` may be NULL. */
-int norm_rows(const char *x, char *residual, const char *weight, char *out, int64_t rows, int64_t width, int64_t stride,
-              float eps, float offset, float scale, float stream, int64_t is_centred, int64_t dtype,
-              int64_t num_threads)
+TAPED int norm_rows(const char *x, char *residual, const char *weight, char *out, int64_t rows, int64_t width,
+                    int64_t stride, float eps, float offset, float scale, float stream, int64_t is_centred,
+                    int64_t dtype, int64_t num_threads)
 {
     const int64_t bytes = width * item_bytes((int)dtype);
     const NormRule rule = {weight, width, eps, offset, (int)is_centred};
@@ -116,8 +116,8 @@ int norm_rows(const char *x, char *residual, const char *weight, char *out, int6
 }
 
 /* residual (count,) = (residual + x (count,) * scale) * stream. */
-int add_scaled(const char *x, char *residual, int64_t count, float scale, float stream, int64_t dtype,
-               int64_t num_threads)
+TAPED int add_scaled(const char *x, char *residual, int64_t count, float scale, float stream, int64_t dtype,
+                     int64_t num_threads)
 {
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && count >= MIN_PARALLEL_ITEMS)
     for (int64_t first = 0; first < count; first += CHUNK) {
@@ -128,7 +128,7 @@ int add_scaled(const char *x, char *residual, int64_t count, float scale, float 
 }
 
 /* Rows of `bytes`, which lie apart by strides in bytes. */
-int copy_rows(const char *from, char *to, int64_t rows, int64_t bytes, int64_t from_stride, int64_t to_stride)
+TAPED int copy_rows(const char *from, char *to, int64_t rows, int64_t bytes, int64_t from_stride, int64_t to_stride)
 {
     for (int64_t row = 0; row < rows; row++)
         memcpy(to + row * to_stride, from + row * from_stride, (size_t)bytes);
@@ -136,8 +136,8 @@ int copy_rows(const char *from, char *to, int64_t rows, int64_t bytes, int64_t f
 }
 
 /* gate_up (rows, parts * width) -> out (rows, width). */
-int gate_rows(const char *gate_up, char *out, int64_t rows, int64_t width, int64_t kind, float alpha, float limit,
-              int64_t dtype, int64_t num_threads)
+TAPED int gate_rows(const char *gate_up, char *out, int64_t rows, int64_t width, int64_t kind, float alpha, float limit,
+                    int64_t dtype, int64_t num_threads)
 {
     const int64_t bytes = width * item_bytes((int)dtype);
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows > 1 &&                              \
@@ -150,8 +150,8 @@ int gate_rows(const char *gate_up, char *out, int64_t rows, int64_t width, int64
 }
 
 /* logits (rows, width), `stride` elements from row to row, in place; `cap` 0: they are only scaled. */
-int cap_logits(char *logits, int64_t stride, int64_t rows, int64_t width, float scale, float cap, int64_t dtype,
-               int64_t num_threads)
+TAPED int cap_logits(char *logits, int64_t stride, int64_t rows, int64_t width, float scale, float cap, int64_t dtype,
+                     int64_t num_threads)
 {
     const int64_t chunks = (width + CHUNK - 1) / CHUNK;
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows * width >= MIN_PARALLEL_ITEMS)
@@ -160,32 +160,4 @@ int cap_logits(char *logits, int64_t stride, int64_t rows, int64_t width, float 
         FOR_DTYPE(cap_items(logits + place * item_bytes(TYPE), smaller(CHUNK, width - first), scale, cap, TYPE))
     }
     return 0;
-}
-
-int play_norm_rows(const Word *a)
-{
-    return norm_rows(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].integer, a[5].integer, a[6].integer,
-                     a[7].number, a[8].number, a[9].number, a[10].number, a[11].integer, a[12].integer, a[13].integer);
-}
-
-int play_add_scaled(const Word *a)
-{
-    return add_scaled(a[0].pointer, a[1].pointer, a[2].integer, a[3].number, a[4].number, a[5].integer, a[6].integer);
-}
-
-int play_copy_rows(const Word *a)
-{
-    return copy_rows(a[0].pointer, a[1].pointer, a[2].integer, a[3].integer, a[4].integer, a[5].integer);
-}
-
-int play_gate_rows(const Word *a)
-{
-    return gate_rows(a[0].pointer, a[1].pointer, a[2].integer, a[3].integer, a[4].integer, a[5].number, a[6].number,
-                     a[7].integer, a[8].integer);
-}
-
-int play_cap_logits(const Word *a)
-{
-    return cap_logits(a[0].pointer, a[1].integer, a[2].integer, a[3].integer, a[4].number, a[5].number, a[6].integer,
-                      a[7].integer);
 }

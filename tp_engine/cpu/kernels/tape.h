@@ -13,6 +13,9 @@ typedef union {
 
 typedef int (*Player)(const Word *words);
 
+/* Before a function: prototypes.py writes a player of it, so that a tape can hold its calls. */
+#define TAPED
+
 /* Mirrored in tape.py, which asks for max_words. */
 typedef struct {
     Player play;

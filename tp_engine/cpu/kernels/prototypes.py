@@ -1,0 +1,50 @@
+"""The functions of the C sources: their prototypes alone say what each takes and returns."""
+
+import ctypes
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FOLDER = Path(__file__).parent
+PLAYERS = "players.c"
+_FUNCTION = re.compile(r"^(TAPED )?(int|int64_t|void) (\w+)\(([^)]*)\)\s*\{", re.MULTILINE)
+_TYPES: dict[str, Any] = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_float, "void": None}
+_WORDS = {
+    ctypes.c_void_p: ("void *", "pointer"),
+    ctypes.c_int64: ("int64_t", "integer"),
+    ctypes.c_float: ("float", "number"),
+}
+
+
+class Prototype(NamedTuple):
+    """A function that other C files or Python may call; a tape can hold it if it ``is_taped``."""
+
+    name: str
+    result: Any
+    parameters: tuple[Any, ...]
+    is_taped: bool
+
+
+@cache
+def prototypes() -> tuple[Prototype, ...]:
+    """Return the functions of all C files; pointers of all types are ``c_void_p``."""
+    sources = (path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.c")))
+    found = (match for source in sources for match in _FUNCTION.findall(source))
+    return tuple(Prototype(name, _TYPES[result], _parameters(given), bool(mark)) for mark, result, name, given in found)
+
+
+def _parameters(given: str) -> tuple[Any, ...]:
+    words = [] if given == "void" else given.split(",")
+    return tuple(ctypes.c_void_p if "*" in one else _TYPES[one.split()[-2]] for one in words)
+
+
+def players() -> str:
+    """Return ``PLAYERS``, a C file with a function for each that is taped: it takes the arguments from words."""
+    lines = ['#include "tape.h"']
+    for name, _, parameters, is_taped in prototypes():
+        if is_taped:
+            types = ", ".join(_WORDS[one][0] for one in parameters)
+            words = ", ".join(f"a[{index}].{_WORDS[one][1]}" for index, one in enumerate(parameters))
+            lines += [f"int {name}({types});", f"int play_{name}(const Word *a) {{ return {name}({words}); }}"]
+    return "\n".join(lines) + "\n"
