@@ -14,9 +14,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from tests.fake_engine import FakeEngine, ServiceThread, fake_service
+from tests.fake_engine import AnyEngine, ServiceThread, fake_service
 from tp_engine.api.async_llm import AsyncLLM
-from tp_engine.engine.service import EngineLike
 from tp_engine.server.app import create_app
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.state import ServerState
@@ -153,7 +152,7 @@ async def served(service: ServiceThread, tokenizer: Any, config: ServerConfig | 
 
 def run_served(
     scenario: Callable[[App], Awaitable[None]],
-    engine: EngineLike | FakeEngine,
+    engine: AnyEngine,
     tokenizer: Any,
     config: ServerConfig | None = None,
     timeout_s: float = 60.0,

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -28,7 +28,7 @@ from tp_engine.engine.report import (
     ExpertBalance,
     RankReport,
 )
-from tp_engine.engine.service import EngineLike, EngineService
+from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import new_address
 from tp_engine.errors import RequestError
 from tp_engine.kv_layout import DiskCounters, MoveCounters
@@ -344,7 +344,7 @@ class FakeEngine:
         return {}
 
     @property
-    def operator(self) -> FakeEngine:
+    def operator(self) -> Any:
         """The engine is its own."""
         return self
 
@@ -367,13 +367,17 @@ class FakeEngine:
         """Nothing to free."""
 
 
+AnyEngine: TypeAlias = Any
+"""``FakeEngine``, or an ``Engine``."""
+
+
 class ServiceThread:
     """An ``EngineService`` in a thread; ``error`` is the exception that ended it, None after a requested stop."""
 
-    def __init__(self, engine: EngineLike, **options: Any) -> None:
+    def __init__(self, engine: AnyEngine, **options: Any) -> None:
         self.engine = engine
         self.address = new_address()
-        self.service = EngineService(engine, self.address, **options)
+        self.service = EngineService(cast(Any, engine), self.address, **options)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="fake service", daemon=True)
         self._thread.start()
@@ -393,7 +397,7 @@ class ServiceThread:
 
 
 @contextlib.contextmanager
-def fake_service(engine: EngineLike | None = None, **options: Any) -> Iterator[ServiceThread]:
+def fake_service(engine: AnyEngine | None = None, **options: Any) -> Iterator[ServiceThread]:
     """Serve an engine at ``.address``; stop and join it at the end."""
     thread = ServiceThread(FakeEngine() if engine is None else engine, **options)
     try:
@@ -406,7 +410,7 @@ def fake_service(engine: EngineLike | None = None, **options: Any) -> Iterator[S
 def main(address: str, step_delay_s: float = 0.01, **model_info: str) -> None:
     """Serve a ``FakeEngine`` at ``address`` until told to stop."""
     info = msgspec.structs.replace(MODEL_INFO, **model_info)
-    service = EngineService(FakeEngine(arith, step_delay_s=step_delay_s, model_info=info), address)
+    service = EngineService(cast(Any, FakeEngine(arith, step_delay_s=step_delay_s, model_info=info)), address)
     try:
         service.run()
     finally:

@@ -3,37 +3,16 @@
 An act runs on rank 0 between two steps.  What all ranks must do is an order (``worker/orders.py``), which an act sends.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tp_engine.errors import RequestError
-from tp_engine.request import StepOutput
 from tp_engine.sched.lora import LoRASlots
 
-
-class EngineAdminLike(Protocol):
-    """What acts need of an engine's ``EngineAdmin``, or of a stand-in; see there."""
-
-    @property
-    def has_requests(self) -> bool: ...
-    @property
-    def is_paused(self) -> bool: ...
-
-    is_asleep: bool
-
-    @property
-    def weight_version(self) -> str: ...
-    def pause(self, *, abort_running: bool) -> None: ...
-    def resume(self) -> None: ...
-    def weights_changed(self, version: str | None) -> None: ...
-    def order(self, kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]: ...
-    def reset_prefix_cache(self) -> bool: ...
-    def reset_mm_cache(self) -> None: ...
-    def configuration(self) -> dict[str, Any]: ...
-    @property
-    def adapters(self) -> LoRASlots | None: ...
-    def take_drained(self) -> list[StepOutput]: ...
-
+if TYPE_CHECKING:
+    from tp_engine.engine.admin import EngineAdmin
 
 PAUSE_MODES = ("keep", "abort")
 SLEEP_LEVELS = (0, 1)
@@ -44,39 +23,39 @@ FIRST_VERSION = "default"
 Arguments: TypeAlias = Mapping[str, Any]
 """By name; msgpack's types, checked by the act."""
 
-Act: TypeAlias = Callable[[EngineAdminLike, Arguments], dict[str, Any]]
+Act: TypeAlias = "Callable[[EngineAdmin, Arguments], dict[str, Any]]"
 """Returns what the operator is told; ``RequestError`` if the engine refuses, and then nothing has changed."""
 
 
-def describe(engine: EngineAdminLike, _arguments: Arguments) -> dict[str, Any]:
+def describe(engine: EngineAdmin, _arguments: Arguments) -> dict[str, Any]:
     """Return the effective ``EngineConfig``, by field."""
     return engine.configuration()
 
 
-def reset_prefix_cache(engine: EngineAdminLike, _arguments: Arguments) -> dict[str, Any]:
+def reset_prefix_cache(engine: EngineAdmin, _arguments: Arguments) -> dict[str, Any]:
     """Forget all cached prefixes; refused while requests hold blocks."""
     if not engine.reset_prefix_cache():
         raise RequestError("requests are running; the prefix cache can be reset when none is")
     return {}
 
 
-def reset_mm_cache(engine: EngineAdminLike, _arguments: Arguments) -> dict[str, Any]:
+def reset_mm_cache(engine: EngineAdmin, _arguments: Arguments) -> dict[str, Any]:
     """Forget all embeddings of images, while requests run too: those that they need are encoded again."""
     engine.reset_mm_cache()
     return {}
 
 
-def start_profile(engine: EngineAdminLike, _arguments: Arguments) -> dict[str, Any]:
+def start_profile(engine: EngineAdmin, _arguments: Arguments) -> dict[str, Any]:
     """Record the steps of all ranks from now on; the ``folder`` of the traces."""
     return _trace(engine, "start_profile")
 
 
-def stop_profile(engine: EngineAdminLike, _arguments: Arguments) -> dict[str, Any]:
+def stop_profile(engine: EngineAdmin, _arguments: Arguments) -> dict[str, Any]:
     """End the record; the traces are written when this returns."""
     return _trace(engine, "stop_profile")
 
 
-def _trace(engine: EngineAdminLike, order: str) -> dict[str, Any]:
+def _trace(engine: EngineAdmin, order: str) -> dict[str, Any]:
     folder = engine.configuration()["profile"]
     if folder is None:
         raise RequestError("there is no folder for traces; start the engine with --profile FOLDER")
@@ -84,7 +63,7 @@ def _trace(engine: EngineAdminLike, order: str) -> dict[str, Any]:
     return {"folder": folder}
 
 
-def pause(engine: EngineAdminLike, arguments: Arguments) -> dict[str, Any]:
+def pause(engine: EngineAdmin, arguments: Arguments) -> dict[str, Any]:
     """Run nothing until ``resume``.  ``mode`` ``keep``: requests wait, and are computed again; ``abort``: they end."""
     mode = arguments.get("mode", "keep")
     if mode not in PAUSE_MODES:
@@ -93,7 +72,7 @@ def pause(engine: EngineAdminLike, arguments: Arguments) -> dict[str, Any]:
     return {"is_paused": True}
 
 
-def resume(engine: EngineAdminLike, _arguments: Arguments) -> dict[str, Any]:
+def resume(engine: EngineAdmin, _arguments: Arguments) -> dict[str, Any]:
     """Go on after ``pause``."""
     if engine.is_asleep:
         raise RequestError("the engine sleeps and has no KV cache: resume is not enough, wake it up with wake_up")
@@ -101,13 +80,13 @@ def resume(engine: EngineAdminLike, _arguments: Arguments) -> dict[str, Any]:
     return {"is_paused": False}
 
 
-def weight_info(engine: EngineAdminLike, _arguments: Arguments) -> dict[str, Any]:
+def weight_info(engine: EngineAdmin, _arguments: Arguments) -> dict[str, Any]:
     """Return which weights the engine has, and whether it is paused."""
     version = engine.weight_version or FIRST_VERSION
     return {"weight_version": version, "is_paused": engine.is_paused, "is_sleeping": engine.is_asleep}
 
 
-def sleep(engine: EngineAdminLike, arguments: Arguments) -> dict[str, Any]:
+def sleep(engine: EngineAdmin, arguments: Arguments) -> dict[str, Any]:
     """``pause`` with ``keep``; at ``level`` 1 also forget all cached prefixes, and free the KV cache on all ranks."""
     level, was_paused = arguments.get("level", 1), engine.is_paused
     if level not in SLEEP_LEVELS:
@@ -125,7 +104,7 @@ def sleep(engine: EngineAdminLike, arguments: Arguments) -> dict[str, Any]:
     return {"is_sleeping": True}
 
 
-def wake_up(engine: EngineAdminLike, _arguments: Arguments) -> dict[str, Any]:
+def wake_up(engine: EngineAdmin, _arguments: Arguments) -> dict[str, Any]:
     """Take the memory of the KV cache again, and go on."""
     if engine.is_asleep:
         engine.order("wake_up", {})
@@ -134,7 +113,7 @@ def wake_up(engine: EngineAdminLike, _arguments: Arguments) -> dict[str, Any]:
     return {"is_sleeping": False}
 
 
-def update_weights(engine: EngineAdminLike, arguments: Arguments) -> dict[str, Any]:
+def update_weights(engine: EngineAdmin, arguments: Arguments) -> dict[str, Any]:
     """New weights on all ranks or on none (``worker/weight_update.py``), from a ``folder`` or from shared ``files``.
     Refused while requests run or wait, unless the engine is paused; ``abort_all_requests`` ends them first.
     ``flush_cache`` frees the blocks of the old weights, which are not found any more anyway."""
@@ -157,7 +136,7 @@ def update_weights(engine: EngineAdminLike, arguments: Arguments) -> dict[str, A
     return {"weight_version": engine.weight_version}
 
 
-def load_lora_adapter(engine: EngineAdminLike, arguments: Arguments) -> dict[str, Any]:
+def load_lora_adapter(engine: EngineAdmin, arguments: Arguments) -> dict[str, Any]:
     """Load the adapter in the folder ``path`` under ``name``; ``replaces`` one that has the name.  Requests that came
     before keep what they had.  The ``num_bytes`` that rank 0 keeps of it on the host."""
     adapters, name = _adapters(engine), arguments["name"]
@@ -173,7 +152,7 @@ def load_lora_adapter(engine: EngineAdminLike, arguments: Arguments) -> dict[str
     return result
 
 
-def unload_lora_adapter(engine: EngineAdminLike, arguments: Arguments) -> dict[str, Any]:
+def unload_lora_adapter(engine: EngineAdmin, arguments: Arguments) -> dict[str, Any]:
     """Forget the adapter ``name``; requests that have it still end with it."""
     adapters, name = _adapters(engine), arguments["name"]
     adapters.check_loaded(name)
@@ -181,7 +160,7 @@ def unload_lora_adapter(engine: EngineAdminLike, arguments: Arguments) -> dict[s
     return {}
 
 
-def _adapters(engine: EngineAdminLike) -> LoRASlots:
+def _adapters(engine: EngineAdmin) -> LoRASlots:
     if engine.adapters is None:
         raise RequestError("this engine takes no adapters; start it with --enable-lora")
     return engine.adapters
@@ -204,7 +183,7 @@ ADMIN_COMMANDS: dict[str, Act] = {
 }
 
 
-def act(engine: EngineAdminLike, name: str, arguments: Arguments) -> dict[str, Any]:
+def act(engine: EngineAdmin, name: str, arguments: Arguments) -> dict[str, Any]:
     """Do what ``ADMIN_COMMANDS`` has under ``name``."""
     if name not in ADMIN_COMMANDS:
         raise RequestError(f"{name!r} is nothing that an engine can do; it can {', '.join(ADMIN_COMMANDS)}")

@@ -10,21 +10,22 @@
        +-----frontend gone----------> its requests are aborted, RuntimeError
 """
 
+from __future__ import annotations
+
 import time
-from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tp_engine.engine import messages
-from tp_engine.engine.admin_commands import EngineAdminLike, act
-from tp_engine.engine.messages import ModelInfo
-from tp_engine.engine.report import EngineReport
+from tp_engine.engine.admin_commands import act
 from tp_engine.engine.service_socket import ServiceSocket
 from tp_engine.errors import CODE_UNAVAILABLE, RequestError
 from tp_engine.log import get_logger
-from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
-from tp_engine.sched.view import SchedulerStats, ViewLimits
+from tp_engine.request import EngineRequest, StepOutput
+
+if TYPE_CHECKING:
+    from tp_engine.engine.engine import Engine
 
 logger = get_logger(__name__)
 
@@ -32,31 +33,12 @@ _IDLE_SLICE_S = 1.0
 _IDLE_WORK_SLICE_S = 0.001
 
 
-class EngineLike(Protocol):
-    """What the service drives: ``Engine``, or a stand-in."""
-
-    @property
-    def operator(self) -> EngineAdminLike: ...
-    @property
-    def model_info(self) -> ModelInfo: ...
-    @property
-    def has_unfinished(self) -> bool: ...
-    def add_request(self, request: EngineRequest) -> None: ...
-    def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]: ...
-    def prefetch_session(self, session: str, salt: str) -> None: ...
-    def step(self) -> StepOutput: ...
-    def stats(self) -> SchedulerStats: ...
-    def report(self, view: ViewLimits | None = None) -> EngineReport: ...
-    def check_health(self) -> None: ...
-    def run_background_io(self) -> bool: ...
-
-
 class EngineService:
     """Serves one frontend at ``address`` (from ``new_address``) until it is told to stop.  ``drain`` and
     ``request_stop`` may be called from any thread and from a signal handler.  The frontend must connect within
     ``connect_timeout_s``.  The caller closes the engine."""
 
-    def __init__(self, engine: EngineLike, address: str, *, connect_timeout_s: float = 120.0) -> None:
+    def __init__(self, engine: Engine, address: str, *, connect_timeout_s: float = 120.0) -> None:
         self._engine = engine
         self._socket = ServiceSocket(address)
         self._connect_timeout_s = connect_timeout_s

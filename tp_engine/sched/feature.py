@@ -9,7 +9,7 @@
     Scheduler.update      on_result -> the tokens are entered -> extend_output
     a sequence            on_leave (it gives back its row) -> on_end -> on_request_end
 
-``features.py`` has the table of all features.  The scheduler calls only the hooks that a feature overrides, so a step
+``features.py`` makes all features.  The scheduler calls only the hooks that a feature overrides, so a step
 costs nothing for what is switched off.
 """
 

@@ -35,7 +35,7 @@ from tp_engine.sched.admission import Admitter
 from tp_engine.sched.blocks.cache_keys import CacheKeys
 from tp_engine.sched.constraint import FillMasks, Grammar
 from tp_engine.sched.decode_run import RowSet
-from tp_engine.sched.features import FeatureParts, make_features
+from tp_engine.sched.features import make_features
 from tp_engine.sched.kv_events import KVEventSink
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.outcome import StepOutcome, StopChecker, aborted, collect_of_prompts, ending, slice_logprobs
@@ -70,8 +70,8 @@ class Scheduler:
         self._builder = StepScheduler(self._state)
         self._stops = StopChecker()
         self._steady = SteadySteps(self._state, self._stops)
-        parts = FeatureParts(self._state, self._builder, self._stops, fill_masks, proposers, kv_events)
-        self._features = make_features(parts)
+        parts = (self._state, self._builder, self._stops, fill_masks, proposers, kv_events)
+        self._features = list(make_features(*parts))
         self._hooks = Hooks(self._features)
         self._state.on_leave, self._state.limit_chunk = self._hooks.on_leave, self._hooks.limit_chunk
         self._cache_keys = CacheKeys(self._hooks.cache_salt)

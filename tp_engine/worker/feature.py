@@ -8,7 +8,7 @@
       replayed          the recording -> on_sampled
     recordings          state_room, keep_rows, record, forget
 
-``features.py`` has the table of all features.  The runner calls only the hooks that a feature overrides.
+``features.py`` makes all features.  The runner calls only the hooks that a feature overrides.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""The table of a model runner's optional features, how each is made, and the memory that is set aside for it."""
+"""A model runner's optional features, how each is made, and the memory that is set aside for it."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -76,46 +76,46 @@ class RunnerParts:
     is_trial: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class FeatureKind:
-    """A row of the table; ``make`` returns None where the feature is switched off.
-
-    ``num_bytes`` returns what is set aside for it on the device, by line of the ledger.
-    """
-
-    make: Callable[[RunnerFeatureParts, RunnerParts], RunnerFeature | None]
-    num_bytes: Callable[[RunnerFeatureParts], dict[str, int]] = lambda _parts: {}
-
-
-def _digests(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | None:
-    return None if parts.note_inputs is None or runner.is_trial else InputDigests(parts.note_inputs)
-
-
-def _watch(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | None:
-    return None if runner.is_trial else OutputWatch(parts.device, is_first=parts.groups.info.is_first)
-
-
-def _adapters(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | None:
-    limits, effective = parts.effective.adapters, parts.effective
-    if limits is None:
-        return None
-    return RankAdapters(
-        parts.model.adapted_layers,
-        effective.model.names,
-        max_rank=limits.max_rank,
-        num_rows=effective.config.max_num_seqs + effective.num_draft_rows,
-        device=parts.device,
-    )
-
-
-def _adapter_bytes(parts: RunnerFeatureParts) -> dict[str, int]:
-    """The slots for adapters, which the model has beside its weights."""
-    return {"adapters": sum(layer.num_bytes for layer in parts.model.adapted_layers)}
-
-
-def _pooled_rows(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature:
-    max_positions = positions_at_once(runner.batch.max_num_seqs)
-    return PooledRows(len(runner.batch.num_prompt), parts.model, parts.groups.communicator, max_positions)
+def make_features(parts: RunnerFeatureParts, runner: RunnerParts) -> Iterator[RunnerFeature]:
+    """Make the features that the configuration asks for, in the order in which their hooks are called."""
+    effective, model, batch, groups = parts.effective, parts.model, runner.batch, parts.groups
+    if parts.note_inputs is not None and not runner.is_trial:
+        yield InputDigests(parts.note_inputs)
+    if not runner.is_trial:
+        yield OutputWatch(parts.device, is_first=groups.info.is_first)
+        yield LayerWatch(model)
+    if effective.adapters is not None:
+        yield RankAdapters(
+            model.adapted_layers,
+            effective.model.names,
+            max_rank=effective.adapters.max_rank,
+            num_rows=effective.config.max_num_seqs + effective.num_draft_rows,
+            device=parts.device,
+        )
+    if model.vision is not None:
+        num_rows = 1 if runner.is_trial else effective.image_rows
+        sum_rows = effective.config.max_num_batched_tokens
+        yield ImageEncoder(model, batch, num_rows, groups.communicator, sum_rows, runner.progress)
+    if parts.layout.states is not None:
+        states = RecurrentStatePool(parts.layout.states, _num_states(effective), parts.device)
+        states.bind(model.state_layers)
+        yield states
+    yield ScoredPrompts(model, batch)
+    yield PooledRows(len(batch.num_prompt), model, groups.communicator, positions_at_once(batch.max_num_seqs))
+    if parts.codec is not None and runner.num_slots:
+        yield HostTierWorker(runner.pool, runner.num_slots, parts.codec, parts.stores, runner.progress)
+    if parts.head is not None:
+        keeps_kv = parts.head.keeps_kv
+        passes = (HeadPasses if keeps_kv else SharedKvPasses)(
+            parts.head,
+            parts.backends,
+            (effective.draft_group,) if keeps_kv else parts.head.groups,
+            batch,
+            runner.sampling,
+            groups.communicator,
+            effective.most_drafting_rows,
+        )
+        yield HeadDrafter(passes, batch, is_first=groups.info.is_first)
 
 
 def _num_states(effective: EffectiveConfig) -> int:
@@ -123,94 +123,18 @@ def _num_states(effective: EffectiveConfig) -> int:
     return effective.config.max_num_seqs + effective.num_draft_rows + effective.num_snapshots
 
 
-def _states(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | None:
-    if parts.layout.states is None:
-        return None
-    states = RecurrentStatePool(parts.layout.states, _num_states(parts.effective), parts.device)
-    states.bind(parts.model.state_layers)
-    return states
-
-
-def _state_bytes(parts: RunnerFeatureParts) -> dict[str, int]:
-    states = parts.layout.states
-    return {} if states is None else {"states": (_num_states(parts.effective) + 1) * states.slot_bytes}
-
-
-def _host_tier(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | None:
-    if parts.codec is None or not runner.num_slots:
-        return None
-    return HostTierWorker(runner.pool, runner.num_slots, parts.codec, parts.stores, runner.progress)
-
-
-def _tier_bytes(parts: RunnerFeatureParts) -> dict[str, int]:
-    if parts.codec is None:
-        return {}
-    return {"tables": parts.codec.work_bytes + (staging_bytes(parts.codec) if parts.device.type == "cuda" else 0)}
-
-
-def _head_drafter(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | None:
-    if parts.head is None:
-        return None
-    keeps_kv = parts.head.keeps_kv
-    passes = (HeadPasses if keeps_kv else SharedKvPasses)(
-        parts.head,
-        parts.backends,
-        (parts.effective.draft_group,) if keeps_kv else parts.head.groups,
-        runner.batch,
-        runner.sampling,
-        parts.groups.communicator,
-        parts.effective.most_drafting_rows,
-    )
-    return HeadDrafter(passes, runner.batch, is_first=parts.groups.info.is_first)
-
-
-def _head_bytes(parts: RunnerFeatureParts) -> dict[str, int]:
-    """What a draft head reads and leaves."""
-    if parts.head is None:
-        return {}
-    config = parts.effective.config
-    num_columns = ceil_div(parts.effective.max_model_len, config.block_size)
-    return {"tables": head_bytes(parts.head, config.max_num_seqs, num_columns)}
-
-
-def _images(parts: RunnerFeatureParts, runner: RunnerParts) -> RunnerFeature | None:
-    effective = parts.effective
-    if parts.model.vision is None:
-        return None
-    num_rows = 1 if runner.is_trial else effective.image_rows
-    communicator, sum_rows = parts.groups.communicator, effective.config.max_num_batched_tokens
-    return ImageEncoder(parts.model, runner.batch, num_rows, communicator, sum_rows, runner.progress)
-
-
-def _image_bytes(parts: RunnerFeatureParts) -> dict[str, int]:
-    """The encoder cache."""
-    tower = parts.model.vision
-    return {} if tower is None else {"images": parts.effective.image_rows * tower.width * tower.dtype.itemsize}
-
-
-# In the order in which their hooks are called.
-FEATURES: tuple[FeatureKind, ...] = (
-    FeatureKind(_digests),
-    FeatureKind(_watch),
-    FeatureKind(lambda p, r: None if r.is_trial else LayerWatch(p.model)),
-    FeatureKind(_adapters, _adapter_bytes),
-    FeatureKind(_images, _image_bytes),
-    FeatureKind(_states, _state_bytes),
-    FeatureKind(lambda p, r: ScoredPrompts(p.model, r.batch)),
-    FeatureKind(_pooled_rows),
-    FeatureKind(_host_tier, _tier_bytes),
-    FeatureKind(_head_drafter, _head_bytes),
-)
-
-
-def make_features(parts: RunnerFeatureParts, runner: RunnerParts) -> list[RunnerFeature]:
-    """Return the features that the configuration asks for."""
-    return [feature for kind in FEATURES if (feature := kind.make(parts, runner)) is not None]
-
-
 def count_bytes(parts: RunnerFeatureParts) -> Counter[str]:
-    """Return the memory to set aside for all features, by line of the ledger."""
-    found: Counter[str] = Counter()
-    for kind in FEATURES:
-        found.update(kind.num_bytes(parts))
+    """Return the memory to set aside on the device for all features, by line of the ledger: the slots for adapters,
+    the encoder cache, the recurrent states, a codec's staging, and what a draft head reads and leaves."""
+    effective, tower, states, codec = parts.effective, parts.model.vision, parts.layout.states, parts.codec
+    found = Counter(adapters=sum(layer.num_bytes for layer in parts.model.adapted_layers))
+    if tower is not None:
+        found["images"] = effective.image_rows * tower.width * tower.dtype.itemsize
+    if states is not None:
+        found["states"] = (_num_states(effective) + 1) * states.slot_bytes
+    if codec is not None:
+        found["tables"] += codec.work_bytes + (staging_bytes(codec) if parts.device.type == "cuda" else 0)
+    if parts.head is not None:
+        num_columns = ceil_div(effective.max_model_len, effective.config.block_size)
+        found["tables"] += head_bytes(parts.head, effective.config.max_num_seqs, num_columns)
     return found

@@ -9,10 +9,7 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -31,6 +28,7 @@ from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.step_inputs import StepInputs
 from tp_engine.worker.feature import RunnerFeature, RunningStep
+from tp_engine.worker.results.readback import SpanClock
 
 _Positions = npt.NDArray[np.int64]
 _START, _TOKENS, _ROWS, _COLUMNS = range(4)  # columns of a row's images
@@ -57,10 +55,10 @@ class ImageEncoder(RunnerFeature):
         weight = next(self._tower.parameters())
         self.cache = torch.zeros((num_rows, self._tower.width), dtype=weight.dtype, device=weight.device)
         self._images: dict[int, IntArray] = {}  # by row: start, tokens, rows, columns of each
-        self._clock = _SpanClock(weight.device)
+        self._clock = SpanClock(is_async=weight.device.type == "cuda")
 
     def report(self) -> dict[str, Any]:
-        return {"encode_s": self._clock.seconds()}
+        return {"encode_s": self._clock.read()[0]}
 
     def take_model(self, model: CausalLM) -> list[Attention]:
         self._tower = _tower_of(model)
@@ -141,37 +139,6 @@ class ImageEncoder(RunnerFeature):
             for row, first, count in zip(plan.prefill_rows.tolist(), firsts.tolist(), chunks.tolist(), strict=True)
         ]
         return np.concatenate(found, axis=1)
-
-
-class _SpanClock:
-    """Adds up the seconds of ``span`` blocks on ``device``; on a GPU those of its current stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._seconds = 0.0
-        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-
-    @contextmanager
-    def span(self) -> Iterator[None]:
-        """Measure what is launched inside of this block."""
-        if self._device.type != "cuda":
-            started_s = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - started_s
-            return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        yield
-        end.record()
-        self._open.append((begin, end))
-        self.seconds()  # events that have happened are not kept
-
-    def seconds(self) -> float:
-        """Return the sum of the spans that have ended."""
-        while self._open and self._open[0][1].query():
-            begin, end = self._open.popleft()
-            self._seconds += begin.elapsed_time(end) / 1e3
-        return self._seconds
 
 
 def read_pixels(place: list[int]) -> npt.NDArray[np.uint8]:

@@ -328,7 +328,7 @@ class Worker:
             communicator=self.groups.communicator,
             sampling=sampling,
             progress=progress,
-            features=make_features(self._parts, shared),
+            features=list(make_features(self._parts, shared)),
             check=self.groups.check,
         )
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import zmq
@@ -377,7 +377,7 @@ def test_service_that_can_not_bind_leaves_nothing() -> None:
     address = new_address()
     remove_address(address)
     with pytest.raises(zmq.ZMQError, match="No such file"):
-        EngineService(FakeEngine(), address)
+        EngineService(cast(Any, FakeEngine()), address)
 
 
 def test_finish_reasons_cover_the_fake_engine() -> None:

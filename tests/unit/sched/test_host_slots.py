@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from tp_engine.sched.blocks.lru_queue import NO_BLOCKS, BlockIds
-from tp_engine.sched.tiers.host_slots import NO_SLOT, HostSlots
+from tp_engine.sched.tiers.tier_slots import NO_SLOT, HostSlots
 
 
 def ids(*numbers: int) -> BlockIds:
@@ -18,7 +18,7 @@ def ids(*numbers: int) -> BlockIds:
 def test_doubles_of_blocks_that_stay_go_before_any_sole_copy() -> None:
     """By hand, four slots: a sole copy, three doubles.  Of the doubles only block 5 is taken next; a slot for new
     content is that of the latest other one, and when only its double is left, the oldest sole copy goes."""
-    slots = HostSlots(num_blocks=8, num_slots=4)
+    slots = HostSlots(num_above=8, num_slots=4)
     taken, lost = slots.take(4, NO_BLOCKS)
     assert taken.tolist() == [0, 1, 2, 3] and not len(lost)
     slots.add_soles(taken[:1])
@@ -36,7 +36,7 @@ def test_doubles_of_blocks_that_stay_go_before_any_sole_copy() -> None:
 
 def test_a_pinned_slot_stays_until_its_load_has_gone_out() -> None:
     """By hand: of two sole copies one is pinned; no new content gets it, and then it doubles the block."""
-    slots = HostSlots(num_blocks=4, num_slots=2)
+    slots = HostSlots(num_above=4, num_slots=2)
     slots.add_soles(slots.take(2, NO_BLOCKS)[0])
     slots.pin(ids(0))
     slots.pair_pinned(ids(3), ids(0))
@@ -51,7 +51,7 @@ def test_a_pinned_slot_stays_until_its_load_has_gone_out() -> None:
 def test_random_acts_lose_no_slot() -> None:
     """Oracle: every slot is in one state, after each of 500 acts; a cleared tier is empty."""
     rng = random.Random(3)
-    slots = HostSlots(num_blocks=12, num_slots=9)
+    slots = HostSlots(num_above=12, num_slots=9)
     for _ in range(500):
         dirty = [block for block in range(12) if slots.slot_of[block] == NO_SLOT]
         clean = [block for block in range(12) if slots.slot_of[block] != NO_SLOT]

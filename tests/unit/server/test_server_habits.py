@@ -291,7 +291,7 @@ def test_allowed_tools_of_a_chat() -> None:
         reply = await app.post("/v1/chat/completions", body | {"tool_choice": choice_of("required", "g")})
         (call,) = reply.json()["choices"][0]["message"]["tool_calls"]
         assert call["function"]["name"] == "g"
-        added = app.service.engine.added[-1]  # type: ignore[attr-defined]
+        added = app.service.engine.added[-1]
         grammar = added.params.structured_outputs.grammar
         assert r"\"f\"" not in grammar and r"\"g\"" in grammar
         assert (await app.post("/v1/chat/completions", body | {"tool_choice": choice_of("auto", "f")})).status == 200

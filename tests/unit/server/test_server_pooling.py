@@ -150,7 +150,7 @@ def test_scores() -> None:
         body = {"queries": "q", "documents": ["a", "a longer one"]}
         first = (await app.post("/score", body)).json()
         assert first["object"] == "list" and first["id"].startswith("score-")
-        lengths = [len(request.prompt_token_ids) for request in app.service.engine.added]  # type: ignore[attr-defined]
+        lengths = [len(request.prompt_token_ids) for request in app.service.engine.added]
         logits = np.array([10 - 0.125 * length for length in lengths])
         assert [one["score"] for one in first["data"]] == pytest.approx((1 / (1 + np.exp(-logits))).tolist())
         assert [(one["index"], one["object"]) for one in first["data"]] == [(0, "score"), (1, "score")]

@@ -28,9 +28,8 @@ from tp_engine.sched.blocks.lru_queue import NO_BLOCKS, BlockIds, LruQueue
 from tp_engine.sched.blocks.prefix_cache import PrefixCache
 from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports
 from tp_engine.sched.tiers.disk_journal import DiskContents, Journal, encode_blocks, restore
-from tp_engine.sched.tiers.disk_slots import NO_COPY, DiskSlots
-from tp_engine.sched.tiers.host_slots import NO_SLOT, HostSlots
 from tp_engine.sched.tiers.tier_channel import TierBatch, TierChannel
+from tp_engine.sched.tiers.tier_slots import NO_SLOT, DiskSlots, HostSlots
 
 _logger = get_logger(__name__)
 
@@ -111,8 +110,8 @@ class DiskTierManager:
     def lose(self, ids: BlockIds) -> None:
         """Note that the pool or the host have given up these ids, those that others follow behind the others: what has
         no copy leaves the cache."""
-        copies = self._slots.copy_of[ids]
-        has_copy = copies != NO_COPY
+        copies = self._slots.slot_of[ids]
+        has_copy = copies != NO_SLOT
         has_copy[has_copy] = ~self._slots.are_lent(copies[has_copy])
         self.forget(ids[~has_copy])
         kept = ids[has_copy]
@@ -121,7 +120,9 @@ class DiskTierManager:
             self.forget(kept[~found])
             kept = kept[found]
         if len(kept):
-            self._cache.rename(kept, self._slots.sink(kept) + self.first)
+            slots = self._slots.part(kept)
+            self._slots.add_soles(slots)
+            self._cache.rename(kept, slots + self.first)
 
     def forget(self, ids: BlockIds) -> None:
         """Note that the content of these ids, in the pool or on the host, leaves the cache."""
@@ -217,7 +218,7 @@ class DiskTierManager:
 
     def _end(self, batch: TierBatch, has_failed: BoolArray, verb: str) -> None:
         if has_failed.any():
-            ids = self._slots.above[batch.slots[has_failed]]
+            ids = self._slots.id_of[batch.slots[has_failed]]
             ids = ids[ids >= 0]
             if verb == "read":
                 lost = ids[ids >= self._first_host]
@@ -231,7 +232,7 @@ class DiskTierManager:
                 _logger.warning(words, self._num_lost, verb)
                 self._num_lost, self._next_word_s = 0, self.clock() + _SILENCE_S
         self._is_stuck = False
-        self._slots.end(batch.slots)
+        self._slots.give_back(batch.slots)
         self._host.give_back(batch.host)
 
     def ordered_reads(self) -> IntArray:
@@ -278,8 +279,8 @@ class DiskTierManager:
         spare = self._host.num_to_spare
         if spare >= count:
             return count
-        copies = self._slots.copy_of[self._host.oldest_soles(count - spare) + self._first_host]
-        is_safe = copies != NO_COPY
+        copies = self._slots.slot_of[self._host.oldest_soles(count - spare) + self._first_host]
+        is_safe = copies != NO_SLOT
         is_safe[is_safe] = ~self._slots.are_lent(copies[is_safe])
         return spare + (len(copies) if is_safe.all() else int(np.argmin(is_safe)))
 
@@ -296,7 +297,7 @@ class DiskTierManager:
         ids = np.concatenate((ids, self._unwritten.pop(min(room - len(ids), len(self._unwritten)))))
         if not len(ids):
             return ids
-        found: BlockIds = ids[self._cache.are_found(ids) & (self._slots.copy_of[ids] == NO_COPY)]
+        found: BlockIds = ids[self._cache.are_found(ids) & (self._slots.slot_of[ids] == NO_SLOT)]
         return found
 
     def _absorb(self) -> None:
@@ -308,7 +309,7 @@ class DiskTierManager:
         if len(ids):
             _, first = np.unique(ids, return_index=True)
             ids = ids[np.sort(first)]
-            is_new = ~self._unwritten.holds(ids) & (self._slots.copy_of[ids] == NO_COPY)
+            is_new = ~self._unwritten.holds(ids) & (self._slots.slot_of[ids] == NO_SLOT)
             self._unwritten.append(ids[is_new & self._cache.are_found(ids)])
 
     def _rewrite_journal(self) -> None:

@@ -34,8 +34,8 @@ from tp_engine.sched.blocks.prefix_cache import PrefixCache
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.sequence import Shared
 from tp_engine.sched.tiers.disk_tier import NO_LINKS, DiskTierManager, TierLinks
-from tp_engine.sched.tiers.host_slots import NO_SLOT, HostSlots
 from tp_engine.sched.tiers.tier_channel import StoreChecks
+from tp_engine.sched.tiers.tier_slots import NO_SLOT, HostSlots
 from tp_engine.units import ceil_div
 
 _POOL_SHARE = 32  # what part of the pool is kept free or clean at most

@@ -7,10 +7,12 @@ The wait looks at the event again and again instead of sleeping in the driver: k
 died never end, and nothing can end them, so neither would a wait for them.  ``check`` raises then.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
-from time import monotonic, sleep
+from time import monotonic, perf_counter, sleep
 from typing import Any, Protocol, TypeAlias
 
 import numpy.typing as npt
@@ -139,3 +141,42 @@ def record_event() -> Event:
     event.record()
     found: Event = event
     return found
+
+
+def mark(stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
+    """Return an event behind all that ``stream``, by default the current one, has now."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
+
+
+class SpanClock:
+    """Adds up the seconds of ``span`` blocks, and the bytes that they move: of those that have ended, where a stream
+    runs what is launched (``is_async``)."""
+
+    def __init__(self, *, is_async: bool) -> None:
+        self._is_async = is_async
+        self._seconds, self._num_bytes = 0.0, 0
+        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque()
+
+    @contextmanager
+    def span(self, num_bytes: int = 0, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+        """Measure what is launched inside of this block, on ``stream``, by default the current one."""
+        if not self._is_async:
+            started_s = perf_counter()
+            yield
+            self._seconds += perf_counter() - started_s
+            self._num_bytes += num_bytes
+            return
+        begin = mark(stream)
+        yield
+        self._open.append((begin, mark(stream), num_bytes))
+        self.read()  # events that have happened are not kept
+
+    def read(self) -> tuple[float, int]:
+        """Return the seconds and the bytes of the spans that have ended; does not wait for others."""
+        while self._open and self._open[0][1].query():
+            begin, end, num_bytes = self._open.popleft()
+            self._seconds += begin.elapsed_time(end) / 1e3
+            self._num_bytes += num_bytes
+        return self._seconds, self._num_bytes

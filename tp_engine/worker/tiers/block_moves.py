@@ -19,10 +19,8 @@ A store that reads a block, a load that overwrites one, and a slot that is used 
 the stream, and of the batch behind the compute stream's past.  ``wait_load`` guards what comes later.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +30,7 @@ from tp_engine.kv_layout import MoveCounters
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.tier_progress import TierProgress
 from tp_engine.worker.codecs.base import Codec
+from tp_engine.worker.results.readback import SpanClock, mark
 
 UNKNOWN_GROUP = -1
 _STAGING_BYTES = 32 << 20
@@ -96,7 +95,7 @@ class StoreReports:
             return
         on_host = torch.empty(len(refused), dtype=torch.bool, pin_memory=True)
         on_host.copy_(refused, non_blocking=True)
-        self._open.append((on_host, _mark(stream)))
+        self._open.append((on_host, mark(stream)))
 
     def send(self) -> None:
         """Report what has ended; does not wait for the rest."""
@@ -109,11 +108,13 @@ class StoreReports:
 class BlockMover:
     """Moves blocks between ``pool`` (blocks, block_bytes) and ``slots`` (slots, blob_bytes), both uint8."""
 
+    is_async = False
+
     def __init__(
         self, pool: torch.Tensor, slots: torch.Tensor, codec: Codec, reports: StoreReports | None = None
     ) -> None:
         self._pool, self._slots, self._codec, self._reports = pool, slots, codec, reports
-        self._counters = MoveCounters()
+        self._stores, self._loads, self._waits = (SpanClock(is_async=self.is_async) for _ in range(3))
 
     def move(self, stores: IntArray, loads: IntArray) -> None:
         """Begin the next batch, counted from 1: pairs (block, slot), then pairs (slot, block), (n, 2) int32.
@@ -131,42 +132,29 @@ class BlockMover:
 
     def counters(self) -> MoveCounters:
         """Return the moves that have ended; does not wait for others."""
-        return replace(self._counters)
+        (store_s, stored), (load_s, loaded), (wait_s, _) = self._stores.read(), self._loads.read(), self._waits.read()
+        wait_s = wait_s if self.is_async else store_s + load_s
+        return MoveCounters(stored_bytes=stored, loaded_bytes=loaded, store_s=store_s, load_s=load_s, wait_s=wait_s)
 
 
 class CpuMover(BlockMover):
     """Moves in place, by all threads of this rank."""
 
     def move(self, stores: IntArray, loads: IntArray) -> None:
-        counters, blob_bytes = self._counters, self._codec.blob_bytes
-        started_s = time.perf_counter()
-        if len(stores):
-            refused = self._codec.encode(self._pool, self._slots, stores)
+        blob_bytes = self._codec.blob_bytes
+        with self._stores.span(len(stores) * blob_bytes):
+            refused = self._codec.encode(self._pool, self._slots, stores) if len(stores) else None
             if self._reports is not None and refused is not None:
                 self._reports.add(refused)
-        stored_s = time.perf_counter()
-        if len(loads):
-            self._codec.decode(self._slots, self._pool, loads)
-        ended_s = time.perf_counter()
-        counters.stored_bytes += len(stores) * blob_bytes
-        counters.loaded_bytes += len(loads) * blob_bytes
-        counters.store_s += stored_s - started_s
-        counters.load_s += ended_s - stored_s
-        counters.wait_s += ended_s - started_s
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Work on a stream between two events, with a name in ``MoveCounters``, and the bytes that it moves."""
-
-    name: str
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
-    num_bytes: int = 0
+        with self._loads.span(len(loads) * blob_bytes):
+            if len(loads):
+                self._codec.decode(self._slots, self._pool, loads)
 
 
 class CudaMover(BlockMover):
     """Moves on a stream of its own; ``slots`` are pinned memory."""
+
+    is_async = True
 
     def __init__(
         self, pool: torch.Tensor, slots: torch.Tensor, codec: Codec, reports: StoreReports | None = None
@@ -178,51 +166,31 @@ class CudaMover(BlockMover):
         self._stream = torch.cuda.Stream(pool.device)
         self._num_batches = 0
         self._ends: deque[tuple[int, torch.cuda.Event]] = deque()
-        self._spans: deque[_Span] = deque()
 
     def move(self, stores: IntArray, loads: IntArray) -> None:
         self._num_batches += 1
-        self._stream.wait_event(_mark(torch.cuda.current_stream(self._pool.device)))
-        with torch.cuda.stream(self._stream):
-            begin = _mark(self._stream)
-            self._store(stores)
-            stored = _mark(self._stream)
-            self._load(loads)
-            end = _mark(self._stream)
+        self._stream.wait_event(mark(torch.cuda.current_stream(self._pool.device)))
         blob_bytes = self._codec.blob_bytes
-        self._spans.append(_Span("store", begin, stored, len(stores) * blob_bytes))
-        self._spans.append(_Span("load", stored, end, len(loads) * blob_bytes))
-        self._ends.append((self._num_batches, end))
-        self.counters()  # events that have happened are not kept
+        with torch.cuda.stream(self._stream):
+            with self._stores.span(len(stores) * blob_bytes, self._stream):
+                self._store(stores)
+            with self._loads.span(len(loads) * blob_bytes, self._stream):
+                self._load(loads)
+        self._ends.append((self._num_batches, mark(self._stream)))
 
     def wait(self, batch: int) -> None:
         end = None
         while self._ends and self._ends[0][0] <= batch:
             _, end = self._ends.popleft()
-        if end is None:
-            return  # an earlier step has waited for it
-        compute = torch.cuda.current_stream(self._pool.device)
-        begin = _mark(compute)
-        compute.wait_event(end)
-        self._spans.append(_Span("wait", begin, _mark(compute)))
+        if end is not None:  # else an earlier step has waited for it
+            compute = torch.cuda.current_stream(self._pool.device)
+            with self._waits.span(stream=compute):
+                compute.wait_event(end)
 
     def past(self) -> Callable[[], None]:
         end = torch.cuda.Event(blocking=True)
         end.record(self._stream)
         return end.synchronize
-
-    def counters(self) -> MoveCounters:
-        found = self._counters
-        while self._spans and self._spans[0].end.query():
-            span = self._spans.popleft()
-            seconds = span.begin.elapsed_time(span.end) / 1e3
-            if span.name == "store":
-                found.store_s, found.stored_bytes = found.store_s + seconds, found.stored_bytes + span.num_bytes
-            elif span.name == "load":
-                found.load_s, found.loaded_bytes = found.load_s + seconds, found.loaded_bytes + span.num_bytes
-            else:
-                found.wait_s += seconds
-        return replace(found)
 
     def _store(self, stores: IntArray) -> None:
         if self._staging is None:
@@ -273,13 +241,6 @@ def _portions(pairs: IntArray, size: int) -> Iterator[tuple[IntArray, IntArray]]
     for first in range(0, len(pairs), size):
         part = pairs[first : first + size]
         yield part, np.arange(len(part), dtype=np.int32)
-
-
-def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event behind all that ``stream`` has now."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(stream)
-    return event
 
 
 def runs_of(pairs: IntArray) -> Iterator[tuple[int, int, int]]:
