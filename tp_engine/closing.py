@@ -47,7 +47,8 @@ class Ending:
         if self._closed_because and self.failure is None:
             raise EngineDeadError(self._closed_because)
         if self.failure is not None:
-            raise EngineDeadError(f"the engine stopped after an error: {self.failure}") from self.failure
+            words = str(self.failure) or type(self.failure).__name__
+            raise EngineDeadError(f"the engine stopped after an error: {words}") from self.failure
 
     def disown(self) -> None:
         """In a forked process: this copy of an engine is another process's."""

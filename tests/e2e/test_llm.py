@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -296,3 +298,27 @@ def test_configuration_errors_name_value_and_remedy(folder: Path, options: dict[
         LLM(**{"model": str(folder), "device": "cpu", **options})  # type: ignore[arg-type]
     for word in words:
         assert word in str(error.value)
+
+
+def test_calls_of_several_threads_wait_for_each_other(llm: LLM) -> None:
+    """Oracle: the same calls, one after the other."""
+    alone = [tokens(llm, [prompt] * 2, temperature=0, max_tokens=8) for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        calls = [pool.submit(tokens, llm, [prompt] * 2, temperature=0, max_tokens=8) for prompt in PROMPTS]
+    assert [call.result() for call in calls] == alone
+
+
+def test_an_interrupt_within_a_step_ends_the_call_and_not_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while rank 0 runs its model, as in a notebook."""
+    before, execute = tokens(llm, PROMPTS, temperature=0, max_tokens=8), llm.engine._worker.execute
+
+    def interrupted(plan: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return execute(plan)
+
+    monkeypatch.setattr(llm.engine._worker, "execute", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tokens(llm, PROMPTS, temperature=0, max_tokens=8)
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert tokens(llm, PROMPTS, temperature=0, max_tokens=8) == before

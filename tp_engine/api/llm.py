@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import signal
+import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias, Unpack
+from typing import Any, TypeAlias, TypeVar, Unpack, cast
 
 from tqdm import tqdm
 
@@ -56,10 +60,22 @@ Sampling: TypeAlias = SamplingParams | Mapping[str, Any] | None
 """How a prompt is sampled: None for the model's defaults."""
 Lora: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
 """One adapter for all prompts, or one for each."""
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _one_at_a_time(method: _Method) -> _Method:
+    """Let a call wait until no other thread is in a method of the same ``LLM``."""
+
+    @functools.wraps(method)
+    def call(llm: LLM, *args: Any, **kwargs: Any) -> Any:
+        with llm._lock:
+            return method(llm, *args, **kwargs)
+
+    return cast("_Method", call)
 
 
 class LLM(Closing):
-    """A model on one or more ranks, driven by the calling thread.
+    """A model on one or more ranks, driven by the calling thread; calls of several threads wait for each other.
 
     ``model`` is a folder or a hub name, the demo model by default; ``options`` are those of the server's engine, with
     vLLM's names (docs/flags_engine.md).  In a plain script this object starts and stops the other ranks.  Under
@@ -91,6 +107,7 @@ class LLM(Closing):
         self.outputs = Outputs(tokenizer)
         self.allocation_monitor = AllocationMonitor(interval_s=_MONITOR_S)
         self._num_requests = 0
+        self._lock = threading.RLock()
 
     def get_tokenizer(self) -> Any | None:
         """Return the tokenizer, of the library transformers; None for a model without one."""
@@ -101,6 +118,7 @@ class LLM(Closing):
         otherwise."""
         return self._default_params
 
+    @_one_at_a_time
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -131,6 +149,7 @@ class LLM(Closing):
         ]
         return self._run(requests, [prompt_text(prompt) for prompt in batch], use_tqdm)
 
+    @_one_at_a_time
     def chat(
         self,
         messages: Messages | Sequence[Messages],
@@ -147,6 +166,7 @@ class LLM(Closing):
         ]
         return self.generate(prompts, sampling_params, use_tqdm, lora_request, priority)
 
+    @_one_at_a_time
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -178,6 +198,7 @@ class LLM(Closing):
         run_searches(searches, generate, model, max_searches=concurrency_limit or len(searches), use_tqdm=use_tqdm)
         return [beam_search_output(search, self.outputs.decoder) for search in searches]
 
+    @_one_at_a_time
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -192,6 +213,7 @@ class LLM(Closing):
         pooler = Pooler.of(self.input_processor, pooling_params, "embed")
         return [pooler.embedding(output) for output in self._run_pooled(pooler, prompts, use_tqdm)]
 
+    @_one_at_a_time
     def classify(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -203,6 +225,7 @@ class LLM(Closing):
         pooler = Pooler.of(self.input_processor, pooling_params, "classify")
         return [pooler.classification(output) for output in self._run_pooled(pooler, prompts, use_tqdm)]
 
+    @_one_at_a_time
     def reward(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -214,6 +237,7 @@ class LLM(Closing):
         pooler = Pooler.of_rewards(self.input_processor, pooling_params)
         return [pooler.pooled(output) for output in self._run_pooled(pooler, prompts, use_tqdm)]
 
+    @_one_at_a_time
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -227,6 +251,7 @@ class LLM(Closing):
         pooler = Pooler.of(self.input_processor, pooling_params, pooling_task)
         return [pooler.pooled(output) for output in self._run_pooled(pooler, prompts, use_tqdm)]
 
+    @_one_at_a_time
     def score(
         self,
         queries: str | Sequence[str],
@@ -244,6 +269,7 @@ class LLM(Closing):
         scored = ScorePairs.of(self.input_processor, pairs, request_id=self._next_id(), instruction=instruction)
         return scored.outputs(self._run(scored.requests, [None] * len(scored.requests), use_tqdm))
 
+    @_one_at_a_time
     def step(self) -> Processed:
         """Return one step of the engine, and what it adds to the requests; those that stop strings ended are
         aborted."""
@@ -251,24 +277,28 @@ class LLM(Closing):
         self.engine.abort(processed.aborts)
         return processed
 
+    @_one_at_a_time
     def load_lora_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
         """Load the PEFT adapter in the folder ``path`` under ``name``.
 
         ``RequestError``, and nothing has changed, if it can not be served, or if the name is taken and not
         ``load_inplace``.
         """
-        act(self.engine.operator, "load_lora_adapter", {"name": name, "path": path, "replaces": load_inplace})
+        self._act("load_lora_adapter", name=name, path=path, replaces=load_inplace)
         self.input_processor.adapters[name] = path
 
+    @_one_at_a_time
     def unload_lora_adapter(self, name: str) -> None:
         """Forget an adapter; ``RequestError`` for an unknown name."""
-        act(self.engine.operator, "unload_lora_adapter", {"name": name})
+        self._act("unload_lora_adapter", name=name)
         self.input_processor.adapters.pop(name, None)
 
+    @_one_at_a_time
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; while requests run, change nothing and return False."""
         return self.engine.operator.reset_prefix_cache()
 
+    @_one_at_a_time
     def reset_mm_cache(self) -> None:
         """Forget all embeddings of images."""
         self.engine.operator.reset_mm_cache()
@@ -314,12 +344,15 @@ class LLM(Closing):
         version: str = self._act("weight_info")["weight_version"]
         return version
 
+    @_one_at_a_time
     def close(self) -> None:
         """Stop all ranks and free the device; safe to call twice."""
         self._close()
 
+    @_one_at_a_time
     def _act(self, action: str, **arguments: Any) -> dict[str, Any]:
-        return act(self.engine.operator, action, arguments)
+        with _interrupts_held():
+            return act(self.engine.operator, action, arguments)
 
     def _update_weights(self, weight_version: str | None, flush_cache: bool, **source: Any) -> str:
         done = self._act("update_weights", weight_version=weight_version, flush_cache=flush_cache, **source)
@@ -358,12 +391,14 @@ class LLM(Closing):
     def _run(
         self, requests: Sequence[EngineRequest], texts: Sequence[str | None], use_tqdm: bool
     ) -> list[RequestOutput]:
-        self._add_all(requests, texts)
         finished: dict[str, RequestOutput] = {}
-        with tqdm(total=len(requests), desc="requests", unit="", disable=not use_tqdm) as progress:
+        with _interrupts_held() as take_interrupt:
+            self._add_all(requests, texts)
+            progress = tqdm(total=len(requests), desc="requests", unit="", disable=not use_tqdm)
             num_tokens, started_s = 0, time.monotonic()
             try:
                 while self.engine.has_unfinished:
+                    take_interrupt()
                     processed = self.step()
                     if self.allocation_monitor.is_due(now_s := time.monotonic()):
                         self.allocation_monitor.observe(self.engine.stats(), now_s)
@@ -376,6 +411,8 @@ class LLM(Closing):
             except BaseException:
                 self._forget(requests)
                 raise
+            finally:
+                progress.close()
         return [finished[request.request_id] for request in requests]
 
     def _add_all(self, requests: Sequence[EngineRequest], texts: Sequence[str | None]) -> None:
@@ -406,11 +443,38 @@ class LLM(Closing):
             self.outputs.forget(request.request_id)
 
 
+@contextmanager
+def _interrupts_held() -> Iterator[Callable[[], None]]:
+    """A context in which a first Ctrl-C waits for its end, or for a call of what it yields: a step that is cut short
+    ends the engine.  A second one does not wait."""
+    handler = signal.getsignal(signal.SIGINT)
+    held: list[tuple[Any, ...]] = []
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+
+    def hold(*interrupt: Any) -> None:
+        if held:
+            handler(*interrupt)
+        held.append(interrupt)
+
+    def take() -> None:
+        if held:
+            handler(*held.pop())
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield take
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        take()
+
+
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many; a flat list of numbers is one prompt of token ids."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
         kind = type(prompts).__name__
         raise RequestError(f"prompts is of type {kind}; it must be a prompt, or a list of prompts", param="prompts")
     batch: list[Any] = list(prompts)
