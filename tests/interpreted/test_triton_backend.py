@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from tests.paged_batches import make_batch
+from tests.unit.attention.test_mla import differing_alone
+from tp_engine.attention import mla, triton_backend
 from tp_engine.attention.base import AttentionShape
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.attention.triton_backend import TritonBackend
+from tp_engine.attention.triton_mla import TritonMLABackend
 from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, KeyValue, LayerKv
 
 MIXED = [(1, 40), (1, 1), (1, 0), (5, 5), (7, 30), (40, 55)]
@@ -56,3 +59,11 @@ def test_quantised_cache(cache_dtype: torch.dtype) -> None:
         new = KeyValue(batch.key * 1e-3, batch.value)
         outputs.append(backend.forward(batch.query, new, LayerKv(cache, scales), batch.metadata, shape))
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_latent_attention_has_the_same_bits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: each request in a step of its own, on one multiprocessor, by whose number keys are split."""
+    monkeypatch.setattr(triton_backend, "_INTERPRETED_MULTIPROCESSORS", 1)
+    monkeypatch.setattr(mla, "MIN_EXPANDED_QUERIES", 12)
+    assert differing_alone(TritonMLABackend(), [(1, 17), (13, 13), (9, 21), (12, 17)]) == []

@@ -1,4 +1,4 @@
-"""Latent attention: a step's decodes and short chunks read the cached rows, long chunks keys and values made of them.
+"""Latent attention: decodes and short chunks read the cached rows, long chunks keys and values made of them.
 
 ``model_config/mla.py`` has the sizes.  The cache has one part: a row per token, the same for all heads::
 
@@ -8,14 +8,13 @@
 
 Both are equal but for rounding.  A pair of query and key costs 2 rank + rope_dim multiplications in the first form and
 query_dim + value_dim in the second, three times fewer, for which each key is made once: that pays from about 130
-queries of a request on.
+queries of a request on.  A request's own chunk chooses its form, whatever else is in the step.
 
 A query that attends to chosen keys alone (``selection.py``) takes the absorbed form.  Decodes, and the prompts
-of requests that have more keys than are chosen, are the inner backend's, if that can (``AttendsToChosen``); else such
-requests are PyTorch's.  The step's other requests go on as usual.
+of requests that have more keys than are chosen, are the inner backend's, if that can (``AttendsToChosen``), and beside
+them short chunks; else such requests are PyTorch's.  The step's other requests go on as usual.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -25,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
-from tp_engine.attention.calls import TILE, StaircaseMasks, attend_last
+from tp_engine.attention.calls import TILE, StaircaseMasks, TokenSelection, attend_last
 from tp_engine.attention.gathering import QueryGroup, RowReader, visible_keys
 from tp_engine.attention.selection import Chooser, attend_chosen
 from tp_engine.kernels.attention.index_keys import ChosenKeys
@@ -78,43 +77,50 @@ class MLABackend:
         self.can_capture_prompts = False  # the host chooses the form of each chunk
         self._inner = inner
         self._masks, self._reader = StaircaseMasks(TILE), RowReader()
-        self._parts: tuple[AttentionMetadata, AttentionMetadata] | None = None
-        self._places: dict[tuple[int, int, int, int], torch.Tensor] = {}
         self._index_topk = index_topk
-        self._long: list[int] = []  # requests of this step whose queries attend to some keys only
+        self._places: dict[tuple[int, int, int], torch.Tensor] = {}
+        # Of this step: what the inner backend does, unless it is all; requests that are expanded, and those whose
+        # queries attend to chosen keys alone.
+        self._rest: tuple[AttentionMetadata, TokenSelection] | None = None
+        self._expanded: list[int] = []
+        self._long: list[int] = []
 
     def prepare(self, metadata: AttentionMetadata) -> None:
-        """Choose the form of this step's chunks; see ``AttentionBackend``."""
-        self._parts, self._places, self._long = None, {}, []
-        chunks = metadata.host_query_lens[metadata.num_decodes :]
-        step, topk = metadata, self._index_topk
-        is_mixed = len(chunks) > 0 or self._of_chosen is None  # not decodes alone that the inner backend has
-        if topk is not None and is_mixed and metadata.host_seq_lens.max(initial=0) > topk:
-            is_long = metadata.host_seq_lens > topk
-            if self._of_chosen is not None:
-                is_long[: metadata.num_decodes] = False
-            self._long = np.flatnonzero(is_long).tolist()
-            step = _without(metadata, is_long)
-        elif chunks.max(initial=0) < MIN_EXPANDED_QUERIES:
+        """Choose the form of each request, by its own lengths; see ``AttentionBackend``."""
+        self._rest, self._places = None, {}
+        first, lengths, seq_lens = metadata.num_decodes, metadata.host_query_lens, metadata.host_seq_lens
+        is_expanded, is_long = lengths >= MIN_EXPANDED_QUERIES, np.zeros(len(lengths), dtype=np.bool_)
+        is_expanded[:first] = False
+        is_mixed = first < len(lengths) or self._of_chosen is None  # not decodes alone that the inner backend has
+        if self._index_topk is not None and is_mixed and seq_lens.max(initial=0) > self._index_topk:
+            is_long = seq_lens > self._index_topk
+            if self._of_chosen is not None:  # the inner backend has the decodes, and these alone
+                is_long |= ~is_expanded
+                is_long[:first] = False
+            is_expanded &= ~is_long
+        self._expanded, self._long = np.flatnonzero(is_expanded).tolist(), np.flatnonzero(is_long).tolist()
+        rest = np.flatnonzero(~(is_expanded | is_long))
+        if len(rest) < len(lengths):
+            self._rest = part_of_step(metadata, rest)
+            metadata, _ = self._rest
+        if len(rest):
             self._inner.prepare(metadata)
-            return
-        self._parts = split_step(step)
-        if metadata.num_decodes:
-            self._inner.prepare(self._parts[0])
 
     def forward(
         self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
     ) -> torch.Tensor:
         """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
-        if self._parts is None:
+        if self._rest is None:
             return self._attend_rows(query, new, kv, metadata, shape)
+        assert shape.latent is not None
         if new is not None:
             op("store_kv", query.device.type)(new, kv, metadata.slot_mapping)
-        first = metadata.num_decodes
-        decodes, chunks = self._parts
-        out = self._expand(query[first:], None if new is None else new.key[first:], kv, chunks, shape)
-        if first:
-            out = torch.cat((self._attend_rows(query[:first], None, kv, decodes, shape), out))
+        out = query.new_zeros(len(query), shape.num_heads, shape.latent.value_dim)
+        rest, tokens = self._rest
+        if rest.num_requests:
+            out[tokens] = self._attend_rows(query[tokens], None, kv, rest, shape)
+        if self._expanded:
+            self._expand(out, query, None if new is None else new.key, kv, metadata, shape)
         if self._long:
             self._attend_chosen(out, query, kv, metadata, shape)
         return out
@@ -190,28 +196,25 @@ class MLABackend:
 
     def _expand(
         self,
+        out: torch.Tensor,
         query: torch.Tensor,
         new_rows: torch.Tensor | None,
         kv: LayerKv,
-        chunks: AttentionMetadata,
+        metadata: AttentionMetadata,
         shape: AttentionShape,
-    ) -> torch.Tensor:
-        """The expanded form, request by request.  ``new_rows`` are this step's, if they are at hand."""
-        maps = shape.latent
-        assert maps is not None
-        out, start = query.new_zeros(len(query), shape.num_heads, maps.value_dim), 0
-        lengths = zip(chunks.host_query_lens.tolist(), chunks.host_seq_lens.tolist(), strict=True)
-        for index, (length, seq_len) in enumerate(lengths):
+    ) -> None:
+        """Write the outputs of the requests in the expanded form into ``out``.  ``new_rows`` are this step's, if they
+        are at hand."""
+        lengths = metadata.host_query_lens
+        starts = lengths.cumsum() - lengths
+        for index in self._expanded:
+            start, length = int(starts[index]), int(lengths[index])
             own = slice(start, start + length)
-            start += length
-            if not seq_len:
-                continue  # padding
-            if new_rows is not None and seq_len == length and kv.cache.dtype == query.dtype:
+            if new_rows is not None and metadata.host_seq_lens[index] == length and kv.cache.dtype == query.dtype:
                 rows = new_rows[own]
             else:
-                rows = self._reader.read(kv, 0, self._place(index, chunks, kv)).to(query.dtype)
+                rows = self._reader.read(kv, 0, self._place(index, metadata, kv)).to(query.dtype)
             out[own] = self._attend_expanded(query[own], rows, shape)
-        return out
 
     def _attend_expanded(self, query: torch.Tensor, rows: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
         """Queries of one request over keys and values made of its ``rows``; see ``attend_expanded``."""
@@ -221,20 +224,20 @@ class MLABackend:
             return attend_expanded(query, rows, shape, self._masks)
         return backend.attend_expanded(query, rows, shape)
 
-    def _place(self, index: int, chunks: AttentionMetadata, kv: LayerKv) -> torch.Tensor:
+    def _place(self, index: int, metadata: AttentionMetadata, kv: LayerKv) -> torch.Tensor:
         """Where the rows of request ``index`` lie in the cache; the same in all layers of a kind."""
         block_size = kv.cache.shape[2]
         kind = block_size, kv.rows_per_block if kv.scales is None else block_size
-        key = (id(chunks), index, *kind)
+        key = (index, *kind)
         found = self._places.get(key)
         if found is None:
             group = QueryGroup(
                 rows=np.array([index], dtype=np.int32),
                 starts=np.zeros(1, dtype=np.int32),
-                seq_lens=chunks.host_seq_lens[index : index + 1],
-                query_len=int(chunks.host_query_lens[index]),
+                seq_lens=metadata.host_seq_lens[index : index + 1],
+                query_len=int(metadata.host_query_lens[index]),
             )
-            found = self._places[key] = visible_keys(group, None, chunks, *kind).rows
+            found = self._places[key] = visible_keys(group, None, metadata, *kind).rows
         return found
 
 
@@ -254,17 +257,6 @@ def attend_fresh_chosen(query: torch.Tensor, rows: torch.Tensor, start: int, sha
 def _rank_of(shape: AttentionShape) -> int:
     assert shape.value_dim is not None, "the layer keeps latents"
     return shape.value_dim
-
-
-def _without(metadata: AttentionMetadata, is_left_out: npt.NDArray[np.bool_]) -> AttentionMetadata:
-    """The step with these requests (B,) as padding."""
-    kept = torch.from_numpy(~is_left_out).to(metadata.seq_lens.device)
-    return replace(
-        metadata,
-        seq_lens=metadata.seq_lens * kept,
-        host_seq_lens=np.where(is_left_out, 0, metadata.host_seq_lens).astype(metadata.host_seq_lens.dtype),
-        is_padded=True,
-    )
 
 
 def attend_expanded(
@@ -288,27 +280,25 @@ def attend_expanded(
     return out
 
 
-def split_step(metadata: AttentionMetadata) -> tuple[AttentionMetadata, AttentionMetadata]:
-    """Return a mixed step's decodes, and its prefills with the padding tokens after them, each as a separate step."""
-    first = metadata.num_decodes
-    decodes = AttentionMetadata(
-        num_decodes=first,
-        slot_mapping=metadata.slot_mapping[:first],
-        block_table=metadata.block_table[:first],
-        seq_lens=metadata.seq_lens[:first],
-        query_start=metadata.query_start[: first + 1],
-        host_query_lens=metadata.host_query_lens[:first],
-        host_seq_lens=metadata.host_seq_lens[:first],
+def part_of_step(metadata: AttentionMetadata, rows: npt.NDArray[np.int_]) -> tuple[AttentionMetadata, TokenSelection]:
+    """Return the step of these requests ``rows`` (n,), rising, and which of the whole step's tokens are theirs."""
+    count, lengths, query_start = len(rows), metadata.host_query_lens[rows], metadata.query_start[: len(rows) + 1]
+    tokens: TokenSelection = slice(0, int(lengths.sum()))
+    requests: TokenSelection = slice(0, count)
+    if count and rows[-1] >= count:  # they are not the first ones
+        device = query_start.device
+        ends, own_ends = metadata.host_query_lens.cumsum()[rows], lengths.cumsum()
+        places = (ends - own_ends).repeat(lengths) + np.arange(own_ends[-1])
+        tokens, requests = (torch.from_numpy(array).to(device) for array in (places, rows))
+        query_start = torch.from_numpy(np.concatenate(([0], own_ends)).astype(np.int32)).to(device)
+    part = AttentionMetadata(
+        num_decodes=int((rows < metadata.num_decodes).sum()),
+        slot_mapping=metadata.slot_mapping[tokens],
+        block_table=metadata.block_table[requests],
+        seq_lens=metadata.seq_lens[requests],
+        query_start=query_start,
+        host_query_lens=lengths,
+        host_seq_lens=metadata.host_seq_lens[rows],
         is_padded=metadata.is_padded,
     )
-    prefills = AttentionMetadata(
-        num_decodes=0,
-        slot_mapping=metadata.slot_mapping[first:],
-        block_table=metadata.block_table[first:],
-        seq_lens=metadata.seq_lens[first:],
-        query_start=metadata.query_start[first:] - first,
-        host_query_lens=metadata.host_query_lens[first:],
-        host_seq_lens=metadata.host_seq_lens[first:],
-        is_padded=metadata.is_padded,
-    )
-    return decodes, prefills
+    return part, tokens

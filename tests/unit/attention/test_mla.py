@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.paged_batches import make_batch
 from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough
 from tests.unit.models.test_quantization_config import BLOCK_FP8
 from tp_engine.advice.weight_sizes import local_parameters
 from tp_engine.attention import mla
-from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
-from tp_engine.attention.mla import MLABackend
+from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionNeeds, AttentionShape
+from tp_engine.attention.calls import TokenSelection
+from tp_engine.attention.mla import MLABackend, part_of_step
 from tp_engine.attention.registry import check_backend, select_backend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.config import EngineConfig
@@ -345,6 +347,51 @@ def expected(query: torch.Tensor, rows: torch.Tensor, maps: Maps, scale: float) 
     hidden = position > position[len(rows) - len(query) :, None]
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     return torch.einsum("htn,nhd->thd", weights, value)
+
+
+class TokenMaps(Maps):
+    """Maps whose results do not depend on the number of tokens."""
+
+    def absorb(self, query: torch.Tensor) -> torch.Tensor:
+        return torch.cat([super(TokenMaps, self).absorb(one) for one in query.split(1)])
+
+    def values(self, attended: torch.Tensor) -> torch.Tensor:
+        return torch.cat([super(TokenMaps, self).values(one) for one in attended.split(1)])
+
+
+def differing_alone(inner: AttentionBackend, requests: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those ``requests`` (query length, sequence length) of a step, decodes first, that have other bits alone."""
+    heads, (rank, nope, rope, value_dim) = 4, (24, 16, 8, 12)
+    maps = TokenMaps(torch.randn(heads, nope + value_dim, rank) / rank**0.5, nope, rope)
+    rows = AttentionShape(num_heads=heads, num_kv_heads=1, head_dim=rank + rope, scale=0.1, value_dim=rank, latent=maps)
+    batch, backend = make_batch(requests, rows, block_size=4), MLABackend(inner)
+    kv, query = LayerKv(batch.kv_cache[:1]), torch.randn(len(batch.query), heads, nope + rope)
+
+    def attend(metadata: AttentionMetadata, tokens: TokenSelection) -> torch.Tensor:
+        backend.prepare(metadata)
+        new = batch.key[tokens]
+        return backend.forward(query[tokens], KeyValue(new, new[..., :rank]), kv, metadata, rows)
+
+    together = attend(batch.metadata, slice(len(query)))
+    alone = (part_of_step(batch.metadata, np.array([index])) for index in range(len(requests)))
+    return [
+        request
+        for request, (metadata, tokens) in zip(requests, alone, strict=True)
+        if not torch.equal(attend(metadata, tokens), together[tokens])
+    ]
+
+
+# On each side of the length from which on chunks are expanded, fresh and behind cached tokens, in any order; numbers of
+# queries differ, because PyTorch's backend attends for equal ones in one call.
+ALL_KINDS = [(1, 17), (150, 150), (9, 21), (130, 170), (5, 40), (127, 200), (128, 131)]
+
+
+@pytest.mark.parametrize("name", ["torch", "native"])
+def test_a_request_has_the_same_bits_alone(name: str) -> None:
+    """Oracle: each request in a step of its own, bit by bit; the others do not choose its form."""
+    if name == "native" and native_library() is None:
+        pytest.skip("the native kernels can not be built here")
+    assert differing_alone(TorchBackend() if name == "torch" else NativeBackend(), ALL_KINDS) == []
 
 
 @pytest.mark.parametrize("sizes", [(24, 16, 8, 12), (512, 128, 64, 128)], ids=["small", "deepseek"])
