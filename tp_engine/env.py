@@ -14,6 +14,30 @@ _LAUNCH_VARIABLES = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A variable of the environment; ``default`` is its value where it is not set, or empty."""
+
+    name: str
+    default: str = ""
+
+    def read(self) -> str:
+        """Return its value now."""
+        return os.environ.get(self.name) or self.default
+
+
+LOG_LEVEL = Variable("TP_ENGINE_LOG_LEVEL", "INFO")
+API_KEY = Variable("TP_ENGINE_API_KEY")  # the server's key if --api-key is not given
+ADMIN_API_KEY = Variable("TP_ENGINE_ADMIN_API_KEY")  # that of its operators if --admin-api-key is not given
+FAULT = Variable("TP_ENGINE_FAULT")  # what tests inject (faults.py)
+NATIVE_KERNELS = Variable("TP_ENGINE_NATIVE", "1")  # 0 switches the compiled CPU kernels off
+NOTIFY_SOCKET = Variable("NOTIFY_SOCKET")  # where systemd wants to hear of a service's state (Type=notify)
+OTLP_PROTOCOL = Variable("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
+OTEL_SERVICE_NAME = Variable("OTEL_SERVICE_NAME", "tp_engine")  # this server's name in its spans
+RUN_ID = Variable("TORCHELASTIC_RUN_ID")  # the name of torchrun's job; random with --standalone
+AGENT_STORE = Variable("TORCHELASTIC_USE_AGENT_STORE")  # "True": the agent serves the ranks' store, else rank 0 does
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedRank:
     """This process's place in a torchrun job, as torchrun's variables say; ``num_hosts`` 0 if they do not say it."""
@@ -72,70 +96,20 @@ def has_torchrun_agent() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def run_id() -> str:
-    """``TORCHELASTIC_RUN_ID``, the name of torchrun's job, random with ``--standalone``; empty for other launchers."""
-    return os.environ.get("TORCHELASTIC_RUN_ID", "")
-
-
-def has_agent_store() -> bool:
-    """Return whether torchrun's agent serves the store in which the ranks meet; else rank 0 does."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def launch_marks() -> dict[str, str]:
     """Return the variables that torchrun's agent gives to every rank of this job alike; empty under other launchers."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     return {name: os.environ.get(name, "") for name in names} if has_torchrun_agent() else {}
 
 
-def log_level() -> str:
-    """``TP_ENGINE_LOG_LEVEL``, INFO unless set."""
-    return os.environ.get("TP_ENGINE_LOG_LEVEL", "INFO").upper()
-
-
 def log_warnings_only() -> None:
     """Let this process, and those that it starts, log warnings and errors, unless ``TP_ENGINE_LOG_LEVEL`` is set."""
-    os.environ.setdefault("TP_ENGINE_LOG_LEVEL", "WARNING")
-
-
-def notify_socket() -> str | None:
-    """``NOTIFY_SOCKET``: where systemd wants to hear of a service's state (``Type=notify``)."""
-    return os.environ.get("NOTIFY_SOCKET") or None
-
-
-def default_api_key() -> str | None:
-    """``TP_ENGINE_API_KEY``: the server's key if ``--api-key`` is not given."""
-    return os.environ.get("TP_ENGINE_API_KEY") or None
-
-
-def default_admin_api_key() -> str | None:
-    """``TP_ENGINE_ADMIN_API_KEY``: the key of the server's operators if ``--admin-api-key`` is not given."""
-    return os.environ.get("TP_ENGINE_ADMIN_API_KEY") or None
-
-
-def otlp_protocol() -> str:
-    """``OTEL_EXPORTER_OTLP_TRACES_PROTOCOL``: the protocol for spans, ``grpc`` unless set."""
-    return os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
-
-
-def otel_service_name() -> str:
-    """``OTEL_SERVICE_NAME``: this server's name in its spans."""
-    return os.environ.get("OTEL_SERVICE_NAME", "tp_engine")
+    os.environ.setdefault(LOG_LEVEL.name, "WARNING")
 
 
 def silence_advice() -> None:
     """Set ``TRANSFORMERS_NO_ADVISORY_WARNINGS``, so that transformers does not warn about a missing torch."""
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
-
-
-def fault() -> str:
-    """``TP_ENGINE_FAULT``: the faults that tests inject; see ``tp_engine.faults``."""
-    return os.environ.get("TP_ENGINE_FAULT", "")
-
-
-def wants_native_kernels() -> bool:
-    """``TP_ENGINE_NATIVE``: 0 switches the compiled CPU kernels off."""
-    return os.environ.get("TP_ENGINE_NATIVE", "1") != "0"
 
 
 def cache_dir() -> Path:

@@ -46,7 +46,7 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
 
 def configured_faults() -> tuple[Fault, ...]:
     """Return the faults of ``TP_ENGINE_FAULT``."""
-    return parse_faults(env.fault())
+    return parse_faults(env.FAULT.read())
 
 
 class FaultInjector:

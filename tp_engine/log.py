@@ -35,7 +35,7 @@ def configure_logging(process: str, log_format: str = "text", *, others: Sequenc
     handler.setFormatter(_JsonFormatter(process) if log_format == "json" else _TextFormatter(process))
     logger = logging.getLogger(_ROOT)
     logger.handlers[:] = [handler]
-    logger.setLevel(env.log_level())
+    logger.setLevel(env.LOG_LEVEL.read().upper())
     logger.propagate = False
     if others:
         beside = logging.StreamHandler(sys.stderr)

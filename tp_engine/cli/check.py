@@ -131,7 +131,7 @@ def _check_url(options: Options, config: CheckConfig, engine: EngineConfig, serv
             url=config.url or "",
             model=config.reference or engine.model,
             name=next(iter(server.served_model_name), None),
-            api_key=next(iter(server.api_key), env.default_api_key()),
+            api_key=next(iter(server.api_key), env.API_KEY.read() or None),
             quick=config.quick,
             oracle_device=config.oracle_device,
             note=lambda text: bar.set_description(text),

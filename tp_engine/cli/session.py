@@ -47,7 +47,7 @@ class ClientConfig:
     @property
     def key(self) -> str | None:
         """The key to send, if any."""
-        return self.api_key or env.default_api_key()
+        return self.api_key or env.API_KEY.read() or None
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def job_store(*, timeout_s: float) -> Store:
 def _store_of_job(timeout_s: float) -> Store:
     launched = env.launched_rank()
     assert launched is not None
-    if launched.rank == 0 and not env.has_agent_store():
+    if launched.rank == 0 and env.AGENT_STORE.read() != "True":
         _serve_launched(launched.master_addr, launched.master_port)
     store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
     found: Store = store

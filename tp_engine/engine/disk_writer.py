@@ -17,7 +17,7 @@ from tp_engine.log import get_logger
 from tp_engine.plan import StepPlan
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.sched.tiers.disk_journal import DiskContents, JournalHeader, read_header, read_nodes
-from tp_engine.sched.tiers.disk_waits import DiskWaits
+from tp_engine.sched.tiers.tier_waits import DiskWaits
 from tp_engine.worker.tiers.disk_start import DiskStart
 
 logger = get_logger(__name__)

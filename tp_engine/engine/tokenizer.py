@@ -1,5 +1,6 @@
 """Loads a model's tokenizer, and decodes tokens with it."""
 
+import importlib
 import json
 import re
 from collections.abc import Callable
@@ -8,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tp_engine.engine.byte_letters import byte_letters
-from tp_engine.engine.folder_template import folder_template
-from tp_engine.engine.tiktoken_model import is_ranked, load_ranked
+from tp_engine.engine.tiktoken_model import TEKKEN_FILE, is_ranked, load_ranked
 from tp_engine.errors import ConfigError
 from tp_engine.files import MAX_TOKENIZER_BYTES, check_folder, read_json, read_text
+from tp_engine.log import get_logger, warn_once
+
+logger = get_logger(__name__)
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -26,6 +29,8 @@ _TOKENIZER_FILES = (
 _HUB_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")
 _PLAIN_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")  # which transformers reads itself
 _TOKENIZER_FIELDS = ("model_type", "model_name", "tokenizer_class")  # the fields of config.json that choose a tokenizer
+# The model_type of config.json -> the template, a file beside this one.
+_OUR_TEMPLATES = {"deepseek_v32": "deepseek_v32.jinja"}
 _REPLACEMENT = "\ufffd"
 _BYTE_NAME = re.compile("<0x[0-9A-Fa-f]{2}>")
 _LATIN = {chr(byte): byte for byte in range(256)}
@@ -34,12 +39,51 @@ _LATIN = {chr(byte): byte for byte in range(256)}
 def load_tokenizer(source: str, revision: str | None = None) -> Any | None:
     """Return the tokenizer of a folder or hub name; None for a folder without one.  ``ConfigError`` if it can not be
     loaded.  Code that comes with a model is never run.  A chat template that is not among the tokenizer's own files is
-    looked for elsewhere (``folder_template.py``)."""
+    looked for elsewhere."""
     folder = _folder(source, revision)
     tokenizer = _load(source, folder)
     if tokenizer is not None and tokenizer.chat_template is None:
-        tokenizer.chat_template = folder_template(folder)
+        tokenizer.chat_template = _folder_template(folder)
     return tokenizer
+
+
+def _folder_template(folder: Path) -> str | None:
+    """The text of a chat template for a tokenizer that has none; None if there is none.
+
+    | the folder has | the template is |
+    | --- | --- |
+    | chat_template.json, as older models with images | in that file |
+    | config.json of DeepSeek V3.2, whose repository has code instead | ``deepseek_v32.jinja``, beside this file |
+    | tekken.json, Mistral's own format | made by the package mistral-common, if it is installed |
+    """
+    written = _json_object(folder / "chat_template.json").get("chat_template")
+    if isinstance(written, str):
+        return written
+    ours = _OUR_TEMPLATES.get(str(_json_object(folder / "config.json").get("model_type")))
+    if ours is not None:
+        return read_text(Path(__file__).with_name(ours))
+    tekken = folder / TEKKEN_FILE
+    return _made_template(tekken) if tekken.is_file() else None
+
+
+def _made_template(tekken: Path) -> str | None:
+    remedy = "chats need --chat-template"
+    try:
+        maker: Any = importlib.import_module("mistral_common.integrations.chat_templates.chat_templates")
+    except ImportError:
+        warn_once(
+            logger,
+            "%s comes without a chat template: %s, or the package mistral-common, which makes one: pip install "
+            "'tp-engine[mistral]'",
+            tekken,
+            remedy,
+        )
+        return None
+    try:
+        return str(maker.convert_tokenizer_to_chat_template(tekken))
+    except Exception as error:  # the library raises whatever it likes
+        warn_once(logger, "mistral-common makes no chat template from %s (%s): %s", tekken, error, remedy)
+        return None
 
 
 def _folder(source: str, revision: str | None) -> Path:

@@ -12,9 +12,8 @@ from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.spec_decode.proposer import Proposer
 from tp_engine.sched.spec_decode.speculation import Speculation
 from tp_engine.sched.step_scheduler import StepScheduler
-from tp_engine.sched.tiers.disk_waits import DiskWaits
 from tp_engine.sched.tiers.prefetch import Prefetcher
-from tp_engine.sched.tiers.tier_loads import TierLoads
+from tp_engine.sched.tiers.tier_waits import DiskWaits, TierLoads
 
 
 def make_features(

@@ -6,7 +6,7 @@
     GRAMMAR    a request with a grammar comes in                     its grammar is compiled (``Scheduler.constrain``)
     TOKEN      a row with a grammar is planned to be sampled         the result brings the token: the next mask needs it
     LOADING    a sequence enters whose K/V is in the host tier       the loads have gone out with a plan
-    READING    a sequence could enter whose K/V is on disk           it is on the host, or time is up (``disk_waits``)
+    READING    a sequence could enter whose K/V is on disk           it is on the host, or time is up (``tier_waits``)
 
 A sequence without a row that has a bit is in no queue.  A row with a bit is in no plan, but keeps its blocks, and can
 be preempted like any other.  ``Scheduler.ready`` clears a bit.

@@ -171,12 +171,12 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
     @property
     def api_keys(self) -> tuple[str, ...]:
         """The keys of ``api_key`` and ``api_key_file``, else the environment's; empty for an open server."""
-        return _keys("api_key_file", self.api_key, self.api_key_file, env.default_api_key())
+        return _keys("api_key_file", self.api_key, self.api_key_file, env.API_KEY.read() or None)
 
     @property
     def admin_api_keys(self) -> tuple[str, ...]:
         """The keys of ``admin_api_key`` and ``admin_api_key_file``, else the environment's."""
-        default = env.default_admin_api_key()
+        default = env.ADMIN_API_KEY.read() or None
         return _keys("admin_api_key_file", self.admin_api_key, self.admin_api_key_file, default)
 
 

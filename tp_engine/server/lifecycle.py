@@ -287,5 +287,5 @@ def _presence_name() -> str:
     launched = env.launched_rank()
     assert launched is not None
     namespace = os.stat("/proc/self/ns/pid").st_ino
-    job = (env.run_id(), launched.master_addr, launched.master_port, os.getuid(), os.getppid(), namespace)
+    job = (env.RUN_ID.read(), launched.master_addr, launched.master_port, os.getuid(), os.getppid(), namespace)
     return f"\0tp_engine-rank0-{hashlib.sha256(repr(job).encode()).hexdigest()[:32]}"

@@ -175,8 +175,8 @@ def _load_early(source: str | None) -> Any | None:
 
 def _tell_systemd(state: str) -> None:
     """Send the service's state to the socket that systemd has named, if any; a name that begins with @ is no file."""
-    address = env.notify_socket()
-    if address is None:
+    address = env.NOTIFY_SOCKET.read()
+    if not address:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         sender.settimeout(_NOTIFY_S)

@@ -38,7 +38,7 @@ def check_tracing() -> None:
             "otlp_traces_endpoint is set but OpenTelemetry is not installed; pip install 'tp-engine[otel]', or leave "
             "the option out"
         )
-    if (protocol := env.otlp_protocol()) not in ("grpc", "http/protobuf"):
+    if (protocol := env.OTLP_PROTOCOL.read()) not in ("grpc", "http/protobuf"):
         raise ConfigError(
             f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is {protocol!r}; it must be grpc (the default) or http/protobuf"
         )
@@ -52,7 +52,7 @@ class RequestTracer:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        resource = Resource.create({"service.name": env.otel_service_name(), "service.version": __version__})
+        resource = Resource.create({"service.name": env.OTEL_SERVICE_NAME.read(), "service.version": __version__})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("tp_engine", __version__)
@@ -111,7 +111,7 @@ class RequestTracer:
 
 def _exporter(endpoint: str) -> SpanExporter:
     check_tracing()
-    if env.otlp_protocol() == "grpc":
+    if env.OTLP_PROTOCOL.read() == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
         exporter: SpanExporter = GrpcExporter(endpoint=endpoint)

@@ -1,4 +1,4 @@
-"""Orders: what an operator asks of all ranks at once, which all of them do or none.
+"""What all ranks do together or not at all: orders of an operator, and the phases of the start.
 
 ::
 
@@ -13,19 +13,22 @@ To add an order, write its ``prepare`` in a file of its own, and add a line to `
 it needs of the rank.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
-from tp_engine.distributed.groups import RankGroups
+from tp_engine.distributed.groups import HostGroup, RankGroups
+from tp_engine.errors import RankError
 from tp_engine.log import get_logger
 from tp_engine.plan import Order
-from tp_engine.progress import RankPhase
-from tp_engine.worker.startup_phases import failures
+from tp_engine.progress import RankPhase, RankProgress, tell_progress
 
 logger = get_logger(__name__)
+
+Result = TypeVar("Result")
 
 Arguments: TypeAlias = Mapping[str, Any]
 """An order's arguments: values that JSON has."""
@@ -78,3 +81,48 @@ def execute_command(data: bytes, orders: Mapping[str, Prepare], groups: RankGrou
     assert prepared is not None
     progress.reach(RankPhase.COMMIT)
     return Outcome("", prepared.commit() or {})
+
+
+def failures(failure: Exception | None, group: HostGroup, progress: RankProgress) -> dict[int, str]:
+    """Return the ranks on which a phase has failed, each with the text of its error; a collective.
+
+    ``failure`` is this rank's own error.
+    """
+    progress.done()
+    text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    return {rank: report.decode() for rank, report in enumerate(group.all_gather_bytes(text.encode())) if report}
+
+
+class StartUp:
+    """Runs the phases of the start on all ranks; ``seconds`` has the time of each phase on this rank."""
+
+    def __init__(self, group: HostGroup, progress: RankProgress) -> None:
+        self._group = group
+        self._progress = progress
+        self.seconds: dict[str, float] = {}
+
+    def run(self, name: str, body: Callable[[], Result]) -> Result:
+        """Run a phase that may contain collectives: a failure ends this rank, and the other ranks notice its end."""
+        started_s = time.perf_counter()
+        tell_progress(name)
+        result = body()
+        self.seconds[name] = time.perf_counter() - started_s
+        logger.info("%s took %.2f s", name, self.seconds[name])
+        return result
+
+    def run_agreed_phase(self, name: str, body: Callable[[], Result]) -> Result:
+        """Run a phase without collectives: if it fails on one rank, it raises on every rank and names that one.
+
+        The failing rank raises its own error, the others a ``RankError`` that carries its text.
+        """
+        failure: Exception | None = None
+        try:
+            result = self.run(name, body)
+        except Exception as error:
+            failure = error
+        failed = failures(failure, self._group, self._progress)
+        if failure is not None:
+            raise failure
+        for rank, text in failed.items():
+            raise RankError(rank, f"{name} failed: {text}")
+        return result

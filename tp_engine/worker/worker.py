@@ -38,12 +38,11 @@ from tp_engine.worker.memory.ledger import MemoryLedger, memory_lines
 from tp_engine.worker.memory.meter import MemoryMeter, MemoryMonitor, choose_blocks, log_memory, settle_blocks
 from tp_engine.worker.model_loading import load_head, load_model, log_weights
 from tp_engine.worker.model_runner import ModelRunner
-from tp_engine.worker.orders import Outcome, Prepare, Prepared, execute_command
+from tp_engine.worker.orders import Outcome, Prepare, Prepared, StartUp, execute_command
 from tp_engine.worker.profiling import make_step_profiler, names_for
 from tp_engine.worker.results.layer_watch import LayerWatch, watch_layers
 from tp_engine.worker.results.readback import PendingStep
 from tp_engine.worker.sleep import sleep, wake_up
-from tp_engine.worker.startup_phases import StartUp
 from tp_engine.worker.tiers.disk_start import DiskStart, open_disk_tier
 from tp_engine.worker.tiers.host_tier import HostTierWorker, settle_host_slots
 from tp_engine.worker.trial_steps import (

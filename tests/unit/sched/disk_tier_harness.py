@@ -18,7 +18,7 @@ from tp_engine.sched.kv_events import KVEventSink
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.sched.tiers.disk_journal import DiskContents, JournalHeader, read_header, read_nodes
 from tp_engine.sched.tiers.disk_tier import TierLinks
-from tp_engine.sched.tiers.disk_waits import DiskWaits
+from tp_engine.sched.tiers.tier_waits import DiskWaits
 from tp_engine.tier_progress import CHANNEL_WORDS, TIER_CHANNELS, TierProgress, TierProgressReader
 
 

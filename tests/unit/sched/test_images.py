@@ -28,8 +28,7 @@ from tp_engine.images.image_input import ImageInput
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.request import EngineRequest, FinishReason
 from tp_engine.sampling_params import SamplingParams
-from tp_engine.sched.encoder_cache import EncoderCache
-from tp_engine.sched.images import ImageCounters
+from tp_engine.sched.images import EncoderCache, ImageCounters
 from tp_engine.sched.limits import ImageLimits, SchedulerLimits
 from tp_engine.worker.image_encoder import read_pixels, rows_within, turning_positions
 

@@ -26,8 +26,8 @@ from tp_engine.worker.codecs.base import BlockCopy
 from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.memory.kv_cache import KvCacheShape
 from tp_engine.worker.tiers.disk_files import Identity, SlotFiles, choose_disk_slots, lock_directory, make_directory
+from tp_engine.worker.tiers.disk_start import make_identity
 from tp_engine.worker.tiers.disk_tier import DiskTierWorker
-from tp_engine.worker.tiers.fingerprint import make_identity
 
 CPU = torch.device("cpu")
 SLOT_BYTES = 5000

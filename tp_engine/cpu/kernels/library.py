@@ -20,7 +20,7 @@ _logger = get_logger(__name__)
 def native_library() -> ctypes.CDLL | None:
     """Return the kernels, compiled if need be; None, with one line in the log, if they are unavailable or switched
     off."""
-    if not env.wants_native_kernels():
+    if env.NATIVE_KERNELS.read() == "0":
         _logger.info("native CPU kernels are switched off by TP_ENGINE_NATIVE")
         return None
     try:

@@ -9,7 +9,7 @@ nowhere above.  Blocks move between disk and host only::
 
     written   each block that the cache gets, the longest cached first, while its slot on the host can be spared; before
               them those that the host would lose next.  So what the tiers above give up has a copy, as a rule
-    read      when a prompt needs it (``disk_waits``), into a slot on the host, which stands in the runs at once, so
+    read      when a prompt needs it (``tier_waits``), into a slot on the host, which stands in the runs at once, so
               that others share the read
 
 Plans order reads and writes (``disk_reads``, ``disk_writes``); threads of the ranks make them at their own pace, each

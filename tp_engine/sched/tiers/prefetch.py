@@ -30,8 +30,8 @@ from tp_engine.sched.feature import SchedulerFeature
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import NEVER, RequestGroup, Sequence, SequencePhase, Shared
-from tp_engine.sched.tiers.disk_waits import DiskWaits
 from tp_engine.sched.tiers.host_tier import HostTierManager
+from tp_engine.sched.tiers.tier_waits import DiskWaits
 
 _NUM_CANDIDATES = 3
 _MOST_EARLY = 8

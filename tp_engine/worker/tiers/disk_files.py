@@ -6,7 +6,7 @@
     rank-0.index    | 8 KiB: JSON | 32 bytes per slot: serial (8) | xxh3-64 of the slot (8) | fingerprint (16) |
 
 The JSON names the format, the store (random, the same in all files of a directory), the number and the size of the
-slots, and the parts of the fingerprint (fingerprint.py).  A slot is written in three steps: its index entry is cleared,
+slots, and the parts of the fingerprint (disk_start.py).  A slot is written in three steps: its index entry is cleared,
 then its bytes are written, then the entry.  So a process that dies at any byte leaves an entry that is empty or right,
 and what a machine loses that dies itself is found by the checksum.  Serial 0 is empty.
 

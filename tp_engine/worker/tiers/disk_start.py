@@ -14,7 +14,7 @@ Serials of writes go on behind the largest that any rank has, which all ranks kn
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -22,19 +22,26 @@ from typing import Protocol, TypeVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
+from tp_engine.distributed.rank import RankInfo
 from tp_engine.log import get_logger
 from tp_engine.tier_progress import TierProgress
 from tp_engine.units import format_gib
+from tp_engine.version import __version__
+from tp_engine.weights.fingerprint import weights_fingerprint
+from tp_engine.worker.codecs.base import Codec
+from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.features import RunnerFeatureParts
 from tp_engine.worker.memory.kv_cache import KvCacheShape
 from tp_engine.worker.memory.meter import settle_slots
-from tp_engine.worker.tiers.disk_files import SlotFiles, choose_disk_slots, lock_directory, make_directory
+from tp_engine.worker.tiers.disk_files import Identity, SlotFiles, choose_disk_slots, lock_directory, make_directory
 from tp_engine.worker.tiers.disk_tier import DiskTierWorker
-from tp_engine.worker.tiers.fingerprint import make_identity
 from tp_engine.worker.tiers.host_tier import HostTierWorker
 
 logger = get_logger(__name__)
+
+_FORMAT = 1  # of the fingerprint
 
 Result = TypeVar("Result")
 
@@ -159,3 +166,45 @@ def _log_loss(reports: list[_RankStore], *, keeps: bool) -> None:
         )
     elif any(report.store for report in reports):
         logger.warning("the disk tier begins empty, because the files of its ranks do not belong together")
+
+
+def make_identity(
+    effective: EffectiveConfig, info: RankInfo, shape: KvCacheShape, backends: Sequence[str], *, codec: Codec
+) -> Identity:
+    """Return the identity of this rank's blocks, which ``codec`` writes into slots; ``backends`` are those of the
+    groups.  Blocks of another process are used only if all of it is equal::
+
+        weights    the names, types and shapes of all tensors, and a page of each (weights/fingerprint.py)
+        model      the ModelSpec as read: layers, rope, norms, overrides; max_model_len, which chooses rope scales
+        types      of weights, of the cache, the quantization and the codec of the tiers
+        layout     block size, groups of layers, this rank's heads, and what the codec makes of a block, in which order
+        ranks      this rank's number and that of all, and whether experts stay whole
+        kernel     attention backends
+        format     of this fingerprint, and the version of the program
+
+    Weights count by content, not by the model's name.  Reading all of them would take as long as loading them, so pages
+    are sampled: a tensor that was trained on differs in nearly every page.
+    """
+    config = effective.config
+    parts = {
+        "weights": _weights(effective.model_path, config.load_format, config.seed),
+        "model": _digest(repr(effective.model), str(effective.max_model_len)),
+        "types": _digest(config.dtype, config.kv_cache_dtype, str(config.quantization), config.kv_offloading_codec),
+        "layout": _digest(
+            str(config.block_size), repr(effective.model.kv_layout), repr(shape), codec.fingerprint().hex()
+        ),
+        "ranks": f"{info.rank} of {info.world_size}, experts whole: {config.enable_expert_parallel}",
+        "kernel": _digest(config.device, *backends),
+        "format": f"{_FORMAT} of {__version__}",
+    }
+    whole = xxhash.xxh3_128_digest("\n".join(f"{name}={value}" for name, value in sorted(parts.items())).encode())
+    return Identity(whole, parts)
+
+
+def _digest(*texts: str) -> str:
+    return xxhash.xxh3_128_hexdigest("\0".join(texts).encode())
+
+
+def _weights(path: Path, load_format: str, seed: int) -> str:
+    """Of the checkpoint's tensors, by content; made-up weights follow from their seed."""
+    return f"dummy {seed}" if load_format == "dummy" else weights_fingerprint(path)
