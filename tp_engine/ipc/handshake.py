@@ -5,9 +5,9 @@
     rank 0's end                                              the other host's end
       | magic 8 | nonce 32 |                          --->
                                                       <---      | length u32 | HostHello as JSON | proof 32 |
-      | length u32 | Welcome as JSON | proof 32 |     --->
+      | length u32 | why not, or empty | proof 32 |   --->
 
-    proof = HMAC-SHA-256(key, side, the other side's nonce, the JSON)
+    proof = HMAC-SHA-256(key, side, the other side's nonce, what is said)
 
 The key is 32 random bytes that only the job's store holds.  A connection without the right proof is closed, and the
 listener waits on: whatever comes to the port can not end the job.  Nothing is pickled.  A host with the right key whose
@@ -31,7 +31,7 @@ from tp_engine.log import get_logger
 
 logger = get_logger(__name__)
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 KEY_BYTES: Final = 32
 _MAGIC: Final = b"tpelink1"
 _NONCE_BYTES: Final = 32
@@ -52,12 +52,6 @@ class HostHello(msgspec.Struct, kw_only=True):
     purpose: Literal["plan", "watch"]
     nonce: str
     identity: dict[str, str]
-
-
-class Welcome(msgspec.Struct, kw_only=True):
-    """Rank 0's answer; ``refusal`` is empty, or says why the host can not take part."""
-
-    refusal: str
 
 
 def differences(identity: Mapping[str, str], far: Mapping[str, str], host: int) -> list[str]:
@@ -144,8 +138,7 @@ class Listener:
         payload = _receive_proven(connection, self._key, b"host", nonce)
         hello = msgspec.json.decode(payload, type=HostHello)
         refusal = self._why_not(hello)
-        answer = msgspec.json.encode(Welcome(refusal=refusal))
-        _send_proven(connection, self._key, b"rank 0", bytes.fromhex(hello.nonce), answer)
+        _send_proven(connection, self._key, b"rank 0", bytes.fromhex(hello.nonce), refusal.encode())
         if refusal:
             raise ValueError(refusal)
         return hello
@@ -186,8 +179,7 @@ def connect(
             raise ValueError("it is not rank 0 of this version")
         payload = msgspec.json.encode(hello)
         _send_proven(connection, key, b"host", greeting[len(_MAGIC) :], payload)
-        answer = _receive_proven(connection, key, b"rank 0", bytes.fromhex(hello.nonce))
-        refusal = msgspec.json.decode(answer, type=Welcome).refusal
+        refusal = _receive_proven(connection, key, b"rank 0", bytes.fromhex(hello.nonce)).decode()
     except (OSError, ValueError) as error:
         connection.close()
         raise RankError(0, f"did not accept the connection of host {hello.host}: {error}") from error

@@ -415,8 +415,7 @@ class Worker:
         tier = runner.feature(HostTierWorker)
         if tier is None or self.effective.config.kv_disk_path is None:
             return
-        together = self._start_up.run_agreed_phase
-        self.disk = open_disk_tier(self._parts, self._kv_shape, together, tier, self._channels)
+        self.disk = open_disk_tier(self._parts, self._kv_shape, self._start_up, tier, self._channels)
         self._closing.callback(self.disk.close)
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -243,7 +244,7 @@ def test_a_disk_that_hangs_holds_up_nothing() -> None:
 
     board = JobBoard.create(1).slots[0]
     tier = DiskTierWorker(
-        np.zeros((4, 8), dtype=np.uint8), Hanging(), board.tier_progress(), first_serial=1, device=CPU
+        np.zeros((4, 8), dtype=np.uint8), cast(Any, Hanging()), board.tier_progress(), first_serial=1, device=CPU
     )
     pairs = np.array([[0, 3], [1, 7]], dtype=np.int32)
     tier.begin(pairs[:1], pairs, lambda: None)

@@ -14,10 +14,9 @@ Serials of writes go on behind the largest that any rank has, which all ranks kn
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -35,6 +34,7 @@ from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.features import RunnerFeatureParts
 from tp_engine.worker.memory.kv_cache import KvCacheShape
 from tp_engine.worker.memory.meter import settle_slots
+from tp_engine.worker.orders import StartUp
 from tp_engine.worker.tiers.disk_files import Identity, SlotFiles, choose_disk_slots, lock_directory, make_directory
 from tp_engine.worker.tiers.disk_tier import DiskTierWorker
 from tp_engine.worker.tiers.host_tier import HostTierWorker
@@ -42,8 +42,6 @@ from tp_engine.worker.tiers.host_tier import HostTierWorker
 logger = get_logger(__name__)
 
 _FORMAT = 1  # of the fingerprint
-
-Result = TypeVar("Result")
 
 
 class _RankStore(msgspec.Struct, array_like=True):
@@ -53,12 +51,6 @@ class _RankStore(msgspec.Struct, array_like=True):
     difference: str
     serials: bytes
     proposal: str
-
-
-class Together(Protocol):
-    """Runs a phase on all ranks; its failure on one is a failure of all: ``StartUp.run_agreed_phase``."""
-
-    def __call__(self, name: str, body: Callable[[], Result]) -> Result: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +75,7 @@ class DiskStart:
 def open_disk_tier(
     parts: RunnerFeatureParts,
     kv_shape: KvCacheShape,
-    together: Together,
+    start_up: StartUp,
     tier: HostTierWorker,
     channels: Mapping[str, TierProgress],
 ) -> DiskStart:
@@ -96,7 +88,7 @@ def open_disk_tier(
     assert config.kv_disk_path is not None
     path = Path(config.kv_disk_path)
     with contextlib.ExitStack() as undo:
-        lock = together("locking the disk tier", lambda: _lock(path) if info.is_first else None)
+        lock = start_up.run_agreed_phase("locking the disk tier", lambda: _lock(path) if info.is_first else None)
         if lock is not None:
             undo.callback(os.close, lock)
         num_slots = settle_slots(
@@ -111,7 +103,7 @@ def open_disk_tier(
             groups.host,
             of="disk tier",
         )
-        files = together(
+        files = start_up.run_agreed_phase(
             "opening the disk tier",
             lambda: undo.enter_context(contextlib.closing(_open(path, num_slots, slot_bytes, parts, kv_shape))),
         )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,20 +27,13 @@ from tp_engine.kv_layout import DiskCounters
 from tp_engine.log import get_logger
 from tp_engine.plan import IntArray
 from tp_engine.tier_progress import TierProgress
+from tp_engine.worker.tiers.disk_files import SlotFiles
 
 logger = get_logger(__name__)
 
 _END_S = 1.0
 _SILENCE_S = 10.0  # between two lines of the log
 Ready: TypeAlias = Callable[[], object]
-
-
-class Files(Protocol):
-    """What a thread uses of ``SlotFiles``."""
-
-    def read(self, slot: int, target: memoryview) -> bool: ...
-    def write(self, slot: int, source: memoryview, serial: int) -> None: ...
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +51,7 @@ class DiskTierWorker:
     def __init__(
         self,
         slots: npt.NDArray[np.uint8],
-        files: Files,
+        files: SlotFiles,
         channels: Mapping[str, TierProgress],
         *,
         first_serial: int,
