@@ -6,6 +6,7 @@
     rank 0 -> frontend    Ready, Added, Rejected, Stats, Report, CommandDone, Stopped, EngineDead
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeAlias, get_args
 
@@ -189,21 +190,7 @@ def _expected_dtype(annotation: Any) -> np.dtype[Any]:
     return dtype
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine, dec_hook=_decode_array)
-_to_frontend: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFrontend, dec_hook=_decode_array)
-
-
-def encode(message: ToEngine | ToFrontend) -> bytes:
-    """Return one message as msgpack."""
-    return _encoder.encode(message)
-
-
-def decode_to_engine(data: bytes) -> ToEngine:
-    """Return a message of the frontend; ``msgspec.ValidationError`` (a ``ValueError``) for anything else."""
-    return _to_engine.decode(data)
-
-
-def decode_to_frontend(data: bytes) -> ToFrontend:
-    """Return a message of rank 0; ``msgspec.ValidationError`` (a ``ValueError``) for anything else."""
-    return _to_frontend.decode(data)
+# From and to msgpack; ``msgspec.ValidationError`` (a ``ValueError``) for anything but a message of the other side.
+encode: Callable[[ToEngine | ToFrontend], bytes] = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
+decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine, dec_hook=_decode_array).decode
+decode_to_frontend: Callable[[bytes], ToFrontend] = msgspec.msgpack.Decoder(ToFrontend, dec_hook=_decode_array).decode

@@ -4,12 +4,16 @@ A section is a field of ``StepPlan``: an array, the admissions, bytes, or a numb
 empty, or 0.  To add an array to the plan, add a field with an empty default to ``StepPlan`` and a line to ``SECTIONS``;
 to add one of a row's parameters, a field to ``RowSampling`` or ``Admission`` and a line to ``ADMISSIONS``.  Either
 makes another ``plan_codec.VERSION``.
+
+``encode`` appends what a value consists of to ``parts``, to be joined, and returns its size in bytes; ``TypeError`` for
+another dtype.  ``decode`` returns the value in ``size`` bytes from ``offset`` on, as views, given the ``fields`` before
+it; ``PlanError`` for anything that ``encode`` did not write.
 """
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,21 +29,6 @@ Part: TypeAlias = bytes | AnyArray
 INT, FLOAT, BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype(np.bool_)
 ANY = -1  # number of columns: whatever the array has
 _SAMPLING = "sampling."
-
-
-class Section(Protocol):
-    """A field of a plan, by its ``name``."""
-
-    @property
-    def name(self) -> str:
-        """The field."""
-
-    def encode(self, value: Any, parts: list[Part]) -> int:
-        """Append what the value consists of, to be joined; its size in bytes.  ``TypeError`` for another dtype."""
-
-    def decode(self, buffer: Buffer, offset: int, size: int, fields: Mapping[str, Any]) -> Any:
-        """Return the value in ``size`` bytes from ``offset`` on, as views; ``fields`` are those decoded before it.
-        ``PlanError`` for anything that ``encode`` did not write."""
 
 
 class ArraySection:
@@ -226,6 +215,8 @@ ADMISSIONS = AdmissionSection(
         ArraySection("sampling.pooled_token_ids"),
     ),
 )
+
+Section: TypeAlias = ArraySection | AdmissionSection | BytesSection | NumberSection
 
 SECTIONS: tuple[Section, ...] = (
     ArraySection("released"),

@@ -9,14 +9,13 @@
 
 import ctypes
 import re
-from functools import cache
 from pathlib import Path
 
 import torch
 
 from tp_engine import env
 from tp_engine.errors import ConfigError
-from tp_engine.log import get_logger
+from tp_engine.log import get_logger, warn_once
 
 logger = get_logger(__name__)
 
@@ -39,7 +38,7 @@ def choose_device_type(asked: str) -> str:
         return "cpu"
     if env.launched_rank() is not None:
         raise ConfigError(f"{unseen}; or use --device cpu if the ranks are to run on the processor")
-    _warn_once(f"the model runs on the processor: {unseen}")
+    warn_once(logger, "the model runs on the processor: %s", unseen)
     return "cpu"
 
 
@@ -124,8 +123,3 @@ def _first_error() -> str:
     except Exception as error:
         return str(error).strip().splitlines()[0]
     return "CUDA starts, but is not available"
-
-
-@cache
-def _warn_once(text: str) -> None:
-    logger.warning("%s", text)

@@ -38,7 +38,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.Mon
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    gpu_host._warn_once.cache_clear()
+    monkeypatch.setattr("tp_engine.log._said", set())
     yield monkeypatch
 
 
