@@ -30,6 +30,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("same each time")
 
+FEW_MODULES = 40
 RANKS = Path(__file__).parent / "ranks"
 
 # scripts/test_multi_gpu runs these on every rank of a torchrun job, scripts/test_fake_gpus those with torch for CUDA.
@@ -65,8 +66,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What exists now lives to the end: engines, which collect garbage when they start, need not search it."""
+    """What exists now lives to the end: engines, which collect garbage when they start, need not search it, nor do they
+    change what is excluded from garbage collection."""
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def libraries_are_not_searched(kept_modules: list[int]) -> Iterator[None]:
+    """Exclude from garbage collection the libraries that the test before has imported."""
+    if len(sys.modules) > kept_modules[0] + FEW_MODULES:
+        gc.collect()
+        gc.freeze()
+        kept_modules[0] = len(sys.modules)
+    yield
+
+
+@pytest.fixture(scope="session")
+def kept_modules() -> list[int]:
+    """The number of modules whose objects are excluded from garbage collection."""
+    return [0]
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ranks.launch import ROOT
 from tp_engine import LLM, ConfigError, RequestError, SamplingParams
 
 VOCAB = 203
@@ -322,3 +326,29 @@ def test_an_interrupt_within_a_step_ends_the_call_and_not_the_engine(llm: LLM, m
     monkeypatch.undo()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert tokens(llm, PROMPTS, temperature=0, max_tokens=8) == before
+
+
+def test_what_a_program_excluded_from_garbage_collection_stays_excluded(folder: Path) -> None:
+    """Oracle: the number of excluded objects before an engine, of which few end; conftest.py has excluded them."""
+    before = gc.get_freeze_count()
+    with LLM(str(folder), device="cpu", max_model_len=32, num_gpu_blocks_override=8):
+        beside = gc.get_freeze_count()
+    assert before > 10_000 and 0.9 * before < beside <= before and 0.9 * before < gc.get_freeze_count() <= before
+
+
+_SCRIPT = """
+import gc
+from tp_engine import LLM
+with LLM({folder!r}, device="cpu", max_model_len=32, num_gpu_blocks_override=8):
+    print(gc.get_freeze_count())
+print(gc.get_freeze_count())
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_excludes_its_objects_from_garbage_collection(folder: Path) -> None:
+    """Oracle: the number of excluded objects; next to none when the engine has ended."""
+    script = _SCRIPT.format(folder=str(folder))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90, cwd=ROOT)
+    beside, after = map(int, done.stdout.split())
+    assert beside > 10_000 and after < 1000

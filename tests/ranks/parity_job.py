@@ -63,11 +63,8 @@ def run_batch_only(llm: LLM, batch: list[RequestOutput]) -> dict[str, Any]:
 
 
 def main(cases: Path, out: Path, run: Callable[[LLM, dict[str, Any]], dict[str, Any]] = run_case) -> None:
-    """Rank 0 drives every case and the other ranks serve it, one case after the other.
-
-    A start collects garbage, and searches all libraries for it, because the end of the engine before has made their
-    objects collectable again: that would take a fifth of a job's time.
-    """
+    """Rank 0 drives every case and the other ranks serve it, one case after the other."""
+    gc.freeze()  # each start collects garbage, and would search all libraries for it
     launched = env.launched_rank()
     results = []
     for case in json.loads(cases.read_text(encoding="utf-8")):
@@ -78,7 +75,6 @@ def main(cases: Path, out: Path, run: Callable[[LLM, dict[str, Any]], dict[str, 
         else:
             with LLM(**case["options"]) as llm:
                 results.append(run(llm, case))
-        gc.freeze()
     if launched is None or launched.rank == 0:
         out.write_text(json.dumps(results), encoding="utf-8")
 

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,15 @@ from tp_engine.worker.trial_steps import (
     warms_up,
 )
 from tp_engine.worker.weight_update import update_weights
+
+_MANY_OBJECTS = 10_000  # some versions of Python exclude a few hundred from garbage collection themselves
+
+
+@cache
+def _program_excludes_garbage() -> bool:
+    """Return whether the program called ``gc.freeze`` before its first engine: its objects then stay excluded from
+    garbage collection, and each further engine does not search them."""
+    return gc.get_freeze_count() > _MANY_OBJECTS
 
 
 class Worker:
@@ -113,7 +123,8 @@ class Worker:
         meter = start_up.run_agreed_phase(
             "first snapshot", lambda: MemoryMeter(device, utilization=effective.gpu_memory_utilization)
         )
-        gc.freeze()  # garbage collections skip the libraries' objects from now on
+        if not _program_excludes_garbage():
+            gc.freeze()  # garbage collections skip the libraries' objects from now on
         of_sums = all_reduce.ReduceDevice(
             torch_device=device.torch_device, largest_bytes=effective.largest_sum_bytes, wait=device.synchronize
         )
@@ -179,7 +190,7 @@ class Worker:
         del running
         self.runner.take_model(model)
         self.effective, self._parts = effective, dataclasses.replace(self._parts, effective=effective, model=model)
-        gc.unfreeze()
+        self._release_to_garbage_collection()
         self._keep_out_of_garbage_collection()
         self._device.empty_cache()
 
@@ -234,7 +245,7 @@ class Worker:
 
         Call it before the process groups are destroyed, because recorded steps hold collectives.
         """
-        gc.unfreeze()
+        self._release_to_garbage_collection()
         self._closing.close()
         self._runner = None
 
@@ -267,7 +278,13 @@ class Worker:
     def _keep_out_of_garbage_collection() -> None:
         """Exclude all present objects, which live as long as the engine: collections would interrupt steps."""
         gc.collect()
-        gc.freeze()
+        if not _program_excludes_garbage():
+            gc.freeze()
+
+    @staticmethod
+    def _release_to_garbage_collection() -> None:
+        if not _program_excludes_garbage():
+            gc.unfreeze()
 
     def _open_device(self) -> Device:
         info = self.groups.info
