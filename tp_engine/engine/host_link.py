@@ -35,9 +35,8 @@ from collections.abc import Callable
 from typing import Final
 
 from tp_engine.ipc.board_mirror import Mirrored, SlotPacker, unpack_slots
-from tp_engine.ipc.host_view import Ended
 from tp_engine.ipc.job_board import JobBoard
-from tp_engine.ipc.rank_slot import State, process_vitals, resident_bytes
+from tp_engine.ipc.rank_slot import Ended, State, process_vitals, resident_bytes
 from tp_engine.log import get_logger
 
 logger = get_logger(__name__)

@@ -14,11 +14,11 @@ from typing import TypeAlias
 from tp_engine.config import EngineConfig
 from tp_engine.errors import RankError
 from tp_engine.flight_recorder.record import FORMAT, FlightRecord, RankRecord, StepRecord, save_record
-from tp_engine.ipc.host_view import Ended
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.rank_slot import (
     NUM_RECORDS,
     RECORD_FIELDS,
+    Ended,
     RankSlot,
     State,
     process_start,

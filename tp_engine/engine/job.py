@@ -79,23 +79,18 @@ class Job:
         progress: RankProgress,
         config: EngineConfig,
         *,
+        rank: int = 0,
         ends_process: bool,
         same_parent: bool,
         pulse: Pulse | None = None,
         topology: Topology | None = None,
     ) -> Job:
-        """Rank 0's membership, with a new board; the watchdog keeps ``pulse`` beating."""
+        """Return the membership of the first rank of a host, by default rank 0, with a new board for that host; the
+        watchdog keeps ``pulse`` beating."""
         topology = topology or Topology.one_host(config.tensor_parallel_size)
-        board = JobBoard.create(topology.world_size, local_world_size=topology.local_world_size)
-        return cls(board, progress, config, 0, ends_process=ends_process, same_parent=same_parent, pulse=pulse)
-
-    @classmethod
-    def lead(cls, progress: RankProgress, config: EngineConfig, rank: int, topology: Topology) -> Job:
-        """Return the membership of the first rank of a host other than rank 0's, with a new board for that host."""
-        board = JobBoard.create(
-            topology.world_size, local_world_size=topology.local_world_size, host=topology.host_of(rank)
-        )
-        return cls(board, progress, config, rank, ends_process=True, same_parent=True)
+        world_size, local_world_size = topology.world_size, topology.local_world_size
+        board = JobBoard.create(world_size, local_world_size=local_world_size, host=topology.host_of(rank))
+        return cls(board, progress, config, rank, ends_process=ends_process, same_parent=same_parent, pulse=pulse)
 
     @classmethod
     def attach(

@@ -1,6 +1,6 @@
 """Other processes, held by handles: their end is seen, and a signal can not reach a later process with the same pid.
 
-Of the ranks of other hosts there are no handles: the board says when they have ended (``host_view.py``).
+Of the ranks of other hosts there are no handles: the board says when they have ended (``HostView``).
 
 A pidfd does both.  Kernels before 5.3 and some sandboxes have no pidfds: there the start time identifies the process,
 and a wait for its end looks twice a second.

@@ -179,7 +179,7 @@ def _follow(launched: env.LaunchedRank, progress: RankProgress, config: EngineCo
     key = _BOARD_KEY.format(topology.host_of(launched.rank))
     if not topology.is_leader(launched.rank):
         return Job.attach(store.get(key).decode(), progress, config, launched.rank, same_parent=True)
-    job = Job.lead(progress, config, launched.rank, topology)
+    job = Job.create(progress, config, rank=launched.rank, ends_process=True, same_parent=True, topology=topology)
     store.set(key, job.board.address)
     return job
 

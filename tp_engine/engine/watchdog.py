@@ -27,10 +27,9 @@ from typing import Final
 from tp_engine.engine.hang_watch import Hang, HangLimits, HangWatch
 from tp_engine.engine.incident import Incident, find_incident, where
 from tp_engine.engine.peers import Peers
-from tp_engine.ipc.host_view import Ended
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.pulse import Pulse
-from tp_engine.ipc.rank_slot import State
+from tp_engine.ipc.rank_slot import Ended, State
 from tp_engine.log import get_logger
 
 logger = get_logger(__name__)

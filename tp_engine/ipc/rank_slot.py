@@ -15,7 +15,7 @@
      48..   the memory ledger, bytes: ``MEMORY_LINES``, then the sum of all other lines      the rank itself
       then  the phases of the start, us: ``STARTUP_PHASES``, then the sum of all others      the rank itself
       then  the channels of ``tier_progress``, one after the other                           the rank itself
-      then  the rank's host and what that host knows of its process: ``host_view.py``        the host's first rank
+      then  the rank's host and what that host knows of its process: ``HostView``            the host's first rank
       then  failure text, 8 KiB; then 512 records of 9 words: step s at s mod 512            the rank itself
 
 The ledger is all 0 until it is known; a phase that a rank does not have is 0.
@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 import struct
 import time
 from collections.abc import Mapping
@@ -44,7 +45,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.ipc.host_view import HOST_WORDS, HostView
 from tp_engine.plan import StepPlan
 from tp_engine.progress import RankPhase, split_phase
 from tp_engine.tier_progress import CHANNEL_WORDS, TIER_CHANNELS, TierProgress
@@ -64,6 +64,8 @@ STARTUP_PHASES = (
     "recording steps",
 )  # fmt: skip
 OTHER: Final = "other"  # the sum of the memory lines, or of the phases, without a word of their own
+_HOST_NAME: Final = 5
+HOST_WORDS: Final = _HOST_NAME + 8
 NUM_ECHOES: Final = 16
 PHASE_WORD: Final = 9
 COLLECTIVE_WORD: Final = 15
@@ -104,6 +106,67 @@ class State(IntEnum):
     STOPPING = 3
     LEFT = 4
     FAILED = 5
+
+
+class Ended(IntEnum):
+    """How the end of a rank's process became known."""
+
+    NOT = 0
+    PROCESS = 1
+    CLOSED = 2
+    LOST = 3
+
+
+class HostView:
+    """What a rank's host knows of the rank's process, in words (13,) int64 of its slot, as other hosts can not look::
+
+        0   ended at, ns; 0 while it is not known to have ended     1   how: ``Ended``
+        2   the kernel's letter for its state (0: not known)        3   CPU time it has used, in clock ticks
+        4   resident bytes                                          5.. the host's name, 64 bytes
+
+    The first rank of the host writes words 0 to 4 on its own board; the connection between the hosts carries them to
+    the others, where ``Ended`` may also say that the connection itself has ended.  With one host only the name is
+    written.
+    """
+
+    def __init__(self, words: npt.NDArray[np.int64]) -> None:
+        self._words = words
+        self._name = words[_HOST_NAME:].view(np.uint8)
+
+    def note_name(self) -> None:
+        """Called by the rank: the name of its host."""
+        raw = np.frombuffer(socket.gethostname().encode(errors="replace")[: len(self._name)], np.uint8)
+        self._name[: len(raw)] = raw
+
+    def note_ended(self, how: Ended, now_ns: int) -> None:
+        """Note that the process has ended, or can not be reached any more; later calls do nothing."""
+        if not self._words[0]:
+            self._words[1] = how
+            self._words[0] = now_ns
+
+    def note_vitals(self, state: str, ticks: int, resident_bytes: int) -> None:
+        """Note what the kernel says about the process."""
+        self._words[2], self._words[3], self._words[4] = ord(state), ticks, resident_bytes
+
+    @property
+    def ended(self) -> Ended:
+        """How the process ended, as far as known."""
+        return Ended(int(self._words[1])) if self._words[0] else Ended.NOT
+
+    @property
+    def vitals(self) -> tuple[str, int]:
+        """As ``process_vitals``; ``("X", 0)`` while nothing is known."""
+        return (chr(self._words[2]) if self._words[2] else "X"), int(self._words[3])
+
+    @property
+    def resident_bytes(self) -> int:
+        """The process's resident memory; 0 if it is not known."""
+        return int(self._words[4])
+
+    @property
+    def name(self) -> str:
+        """The host's name; empty before the rank has registered."""
+        return self._name.tobytes().rstrip(b"\0").decode(errors="replace")
 
 
 class _Word:

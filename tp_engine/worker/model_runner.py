@@ -91,6 +91,12 @@ class ModelRunner:
         """Return the feature of this kind; None if it is switched off."""
         return find_feature(self._features, kind)
 
+    def required(self, kind: type[Feature]) -> Feature:
+        """Return the feature of this kind, of which it is known that there is one."""
+        found = self.feature(kind)
+        assert found is not None, f"{kind.__name__} is switched off"
+        return found
+
     def take_model(self, model: CausalLM) -> None:
         """Run ``model`` from the next step on, with the K/V and the states of the one before; a collective."""
         self.graphs.take_model(model)

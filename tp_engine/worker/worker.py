@@ -253,26 +253,16 @@ class Worker:
     def _orders(self) -> dict[str, Prepare]:
         """What each order needs of this rank."""
         return {
-            "load_lora_adapter": lambda arguments: load_lora_adapter(self._adapters, **arguments),
+            "load_lora_adapter": lambda arguments: load_lora_adapter(self.runner.required(RankAdapters), **arguments),
             "start_profile": lambda _arguments: Prepared(self._profiler.start),
             "stop_profile": lambda _arguments: Prepared(self._profiler.stop),
             "sleep": lambda _arguments: sleep(self.runner, self._device.empty_cache),
             "update_weights": lambda arguments: update_weights(self, arguments),
             "wake_up": lambda _arguments: wake_up(self.runner),
-            "watch_layers": lambda arguments: watch_layers(self._layer_watch, self.groups.info.rank, arguments),
+            "watch_layers": lambda arguments: watch_layers(
+                self.runner.required(LayerWatch), self.groups.info.rank, arguments
+            ),
         }
-
-    @property
-    def _adapters(self) -> RankAdapters:
-        adapters = self.runner.feature(RankAdapters)
-        assert adapters is not None, "rank 0 has checked that there are adapters"
-        return adapters
-
-    @property
-    def _layer_watch(self) -> LayerWatch:
-        watch = self.runner.feature(LayerWatch)
-        assert watch is not None, "a runner that serves requests has one"
-        return watch
 
     @staticmethod
     def _keep_out_of_garbage_collection() -> None:

@@ -19,10 +19,9 @@ from tp_engine.errors import PlanError, RankError
 from tp_engine.ipc import handshake
 from tp_engine.ipc.board_mirror import SlotPacker, unpack_slots
 from tp_engine.ipc.handshake import KEY_BYTES, HostHello, Listener, connect, new_hello
-from tp_engine.ipc.host_view import Ended
 from tp_engine.ipc.job_board import EchoCheck, JobBoard
 from tp_engine.ipc.plan_channel import PlanPublisher, PlanSubscriber
-from tp_engine.ipc.rank_slot import RankSlot, State, StepRecorder
+from tp_engine.ipc.rank_slot import Ended, RankSlot, State, StepRecorder
 from tp_engine.ipc.relay import PlanLink, RelayReader
 from tp_engine.ipc.ring_buffer import RingReader, RingWriter
 from tp_engine.plan import StepPlan

@@ -22,8 +22,7 @@ from collections import deque
 import zmq
 
 from tp_engine.closing import Closing
-from tp_engine.engine.kv_events.events import encode
-from tp_engine.engine.kv_events.mirror import CacheMirror
+from tp_engine.engine.kv_events.mirror import CacheMirror, encode
 from tp_engine.errors import ConfigError
 from tp_engine.kv_events import CONFIG_NAME, KVEventsConfig
 from tp_engine.log import get_logger
