@@ -44,11 +44,6 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
     return tuple(_parse(part.strip()) for part in text.split(",") if part.strip())
 
 
-def configured_faults() -> tuple[Fault, ...]:
-    """Return the faults of ``TP_ENGINE_FAULT``."""
-    return parse_faults(env.FAULT.read())
-
-
 class FaultInjector:
     """Called with each phase that a rank reaches; acts when one of ``faults`` names the phase and the count."""
 
@@ -63,9 +58,10 @@ class FaultInjector:
                 _act(fault)
 
 
-def fault_injector(rank: int, faults: Sequence[Fault]) -> FaultInjector | None:
-    """Return the ``on_phase`` of a ``RankProgress`` for ``rank``; None if no fault of ``faults`` is for it."""
-    own = [fault for fault in faults if fault.rank == rank]
+def fault_injector(rank: int, faults: Sequence[Fault] | None = None) -> FaultInjector | None:
+    """Return the ``on_phase`` of a ``RankProgress`` for ``rank``; None if no fault of ``faults``, by default those of
+    ``TP_ENGINE_FAULT``, is for it."""
+    own = [fault for fault in (parse_faults(env.FAULT.read()) if faults is None else faults) if fault.rank == rank]
     return FaultInjector(own) if own else None
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from time import monotonic_ns
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 _COUNT_SHIFT: Final = 8
 
@@ -37,11 +37,8 @@ class RankPhase(IntEnum):
 _COLLECTIVE: Final = int(RankPhase.COLLECTIVE)
 
 
-class Words(Protocol):
-    """A list of integers, or a slot of the board."""
-
-    def __getitem__(self, index: int, /) -> int: ...
-    def __setitem__(self, index: int, value: int, /) -> None: ...
+Words: TypeAlias = "list[int] | memoryview[int]"
+"""A list of integers, or a slot of the board."""
 
 
 class RankProgress:

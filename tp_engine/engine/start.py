@@ -36,7 +36,7 @@ from tp_engine.engine.rank_process import RankSpec
 from tp_engine.engine.rank_worker import join_ranks, run_worker
 from tp_engine.engine.tokenizer import tokenizer_eos_ids
 from tp_engine.errors import ConfigError
-from tp_engine.faults import configured_faults, fault_injector
+from tp_engine.faults import fault_injector
 from tp_engine.grammar.compiler import check_defaults
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import get_logger
@@ -63,12 +63,12 @@ def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pul
     """Rank 0's engine, with all ranks ready.  ``ConfigError`` is raised before any process or device is touched.
     ``ends_process``: this process belongs to the engine alone, so the watchdog may end it if the job has failed and the
     main thread does not return.  The watchdog keeps ``pulse`` beating, for a frontend."""
-    launched, effective, faults = env.launched_rank(), _with_tokenizer_eos(check_config(config)), configured_faults()
+    launched, effective = env.launched_rank(), _with_tokenizer_eos(check_config(config))
+    progress = RankProgress(fault_injector(0))
     _log_model(config, effective)
     adopts = launched is not None and launched.world_size > 1
     if launched is not None:
         die_with_launcher(grace_s=_LAST_WORDS_S)
-    progress = RankProgress(fault_injector(0, faults))
     topology = topology_of(launched) if adopts and launched is not None else None
     job = Job.create(
         progress, effective.config, ends_process=ends_process, same_parent=adopts, pulse=pulse, topology=topology
@@ -126,7 +126,7 @@ def serve_rank(config: EngineConfig) -> None:
     launched, effective = env.launched_rank(), check_config(config)
     assert launched is not None and launched.rank > 0
     die_with_launcher(grace_s=_LAST_WORDS_S)
-    progress = RankProgress(fault_injector(launched.rank, configured_faults()))
+    progress = RankProgress(fault_injector(launched.rank))
     store = launched_store(timeout_s=config.startup_timeout_s)
     job = _follow(launched, progress, effective.config, store)
     with _closed_on_error(job):
@@ -152,7 +152,7 @@ def joined_ranks(config: EngineConfig) -> Iterator[RankGroups]:
     )
     devices = parse_devices(config.device_ids, launched.world_size)
     die_with_launcher(grace_s=_LAST_WORDS_S)
-    progress = RankProgress(fault_injector(launched.rank, configured_faults()))
+    progress = RankProgress(fault_injector(launched.rank))
     store = launched_store(timeout_s=config.startup_timeout_s)
     if launched.rank == 0:
         job = Job.create(progress, config, ends_process=False, same_parent=True, topology=topology)

@@ -60,28 +60,26 @@ class RunnerFeatureParts:
         return [*self.model.attention_layers, *([] if self.head is None else self.head.own_attention)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerParts:
-    """What a feature shares with its runner: the ``batch`` and its rows' ``sampling``, the cache's blocks ``pool``
-    (blocks, block_bytes) uint8, and where the rank says what it does.
+def make_features(
+    parts: RunnerFeatureParts,
+    batch: InputBatch,
+    sampling: SamplingState,
+    pool: torch.Tensor,
+    progress: RankProgress,
+    *,
+    num_slots: int = 0,
+    is_trial: bool = False,
+) -> Iterator[RunnerFeature]:
+    """Make the features that the configuration asks for, in the order in which their hooks are called.
 
-    ``num_slots`` are those of the host tier, 0 for none.  A runner that ``is_trial`` serves no requests.
+    They share with their runner the ``batch`` and its rows' ``sampling``, the cache's blocks ``pool`` (blocks,
+    block_bytes) uint8, and where the rank says what it does.  ``num_slots`` are those of the host tier, 0 for none.  A
+    runner that ``is_trial`` serves no requests.
     """
-
-    batch: InputBatch
-    sampling: SamplingState
-    pool: torch.Tensor
-    progress: RankProgress
-    num_slots: int = 0
-    is_trial: bool = False
-
-
-def make_features(parts: RunnerFeatureParts, runner: RunnerParts) -> Iterator[RunnerFeature]:
-    """Make the features that the configuration asks for, in the order in which their hooks are called."""
-    effective, model, batch, groups = parts.effective, parts.model, runner.batch, parts.groups
-    if parts.note_inputs is not None and not runner.is_trial:
+    effective, model, groups = parts.effective, parts.model, parts.groups
+    if parts.note_inputs is not None and not is_trial:
         yield InputDigests(parts.note_inputs)
-    if not runner.is_trial:
+    if not is_trial:
         yield OutputWatch(parts.device, is_first=groups.info.is_first)
         yield LayerWatch(model)
     if effective.adapters is not None:
@@ -93,17 +91,17 @@ def make_features(parts: RunnerFeatureParts, runner: RunnerParts) -> Iterator[Ru
             device=parts.device,
         )
     if model.vision is not None:
-        num_rows = 1 if runner.is_trial else effective.image_rows
+        num_rows = 1 if is_trial else effective.image_rows
         sum_rows = effective.config.max_num_batched_tokens
-        yield ImageEncoder(model, batch, num_rows, groups.communicator, sum_rows, runner.progress)
+        yield ImageEncoder(model, batch, num_rows, groups.communicator, sum_rows, progress)
     if parts.layout.states is not None:
         states = RecurrentStatePool(parts.layout.states, _num_states(effective), parts.device)
         states.bind(model.state_layers)
         yield states
     yield ScoredPrompts(model, batch)
     yield PooledRows(len(batch.num_prompt), model, groups.communicator, positions_at_once(batch.max_num_seqs))
-    if parts.codec is not None and runner.num_slots:
-        yield HostTierWorker(runner.pool, runner.num_slots, parts.codec, parts.stores, runner.progress)
+    if parts.codec is not None and num_slots:
+        yield HostTierWorker(pool, num_slots, parts.codec, parts.stores, progress)
     if parts.head is not None:
         keeps_kv = parts.head.keeps_kv
         passes = (HeadPasses if keeps_kv else SharedKvPasses)(
@@ -111,7 +109,7 @@ def make_features(parts: RunnerFeatureParts, runner: RunnerParts) -> Iterator[Ru
             parts.backends,
             (effective.draft_group,) if keeps_kv else parts.head.groups,
             batch,
-            runner.sampling,
+            sampling,
             groups.communicator,
             effective.most_drafting_rows,
         )

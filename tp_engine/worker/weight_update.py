@@ -15,11 +15,11 @@ weights a second time for the time of the update.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -47,26 +47,20 @@ class SharedFile(msgspec.Struct, frozen=True):
     inode: int
 
 
-class Updatable(Protocol):
-    """The rank whose weights are replaced."""
-
-    effective: EffectiveConfig
-
-    def free_bytes(self) -> int:
-        """Return the memory of the device that this rank may still take."""
-
-    def prepare_model(self, effective: EffectiveConfig, source: Path | Sequence[Path]) -> CausalLM:
-        """Return a model of the same kind with the weights of ``source``; nothing else changes."""
-
-    def take_model(self, model: CausalLM, effective: EffectiveConfig) -> None:
-        """Run ``model`` from the next step on."""
-
-
-def update_weights(rank: Updatable, arguments: Mapping[str, Any]) -> Prepared:
+def update_weights(
+    running: EffectiveConfig,
+    free_bytes: int,
+    build: Callable[[EffectiveConfig, Path | Sequence[Path]], CausalLM],
+    take: Callable[[CausalLM, EffectiveConfig], None],
+    arguments: Mapping[str, Any],
+) -> Prepared:
     """Prepare the order; its arguments are ``folder``, that of a checkpoint, or ``files``, shared ones that hold all
-    tensors."""
+    tensors.
+
+    ``free_bytes``: the memory of the device that this rank may still take.  ``build`` makes a model of the same kind
+    with the weights of a source, and ``take`` runs it from the next step on.
+    """
     files = msgspec.convert(arguments.get("files", []), list[SharedFile])
-    running = rank.effective
     if files and running.num_hosts > 1:
         raise RequestError("tensors in shared memory reach the ranks of one host; update from a shared folder")
     source: Path | list[Path] = [_opened(file) for file in files]
@@ -75,20 +69,15 @@ def update_weights(rank: Updatable, arguments: Mapping[str, Any]) -> Prepared:
     else:
         model, source = _same_model(arguments["folder"], running)
     effective = replace(running, model=model)
-    _check_memory(rank, effective)
-    return Prepared(partial(rank.take_model, rank.prepare_model(effective, source), effective))
-
-
-def _check_memory(rank: Updatable, effective: EffectiveConfig) -> None:
-    """``RequestError`` if there is no room for the weights a second time."""
-    needed, free = weight_bytes(effective, as_read=True), rank.free_bytes()
-    if needed > free:
+    needed = weight_bytes(effective, as_read=True)
+    if needed > free_bytes:
         on_gpu = effective.config.device == "cuda"
         remedy = "start the engine with a lower --gpu-memory-utilization" if on_gpu else "free some, or use more ranks"
         raise RequestError(
             f"the new weights need {format_gib(needed)} beside the old ones until the update ends, and "
-            f"{format_gib(free)} are free on this rank; {remedy}"
+            f"{format_gib(free_bytes)} are free on this rank; {remedy}"
         )
+    return Prepared(partial(take, build(effective, source), effective))
 
 
 def _opened(file: SharedFile) -> Path:

@@ -29,7 +29,7 @@ from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.codecs import make_codec
 from tp_engine.worker.device import Device, check_devices, make_device
 from tp_engine.worker.effective_config import EffectiveConfig
-from tp_engine.worker.features import RunnerFeatureParts, RunnerParts, count_bytes, make_features
+from tp_engine.worker.features import RunnerFeatureParts, count_bytes, make_features
 from tp_engine.worker.graphs.graph_plan import graph_plan, measure_graph_bytes
 from tp_engine.worker.graphs.step_runner import GraphPlan
 from tp_engine.worker.input_digests import NoteInputs
@@ -172,7 +172,7 @@ class Worker:
         """Follow a plan's order, together with all other ranks."""
         return execute_command(order, self._orders, self.groups)
 
-    def prepare_model(self, effective: EffectiveConfig, source: Path | Sequence[Path]) -> CausalLM:
+    def _build_model(self, effective: EffectiveConfig, source: Path | Sequence[Path]) -> CausalLM:
         """Return a model of the same kind (``effective``) with the weights of ``source``, ready; nothing else
         changes."""
         model = load_model(
@@ -181,7 +181,7 @@ class Worker:
         model.finish_loading()
         return model
 
-    def take_model(self, model: CausalLM, effective: EffectiveConfig) -> None:
+    def _take_model(self, model: CausalLM, effective: EffectiveConfig) -> None:
         """Run ``model`` from the next step on, and free the one before; on a GPU a collective."""
         running = self.runner.model
         for counts, known in zip(model.expert_token_counts, running.expert_token_counts, strict=True):
@@ -193,10 +193,6 @@ class Worker:
         self._release_to_garbage_collection()
         self._keep_out_of_garbage_collection()
         self._device.empty_cache()
-
-    def free_bytes(self) -> int:
-        """Memory of the device that this rank may still take."""
-        return self._device.free_bytes()
 
     def enter_thread(self) -> None:
         """Prepare the calling thread, which need not be the one that called before."""
@@ -257,7 +253,9 @@ class Worker:
             "start_profile": lambda _arguments: Prepared(self._profiler.start),
             "stop_profile": lambda _arguments: Prepared(self._profiler.stop),
             "sleep": lambda _arguments: sleep(self.runner, self._device.empty_cache),
-            "update_weights": lambda arguments: update_weights(self, arguments),
+            "update_weights": lambda arguments: update_weights(
+                self.effective, self._device.free_bytes(), self._build_model, self._take_model, arguments
+            ),
             "wake_up": lambda _arguments: wake_up(self.runner),
             "watch_layers": lambda arguments: watch_layers(
                 self.runner.required(LayerWatch), self.groups.info.rank, arguments
@@ -323,9 +321,8 @@ class Worker:
         blocks.bind(self._parts.attention_layers)
         batch = make_batch(self.effective, self._layout, device)
         sampling = make_sampling(self.effective, self.groups.info, device)
-        shared = RunnerParts(
-            batch=batch, sampling=sampling, pool=blocks.raw, progress=progress, num_slots=num_slots, is_trial=is_trial
-        )
+        shared = (batch, sampling, blocks.raw, progress)
+        features = make_features(self._parts, *shared, num_slots=num_slots, is_trial=is_trial)
         return ModelRunner(
             model=self._parts.model,
             backends=self._backends,
@@ -334,7 +331,7 @@ class Worker:
             communicator=self.groups.communicator,
             sampling=sampling,
             progress=progress,
-            features=list(make_features(self._parts, shared)),
+            features=list(features),
             check=self.groups.check,
         )
 

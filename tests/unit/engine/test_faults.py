@@ -16,9 +16,9 @@ from tp_engine.progress import RankPhase, RankProgress, split_phase
 
 SCRIPT = """
 import sys
-from tp_engine.faults import configured_faults, fault_injector
+from tp_engine.faults import fault_injector
 from tp_engine.progress import RankPhase, RankProgress
-progress = RankProgress(fault_injector(int(sys.argv[1]), configured_faults()))
+progress = RankProgress(fault_injector(int(sys.argv[1])))
 progress.reach(RankPhase.LOAD)
 print("loaded", flush=True)
 """

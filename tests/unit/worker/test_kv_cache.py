@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape, resident_by
 CPU = torch.device("cpu")
 
 
-class Layer:
+class Layer(Any):
     """An attention layer that only remembers its cache."""
 
     kv_cache: torch.Tensor

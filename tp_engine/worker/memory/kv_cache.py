@@ -20,7 +20,7 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from tp_engine.errors import MemoryBudgetError
 from tp_engine.kernels.huge_pages import map_zeros
 from tp_engine.kernels.kv_cache.layer_kv import SCALE_DTYPE, is_quantised, layer_view
 from tp_engine.kv_layout import KvLayout
+from tp_engine.layers.attention import Attention
 from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray
 from tp_engine.units import format_gib
@@ -91,16 +92,6 @@ def _views(raw: torch.Tensor, dtype: torch.dtype, begin: int, sizes: tuple[int, 
     return raw.flatten().view(dtype).as_strided((len(raw), *sizes), strides, begin // dtype.itemsize)
 
 
-class KvCacheLayer(Protocol):
-    """An attention layer, as far as its cache is concerned."""
-
-    def bind_kv_cache(self, kv_cache: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
-        """Take (parts, blocks, block_size, KV heads, head_dim), and (parts, blocks, KV heads, block_size)."""
-
-    def bind_index_keys(self, keys: torch.Tensor, scales: torch.Tensor | None) -> None:
-        """Take (1, blocks, block_size, 1, dim), and (1, blocks, 1, block_size)."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class KvBlocks:
     """Zeroed blocks of ``shape``: ``raw``, and the views of each group, which share its memory."""
@@ -120,7 +111,7 @@ class KvBlocks:
         ).view(num_blocks, shape.block_bytes)
         return cls(shape, raw, tuple(shape.views_of(raw, group) for group in range(len(shape.layout.groups))))
 
-    def bind(self, layers: Sequence[KvCacheLayer]) -> None:
+    def bind(self, layers: Sequence[Attention]) -> None:
         """Give each layer the view of its place; there must be as many layers as the layout has."""
         layout = self.shape.layout
         own = layout.layers
