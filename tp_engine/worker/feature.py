@@ -37,7 +37,9 @@ class RunningStep:
 
 
 class RunnerFeature:
-    """The base of all features; each hook does nothing."""
+    """The base of all features; each hook does nothing.  ``_model`` is for those that have it."""
+
+    _model: CausalLM
 
     def apply(self, plan: StepPlan) -> None:
         """Take in the plan's changes, behind those of the batch and the sampler and before the copies of blocks."""
@@ -73,6 +75,7 @@ class RunnerFeature:
 
     def take_model(self, model: CausalLM) -> list[Attention]:
         """Serve another model of the same kind; return the feature's own layers with K/V, bound behind the model's."""
+        self._model = model
         return []
 
     def keep_rows(self, rows: torch.Tensor) -> Callable[[], None]:

@@ -21,7 +21,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from tp_engine.layers.attention import Attention
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import StepPlan
@@ -38,10 +37,6 @@ class LayerWatch(RunnerFeature):
     def __init__(self, model: CausalLM) -> None:
         self._model, self._is_on = model, False
         self._found: dict[str, list[torch.Tensor]] = defaultdict(list)
-
-    def take_model(self, model: CausalLM) -> list[Attention]:
-        self._model = model
-        return []
 
     def must_launch(self, plan: StepPlan) -> bool:
         return self._is_on

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from tp_engine.distributed.collectives import Communicator
-from tp_engine.layers.attention import Attention
 from tp_engine.layers.upload import upload, upload_all
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import POOLS_ALL, POOLS_LAST, FloatArray, IntArray, StepPlan
@@ -59,10 +58,6 @@ class PooledRows(RunnerFeature):
         self._token_ids: dict[int, IntArray] = {}
         self._model, self._vocab = model, model.lm_head.slice
         self._communicator, self._max_positions = communicator, max_positions
-
-    def take_model(self, model: CausalLM) -> list[Attention]:
-        self._model = model
-        return []
 
     def apply(self, plan: StepPlan) -> None:
         """Note what the new occupants of rows ask for."""

@@ -7,7 +7,6 @@ positions scored at once is therefore fixed at the start, and the largest step (
 import numpy as np
 import torch
 
-from tp_engine.layers.attention import Attention
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.sampling.logprobs import LogprobTensors, logprobs_of
@@ -24,10 +23,6 @@ class ScoredPrompts(RunnerFeature):
     def __init__(self, model: CausalLM, batch: InputBatch) -> None:
         self._model, self._batch = model, batch
         self._num_alternatives = np.full(len(batch.num_prompt), -1, dtype=np.int32)
-
-    def take_model(self, model: CausalLM) -> list[Attention]:
-        self._model = model
-        return []
 
     def apply(self, plan: StepPlan) -> None:
         """Note what the new occupants of rows ask for."""
