@@ -17,7 +17,7 @@ from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape, resident_by
 CPU = torch.device("cpu")
 
 
-class Layer(Any):
+class Layer:
     """An attention layer that only remembers its cache."""
 
     kv_cache: torch.Tensor
@@ -30,6 +30,11 @@ class Layer(Any):
 
     def bind_index_keys(self, keys: torch.Tensor, scales: torch.Tensor | None) -> None:
         self.index = keys, scales
+
+
+def new_layer() -> Any:
+    """Make what stands in for an ``Attention``."""
+    return Layer()
 
 
 THREE_ALIKE = lay_out([KvKind(window=None, num_kv_heads=2, head_dim=64)] * 3)
@@ -82,7 +87,7 @@ def test_strides_do_not_depend_on_the_number_of_blocks(dtype: torch.dtype) -> No
 
 def test_layers_are_bound_by_index_to_views() -> None:
     """Oracle: layer i's writes appear at [:, i] and nowhere else."""
-    blocks, layers = small_blocks(), [Layer() for _ in range(3)]
+    blocks, layers = small_blocks(), [new_layer() for _ in range(3)]
     blocks.bind(layers)
     for index, layer in enumerate(layers):
         assert layer.kv_cache.shape == (2, 5, 16, 2, 64) and layer.kv_scales is None
@@ -100,7 +105,7 @@ def test_layers_of_groups_are_bound_by_their_place(dtype: torch.dtype) -> None:
     windows = (8, None, 8, 8, 8, None)
     layout = lay_out([KvKind(window=window, num_kv_heads=2, head_dim=64) for window in windows])
     shape = dataclasses.replace(small_shape(dtype), layout=layout)
-    blocks, layers = KvBlocks.allocate(shape, 5, CPU), [Layer() for _ in windows]
+    blocks, layers = KvBlocks.allocate(shape, 5, CPU), [new_layer() for _ in windows]
     blocks.bind(layers)
     cache, scales = blocks.views[0]
     assert cache.shape == (5, 2, 2, 16, 2, 64) and 5 * shape.block_bytes == cache.nbytes + (
@@ -120,7 +125,7 @@ def test_index_keys_have_a_region_of_their_own(dtype: torch.dtype) -> None:
     latents = KvKind(window=None, num_kv_heads=1, head_dim=24, num_parts=1)
     layout = lay_out([dataclasses.replace(latents, index_dim=16), latents, dataclasses.replace(latents, index_dim=16)])
     blocks = KvBlocks.allocate(KvCacheShape(layout=layout, block_size=4, dtype=dtype), 3, CPU)
-    layers = [Layer() for _ in range(3)]
+    layers = [new_layer() for _ in range(3)]
     blocks.bind(layers)
     assert [layer.index is not None for layer in layers] == [True, False, True]
     caches = [LayerKv(layer.kv_cache, layer.kv_scales) for layer in layers]
@@ -151,7 +156,7 @@ def test_layers_of_several_shapes_share_a_pool(world_size: int, dtype: torch.dty
     per_token = [(dtype.itemsize * size + scales) * heads for heads, size in (local, (1, 32))]
     bytes_of = [2 * 4 * len(group.layers) * per_token[0 if group.window else 1] for group in layout.groups]
     assert shape.block_bytes == max(bytes_of)
-    blocks, layers = KvBlocks.allocate(shape, 3, CPU), [Layer() for _ in kinds]
+    blocks, layers = KvBlocks.allocate(shape, 3, CPU), [new_layer() for _ in kinds]
     blocks.bind(layers)
     for index, layer in enumerate(layers):
         heads, size = (1, 32) if index % 2 else local
@@ -165,7 +170,7 @@ def test_layers_of_several_shapes_share_a_pool(world_size: int, dtype: torch.dty
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_quantised_cache_has_scales_that_are_counted(dtype: torch.dtype) -> None:
     """Oracle: the documented shapes; block_bytes is what both tensors take per block; zeros; layers get their views."""
-    blocks, layers = small_blocks(dtype), [Layer() for _ in range(3)]
+    blocks, layers = small_blocks(dtype), [new_layer() for _ in range(3)]
     scales = blocks.views[0].scales
     assert scales is not None and (blocks.views[0].cache.dtype, scales.dtype) == (dtype, torch.float32)
     assert blocks.views[0].cache.shape == (5, 3, 2, 16, 2, 64) and scales.shape == (5, 3, 2, 2, 16)
@@ -207,7 +212,7 @@ def test_copies_need_no_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
 def test_another_number_of_layers_is_our_fault(count: int) -> None:
     """Oracle: an assertion about the number of layers."""
     with pytest.raises(AssertionError, match=f"{count} attention layers for a cache of 3"):
-        small_blocks().bind([Layer() for _ in range(count)])
+        small_blocks().bind([new_layer() for _ in range(count)])
 
 
 def test_pages_are_taken_when_blocks_are_used() -> None:
