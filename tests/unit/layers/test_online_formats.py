@@ -52,6 +52,32 @@ def test_int4_beats_the_scale_of_the_largest_weight() -> None:
         assert torch.equal(dequantise(quantise_int4(weight[row : row + 1])), dequantise(found)[row : row + 1])
 
 
+@pytest.mark.parametrize(
+    "kind", ["random", "half of it zeros", "nine tenths of it zeros", "two of four", "skewed", "positive"]
+)
+def test_int4_is_never_worse_than_its_symmetric_form(kind: str) -> None:
+    """Oracle: a step of an eighth of the largest weight, then the best one for these codes, with errors weighted by
+    ``|w|``, and codes anew; the squared errors of each row."""
+    generator = torch.Generator().manual_seed(0)
+    weight, share = torch.randn(64, 1024, generator=generator), torch.rand(64, 1024, generator=generator)
+    kept = {
+        "half of it zeros": share > 0.5,
+        "nine tenths of it zeros": share > 0.9,
+        "two of four": torch.tensor([True, False, False, True]).repeat(256),
+    }
+    weight = {"skewed": weight.exp() - 1.3, "positive": weight.abs()}.get(kind, weight * kept.get(kind, 1))
+    groups = weight.view(-1, INT4_GROUP)
+    steps = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -8
+    codes = (groups / steps).nan_to_num().round().clamp(-8, 7)
+    shares = groups.abs() * codes
+    steps = ((shares * groups).sum(-1, keepdim=True) / (shares * codes).sum(-1, keepdim=True)).nan_to_num()
+    symmetric = (groups / steps).nan_to_num().round().clamp(-8, 7) * steps
+    error, symmetric_error = (
+        (one.view_as(weight) - weight).square().sum(-1) for one in (dequantise(quantise_int4(weight)), symmetric)
+    )
+    assert (error <= symmetric_error).all(), (error / symmetric_error).max()
+
+
 def test_int4_gives_back_weights_on_a_grid() -> None:
     """Oracle: the weights, which lie on 16 values from any lowest one on, as those of llama.cpp's Q4_1 do; a scale and
     a zero are rounded to 8 bits.  A row of equal weights, and groups of one sign and of zeros, are among them."""

@@ -12,7 +12,6 @@ With int4 the output head has 8 bits: errors there reach the tokens directly.  `
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 
 from tp_engine.kernels.experts.experts import QuantisedExpertWeights
 from tp_engine.kernels.quantization.weights import INT4_OFFSET, INT4_ZERO_PARTS, QuantisedWeight
@@ -78,13 +77,15 @@ def quantise_int4(weight: torch.Tensor) -> QuantisedWeight:
     num_columns = weight.shape[-1]
     if num_columns % 2:
         return quantise_int8(weight)
-    num_groups = ceil_div(num_columns, INT4_GROUP)
-    rows = weight.reshape(-1, num_columns).split(max(_GROUPS_AT_A_TIME // num_groups, 1))
-    codes, scales, zeros, factors = (torch.cat(part) for part in zip(*map(_int4_rows, rows), strict=True))
+    num_groups, rows = ceil_div(num_columns, INT4_GROUP), weight.reshape(-1, num_columns)
+    size = max(min(_GROUPS_AT_A_TIME // num_groups, len(rows)), 1), num_groups, INT4_GROUP
+    room = torch.zeros((6, *size), device=weight.device), torch.empty(size, dtype=torch.float64, device=weight.device)
+    parts = (_int4_rows(some, *room) for some in rows.split(size[0]))
+    codes, scales, zeros, factors = (torch.cat(part) for part in zip(*parts, strict=True))
     outer = weight.shape[:-1]
     return QuantisedWeight(
         kind="int4",
-        codes=(codes[:, 0::2] | codes[:, 1::2] << 4).view(*outer, -1),
+        codes=codes.view(*outer, -1),
         scales=scales.view(*outer, -1),
         group=INT4_GROUP,
         zeros=zeros.view(*outer, -1),
@@ -92,45 +93,64 @@ def quantise_int4(weight: torch.Tensor) -> QuantisedWeight:
     )
 
 
-def _int4_rows(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of ``rows`` (N, in): codes uint8 (N, in), scales uint8 and zeros int8 (N, groups), and factors float32 (N,).
+def _int4_rows(rows: torch.Tensor, room: torch.Tensor, wide: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of ``rows`` (N, in): codes of two columns uint8 (N, in / 2), scales uint8 and zeros int8 (N, groups), and factors
+    float32 (N,).
 
     The steps between a group's lowest and highest weight give each weight a code.  With these codes, the best step and
     zero follow from least squares.  Errors count ``|w|`` plus the group's mean of it: without the first, large weights
-    are clipped too much, and without the second, those near zero do not count (docs/benchmarks.md).
+    are clipped too much, and without the second, those near zero do not count (docs/benchmarks.md).  Symmetric codes,
+    of which one is zero, replace these where the sum of squared errors is smaller, as it is for pruned weights.
 
     Every device chooses the same numbers: sums are in float64, so that the order of their terms does not change what is
-    rounded.
+    rounded.  ``room`` (6, N or more, groups, ``INT4_GROUP``) float32 and ``wide``, such a part in float64, are memory
+    for the calculation: new memory would cost page faults.  Columns of ``room`` behind the rows' end are zero.
     """
-    num_columns = rows.shape[1]
-    groups = F.pad(rows.float(), (0, -num_columns % INT4_GROUP)).unflatten(1, (-1, INT4_GROUP))
+    groups, shares, codes, symmetric, weighted, product = room[:, : len(rows)]
+
+    def total(values: torch.Tensor) -> torch.Tensor:
+        return wide[: len(rows)].copy_(values).sum(-1, keepdim=True)
+
+    def total_of_product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return total(torch.mul(one, other, out=product))
+
+    groups.flatten(1)[:, : rows.shape[1]] = rows
     lowest, highest = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+    magnitude = total(torch.abs(groups, out=shares))
+    shares += (magnitude / INT4_GROUP).float()
+    share, weight = 2 * magnitude, total_of_product(shares, groups)
+
     steps = (highest - lowest) / (2 * INT4_OFFSET - 1)
-    codes = _int4_codes(groups, steps, _rounded_zeros(-INT4_OFFSET - lowest * _inverse(steps)))
-    magnitudes = groups.abs()
-    shares = magnitudes + (_exact_sum(magnitudes) / INT4_GROUP).float()
-    with_code, with_weight = shares * codes, shares * groups
-    total, code, weight, code_code, code_weight = map(
-        _exact_sum, (shares, with_code, with_weight, with_code * codes, with_code * groups)
-    )
-    varied, fit = total * code_code - code * code, total * code_weight - code * weight
-    is_fit = (varied > _LEAST_VARIED * total * code_code) & (fit > 0)
+    _int4_codes(groups, steps, _rounded_zeros(-INT4_OFFSET - lowest * _inverse(steps)), codes)
+    code = total(torch.mul(shares, codes, out=weighted))
+    code_code, code_weight = (total_of_product(weighted, other) for other in (codes, groups))
+    varied, fit = share * code_code - code * code, share * code_weight - code * weight
+    is_fit = (varied > _LEAST_VARIED * share * code_code) & (fit > 0)
     fit = torch.where(is_fit, fit * _inverse(varied), steps.double())
-    zeros = _rounded_zeros((code * fit - weight) * _inverse(total * fit))
-    fit = (code_weight - zeros * weight) * _inverse(code_code - zeros * (2 * code - zeros * total))
+    zeros = _rounded_zeros((code * fit - weight) * _inverse(share * fit)).float()
+    fit = (code_weight - zeros * weight) * _inverse(code_code - zeros * (2 * code - zeros * share))
+
+    middle = -(highest >= -lowest).float()  # the codes on its sides reach the largest weight and 7 / 8 of it
+    _int4_codes(groups, torch.maximum(highest, -lowest) / INT4_OFFSET, middle, symmetric).sub_(middle)
+    torch.mul(shares, symmetric, out=weighted)
+    symmetric_fit = total_of_product(weighted, groups) * _inverse(total_of_product(weighted, symmetric))
+    errors, symmetric_errors = (
+        values.mul_(step.float()).sub_(groups).square_()
+        for values, step in ((codes.sub_(zeros), fit), (symmetric, symmetric_fit))
+    )
+    is_symmetric = total(errors.sub_(symmetric_errors)) > 0
+    fit, zeros = torch.where(is_symmetric, symmetric_fit, fit), torch.where(is_symmetric, middle, zeros)
+
     factors = fit.amax(1, keepdim=True) / _LARGEST_UINT8
     scales = (fit * _inverse(factors)).round().clamp(min=1)
-    codes = _int4_codes(groups, (scales * factors).float(), zeros).add_(INT4_OFFSET).to(torch.uint8)
+    _int4_codes(groups, (scales * factors).float(), zeros, codes).add_(INT4_OFFSET)
+    found = codes.flatten(1)[:, : rows.shape[1]].to(torch.uint8)
     return (
-        codes.flatten(1)[:, :num_columns],
+        found[:, 0::2] | found[:, 1::2] << 4,
         scales.squeeze(-1).to(torch.uint8),
         (zeros * INT4_ZERO_PARTS).squeeze(-1).to(torch.int8),
         factors.flatten().float(),
     )
-
-
-def _exact_sum(values: torch.Tensor) -> torch.Tensor:
-    return values.sum(-1, keepdim=True, dtype=torch.float64)
 
 
 def _rounded_zeros(zeros: torch.Tensor) -> torch.Tensor:
@@ -138,9 +158,9 @@ def _rounded_zeros(zeros: torch.Tensor) -> torch.Tensor:
     return (zeros * INT4_ZERO_PARTS).round().clamp(-128, 127) / INT4_ZERO_PARTS
 
 
-def _int4_codes(groups: torch.Tensor, steps: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-    """Signed, float32."""
-    return (groups * _inverse(steps)).add_(zeros).round_().clamp_(-INT4_OFFSET, INT4_OFFSET - 1)
+def _int4_codes(groups: torch.Tensor, steps: torch.Tensor, zeros: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Signed, float32, in ``out``."""
+    return torch.mul(groups, _inverse(steps), out=out).add_(zeros).round_().clamp_(-INT4_OFFSET, INT4_OFFSET - 1)
 
 
 def _inverse(values: torch.Tensor) -> torch.Tensor:
