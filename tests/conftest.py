@@ -133,6 +133,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return get
 
 
+@pytest.fixture(scope="module")
+def warm_children() -> Iterator[None]:
+    """Fork ranks and HTTP processes of this process's engines, for a module that is not about how they start."""
+    from tests.ranks.warm_children import warm_start
+
+    with warm_start():
+        yield
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the parity table: the families that equalled transformers, with the ranks and settings of this run."""
     found: dict[str, dict[str, dict[int, bool]]] = {}

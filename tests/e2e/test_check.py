@@ -37,6 +37,8 @@ from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.layers.experts import Router
 from tp_engine.worker.model_runner import ModelRunner
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 VOCAB_SIZE, GROUP = 203, 32
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 200, "num_gpu_blocks_override": 256}
 

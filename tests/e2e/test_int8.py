@@ -8,7 +8,7 @@ import pytest
 
 from tp_engine import LLM, SamplingParams
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
 
 QUESTIONS = {"12+34=": "46", "reverse: 3 1 4": "4 1 3", "sort: 3 1 2": "1 2 3", "copy: hello world": "hello world"}
 

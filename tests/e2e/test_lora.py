@@ -17,7 +17,7 @@ from tests.tiny_models import make_checkpoint
 from tp_engine import LLM, BeamSearchParams, ConfigError, LoRARequest, RequestError, SamplingParams, run_batch
 from tp_engine.outputs import RequestOutput
 
-pytestmark = needs_peft
+pytestmark = [needs_peft, pytest.mark.usefixtures("warm_children")]
 
 SIZES: dict[str, Any] = {
     "dtype": "float32",

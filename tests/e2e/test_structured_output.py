@@ -23,6 +23,8 @@ from tp_engine.outputs import RequestOutput
 from tp_engine.plan import StepPlan
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 VOCAB, EOS = 384, 1
 PROMPT = "the quick brown fox jumps over the lazy dog, again"
 PERSON = {

@@ -13,7 +13,7 @@ from tp_engine import LLM, SamplingParams
 from tp_engine.ipc.rank_slot import MEMORY_LINES
 from tp_engine.sched.view import ViewLimits
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
 
 NOT_SPENT = ("total", "requested", "kv_cache_available", "kv_cache")
 

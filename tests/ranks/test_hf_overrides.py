@@ -14,7 +14,7 @@ from tests.ranks.launch import TWO_RANKS
 from tp_engine import LLM, SamplingParams
 from tp_engine.errors import ConfigError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
 
 OPTIONS: dict[str, Any] = {**TWO_RANKS, "num_gpu_blocks_override": 64, "block_size": 8}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 4.0}

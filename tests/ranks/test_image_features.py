@@ -26,7 +26,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, RankError
 from tp_engine.worker.effective_config import resolve
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
 
 NUM_TOKENS = 16
 OPTIONS: dict[str, Any] = {

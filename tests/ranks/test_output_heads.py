@@ -15,7 +15,7 @@ from tests.ranks.launch import TWO_RANKS
 from tp_engine import LLM, SamplingParams
 from tp_engine.errors import RequestError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
 
 OPTIONS: dict[str, Any] = {**TWO_RANKS, "num_gpu_blocks_override": 32, "max_model_len": 64, "block_size": 8}
 PROMPTS = [[5, 6, 7], [9, 3]]

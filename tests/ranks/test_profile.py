@@ -11,7 +11,7 @@ import pytest
 from tests.unit.worker.test_profiling import names_in
 from tp_engine import AsyncLLM, RequestError, SamplingParams
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
 
 PROMPT = [5, 9, 13, 7]
 

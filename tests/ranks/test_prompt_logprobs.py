@@ -10,7 +10,7 @@ import pytest
 
 from tp_engine import LLM, SamplingParams
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
 
 PROMPTS = [list(range(20, 110)), [100, 3, 50], [7] * 41]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tp_engine import LLM, SamplingParams
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
 
 PROMPTS = [[5, 9, 13, 7] * 5, [100, 3, 50], list(range(20, 80))]
 

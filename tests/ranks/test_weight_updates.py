@@ -19,7 +19,7 @@ from tp_engine.worker import weight_update
 from tp_engine.worker.memory.kv_cache import resident_bytes
 from tp_engine.worker.sleep import drop_memory, take_memory
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
 
 OPTIONS: dict[str, Any] = {**TWO_RANKS, "num_gpu_blocks_override": 64, "max_model_len": 128, "block_size": 8}
 PROMPTS = [list(range(3, 40)), [5, 9, 13, 7] * 6]

@@ -20,8 +20,13 @@ from typing import TypeAlias
 
 from tp_engine.distributed.store import host_store
 
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["tests.ranks.chats_job", "tests.ranks.forced_job", "tests.ranks.sampling_job"])
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "tests.ranks.chats_job", "tests.ranks.forced_job", "tests.ranks.sampling_job",
+        "tp_engine.engine.rank_worker", "tp_engine.server.main",
+    ]
+)  # fmt: skip
 _STORE_S = 60.0
 _KILLED_S = 20.0
 
@@ -50,7 +55,7 @@ def started_ranks(num_ranks: int, target: Callable[..., None], *arguments: objec
         log = Path(folder) / "output.txt"
         log.touch()
         ranks = [
-            _FORKS.Process(target=_run, args=(_environment(rank, num_ranks, store.port), str(log), target, arguments))
+            FORKS.Process(target=_run, args=(_environment(rank, num_ranks, store.port), str(log), target, arguments))
             for rank in range(num_ranks)
         ]
         try:
