@@ -78,7 +78,7 @@ is sent when nothing is in flight, and has no result.
 """
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
@@ -235,21 +235,20 @@ class TokenLogprobs:
     ranks: IntArray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What rank 0's device returned for one step: one new token per sampled row, in ``StepPlan.sampled_rows`` order.
 
     ``logprobs`` (n rows, in the same order, as many alternatives as the greediest row asked for) is None when no row
     asked.  ``prompt_logprobs`` maps a row to the log-probabilities of the prompt positions that this step computed:
     entry i scores the token that follows computed position ``first + i`` of the chunk.  ``pooled`` maps the rows that
     pool to their hidden states (hidden,) or scores (labels,), to those of the chunk's tokens (n, size), or to logits,
-    one for each of their ``pooled_token_ids``.  ``drafts`` maps
-    rows to what the draft head made behind the row's last token that counts, up to ``StepPlan.num_drafts`` tokens.
+    one for each of their ``pooled_token_ids``.  ``drafts`` maps rows to what the draft head made behind the row's last
+    token that counts, up to ``StepPlan.num_drafts`` tokens.
     """
 
     step_id: int
     token_ids: IntArray
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    pooled: dict[int, FloatArray] = field(default_factory=dict)
-    drafts: dict[int, IntArray] = field(default_factory=dict)
+    prompt_logprobs: dict[int, TokenLogprobs] = {}
+    pooled: dict[int, FloatArray] = {}
+    drafts: dict[int, IntArray] = {}

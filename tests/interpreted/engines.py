@@ -80,7 +80,7 @@ class CountedSteps(CapturedSteps[Any]):
         kind = self._sampler.device.kind_of(plan.decode_rows, num_computed[plan.decode_rows] + 1)
         with (
             patch.object(self._sampler, "sample", side_effect=self._sampler.sample) as launched,
-            patch.object(self._shape, "advance", side_effect=self._shape.advance) as advanced,
+            patch.object(self.shape, "advance", side_effect=self.shape.advance) as advanced,
         ):
             result = super().run(plan, size, num_computed)
         self.steps.add((kind, not launched.called, not advanced.called))

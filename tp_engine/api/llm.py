@@ -274,7 +274,8 @@ class LLM(Closing):
         """Return one step of the engine, and what it adds to the requests; those that stop strings ended are
         aborted."""
         processed = self.outputs.process(self.engine.step())
-        self.engine.abort(processed.aborts)
+        if processed.aborts:
+            self.engine.abort(processed.aborts)
         return processed
 
     @_one_at_a_time
@@ -403,8 +404,8 @@ class LLM(Closing):
                     if self.allocation_monitor.is_due(now_s := time.monotonic()):
                         self.allocation_monitor.observe(self.engine.stats(), now_s)
                     num_tokens += processed.num_tokens
-                    finished |= {one.request_id: one for one in processed.finished}
                     if processed.finished:
+                        finished |= {one.request_id: one for one in processed.finished}
                         rate = num_tokens / (time.monotonic() - started_s)
                         progress.set_postfix_str(f"{rate:.1f} output tokens/s", refresh=False)
                         progress.update(len(processed.finished))

@@ -46,7 +46,7 @@ class Processed:
     @property
     def num_tokens(self) -> int:
         """New tokens of all updates."""
-        return sum(len(update.token_ids) for update in self.updates)
+        return sum([len(update.token_ids) for update in self.updates])
 
 
 class Outputs:
@@ -92,27 +92,40 @@ class Outputs:
         with self._lock:
             return None if state is None else self._output(state, time.monotonic())
 
-    def process(self, deltas: Iterable[SequenceDelta]) -> Processed:
-        """Apply deltas in the engine's order; those of unknown and ended requests are ignored."""
+    def process(self, deltas: StepOutput | Iterable[SequenceDelta]) -> Processed:
+        """Apply what a step added, or other deltas, in the engine's order; those of unknown and ended requests are
+        ignored."""
         processed, now_s = Processed(), time.monotonic()
-        if isinstance(deltas, StepOutput):
-            self._weight_version = deltas.weight_version or self._weight_version
-        for delta in deltas:
+        output = deltas if isinstance(deltas, StepOutput) else StepOutput(deltas=list(deltas))
+        self._weight_version = output.weight_version or self._weight_version
+        for request_id, index, token_id in zip(output.request_ids, output.indices, output.token_ids, strict=True):
+            state = self._states.get(request_id)
+            if state is not None:
+                with self._lock:
+                    update = state.add(index, [token_id], now_s)
+                if update is not None:
+                    processed.updates.append(update)
+                    if update.finish_reason is not None:
+                        self._end(processed, update, state, now_s)
+        for delta in output.deltas:
             state = self._states.get(delta.request_id)
-            if state is None:
-                continue
-            with self._lock:
-                update = state.apply(delta, now_s)
-            if update is None:
-                continue
-            processed.updates.append(update)
-            if state.finished:
-                self._states.pop(delta.request_id, None)
-                update.request_output = self._output(state, now_s)
-                processed.finished.append(update.request_output)
-                if state.runs_in_engine:
-                    processed.aborts.append(delta.request_id)
+            if state is not None:
+                with self._lock:
+                    update = state.apply(delta, now_s)
+                if update is not None:
+                    processed.updates.append(update)
+                    if update.finish_reason is not None:
+                        self._end(processed, update, state, now_s)
         return processed
+
+    def _end(self, processed: Processed, update: SequenceUpdate, state: RequestState, now_s: float) -> None:
+        """Note that a sequence has ended with ``update``, and its request, if it was the last one."""
+        if state.finished:
+            self._states.pop(update.request_id, None)
+            update.request_output = self._output(state, now_s)
+            processed.finished.append(update.request_output)
+            if state.runs_in_engine:
+                processed.aborts.append(update.request_id)
 
     def _output(self, state: RequestState, now_s: float) -> RequestOutput:
         output = state.output(now_s)

@@ -83,23 +83,28 @@ class _SequenceState:
         if self._num_alternatives is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
 
-    def add(self, delta: SequenceDelta) -> tuple[str, int]:
-        """Return the new text and the number of new tokens; the delta's other tokens lie behind a stop string."""
-        text, num_tokens = self._show(delta)
-        self._pieces.append(text)
-        self.output.token_ids += delta.new_token_ids[:num_tokens]
-        self.output.num_draft_tokens = max(self.output.num_draft_tokens, delta.num_draft_tokens)
-        self.output.num_accepted_tokens = max(self.output.num_accepted_tokens, delta.num_accepted_tokens)
-        stop_string = None if self._text is None else self._text.stop_string
-        if stop_string is not None:
-            self.output.finish_reason, self.output.stop_reason = FinishReason.STOP.value, stop_string
-        elif delta.finish_reason is not None:
-            self.output.finish_reason, self.output.stop_reason = delta.finish_reason.value, delta.stop_reason
+    def add(self, token_ids: list[int], delta: SequenceDelta | None) -> tuple[str, int]:
+        """Return the new text and the number of new tokens; further ``token_ids`` lie behind a stop string."""
+        text, num_tokens, output = "", len(token_ids), self.output
+        reason = None if delta is None else delta.finish_reason
+        if delta is not None and reason is not None:
+            output.finish_reason, output.stop_reason = reason.value, delta.stop_reason
+        if self._text is not None:
+            ends_with_stop_token = reason is FinishReason.STOP and not (delta is not None and delta.ends_with_text)
+            text, num_tokens = self._text.push(
+                token_ids, ends_with_stop_token=ends_with_stop_token, is_last=reason is not None
+            )
+            self._pieces.append(text)
+            if self._text.stop_string is not None:
+                output.finish_reason, output.stop_reason = FinishReason.STOP.value, self._text.stop_string
+        output.token_ids += token_ids[:num_tokens]
+        if delta is not None and delta.num_draft_tokens:
+            output.num_draft_tokens, output.num_accepted_tokens = delta.num_draft_tokens, delta.num_accepted_tokens
         return text, num_tokens
 
-    def add_logprobs(self, logprobs: TokenLogprobs | None, num_tokens: int) -> list[dict[int, Logprob]] | None:
+    def add_logprobs(self, logprobs: TokenLogprobs, num_tokens: int) -> list[dict[int, Logprob]] | None:
         """Keep and return those of the new tokens; None if the request asked for none."""
-        if self._num_alternatives is None or logprobs is None:
+        if self._num_alternatives is None:
             return None
         new = positions(logprobs, num_tokens, self._num_alternatives, self._token_texts)
         assert self.output.logprobs is not None and self.output.cumulative_logprob is not None
@@ -114,15 +119,6 @@ class _SequenceState:
         logprobs = None if now.logprobs is None else list(now.logprobs)
         return replace(now, text="".join(self._pieces), token_ids=list(now.token_ids), logprobs=logprobs)
 
-    def _show(self, delta: SequenceDelta) -> tuple[str, int]:
-        if self._text is None:
-            return "", len(delta.new_token_ids)
-        return self._text.push(
-            delta.new_token_ids,
-            ends_with_stop_token=delta.finish_reason is FinishReason.STOP and not delta.ends_with_text,
-            is_last=delta.finish_reason is not None,
-        )
-
 
 @dataclass(slots=True)
 class _Times:
@@ -131,12 +127,6 @@ class _Times:
     first_scheduled_s: float = 0.0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
-
-    def note(self, delta: SequenceDelta, now_s: float) -> None:
-        self.first_scheduled_s = self.first_scheduled_s or delta.first_scheduled_s
-        if delta.new_token_ids:
-            self.first_token_s = self.first_token_s or now_s
-            self.last_token_s = now_s
 
     def metrics(self, arrival_s: float, num_tokens: int, now_s: float) -> RequestMetrics:
         """``num_tokens`` are the longest sequence's; an event that never happened counts as happening now."""
@@ -182,33 +172,44 @@ class RequestState:
         """Return what a delta adds; None if its sequence had ended before."""
         if delta.finish_reason is not None:
             self._num_running -= 1
-        sequence = self._sequences[delta.index]
-        if sequence.output.finish_reason is not None:
+        update = self.add(delta.index, delta.new_token_ids, now_s, delta)
+        if update is None:
             return None
-        self._times.note(delta, now_s)
-        self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
-        prompt_logprobs = self._new_prompt_logprobs(delta)
+        self._times.first_scheduled_s = self._times.first_scheduled_s or delta.first_scheduled_s
+        self._num_cached_tokens = update.num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
         if delta.pooled is not None:
             self._pooled = delta.pooled
-        text, num_tokens = sequence.add(delta)
-        if sequence.output.finish_reason is not None:
+        if delta.logprobs is not None:
+            update.logprobs = self._sequences[delta.index].add_logprobs(delta.logprobs, len(update.token_ids))
+        update.prompt_logprobs = self._new_prompt_logprobs(delta)
+        update.error, update.error_code = delta.error, delta.error_code
+        return update
+
+    def add(
+        self, index: int, token_ids: list[int], now_s: float, delta: SequenceDelta | None = None
+    ) -> SequenceUpdate | None:
+        """Return what ``token_ids`` add to a sequence, which may be only a part of ``delta``; None if it had ended."""
+        sequence, times = self._sequences[index], self._times
+        output = sequence.output
+        if output.finish_reason is not None:
+            return None
+        text, num_tokens = sequence.add(token_ids, delta)
+        if token_ids:
+            times.first_token_s, times.last_token_s = times.first_token_s or now_s, now_s
+        if output.finish_reason is not None:
             self._num_unfinished -= 1
         return SequenceUpdate(
-            request_id=delta.request_id,
-            index=delta.index,
+            request_id=self.request.request_id,
+            index=index,
             text=text,
-            token_ids=delta.new_token_ids[:num_tokens],
+            token_ids=token_ids[:num_tokens],
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_cached_tokens=self._num_cached_tokens,
-            num_output_tokens=len(sequence.output.token_ids),
-            logprobs=sequence.add_logprobs(delta.logprobs, num_tokens),
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=sequence.output.finish_reason,
-            stop_reason=sequence.output.stop_reason,
-            num_draft_tokens=sequence.output.num_draft_tokens,
-            num_accepted_tokens=sequence.output.num_accepted_tokens,
-            error=delta.error,
-            error_code=delta.error_code,
+            num_output_tokens=len(output.token_ids),
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+            num_draft_tokens=output.num_draft_tokens,
+            num_accepted_tokens=output.num_accepted_tokens,
         )
 
     def _new_prompt_logprobs(self, delta: SequenceDelta) -> list[dict[int, Logprob] | None] | None:

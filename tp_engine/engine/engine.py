@@ -65,7 +65,8 @@ class Engine:
         self._publisher, self._plan_timeout_s, self._num_ahead = publisher, plan_timeout_s, num_ahead
         self._held: StepPlan | None = None
         self._sent: deque[StepPlan] = deque()
-        self._launched: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._launched: deque[PendingStep] = deque()
+        self._num_in_flight = 0  # steps whose plans have been made and whose results have not been taken yet
         self._job = job
         self._recorder = StepRecorder(job.slot)
         self._statistics = StepStatistics(job.board)
@@ -201,8 +202,7 @@ class Engine:
         """A context in which no step is in flight; an error in it ends the engine."""
         self._enter()
         with self._failing():
-            while self._num_in_flight:
-                self.operator.drained.append(self._update(*self._finish_oldest()))
+            self.operator.drained.extend(self._drain())
             yield
 
     def _execute_command(self, plan: StepPlan) -> Outcome:
@@ -211,6 +211,12 @@ class Engine:
         outcome = self._worker.execute_command(plan.order)
         self._recorder.done(plan.step_id)
         return outcome
+
+    def _drain(self) -> Iterator[StepOutput]:
+        """Run the plans in flight."""
+        while self._num_in_flight:
+            self._send_held()
+            yield self._update(*self._finish_oldest())
 
     def _update(self, plan: StepPlan, result: StepResult) -> StepOutput:
         output = self._scheduler.update(plan, result)
@@ -221,8 +227,8 @@ class Engine:
     def _stop_ranks(self) -> None:
         """Run the plans in flight, then send the stop plan."""
         with self._failing():
-            while self._num_in_flight:
-                self._scheduler.update(*self._finish_oldest())
+            for _ in self._drain():
+                pass
             if self._disk_writer is not None:
                 self._disk_writer.flush(self._run_alone)
             self._job.stopping()
@@ -231,13 +237,9 @@ class Engine:
 
     def _run_alone(self, plan: StepPlan) -> None:
         """Run a plan without rows, while no step is in flight."""
+        self._num_in_flight += 1
         self._send(plan)
         self._scheduler.update(*self._finish_oldest())
-
-    @property
-    def _num_in_flight(self) -> int:
-        """Steps whose plans have been made and whose results have not been taken yet."""
-        return len(self._sent) + len(self._launched) + (self._held is not None)
 
     def _send_plans(self) -> None:
         """Make and send plans, up to ``num_ahead`` ahead.  A plan that may not fit into the ring is held back until no
@@ -248,14 +250,15 @@ class Engine:
             return
         self._call_ranks()
         while self._num_in_flight <= self._num_ahead and (plan := self._scheduler.schedule()) is not None:
-            if self._num_in_flight and self._publisher is not None and self._publisher.may_block(plan):
+            self._num_in_flight += 1
+            if self._num_in_flight > 1 and self._publisher is not None and self._publisher.may_block(plan):
                 self._held = plan
                 return
             self._send(plan)
 
     def _call_ranks(self) -> None:
         """Wake idle ranks now, so that they wake up while rank 0 makes the next plan."""
-        if self._num_in_flight == 0 and self._scheduler.has_unfinished and self._publisher is not None:
+        if self._publisher is not None and self._num_in_flight == 0 and self._scheduler.has_unfinished:
             self._publisher.call()
 
     def _send_held(self) -> None:
@@ -269,18 +272,18 @@ class Engine:
 
     def _finish_oldest(self) -> tuple[StepPlan, StepResult]:
         """Run the oldest plan on this rank, as the other ranks do, and wait for its result."""
-        self._send_held()
-        while self._sent and (self._worker.runs_by_itself or not self._launched):
+        while self._sent and (not self._launched or self._worker.runs_by_itself):
             plan = self._sent.popleft()
             self._recorder.begin(plan.step_id)
-            self._launched.append((plan, self._worker.execute(plan)))
+            self._launched.append(self._worker.execute(plan))
             self._recorder.launched(plan.step_id)
-        plan, pending = self._launched.popleft()
-        result = pending.result()
+        step = self._launched.popleft()
+        self._num_in_flight -= 1
+        result = step.result()
         if len(result.token_ids):
-            self._echoes.check(plan.step_id)
-        self._recorder.done(plan.step_id)
-        return plan, result
+            self._echoes.check(result.step_id)
+        self._recorder.done(result.step_id)
+        return step.plan, result
 
     def _publish(self, plan: StepPlan) -> None:
         num_bytes = checksum = 0

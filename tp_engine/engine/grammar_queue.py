@@ -113,7 +113,7 @@ class GrammarQueue:
 
     def settle(self, scheduler: Scheduler) -> list[SequenceDelta]:
         """Let requests run whose grammars are compiled; returns the last deltas of those whose grammars failed."""
-        if not self._is_done.is_set():
+        if not (self._waiting and self._is_done.is_set()):
             return []
         self._is_done.clear()
         failed: list[SequenceDelta] = []

@@ -18,8 +18,7 @@ log-probabilities, tokens still banned by min_tokens, or penalties beside filter
 rows with masks.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,8 +39,7 @@ SHARE_BYTES = tuple(num_keys * torch.int64.itemsize for num_keys in (1, 1 + MAX_
 """Bytes of each row that a rank sends the others in a step of the recorded kinds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplerVariant:
+class SamplerVariant(NamedTuple):
     """The launches that a step needs beside the first; see the module's table.  Without any it is *plain*."""
 
     penalised: bool = False

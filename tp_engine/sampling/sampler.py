@@ -28,6 +28,7 @@ Log-probabilities come from the raw logits, or, with ``processed_logprobs``, fro
 the noise: minus infinity for what the filters leave out; greedy rows have no temperature.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -205,22 +206,20 @@ class Sampler:
         """Those of ``kinds`` that are captured with the end of the step."""
         return () if self.device is None else self.device.advancing
 
-    def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> SamplerVariant | None:
+    def recorded_kind(self, rows: IntArray, positions: Callable[[], IntArray], epoch: int = 0) -> SamplerVariant | None:
         """Return the kind of this step if a recording may sample it, else None.  ``epoch`` is ``StepPlan.rows_epoch``.
 
         Masks come with the step, so a recording cannot hold them.
         """
+        if self._state.masks.any_of(rows):
+            return None
         if self.device is not None:
-            return None if self._state.masks.any_of(rows) else self.device.kind_of(rows, positions)
-        return _GREEDY if self._are_plain(rows, epoch) and not self._state.masks.any_of(rows) else None
-
-    def _are_plain(self, rows: IntArray, epoch: int) -> bool:
-        """Whether all ``rows`` are greedy; looked up again for another epoch, and after an admission or a release."""
-        known, version, are_plain = self._known
+            return self.device.kind_of(rows, positions())
+        known, version, are_greedy = self._known
         if not epoch or epoch != known or version != self._state.version:
-            are_plain = bool(self._state.is_plain[rows].all())
-            self._known = epoch, self._state.version, are_plain
-        return are_plain
+            are_greedy = bool(self._state.is_plain[rows].all())
+            self._known = epoch, self._state.version, are_greedy
+        return _GREEDY if are_greedy else None
 
     def sample_recorded(
         self,

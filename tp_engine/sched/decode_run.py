@@ -50,6 +50,8 @@ class DecodeRun:
         self.num_steps_left = num_steps
         self.num_planned = 0
         self.num_results = 0
+        self.is_full = False  # the notes must be entered before more are taken
+        self._most_planned = min(_MOST_STEPS, block_size)
         self.results: IntArray = np.empty((_MOST_STEPS, len(rows.rows)), dtype=np.int32)
         self.grown_rows: list[IntArray] = []
         self.grown_blocks: list[IntArray] = []
@@ -74,6 +76,8 @@ class DecodeRun:
         """``advance``; the rows ``grown`` took ``blocks`` for it."""
         self.advance()
         self.num_planned += 1
+        if self.num_planned == self._most_planned:
+            self.is_full = True
         if len(grown):
             self.grown_rows.append(grown)
             self.grown_blocks.append(blocks)
@@ -82,14 +86,12 @@ class DecodeRun:
         """Note that the rows got ``token_ids`` (rows,), whose memory may be used again."""
         self.results[self.num_results] = token_ids
         self.num_results += 1
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the notes must be entered before more are taken."""
-        return self.num_planned == min(_MOST_STEPS, len(self._growing)) or self.num_results == _MOST_STEPS
+        if self.num_results == _MOST_STEPS:
+            self.is_full = True
 
     def forget_notes(self) -> None:
         """Note that all notes have been entered."""
         self.num_planned = self.num_results = 0
+        self.is_full = False
         self.grown_rows.clear()
         self.grown_blocks.clear()

@@ -19,7 +19,6 @@ asked for, so that they always look complete from outside.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -40,26 +39,27 @@ _Array = TypeVar("_Array", bound=npt.NDArray[Any])
 class _Noted(Generic[_Array]):
     """An array that notes are for, which are entered before it is read."""
 
-    def __init__(self, array: Callable[[RowArrays], _Array]) -> None:
-        self._array = array
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
 
     def __get__(self, rows: RowArrays, owner: type) -> _Array:
         if rows._noted is not None:
             rows._settle()
-        return self._array(rows)
+        array: _Array = getattr(rows, self._name)
+        return array
 
 
 class RowArrays:
     """All counters are int64 (rows,); ``tokens`` is int32 (rows, width), ``block_table`` int32 (rows, logical blocks,
     G), ``first_block`` int64 (rows, G)."""
 
-    tokens = _Noted[IntArray](lambda rows: rows._tokens)  # ids of each row, of which the first num_tokens are known
-    block_table = _Noted[IntArray](lambda rows: rows._block_table)  # logical block by logical block: num_blocks count
-    num_tokens = _Noted[Counts](lambda rows: rows._num_tokens)  # that the host knows
-    num_scheduled = _Noted[Counts](lambda rows: rows._num_scheduled)  # that have K/V once all plans have run
-    num_computed = _Noted[Counts](lambda rows: rows._num_computed)  # that have K/V, as far as results have come
-    num_blocks = _Noted[Counts](lambda rows: rows._num_blocks)  # logical blocks in the row's tables
-    capacity = _Noted[Counts](lambda rows: rows._capacity)  # tokens that num_blocks hold
+    tokens = _Noted[IntArray]()  # ids of each row, of which the first num_tokens are known
+    block_table = _Noted[IntArray]()  # logical block by logical block: num_blocks count
+    num_tokens = _Noted[Counts]()  # that the host knows
+    num_scheduled = _Noted[Counts]()  # that have K/V once all plans have run
+    num_computed = _Noted[Counts]()  # that have K/V, as far as results have come
+    num_blocks = _Noted[Counts]()  # logical blocks in the row's tables
+    capacity = _Noted[Counts]()  # tokens that num_blocks hold
 
     def __init__(self, limits: SchedulerLimits) -> None:
         rows = limits.max_num_seqs

@@ -27,8 +27,9 @@ class RunningBatch(RowArrays):
     """The sequence at each row, beside the row's arrays.
 
     ``since_step`` is the step that admitted the row's occupant: results of earlier steps are not for it.
-    ``num_departures`` counts the rows ever vacated, ``num_ending`` the rows in ENDING.  ``readiness`` says which rows
-    can not be scheduled now.  ``run`` is the run of steps that the rows in DECODE are in.
+    ``num_departures`` counts the rows ever vacated, ``num_ending`` the rows in ENDING.  ``prefilling_rows`` has the
+    sequences in PREFILL, by row.  ``readiness`` says which rows can not be scheduled now.  ``run`` is the run of steps
+    that the rows in DECODE are in.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -45,7 +46,7 @@ class RunningBatch(RowArrays):
         self.num_departures = 0
         self.num_ending = 0
         self._vacant = list(range(rows))
-        self._prefilling: dict[int, Sequence] = {}
+        self.prefilling_rows: dict[int, Sequence] = {}
         self._num_runs = 0
 
     @property
@@ -59,7 +60,7 @@ class RunningBatch(RowArrays):
             sequence.row = row = heapq.heappop(self._vacant)
             sequence.phase = SequencePhase.PREFILL
             self.tokens[row, : len(sequence.token_ids)] = sequence.token_ids
-            self.sequences[row] = self._prefilling[row] = sequence
+            self.sequences[row] = self.prefilling_rows[row] = sequence
             self.readiness.occupy(row, is_constrained=sequence.constraint is not None)
         seated = [entry.sequence for entry in entries]
         rows = np.array([sequence.row for sequence in seated])
@@ -75,7 +76,7 @@ class RunningBatch(RowArrays):
         """Note that all known tokens of ``rows`` have been scheduled: from now on one token per step."""
         self.phase[rows] = SequencePhase.DECODE
         for row in rows.tolist():
-            self._prefilling.pop(row).phase = SequencePhase.DECODE
+            self.prefilling_rows.pop(row).phase = SequencePhase.DECODE
         for sequence in self._look_up(rows[self.num_scheduled[rows] + ONE >= self.max_tokens[rows]]):
             self._end(sequence)
         self.end_run()
@@ -116,7 +117,7 @@ class RunningBatch(RowArrays):
         self.sequences[row] = None
         self.num_blocks[row] = self.capacity[row] = self.first_block[row] = 0
         self.num_tokens[row] = self.num_scheduled[row] = self.num_computed[row] = 0
-        self._prefilling.pop(row, None)
+        self.prefilling_rows.pop(row, None)
         self.num_running -= 1
         heapq.heappush(self._vacant, row)
 
@@ -133,15 +134,11 @@ class RunningBatch(RowArrays):
             return self.row_set(chosen.rows[are_ready])
         return chosen
 
-    @property
-    def num_prefilling(self) -> int:
-        return len(self._prefilling)
-
     def prefilling(self) -> list[Sequence]:
         """Sequences in PREFILL that are not blocked, first in order first."""
-        if not self._prefilling:
+        if not self.prefilling_rows:
             return []
-        found = [one for row, one in self._prefilling.items() if not self.readiness.bits[row]]
+        found = [one for row, one in self.prefilling_rows.items() if not self.readiness.bits[row]]
         return sorted(found, key=lambda sequence: sequence.key)
 
     def loading(self) -> list[Sequence]:
@@ -186,7 +183,7 @@ class RunningBatch(RowArrays):
         decoding = self.decoding()
         assert list(decoding.rows) == [s.row for s in occupied if s.phase is SequencePhase.DECODE]
         assert decoding.sequences == [s for s in occupied if s.phase is SequencePhase.DECODE]
-        assert sorted(self._prefilling) == [s.row for s in occupied if s.phase is SequencePhase.PREFILL]
+        assert sorted(self.prefilling_rows) == [s.row for s in occupied if s.phase is SequencePhase.PREFILL]
 
     def _begin_run(self) -> DecodeRun:
         index = np.flatnonzero(self.phase == SequencePhase.DECODE)

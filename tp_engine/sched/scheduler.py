@@ -170,11 +170,19 @@ class Scheduler:
             poll()
         if self._departures and any(must_wait() for must_wait in self._hooks.must_wait):
             return None
-        wanted = [] if self._departures else [wants() for wants in self._hooks.wants_step]
-        plan = None if any(wanted) else self._steady.schedule(self.next_step_id)
+        may_be_steady = True
+        for wants_step in () if self._departures else self._hooks.wants_step:
+            may_be_steady &= not wants_step()
+        plan = (self._steady.schedule(self._step_id + 1) if may_be_steady else None) or self._schedule_any()
         if plan is None:
-            plan = self._schedule_any()
-        return None if plan is None else self._send(plan)
+            return None
+        for finish in self._hooks.finish_plan:
+            plan = finish(plan)
+        self._step_id = plan.step_id
+        self._departures.append(self._state.rows.num_departures)
+        for after in self._hooks.after_plan:
+            after(self._step_id)
+        return plan
 
     def _schedule_any(self) -> StepPlan | None:
         builder = StepPlanBuilder(
@@ -193,16 +201,6 @@ class Scheduler:
         plan = builder.advance(self._state, self._fill_masks)
         if plan is None and not self._departures and any(must_send() for must_send in self._hooks.must_send):
             plan = StepPlan(step_id=builder.step_id)
-        return plan
-
-    def _send(self, plan: StepPlan) -> StepPlan:
-        """The plan with what the features have for the ranks; its step is in flight."""
-        for finish in self._hooks.finish_plan:
-            plan = finish(plan)
-        self._step_id = plan.step_id
-        self._departures.append(self._state.rows.num_departures)
-        for after in self._hooks.after_plan:
-            after(self._step_id)
         return plan
 
     def schedule_bare(self, finish: Callable[[StepPlan], StepPlan]) -> StepPlan | None:

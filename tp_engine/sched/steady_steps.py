@@ -30,7 +30,7 @@ class SteadySteps:
         if (
             run is None
             or run.num_steps_left <= 1
-            or rows.num_prefilling
+            or rows.prefilling_rows
             or self._readiness.num_constrained
             or self._readiness.num_blocked
             or (self._state.waiting and rows.num_vacant)

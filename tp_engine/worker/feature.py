@@ -2,7 +2,7 @@
 
 ::
 
-    ModelRunner.run     apply -> must_launch
+    ModelRunner.run     admit -> apply -> must_launch, once for a set of rows that decode
       launched          on_inputs -> reads_all, state_room, around_model -> the model -> on_hidden -> logits
                         -> on_logits -> sampling -> on_sampled
       replayed          the recording -> on_sampled
@@ -11,29 +11,18 @@
 ``features.py`` makes all features.  The runner calls only the hooks that a feature overrides.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tp_engine.layers.attention import Attention
 from tp_engine.models.causal_lm import CausalLM
-from tp_engine.plan import StepPlan
-from tp_engine.sampling.logprobs import Fetch
+from tp_engine.plan import Admission, StepPlan
 from tp_engine.worker.batch.step_inputs import StepInputs
 from tp_engine.worker.graphs.recorder import Recorder
 from tp_engine.worker.results.readback import PendingStep
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunningStep:
-    """A step that is being launched: its results go to the host by ``fetch``, and into ``pending``."""
-
-    plan: StepPlan
-    pending: PendingStep
-    fetch: Fetch
 
 
 class RunnerFeature:
@@ -41,14 +30,18 @@ class RunnerFeature:
 
     _model: CausalLM
 
+    def admit(self, admitted: Sequence[Admission]) -> None:
+        """Take in the sequences that get a row in the next step, if there are any."""
+
     def apply(self, plan: StepPlan) -> None:
-        """Take in the plan's changes, behind those of the batch and the sampler and before the copies of blocks."""
+        """Take in the plan's other changes, behind those of the batch and the sampler, before the copies of blocks."""
 
     def must_launch(self, plan: StepPlan) -> bool:
-        """Return whether the step can not be replayed, because more is read of it, or does more, than is recorded."""
+        """Return whether the step can not be replayed, because more is read of it, or does more, than is recorded.
+        Steps of an equal ``rows_epoch`` without prompts are alike."""
         return False
 
-    def on_inputs(self, step: RunningStep, inputs: StepInputs) -> None:
+    def on_inputs(self, step: PendingStep, inputs: StepInputs) -> None:
         """See the inputs of a launched step."""
 
     def reads_all(self, inputs: StepInputs) -> bool:
@@ -59,18 +52,18 @@ class RunnerFeature:
         """Return where the model leaves its states (num_tokens, state_size); one feature at most has such a place."""
         return None
 
-    def around_model(self, step: RunningStep, inputs: StepInputs) -> AbstractContextManager[object]:
+    def around_model(self, step: PendingStep, inputs: StepInputs) -> AbstractContextManager[object]:
         """Return the context in which the model runs."""
         return nullcontext()
 
-    def on_hidden(self, step: RunningStep, inputs: StepInputs, hidden: torch.Tensor) -> None:
+    def on_hidden(self, step: PendingStep, inputs: StepInputs, hidden: torch.Tensor) -> None:
         """See the hidden states (N, hidden) of all tokens if it ``reads_all``; a collective may be called."""
 
-    def on_logits(self, step: RunningStep, inputs: StepInputs, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+    def on_logits(self, step: PendingStep, inputs: StepInputs, hidden: torch.Tensor, logits: torch.Tensor) -> None:
         """See what a launched step with prompts samples from: ``hidden`` (n, hidden), and this rank's ``logits``
         (n, width).  A collective may be called."""
 
-    def on_sampled(self, step: RunningStep, inputs: StepInputs | None, token_ids: torch.Tensor | None) -> None:
+    def on_sampled(self, step: PendingStep, inputs: StepInputs | None, token_ids: torch.Tensor | None) -> None:
         """See the sampled ``token_ids`` (n,) int32, if there are any; ``inputs`` are None if the step was replayed."""
 
     def take_model(self, model: CausalLM) -> list[Attention]:

@@ -26,7 +26,6 @@ from tp_engine.worker.feature import RunnerFeature
 from tp_engine.worker.image_encoder import ImageEncoder
 from tp_engine.worker.input_digests import InputDigests, NoteInputs
 from tp_engine.worker.lora import RankAdapters
-from tp_engine.worker.results.layer_watch import LayerWatch
 from tp_engine.worker.results.output_watch import OutputWatch
 from tp_engine.worker.results.pooled_rows import PooledRows
 from tp_engine.worker.results.prompt_scores import ScoredPrompts, positions_at_once
@@ -81,7 +80,6 @@ def make_features(
         yield InputDigests(parts.note_inputs)
     if not is_trial:
         yield OutputWatch(parts.device, is_first=groups.info.is_first)
-        yield LayerWatch(model)
     if effective.adapters is not None:
         yield RankAdapters(
             model.adapted_layers,

@@ -27,8 +27,8 @@ from tp_engine.plan import IntArray, StepPlan
 from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.step_inputs import StepInputs
-from tp_engine.worker.feature import RunnerFeature, RunningStep
-from tp_engine.worker.results.readback import SpanClock
+from tp_engine.worker.feature import RunnerFeature
+from tp_engine.worker.results.readback import PendingStep, SpanClock
 
 _Positions = npt.NDArray[np.int64]
 _START, _TOKENS, _ROWS, _COLUMNS = range(4)  # columns of a row's images
@@ -77,7 +77,7 @@ class ImageEncoder(RunnerFeature):
     def must_launch(self, plan: StepPlan) -> bool:
         return bool(self._images) and any(row in self._images for row in plan.prefill_rows.tolist())
 
-    def around_model(self, step: RunningStep, inputs: StepInputs) -> AbstractContextManager[object]:
+    def around_model(self, step: PendingStep, inputs: StepInputs) -> AbstractContextManager[object]:
         return seeing(self._of_step(step.plan, inputs)) if self.must_launch(step.plan) else nullcontext()
 
     def _encode(self, encodes: IntArray) -> None:

@@ -7,7 +7,8 @@ from typing import TypeAlias
 import xxhash
 
 from tp_engine.worker.batch.step_inputs import StepInputs
-from tp_engine.worker.feature import RunnerFeature, RunningStep
+from tp_engine.worker.feature import RunnerFeature
+from tp_engine.worker.results.readback import PendingStep
 
 NoteInputs: TypeAlias = Callable[[int, int], None]
 """Receives the digest of each step's inputs: ``note_inputs(step_id, digest)``."""
@@ -19,7 +20,7 @@ class InputDigests(RunnerFeature):
     def __init__(self, note: NoteInputs) -> None:
         self._note = note
 
-    def on_inputs(self, step: RunningStep, inputs: StepInputs) -> None:
+    def on_inputs(self, step: PendingStep, inputs: StepInputs) -> None:
         self._note(step.plan.step_id, digest_inputs(inputs))
 
 

@@ -26,8 +26,9 @@ from tp_engine.plan import StepPlan
 from tp_engine.units import MIB
 from tp_engine.weights.lora import check_all_used, read_adapter
 from tp_engine.worker.batch.step_inputs import BatchLayout, StepInputs
-from tp_engine.worker.feature import RunnerFeature, RunningStep
+from tp_engine.worker.feature import RunnerFeature
 from tp_engine.worker.orders import Prepared
+from tp_engine.worker.results.readback import PendingStep
 
 # The largest file of an adapter, over the bytes of all slots of a rank: 8 ranks, each with its part in 16 bits of what
 # the file has in 32, and a slot for one adapter alone.
@@ -96,7 +97,7 @@ class RankAdapters(RunnerFeature):
         slots = self._slots
         return bool((slots[plan.decode_rows] >= 0).any() or (slots[plan.prefill_rows] >= 0).any())
 
-    def around_model(self, step: RunningStep, inputs: StepInputs) -> AbstractContextManager[object]:
+    def around_model(self, step: PendingStep, inputs: StepInputs) -> AbstractContextManager[object]:
         if not self.must_launch(step.plan):
             return nullcontext()
         return adapting(self.group(inputs.layout, step.plan.rows_epoch))

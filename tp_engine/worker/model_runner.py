@@ -1,14 +1,14 @@
 """Runs plans on one rank's device: apply the changes, run one forward pass, sample together with the other ranks."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, TypeAlias
 
 import torch
 
 from tp_engine.attention.base import Backends, prepare_groups
 from tp_engine.distributed.collectives import Communicator
-from tp_engine.hooks import Feature, find_feature, hooks
+from tp_engine.hooks import Feature, Hooks, find_feature
 from tp_engine.layers.attention import forward_context
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import StepPlan
@@ -18,11 +18,11 @@ from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.step_inputs import StepInputs
-from tp_engine.worker.feature import RunnerFeature, RunningStep
+from tp_engine.worker.feature import RunnerFeature
 from tp_engine.worker.graphs.captured_steps import StepParts
 from tp_engine.worker.graphs.step_runner import Captured, GraphPlan, StepRunner
 from tp_engine.worker.memory.kv_cache import KvBlocks
-from tp_engine.worker.profiling import Named, unnamed
+from tp_engine.worker.profiling import Named, run_part
 from tp_engine.worker.results.readback import Check, PendingStep, Readback, never_fails
 
 Sampled: TypeAlias = tuple[torch.Tensor | None, LogprobTensors | None]
@@ -51,26 +51,19 @@ class ModelRunner:
     ) -> None:
         self._model, self._backends, self._batch, self._sampling = model, backends, batch, sampling
         self.blocks, self.is_asleep = blocks, False
-        self.named: Named = unnamed
+        self.named: Named | None = None
+        self._inference_mode = torch.inference_mode()
         self._progress = progress
         self._features = list(features)
-        self._bind_hooks()
+        self._hooks = Hooks(features)
+        self._found: tuple[int, Captured | None] = (0, None)  # of decodes: epoch and what holds their steps
         self._sampler = Sampler(sampling, communicator)
         self._readback = Readback(len(batch.num_prompt), blocks.raw.device, check)
         self._graph_plan: GraphPlan | None = None
         steps = StepParts(
             model=model, backends=backends, sampler=self._sampler, state_room=self._room, keep_rows=self._keep_rows
         )
-        self.graphs = StepRunner(batch, steps, records=hooks(features, "record"), forgets=hooks(features, "forget"))
-
-    def _bind_hooks(self) -> None:
-        """Keep the hooks that any feature overrides (``RunnerFeature``)."""
-        features = self._features
-        self._apply_features, self._must_launch = hooks(features, "apply"), hooks(features, "must_launch")
-        self._on_inputs, self._reads_all = hooks(features, "on_inputs"), hooks(features, "reads_all")
-        self._state_room, self._around_model = hooks(features, "state_room"), hooks(features, "around_model")
-        self._on_hidden, self._on_logits = hooks(features, "on_hidden"), hooks(features, "on_logits")
-        self._on_sampled, self._keep = hooks(features, "on_sampled"), hooks(features, "keep_rows")
+        self.graphs = StepRunner(batch, steps, records=self._hooks.record, forgets=self._hooks.forget)
 
     @property
     def kv_memory(self) -> tuple[torch.Tensor, ...]:
@@ -97,6 +90,11 @@ class ModelRunner:
         assert found is not None, f"{kind.__name__} is switched off"
         return found
 
+    def replace_features(self, gone: Sequence[RunnerFeature | None], new: Sequence[RunnerFeature]) -> None:
+        """Run with ``new`` instead of ``gone`` from the next step on; neither records anything."""
+        self._features = [*new, *(one for one in self._features if one not in gone)]
+        self._hooks, self._found = Hooks(self._features), (0, None)
+
     def take_model(self, model: CausalLM) -> None:
         """Run ``model`` from the next step on, with the K/V and the states of the one before; a collective."""
         self.graphs.take_model(model)
@@ -115,6 +113,7 @@ class ModelRunner:
     def record(self, plan: GraphPlan | None) -> None:
         """Capture the steps of ``plan``; None: every step is launched.  A collective."""
         self._graph_plan = plan
+        self._found = 0, None
         if plan is not None:
             self.graphs.capture(plan)
 
@@ -128,58 +127,64 @@ class ModelRunner:
         for feature in self._features:
             feature.close()
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
         """Launch one step."""
-        with self.named("apply"):
-            self._apply(plan)
-        step = RunningStep(plan=plan, pending=PendingStep(step_id=plan.step_id), fetch=self._readback.fetch)
-        if plan.num_tokens:
-            captured = self.graphs.find(plan)
-            if captured is None or any(must_launch(plan) for must_launch in self._must_launch):
-                self._launch(step)
-            else:
-                self._replay(step, captured)
-        return step.pending
+        with self._inference_mode:
+            run_part(self.named, "apply", self._apply, plan)
+            step = PendingStep(plan=plan, fetch=self._readback.fetch)
+            if plan.num_tokens:
+                captured = self._find_captured(plan)
+                if captured is None:
+                    self._launch(step)
+                else:
+                    self._progress.reach(RankPhase.SAMPLE)
+                    self._finish(step, None, run_part(self.named, "replay", self.graphs.replay, captured, plan))
+            return step
 
     def _apply(self, plan: StepPlan) -> None:
         """The plan's changes, in its order: rows and their draft rows, new blocks, what features do, then copies."""
         self._batch.apply(plan)
         self._sampling.apply(plan)
-        for apply in self._apply_features:
+        if plan.admitted:
+            for admit in self._hooks.admit:
+                admit(plan.admitted)
+        for apply in self._hooks.apply:
             apply(plan)
         if len(plan.copies):
             self.blocks.copy(plan.copies)
 
-    def _replay(self, step: RunningStep, captured: Captured) -> None:
-        self._progress.reach(RankPhase.SAMPLE)
-        with self.named("replay"):
-            sampled = self.graphs.replay(captured, step.plan)
-        self._finish(step, None, sampled)
+    def _find_captured(self, plan: StepPlan) -> Captured | None:
+        """What holds the step, None if it is launched; looked up again when other rows decode, or beside prompts."""
+        epoch = 0 if len(plan.prefill_rows) else plan.rows_epoch
+        if not epoch or epoch != self._found[0]:
+            must_launch = any(must_launch(plan) for must_launch in self._hooks.must_launch)
+            self._found = epoch, None if must_launch else self.graphs.find(plan)
+        return self._found[1]
 
-    def _launch(self, step: RunningStep) -> None:
-        with self.named("prepare"):
+    def _launch(self, step: PendingStep) -> None:
+        named = self.named or nullcontext
+        with named("prepare"):
             inputs = self._batch.prepare(step.plan)
-            for on_inputs in self._on_inputs:
+            for on_inputs in self._hooks.on_inputs:
                 on_inputs(step, inputs)
             prepare_groups(self._backends, inputs.attention)
-        reads_all = any(one(inputs) for one in self._reads_all)
+        reads_all = any(one(inputs) for one in self._hooks.reads_all)
         room = self._room(len(inputs.input_ids))
-        with self.named("model"), forward_context(inputs.attention), ExitStack() as contexts:
-            for around_model in self._around_model:
+        with named("model"), forward_context(inputs.attention), ExitStack() as contexts:
+            for around_model in self._hooks.around_model:
                 contexts.enter_context(around_model(step, inputs))
             wanted = None if reads_all else inputs.layout.wanted
             hidden = self._model(inputs.input_ids, inputs.turns, wanted, room)
-        with self.named("sample"):
+        with named("sample"):
             if reads_all:
-                for on_hidden in self._on_hidden:
+                for on_hidden in self._hooks.on_hidden:
                     on_hidden(step, inputs, hidden)
                 hidden = hidden.index_select(0, inputs.layout.logit_index)
             sampled = self._sample(step, inputs, hidden)
             self._batch.advance(inputs, sampled[0])
             self._finish(step, inputs, sampled)
 
-    def _sample(self, step: RunningStep, inputs: StepInputs, hidden: torch.Tensor) -> Sampled:
+    def _sample(self, step: PendingStep, inputs: StepInputs, hidden: torch.Tensor) -> Sampled:
         """Sample after ``hidden`` (n, hidden); every rank gets the ids."""
         layout = inputs.layout
         if not len(layout.sampled_rows):
@@ -187,25 +192,25 @@ class ModelRunner:
         self._progress.reach(RankPhase.SAMPLE)
         logits = self._model.compute_local_logits(hidden)
         if not layout.is_decode_only:
-            for on_logits in self._on_logits:
+            for on_logits in self._hooks.on_logits:
                 on_logits(step, inputs, hidden, logits)
         return self._sampler.sample(logits, layout.sampled_rows, inputs.sampled_positions)
 
-    def _finish(self, step: RunningStep, inputs: StepInputs | None, sampled: Sampled) -> None:
+    def _finish(self, step: PendingStep, inputs: StepInputs | None, sampled: Sampled) -> None:
         """Begin to copy the step's results to the host; there are no ``inputs`` if it was replayed."""
         token_ids, logprobs = sampled
         if token_ids is not None:
-            step.pending.token_ids = self._readback.start(token_ids)
+            step.token_ids = self._readback.start(token_ids)
         if logprobs is not None:
-            step.pending.logprobs = logprobs.to_host(step.fetch)
-        for on_sampled in self._on_sampled:
+            step.logprobs = logprobs.to_host(step.fetch)
+        for on_sampled in self._hooks.on_sampled:
             on_sampled(step, inputs, token_ids)
 
     def _room(self, num_tokens: int) -> torch.Tensor | None:
-        return next((state_room(num_tokens) for state_room in self._state_room), None)
+        return next((state_room(num_tokens) for state_room in self._hooks.state_room), None)
 
     def _keep_rows(self, rows: torch.Tensor) -> Callable[[], None]:
-        kept = [keep_rows(rows) for keep_rows in self._keep]
+        kept = [keep_rows(rows) for keep_rows in self._hooks.keep_rows]
 
         def put_back() -> None:
             for one in kept:

@@ -5,11 +5,10 @@ alike) with torch.profiler; a server's ``/start_profile`` and ``/stop_profile`` 
 Nsight Systems shows the names through NVTX, without any option.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar, TypeVarTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -21,20 +20,24 @@ from tp_engine.log import get_logger
 
 logger = get_logger(__name__)
 
+Given = TypeVarTuple("Given")
+Found = TypeVar("Found")
+
 Named: TypeAlias = Callable[[str], AbstractContextManager[object]]
 """``with named("model"):`` gives a part of a step its name."""
 
-_NOTHING = contextlib.nullcontext()
+
+def names_for(device_type: str) -> Named | None:
+    """NVTX ranges on CUDA; None elsewhere."""
+    return torch.cuda.nvtx.range if device_type == "cuda" else None
 
 
-def unnamed(_name: str) -> AbstractContextManager[object]:
-    """Return no name, for devices without NVTX."""
-    return _NOTHING
-
-
-def names_for(device_type: str) -> Named:
-    """NVTX ranges on CUDA; nothing elsewhere."""
-    return torch.cuda.nvtx.range if device_type == "cuda" else unnamed
+def run_part(named: Named | None, name: str, part: Callable[[*Given], Found], *given: *Given) -> Found:
+    """Run a part of a step, under its ``name`` if parts are ``named``."""
+    if named is None:
+        return part(*given)
+    with named(name):
+        return part(*given)
 
 
 def parse_steps(text: str) -> range:
@@ -53,24 +56,20 @@ def parse_steps(text: str) -> range:
 class StepProfiler:
     """Writes ``folder/rank<R>_steps<FIRST>-<LAST>.json.gz``, for chrome://tracing or ui.perfetto.dev.
 
-    Creates the folder; raises ``OSError`` if that is not allowed.  Without a folder it does nothing.
+    Creates the folder; raises ``OSError`` if that is not allowed.
     """
 
-    def __init__(self, folder: Path | None, steps: range, rank: int, device_type: str) -> None:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, steps: range, rank: int, device_type: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._steps, self._rank = folder, steps, rank
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device_type == "cuda" else [])]
         self._trace: profile | None = None
         self._first = self._last = 0
         self._on_demand = False
 
-    def step(self, step_id: int) -> AbstractContextManager[object]:
-        """Return the context of the launch of one step."""
-        return _NOTHING if self._folder is None else self._traced(step_id)
-
-    @contextlib.contextmanager
-    def _traced(self, step_id: int) -> Iterator[None]:
+    @contextmanager
+    def step(self, step_id: int) -> Iterator[None]:
+        """Trace the launch of one step, within, if it is to be recorded."""
         if self._trace is None and step_id in self._steps:
             self._begin()
         if self._trace is None:
@@ -84,7 +83,6 @@ class StepProfiler:
 
     def start(self) -> None:
         """Record from the next step until ``stop``; a trace in progress continues until then."""
-        assert self._folder is not None, "rank 0 refuses orders to trace"
         self._on_demand = True
         if self._trace is None:
             self._begin()
@@ -107,7 +105,7 @@ class StepProfiler:
 
     def _write(self) -> None:
         trace, self._trace = self._trace, None
-        if trace is None or self._folder is None:
+        if trace is None:
             return
         trace.stop()  # waits for the device
         if self._first == 0:
@@ -122,15 +120,14 @@ class StepProfiler:
         """Whether a trace has begun and is not written yet."""
         return self._trace is not None
 
-    def named(self, otherwise: Named) -> Named:
+    def named(self, otherwise: Named | None) -> Named:
         """Names for the trace while one is recorded, else for ``otherwise``."""
-        if self._folder is None:
-            return otherwise
-        return lambda name: record_function(name) if self.is_recording else otherwise(name)
+        names = nullcontext if otherwise is None else otherwise
+        return lambda name: record_function(name) if self.is_recording else names(name)
 
 
-def make_step_profiler(config: EngineConfig, rank: int) -> StepProfiler:
-    """Return this rank's profiler, as ``config`` asks; ``OSError`` if the folder of traces can not be made."""
+def make_step_profiler(config: EngineConfig, rank: int) -> StepProfiler | None:
+    """Return this rank's profiler, if ``config`` asks for one; ``OSError`` if the folder of traces can not be made."""
     if config.profile is None:
-        return StepProfiler(None, range(0), rank, config.device)
+        return None
     return StepProfiler(Path(config.profile), parse_steps(config.profile_steps), rank, config.device)

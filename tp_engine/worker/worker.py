@@ -41,7 +41,7 @@ from tp_engine.worker.model_loading import load_head, load_model, log_weights
 from tp_engine.worker.model_runner import ModelRunner
 from tp_engine.worker.orders import Outcome, Prepare, Prepared, StartUp, execute_command
 from tp_engine.worker.profiling import make_step_profiler, names_for
-from tp_engine.worker.results.layer_watch import LayerWatch, watch_layers
+from tp_engine.worker.results.layer_watch import watch_layers
 from tp_engine.worker.results.readback import PendingStep
 from tp_engine.worker.sleep import sleep, wake_up
 from tp_engine.worker.tiers.disk_start import DiskStart, open_disk_tier
@@ -109,7 +109,8 @@ class Worker:
         self.draft_seconds: dict[int, float] = {}  # of one more draft for each row, with a draft head
         self.disk: DiskStart | None = None
         self._profiler = make_step_profiler(config, groups.info.rank)
-        self._closing.callback(self._profiler.close)
+        if self._profiler is not None:
+            self._closing.callback(self._profiler.close)
 
     def start(self) -> int:
         """Load, measure, agree, allocate.  Returns the number of KV blocks, the same on every rank."""
@@ -157,7 +158,8 @@ class Worker:
             kv_cache_bytes=num_blocks * self._kv_shape.block_bytes,
             kv_host_bytes=self.num_host_slots * blob_bytes,
         )
-        runner.named = self._profiler.named(names_for(effective.config.device))
+        names = names_for(effective.config.device)
+        runner.named = names if self._profiler is None else self._profiler.named(names)
         log_memory(ledger, self._kv_shape, self._capacity, info, num_blocks=num_blocks)
         self._keep_out_of_garbage_collection()
         return num_blocks
@@ -165,8 +167,12 @@ class Worker:
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch one step."""
         self.groups.progress.reach(RankPhase.STEP_BEGIN)
+        runner = self._runner
+        assert runner is not None, "start() comes first"
+        if self._profiler is None:
+            return runner.run(plan)
         with self._profiler.step(plan.step_id):
-            return self.runner.run(plan)
+            return runner.run(plan)
 
     def execute_command(self, order: bytes) -> Outcome:
         """Follow a plan's order, together with all other ranks."""
@@ -248,19 +254,19 @@ class Worker:
     @property
     def _orders(self) -> dict[str, Prepare]:
         """What each order needs of this rank."""
-        return {
+        orders: dict[str, Prepare] = {
             "load_lora_adapter": lambda arguments: load_lora_adapter(self.runner.required(RankAdapters), **arguments),
-            "start_profile": lambda _arguments: Prepared(self._profiler.start),
-            "stop_profile": lambda _arguments: Prepared(self._profiler.stop),
             "sleep": lambda _arguments: sleep(self.runner, self._device.empty_cache),
             "update_weights": lambda arguments: update_weights(
                 self.effective, self._device.free_bytes(), self._build_model, self._take_model, arguments
             ),
             "wake_up": lambda _arguments: wake_up(self.runner),
-            "watch_layers": lambda arguments: watch_layers(
-                self.runner.required(LayerWatch), self.groups.info.rank, arguments
-            ),
+            "watch_layers": lambda arguments: watch_layers(self.runner, self.groups.info.rank, arguments),
         }
+        if (profiler := self._profiler) is not None:
+            orders["start_profile"] = lambda _arguments: Prepared(profiler.start)
+            orders["stop_profile"] = lambda _arguments: Prepared(profiler.stop)
+        return orders
 
     @staticmethod
     def _keep_out_of_garbage_collection() -> None:

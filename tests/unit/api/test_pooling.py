@@ -374,7 +374,7 @@ class PoolingWorker(FakeWorker):
                 end = self.rows[row].computed
                 chunk = np.array(self.rows[row].token_ids[end - count : end], dtype=np.float32)
                 pooled[row] = np.where(chunk == BROKEN, np.nan, chunk)[:, None]
-        return dataclasses.replace(result, pooled=pooled)
+        return msgspec.structs.replace(result, pooled=pooled)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

@@ -44,7 +44,7 @@ class Diary:
     def execute(self, plan: StepPlan) -> PendingStep:
         self.entries.append(f"run {plan.step_id}")
         result = self._worker.execute(plan)
-        return PendingStep(step_id=plan.step_id, token_ids=lambda: result.token_ids)
+        return PendingStep(plan=plan, fetch=MagicMock(), token_ids=lambda: result.token_ids)
 
 
 def make_engine(diary: Any, num_ahead: int, monkeypatch: pytest.MonkeyPatch) -> Engine:

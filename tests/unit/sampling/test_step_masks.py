@@ -114,11 +114,11 @@ def test_a_mask_holds_for_one_step() -> None:
 def test_masked_steps_are_not_recorded() -> None:
     """Oracle: no kind of recording fits a step with a masked row; the next step has one again."""
     state = filled(SamplingState(max_num_seqs=2, vocab_size=40, device=CPU, has_tables=True), [RowSampling()] * 2)
-    sampler, both, positions = Sampler(state, SingleRank()), ids(0, 1), ids(4, 4)
+    sampler, both, positions = Sampler(state, SingleRank()), ids(0, 1), lambda: ids(4, 4)
     assert sampler.device is not None
     state.masks.set(ids(1), packed(np.arange(40)[None] < 5))
     assert sampler.recorded_kind(both, positions) is None
-    assert sampler.recorded_kind(ids(0), ids(4)) == SamplerVariant()
+    assert sampler.recorded_kind(ids(0), lambda: ids(4)) == SamplerVariant()
     state.masks.set(NO_IDS, NO_MASKS)
     assert sampler.recorded_kind(both, positions) == SamplerVariant()
 
@@ -137,7 +137,7 @@ def test_rows_of_an_epoch_are_judged_once() -> None:
     """Oracle: row 0 is greedy, row 1 draws; rows of the known epoch are not read again until a row enters."""
     state = SamplingState(max_num_seqs=2, vocab_size=40, device=CPU)
     filled(state, [RowSampling(temperature=0.0), RowSampling(temperature=1.0)])
-    sampler, position = Sampler(state, SingleRank()), ids(4)
+    sampler, position = Sampler(state, SingleRank()), lambda: ids(4)
     assert sampler.recorded_kind(ids(0), position, 5) == sampler.recorded_kind(ids(1), position, 5) == SamplerVariant()
     assert sampler.recorded_kind(ids(1), position, 6) is None and sampler.recorded_kind(ids(0), position, 6) is None
     assert (

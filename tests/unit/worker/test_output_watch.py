@@ -17,7 +17,6 @@ from tests.tiny_models import make_checkpoint
 from tp_engine import LLM, SamplingParams
 from tp_engine.plan import StepPlan
 from tp_engine.sampling.logprobs import LogprobTensors
-from tp_engine.worker.feature import RunningStep
 from tp_engine.worker.results.output_watch import OutputWatch
 from tp_engine.worker.results.readback import PendingStep, Readback
 
@@ -77,9 +76,9 @@ def test_log_probabilities_are_looked_at(warnings: Callable[[], list[str]]) -> N
         given = torch.tensor([[0.0, 0.0, NAN], [value, 0.0, 0.0]])
         ids, ranks = torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
         logprobs = LogprobTensors(token_ids=ids, logprobs=given, ranks=ranks).to_host(fetch)
-        step = RunningStep(plan=StepPlan(step_id=1), pending=PendingStep(step_id=1, logprobs=logprobs), fetch=fetch)
+        step = PendingStep(plan=StepPlan(step_id=1), logprobs=logprobs, fetch=fetch)
         watch.on_sampled(step, None, ids)
-        wait = step.pending.logprobs
+        wait = step.logprobs
         assert wait is not None and np.array_equal(wait().logprobs, given.numpy(), equal_nan=True)
     assert len(warnings()) == 1
 

@@ -83,10 +83,10 @@ class Tape:
         """Make all calls again."""
         naming = _naming.get()
         for part in self._parts:
-            if isinstance(part, Entries):
-                part.run(naming)
-            elif naming is None:
+            if naming is None:
                 part()
+            elif isinstance(part, Entries):
+                part.call_named(naming)
             else:
                 with naming("collective"):
                     part()
@@ -171,16 +171,15 @@ class Entries:
         self._position = ctypes.c_int64()
         self._first, self._place = ctypes.addressof(self._entries), ctypes.addressof(self._position)
 
-    def run(self, naming: Naming | None) -> None:
-        """Make the calls again, each under its name if there is a ``naming``."""
-        if naming is None:
-            self._run(self._first, len(self._names))
-            return
-        for i, name in enumerate(self._names):
-            with naming(name):
-                self._run(self._first + i * self._entry_bytes, 1)
-
-    def _run(self, first: int, count: int) -> None:
-        if self._run_tape(first, count, self._place):
+    def __call__(self, start: int = 0, count: int | None = None) -> None:
+        """Make ``count`` calls again from ``start`` on, by default all."""
+        first = self._first + start * self._entry_bytes
+        if self._run_tape(first, len(self._names) if count is None else count, self._place):
             self._position.value = 0
             raise MemoryError("a recorded kernel has no memory for its work")
+
+    def call_named(self, naming: Naming) -> None:
+        """Make each call again under its name."""
+        for i, name in enumerate(self._names):
+            with naming(name):
+                self(i, 1)

@@ -236,7 +236,7 @@ class Speculation(SchedulerFeature):
             plan=msgspec.structs.replace(
                 plan, decode_rows=plan.decode_rows[:first], draft_base_rows=NO_IDS, draft_tokens=NO_IDS
             ),
-            result=replace(
+            result=msgspec.structs.replace(
                 result,
                 token_ids=np.delete(sampled, draft_rows),
                 logprobs=None if logprobs is None else _without(logprobs, draft_rows),

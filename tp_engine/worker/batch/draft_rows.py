@@ -40,7 +40,11 @@ class MirroredTable:
 
 def places_in_runs(rows: IntArray) -> npt.NDArray[np.int64]:
     """Return the place of each of ``rows`` (n,), which are grouped, in its group: 0 0 1 2 0 for rows 3 7 7 7 4."""
-    first_of_run = np.flatnonzero(np.diff(rows, prepend=-1))
+    is_first = np.ones(len(rows), dtype=np.bool_)
+    np.not_equal(rows[1:], rows[:-1], out=is_first[1:])
+    if is_first.all():  # as in steps of decodes
+        return np.zeros(len(rows), dtype=np.int64)
+    first_of_run = np.flatnonzero(is_first)
     lengths = np.diff(first_of_run, append=len(rows))
     return np.arange(len(rows)) - np.repeat(first_of_run, lengths)
 

@@ -34,8 +34,9 @@ from tp_engine.worker.batch.draft_rows import places_in_runs
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.step_inputs import StepInputs
 from tp_engine.worker.drafters.head_passes import HeadPasses
-from tp_engine.worker.feature import RunnerFeature, RunningStep
+from tp_engine.worker.feature import RunnerFeature
 from tp_engine.worker.graphs.recorder import Recorder
+from tp_engine.worker.results.readback import PendingStep
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -70,7 +71,7 @@ class HeadDrafter(RunnerFeature):
         self._room = states[:num_tokens] if num_tokens <= len(states) else self._passes.head.new_states(num_tokens)
         return self._room
 
-    def on_sampled(self, step: RunningStep, inputs: StepInputs | None, token_ids: torch.Tensor | None) -> None:
+    def on_sampled(self, step: PendingStep, inputs: StepInputs | None, token_ids: torch.Tensor | None) -> None:
         """Take in all of the step's tokens, and draft ``plan.num_drafts`` tokens behind each that was sampled.
 
         A collective.
@@ -129,14 +130,14 @@ class HeadDrafter(RunnerFeature):
         last = chains.gather(1, num_right)[:, 0]
         return torch.cat((last, torch.arange(len(plan.decode_rows), len(sampled), device=last.device)))
 
-    def _draft(self, step: RunningStep, first: torch.Tensor, fed: torch.Tensor, position: torch.Tensor) -> None:
+    def _draft(self, step: PendingStep, first: torch.Tensor, fed: torch.Tensor, position: torch.Tensor) -> None:
         """Draft from what ``HeadPasses.draft`` needs, and send rank 0's host the drafts."""
         count, rows = step.plan.num_drafts, drafted_rows(step.plan)
         limits = self._num_slots(rows)
         tokens = self._passes.draft(count, rows, limits, first, fed, position)
         if self._is_first:
             wait = step.fetch([tokens, position.clone()])  # its place is the next step's too
-            step.pending.drafts = lambda: by_row(rows, limits, wait())
+            step.drafts = lambda: by_row(rows, limits, wait())
 
     def _num_slots(self, rows: IntArray) -> Int64Array:
         """Positions (m,) for which each of ``rows`` (m,) has slots."""

@@ -169,7 +169,7 @@ class CapturedSteps(Generic[Size]):
     """
 
     def __init__(self, shape: StepShape[Size], parts: StepParts) -> None:
-        self._shape, self._model, self._sampler, self._parts = shape, parts.model, parts.sampler, parts
+        self.shape, self._model, self._sampler, self._parts = shape, parts.model, parts.sampler, parts
         self._forward: dict[Size, Recording] = {}
         self._sampling: dict[tuple[SamplerVariant | None, int], Recording] = {}
         self._hidden = shape.hidden_room(parts.model)
@@ -177,9 +177,9 @@ class CapturedSteps(Generic[Size]):
     def capture(self, sizes: Sequence[Size], recorder: Recorder) -> None:
         """Capture steps of ``sizes``, the largest first, and the sampling behind those for which there is none yet."""
         for size in sizes:
-            self._shape.set_step(_NO_ROWS, size)
+            self.shape.set_step(_NO_ROWS, size)
             self._forward[size] = recorder.record(partial(self._run_model, size), partial(self._keep_rows, size))
-            count = self._shape.num_sampled(size)
+            count = self.shape.num_sampled(size)
             for kind in self._sampler.kinds:
                 if (kind, count) not in self._sampling:
                     self._sampling[kind, count] = recorder.record(partial(self._sample, kind, size))
@@ -188,9 +188,6 @@ class CapturedSteps(Generic[Size]):
         """Destroy the recordings, with their device memory and collectives."""
         self._forward.clear()
         self._sampling.clear()
-
-    def size_for(self, plan: StepPlan) -> Size | None:
-        return self._shape.size_for(plan)
 
     def run(
         self, plan: StepPlan, size: Size, num_computed: IntArray
@@ -201,29 +198,32 @@ class CapturedSteps(Generic[Size]):
         them.  The ids are to be read before the next step is launched, or copied behind this one.  The rows' tables on
         the device contain them already, and count the step's tokens.
         """
-        rows, positions = _sampled(plan, num_computed)
-        self._shape.set_step(plan, size)
+        self.shape.set_step(plan, size)
         forward = self._forward[size]
         hidden = forward.run()
-        if not len(rows):
-            self._shape.advance(size, None)
+        is_decode_only = not len(plan.prefill_rows)
+        rows = plan.decode_rows if is_decode_only else plan.sampled_rows
+        count = len(rows)
+        if not count:
+            self.shape.advance(size, None)
             return None, None
-        kind = self._sampler.recorded_kind(rows, positions, 0 if len(plan.prefill_rows) else plan.rows_epoch)
-        sampling = self._sampling.get((kind, self._shape.num_sampled(size)))
+        positions = partial(_positions, plan, rows, num_computed)
+        kind = self._sampler.recorded_kind(rows, positions, plan.rows_epoch if is_decode_only else 0)
+        sampling = self._sampling.get((kind, self.shape.num_sampled(size)))
         if sampling is not None and forward.is_settled:
             tokens = sampling.run()
-            return tokens if tokens.shape[0] == len(rows) else tokens[: len(rows)], None
-        logits = self._model.compute_local_logits(hidden if len(hidden) == len(rows) else hidden[: len(rows)])
-        tokens, logprobs = self._sampler.sample(logits, rows, positions)
-        self._shape.advance(size, tokens)
+            return tokens if tokens.shape[0] == count else tokens[:count], None
+        logits = self._model.compute_local_logits(hidden if hidden.shape[0] == count else hidden[:count])
+        tokens, logprobs = self._sampler.sample(logits, rows, positions())
+        self.shape.advance(size, tokens)
         return tokens, logprobs
 
     def _keep_rows(self, size: Size) -> Callable[[], None]:
-        return self._parts.keep_rows(self._shape.sampled(size)[0])
+        return self._parts.keep_rows(self.shape.sampled(size)[0])
 
     def _run_model(self, size: Size) -> torch.Tensor:
         """Return the hidden states (B, hidden) of the wanted tokens; those of padding are arbitrary."""
-        inputs = self._shape.prepare(size)
+        inputs = self.shape.prepare(size)
         prepare_groups(self._parts.backends, inputs.attention)
         room = self._parts.state_room(len(inputs.input_ids))
         with forward_context(inputs.attention):
@@ -232,20 +232,17 @@ class CapturedSteps(Generic[Size]):
 
     def _sample(self, kind: SamplerVariant, size: Size) -> torch.Tensor:
         """Return token ids (B,), from the hidden states that ``_run_model`` left."""
-        hidden = self._forward[size].output if self._hidden is None else self._hidden[: self._shape.num_sampled(size)]
-        tables = self._shape.advanced if kind in self._sampler.advancing else None
+        hidden = self._forward[size].output if self._hidden is None else self._hidden[: self.shape.num_sampled(size)]
+        tables = self.shape.advanced if kind in self._sampler.advancing else None
         logits = self._model.compute_local_logits(hidden)
-        tokens = self._sampler.sample_recorded(kind, logits, *self._shape.sampled(size), advanced=tables)
+        tokens = self._sampler.sample_recorded(kind, logits, *self.shape.sampled(size), advanced=tables)
         if tables is None:
-            self._shape.advance(size, tokens)
+            self.shape.advance(size, tokens)
         return tokens
 
 
-def _sampled(plan: StepPlan, num_computed: IntArray) -> tuple[IntArray, IntArray]:
-    """Return the rows (n,) that get a token in the step, and the positions (n,) of these tokens."""
-    if not len(plan.prefill_rows):
-        return plan.decode_rows, num_computed[plan.decode_rows] + 1
-    rows = plan.sampled_rows
+def _positions(plan: StepPlan, rows: IntArray, num_computed: IntArray) -> IntArray:
+    """Return the positions (n,) of the tokens that the sampled ``rows`` (n,) of a step get."""
     counts = np.ones(len(rows), dtype=np.int32)
     counts[len(plan.decode_rows) :] = plan.prefill_tokens[plan.prefill_samples]
-    return rows, num_computed[rows] + counts
+    return num_computed[rows] + counts

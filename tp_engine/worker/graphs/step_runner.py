@@ -100,7 +100,7 @@ class StepRunner:
     def find(self, plan: StepPlan) -> Captured | None:
         """Return what holds the step ``plan``; None if it is launched."""
         for steps in self._captured:
-            if (size := steps.size_for(plan)) is not None:
+            if (size := steps.shape.size_for(plan)) is not None:
                 return Captured(steps, size)
         return None
 

@@ -7,13 +7,13 @@
     linears   for each linear layer of a rank (LocalLinear), its first rows x (n, in) and its products y (n, out)
 
 Steps of several requests, or of parts of a prompt, follow one another.  Of linear layers, ``NUM_ROWS`` rows are kept:
-their products are far larger than the streams.  While it records, no step is replayed.
+their products are far larger than the streams.
 """
 
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -25,37 +25,29 @@ from tp_engine.layers.linear import LocalLinear
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import StepPlan
 from tp_engine.worker.batch.step_inputs import StepInputs
-from tp_engine.worker.feature import RunnerFeature, RunningStep
+from tp_engine.worker.feature import RunnerFeature
+from tp_engine.worker.model_runner import ModelRunner
 from tp_engine.worker.orders import Prepared
+from tp_engine.worker.results.readback import PendingStep
 
 NUM_ROWS: Final = 40
 
 
 class LayerWatch(RunnerFeature):
-    """Records between ``start`` and ``stop``."""
+    """Records while it is a feature of a runner, which replays no step then."""
 
     def __init__(self, model: CausalLM) -> None:
-        self._model, self._is_on = model, False
+        self._model = model
         self._found: dict[str, list[torch.Tensor]] = defaultdict(list)
 
     def must_launch(self, plan: StepPlan) -> bool:
-        return self._is_on
+        return True
 
     def reads_all(self, inputs: StepInputs) -> bool:
-        return self._is_on
+        return True
 
-    def around_model(self, step: RunningStep, inputs: StepInputs) -> AbstractContextManager[object]:
-        return self._recording() if self._is_on else nullcontext()
-
-    def start(self) -> None:
-        """Record from the next step on."""
-        self._is_on = True
-        self._found.clear()
-
-    def stop(self) -> None:
-        """Record no more."""
-        self._is_on = False
-        self._found.clear()
+    def around_model(self, step: PendingStep, inputs: StepInputs) -> AbstractContextManager[object]:
+        return self._recording()
 
     def write(self, path: Path) -> None:
         """Write all that was recorded as float32, and ``layout``: which stored rows each linear layer has, as JSON."""
@@ -125,9 +117,11 @@ def _layout_of(linear: LocalLinear) -> dict[str, Any]:
     }
 
 
-def watch_layers(watch: LayerWatch, rank: int, arguments: Any) -> Prepared:
+def watch_layers(runner: ModelRunner, rank: int, arguments: Any) -> Prepared:
     """Begin to record, or write what was recorded below ``folder``, a file per rank, and end."""
     if "folder" not in arguments:
-        return Prepared(watch.start)
+        last = runner.feature(LayerWatch)
+        return Prepared(lambda: runner.replace_features([last], [LayerWatch(runner.model)]))
+    watch = runner.required(LayerWatch)
     watch.write(Path(arguments["folder"]) / f"rank{rank}.npz")
-    return Prepared(watch.stop)
+    return Prepared(lambda: runner.replace_features([watch], []))

@@ -14,10 +14,10 @@ import torch
 from tp_engine.layers.attention import Attention
 from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM
-from tp_engine.plan import StepPlan, TokenLogprobs
+from tp_engine.plan import TokenLogprobs
 from tp_engine.worker.batch.step_inputs import StepInputs
-from tp_engine.worker.feature import RunnerFeature, RunningStep
-from tp_engine.worker.results.readback import record_event
+from tp_engine.worker.feature import RunnerFeature
+from tp_engine.worker.results.readback import PendingStep, record_event
 
 logger = get_logger(__name__)
 
@@ -41,18 +41,16 @@ class OutputWatch(RunnerFeature):
         self._has_looked = self._has_said = False
         return []
 
-    def apply(self, plan: StepPlan) -> None:
-        """Say what an earlier look has found."""
-        self.settle()
-
-    def on_logits(self, step: RunningStep, inputs: StepInputs, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+    def on_logits(self, step: PendingStep, inputs: StepInputs, hidden: torch.Tensor, logits: torch.Tensor) -> None:
         self.look(step.plan.step_id, hidden, logits)
 
-    def on_sampled(self, step: RunningStep, inputs: StepInputs | None, token_ids: torch.Tensor | None) -> None:
-        """Look at log-probabilities when they arrive."""
-        wait = step.pending.logprobs
+    def on_sampled(self, step: PendingStep, inputs: StepInputs | None, token_ids: torch.Tensor | None) -> None:
+        """Say what an earlier look has found, and look at log-probabilities when they arrive."""
+        if self._arriving is not None:
+            self.settle()
+        wait = step.logprobs
         if wait is not None and not self._has_said:
-            step.pending.logprobs = lambda: self._looked_at(wait())
+            step.logprobs = lambda: self._looked_at(wait())
 
     def look(self, step_id: int, hidden: torch.Tensor, local_logits: torch.Tensor) -> None:
         """Begin to look at ``hidden`` (n, hidden), of all ranks, and this rank's ``local_logits`` (n, width)."""

@@ -13,7 +13,7 @@ a slice, so the ranks add up a small table in which each has written the columns
     rank 1               [ 0.00  -3.50 ]      the sum        [ 1.25  -3.50 ]   exact: all other terms are 0
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -21,10 +21,11 @@ import torch
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.layers.upload import upload, upload_all
 from tp_engine.models.causal_lm import CausalLM
-from tp_engine.plan import POOLS_ALL, POOLS_LAST, FloatArray, IntArray, StepPlan
+from tp_engine.plan import POOLS_ALL, POOLS_LAST, Admission, FloatArray, IntArray, StepPlan
 from tp_engine.sampling.logprobs import Fetch
 from tp_engine.worker.batch.step_inputs import StepInputs
-from tp_engine.worker.feature import RunnerFeature, RunningStep
+from tp_engine.worker.feature import RunnerFeature
+from tp_engine.worker.results.readback import PendingStep
 
 
 class PooledTensors:
@@ -59,9 +60,9 @@ class PooledRows(RunnerFeature):
         self._model, self._vocab = model, model.lm_head.slice
         self._communicator, self._max_positions = communicator, max_positions
 
-    def apply(self, plan: StepPlan) -> None:
+    def admit(self, admitted: Sequence[Admission]) -> None:
         """Note what the new occupants of rows ask for."""
-        for admission in plan.admitted:
+        for admission in admitted:
             row, sampling = admission.row, admission.sampling
             self._pools[row] = sampling.pools
             if sampling.pools:
@@ -75,7 +76,7 @@ class PooledRows(RunnerFeature):
         """Return whether a row of a step with prompts pools all its tokens."""
         return not inputs.layout.is_decode_only and bool((self._pools[inputs.layout.rows] == POOLS_ALL).any())
 
-    def on_hidden(self, step: RunningStep, inputs: StepInputs, hidden: torch.Tensor) -> None:
+    def on_hidden(self, step: PendingStep, inputs: StepInputs, hidden: torch.Tensor) -> None:
         rows, query_lens = inputs.layout.rows, inputs.layout.query_lens
         places = np.flatnonzero(self._pools[rows] == POOLS_ALL).tolist()
         if not places or not self._communicator.info.is_first:
@@ -84,12 +85,12 @@ class PooledRows(RunnerFeature):
         parts = [hidden[ends[place] - query_lens[place] : ends[place]] for place in places]
         scores = [torch.cat([self._scores(one) for one in part.split(self._max_positions)]) for part in parts]
         fetched, named = step.fetch(scores), rows[places].tolist()
-        step.pending.pooled.append(lambda: dict(zip(named, fetched(), strict=True)))
+        step.pooled.append(lambda: dict(zip(named, fetched(), strict=True)))
 
-    def on_logits(self, step: RunningStep, inputs: StepInputs, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+    def on_logits(self, step: PendingStep, inputs: StepInputs, hidden: torch.Tensor, logits: torch.Tensor) -> None:
         pooled = self.collect(inputs.layout.sampled_rows, hidden, logits)
         if pooled is not None:
-            step.pending.pooled.append(pooled.to_host(step.fetch))
+            step.pooled.append(pooled.to_host(step.fetch))
 
     def collect(self, rows: IntArray, hidden: torch.Tensor, logits: torch.Tensor) -> PooledTensors | None:
         """Return what those of the sampled ``rows`` (n,) return that pool their last token; None if there are none, and

@@ -4,15 +4,18 @@ Logits are the widest tensors of a step, and a prompt may have as many positions
 positions scored at once is therefore fixed at the start, and the largest step (``trial_steps``) scores as many.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from tp_engine.models.causal_lm import CausalLM
-from tp_engine.plan import IntArray, StepPlan
+from tp_engine.plan import Admission, IntArray, StepPlan
 from tp_engine.sampling.logprobs import LogprobTensors, logprobs_of
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.step_inputs import StepInputs
-from tp_engine.worker.feature import RunnerFeature, RunningStep
+from tp_engine.worker.feature import RunnerFeature
+from tp_engine.worker.results.readback import PendingStep
 
 _LEAST_POSITIONS = 16  # with fewer, most of the time goes into reading the output head's weight
 
@@ -24,9 +27,9 @@ class ScoredPrompts(RunnerFeature):
         self._model, self._batch = model, batch
         self._num_alternatives = np.full(len(batch.num_prompt), -1, dtype=np.int32)
 
-    def apply(self, plan: StepPlan) -> None:
+    def admit(self, admitted: Sequence[Admission]) -> None:
         """Note what the new occupants of rows ask for."""
-        for admission in plan.admitted:
+        for admission in admitted:
             self._num_alternatives[admission.row] = admission.sampling.prompt_logprobs
 
     def must_launch(self, plan: StepPlan) -> bool:
@@ -37,9 +40,9 @@ class ScoredPrompts(RunnerFeature):
         """Return whether a row of a step with prompts is scored."""
         return not inputs.layout.is_decode_only and self._any_of(inputs.layout.rows)
 
-    def on_hidden(self, step: RunningStep, inputs: StepInputs, hidden: torch.Tensor) -> None:
+    def on_hidden(self, step: PendingStep, inputs: StepInputs, hidden: torch.Tensor) -> None:
         found = self.score(inputs, hidden)
-        step.pending.prompt_logprobs = {row: scores.to_host(step.fetch) for row, scores in found.items()}
+        step.prompt_logprobs = {row: scores.to_host(step.fetch) for row, scores in found.items()}
 
     def _any_of(self, rows: IntArray) -> bool:
         """Return whether one of ``rows`` (n,) asks for scores; its prompt may be computed already."""

@@ -10,15 +10,16 @@ died never end, and nothing can end them, so neither would a wait for them.  ``c
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import cycle
 from time import monotonic, perf_counter, sleep
 from typing import Any, Protocol, TypeAlias
 
+import msgspec
 import numpy.typing as npt
 import torch
 
-from tp_engine.plan import NO_IDS, FloatArray, IntArray, StepResult, TokenLogprobs
+from tp_engine.plan import NO_IDS, FloatArray, IntArray, StepPlan, StepResult, TokenLogprobs
+from tp_engine.sampling.logprobs import Fetch
 
 Check: TypeAlias = Callable[[], None]
 """Raises if another rank has died, failed or hung."""
@@ -29,28 +30,31 @@ _NAP_S = 0.0001
 _CHECK_S = 0.1
 
 
-@dataclass(slots=True, kw_only=True)
-class PendingStep:
-    """A launched step, whose results are on their way to the host; its functions wait for them."""
+class PendingStep(msgspec.Struct, kw_only=True):
+    """A step that is being launched, or runs; its results go to the host by ``fetch``, and its functions wait for
+    them."""
 
-    step_id: int
+    plan: StepPlan
+    fetch: Fetch
     token_ids: Callable[[], IntArray] | None = None
     logprobs: Callable[[], TokenLogprobs] | None = None
-    prompt_logprobs: dict[int, Callable[[], TokenLogprobs]] = field(default_factory=dict)
-    pooled: list[Callable[[], dict[int, FloatArray]]] = field(default_factory=list)
+    prompt_logprobs: dict[int, Callable[[], TokenLogprobs]] = {}
+    pooled: list[Callable[[], dict[int, FloatArray]]] = []
     drafts: Callable[[], dict[int, IntArray]] | None = None
 
     def result(self) -> StepResult:
         """Return the step's ids and log-probabilities on the host."""
-        ids = NO_IDS if self.token_ids is None else self.token_ids()
-        return StepResult(
-            step_id=self.step_id,
-            token_ids=ids,
+        result = StepResult(
+            step_id=self.plan.step_id,
+            token_ids=NO_IDS if self.token_ids is None else self.token_ids(),
             logprobs=None if self.logprobs is None else self.logprobs(),
-            prompt_logprobs={row: wait() for row, wait in self.prompt_logprobs.items()},
-            pooled={row: values for wait in self.pooled for row, values in wait().items()},
             drafts={} if self.drafts is None else self.drafts(),
         )
+        for row, wait in self.prompt_logprobs.items():
+            result.prompt_logprobs[row] = wait()
+        for wait_for_rows in self.pooled:
+            result.pooled.update(wait_for_rows())
+        return result
 
 
 class Event(Protocol):
@@ -86,10 +90,9 @@ class Readback:
     ) -> None:
         self._is_cuda = device.type == "cuda"
         self._check = check
+        num_buffers = num_in_flight if self._is_cuda else 0
         self._buffers = cycle(
-            [torch.empty(max_num_ids, dtype=torch.int32, pin_memory=True) for _ in range(num_in_flight)]
-            if self._is_cuda
-            else [None]
+            [torch.empty(max_num_ids, dtype=torch.int32, pin_memory=True) for _ in range(num_buffers)]
         )
         self._seen: tuple[torch.Tensor | None, IntArray] = (None, NO_IDS)
 
@@ -98,10 +101,12 @@ class Readback:
 
         Its array may be read until ``num_in_flight`` further copies have begun.
         """
-        buffer = next(self._buffers)
-        if buffer is None:
-            return self._view(token_ids)
-        target = buffer[: len(token_ids)]
+        if not self._is_cuda:
+            if token_ids is not self._seen[0]:  # recorded steps leave their ids in the same tensor every time
+                self._seen = token_ids, token_ids.numpy()
+            ids = self._seen[1]
+            return lambda: ids
+        target = next(self._buffers)[: len(token_ids)]
         target.copy_(token_ids, non_blocking=True)
         arrived = record_event()
 
@@ -126,13 +131,6 @@ class Readback:
             return [target.numpy() for target in targets]
 
         return wait
-
-    def _view(self, token_ids: torch.Tensor) -> Callable[[], IntArray]:
-        """The tensor's own memory; recorded steps leave their ids in the same tensor every time."""
-        if token_ids is not self._seen[0]:
-            self._seen = token_ids, token_ids.numpy()
-        ids = self._seen[1]
-        return lambda: ids
 
 
 def record_event() -> Event:
