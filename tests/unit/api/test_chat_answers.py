@@ -17,6 +17,7 @@ from tests.asgi import App, run_served
 from tests.chat_templates import QWEN_LIKE
 from tests.e2e.frontend import END_OF_TURN, INFO
 from tests.fake_engine import FakeEngine
+from tests.unit.api.test_reasoning import follows
 from tp_engine.api.input_processor import load_tokenizer
 from tp_engine.api.output_streams import MAX_WAITING
 from tp_engine.config import DEMO_MODEL
@@ -218,12 +219,33 @@ def test_a_forced_form_begins_behind_the_reasoning(fields: dict[str, Any]) -> No
         answer = whole((await app.post(CHAT, body(**fields))).json())
         assert (answer["reasoning"], answer["content"]) == ("Hm.", "" if "tool_choice" in fields else "[]")
         constraint = last_request(app).params.structured_outputs
-        assert constraint is not None and str(constraint.preamble).startswith("start: thought space @answer")
+        last = "@answer" if "tool_choice" in fields else "(@answer | calls)"
+        assert constraint is not None and str(constraint.preamble).startswith(f"start: thought space {last}\n")
 
     config = ServerConfig(chat_template=QWEN_LIKE, reasoning_parser="deepseek_r1", enable_auto_tool_choice=True,
                           tool_call_parser="hermes")  # fmt: skip
     text = f"Hm.</think>{CALL if 'tool_choice' in fields else '[]'}"
     serve(speaking(text), scenario, config)
+
+
+SUM = {"type": "json_schema", "json_schema": {"name": "sum", "schema": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize("form", [{}, {"tool_choice": "required"}], ids=str)
+@pytest.mark.parametrize("thought", ["", "<think>Hm.</think>"])
+def test_a_response_format_is_for_answers_and_leaves_calls_to_the_model(thought: str, form: dict[str, Any]) -> None:
+    """Oracle: OpenAI's rule: the model calls, or answers in the format; with a forced call it calls.  Agents send the
+    format of their last answer with each request."""
+
+    async def scenario(app: App) -> None:
+        answer = whole((await app.post(CHAT, body(response_format=SUM, **form))).json())
+        assert (answer["calls"], answer["finish_reason"]) == ([["get_weather", ARGUMENTS]], "tool_calls")
+        constraint = last_request(app).params.structured_outputs
+        assert constraint is not None and follows(constraint, thought + CALL)
+        assert follows(constraint, f"{thought}46") is (not form)
+        assert not any(follows(constraint, thought + text) for text in ("I look.", "I look. " + CALL, "46" + CALL))
+
+    serve(speaking(thought + CALL), scenario)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +256,12 @@ def test_a_forced_form_begins_behind_the_reasoning(fields: dict[str, Any]) -> No
         ({"tool_choice": "sometimes"}, "tool_choice", "it must be none, auto, required"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "not among the tools"),
         ({"tool_choice": "required", "tools": []}, "tool_choice", "there are no tools"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "forces"),
+        (
+            {"tool_choice": "required", "structured_outputs": {"json_object": True}},
+            "tool_choice",
+            "structured_outputs another form",
+        ),
+        ({"tool_choice": "required", "guided_regex": "a"}, "tool_choice", "guided_regex another form"),
         ({"tools": [{"type": "web_search"}]}, "tools", r"tools[0] must be"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools", "1 to 256"),
         ({"messages": [QUESTION] * 2000, "tools": None}, "messages", "2000 messages"),
@@ -275,7 +302,7 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 @pytest.mark.parametrize(
     "form",
     [
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_object"}, "tools": None},
         {"structured_outputs": {"choice": ["<think>", "no"]}},
         {"tool_choice": "required"},
         {"tool_choice": NAMED},

@@ -150,7 +150,10 @@ def test_forms_of_forced_answers_in_bytes() -> None:
         StructuredOutputsParams(grammar=HARMONY.forced_calls(tools, writing, thinks, like))
         for tools, thinks, like in ((FORCED, True, FREE), (one, True, FREE), (one, False, FREE), (one, True, spaceless))
     )
-    content = StructuredOutputsParams(json_object=True, preamble=HARMONY.preamble(writing, True))
+    content = StructuredOutputsParams(json_object=True, preamble=HARMONY.preamble(writing, True, False))
+    either = StructuredOutputsParams(json_object=True, preamble=HARMONY.preamble(writing, True, True))
+    assert follows(either, f"{THOUGHT}{CALL}{{}}") and follows(either, f"{CALL}{{}}")
+    assert not follows(content, f"{THOUGHT}{CALL}{{}}") and not follows(either, "{}")
     other = CALL.replace("add", "größe")
     for constraint in (required, named):
         assert follows(constraint, f'{CALL}{{"a": 1}}') and follows(constraint, f'{THOUGHT}{CALL}{{"a": 1}}')
@@ -158,7 +161,7 @@ def test_forms_of_forced_answers_in_bytes() -> None:
         assert follows(constraint, f'{other}{{"a": 1}}') is (constraint is required)
     assert follows(off, f'{CALL}{{"a": 1}}') and not follows(off, f'{THOUGHT}{CALL}{{"a": 1}}')
     assert follows(tight, f'{CALL}{{"a":1}}') and not follows(tight, f'{CALL}{{"a": 1}}')
-    unthinking = StructuredOutputsParams(json_object=True, preamble=HARMONY.preamble(writing, False))
+    unthinking = StructuredOutputsParams(json_object=True, preamble=HARMONY.preamble(writing, False, False))
     assert follows(unthinking, f"{FINAL}{{}}") and not follows(unthinking, f"{THOUGHT}{FINAL}{{}}")
     assert follows(content, f"{THOUGHT}{FINAL}{{}}") and follows(content, f"{FINAL}{{}}")
     assert not follows(content, "{}") and not follows(content, f"{THOUGHT}{{}}")
@@ -174,7 +177,11 @@ def test_marks_that_are_special_tokens() -> None:
     matcher = compile_grammar(constraint, vocabulary).start()
     ids = tokenizer.encode(f"{THOUGHT}{CALL}{json.dumps({'a': 7})}", add_special_tokens=False)
     assert sum(id in tokenizer.all_special_ids for id in ids) == 7
-    assert all(matcher.accept(token_id) for token_id in ids)
+    either = compile_grammar(
+        StructuredOutputsParams(regex="x", preamble=HARMONY.preamble(writing, True, True)), vocabulary
+    )
+    either_matcher = either.start()
+    assert all(matcher.accept(token_id) and either_matcher.accept(token_id) for token_id in ids)
 
 
 def test_what_a_request_becomes() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tp_engine.api.openai.errors import renamed
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody, GenerationBody
-from tp_engine.api.openai.structured import structured_outputs_of
+from tp_engine.api.openai.structured import constraining_field, structured_outputs_of
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.errors import RequestError
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
@@ -71,8 +71,11 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any] | None = None) -> Sa
     tools = ToolRequest.of(body)
     given = _given(body)
     if tools is not None and (schema := tools.schema()) is not None:
-        if "structured_outputs" in given:
-            raise RequestError("tool_choice forces the output's form, and so does another field", param="tool_choice")
+        if body.response_format is None and "structured_outputs" in given:
+            raise RequestError(
+                f"tool_choice forces a call, and {constraining_field(body)} another form; leave one of them out",
+                param="tool_choice",
+            )
         given["structured_outputs"] = StructuredOutputsParams(json=schema)
     if (num_logprobs := num_top_logprobs(body)) is not None:
         given["logprobs"] = num_logprobs

@@ -48,23 +48,26 @@ def structured_outputs_of(body: GenerationBody) -> StructuredOutputsParams | Non
     return next(iter(given.values()), None)
 
 
+def constraining_field(body: GenerationBody) -> str | None:
+    """Return the name of the field of ``body`` that asks for a constraint."""
+    fields = ("response_format", PARAM, *_GUIDED)
+    return next((name for name in fields if getattr(body, name) is not None), None)
+
+
 def named_refusal(error: RequestError, body: GenerationBody) -> RequestError:
     """``error`` with the name of the field of ``body`` that asked for the constraint, if the constraint is at fault."""
     if error.param != PARAM:
         return error
-    guided = next((name for name in _GUIDED if getattr(body, name) is not None), None)
-    field = next((name for name in ("response_format", PARAM) if getattr(body, name) is not None), guided)
-    if field is not None or not isinstance(body, ChatBody):
-        return RequestError(f"{field or PARAM}: {error}", param=field or PARAM, code=error.code)
-    return RequestError(f"tools: {_tool_at_fault(str(error), body)}{error}", param="tools", code=error.code)
+    tools = ToolRequest.of(body) if isinstance(body, ChatBody) else None
+    if tools is not None and tools.choice != "auto":
+        return RequestError(f"tools: {_tool_at_fault(str(error), tools)}{error}", param="tools", code=error.code)
+    field = constraining_field(body) or PARAM
+    return RequestError(f"{field}: {error}", param=field, code=error.code)
 
 
-def _tool_at_fault(error: str, body: ChatBody) -> str:
+def _tool_at_fault(error: str, tools: ToolRequest) -> str:
     """The tool whose parameters a library's ``error`` is about, if that tells."""
-    tools, place = ToolRequest.of(body), _DEFINITION.search(error)
-    if tools is None:
-        return ""
-    name = tools.name
+    place, name = _DEFINITION.search(error), tools.name
     if name is None and place is not None and int(place[1]) < len(tools.tools):
         name = tools.tools[int(place[1])]["function"]["name"]
     return "" if name is None else f"the parameters of {shown(name)}: "
@@ -138,6 +141,11 @@ class TokenWriting:
         first = max((token for token in special if token and mark.startswith(token)), key=len, default="")
         rest = json.dumps(mark[len(first) :], ensure_ascii=False) if first != mark else ""
         return " ".join(filter(None, (f"<[{special[first]}]>" if first else "", rest)))
+
+    def any_text(self, rule: str, *marks: str) -> str:
+        """Return the rule of a name for any text, in which those of ``marks`` that are special tokens may stand."""
+        special = (self.mark(mark) for mark in marks if self.is_special(mark))
+        return f"{rule}: ({' | '.join(('/(?s:.+)/', *special))})*"
 
     def text_until(self, rule: str, *marks: str) -> str:
         """Do as ``Writing``.  A suffix ends the shortest text that has it; text can not hold a special token."""

@@ -79,6 +79,7 @@ def chat_parsing(
         reasoning=reasoning,
         begins=_beginning(body, prompt, reasoning),
         constrained=constrained,
+        may_call=constrained and tools is not None and tools.choice == "auto" and body.response_format is not None,
         message=message,
         prompt=prompt.text,
         include_reasoning=body.include_reasoning is not False,
@@ -123,13 +124,17 @@ def _behind_reasoning(
             return StructuredOutputsParams(grammar=message.forced_calls(tools, writing, thinks, constraint))
         if message.new_parser(None, parsing.prompt).in_answer:
             return constraint
-        return replace(constraint, preamble=message.preamble(writing, thinks))
+        return replace(constraint, preamble=message.preamble(writing, thinks, parsing.may_call))
     if tools is not None and parsing.tool_format is not None and parsing.forced is not None:
         grammar = forced_calls(parsing.forced, parsing.tool_format.marks, tools, writing, constraint)
         constraint = StructuredOutputsParams(grammar=grammar)
-    if parsing.reasoning is None:
-        return constraint
-    return replace(constraint, preamble=parsing.reasoning.preamble(writing, parsing.begins))
+    preamble = None if parsing.reasoning is None else parsing.reasoning.preamble(writing, parsing.begins)
+    if parsing.may_call and parsing.tool_format is not None and parsing.tool_format.opens:
+        calls = f"calls: ({' | '.join(map(writing.mark, parsing.tool_format.opens))}) rest"
+        rest = writing.any_text("rest", *parsing.tool_format.marks)
+        first = (preamble or "start: @answer\n").replace("@answer", "(@answer | calls)")
+        preamble = f"{first}{calls}\n{rest}\n"
+    return replace(constraint, preamble=preamble)
 
 
 def _beginning(body: ChatBody, prompt: ChatPrompt, reasoning: ReasoningFormat | None) -> Beginning:

@@ -69,8 +69,8 @@ class ChatParsing:
 
     ``tools`` None: no calls.  ``tool_format`` is that of the model (``--tool-call-parser``), for calls that the model
     chooses to make.  ``reasoning`` None: no reasoning; ``begins`` tells what texts begin with.  ``constrained``: a
-    grammar decides what the answer is.  ``message``: the format of whole messages that one of the two is part of;
-    ``prompt`` may have begun the message.
+    grammar decides what the answer is; ``may_call``: if the model answers, instead of calling.  ``message``: the format
+    of whole messages that one of the two is part of; ``prompt`` may have begun the message.
     """
 
     tools: ToolRequest | None = None
@@ -78,6 +78,7 @@ class ChatParsing:
     reasoning: ReasoningFormat | None = None
     begins: Beginning = Beginning.ANSWER
     constrained: bool = False
+    may_call: bool = False
     message: MessageFormat | None = None
     prompt: str = ""
     include_reasoning: bool = True

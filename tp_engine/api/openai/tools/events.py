@@ -99,14 +99,15 @@ class MessageFormat:
 
     ``new_parser`` takes the tools, None if calls are not wanted, and the prompt, which may have begun the message.
     ``preamble`` is what comes before an answer that must follow a grammar (``StructuredOutputsParams.preamble``), with
-    or without reasoning; ``forced_calls`` is the grammar, in Lark, of a text with a call that the request forces, and
-    white space as in a constraint.  Those of ``marks`` that are in ``stops`` end the model's turn.
+    or without reasoning, and with or without calls in its place; ``forced_calls`` is the grammar, in Lark, of a text
+    with a call that the request forces, and white space as in a constraint.  Those of ``marks`` that are in ``stops``
+    end the model's turn.
     """
 
     marks: tuple[str, ...]
     stops: tuple[str, ...]
     new_parser: Callable[[ToolRequest | None, str], MessageParser]
-    preamble: Callable[[TokenWriting, bool], str]
+    preamble: Callable[[TokenWriting, bool, bool], str]
     forced_calls: Callable[[ToolRequest, TokenWriting, bool, StructuredOutputsParams], str]
 
 

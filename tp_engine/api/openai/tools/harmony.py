@@ -174,11 +174,13 @@ def _thought(writing: TokenWriting) -> str:
     )
 
 
-def _preamble(writing: TokenWriting, thinks: bool) -> str:
-    """Reasoning, or none, and the header of the final message."""
+def _preamble(writing: TokenWriting, thinks: bool, may_call: bool) -> str:
+    """Reasoning, or none, and the header of the final message, or a call of any kind."""
     channel, message = writing.mark(CHANNEL), writing.mark(MESSAGE)
-    final = f'{channel} "final" {message} @answer'
-    return f"start: thought? {final}\n{_thought(writing)}" if thinks else f"start: {final}\n"
+    last, rules = f'{channel} "final" {message} @answer', ""
+    if may_call:
+        last, rules = f'({last} | {channel} "commentary" rest)', writing.any_text("rest", *HARMONY.marks) + "\n"
+    return f"start: thought? {last}\n{_thought(writing)}{rules}" if thinks else f"start: {last}\n{rules}"
 
 
 def _forced_calls(tools: ToolRequest, writing: TokenWriting, thinks: bool, like: StructuredOutputsParams) -> str:
