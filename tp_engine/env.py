@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tp_engine.errors import ConfigError
+from tp_engine.topology import RankInfo
 
 _LAUNCH_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
@@ -39,13 +40,9 @@ AGENT_STORE = Variable("TORCHELASTIC_USE_AGENT_STORE")  # "True": the agent serv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchedRank:
+class LaunchedRank(RankInfo):
     """This process's place in a torchrun job, as torchrun's variables say; ``num_hosts`` 0 if they do not say it."""
 
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
     master_addr: str
     master_port: int
     num_hosts: int = 0

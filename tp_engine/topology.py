@@ -1,4 +1,4 @@
-"""Which ranks share a host.  Every host has equally many ranks, numbered host by host, as torchrun numbers them.
+"""A rank's place, and which ranks share a host.  Every host has equally many, numbered host by host, as by torchrun.
 
 ::
 
@@ -53,3 +53,23 @@ class Topology:
     def named(self, rank: int) -> str:
         """``'rank 5'``, and with several hosts ``'rank 5 (host 1)'``."""
         return f"rank {rank}" if self.num_hosts == 1 else f"rank {rank} (host {self.host_of(rank)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankInfo:
+    """``local_rank`` counts on this host and picks the device; the engine spans ``world_size`` ranks."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Rank 0 schedules and samples."""
+        return self.rank == 0
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks share a host."""
+        return Topology(world_size=self.world_size, local_world_size=self.local_world_size)

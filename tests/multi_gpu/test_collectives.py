@@ -14,7 +14,6 @@ from tp_engine.config import EngineConfig
 from tp_engine.distributed import groups as process_groups
 from tp_engine.distributed.all_reduce import ReduceDevice, set_up
 from tp_engine.distributed.collectives import Communicator
-from tp_engine.distributed.rank import RankInfo
 from tp_engine.distributed.reduce_plan import why_not
 from tp_engine.distributed.store import launched_store
 from tp_engine.distributed.symmetric_memory import SymmetricCommunicator, probe_machine
@@ -34,15 +33,9 @@ def both() -> Iterator[tuple[SymmetricCommunicator, Communicator]]:
     machine = probe_machine(range(WORLD_SIZE))
     if obstacle := why_not(machine, "bfloat16"):
         pytest.skip(obstacle)
-    info = RankInfo(
-        rank=LAUNCHED.rank,
-        world_size=WORLD_SIZE,
-        local_rank=LAUNCHED.local_rank,
-        local_world_size=LAUNCHED.local_world_size,
-    )
     store = launched_store(timeout_s=60)
     groups = process_groups.join(
-        info, store, RankProgress(), lambda: None, device_type="cuda", start_s=60, collective_s=60
+        LAUNCHED, store, RankProgress(), lambda: None, device_type="cuda", start_s=60, collective_s=60
     )
     nccl = groups.communicator
     device = torch.device("cuda", LAUNCHED.local_rank)

@@ -22,11 +22,11 @@ from tp_engine.cpu.shared_memory import DTYPES, SharedMemoryCommunicator, TorchE
 from tp_engine.distributed import groups
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.distributed.groups import RankGroups
-from tp_engine.distributed.rank import RankInfo
 from tp_engine.distributed.store import join_store
 from tp_engine.distributed.two_level import ordered_sum
 from tp_engine.errors import RankError
 from tp_engine.progress import RankProgress
+from tp_engine.topology import RankInfo
 
 SLOT_BYTES = 96 * 1024
 # Odd sizes, one item more than a slot, several pieces, one and two shots.

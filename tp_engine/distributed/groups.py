@@ -16,11 +16,11 @@ from torch.distributed.distributed_c10d import _abort_process_group
 from tp_engine import env
 from tp_engine.distributed.collectives import Communicator, ProcessGroupCommunicator, SingleRank
 from tp_engine.distributed.device_threads import use_device
-from tp_engine.distributed.rank import RankInfo
 from tp_engine.distributed.store import Store, WatchedStore
 from tp_engine.errors import RankError
 from tp_engine.log import get_logger
 from tp_engine.progress import RankPhase, RankProgress
+from tp_engine.topology import RankInfo
 
 logger = get_logger(__name__)
 

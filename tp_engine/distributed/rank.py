@@ -1,36 +1,15 @@
-"""A rank's place among the others, and steps of the start that all ranks take or none."""
+"""Steps of the start that all ranks take or none."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from tp_engine.errors import RankError
 from tp_engine.log import get_logger
-from tp_engine.topology import Topology
+from tp_engine.topology import RankInfo
 
 logger = get_logger(__name__)
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankInfo:
-    """``local_rank`` counts on this host and picks the device; the engine spans ``world_size`` ranks."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-
-    @property
-    def is_first(self) -> bool:
-        """Rank 0 schedules and samples."""
-        return self.rank == 0
-
-    @property
-    def topology(self) -> Topology:
-        """Which ranks share a host."""
-        return Topology(world_size=self.world_size, local_world_size=self.local_world_size)
 
 
 class Agreeing(Protocol):

@@ -20,7 +20,7 @@ from torch.distributed import _symmetric_memory
 
 from tp_engine import env
 from tp_engine.distributed.collectives import Communicator
-from tp_engine.distributed.rank import Agreeing, RankInfo, all_do
+from tp_engine.distributed.rank import Agreeing, all_do
 from tp_engine.distributed.reduce_plan import (
     ALIGNMENT,
     WORD_BYTES,
@@ -33,6 +33,7 @@ from tp_engine.distributed.reduce_plan import (
 from tp_engine.kernels.ops import has_triton
 from tp_engine.log import get_logger
 from tp_engine.progress import RankProgress
+from tp_engine.topology import RankInfo
 
 logger = get_logger(__name__)
 

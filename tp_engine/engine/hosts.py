@@ -56,7 +56,7 @@ def topology_of(launched: env.LaunchedRank) -> Topology:
             f"torchrun started {world_size} ranks, {here} of them on this host ({socket.gethostname()}); every host "
             "must have equally many: use the same --nproc-per-node everywhere"
         )
-    return Topology(world_size=world_size, local_world_size=here)
+    return launched.topology
 
 
 class Hosts:

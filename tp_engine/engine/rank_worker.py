@@ -6,7 +6,6 @@ from collections.abc import Callable
 from tp_engine.config import EngineConfig
 from tp_engine.distributed import groups as process_groups
 from tp_engine.distributed.groups import RankGroups
-from tp_engine.distributed.rank import RankInfo
 from tp_engine.distributed.store import Store, join_store
 from tp_engine.engine.hosts import Hosts
 from tp_engine.engine.job import Job
@@ -15,6 +14,7 @@ from tp_engine.ipc.rank_slot import StepRecorder
 from tp_engine.ipc.ring_buffer import RingReader, RingWriter
 from tp_engine.plan import FIRST_STEP_ID, Control
 from tp_engine.progress import RankPhase
+from tp_engine.topology import RankInfo
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
 from tp_engine.worker.worker import Worker
 

@@ -25,7 +25,6 @@ from tp_engine.config import EngineConfig
 from tp_engine.device_map import parse_devices
 from tp_engine.distributed import groups as process_groups
 from tp_engine.distributed.groups import RankGroups
-from tp_engine.distributed.rank import RankInfo
 from tp_engine.distributed.store import Store, host_store, job_store, launched_store
 from tp_engine.engine.build import build_engine
 from tp_engine.engine.engine import Engine
@@ -42,6 +41,7 @@ from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import get_logger
 from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.structured_outputs import StructuredOutputsDefaults
+from tp_engine.topology import RankInfo
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
 from tp_engine.worker.gpu_host import choose_device_type
 
@@ -82,7 +82,7 @@ def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pul
             progress.reach(RankPhase.IMPORT)
             hosts = link_hosts(effective, launched, store, job)
             undo.callback(hosts.close)  # at the end of the start too: all hosts are connected then
-            groups = join_ranks(effective, _info(launched), store, job, hosts.check)
+            groups = join_ranks(effective, launched, store, job, hosts.check)
             return build_engine(effective, groups, job, links=hosts.plan_links, leave=lambda _failed: None)
         progress.reach(RankPhase.IMPORT)
         if effective.config.tensor_parallel_size == 1:
@@ -132,7 +132,7 @@ def serve_rank(config: EngineConfig) -> None:
     with _closed_on_error(job):
         progress.reach(RankPhase.IMPORT)
         hosts = link_hosts(effective, launched, store, job)
-        run_worker(effective, join_ranks(effective, _info(launched), store, job, hosts.check), job, hosts)
+        run_worker(effective, join_ranks(effective, launched, store, job, hosts.check), job, hosts)
 
 
 @contextlib.contextmanager
@@ -162,7 +162,7 @@ def joined_ranks(config: EngineConfig) -> Iterator[RankGroups]:
     with _closed_on_error(job):
         progress.reach(RankPhase.IMPORT)
         groups = process_groups.join(
-            _info(launched), store, progress, job.check, device_type=config.device, shares_devices=devices.is_shared,
+            launched, store, progress, job.check, device_type=config.device, shares_devices=devices.is_shared,
             start_s=config.startup_timeout_s, collective_s=config.collective_timeout_s,
         )  # fmt: skip
         job.watchdog.abort, groups.report = groups.abort, job.report
@@ -239,15 +239,6 @@ def _sized_by_launcher(config: EngineConfig, launched: env.LaunchedRank) -> Engi
             f"leave it out, or use --nproc-per-node {config.tensor_parallel_size}"
         )
     return dataclasses.replace(config, tensor_parallel_size=launched.world_size)
-
-
-def _info(launched: env.LaunchedRank) -> RankInfo:
-    return RankInfo(
-        rank=launched.rank,
-        world_size=launched.world_size,
-        local_rank=launched.local_rank,
-        local_world_size=launched.local_world_size,
-    )
 
 
 def _spawn(effective: EffectiveConfig, job: Job, undo: contextlib.ExitStack) -> Engine:

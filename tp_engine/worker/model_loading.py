@@ -7,7 +7,6 @@ from typing import Any
 from tp_engine.advice.weight_sizes import local_weight_bytes
 from tp_engine.attention.base import Backends
 from tp_engine.distributed.groups import RankGroups
-from tp_engine.distributed.rank import RankInfo
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.quantization import choose_formats
 from tp_engine.log import get_logger
@@ -16,6 +15,7 @@ from tp_engine.models.assistant_head import AssistantHead
 from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.models.eagle3_head import Eagle3Head
+from tp_engine.topology import RankInfo
 from tp_engine.units import format_gib
 from tp_engine.weights.loader import LoadReport, load_weights
 from tp_engine.worker.device import Device

@@ -18,13 +18,13 @@ from tp_engine.config import EngineConfig
 from tp_engine.cpu.attention import NativeBackend
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.distributed.collectives import SingleRank
-from tp_engine.distributed.rank import RankInfo
 from tp_engine.kv_layout import TILE_TOKENS
 from tp_engine.model_config import load_model_config
 from tp_engine.models.causal_lm import build_model
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan, StepResult
 from tp_engine.progress import RankProgress
 from tp_engine.sampling.state import SamplingState
+from tp_engine.topology import RankInfo
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.codecs.base import BlockCopy

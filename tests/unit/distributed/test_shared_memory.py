@@ -15,11 +15,11 @@ from tp_engine.cpu.kernels.library import native_library
 from tp_engine.cpu.shared_memory import SharedMemoryCommunicator, _spin_s, with_shared_memory
 from tp_engine.distributed.all_reduce import STRATEGIES, Ranks, check, choose
 from tp_engine.distributed.collectives import Communicator
-from tp_engine.distributed.rank import RankInfo
 from tp_engine.distributed.reduce_plan import SHARED_SLOT_BYTES, shared_two_shot_bytes
 from tp_engine.errors import ConfigError, RankError
 from tp_engine.ipc.tensor_slots import TensorSlots
 from tp_engine.progress import RankProgress
+from tp_engine.topology import RankInfo
 
 ONE_HOST = RankInfo(world_size=4, local_world_size=4)
 TWO_HOSTS = RankInfo(world_size=4, local_world_size=2)

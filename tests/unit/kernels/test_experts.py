@@ -17,7 +17,6 @@ from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough, rando
 from tests.unit.models.test_weights import empty_parameters
 from tp_engine.cpu.kernels.experts import NativeExperts
 from tp_engine.cpu.kernels.library import native_library
-from tp_engine.distributed.rank import RankInfo
 from tp_engine.errors import ConfigError, WeightError
 from tp_engine.kernels.experts import routing
 from tp_engine.kernels.experts.experts import ExpertWeights, mix_experts
@@ -38,6 +37,7 @@ from tp_engine.model_config.mlp import (
     block_bounds,
     local_inner_size,
 )
+from tp_engine.topology import RankInfo
 from tp_engine.weights.loader import load_weights
 from tp_engine.weights.source import Source, set_sources
 

@@ -27,7 +27,6 @@ from tp_engine.cpu.kernels.ops import best_tokens
 from tp_engine.cpu.kernels.tape import Tape, call, naming_calls, recording
 from tp_engine.cpu.tape_recorder import TapeMemory, TapeRecorder, TapeRecording
 from tp_engine.distributed.collectives import SingleRank
-from tp_engine.distributed.rank import RankInfo
 from tp_engine.kernels.attention.heads import HeadNorm, Rotation
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.layer_ops import NormRule
@@ -40,6 +39,7 @@ from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
 from tp_engine.sampling.ranking import row_argmax
 from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
+from tp_engine.topology import RankInfo
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.recurrent_states import RecurrentStatePool

@@ -21,12 +21,12 @@ from tp_engine.advice.question import GPU_GIB, WORKLOADS, Workload
 from tp_engine.advice.weight_sizes import local_parameters
 from tp_engine.cli.main import main
 from tp_engine.config import EngineConfig
-from tp_engine.distributed.rank import RankInfo
 from tp_engine.errors import ConfigError
 from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.model_config import load_model_config, read_model
 from tp_engine.model_config.spec import ModelSpec
+from tp_engine.topology import RankInfo
 from tp_engine.units import GIB
 from tp_engine.worker.memory.kv_cache import KvCacheShape
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tp_engine.distributed.rank import RankInfo
+from tp_engine.topology import RankInfo
 from tp_engine.units import GIB
 from tp_engine.worker.device import Device, MemorySnapshot
 

@@ -13,9 +13,9 @@ import torch
 
 from tests.unit.worker.memory_cases import FakeDevice
 from tp_engine.device_map import DeviceMap
-from tp_engine.distributed.rank import RankInfo
 from tp_engine.errors import ConfigError
 from tp_engine.kv_layout import KvKind, lay_out
+from tp_engine.topology import RankInfo
 from tp_engine.units import MIB
 from tp_engine.worker import device
 from tp_engine.worker.device import CpuDevice, CudaDevice, MemorySnapshot, make_device

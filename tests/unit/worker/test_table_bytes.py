@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tp_engine.distributed.rank import RankInfo
 from tp_engine.kernels.sampling import tables as sampling_tables
 from tp_engine.kv_layout import KvKind, lay_out
+from tp_engine.topology import RankInfo
 from tp_engine.worker import worker
 
 CPU = torch.device("cpu")

@@ -20,9 +20,9 @@ Every term counts this process only; the memory of other processes is in none of
 import json
 from dataclasses import asdict, dataclass
 
-from tp_engine.distributed.rank import RankInfo
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kv_layout import KvCapacity
+from tp_engine.topology import RankInfo
 from tp_engine.units import format_gib
 from tp_engine.worker.device import MemorySnapshot
 

@@ -8,10 +8,11 @@ from typing import Protocol
 
 import torch
 
-from tp_engine.distributed.rank import Agreeing, RankInfo
+from tp_engine.distributed.rank import Agreeing
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kv_layout import KvCapacity, kv_cache_lines
 from tp_engine.log import get_logger
+from tp_engine.topology import RankInfo
 from tp_engine.worker.device import Device, MemorySnapshot
 from tp_engine.worker.memory.kv_cache import KvCacheShape, resident_bytes
 from tp_engine.worker.memory.ledger import (

@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tp_engine.distributed.rank import RankInfo
 from tp_engine.log import get_logger
 from tp_engine.tier_progress import TierProgress
+from tp_engine.topology import RankInfo
 from tp_engine.units import format_gib
 from tp_engine.version import __version__
 from tp_engine.weights.fingerprint import weights_fingerprint
