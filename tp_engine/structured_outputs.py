@@ -91,7 +91,7 @@ class StructuredOutputsParams:
         given = [name for name in KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) or "none"
-            raise _error(f"{PARAM} has {found} of {', '.join(KINDS)}; it must have exactly one of them")
+            raise _error(f"{found} of {', '.join(KINDS)} are set; exactly one must be")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "("}}, "unclosed group", "structured_outputs"),
     ({"structured_outputs": {"choice": []}}, "choice is []", "structured_outputs"),
     ({"guided_grammar": "root ::= x"}, "'x' not found", "guided_grammar"),
-    ({"guided_regex": "a", "guided_json": {}}, "json and regex", "guided_json"),
+    ({"guided_regex": "a", "guided_json": {}}, "guided_json: json and regex of", "guided_json"),
 ]
 
 

@@ -86,7 +86,7 @@ def time_decodes(
     Of every ``run_length`` rows one is a request's and the others are its draft rows, as where draft tokens are
     verified: layers with a recurrent state compute these one after the other.
 
-    The first two steps of a size may be recorded and compared (``captured_decodes``); the fastest of
+    The first two steps of a size may be recorded and compared (``CapturedSteps``); the fastest of
     three later ones counts.
     """
     found: dict[int, float] = {}

@@ -50,7 +50,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"choice": "abc"}}, "structured_outputs", "list"),
     ({"structured_outputs": {"regex": 3}}, "structured_outputs", "regex is 3"),
     ({"structured_outputs": {"regex": ""}}, "structured_outputs", "regex is ''"),
-    ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs", "json and regex"),
+    ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs", ": json and regex of"),
     ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs", "none of"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs", "none of"),
     ({"structured_outputs": {"json_object": "yes"}}, "structured_outputs", "json_object is 'yes'"),

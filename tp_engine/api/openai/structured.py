@@ -122,7 +122,7 @@ def _named(field: str, **given: Any) -> StructuredOutputsParams:
 
 
 class TokenWriting:
-    """How ``tokenizer`` writes marks: a ``Writing`` (``tools/events.py``)."""
+    """How ``tokenizer`` writes marks, for grammars in the Lark syntax of the library."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
@@ -136,7 +136,7 @@ class TokenWriting:
         return self.special_id(mark) is not None
 
     def mark(self, mark: str) -> str:
-        """Do as ``Writing``; a special token may begin the mark."""
+        """Return what stands for ``mark``: its special token, which may begin it, or its text."""
         special = _special_ids(self._tokenizer) if self._tokenizer is not None else {}
         first = max((token for token in special if token and mark.startswith(token)), key=len, default="")
         rest = json.dumps(mark[len(first) :], ensure_ascii=False) if first != mark else ""
@@ -148,7 +148,10 @@ class TokenWriting:
         return f"{rule}: ({' | '.join(('/(?s:.+)/', *special))})*"
 
     def text_until(self, rule: str, *marks: str) -> str:
-        """Do as ``Writing``.  A suffix ends the shortest text that has it; text can not hold a special token."""
+        """Return the rule of a name for any text up to the first of ``marks``, and that mark.
+
+        A suffix ends the shortest text that has it; text can not hold a special token.
+        """
         if self.is_special(marks[0]):
             return f"{rule}: /(?s:.*)/ ({' | '.join(map(self.mark, marks))})"
         suffix = json.dumps(marks[0], ensure_ascii=False)

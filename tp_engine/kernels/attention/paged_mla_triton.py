@@ -185,7 +185,7 @@ def mla_chunks_triton(
     num_queries: int,
     first_request: int = 0,
 ) -> None:
-    """Attend as ``attend_decodes`` does, for the requests from ``first_request`` on, ``num_queries`` tokens in all;
+    """Attend as ``mla_decode_triton`` does, for the requests from ``first_request`` on, ``num_queries`` tokens in all;
     others' rows are left alone.
 
     ``query_start`` (B + 1,) int32, the rest as for ``mla_decode_triton``.

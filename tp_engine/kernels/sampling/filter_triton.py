@@ -190,7 +190,7 @@ def top_keys_triton(
 ) -> torch.Tensor:
     """Rank keys (n, width) int64 of the largest top_k of ``logits`` (n, num_ids), in any order, then LOWEST_KEY.
 
-    ``rows`` (n,) as for ``best_keys_triton``; rows whose top_k is above ``width``, a power of two, get no keys.
+    ``rows`` (n,) as for ``best_tokens_triton``; rows whose top_k is above ``width``, a power of two, get no keys.
     """
     num_rows, num_ids = logits.shape
     assert num_ids > 0 and logits.stride(1) == 1, (logits.shape, logits.stride())
