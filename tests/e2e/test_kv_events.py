@@ -16,6 +16,8 @@ from tests.kv_events import Subscriber, new_socket, plain_hashes
 from tests.tiers import slow_but
 from tp_engine import LLM, ConfigError, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "max_model_len": 96, "num_gpu_blocks_override": 14, "max_num_seqs": 4,
     "max_num_batched_tokens": 32, "block_size": 8,

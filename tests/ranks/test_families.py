@@ -1,6 +1,6 @@
 """Every family of the parity table equals transformers in fp32: greedy tokens, and their log-probabilities to 1e-4.
 
-Each runs in three settings on 1 rank, in two on 2 ranks, and in one on 3 or 4: settings change what rank 0 plans and
+Each runs in three settings on 1 rank, and in one on 2, 3 or 4: settings change what rank 0 plans and
 how a rank launches it, not how ranks share a model, so each setting is seen once or more, on some number of ranks.  One
 job runs many families, because starting ranks costs more than running tiny models.
 """
@@ -34,7 +34,7 @@ NUM_SHARED = 25  # the first and the last two prompts share this many first toke
 HEADS_OF_3_RANKS = {"num_heads": 6, "num_kv_heads": 3, "hidden_size": 48}
 TOLERANCE = 1e-4
 ON_1_RANK = ("plain", "preempted", "cached")
-ON_2_RANKS = ("ahead", "cached")
+ON_2_RANKS = ("ahead",)
 ON_MORE_RANKS = ("cached",)
 LEAST_MARGIN = 1e-4  # between the last expert that is chosen and the next one
 
@@ -222,12 +222,12 @@ def test_families_equal_transformers(
     problems = []
     for name, folder, results in zip(names, folders, run_cases(world_size, folders, tmp_path), strict=True):
         found = {setting: problem_of(name, folder, result) for setting, result in results.items()}
-        tokens = tokens_of(results["cached"])
+        last, tokens = list(results)[-1], tokens_of(list(results.values())[-1])
         if is_of_experts(folder) and (margin := routing_margin(name, folder, tokens)) < LEAST_MARGIN:
-            found["cached"] = f"the routing margin is {margin:.1e}; choose another seed in tests/families.py"
+            found[last] = f"the routing margin is {margin:.1e}; choose another seed in tests/families.py"
         if "preempted" in results and results["preempted"]["num_preemptions"] == 0:
             found["preempted"] = "nothing was preempted"
-        if results["cached"]["num_cached_tokens"] == 0:
+        if "cached" in results and results["cached"]["num_cached_tokens"] == 0:
             found["cached"] = "nothing was cached"
         for setting, problem in found.items():
             record_property("parity", [name, world_size, setting, problem is None])

@@ -13,6 +13,8 @@ from tp_engine import LLM, RequestError, SamplingParams
 from tp_engine.engine.admin_commands import act
 from tp_engine.errors import EngineDeadError, RankError
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[5, 9, 13, 7], [8, 8, 3]]
 
