@@ -14,6 +14,7 @@ import httpx
 import msgspec
 
 from tests.fake_engine import MODEL_INFO, FakeEngine, ServiceThread, fake_service
+from tests.ranks.warm_children import warm_start
 from tp_engine.config import DEMO_MODEL
 from tp_engine.request import EngineRequest
 from tp_engine.server.config import ServerConfig
@@ -89,7 +90,8 @@ def running_server(
             startup_timeout_s=DEADLINE_S,
             pulse=pulse,
         )
-        process = FrontendProcess.start(listener, settings)
+        with warm_start():
+            process = FrontendProcess.start(listener, settings)
         listener.close()
         stack.callback(process.end)
         headers = {"Content-Type": "application/json"}  # also of bodies that a test writes itself

@@ -285,7 +285,7 @@ def test_a_killed_server_loses_and_repeats_nothing(tmp_path: Path) -> None:
         with running_server(engine, config(tmp_path)) as server, openai_client(server) as client:
             batch = batch or sent(client, [line(custom_id, text) for custom_id, text in texts.items()])
             wait_until(partial(has_done, client, batch, moment), "some lines to end")
-            process = max(psutil.Process().children(), key=lambda one: one.create_time())  # the one that came last
+            process = max(psutil.Process().children(recursive=True), key=lambda one: one.create_time())  # the last one
             process.kill()
             process.wait(DEADLINE_S)
     assert batch is not None
