@@ -32,7 +32,16 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.kernels.layer_ops import widened
-from tp_engine.kernels.recurrent import Chunk, LayerStates, convolve_chunk, convolve_step, in_runs, in_tiles
+from tp_engine.kernels.recurrent import (
+    Chunk,
+    Computed,
+    LayerStates,
+    convolve_chunk,
+    convolve_step,
+    in_chunks,
+    in_runs,
+    in_tiles,
+)
 from tp_engine.kv_layout import StateKind
 
 LENGTH_EPS = 1e-6
@@ -74,14 +83,7 @@ def gated_delta_net_decode(
     first draft row, behind which its others follow, and their number, or (0, -1) for a draft row.  The state behind
     each token goes to the slot of its own row; what lies in a draft row's slot before is not read.
     """
-    if runs is None:
-        return _decode(mixed, gates, rule, states, slots)
-    found = torch.empty_like(mixed[:, : rule.kind.num_value_heads * rule.kind.value_dim])
-
-    def step(rows: list[int]) -> torch.Tensor:
-        return _decode(mixed[rows], gates[rows], rule, states, slots[rows])
-
-    return in_runs(step, found, states, slots, runs)
+    return in_runs(lambda rows: _decode(mixed[rows], gates[rows], rule, states, slots[rows]), states, slots, runs)
 
 
 def _decode(
@@ -110,24 +112,15 @@ def gated_delta_net_prefill(
 
     The ``chunks`` hold all tokens, in order.
     """
-    kind = rule.kind
-    parts = []
-    for start, count, slot, is_fresh in chunks:
-        own = slice(start, start + count)
-        inputs, z = _split(widened(mixed[own]), kind)
-        if slot is None or is_fresh or states is None:
-            kept = inputs.new_zeros(kind.taps - 1, kind.num_channels)
-            state = inputs.new_zeros(kind.num_value_heads, kind.key_dim, kind.value_dim)
-        else:
-            kept, state = states.conv[slot], states.recurrent[slot]
+
+    def compute(own: slice, kept: torch.Tensor, state: torch.Tensor) -> Computed:
+        inputs, z = _split(widened(mixed[own]), rule.kind)
         turned, kept = convolve_chunk(inputs, kept, rule.conv, None)
-        query, key, value = _heads(F.silu(turned), kind)
+        query, key, value = _heads(F.silu(turned), rule.kind)
         attended, state = attend_in_chunks(query, key, value, *_decay_and_beta(gates[own], rule), state)
-        if slot is not None and states is not None:
-            states.conv[slot].copy_(kept)
-            states.recurrent[slot].copy_(state)
-        parts.append(_gated_norm(attended, z, rule).to(mixed.dtype))
-    return torch.cat(parts)
+        return _gated_norm(attended, z, rule).to(mixed.dtype), kept, state
+
+    return in_chunks(compute, rule.kind, states, chunks, widened(mixed[:0]))
 
 
 def attend_in_chunks(

@@ -28,7 +28,16 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.kernels.layer_ops import widened
-from tp_engine.kernels.recurrent import Chunk, LayerStates, convolve_chunk, convolve_step, in_runs, in_tiles
+from tp_engine.kernels.recurrent import (
+    Chunk,
+    Computed,
+    LayerStates,
+    convolve_chunk,
+    convolve_step,
+    in_chunks,
+    in_runs,
+    in_tiles,
+)
 from tp_engine.kv_layout import StateKind
 
 CHUNK = 64
@@ -62,11 +71,7 @@ def mamba2_decode(
 
     ``slots`` and ``runs`` are those of ``gated_delta_net_decode``.
     """
-    if runs is None:
-        return _decode(mixed, rule, states, slots)
-    width = rule.kind.num_value_heads * rule.kind.value_dim
-    found = torch.empty((len(mixed), width), dtype=widened(mixed[:, :0]).dtype, device=mixed.device)
-    return in_runs(lambda rows: _decode(mixed[rows], rule, states, slots[rows]), found, states, slots, runs)
+    return in_runs(lambda rows: _decode(mixed[rows], rule, states, slots[rows]), states, slots, runs)
 
 
 def _decode(mixed: torch.Tensor, rule: Mamba2Rule, states: LayerStates, slots: torch.Tensor) -> torch.Tensor:
@@ -91,22 +96,14 @@ def mamba2_prefill(
 
     The ``chunks`` hold all tokens, in order.
     """
-    kind = rule.kind
-    parts = []
-    for start, count, slot, is_fresh in chunks:
-        inputs, z, dt = split_inputs(widened(mixed[start : start + count]), kind)
-        if slot is None or is_fresh or states is None:
-            kept = inputs.new_zeros(kind.taps - 1, kind.num_channels)
-            state = inputs.new_zeros(kind.num_value_heads, kind.key_dim, kind.value_dim)
-        else:
-            kept, state = states.conv[slot], states.recurrent[slot]
+
+    def compute(own: slice, kept: torch.Tensor, state: torch.Tensor) -> Computed:
+        inputs, z, dt = split_inputs(widened(mixed[own]), rule.kind)
         turned, kept = convolve_chunk(inputs, kept, rule.conv, rule.conv_bias)
         found, state = scan_chunk(F.silu(turned), z, dt, rule, state)
-        if slot is not None and states is not None:
-            states.conv[slot].copy_(kept)
-            states.recurrent[slot].copy_(state)
-        parts.append(found)
-    return torch.cat(parts)
+        return found, kept, state
+
+    return in_chunks(compute, rule.kind, states, chunks, widened(mixed[:0]))
 
 
 def scan_chunk(

@@ -8,10 +8,12 @@ a row's state keeps::
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
+
+from tp_engine.kv_layout import StateKind
 
 
 class LayerStates(NamedTuple):
@@ -23,6 +25,10 @@ class LayerStates(NamedTuple):
 
     conv: torch.Tensor
     recurrent: torch.Tensor
+
+
+Computed: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Outputs of a chunk's tokens, and both parts of the state behind it."""
 
 
 class Chunk(NamedTuple):
@@ -70,24 +76,56 @@ def in_tiles(x: torch.Tensor, size: int, num_key_heads: int) -> torch.Tensor:
 
 
 def in_runs(
-    step: Callable[[list[int]], torch.Tensor],
-    found: torch.Tensor,
+    step: Callable[[list[int] | slice], torch.Tensor],
     states: LayerStates,
     slots: torch.Tensor,
-    runs: torch.Tensor,
+    runs: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Take the tokens of rows with draft rows in order; return ``found`` (B, width), filled.
+    """Take the tokens of B rows, those of rows with draft rows in order -> (B, width).
 
     ``step`` computes the rows that it gets, from the states in their own slots, which it moves on.  ``runs`` (B, 2)
     int32: the place of a row's first draft row, behind which its others follow, and their number, or (0, -1) for a
     draft row.
     """
+    if runs is None:
+        return step(slice(None))
     own = [(row, first, count) for row, (first, count) in enumerate(runs.tolist()) if count >= 0]
-    for place in range(1 + max((count for _, _, count in own), default=-1)):
-        tokens = [first + place - 1 if place else row for row, first, count in own if count >= place]
-        if place:
-            before = [first + place - 2 if place > 1 else row for row, first, count in own if count >= place]
-            for part in states:
-                part[slots[tokens].long()] = part[slots[before].long()]
+    rows = [row for row, _, _ in own]
+    begun = step(rows)
+    found = begun.new_empty((len(slots), begun.shape[1]))
+    found[rows] = begun
+    for place in range(1, 1 + max((count for _, _, count in own), default=0)):
+        tokens = [first + place - 1 for _, first, count in own if count >= place]
+        before = [first + place - 2 if place > 1 else row for row, first, count in own if count >= place]
+        for part in states:
+            part[slots[tokens].long()] = part[slots[before].long()]
         found[tokens] = step(tokens)
     return found
+
+
+def in_chunks(
+    compute: Callable[[slice, torch.Tensor, torch.Tensor], Computed],
+    kind: StateKind,
+    states: LayerStates | None,
+    chunks: list[Chunk],
+    like: torch.Tensor,
+) -> torch.Tensor:
+    """Take the tokens of ``chunks``, in their order -> (N, width).
+
+    ``compute`` gets the tokens of a chunk, and both parts of the state before it, of the type of ``like``.
+    """
+    found = []
+    for start, count, slot, is_fresh in chunks:
+        if slot is None or is_fresh or states is None:
+            before = (
+                like.new_zeros(kind.taps - 1, kind.num_channels),
+                like.new_zeros(kind.num_value_heads, kind.key_dim, kind.value_dim),
+            )
+        else:
+            before = states.conv[slot], states.recurrent[slot]
+        out, *behind = compute(slice(start, start + count), *before)
+        if slot is not None and states is not None:
+            for part, own in zip(states, behind, strict=True):
+                part[slot].copy_(own)
+        found.append(out)
+    return torch.cat(found)

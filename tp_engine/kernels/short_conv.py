@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from tp_engine.kernels.layer_ops import widened
-from tp_engine.kernels.recurrent import Chunk, LayerStates, convolve_chunk, convolve_step, in_runs
+from tp_engine.kernels.recurrent import Chunk, Computed, LayerStates, convolve_chunk, convolve_step, in_chunks, in_runs
 from tp_engine.kv_layout import StateKind
 
 
@@ -40,36 +40,24 @@ def short_conv_decode(
     ``slots`` (B,) int32, -1 for padding, and ``runs`` (B, 2) int32 are as for
     ``gated_delta_net.gated_delta_net_decode``.
     """
-    if runs is None:
-        return _decode(mixed, rule, states, slots)
-    found = torch.empty_like(mixed[:, : rule.kind.num_channels])
 
-    def step(rows: list[int]) -> torch.Tensor:
-        return _decode(mixed[rows], rule, states, slots[rows])
+    def step(rows: list[int] | slice) -> torch.Tensor:
+        places = torch.where(slots[rows] < 0, len(states.conv) - 1, slots[rows]).long()
+        before, behind, x = widened(mixed[rows]).chunk(3, 1)
+        turned = convolve_step(before * x, states.conv, places, rule.conv, None)
+        return (behind * turned).to(mixed.dtype)
 
-    return in_runs(step, found, states, slots, runs)
-
-
-def _decode(mixed: torch.Tensor, rule: ShortConvRule, states: LayerStates, slots: torch.Tensor) -> torch.Tensor:
-    places = torch.where(slots < 0, len(states.conv) - 1, slots).long()
-    before, behind, x = widened(mixed).chunk(3, 1)
-    turned = convolve_step(before * x, states.conv, places, rule.conv, None)
-    return (behind * turned).to(mixed.dtype)
+    return in_runs(step, states, slots, runs)
 
 
 def short_conv_prefill(
     mixed: torch.Tensor, rule: ShortConvRule, states: LayerStates | None, chunks: list[Chunk]
 ) -> torch.Tensor:
     """Chunks of prompts: ``mixed`` (N, 3 C) -> (N, C), of its type.  The ``chunks`` hold all tokens, in order."""
-    parts = []
-    for start, count, slot, is_fresh in chunks:
-        before, behind, x = widened(mixed[start : start + count]).chunk(3, 1)
-        if slot is None or is_fresh or states is None:
-            kept = x.new_zeros(rule.kind.taps - 1, rule.kind.num_channels)
-        else:
-            kept = states.conv[slot]
+
+    def compute(own: slice, kept: torch.Tensor, state: torch.Tensor) -> Computed:
+        before, behind, x = widened(mixed[own]).chunk(3, 1)
         turned, kept = convolve_chunk(before * x, kept, rule.conv, None)
-        if slot is not None and states is not None:
-            states.conv[slot].copy_(kept)
-        parts.append((behind * turned).to(mixed.dtype))
-    return torch.cat(parts)
+        return (behind * turned).to(mixed.dtype), kept, state
+
+    return in_chunks(compute, rule.kind, states, chunks, widened(mixed[:0]))

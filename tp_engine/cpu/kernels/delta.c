@@ -174,53 +174,30 @@ static int run_task(const Delta *d, const Run *run, int64_t head, const char *mi
     return 0;
 }
 
-/* mixed (rows, ...), gates (rows, 2 value_heads), so many elements from row to row; slots (rows), -1 for padding, whose
-   output is 0; runs (rows, 2), NULL if no row is of a draft token: the place of a row's first draft token and how many
-   it has, -1 of a draft token, which goes on in its run; out (rows, value_heads * value_dim); the rest as in Delta. */
-TAPED int gated_delta_net_decode(const float *conv, const float *decay, const float *dt_bias, const float *norm,
-                                 float eps, float *inputs, float *matrices, int64_t inputs_stride,
-                                 int64_t matrices_stride, int64_t key_heads, int64_t value_heads, int64_t key_dim,
-                                 int64_t value_dim, int64_t taps, const char *mixed, int64_t mixed_stride,
-                                 const char *gates, int64_t gates_stride, const int32_t *slots, const int32_t *runs,
-                                 char *out, int64_t rows, int64_t dtype, int64_t num_threads)
+/* mixed (tokens, ...), gates (tokens, 2 value_heads), so many elements from row to row; runs as in run_of; out (tokens,
+   value_heads * value_dim), 0 of padding; the rest as in Delta.  Returns 1 if memory ran out. */
+TAPED int gated_delta_net(const float *conv, const float *decay, const float *dt_bias, const float *norm, float eps,
+                          float *inputs, float *matrices, int64_t inputs_stride, int64_t matrices_stride,
+                          int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t taps,
+                          const char *mixed, int64_t mixed_stride, const char *gates, int64_t gates_stride,
+                          const int32_t *slots, const int32_t *runs, const int64_t *chunks, char *out,
+                          int64_t num_runs, int64_t dtype, int64_t num_threads)
 {
-    const int64_t channels = 2 * key_heads * key_dim + value_heads * value_dim;
+    const int64_t width = value_heads * value_dim, channels = 2 * key_heads * key_dim + width;
     const Delta d = {{conv, NULL, inputs, inputs_stride, channels, taps},
                      {matrices, matrices_stride, key_heads, value_heads, key_dim, value_dim},
                      decay, dt_bias, norm, eps};
-    const int64_t width = value_heads * value_dim, size = item_bytes((int)dtype), tasks = rows * key_heads;
-#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && tasks > 1 &&                             \
-                                                               rows * width * key_dim >= MIN_PARALLEL)
-    for (int64_t task = 0; task < tasks; task++) {
-        const int64_t row = task / key_heads, head = task % key_heads, own = width / key_heads * size;
-        const Run run = run_of_row(row, slots, runs);
-        if (run.slot < 0)
-            memset(out + (row * key_heads + head) * own, 0, own);
-        else if (run.count)
-            run_task(&d, &run, head, mixed, mixed_stride, gates, gates_stride, out, (int)dtype);
-    }
-    return 0;
-}
-
-/* `runs` (num_runs, 4), the start, count, slot and is_fresh of each, share the rows of mixed (tokens, ...), gates and
-   out; their slots are distinct; the rest as in gated_delta_net_decode.  Returns 1 if memory ran out. */
-int gated_delta_net_prefill(const float *conv, const float *decay, const float *dt_bias, const float *norm, float eps,
-                            float *inputs, float *matrices, int64_t inputs_stride, int64_t matrices_stride,
-                            int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t taps,
-                            const char *mixed, int64_t mixed_stride, const char *gates, int64_t gates_stride,
-                            const int64_t *runs, char *out, int64_t num_runs, int64_t dtype, int64_t num_threads)
-{
-    const int64_t channels = 2 * key_heads * key_dim + value_heads * value_dim;
-    const Delta d = {{conv, NULL, inputs, inputs_stride, channels, taps},
-                     {matrices, matrices_stride, key_heads, value_heads, key_dim, value_dim},
-                     decay, dt_bias, norm, eps};
-    const int64_t tasks = num_runs * key_heads;
+    const int64_t tasks = num_runs * key_heads, own = width / key_heads * item_bytes((int)dtype);
+    const int is_large = chunks || num_runs * width * key_dim >= MIN_PARALLEL;
     int failed = 0;
 #pragma omp parallel for schedule(dynamic) reduction(| : failed)                                                       \
-    num_threads((int)num_threads) if (num_threads > 1 && tasks > 1)
+    num_threads((int)num_threads) if (num_threads > 1 && tasks > 1 && is_large)
     for (int64_t task = 0; task < tasks; task++) {
-        const Run run = run_of_chunk(runs + task / key_heads * 4);
-        failed |= run_task(&d, &run, task % key_heads, mixed, mixed_stride, gates, gates_stride, out, (int)dtype);
+        const Run run = run_of(task / key_heads, slots, runs, chunks);
+        if (!chunks && run.slot < 0)
+            memset(out + task * own, 0, own);
+        else if (run.count)
+            failed |= run_task(&d, &run, task % key_heads, mixed, mixed_stride, gates, gates_stride, out, (int)dtype);
     }
     return failed;
 }

@@ -125,64 +125,40 @@ static int run_task(const Mamba *m, const Run *run, int64_t first, int64_t count
     return 0;
 }
 
-/* Of a decode's rows, or if `chunks` are given, of those.  Returns 1 if memory ran out. */
-static int run_all(const Mamba *m, const int32_t *slots, const int32_t *runs, const int64_t *chunks, const char *mixed,
-                   int64_t stride, float *out, int64_t num_runs, int dtype, int64_t num_threads)
+/* mixed (tokens, ...), so many elements from row to row; runs as in run_of; out (tokens, value_heads * value_dim), 0 of
+   padding; the rest as in Mamba.  Returns 1 if memory ran out. */
+TAPED int mamba2(const float *conv, const float *conv_bias, const float *decay, const float *dt_bias, const float *skip,
+                 float *inputs, float *matrices, int64_t inputs_stride, int64_t matrices_stride, int64_t key_heads,
+                 int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t taps, const char *mixed,
+                 int64_t stride, const int32_t *slots, const int32_t *runs, const int64_t *chunks, float *out,
+                 int64_t num_runs, int64_t dtype, int64_t num_threads)
 {
-    const Matrices *const of = &m->matrices;
-    const int64_t group = of->value_heads / of->key_heads, parts = (group + HEADS - 1) / HEADS,
-                  row_tasks = of->key_heads * parts;
-    const int64_t row_size = of->value_heads * of->value_dim;
-    const int64_t tasks = num_runs * row_tasks, elements = num_runs * row_size * of->key_dim;
+    const int64_t row_size = value_heads * value_dim, channels = 2 * key_heads * key_dim + row_size;
+    const Mamba m = {{conv, conv_bias, inputs, inputs_stride, channels, taps},
+                     {matrices, matrices_stride, key_heads, value_heads, key_dim, value_dim}, decay, dt_bias, skip};
+    const int64_t group = value_heads / key_heads, parts = (group + HEADS - 1) / HEADS, row_tasks = key_heads * parts;
+    const int64_t tasks = num_runs * row_tasks, elements = num_runs * row_size * key_dim;
     int failed = 0;
 #pragma omp parallel num_threads((int)num_threads) if (num_threads > 1 && (chunks || elements >= MIN_PARALLEL))
     {
 #pragma omp for schedule(dynamic) reduction(| : failed)
         for (int64_t task = 0; task < tasks; task++) {
             const int64_t number = task / row_tasks, key_head = task % row_tasks / parts, part = task % parts * HEADS;
-            const Run run = chunks ? run_of_chunk(chunks + 4 * number) : run_of_row(number, slots, runs);
+            const Run run = run_of(number, slots, runs, chunks);
             const int64_t first = key_head * group + part, count = smaller(HEADS, group - part);
             if (!chunks && run.slot < 0)
-                memset(out + number * row_size + first * of->value_dim, 0, count * of->value_dim * sizeof *out);
+                memset(out + number * row_size + first * value_dim, 0, count * value_dim * sizeof *out);
             else if (run.count)
-                failed |= run_task(m, &run, first, count, mixed, stride, out, dtype);
+                failed |= run_task(&m, &run, first, count, mixed, stride, out, (int)dtype);
         }
 #pragma omp for
         for (int64_t number = 0; number < num_runs; number++) {
-            const Run run = chunks ? run_of_chunk(chunks + 4 * number) : run_of_row(number, slots, runs);
+            const Run run = run_of(number, slots, runs, chunks);
             if (run.slot >= 0 && run.count)
-                FOR_DTYPE(keep_inputs(&m->conv, &run, mixed, stride, 0, m->conv.channels, TYPE))
+                FOR_DTYPE(keep_inputs(&m.conv, &run, mixed, stride, 0, channels, TYPE))
         }
     }
     return failed;
-}
-
-/* mixed (rows, ...), so many elements from row to row; slots (rows), -1 for padding, whose output is 0; runs (rows, 2),
-   NULL if no row is of a draft token; out (rows, value_heads * value_dim); the rest as in Mamba. */
-TAPED int mamba2_decode(const float *conv, const float *conv_bias, const float *decay, const float *dt_bias,
-                        const float *skip, float *inputs, float *matrices, int64_t inputs_stride,
-                        int64_t matrices_stride, int64_t key_heads, int64_t value_heads, int64_t key_dim,
-                        int64_t value_dim, int64_t taps, const char *mixed, int64_t stride, const int32_t *slots,
-                        const int32_t *runs, float *out, int64_t rows, int64_t dtype, int64_t num_threads)
-{
-    const int64_t channels = 2 * key_heads * key_dim + value_heads * value_dim;
-    const Mamba m = {{conv, conv_bias, inputs, inputs_stride, channels, taps},
-                     {matrices, matrices_stride, key_heads, value_heads, key_dim, value_dim}, decay, dt_bias, skip};
-    return run_all(&m, slots, runs, NULL, mixed, stride, out, rows, (int)dtype, num_threads);
-}
-
-/* `chunks` (num_chunks, 4), the start, count, slot and is_fresh of each, share the rows of mixed (tokens, ...) and out;
-   their slots are distinct; the rest as in mamba2_decode.  Returns 1 if memory ran out. */
-int mamba2_prefill(const float *conv, const float *conv_bias, const float *decay, const float *dt_bias,
-                   const float *skip, float *inputs, float *matrices, int64_t inputs_stride, int64_t matrices_stride,
-                   int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t taps,
-                   const char *mixed, int64_t stride, const int64_t *chunks, float *out, int64_t num_chunks,
-                   int64_t dtype, int64_t num_threads)
-{
-    const int64_t channels = 2 * key_heads * key_dim + value_heads * value_dim;
-    const Mamba m = {{conv, conv_bias, inputs, inputs_stride, channels, taps},
-                     {matrices, matrices_stride, key_heads, value_heads, key_dim, value_dim}, decay, dt_bias, skip};
-    return run_all(&m, NULL, NULL, chunks, mixed, stride, out, num_chunks, (int)dtype, num_threads);
 }
 
 /* x (rows, groups * width) -> the sum of squares of each group, out (rows, groups). */

@@ -102,6 +102,15 @@ def gate(library: ctypes.CDLL, gate_up: torch.Tensor, rule: Activation) -> torch
     return out
 
 
+def sigmoid_gate(library: ctypes.CDLL, x: torch.Tensor, gate: torch.Tensor) -> None:
+    """Compute ``layer_ops.sigmoid_gate`` in C."""
+    dtype = DTYPE_CODES.get(x.dtype)
+    if dtype is None or gate.dtype is not x.dtype or not x.is_contiguous() or gate.stride(1) != 1:
+        twins.sigmoid_gate(x, gate)
+        return
+    library.sigmoid_gate(x.data_ptr(), gate.data_ptr(), gate.stride(0), *x.shape, dtype, torch.get_num_threads())
+
+
 def qk_norm_rope_store(
     library: ctypes.CDLL,
     heads: torch.Tensor,

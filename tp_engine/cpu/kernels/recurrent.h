@@ -21,18 +21,17 @@ typedef struct {
     const int32_t *slots;
 } Run;
 
-/* The run of a decode's row: `runs` (rows, 2), or NULL, as in kernels/recurrent.py.  A row that is a draft row has
-   count 0. */
-INLINE Run run_of_row(int64_t row, const int32_t *slots, const int32_t *runs)
+/* Run `number` of a step.  Of prompts: `chunks` (number, 4), the start, count, slot and is_fresh of each; their slots
+   are distinct.  Of decodes, if `chunks` is NULL: a row with its slot of `slots`, -1 for padding, and `runs` (rows, 2),
+   or NULL, as in kernels/recurrent.py.  A row that is a draft row has count 0. */
+INLINE Run run_of(int64_t number, const int32_t *slots, const int32_t *runs, const int64_t *chunks)
 {
-    const int64_t behind = runs ? runs[2 * row + 1] : 0;
-    return (Run){row, 1 + behind, slots[row], 0, behind ? runs[2 * row] : 0, behind ? slots : NULL};
-}
-
-/* The run of a prompt's chunk: its start, count, slot and is_fresh. */
-INLINE Run run_of_chunk(const int64_t *chunk)
-{
-    return (Run){chunk[0], chunk[1], chunk[2], chunk[3], chunk[0] + 1, NULL};
+    if (chunks) {
+        const int64_t *const own = chunks + 4 * number;
+        return (Run){own[0], own[1], own[2], own[3], own[0] + 1, NULL};
+    }
+    const int64_t behind = runs ? runs[2 * number + 1] : 0;
+    return (Run){number, 1 + behind, slots[number], 0, behind ? runs[2 * number] : 0, behind ? slots : NULL};
 }
 
 /* The place among a step's tokens of a run's token. */

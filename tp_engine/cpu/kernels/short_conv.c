@@ -33,42 +33,23 @@ INLINE void run_part(const CausalConv *c, const Run *run, const char *mixed, int
         keep_inputs(c, run, mixed, stride, first, count, dtype);
 }
 
-/* Of a decode's rows, or if `chunks` are given, of those. */
-static void run_all(const CausalConv *c, const int32_t *slots, const int32_t *runs, const int64_t *chunks,
-                    const char *mixed, int64_t stride, char *out, int64_t num_runs, int dtype, int64_t num_threads)
+/* mixed (tokens, 3 channels), `stride` elements from row to row; runs as in run_of; out (tokens, channels), 0 of
+   padding; `conv` and the inputs of slots as in CausalConv. */
+TAPED int short_conv(const float *conv, float *inputs, int64_t inputs_stride, int64_t channels, int64_t taps,
+                     const char *mixed, int64_t stride, const int32_t *slots, const int32_t *runs,
+                     const int64_t *chunks, char *out, int64_t num_runs, int64_t dtype, int64_t num_threads)
 {
-    const int64_t parts = (c->channels + PART - 1) / PART, tasks = num_runs * parts;
-    const int is_large = chunks || num_runs * c->channels >= MIN_PARALLEL;
+    const CausalConv c = {conv, NULL, inputs, inputs_stride, channels, taps, 2 * channels, 1};
+    const int64_t parts = (channels + PART - 1) / PART, tasks = num_runs * parts, size = item_bytes((int)dtype);
+    const int is_large = chunks || num_runs * channels >= MIN_PARALLEL;
 #pragma omp parallel for schedule(dynamic) num_threads((int)num_threads) if (num_threads > 1 && tasks > 1 && is_large)
     for (int64_t task = 0; task < tasks; task++) {
-        const int64_t number = task / parts, first = task % parts * PART, count = smaller(PART, c->channels - first);
-        const Run run = chunks ? run_of_chunk(chunks + 4 * number) : run_of_row(number, slots, runs);
+        const int64_t number = task / parts, first = task % parts * PART, count = smaller(PART, channels - first);
+        const Run run = run_of(number, slots, runs, chunks);
         if (!chunks && run.slot < 0)
-            memset(out + (number * c->channels + first) * item_bytes(dtype), 0, count * item_bytes(dtype));
+            memset(out + (number * channels + first) * size, 0, count * size);
         else
-            FOR_DTYPE(run_part(c, &run, mixed, stride, first, count, out, TYPE))
+            FOR_DTYPE(run_part(&c, &run, mixed, stride, first, count, out, TYPE))
     }
-}
-
-/* mixed (rows, 3 channels), `stride` elements from row to row; slots (rows), -1 for padding, whose output is 0; runs
-   (rows, 2), NULL if no row is of a draft token; out (rows, channels); `conv` and the inputs of slots as in
-   CausalConv. */
-TAPED int short_conv_decode(const float *conv, float *inputs, int64_t inputs_stride, int64_t channels, int64_t taps,
-                            const char *mixed, int64_t stride, const int32_t *slots, const int32_t *runs, char *out,
-                            int64_t rows, int64_t dtype, int64_t num_threads)
-{
-    const CausalConv c = {conv, NULL, inputs, inputs_stride, channels, taps, 2 * channels, 1};
-    run_all(&c, slots, runs, NULL, mixed, stride, out, rows, (int)dtype, num_threads);
-    return 0;
-}
-
-/* `chunks` (num_chunks, 4), the start, count, slot and is_fresh of each, share the rows of mixed and out; their slots
-   are distinct; the rest as in short_conv_decode. */
-int short_conv_prefill(const float *conv, float *inputs, int64_t inputs_stride, int64_t channels, int64_t taps,
-                       const char *mixed, int64_t stride, const int64_t *chunks, char *out, int64_t num_chunks,
-                       int64_t dtype, int64_t num_threads)
-{
-    const CausalConv c = {conv, NULL, inputs, inputs_stride, channels, taps, 2 * channels, 1};
-    run_all(&c, NULL, NULL, chunks, mixed, stride, out, num_chunks, (int)dtype, num_threads);
     return 0;
 }

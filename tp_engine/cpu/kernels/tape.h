@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-enum { MAX_WORDS = 24 };
+enum { MAX_WORDS = 25 };
 
 typedef union {
     void *pointer;
