@@ -13,7 +13,7 @@ import torch
 from benchmarks.kernels.cases import Launch, Shape
 from benchmarks.kernels.quantised import FORMATS, make_weight
 from tp_engine.kernels.experts import routing
-from tp_engine.kernels.experts.experts import ExpertWeights, QuantisedExpertWeights
+from tp_engine.kernels.experts.experts import ExpertWeights, Weights
 from tp_engine.model_config.mlp import SILU, RoutingRule
 
 Tensors = Any
@@ -106,19 +106,20 @@ def _expert_bytes(shape: Experts, weights: str) -> int:
     return sum(make_weight(weights, one, "meta").num_bytes for one in sizes)
 
 
-def _make_experts(shape: Experts, weights: str, device: str) -> ExpertWeights | QuantisedExpertWeights:
+def _make_experts(shape: Experts, weights: str, device: str) -> ExpertWeights[Weights]:
     gate_up = (shape.num_experts, 2 * shape.inner, shape.hidden)
     down = (shape.num_experts, shape.hidden, shape.inner)
     others: dict[str, Any] = {"gate_up_bias": None, "down_bias": None, "first": 0, "activation": SILU}
     if weights != "none":
         both = [make_weight(weights, sizes, device) for sizes in (gate_up, down)]
-        return QuantisedExpertWeights(gate_up=both[0], down=both[1], **others)
+        return ExpertWeights(gate_up=both[0], down=both[1], **others)
     plain = [torch.randn(sizes, device=device, dtype=torch.bfloat16) * 0.02 for sizes in (gate_up, down)]
     return ExpertWeights(gate_up=plain[0], down=plain[1], **others)
 
 
-def _grouped_mm(x: torch.Tensor, ids: torch.Tensor, weights: ExpertWeights) -> Launch:
+def _grouped_mm(x: torch.Tensor, ids: torch.Tensor, weights: ExpertWeights[Weights]) -> Launch:
     """The pairs are sorted beforehand; sort and sum are not timed."""
+    assert isinstance(weights.gate_up, torch.Tensor) and isinstance(weights.down, torch.Tensor)
     order = ids.flatten().sort(stable=True).indices
     ends = torch.bincount(ids.flatten(), minlength=len(weights.down)).cumsum(0).to(torch.int32)
     gate_up, down = weights.gate_up.transpose(1, 2), weights.down.transpose(1, 2)

@@ -11,11 +11,11 @@ import torch
 
 from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough, both, random
 from tests.unit.kernels.kernel_cases_quantised import E4M3, E8M0, assert_same, make_stack, make_weight
-from tp_engine.kernels.experts.experts import ExpertWeights, QuantisedExpertWeights, mix_experts, mix_quantised_experts
+from tp_engine.kernels.experts.experts import ExpertWeights, mix_experts
 from tp_engine.kernels.experts.grouped import dense_grouped_experts
 from tp_engine.kernels.experts.routing import ExpertLoad
 from tp_engine.kernels.ops import implementation
-from tp_engine.kernels.quantization.weights import Codes, dequantise
+from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight, dequantise
 from tp_engine.model_config.mlp import SILU, Activation, RoutingRule
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,7 +61,7 @@ def make_weights(
     bias: bool,
     first: int = 0,
     activation: Activation | None = None,
-) -> ExpertWeights:
+) -> ExpertWeights[torch.Tensor]:
     """Random weights; their usual activation is clamped if they have biases, else SiLU."""
     activation = activation or (CLAMPED if bias else SILU)
     rows = activation.num_parts * inner
@@ -115,7 +115,7 @@ def check_experts(
     assert_close_enough(found, twin, exact.double(), granted=exact.abs().max().item() * 4)
 
 
-def _widened(weights: ExpertWeights) -> ExpertWeights:
+def _widened(weights: ExpertWeights[torch.Tensor]) -> ExpertWeights[torch.Tensor]:
     def wide(values: torch.Tensor | None) -> Any:
         return None if values is None else values.double()
 
@@ -151,12 +151,12 @@ def make_quantised(
     *,
     bias: bool,
     activation: Activation | None = None,
-) -> QuantisedExpertWeights:
+) -> ExpertWeights[QuantisedWeight]:
     """Random weights; as ``make_weights``."""
     num_experts, hidden, inner = shape
     activation = activation or (CLAMPED if bias else SILU)
     rows = activation.num_parts * inner
-    return QuantisedExpertWeights(
+    return ExpertWeights(
         gate_up=make_weight(kind, (num_experts, rows, hidden), device, **options),
         down=make_weight(kind, (num_experts, hidden, inner), device, **options),
         gate_up_bias=random((num_experts, rows), dtype, device, 3) if bias else None,
@@ -193,7 +193,7 @@ def check_quantised(
     )
     exact = mix_experts(x.double(), ids, shares, _widened(dense))
     product = TritonExperts(weights)
-    found, twin = product(x, ids, shares), mix_quantised_experts(x, ids, shares, weights)
+    found, twin = product(x, ids, shares), mix_experts(x, ids, shares, weights)
     assert_close_enough(found, twin, exact.double(), granted=exact.abs().max().item() * 4)
     last = slice(num_tokens - 1, num_tokens)
     assert_same(product(x[last], ids[last], shares[last]), found[last])
@@ -317,7 +317,7 @@ def launch_all() -> None:
     )  # fmt: skip
     for number, (kind, options) in enumerate(kinds):
         has_bias = number == 2
-        experts = QuantisedExpertWeights(
+        experts = ExpertWeights(
             gate_up=make_stack(kind, (32, 2 * 736, 2880), **options),
             down=make_stack(kind, (32, 2880, 736), **options),
             gate_up_bias=empty(32, 2 * 736) if has_bias else None,

@@ -113,7 +113,7 @@ def test_native_routing_of_every_type(dtype: torch.dtype) -> None:
     assert ids.tolist() == [[0, 1, 2]]
 
 
-def native_experts(weights: ExpertWeights, top_k: int) -> NativeExperts:
+def native_experts(weights: ExpertWeights[torch.Tensor], top_k: int) -> NativeExperts:
     """The experts in panels."""
     library = native_library()
     assert library is not None

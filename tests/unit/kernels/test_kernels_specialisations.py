@@ -12,7 +12,7 @@ from tests.unit.kernels.kernel_cases_delta import launch_step
 from tests.unit.kernels.kernel_cases_quantised import make_stack
 from tests.unit.kernels.kernel_harness import compiled_for, needs_triton, quiet
 from tp_engine.kernels.attention.heads import HeadNorm, Rotation
-from tp_engine.kernels.experts.experts import ExpertWeights, QuantisedExpertWeights
+from tp_engine.kernels.experts.experts import ExpertWeights
 from tp_engine.kernels.experts.routing import ExpertLoad
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 from tp_engine.kernels.layer_ops import NormRule
@@ -182,7 +182,7 @@ def launch_experts(num_tokens: int) -> None:
     ids, shares = implementation("route", "triton")(logits[:, :num_experts], rule, None, load)
     TritonExperts(weights)(x, ids, shares)
     packed: dict[str, Any] = {"group": 32, "scales": torch.float8_e8m0fnu}
-    quantised = QuantisedExpertWeights(
+    quantised = ExpertWeights(
         gate_up=make_stack("e2m1", (num_experts, 2 * inner, hidden), **packed),
         down=make_stack("e2m1", (num_experts, hidden, inner), **packed),
         gate_up_bias=weights.gate_up_bias,

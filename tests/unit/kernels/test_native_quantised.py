@@ -14,12 +14,12 @@ from tests.unit.kernels.kernel_cases_experts import CLAMPED, RELU2, make_ids
 from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough, random
 from tests.unit.kernels.kernel_cases_quantised import BFLOAT16, E4M3, E8M0, FLOAT16, FLOAT32, UINT8, make_weight
 from tests.unit.kernels.test_experts import assert_rows_are_their_own
-from tp_engine.cpu.kernels.experts import NativeQuantisedExperts
+from tp_engine.cpu.kernels.experts import NativeExperts
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.cpu.kernels.quantised import QuantisedPanels
 from tp_engine.cpu.tape_recorder import TapeRecorder
 from tp_engine.distributed.collectives import SingleRank
-from tp_engine.kernels.experts.experts import ExpertWeights, QuantisedExpertWeights, mix_experts, mix_quantised_experts
+from tp_engine.kernels.experts.experts import ExpertWeights, mix_experts
 from tp_engine.kernels.layer_ops import gate
 from tp_engine.kernels.ops import implementation
 from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight, dequantise, values_per_byte
@@ -211,10 +211,10 @@ def test_memory_is_that_of_the_checkpoint(library: ctypes.CDLL) -> None:
 
 def make_experts(
     kind: Codes, inner: int, dtype: torch.dtype, activation: Activation = CLAMPED, **options: Any
-) -> QuantisedExpertWeights:
+) -> ExpertWeights[QuantisedWeight]:
     """Six experts of 72 columns; ``options`` of ``make_weight``, and a bias for each product."""
     rows = activation.num_parts * inner
-    return QuantisedExpertWeights(
+    return ExpertWeights(
         gate_up=make_weight(kind, (6, rows, 72), **options),
         down=make_weight(kind, (6, 72, inner), **options),
         gate_up_bias=random((6, rows), dtype, "cpu", 3),
@@ -244,8 +244,8 @@ def test_experts(library: ctypes.CDLL, num_tokens: int, spread: str, kind: Codes
         activation=weights.activation,
     )
     exact = mix_experts(x.double(), ids, shares, wide)
-    found = NativeQuantisedExperts(library, weights, dtype, 3)(x, ids, shares)
-    twin = mix_quantised_experts(x, ids, shares, weights)
+    found = NativeExperts(library, weights, 3, dtype)(x, ids, shares)
+    twin = mix_experts(x, ids, shares, weights)
     assert_close_enough(found, twin, exact, granted=exact.abs().max().item() * 4)
 
 
@@ -253,7 +253,7 @@ def test_experts(library: ctypes.CDLL, num_tokens: int, spread: str, kind: Codes
 def test_experts_rows_and_ranks(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     """Oracle: a row alone and with one thread, bit by bit; the sum over two ranks with half of the experts each."""
     weights = make_experts("e2m1", 40, dtype, group=32, scales=E8M0)
-    product, x = NativeQuantisedExperts(library, weights, dtype, 2), random((90, 72), dtype, "cpu")
+    product, x = NativeExperts(library, weights, 2, dtype), random((90, 72), dtype, "cpu")
     ids, shares = make_ids("spread", 90, 2, 6, "cpu"), random((90, 2), FLOAT32, "cpu", 5)
     assert_rows_are_their_own(product, x, ids, shares)
     whole = product(x, ids, shares)
@@ -269,7 +269,7 @@ def test_experts_rows_and_ranks(library: ctypes.CDLL, dtype: torch.dtype) -> Non
             down_bias=weights.down_bias[own],
             first=first,
         )
-        total += NativeQuantisedExperts(library, part, dtype, 2)(x, ids, shares).float()
+        total += NativeExperts(library, part, 2, dtype)(x, ids, shares).float()
     unit = torch.finfo(dtype).eps * 4 * whole.abs().max().item()
     torch.testing.assert_close(total, whole.float(), rtol=0, atol=unit)
     assert product(x[:0], ids[:0], shares[:0]).shape == (0, 72)
@@ -278,7 +278,7 @@ def test_experts_rows_and_ranks(library: ctypes.CDLL, dtype: torch.dtype) -> Non
 def test_tapes(library: ctypes.CDLL) -> None:
     """Oracle: the same calls without a tape, bit by bit, with another x each time."""
     panels = QuantisedPanels(library, make_weight("int4", (144, 72), group=8, zeros=True), BFLOAT16, SILU)
-    experts = NativeQuantisedExperts(library, make_experts("int8", 40, BFLOAT16, group=20), BFLOAT16, 2)
+    experts = NativeExperts(library, make_experts("int8", 40, BFLOAT16, group=20), 2, BFLOAT16)
     x, ids, shares = random((5, 72), BFLOAT16, "cpu"), make_ids("spread", 5, 2, 6, "cpu"), torch.rand(5, 2)
 
     def step() -> torch.Tensor:

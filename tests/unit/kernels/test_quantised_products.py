@@ -9,14 +9,14 @@ from tests.unit.kernels.kernel_cases_layer_ops import random
 from tests.unit.kernels.kernel_harness import needs_triton
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.kernels import layer_ops
-from tp_engine.kernels.experts.experts import QuantisedExpertWeights, mix_quantised_experts
+from tp_engine.kernels.experts.experts import ExpertWeights, mix_experts
 from tp_engine.kernels.quantization.row_codes import RowCodes, quantise_rows
 from tp_engine.kernels.quantization.scaled_products import BlockProduct, RowwiseProduct, random_codes
 from tp_engine.kernels.quantization.weights import QuantisedWeight, multiply_quantised
 from tp_engine.layers.quantization import quantised_products
+from tp_engine.layers.quantization.dense import choose_experts
 from tp_engine.layers.quantization.quantised_products import (
     TritonQuantised,
-    choose_quantised_experts,
     choose_quantised_product,
     gated_pair,
     wanted_codes,
@@ -55,14 +55,14 @@ def test_products_on_a_cpu(has_library: bool) -> None:
 
 def test_experts_on_a_cpu(has_library: bool) -> None:
     """Oracle: the twin; steps can be recorded where there is C."""
-    weights = QuantisedExpertWeights(
+    weights = ExpertWeights(
         gate_up=random_weight(4, 16, 40), down=random_weight(4, 40, 8),
         gate_up_bias=None, down_bias=None, first=0, activation=SILU,
     )  # fmt: skip
     x, shares = (random((5, size), torch.float32, "cpu") for size in (40, 2))
     ids = torch.tensor([[0, 2]] * 5, dtype=torch.int32)
-    product = choose_quantised_experts(weights, dtype=x.dtype, top_k=2, quantises_activations=False)
-    expected = mix_quantised_experts(x, ids, shares, weights)
+    product = choose_experts(weights, 2, x.dtype)
+    expected = mix_experts(x, ids, shares, weights)
     torch.testing.assert_close(product(x, ids, shares), expected, rtol=1e-5, atol=1e-5)
     assert product.is_recordable is has_library
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.unit.kernels.kernel_cases_quantised import make_weight
-from tp_engine.kernels.experts.experts import QuantisedExpertWeights
+from tp_engine.kernels.experts.experts import ExpertWeights
 from tp_engine.kernels.experts.grouped import GroupedExperts, grouped_experts
 from tp_engine.kernels.layer_ops import gate
 from tp_engine.kernels.quantization import scaled_products
@@ -162,7 +162,7 @@ def test_which_stacks_have_a_product() -> None:
         assert grouped_scaled_product(make_weight("e4m3", (2, 24, 64), factors=True)) is None
         assert grouped_scaled_product(make_weight("int8", (2, 32, 64), factors=True)) is None
         for bias, quantises, is_there in ((False, True, True), (False, False, False), (True, True, False)):
-            weights = QuantisedExpertWeights(
+            weights = ExpertWeights(
                 gate_up=random_stack(2, 64, 32), down=random_stack(2, 32, 32), first=0, activation=SILU,
                 gate_up_bias=torch.zeros(2, 64) if bias else None, down_bias=None,
             )  # fmt: skip

@@ -83,7 +83,7 @@ def test_a_row_s_bits_depend_on_nothing_else(library: ctypes.CDLL, dtype: torch.
             assert torch.equal(product(x[row : row + 1], None), whole[row : row + 1])
 
 
-def share_of(weights: ExpertWeights, rank: int, world_size: int) -> ExpertWeights:
+def share_of(weights: ExpertWeights[torch.Tensor], rank: int, world_size: int) -> ExpertWeights[torch.Tensor]:
     """A rank's part of each expert; the first rank adds the down bias."""
 
     def own(both: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def test_experts_have_the_same_bits_on_any_number_of_ranks(
         for world_size in WORLD_SIZES:
             shard_counts = {"num_shards": NUM_SHARDS // world_size}
             parts = [
-                NativeExperts(library, share_of(weights, rank, world_size), 3, keeps_sums=True, **shard_counts)(
+                NativeExperts(library, share_of(weights, rank, world_size), 3, None, keeps_sums=True, **shard_counts)(
                     x, ids, shares
                 )
                 for rank in range(world_size)

@@ -16,21 +16,60 @@ from tp_engine.cpu.kernels.quantised import pack_quantised
 from tp_engine.kernels import huge_pages
 from tp_engine.kernels.experts import experts as expert_twins
 from tp_engine.kernels.experts import routing
-from tp_engine.kernels.experts.experts import ExpertWeights, QuantisedExpertWeights
+from tp_engine.kernels.experts.experts import ExpertWeights, Weights
 from tp_engine.kernels.experts.pairs import ExpertRun
+from tp_engine.kernels.quantization.weights import QuantisedWeight
 from tp_engine.model_config.mlp import RouterScores, RoutingRule
 
 MAX_EXPERTS, MAX_GROUPS = 1024, 64  # of routing.c
 
 
-class _InPanels:
-    """Experts in C, for any number of rows."""
+class NativeExperts:
+    """``kernels.experts.mix_experts`` in C, for any number of rows; it keeps packed copies, not ``weights``.
+
+    Rows have ``dtype``, None: that of the weights.  With ``num_shards`` the result is ``tree_sum.mix_experts_tree``,
+    float32 if it ``keeps_sums``.
+    """
 
     is_recordable = True
 
-    def __init__(self, library: ctypes.CDLL, experts: ExpertPanels, dtype: torch.dtype, top_k: int) -> None:
-        self._library, self._dtype, self._top_k = library, dtype, top_k
-        self._out_dtype = torch.float32 if experts.keeps_sums else dtype
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        weights: ExpertWeights[Weights],
+        top_k: int,
+        dtype: torch.dtype | None = None,
+        *,
+        num_shards: int = 0,
+        keeps_sums: bool = False,
+    ) -> None:
+        assert num_shards or not keeps_sums, "only a tree's sums are kept"
+        gate_up, down, activation = weights.gate_up, weights.down, weights.activation
+        self._dtype = dtype = gate_up.dtype if isinstance(gate_up, torch.Tensor) else dtype or torch.float32
+        self._library, self._top_k, self._num_parts = library, top_k, activation.num_parts
+        self._out_dtype = torch.float32 if keeps_sums else dtype
+        num_experts, hidden, inner = down.shape
+        self._sizes = inner, hidden
+        biases = [None if one is None else one.contiguous() for one in (weights.gate_up_bias, weights.down_bias)]
+        assert all(one is None or one.dtype is dtype for one in biases)
+        experts = ExpertPanels(
+            gate_up_bias=None if biases[0] is None else biases[0].data_ptr(),
+            down_bias=None if biases[1] is None else biases[1].data_ptr(), first=weights.first, num_experts=num_experts,
+            hidden=hidden, inner=inner, top_k=top_k, kind=activation.code, dtype=DTYPE_CODES[dtype],
+            alpha=activation.alpha, limit=activation.limit, num_shards=num_shards, keeps_sums=keeps_sums,
+        )  # fmt: skip
+        self._panels: tuple[torch.Tensor, ...]
+        if isinstance(gate_up, QuantisedWeight) and isinstance(down, QuantisedWeight):
+            packed = [pack_quantised(library, gate_up, dtype, self._num_parts), pack_quantised(library, down, dtype, 1)]
+            experts.quantised_gate_up, experts.quantised_down = (ctypes.addressof(one.form.contents) for one in packed)
+            experts.gate_up_factors, experts.down_factors = (one.factors_address for one in packed)
+            self._panels, self.num_bytes = tuple(one.panels for one in packed), sum(one.num_bytes for one in packed)
+            experts.kept = (*biases, *packed)
+        else:
+            assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
+            self._panels = pack_experts(library, gate_up, self._num_parts), pack_experts(library, down, 1)
+            experts.kept = (*biases, *self._panels)
+        experts.gate_up, experts.down = (one.data_ptr() for one in self._panels)
         self._pointer = ctypes.pointer(experts)
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -44,41 +83,17 @@ class _InPanels:
         )  # fmt: skip
         return out
 
-
-class NativeExperts(_InPanels):
-    """``kernels.experts.mix_experts`` in C; it keeps packed copies, not ``weights``.
-
-    With ``num_shards`` the result is ``tree_sum.mix_experts_tree``, float32 if it ``keeps_sums``.
-    """
-
-    def __init__(
-        self, library: ctypes.CDLL, weights: ExpertWeights, top_k: int, *, num_shards: int = 0, keeps_sums: bool = False
-    ) -> None:
-        dtype = weights.gate_up.dtype
-        assert num_shards or not keeps_sums, "only a tree's sums are kept"
-        experts = _experts(weights, dtype, top_k)
-        experts.num_shards, experts.keeps_sums = num_shards, keeps_sums
-        gate_up, down = (
-            pack_experts(library, one, parts)
-            for one, parts in ((weights.gate_up, weights.activation.num_parts), (weights.down, 1))
-        )
-        experts.gate_up, experts.down = gate_up.data_ptr(), down.data_ptr()
-        experts.kept = (*experts.kept, gate_up, down)
-        self._gate_up, self._down, self._sizes = gate_up, down, (weights.down.shape[2], weights.down.shape[1])
-        self._num_parts = weights.activation.num_parts
-        super().__init__(library, experts, dtype, top_k)
-
     def gate_up(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
         """Do as ``SeparateExperts``; a row's result is the same, bit by bit, for any other rows."""
-        _, panels, _, width = self._gate_up.shape
-        both = self._multiply(x, self._gate_up, panels * width, runs)
+        _, panels, _, width = self._panels[0].shape
+        both = self._multiply(x, self._panels[0], panels * width, runs)
         # Half of each panel is gate rows, the other half up rows, unless there are no gates.
         apart = both.view(len(x), panels, self._num_parts, -1).transpose(1, 2).reshape(len(x), self._num_parts, -1)
         return apart[..., : self._sizes[0]].reshape(len(x), -1)
 
     def down(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
         """Do as ``SeparateExperts``; a row's result is the same, bit by bit, for any other rows."""
-        return self._multiply(x, self._down, self._sizes[1], runs)
+        return self._multiply(x, self._panels[1], self._sizes[1], runs)
 
     def _multiply(self, x: torch.Tensor, panels: torch.Tensor, out_size: int, runs: list[ExpertRun]) -> torch.Tensor:
         """``multiply_runs`` with the experts' ``panels``."""
@@ -89,41 +104,12 @@ class NativeExperts(_InPanels):
         return out
 
 
-class NativeQuantisedExperts(_InPanels):
-    """``kernels.experts.mix_quantised_experts`` in C for x of ``dtype``; it keeps packed copies, not ``weights``."""
-
-    def __init__(self, library: ctypes.CDLL, weights: QuantisedExpertWeights, dtype: torch.dtype, top_k: int) -> None:
-        experts = _experts(weights, dtype, top_k)
-        gate_up = pack_quantised(library, weights.gate_up, dtype, weights.activation.num_parts)
-        down = pack_quantised(library, weights.down, dtype, 1)
-        experts.gate_up, experts.down = gate_up.panels.data_ptr(), down.panels.data_ptr()
-        experts.quantised_gate_up, experts.quantised_down = (
-            ctypes.addressof(one.form.contents) for one in (gate_up, down)
-        )
-        experts.gate_up_factors, experts.down_factors = gate_up.factors_address, down.factors_address
-        experts.kept = (*experts.kept, gate_up, down)
-        self.num_bytes = gate_up.num_bytes + down.num_bytes
-        super().__init__(library, experts, dtype, top_k)
-
-
-def _experts(weights: ExpertWeights | QuantisedExpertWeights, dtype: torch.dtype, top_k: int) -> ExpertPanels:
-    """What C reads of ``weights``, without the panels."""
-    num_experts, hidden, inner = weights.down.shape
-    biases = [None if one is None else one.contiguous() for one in (weights.gate_up_bias, weights.down_bias)]
-    assert all(one is None or one.dtype is dtype for one in biases)
-    experts = ExpertPanels(
-        gate_up_bias=None if biases[0] is None else biases[0].data_ptr(),
-        down_bias=None if biases[1] is None else biases[1].data_ptr(), first=weights.first, num_experts=num_experts,
-        hidden=hidden, inner=inner, top_k=top_k, kind=weights.activation.code, dtype=DTYPE_CODES[dtype],
-        alpha=weights.activation.alpha, limit=weights.activation.limit,
-    )  # fmt: skip
-    experts.kept = tuple(biases)
-    return experts
-
-
-def takes_experts(weights: ExpertWeights) -> bool:
+def takes_experts(weights: ExpertWeights[Weights]) -> bool:
     """Return whether ``NativeExperts`` takes ``weights``."""
-    return fits_panels(weights.gate_up[0]) and fits_panels(weights.down[0])
+    gate_up, down = weights.gate_up, weights.down
+    if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
+        return fits_panels(gate_up[0]) and fits_panels(down[0])
+    return True
 
 
 def pack_experts(library: ctypes.CDLL, weights: torch.Tensor, num_parts: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from tp_engine.cpu.kernels import experts as native_experts
 from tp_engine.cpu.kernels import index as native_index
 from tp_engine.cpu.kernels import latents as native_latents
 from tp_engine.cpu.kernels import ops, recurrent
-from tp_engine.cpu.kernels.experts import NativeExperts, NativeQuantisedExperts
+from tp_engine.cpu.kernels.experts import NativeExperts
 from tp_engine.cpu.kernels.layout import DTYPE_CODES
 from tp_engine.cpu.kernels.linear import NativeInt8Rows, PackedWeight
 from tp_engine.cpu.kernels.paged_attention import PagedAttention, in_kernel_order
@@ -25,7 +25,7 @@ from tp_engine.kernels.attention import index_keys, latents
 from tp_engine.kernels.attention.heads import HeadNorm, Rotation
 from tp_engine.kernels.attention.plain_attention import attend
 from tp_engine.kernels.experts import experts, routing
-from tp_engine.kernels.experts.experts import ExpertWeights, QuantisedExpertWeights
+from tp_engine.kernels.experts.experts import ExpertWeights
 from tp_engine.kernels.kv_cache import block_codes
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 from tp_engine.kernels.layer_ops import NormRule
@@ -73,8 +73,8 @@ class _Checks:
     def all(self) -> Iterator[Check]:
         """Return every check."""
         for checks in (
-            self.rows, self.recurrent, self.heads, self.linear, self.quantised, self.experts, self.attention,
-            self.latents, self.chosen_keys, self.block_codes, self.adapters, self.int8_rows,
+            self._rows, self._recurrent, self._heads, self._linear, self._quantised, self._experts, self._attention,
+            self._latents, self._chosen_keys, self._block_codes, self._adapters, self._int8_rows,
         ):  # fmt: skip
             yield from checks()
 
@@ -98,7 +98,7 @@ class _Checks:
         for one, twin in zip(_tensors(found), _tensors(expected), strict=True):
             yield name, one, twin
 
-    def rows(self) -> Iterator[Check]:
+    def _rows(self) -> Iterator[Check]:
         """Operations on rows."""
         x, residual, weight = self.draw(3, 40), self.draw(3, 40), self.draw(40)
         for rule in (NormRule(weight, 1e-5), NormRule(weight, 1e-5, offset=1.0, is_centred=True)):
@@ -113,7 +113,7 @@ class _Checks:
             yield from self.both(ops, layer_ops, "cap_logits", x * 3, 0.5, cap)
         yield from self.both(ops, layer_ops, "sigmoid_gate", x[:, :20].contiguous(), x[:, 20:])
 
-    def recurrent(self) -> Iterator[Check]:
+    def _recurrent(self) -> Iterator[Check]:
         """Layers with a state, with heads and channels that vectors do not divide, and the norm of groups.  Padding is
         behind the rows, and the last slot is for what twins leave of it."""
         kind = StateKind(num_key_heads=2, num_value_heads=4, key_dim=12, value_dim=40, taps=3)
@@ -139,7 +139,7 @@ class _Checks:
         for own, size in ((None, 80), (squares, 160)):
             yield from self.both(recurrent, mamba2, "norm_groups", rows, weight, 2, 1e-5, own, size)
 
-    def heads(self) -> Iterator[Check]:
+    def _heads(self) -> Iterator[Check]:
         """Operations on queries and keys."""
         heads, weights = self.draw(3, _HEADS + 2 * _KV_HEADS, _HEAD_DIM), self.draw(_HEADS + _KV_HEADS, _HEAD_DIM)
         norm = HeadNorm(q_weight=weights[0], k_weight=weights[-1], weights=weights, eps=1e-5, offset=1.0)
@@ -155,7 +155,7 @@ class _Checks:
         widths = (_HEADS * _HEAD_DIM, _KV_HEADS * _HEAD_DIM)
         yield from self.both(ops, head_twins, "norm_width", heads, *counts, squares, weights, widths, 1e-5)
 
-    def linear(self) -> Iterator[Check]:
+    def _linear(self) -> Iterator[Check]:
         """Seven rows times a weight of odd sizes, and the same by PyTorch in float64: on some processors PyTorch's
         float32 is less exact than ours."""
         x, weight, bias = (self.wide(*shape).div(3).to(self.dtype) for shape in ((7, 86), (37, 86), (37,)))
@@ -184,7 +184,7 @@ class _Checks:
             factors=torch.rand(outer, generator=self.generator) + 0.5,
         )
 
-    def quantised(self) -> Iterator[Check]:
+    def _quantised(self) -> Iterator[Check]:
         """Two rows, and more than a tile, times a weight of odd sizes."""
         x, bias = (self.wide(*shape).div(3).to(self.dtype) for shape in ((7, 88), (37,)))
         for kind in get_args(Codes):
@@ -194,7 +194,7 @@ class _Checks:
             for rows in (2, 7):
                 yield f"quantised_linear of {kind}", product(x[:rows], bias), expected[:rows]
 
-    def experts(self) -> Iterator[Check]:
+    def _experts(self) -> Iterator[Check]:
         """Routing, and the experts that are routed to."""
         logits, x, correction = self.draw(5, 8), self.draw(5, 24), self.wide(8)
         for rule in _ROUTING_RULES:
@@ -215,7 +215,7 @@ class _Checks:
             )
             expected = experts.mix_experts(x, ids, shares, weights)
             yield "mix_experts", NativeExperts(self.library, weights, 3)(x, ids, shares), expected
-        quantised = QuantisedExpertWeights(
+        quantised = ExpertWeights(
             gate_up=self.quantised_weight("int4", 8, 40, 24),
             down=self.quantised_weight("e4m3", 8, 24, 20),
             gate_up_bias=biases[0],
@@ -223,11 +223,11 @@ class _Checks:
             first=0,
             activation=_ACTIVATIONS[0],
         )
-        mixed = NativeQuantisedExperts(self.library, quantised, self.dtype, 3)(x, ids, shares)
-        yield "mix_experts, quantised", mixed, experts.mix_quantised_experts(x, ids, shares, quantised)
+        mixed = NativeExperts(self.library, quantised, 3, self.dtype)(x, ids, shares)
+        yield "mix_experts, quantised", mixed, experts.mix_experts(x, ids, shares, quantised)
         yield from self.both(native_experts, experts, "add_gated", x, x, logits[:, 2:3])
 
-    def latents(self) -> Iterator[Check]:
+    def _latents(self) -> Iterator[Check]:
         """Latent attention's small operations, for more tokens than share what is read; then the attention to its
         rows."""
         query, rows, up = self.draw(5, 2, 14), self.draw(5, 40), self.draw(2, 17, 36) / 10
@@ -255,7 +255,7 @@ class _Checks:
         attention.set_step(lengths, start, keys, table, torch.full((num_queries,), -1))
         return attention
 
-    def chosen_keys(self) -> Iterator[Check]:
+    def _chosen_keys(self) -> Iterator[Check]:
         """One decode's choice, of whole numbers, so that neither types nor the order of sums change a score; then
         attention to rows at the chosen places."""
         table = torch.randperm(13, generator=self.generator).int().view(1, 13)
@@ -273,7 +273,7 @@ class _Checks:
         attended = attend(by_head, rows, rows[..., :20], seen, scale=_SCALE, softcap=None, sinks=None)
         yield "paged_attention to chosen keys", out, attended.transpose(0, 1)
 
-    def int8_rows(self) -> Iterator[Check]:
+    def _int8_rows(self) -> Iterator[Check]:
         """Rows of numbers that are codes already, so that rounding can not differ."""
         rows, twin = NativeInt8Rows(self.library), TorchInt8Rows()
         x = torch.randint(-127, 128, (3, 40), generator=self.generator).to(self.dtype)
@@ -285,7 +285,7 @@ class _Checks:
         found = rows.scale(products, scales, bias, self.dtype)
         yield "scale_rows", found, twin.scale(products, expected_scales, bias, self.dtype)
 
-    def block_codes(self) -> Iterator[Check]:
+    def _block_codes(self) -> Iterator[Check]:
         """Two blocks whose keys are columns, and what they become when they come back."""
         pairs, simd_width = (
             np.array([[1, 0], [0, 1]], dtype=np.int32),
@@ -306,7 +306,7 @@ class _Checks:
             block_codes.decode_blocks(twin, expected, pairs, form, codes)
             yield f"blocks in {codes}", back.view(self.dtype), expected.view(self.dtype)
 
-    def adapters(self) -> Iterator[Check]:
+    def _adapters(self) -> Iterator[Check]:
         """A product of two parts, seven rows of which have one of two adapters, of ranks 5 and 2."""
         ranks, sizes = torch.tensor([5, 2], dtype=torch.int32), (70, 23)
         weights = adapters.AdapterWeights(
@@ -317,7 +317,7 @@ class _Checks:
         grouped = adapters.AdapterRows(rows=torch.from_numpy(rows), tiles=torch.from_numpy(tiles), host_tiles=tiles)
         yield from self.both(ops, adapters, "add_adapters", self.draw(9, 93), self.draw(9, 37), weights, grouped)
 
-    def attention(self) -> Iterator[Check]:
+    def _attention(self) -> Iterator[Check]:
         """Output of two requests in scattered blocks, and the same by softmax over explicit scores."""
         query_lens, seq_lens = (np.array(column, dtype=np.int32) for column in zip(*_REQUESTS, strict=True))
         num_tokens, num_blocks = int(query_lens.sum()), 14

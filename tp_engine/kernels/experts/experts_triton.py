@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import begin_row_block, launch_row_blocks
-from tp_engine.kernels.experts.experts import ExpertWeights, QuantisedExpertWeights
+from tp_engine.kernels.experts.experts import ExpertWeights, Weights
 from tp_engine.kernels.experts.grouped import GroupedExperts
 from tp_engine.kernels.experts.products_triton import Tiles, multiply_pairs, tiles_for
 from tp_engine.kernels.experts.sort_triton import sort_pairs
@@ -62,7 +62,7 @@ def add_gated_kernel(total, x, gates, stride, SIZE: tl.constexpr, BLOCK: tl.cons
 
 
 class TritonExperts:
-    """``kernels.experts.mix_experts`` or ``mix_quantised_experts`` of ``weights``; shapes follow from the number of
+    """``kernels.experts.mix_experts`` of ``weights``; shapes follow from the number of
     tokens alone.
 
     ``grouped``: the products of many pairs, if there are any; ``tiles`` replaces the choice from ``TILES``, and
@@ -73,14 +73,15 @@ class TritonExperts:
 
     def __init__(
         self,
-        weights: ExpertWeights | QuantisedExpertWeights,
+        weights: ExpertWeights[Weights],
         tiles: Tiles | None = None,
         *,
         grouped: GroupedExperts | None = None,
         grouped_mm_from: int = GROUPED_MM_FROM,
     ) -> None:
-        if isinstance(weights, QuantisedExpertWeights):
-            gate_up, down = (one.map(torch.Tensor.contiguous) for one in (weights.gate_up, weights.down))
+        gate_up, down = weights.gate_up, weights.down
+        if not isinstance(gate_up, torch.Tensor) and not isinstance(down, torch.Tensor):
+            gate_up, down = (one.map(torch.Tensor.contiguous) for one in (gate_up, down))
             weights = replace(weights, gate_up=gate_up, down=down)
         self._weights, self._tiles, self._grouped = weights, tiles, grouped
         self._grouped_mm_from = grouped_mm_from * weights.down.shape[0]

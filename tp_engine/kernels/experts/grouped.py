@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from tp_engine.kernels.experts.experts import ExpertWeights, QuantisedExpertWeights
+from tp_engine.kernels.experts.experts import ExpertWeights, Weights
 from tp_engine.kernels.ops import op
 from tp_engine.kernels.quantization.scaled_products import grouped_scaled_product
 from tp_engine.model_config.mlp import Activation
@@ -77,29 +77,29 @@ class GroupedExperts:
         return torch.empty_like(outputs).index_copy_(0, found.indices, outputs)
 
 
-def dense_grouped_experts(weights: ExpertWeights) -> GroupedExperts:
+def dense_grouped_experts(weights: ExpertWeights[torch.Tensor]) -> GroupedExperts:
     """Return the products of ``weights``, without looking whether the device has them."""
     return GroupedExperts(DenseGrouped(weights.gate_up), DenseGrouped(weights.down), weights.activation, weights.first)
 
 
-def grouped_experts(
-    weights: ExpertWeights | QuantisedExpertWeights, *, quantises_activations: bool = False
-) -> GroupedExperts | None:
+def grouped_experts(weights: ExpertWeights[Weights], *, quantises_activations: bool = False) -> GroupedExperts | None:
     """Return the grouped products of these experts on their device; None if there are none.
 
     ``quantises_activations``: rows may be rounded to 8 bits.
     """
     if weights.gate_up_bias is not None or weights.down_bias is not None:
         return None
-    if isinstance(weights, ExpertWeights):
-        own = weights.down
+    gate_up, own = weights.gate_up, weights.down
+    if isinstance(gate_up, torch.Tensor) and isinstance(own, torch.Tensor):
         if own.device.type != "cuda" or own.dtype != torch.bfloat16 or own.shape[1] % 8 or own.shape[2] % 8:
             return None  # rows must have whole 16 bytes
         is_capable = torch.cuda.get_device_capability(own.device) >= _CAPABILITY
-        return dense_grouped_experts(weights) if is_capable else None
-    if not quantises_activations:
+        if not is_capable:
+            return None
+        return GroupedExperts(DenseGrouped(gate_up), DenseGrouped(own), weights.activation, weights.first)
+    if not quantises_activations or isinstance(gate_up, torch.Tensor) or isinstance(own, torch.Tensor):
         return None
-    gate_up, down = grouped_scaled_product(weights.gate_up), grouped_scaled_product(weights.down)
-    if gate_up is None or down is None:
+    products = grouped_scaled_product(gate_up), grouped_scaled_product(own)
+    if products[0] is None or products[1] is None:
         return None
-    return GroupedExperts(gate_up, down, weights.activation, weights.first)
+    return GroupedExperts(products[0], products[1], weights.activation, weights.first)

@@ -7,7 +7,7 @@
 Weights have the type of ``x`` or are quantised; then they are widened in registers (``quantised/sums_triton.py``).
 """
 
-from typing import Any, NamedTuple, TypeAlias, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 import triton
@@ -15,6 +15,7 @@ import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_launch
 from tp_engine.kernels.elementwise_triton import RELU2, activation_constants, gated, squared_relu
+from tp_engine.kernels.experts.experts import Weights
 from tp_engine.kernels.experts.sort_triton import PairOrder
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.quantization.sums_triton import block_columns, quantised_sums, scales_fit_values
@@ -22,8 +23,6 @@ from tp_engine.kernels.quantization.values_triton import DENSE, weight_constants
 from tp_engine.kernels.quantization.weights import QuantisedWeight
 from tp_engine.model_config.mlp import Activation
 from tp_engine.units import ceil_div
-
-Weight: TypeAlias = torch.Tensor | QuantisedWeight
 
 
 class Tiles(NamedTuple):
@@ -146,7 +145,7 @@ def grouped_kernel(
 
 def multiply_pairs(
     x: torch.Tensor,
-    weight: Weight,
+    weight: Weights,
     bias: torch.Tensor | None,
     order: PairOrder,
     tiles: Tiles,

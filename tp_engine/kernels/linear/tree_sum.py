@@ -43,7 +43,7 @@ def mix_experts_tree(
     x: torch.Tensor,
     expert_ids: torch.Tensor,
     weights: torch.Tensor,
-    experts: ExpertWeights,
+    experts: ExpertWeights[torch.Tensor],
     num_shards: int,
     *,
     keeps_sums: bool,
@@ -52,8 +52,7 @@ def mix_experts_tree(
 
     The activation is rounded to the type of ``x``, as always, and the shards' products are not.
     """
-    inner = experts.down.shape[2] // num_shards
-    num_parts = experts.activation.num_parts
+    inner, num_parts = experts.down.shape[2] // num_shards, experts.activation.num_parts
 
     def of_shard(shard: int) -> torch.Tensor:
         own = slice(shard * inner, (shard + 1) * inner)

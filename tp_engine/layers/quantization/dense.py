@@ -34,7 +34,7 @@ from torch import nn
 from tp_engine.cpu.kernels.experts import NativeExperts, takes_experts
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.cpu.kernels.linear import PackedWeight, fits_panels
-from tp_engine.kernels.experts.experts import ExpertWeights, mix_experts
+from tp_engine.kernels.experts.experts import ExpertWeights, Weights, mix_experts
 from tp_engine.kernels.experts.grouped import grouped_experts
 from tp_engine.kernels.experts.pairs import ExpertRun, multiply_runs
 from tp_engine.kernels.ops import has_triton, is_recordable, op
@@ -112,16 +112,18 @@ class PlainExperts:
 
     is_recordable = False
 
-    def __init__(self, weights: ExpertWeights) -> None:
+    def __init__(self, weights: ExpertWeights[Weights]) -> None:
         self._weights = weights
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return mix_experts(x, expert_ids, weights, self._weights)
 
     def gate_up(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
+        assert isinstance(self._weights.gate_up, torch.Tensor)
         return multiply_runs(x, self._weights.gate_up, runs)
 
     def down(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
+        assert isinstance(self._weights.down, torch.Tensor)
         return multiply_runs(x, self._weights.down, runs)
 
 
@@ -228,14 +230,26 @@ def choose_product(weight: torch.Tensor, activation: Activation | None = None) -
     return PlainLinear(weight) if library is None else PackedWeight(library, weight)
 
 
-def choose_experts(weights: ExpertWeights, top_k: int) -> ExpertsProduct:
-    """Return the fastest product of a layer's experts: C on CPUs, Triton on GPUs, plain PyTorch if there is neither."""
-    if runs_triton(weights.gate_up.device.type) and has_triton():
+def choose_experts(
+    weights: ExpertWeights[Weights],
+    top_k: int,
+    dtype: torch.dtype | None = None,
+    *,
+    quantises_activations: bool = False,
+) -> ExpertsProduct:
+    """Return the fastest product of a layer's experts: C on CPUs, Triton on GPUs, plain PyTorch if there is neither.
+
+    ``dtype`` is that of rows, None: that of the weights.  ``quantises_activations``: rows may be rounded to 8 bits,
+    each by its largest value.
+    """
+    device_type = (weights.down if isinstance(weights.down, torch.Tensor) else weights.down.codes).device.type
+    if runs_triton(device_type) and has_triton():
         from tp_engine.kernels.experts.experts_triton import TritonExperts
 
-        return TritonExperts(weights, grouped=grouped_experts(weights))
-    library = native_library() if weights.gate_up.device.type == "cpu" and takes_experts(weights) else None
-    return PlainExperts(weights) if library is None else NativeExperts(library, weights, top_k)
+        quantises = quantises_activations and dtype == torch.bfloat16
+        return TritonExperts(weights, grouped=grouped_experts(weights, quantises_activations=quantises))
+    library = native_library() if device_type == "cpu" and takes_experts(weights) else None
+    return PlainExperts(weights) if library is None else NativeExperts(library, weights, top_k, dtype)
 
 
 def invariant_product(weight: torch.Tensor, shape: LinearShape) -> Product:

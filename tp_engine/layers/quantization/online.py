@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from tp_engine.kernels.experts.experts import QuantisedExpertWeights
+from tp_engine.kernels.experts.experts import ExpertWeights
 from tp_engine.kernels.quantization.weights import INT4_OFFSET, INT4_ZERO_PARTS, QuantisedWeight
 from tp_engine.layers.quantization.base import ExpertsProduct, Product
-from tp_engine.layers.quantization.dense import Dense
+from tp_engine.layers.quantization.dense import Dense, choose_experts
 from tp_engine.layers.quantization.experts import ExpertsShape
-from tp_engine.layers.quantization.quantised_products import choose_quantised_experts, choose_quantised_product
+from tp_engine.layers.quantization.quantised_products import choose_quantised_product
 from tp_engine.layers.quantization.stored import LinearShape
 from tp_engine.units import ceil_div
 
@@ -51,10 +51,8 @@ class Online(Dense):
         self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype
     ) -> ExpertsProduct:
         gate_up, down = (self._quantise(parameters[name].detach()) for name in ("gate_up", "down"))
-        weights = QuantisedExpertWeights(gate_up=gate_up, down=down, **shape.rest_of(parameters))
-        return choose_quantised_experts(
-            weights, dtype=dtype, top_k=shape.spec.rule.top_k, quantises_activations=self._quantises_activations
-        )
+        weights = ExpertWeights(gate_up=gate_up, down=down, **shape.rest_of(parameters))
+        return choose_experts(weights, shape.spec.rule.top_k, dtype, quantises_activations=self._quantises_activations)
 
 
 def quantise_e4m3(weight: torch.Tensor) -> QuantisedWeight:

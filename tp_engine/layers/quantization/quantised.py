@@ -17,14 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from tp_engine.kernels.experts.experts import QuantisedExpertWeights
+from tp_engine.kernels.experts.experts import ExpertWeights
 from tp_engine.kernels.quantization.weights import QuantisedWeight
 from tp_engine.layers.quantization.base import ExpertsProduct, ParameterFactory, Product
-from tp_engine.layers.quantization.dense import ThenGate, expert_biases
+from tp_engine.layers.quantization.dense import ThenGate, choose_experts, expert_biases
 from tp_engine.layers.quantization.experts import ExpertsShape
 from tp_engine.layers.quantization.int8 import make_int8_linear, takes_int8_products
 from tp_engine.layers.quantization.packings import Scalar, Tensors, pack_codes, pack_zeros, tensors_of
-from tp_engine.layers.quantization.quantised_products import choose_quantised_experts, choose_quantised_product
+from tp_engine.layers.quantization.quantised_products import choose_quantised_product
 from tp_engine.layers.quantization.stored import LinearShape, StoredTensor, Unit
 from tp_engine.model_config.mlp import StoredExperts
 from tp_engine.model_config.quantization import WeightScheme
@@ -96,18 +96,15 @@ class Quantised:
     def finish_experts(
         self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype
     ) -> ExpertsProduct:
-        return choose_quantised_experts(
-            self.experts(parameters, shape),
-            dtype=dtype,
-            top_k=shape.spec.rule.top_k,
-            quantises_activations=self.scheme.activations is not None,
-        )
+        quantises = self.scheme.activations is not None
+        weights, top_k = self.experts(parameters, shape), shape.spec.rule.top_k
+        return choose_experts(weights, top_k, dtype, quantises_activations=quantises)
 
     def weight(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape) -> QuantisedWeight:
         """Return the loaded ``parameters`` as one weight."""
         return self._weight(parameters, [WeightLayout(shape)])
 
-    def experts(self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape) -> QuantisedExpertWeights:
+    def experts(self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape) -> ExpertWeights[QuantisedWeight]:
         """Return the loaded ``parameters`` as the weights of experts."""
         sides = {}
         for side, ways in _sides(shape).items():
@@ -115,7 +112,7 @@ class Quantised:
                 name.removeprefix(f"{side}_"): one for name, one in parameters.items() if name.startswith(f"{side}_")
             }
             sides[side] = self._weight(own, ways)
-        return QuantisedExpertWeights(gate_up=sides["gate_up"], down=sides["down"], **shape.rest_of(parameters))
+        return ExpertWeights(gate_up=sides["gate_up"], down=sides["down"], **shape.rest_of(parameters))
 
     def _create(
         self, context: ParameterFactory, ways: Sequence[WeightLayout], stack: tuple[int, ...] = ()

@@ -28,16 +28,13 @@ from dataclasses import dataclass
 
 import torch
 
-from tp_engine.cpu.kernels.experts import NativeQuantisedExperts
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.cpu.kernels.quantised import QuantisedPanels
-from tp_engine.kernels.experts.experts import QuantisedExpertWeights, mix_quantised_experts
-from tp_engine.kernels.experts.grouped import grouped_experts
 from tp_engine.kernels.ops import has_triton, op
 from tp_engine.kernels.quantization.row_codes import CodeRule, Rows
 from tp_engine.kernels.quantization.scaled_products import ScaledProduct, has_fp8_units, scaled_product
 from tp_engine.kernels.quantization.weights import QuantisedWeight, multiply_quantised
-from tp_engine.layers.quantization.base import ExpertsProduct, Product
+from tp_engine.layers.quantization.base import Product
 from tp_engine.layers.quantization.dense import runs_triton
 from tp_engine.model_config.mlp import Activation
 
@@ -126,18 +123,6 @@ class WantedCodes:
     more_than: int
 
 
-class PlainQuantisedExperts:
-    """``mix_quantised_experts``."""
-
-    is_recordable = False
-
-    def __init__(self, weights: QuantisedExpertWeights) -> None:
-        self._weights = weights
-
-    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return mix_quantised_experts(x, expert_ids, weights, self._weights)
-
-
 def choose_quantised_product(
     weight: QuantisedWeight,
     *,
@@ -181,21 +166,3 @@ def wanted_codes(products: Sequence[Product]) -> WantedCodes | None:
     if not scaled or not all(one.rule.is_same(scaled[0].rule) for one in scaled):
         return None
     return WantedCodes(scaled[0].rule, FEW_ROWS_BESIDE_CODES)
-
-
-def choose_quantised_experts(
-    weights: QuantisedExpertWeights, *, dtype: torch.dtype, top_k: int, quantises_activations: bool
-) -> ExpertsProduct:
-    """Return the fastest product of a layer's quantised experts for ``x`` of type ``dtype``.
-
-    ``quantises_activations``: rows of ``x`` may be rounded to 8 bits, each by its largest value.
-    """
-    if runs_triton(weights.down.codes.device.type) and has_triton():
-        from tp_engine.kernels.experts.experts_triton import TritonExperts
-
-        quantises = quantises_activations and dtype == torch.bfloat16
-        return TritonExperts(weights, grouped=grouped_experts(weights, quantises_activations=quantises))
-    library = native_library() if weights.down.codes.device.type == "cpu" else None
-    if library is not None:
-        return NativeQuantisedExperts(library, weights, dtype, top_k)
-    return PlainQuantisedExperts(weights)
