@@ -10,11 +10,11 @@ So an adapter adds no collective: a row-parallel layer adds it to its part, befo
 several modules has a pair for each (``kernels/linear/adapters.py`` draws the memory).  The scale is part of B.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -98,62 +98,63 @@ class LocalPair:
         return self.a.nbytes + self.b.nbytes
 
 
-class LoRALayerSlots(Protocol):
-    """The slots of what one pair of matrices, or one for each part, is added to."""
+class LoRALayerSlots(ABC):
+    """The slots of what one pair of matrices, or one for each part, is added to: allocated and empty."""
+
+    def __init__(self, num_places: int, in_size: int, part_sizes: tuple[int, ...], context: LayerContext) -> None:
+        limits, self._dtype = context.adapters, context.dtype
+        assert limits is not None
+        rank, device = limits.max_rank, context.device
+        a, b = (
+            torch.zeros(size, dtype=context.dtype, device=device).add_(0)  # its pages exist from now on
+            for size in ((num_places, len(part_sizes) * rank, in_size), (num_places, rank, sum(part_sizes)))
+        )
+        ranks = torch.zeros(num_places, dtype=torch.int32, device=device)
+        self.weights = AdapterWeights(a=a, b=b, ranks=ranks, part_sizes=part_sizes)
 
     @property
+    @abstractmethod
     def modules(self) -> list[str]:
         """The usual names of the modules that it is made of."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all slots on the device."""
+        return self.weights.a.nbytes + self.weights.b.nbytes + self.weights.ranks.nbytes
 
-    def take(self, pairs: Mapping[str, AdapterPair], used: set[str], names: Mapping[str, str]) -> LocalPair | None:
-        """Do as ``LinearAdapters.take``."""
-
-    def put(self, slot: int, pair: LocalPair | None) -> None:
-        """Do as ``LinearAdapters.put``."""
-
-
-class LinearAdapters:
-    """The slots of a layer of ``shape``, allocated and empty."""
-
-    def __init__(self, shape: LinearShape, context: LayerContext) -> None:
-        limits = context.adapters
-        assert limits is not None
-        self._shape, self._dtype, self._is_cuda = shape, context.dtype, context.device.type == "cuda"
-        parts, rank, slots = len(shape.parts), limits.max_rank, limits.max_loras
-        a, b = (
-            torch.zeros(size, dtype=context.dtype, device=context.device).add_(0)  # its pages exist from now on
-            for size in ((slots, parts * rank, shape.num_columns), (slots, rank, shape.num_rows))
-        )
-        ranks = torch.zeros(slots, dtype=torch.int32, device=context.device)
-        sizes = tuple(part.room for part in shape.parts)
-        self._weights = AdapterWeights(a=a, b=b, ranks=ranks, part_sizes=sizes)
-        self._add = context.op("add_adapters")
-
-    @property
-    def modules(self) -> list[str]:
-        """The usual names of the modules that the layer is made of."""
-        return [part.name for part in self._shape.parts]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all slots on the device."""
-        return self._weights.a.nbytes + self._weights.b.nbytes + self._weights.ranks.nbytes
-
-    def add(self, out: torch.Tensor, x: torch.Tensor, rows: AdapterRows) -> torch.Tensor:
-        """Add the products of ``x`` (n, in) with the adapters of ``rows`` to ``out`` (n, out) in place; return it."""
-        self._add(out, x, self._weights, rows)
-        return out
-
+    @abstractmethod
     def take(self, pairs: Mapping[str, AdapterPair], used: set[str], names: Mapping[str, str]) -> LocalPair | None:
         """Return this rank's share of an adapter's ``pairs``; None if it leaves this layer alone.
 
         ``names`` are the pairs' modules by their usual names; those that are ``used`` are entered there.
         ``WeightError`` for a pair of another shape than the layer's.
         """
+
+    @abstractmethod
+    def put(self, slot: int, pair: LocalPair | None) -> None:
+        """Let ``slot`` hold ``pair``, or nothing; does not wait for the device."""
+
+
+class LinearAdapters(LoRALayerSlots):
+    """The slots of a layer of ``shape``."""
+
+    def __init__(self, shape: LinearShape, context: LayerContext) -> None:
+        assert context.adapters is not None
+        super().__init__(
+            context.adapters.max_loras, shape.num_columns, tuple(part.room for part in shape.parts), context
+        )
+        self._shape, self._add, self._is_cuda = shape, context.op("add_adapters"), context.device.type == "cuda"
+
+    @property
+    def modules(self) -> list[str]:
+        return [part.name for part in self._shape.parts]
+
+    def add(self, out: torch.Tensor, x: torch.Tensor, rows: AdapterRows) -> torch.Tensor:
+        """Add the products of ``x`` (n, in) with the adapters of ``rows`` to ``out`` (n, out) in place; return it."""
+        self._add(out, x, self.weights, rows)
+        return out
+
+    def take(self, pairs: Mapping[str, AdapterPair], used: set[str], names: Mapping[str, str]) -> LocalPair | None:
         shape, own = self._shape, [names.get(part.name) for part in self._shape.parts]
         used.update(name for name in own if name is not None)
         rank = max((pairs[name].rank for name in own if name is not None), default=0)
@@ -172,8 +173,7 @@ class LinearAdapters:
         return LocalPair(a=a, b=b)
 
     def put(self, slot: int, pair: LocalPair | None) -> None:
-        """Let ``slot`` hold ``pair``, or nothing; does not wait for the device."""
-        weights, rank = self._weights, 0 if pair is None else len(pair.b)
+        weights, rank = self.weights, 0 if pair is None else len(pair.b)
         a = weights.a[slot].view(len(weights.part_sizes), weights.max_rank, -1)
         a[:, rank:], weights.b[slot, rank:] = 0, 0
         if pair is not None:

@@ -20,9 +20,9 @@ import torch
 
 from tp_engine.kernels.experts.experts import add_up
 from tp_engine.kernels.experts.pairs import ExpertRun, pair_up
-from tp_engine.kernels.linear.adapters import AdapterRows, AdapterWeights, group_rows
+from tp_engine.kernels.linear.adapters import AdapterRows, group_rows
 from tp_engine.layers.context import LayerContext
-from tp_engine.layers.lora import LocalPair, rows_of_step
+from tp_engine.layers.lora import LocalPair, LoRALayerSlots, rows_of_step
 from tp_engine.layers.quantization.base import SeparateExperts
 from tp_engine.layers.quantization.experts import ExpertsShape
 from tp_engine.layers.quantization.stored import LinearShape
@@ -30,21 +30,15 @@ from tp_engine.model_config.mlp import FUSED
 from tp_engine.weights.lora import AdapterPair
 
 
-class StackAdapters:
-    """The slots of one stack, gate and up or down: ``of_one`` is the shape of one expert's; allocated and empty."""
+class StackAdapters(LoRALayerSlots):
+    """The slots of one stack, gate and up or down: ``of_one`` is the shape of one expert's."""
 
     def __init__(self, shape: ExpertsShape, of_one: LinearShape, context: LayerContext) -> None:
-        limits = context.adapters
-        assert limits is not None
+        assert context.adapters is not None
+        num_places = context.adapters.max_loras * shape.experts.size
+        super().__init__(num_places, of_one.num_columns, (of_one.num_rows,), context)
         self._of_one, self._experts, self._num_experts = of_one, shape.experts, shape.spec.num_experts
-        self._path, self._dtype = shape.path, context.dtype
-        places, rank = limits.max_loras * shape.experts.size, limits.max_rank
-        a, b = (
-            torch.zeros((places, rank, size), dtype=context.dtype).add_(0)  # its pages exist from now on
-            for size in (of_one.num_columns, of_one.num_rows)
-        )
-        ranks = torch.zeros(places, dtype=torch.int32)
-        self.weights = AdapterWeights(a=a, b=b, ranks=ranks, part_sizes=(of_one.num_rows,))
+        self._path = shape.path
 
     @property
     def modules(self) -> list[str]:
@@ -52,10 +46,6 @@ class StackAdapters:
         in transformers than in checkpoints."""
         mlps = dict.fromkeys((self._path, f"{self._path.rpartition('.')[0]}.mlp"))
         return [f"{mlp}.experts{nested}" for mlp in mlps for nested in ("", ".base_layer")]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.weights.a.nbytes + self.weights.b.nbytes + self.weights.ranks.nbytes
 
     def take(self, pairs: Mapping[str, AdapterPair], used: set[str], names: Mapping[str, str]) -> LocalPair | None:
         """Return this rank's share of the one of ``pairs`` that is of this stack by its sizes, as
@@ -77,7 +67,6 @@ class StackAdapters:
         return LocalPair(a=a, b=b)
 
     def put(self, slot: int, pair: LocalPair | None) -> None:
-        """Let ``slot`` hold ``pair``, or nothing."""
         weights, rank = self.weights, 0 if pair is None else pair.a.shape[1]
         places = slice(slot * self._experts.size, (slot + 1) * self._experts.size)
         weights.a[places, rank:], weights.b[places, rank:] = 0, 0

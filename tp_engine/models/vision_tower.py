@@ -7,12 +7,12 @@ tower, and encodes other images.  *A new family* is a class here, a row of ``_TO
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +24,15 @@ from tp_engine.weights.source import Source, Span, as_stored, set_sources, whole
 
 
 class VisionTower(nn.Module, ABC):
-    """The vision part of a model; ``prefixes`` are the names that checkpoints give to its parts, by attribute."""
+    """The vision part of a model.
 
-    prefixes: Mapping[str, tuple[str, ...]]
+    ``parts`` are its attributes, which checkpoints have below ``model.`` or not, ``below`` what may follow a part's
+    name in them.  ``layers`` is the path of its layers, all alike.
+    """
+
+    parts: ClassVar[tuple[str, ...]]
+    below: ClassVar[tuple[str, ...]] = ("",)
+    layers: ClassVar[str]
 
     def __init__(self, spec: VisionSpec, config: Any) -> None:
         """``config`` is transformers' configuration of the whole model."""
@@ -36,22 +42,18 @@ class VisionTower(nn.Module, ABC):
 
     @abstractmethod
     def build(self, config: Any) -> None:
-        """Make the parts, which ``prefixes`` name."""
+        """Make the ``parts``."""
 
     @abstractmethod
     def encode(self, image: torch.Tensor) -> torch.Tensor:
         """``image`` (3, height, width) float32, normalised -> its rows (n, width)."""
 
-    @property
-    @abstractmethod
-    def layers_at(self) -> tuple[nn.Module, str]:
-        """The module that holds its layers, all alike, and the name that they have there."""
-
     @contextmanager
     def shortened(self) -> Iterator[None]:
         """Within this context only as many layers run as the peak of memory needs: one beside what the first has read
         and what others have left (DeepStack)."""
-        owner, name = self.layers_at
+        path, _, name = self.layers.rpartition(".")
+        owner = self.get_submodule(path)
         layers = getattr(owner, name)
         setattr(owner, name, layers[: max(2, 1 + self.spec.deep_layers)])
         try:
@@ -75,7 +77,7 @@ class VisionTower(nn.Module, ABC):
 
     def take_sources(self) -> None:
         """Say where each parameter's values are in a checkpoint."""
-        for attribute in self.prefixes:
+        for attribute in self.parts:
             _make_parameters_of_buffers(getattr(self, attribute))
             for name, parameter in getattr(self, attribute).named_parameters():
                 parameter.requires_grad_(False)
@@ -85,8 +87,9 @@ class VisionTower(nn.Module, ABC):
         """Return where the values of a parameter of a part may be, in the ways in which checkpoints store them."""
         spans = whole(shape)
         return [
-            Source(name=f"{prefix}{name}", shape=shape, taken=spans, target=spans, is_spelled=False)
-            for prefix in self.prefixes[attribute]
+            Source(name=f"{above}{attribute}.{below}{name}", shape=shape, taken=spans, target=spans, is_spelled=False)
+            for above in ("model.", "")
+            for below in self.below
         ]
 
 
@@ -127,15 +130,11 @@ class _PatchProduct(nn.Module):
 class QwenTower(VisionTower):
     """Qwen2.5-VL, Qwen3-VL and Qwen3.5."""
 
-    prefixes = MappingProxyType({"visual": ("model.visual.", "visual.")})
+    parts, layers = ("visual",), "visual.blocks"
 
     def build(self, config: Any) -> None:
         self.visual = _from_config(config.vision_config)
         self.visual.patch_embed = _LinearPatches(self.visual.patch_embed.proj)
-
-    @property
-    def layers_at(self) -> tuple[nn.Module, str]:
-        return self.visual, "blocks"
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
@@ -159,12 +158,7 @@ class QwenTower(VisionTower):
 class PixtralTower(VisionTower):
     """Mistral 3: the projector merges patches."""
 
-    prefixes = MappingProxyType(
-        {
-            "vision_tower": ("vision_tower.", "model.vision_tower."),
-            "multi_modal_projector": ("multi_modal_projector.", "model.multi_modal_projector."),
-        }
-    )
+    parts, layers = ("vision_tower", "multi_modal_projector"), "vision_tower.transformer.layers"
 
     def build(self, config: Any) -> None:
         from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
@@ -176,10 +170,6 @@ class PixtralTower(VisionTower):
         self.vision_tower.patch_conv = _PatchProduct(self.vision_tower.patch_conv)
         self.multi_modal_projector = Mistral3MultiModalProjector(config)
 
-    @property
-    def layers_at(self) -> tuple[nn.Module, str]:
-        return self.vision_tower.transformer, "layers"
-
     def encode(self, image: torch.Tensor) -> torch.Tensor:
         sizes = [tuple(image.shape[1:])]
         found = self.vision_tower(image.unsqueeze(0).to(self.dtype), image_sizes=sizes).last_hidden_state
@@ -190,17 +180,8 @@ class PixtralTower(VisionTower):
 class SiglipTower(VisionTower):
     """Gemma 3: images of one size; the projector averages patches."""
 
-    prefixes = MappingProxyType(
-        {
-            "vision_tower": (
-                "vision_tower.vision_model.",
-                "vision_tower.",
-                "model.vision_tower.vision_model.",
-                "model.vision_tower.",
-            ),
-            "multi_modal_projector": ("multi_modal_projector.", "model.multi_modal_projector."),
-        }
-    )
+    parts, below = ("vision_tower", "multi_modal_projector"), ("vision_model.", "")
+    layers = "vision_tower.encoder.layers"
 
     def build(self, config: Any) -> None:
         from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
@@ -213,10 +194,6 @@ class SiglipTower(VisionTower):
         embeddings = self.vision_tower.embeddings
         embeddings.patch_embedding = _PatchProduct(embeddings.patch_embedding)
         self.multi_modal_projector = Gemma3MultiModalProjector(config)
-
-    @property
-    def layers_at(self) -> tuple[nn.Module, str]:
-        return self.vision_tower.encoder, "layers"
 
     def encode(self, image: torch.Tensor) -> torch.Tensor:
         found = self.vision_tower(pixel_values=image.unsqueeze(0).to(self.dtype)).last_hidden_state
@@ -246,7 +223,7 @@ class _SquareMeans(nn.Module):
 class Gemma4Tower(VisionTower):
     """Gemma 4: patches have a column and a row; the tower pools them."""
 
-    prefixes = MappingProxyType({"vision_tower": ("model.vision_tower.",), "embed_vision": ("model.embed_vision.",)})
+    parts, layers = ("vision_tower", "embed_vision"), "vision_tower.encoder.layers"
 
     def build(self, config: Any) -> None:
         from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder
@@ -254,10 +231,6 @@ class Gemma4Tower(VisionTower):
         self.vision_tower = _from_config(config.vision_config)
         self.vision_tower.pooler = _SquareMeans(self.spec.merge)
         self.embed_vision = Gemma4MultimodalEmbedder(config.vision_config, config.text_config)
-
-    @property
-    def layers_at(self) -> tuple[nn.Module, str]:
-        return self.vision_tower.encoder, "layers"
 
     def encode(self, image: torch.Tensor) -> torch.Tensor:
         patches, places = raster_patches(image, self.spec.patch)
@@ -283,12 +256,7 @@ class _PlacedPatches(nn.Module):
 class KimiTower(VisionTower):
     """Kimi K2.5: the hub's checkpoints have names of their own, and one tensor for queries, keys and values."""
 
-    prefixes = MappingProxyType(
-        {
-            "vision_tower": ("model.vision_tower.", "vision_tower."),
-            "mm_projector": ("model.mm_projector.", "mm_projector."),
-        }
-    )
+    parts, layers = ("vision_tower", "mm_projector"), "vision_tower.layers"
     _of_hub = MappingProxyType(
         {
             "layers": "encoder.blocks",
@@ -317,10 +285,6 @@ class KimiTower(VisionTower):
         self.vision_tower = _from_config(own)
         self.vision_tower.patch_embed = _PlacedPatches(self.vision_tower.patch_embed)
         self.mm_projector = Kimi_K25MultimodalProjection(config)
-
-    @property
-    def layers_at(self) -> tuple[nn.Module, str]:
-        return self.vision_tower, "layers"
 
     def encode(self, image: torch.Tensor) -> torch.Tensor:
         patch = self.spec.patch

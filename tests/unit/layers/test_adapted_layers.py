@@ -109,7 +109,7 @@ def test_adapters_come_before_the_activation(quantization: str | None) -> None:
     )
     fill(layer)
     assert layer.adapters is not None
-    weights, x = layer.adapters._weights, torch.randn(7, SIZE)
+    weights, x = layer.adapters.weights, torch.randn(7, SIZE)
     both = layer.loaded.before_activation(x, layer.bias).double()  # type: ignore[attr-defined]
     for of_a, of_b in weights.parts():
         both[[1, 4], of_b] += x[[1, 4]].double() @ weights.a[1, of_a].double().T @ weights.b[1, :, of_b].double()

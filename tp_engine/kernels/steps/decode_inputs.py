@@ -24,6 +24,7 @@ Nothing waits for the device and no shape depends on a length, so a CUDA graph c
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -45,62 +46,78 @@ class RowTables:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeInputs:
-    """Inputs of one step; see the module's text.  Each group's part of ``slot_mapping`` and ``block_table`` is
-    contiguous.  Columns of ``block_table`` after a request's last block keep their old block ids.
-    ``query_start`` (B + 1,) int32 never changes."""
+class StepInputs:
+    """Inputs of N tokens of B requests; see the texts of this module and of ``padded_steps``.
 
-    rows: torch.Tensor
+    Each group's part of ``slot_mapping`` and ``block_table`` is contiguous.  Columns of ``block_table`` after a
+    request's last block keep their old block ids.
+    """
+
     input_ids: torch.Tensor
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
-    query_start: torch.Tensor
     rope_positions: torch.Tensor | None = None
 
     @property
     def turns(self) -> torch.Tensor:
-        """The positions (B,) int64 by which heads turn."""
+        """The positions (N,) int64 by which heads turn."""
         return self.positions if self.rope_positions is None else self.rope_positions
-
-    @staticmethod
-    def allocate(max_requests: int, tables: RowTables) -> DecodeInputs:
-        """Room for ``max_requests``, or a few more with several groups (``padded_room``); all are padding."""
-        device, (num_groups, _, num_columns) = tables.block_table.device, tables.block_table.shape
-        room = padded_room(max_requests, num_groups)
-        starts = torch.arange(room + 1, dtype=torch.int32)  # on the meta device this would import sympy
-
-        def filled(value: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.full((*shape, room), value, dtype=dtype, device=device)
-
-        return DecodeInputs(
-            rows=filled(PAD_ROW, torch.int32),
-            input_ids=filled(0, torch.int32),
-            positions=filled(0, torch.int64),
-            slot_mapping=filled(PAD_SLOT, torch.int64, num_groups),
-            seq_lens=filled(0, torch.int32),
-            block_table=torch.zeros((num_groups, room, num_columns), dtype=torch.int32, device=device),
-            query_start=starts.to(device),
-            rope_positions=None if tables.rope_deltas is None else filled(0, torch.int64),
-        )
 
     @property
     def num_bytes(self) -> int:
         return sum(value.nbytes for field in fields(self) if (value := getattr(self, field.name)) is not None)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeInputs(StepInputs):
+    """Inputs of one step of decodes, of one token each.  ``query_start`` (B + 1,) int32 never changes."""
+
+    rows: torch.Tensor
+    query_start: torch.Tensor
+
+    @staticmethod
+    def allocate(max_requests: int, tables: RowTables) -> DecodeInputs:
+        """Room for ``max_requests``, or a few more with several groups (``padded_room``); all are padding."""
+        device, room = tables.block_table.device, padded_room(max_requests, len(tables.block_table))
+        starts = torch.arange(room + 1, dtype=torch.int32)  # on the meta device this would import sympy
+        return DecodeInputs(
+            rows=torch.full((room,), PAD_ROW, dtype=torch.int32, device=device),
+            query_start=starts.to(device),
+            **empty_inputs(room, room, tables),
+        )
+
     def first(self, num_requests: int) -> DecodeInputs:
         """Return the first ``num_requests``, in the same memory."""
-        return DecodeInputs(
-            rows=self.rows[:num_requests],
-            input_ids=self.input_ids[:num_requests],
-            positions=self.positions[:num_requests],
-            slot_mapping=self.slot_mapping[:, :num_requests],
-            seq_lens=self.seq_lens[:num_requests],
-            block_table=self.block_table[:, :num_requests],
-            query_start=self.query_start[: num_requests + 1],
-            rope_positions=None if self.rope_positions is None else self.rope_positions[:num_requests],
-        )
+        starts, inputs = self.query_start[: num_requests + 1], first_inputs(self, num_requests, num_requests)
+        return DecodeInputs(rows=self.rows[:num_requests], query_start=starts, **inputs)
+
+
+def empty_inputs(num_tokens: int, num_requests: int, tables: RowTables) -> dict[str, Any]:
+    """Return the fields of ``StepInputs`` for so many, all padding."""
+    device, (num_groups, _, num_columns) = tables.block_table.device, tables.block_table.shape
+    positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    return {
+        "input_ids": torch.zeros(num_tokens, dtype=torch.int32, device=device),
+        "positions": positions,
+        "slot_mapping": torch.full((num_groups, num_tokens), PAD_SLOT, dtype=torch.int64, device=device),
+        "seq_lens": torch.zeros(num_requests, dtype=torch.int32, device=device),
+        "block_table": torch.zeros((num_groups, num_requests, num_columns), dtype=torch.int32, device=device),
+        "rope_positions": None if tables.rope_deltas is None else torch.zeros_like(positions),
+    }
+
+
+def first_inputs(inputs: StepInputs, num_tokens: int, num_requests: int) -> dict[str, Any]:
+    """Return the fields of ``StepInputs`` of the first ones of ``inputs``, in the same memory."""
+    return {
+        "input_ids": inputs.input_ids[:num_tokens],
+        "positions": inputs.positions[:num_tokens],
+        "slot_mapping": inputs.slot_mapping[:, :num_tokens],
+        "seq_lens": inputs.seq_lens[:num_requests],
+        "block_table": inputs.block_table[:, :num_requests],
+        "rope_positions": None if inputs.rope_positions is None else inputs.rope_positions[:num_tokens],
+    }
 
 
 def padded_room(count: int, num_groups: int) -> int:

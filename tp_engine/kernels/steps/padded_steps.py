@@ -24,11 +24,11 @@ one.  ``decode_inputs`` has the same for steps of decodes alone, whose rows seld
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
-from tp_engine.kernels.steps.decode_inputs import RowTables, padded_room
+from tp_engine.kernels.steps.decode_inputs import RowTables, StepInputs, empty_inputs, first_inputs, padded_room
 from tp_engine.plan import PAD_SLOT
 
 
@@ -51,52 +51,18 @@ class PaddedRequests:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PaddedInputs:
-    """Inputs of one step; see the module's text.  Each group's part of ``slot_mapping`` and ``block_table`` is
-    contiguous.  Columns of ``block_table`` after a request's last block keep their old block ids."""
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    rope_positions: torch.Tensor | None = None
-
-    @property
-    def turns(self) -> torch.Tensor:
-        """The positions (N,) int64 by which heads turn."""
-        return self.positions if self.rope_positions is None else self.rope_positions
+class PaddedInputs(StepInputs):
+    """Inputs of one step; see the module's text."""
 
     @staticmethod
     def allocate(max_tokens: int, max_requests: int, tables: RowTables) -> PaddedInputs:
         """Room for a step, or a little more with several groups (``padded_room``)."""
-        device, (num_groups, _, num_columns) = tables.block_table.device, tables.block_table.shape
-        tokens, requests = padded_room(max_tokens, num_groups), padded_room(max_requests, num_groups)
-        return PaddedInputs(
-            input_ids=torch.zeros(tokens, dtype=torch.int32, device=device),
-            positions=torch.zeros(tokens, dtype=torch.int64, device=device),
-            slot_mapping=torch.full((num_groups, tokens), PAD_SLOT, dtype=torch.int64, device=device),
-            seq_lens=torch.zeros(requests, dtype=torch.int32, device=device),
-            block_table=torch.zeros((num_groups, requests, num_columns), dtype=torch.int32, device=device),
-            rope_positions=None
-            if tables.rope_deltas is None
-            else torch.zeros(tokens, dtype=torch.int64, device=device),
-        )
+        tokens, requests = (padded_room(count, len(tables.block_table)) for count in (max_tokens, max_requests))
+        return PaddedInputs(**empty_inputs(tokens, requests, tables))
 
     def first(self, num_tokens: int, num_requests: int) -> PaddedInputs:
         """Return the inputs of a smaller step, in the same memory."""
-        return PaddedInputs(
-            input_ids=self.input_ids[:num_tokens],
-            positions=self.positions[:num_tokens],
-            slot_mapping=self.slot_mapping[:, :num_tokens],
-            seq_lens=self.seq_lens[:num_requests],
-            block_table=self.block_table[:, :num_requests],
-            rope_positions=None if self.rope_positions is None else self.rope_positions[:num_tokens],
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(value.nbytes for field in fields(self) if (value := getattr(self, field.name)) is not None)
+        return PaddedInputs(**first_inputs(self, num_tokens, num_requests))
 
 
 def prepare_steps(tables: RowTables, requests: PaddedRequests, inputs: PaddedInputs) -> None:
