@@ -13,7 +13,7 @@ from tp_engine.kernels.experts.experts import ExpertWeights, mix_experts
 from tp_engine.kernels.quantization.row_codes import RowCodes, quantise_rows
 from tp_engine.kernels.quantization.scaled_products import BlockProduct, RowwiseProduct, random_codes
 from tp_engine.kernels.quantization.weights import QuantisedWeight, multiply_quantised
-from tp_engine.layers.quantization import quantised_products
+from tp_engine.layers.quantization import dense, quantised_products
 from tp_engine.layers.quantization.dense import choose_experts
 from tp_engine.layers.quantization.quantised_products import (
     TritonQuantised,
@@ -36,7 +36,8 @@ def random_weight(*shape: int) -> QuantisedWeight:
 def has_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """With the compiled kernels, where they can be built, and without."""
     if not request.param:
-        monkeypatch.setattr(quantised_products, "native_library", lambda: None)
+        for module in (dense, quantised_products):
+            monkeypatch.setattr(module, "native_library", lambda: None)
     return request.param and native_library() is not None
 
 

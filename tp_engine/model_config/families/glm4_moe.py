@@ -1,4 +1,5 @@
-"""GLM-4.5, 4.6 and 4.7: experts by sigmoids, a shared MLP, half of each head turns; the first layers are dense."""
+"""GLM-4.5, 4.6 and 4.7: experts by sigmoids, a shared MLP, half of each head turns; the first layers are dense.  Solar
+Open: the same experts in every layer, and Llama's attention."""
 
 from collections.abc import Mapping
 
@@ -8,11 +9,20 @@ from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec, RoutingRule
 from tp_engine.model_config.rope import RopeRules
 from tp_engine.model_config.spec import ModelSpec, QkNormSpec
 
-ARCHITECTURES = ("Glm4MoeForCausalLM",)
+_SOLAR_OPEN = "SolarOpenForCausalLM"
+ARCHITECTURES = ("Glm4MoeForCausalLM", _SOLAR_OPEN)
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Norms of heads are optional."""
+    """Norms of heads are optional, but for Solar Open, which has none; all of its heads turns, unless
+    ``partial_rotary_factor`` says less."""
+    if config.architecture == _SOLAR_OPEN:
+        config.expect("use_qk_norm", bool, False)
+        config.expect("first_k_dense_replace", int, 0)
+        # No layer is dense.
+        reader = DecoderReader(config, eps=1e-5, defaults={"intermediate_size": 1, "head_dim": 128})
+        layer = reader.pre_norm_layer(reader.attention(qkv_bias=reader.flag("attention_bias")), read_experts(reader))
+        return reader.model((layer,) * reader.num_layers, (reader.rope(RopeRules(theta=1e6, partial=1.0)),))
     reader = DecoderReader(config, eps=1e-5)
     experts = read_experts(reader)
     num_dense = config.take("first_k_dense_replace", int, 1) or 0

@@ -1,44 +1,69 @@
-"""Granite 3, dense or with experts: Llama with multipliers for embeddings, scores, the blocks' outputs and logits."""
+"""Granite 3, dense or with experts, and HyperCLOVA X SEED: Llama with multipliers for embeddings, scores, the blocks'
+outputs and logits; HyperCLOVA X has norms on the blocks' outputs too."""
 
 import dataclasses
+from typing import Any
 
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
-from tp_engine.model_config.mlp import FUSED, ExpertsSpec, RoutingRule
-from tp_engine.model_config.spec import ModelSpec
+from tp_engine.model_config.mlp import FUSED, ExpertsSpec, MlpSpec, RoutingRule
+from tp_engine.model_config.spec import AttentionSpec, ModelSpec
 
-ARCHITECTURES = ("GraniteForCausalLM", "GraniteMoeForCausalLM")
-_STORED = dataclasses.replace(
-    FUSED, gate="input_linear", up="input_linear", down="output_linear", weight_suffix=".weight"
-)
+_DENSE, _SPARSE, _HYPERCLOVAX = "GraniteForCausalLM", "GraniteMoeForCausalLM", "HyperCLOVAXForCausalLM"
+ARCHITECTURES = (_DENSE, _SPARSE, _HYPERCLOVAX)
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Logits are divided by ``logits_scaling``."""
-    reader = DecoderReader(config)
-    bias = reader.flag("attention_bias")
-    attention = reader.attention(scale=reader.number("attention_multiplier", 1.0), qkv_bias=bias, out_bias=bias)
-    is_dense = config.architecture == "GraniteForCausalLM"
+    """HyperCLOVA X multiplies logits by ``logits_scaling``, by which Granite divides them."""
+    reader, is_hyperclovax = DecoderReader(config), config.architecture == _HYPERCLOVAX
+    changes: dict[str, Any] = {}
+    if is_hyperclovax:
+        config.skip("end_token_id")  # that of a document
+        if reader.flag("use_post_norm", True):
+            changes = {"attention_out_norm": reader.norm("post_norm1"), "mlp_out_norm": reader.norm("post_norm2")}
+    attention = read_attention(reader, scale=reader.head_dim**-0.5 if is_hyperclovax else 1.0)
+    is_sparse = config.architecture == _SPARSE
     layer = reader.pre_norm_layer(
         attention,
-        reader.mlp(bias=reader.flag("mlp_bias")) if is_dense else _read_experts(reader),
+        read_experts(reader, "block_sparse_moe") if is_sparse else reader.mlp(bias=reader.flag("mlp_bias")),
         residual_scale=reader.number("residual_multiplier", 1.0),
+        **changes,
     )
-    return reader.model(
-        (layer,) * reader.num_layers,
-        (reader.rope(),),
-        eos=(2,),
-        embedding_scale=reader.number("embedding_multiplier", 1.0),
-        logit_scale=1.0 / reader.factor("logits_scaling", 1.0),
-    )
+    multipliers = read_multipliers(reader)
+    if is_hyperclovax:
+        multipliers["logit_scale"] = reader.factor("logits_scaling", 1.0)
+    return reader.model((layer,) * reader.num_layers, (reader.rope(),), eos=(2,), **multipliers)
 
 
-def _read_experts(reader: DecoderReader) -> ExpertsSpec:
-    """The experts of a layer are in one tensor; the chosen ones' logits go through a softmax."""
+def read_attention(reader: DecoderReader, scale: float = 1.0, **changes: Any) -> AttentionSpec:
+    """Return attention with a multiplier for scores, ``scale`` where it is absent."""
+    bias, scale = reader.flag("attention_bias"), reader.number("attention_multiplier", scale)
+    return reader.attention(scale=scale, qkv_bias=bias, out_bias=bias, **changes)
+
+
+def read_multipliers(reader: DecoderReader) -> dict[str, Any]:
+    """Return those of embeddings and logits, which are divided by ``logits_scaling``."""
+    return {
+        "embedding_scale": reader.number("embedding_multiplier", 1.0),
+        "logit_scale": 1.0 / reader.factor("logits_scaling", 1.0),
+    }
+
+
+def read_experts(reader: DecoderReader, name: str, *, below: str = "", shared: MlpSpec | None = None) -> ExpertsSpec:
+    """The experts of a layer are in one tensor ``below`` the module ``name``; the chosen ones' logits go through a
+    softmax."""
+    stored = dataclasses.replace(
+        FUSED,
+        gate=f"{below}input_linear",
+        up=f"{below}input_linear",
+        down=f"{below}output_linear",
+        weight_suffix=".weight",
+    )
     return reader.experts(
         reader.config.take_positive("num_local_experts", 8),
         RoutingRule(top_k=reader.config.take_positive("num_experts_per_tok", 2), scores="softmax_of_chosen"),
-        router="router.layer",
-        stored=(_STORED,),
-        name="block_sparse_moe",
+        router=f"{below}router.layer",
+        shared=shared,
+        stored=(stored,),
+        name=name,
     )

@@ -1,26 +1,18 @@
 """Granite 4: state space layers (Mamba2), and attention with or without a rotation, before an MLP, or before experts
 beside a shared MLP; with Granite's multipliers."""
 
-import dataclasses
-
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
+from tp_engine.model_config.families.granite import read_attention, read_experts, read_multipliers
 from tp_engine.model_config.families.nemotron_h import check_mamba, check_time_steps
-from tp_engine.model_config.mlp import FUSED, ExpertsSpec, MlpSpec, RoutingRule
+from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.model_config.recurrent import Mamba2Spec
 from tp_engine.model_config.spec import ModelSpec
 
 ARCHITECTURES = ("GraniteMoeHybridForCausalLM",)
 _NAMES = CheckpointNames(renamed=(("shared_mlp.down_proj", "shared_mlp.output_linear"),))
-_STORED = dataclasses.replace(
-    FUSED,
-    gate="block_sparse_moe.input_linear",
-    up="block_sparse_moe.input_linear",
-    down="block_sparse_moe.output_linear",
-    weight_suffix=".weight",
-)
 _KINDS = {"mamba": False, "attention": True, "linear_attention": False, "full_attention": True}
 _ROTATIONS = ("rope", "nope")
 
@@ -36,13 +28,7 @@ def read(config: ConfigJson) -> ModelSpec:
     if kind not in _ROTATIONS:
         raise config.refusal("position_embedding_type", kind, "it must be rope or nope", "use another model")
     rope = reader.rope()
-    bias = reader.flag("attention_bias")
-    attention = reader.attention(
-        scale=reader.number("attention_multiplier", 1.0),
-        qkv_bias=bias,
-        out_bias=bias,
-        rope=0 if kind == "rope" else None,
-    )
+    attention = read_attention(reader, rope=0 if kind == "rope" else None)
     mamba, mlp = _read_mamba(reader), _read_mlp(reader)
     scale = reader.number("residual_multiplier", 1.0)
     return reader.model(
@@ -53,8 +39,7 @@ def read(config: ConfigJson) -> ModelSpec:
         (rope,) if kind == "rope" else (),
         eos=(2,),
         names=_NAMES,
-        embedding_scale=reader.number("embedding_multiplier", 1.0),
-        logit_scale=1.0 / reader.factor("logits_scaling", 1.0),
+        **read_multipliers(reader),
     )
 
 
@@ -85,7 +70,7 @@ def _read_mamba(reader: DecoderReader) -> Mamba2Spec:
 
 
 def _read_mlp(reader: DecoderReader) -> MlpSpec | ExpertsSpec:
-    """The experts of a layer are in one tensor; the chosen ones' logits go through a softmax."""
+    """The experts' tensors are below a module of their own, beside the shared MLP."""
     config = reader.config
     shared = MlpSpec(
         inner_size=config.take_positive("shared_intermediate_size", 1024),
@@ -93,14 +78,7 @@ def _read_mlp(reader: DecoderReader) -> MlpSpec | ExpertsSpec:
         fused_name="input_linear",
         name="shared_mlp",
     )
-    num_experts, top_k = config.take("num_local_experts", int, 8), config.take("num_experts_per_tok", int, 2) or 0
-    if not num_experts:
+    if not config.take("num_local_experts", int, 8):
+        config.skip("num_experts_per_tok")
         return shared
-    return reader.experts(
-        config.take_positive("num_local_experts", 8),
-        RoutingRule(top_k=top_k, scores="softmax_of_chosen"),
-        router="block_sparse_moe.router.layer",
-        shared=shared,
-        stored=(_STORED,),
-        name="",
-    )
+    return read_experts(reader, "", below="block_sparse_moe.", shared=shared)
