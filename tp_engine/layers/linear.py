@@ -160,20 +160,12 @@ class RowParallelLinear(LocalLinear):
         return self._context.output(self.product(x, self.own_bias))
 
 
-def whole_linear(
-    name: str,
-    in_size: int,
-    out_size: int,
-    context: LayerContext,
-    *,
-    bias: bool = False,
-    format: LinearFormat | None = None,
-) -> LocalLinear:
+def whole_linear(name: str, in_size: int, out_size: int, context: LayerContext) -> LocalLinear:
     """Return a linear layer that every rank has whole, and no adapter changes."""
     own = context.at(name).unadapted
     part = Part(name=own.path, stored_rows=out_size, rows=Span(0, out_size), room=out_size)
     shape = LinearShape(stored_columns=in_size, columns=Span(0, in_size), parts=(part,))
-    return LocalLinear(shape, bias=bias, context=own, format=format)
+    return LocalLinear(shape, bias=False, context=own)
 
 
 def _parts(

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from tp_engine.layers.context import LayerContext
-from tp_engine.layers.linear import whole_linear
+from tp_engine.layers.linear import LocalLinear
 from tp_engine.layers.quantization.dense import Dense
+from tp_engine.layers.quantization.stored import LinearShape, Part
 from tp_engine.model_config.classifier import HeadLinear
+from tp_engine.weights.source import Span
 
 
 class ScoreHead(nn.Module):
@@ -21,11 +23,10 @@ class ScoreHead(nn.Module):
 
     def __init__(self, linears: Sequence[HeadLinear], hidden_size: int, *, context: LayerContext) -> None:
         super().__init__()
-        own, dense = replace(context, dtype=torch.float32), Dense(is_invariant=context.tp_invariant)
+        own = replace(context.unadapted, dtype=torch.float32)
         sizes = (hidden_size, *(linear.out_size for linear in linears))
         self.linears = nn.ModuleList(
-            whole_linear(linear.name, in_size, linear.out_size, own, bias=linear.has_bias, format=dense)
-            for linear, in_size in zip(linears, sizes[:-1], strict=True)
+            _linear(linear, in_size, own) for linear, in_size in zip(linears, sizes[:-1], strict=True)
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -33,3 +34,10 @@ class ScoreHead(nn.Module):
         for number, linear in enumerate(self.linears):
             scores = linear(scores.relu() if number else scores)
         return scores
+
+
+def _linear(linear: HeadLinear, in_size: int, context: LayerContext) -> LocalLinear:
+    own, rows = context.at(linear.name), Span(0, linear.out_size)
+    part = Part(name=own.path, stored_rows=linear.out_size, rows=rows, room=linear.out_size)
+    shape = LinearShape(stored_columns=in_size, columns=Span(0, in_size), parts=(part,))
+    return LocalLinear(shape, bias=linear.has_bias, context=own, format=Dense(is_invariant=context.tp_invariant))

@@ -46,7 +46,7 @@ class RowTables:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepInputs:
+class InputTensors:
     """Inputs of N tokens of B requests; see the texts of this module and of ``padded_steps``.
 
     Each group's part of ``slot_mapping`` and ``block_table`` is contiguous.  Columns of ``block_table`` after a
@@ -71,7 +71,7 @@ class StepInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeInputs(StepInputs):
+class DecodeInputs(InputTensors):
     """Inputs of one step of decodes, of one token each.  ``query_start`` (B + 1,) int32 never changes."""
 
     rows: torch.Tensor
@@ -95,7 +95,7 @@ class DecodeInputs(StepInputs):
 
 
 def empty_inputs(num_tokens: int, num_requests: int, tables: RowTables) -> dict[str, Any]:
-    """Return the fields of ``StepInputs`` for so many, all padding."""
+    """Return the fields of ``InputTensors`` for so many, all padding."""
     device, (num_groups, _, num_columns) = tables.block_table.device, tables.block_table.shape
     positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     return {
@@ -108,8 +108,8 @@ def empty_inputs(num_tokens: int, num_requests: int, tables: RowTables) -> dict[
     }
 
 
-def first_inputs(inputs: StepInputs, num_tokens: int, num_requests: int) -> dict[str, Any]:
-    """Return the fields of ``StepInputs`` of the first ones of ``inputs``, in the same memory."""
+def first_inputs(inputs: InputTensors, num_tokens: int, num_requests: int) -> dict[str, Any]:
+    """Return the fields of ``InputTensors`` of the first ones of ``inputs``, in the same memory."""
     return {
         "input_ids": inputs.input_ids[:num_tokens],
         "positions": inputs.positions[:num_tokens],

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_launch
 from tp_engine.kernels.jit import jit
-from tp_engine.kernels.steps.decode_inputs import DecodeInputs, RowTables, StepInputs
+from tp_engine.kernels.steps.decode_inputs import DecodeInputs, InputTensors, RowTables
 from tp_engine.plan import PAD_SLOT
 
 TABLE_BLOCK = 256
@@ -112,7 +112,7 @@ def prepare_decodes_triton(tables: RowTables, inputs: DecodeInputs) -> None:
     )  # fmt: skip
 
 
-def row_arguments(tables: RowTables, rows: torch.Tensor, inputs: StepInputs) -> tuple[Any, ...]:
+def row_arguments(tables: RowTables, rows: torch.Tensor, inputs: InputTensors) -> tuple[Any, ...]:
     """Return the arguments of kernels that fill ``inputs``, up to the strides."""
     assert tables.block_table.is_contiguous()
     assert inputs.block_table.stride()[1:] == (tables.block_table.shape[2], 1)

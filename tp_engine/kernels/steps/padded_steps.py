@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tp_engine.kernels.steps.decode_inputs import RowTables, StepInputs, empty_inputs, first_inputs, padded_room
+from tp_engine.kernels.steps.decode_inputs import InputTensors, RowTables, empty_inputs, first_inputs, padded_room
 from tp_engine.plan import PAD_SLOT
 
 
@@ -51,7 +51,7 @@ class PaddedRequests:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PaddedInputs(StepInputs):
+class PaddedInputs(InputTensors):
     """Inputs of one step; see the module's text."""
 
     @staticmethod

@@ -50,7 +50,7 @@ def read_multipliers(reader: DecoderReader) -> dict[str, Any]:
 
 
 def read_experts(reader: DecoderReader, name: str, *, below: str = "", shared: MlpSpec | None = None) -> ExpertsSpec:
-    """The experts of a layer are in one tensor ``below`` the module ``name``; the chosen ones' logits go through a
+    """Return a layer's experts, in one tensor ``below`` the module ``name``; the chosen ones' logits go through a
     softmax."""
     stored = dataclasses.replace(
         FUSED,
