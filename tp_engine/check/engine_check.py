@@ -17,7 +17,7 @@ from tp_engine.check.behaviour import check_behaviour
 from tp_engine.check.files import check_files
 from tp_engine.check.judged import EXACT_LAYERS, Judge, judged
 from tp_engine.check.linears import LinearFault, Linears, missing_rows
-from tp_engine.check.observed import CHUNK, Ids, Observed, Sizes, Watched, observe
+from tp_engine.check.observed import CHUNK, Observed, Sizes, observe
 from tp_engine.check.oracle import Oracle, check_oracle_device
 from tp_engine.check.passes import Passed, questions, run_pass
 from tp_engine.check.prompts import CheckPrompt, make_prompts
@@ -76,7 +76,7 @@ class EngineCheck:
         except (ConfigError, WeightError, MemoryError) as error:
             findings += behaviour
             findings.append(CheckFinding.not_checked("oracle", f"it can not run the model: {error}"))
-        configuration = observed.facts["configuration"]
+        configuration = observed.configuration
         environment |= {"seconds": f"{time.monotonic() - begin_s:.1f}"}
         environment |= {
             name: str(configuration[name])
@@ -128,10 +128,14 @@ class EngineCheck:
     def _judge(self, folder: Path, observed: Observed) -> list[CheckFinding]:
         asked, watched = questions(observed), observed.watched
         assert watched is not None, "the engine ran"
+        alone = next(one for one in observed.alone if one.prompt.name == watched.prompt.name)
+        after_last = np.maximum(
+            alone.alternatives[: len(watched.prompt.token_ids)], 0
+        )  # what is asked after its states
         overrides = parse_overrides(self.options.get("hf_overrides"))
 
         def passed(oracle: Oracle) -> Passed:
-            return run_pass(oracle, asked, (watched, _after_last(observed, watched)), self.note_layer)
+            return run_pass(oracle, asked, (watched, after_last), self.note_layer)
 
         def run_with(rounding: Rounding) -> Passed:
             self.note(f"its twin: transformers in {str(rounding.dtype).removeprefix('torch.')}")
@@ -142,10 +146,13 @@ class EngineCheck:
         with Oracle(folder, device=self.oracle_device, overrides=overrides) as oracle:
             exact = passed(oracle)
             quantization = oracle.quantization
-            rounding = rounding_of(observed.facts["configuration"], quantization, observed.facts["device"])
+            rounding = rounding_of(observed.configuration, quantization, observed.device)
             twin = None if rounding.is_exact else run_with(rounding)
             self.note("linear layers beside their stored weights")
-            products = self._linears(oracle, rounding, frozenset(() if twin is None else twin.wide))
+            wide = frozenset(() if twin is None else twin.wide)
+            products = Linears(
+                oracle.stored, activation=oracle.activation, rounding=rounding, floor=EXACT_LAYERS, wide=wide
+            )
             faults = list(products.faults(watched))
         spec, _ = load_model_config(str(folder))
         has_experts = any(layer.experts is not None for layer in spec.layers)
@@ -162,16 +169,6 @@ class EngineCheck:
         )
         observed.bound = judge.allowed
         return [_linears_finding(products, faults, missing_rows(watched)), *findings]
-
-    @staticmethod
-    def _linears(oracle: Oracle, rounding: Rounding, wide: frozenset[str]) -> Linears:
-        return Linears(oracle.stored, activation=oracle.activation, rounding=rounding, floor=EXACT_LAYERS, wide=wide)
-
-
-def _after_last(observed: Observed, watched: Watched) -> Ids:
-    """What is asked after the engine's last states: the alternatives of the prompt that ran alone."""
-    answer = next(one for one in observed.alone if one.prompt.name == watched.prompt.name)
-    return np.maximum(answer.alternatives[: len(watched.prompt.token_ids)], 0)
 
 
 def _linears_finding(products: Linears, faults: Sequence[LinearFault], missing: Iterable[str]) -> CheckFinding:

@@ -11,7 +11,6 @@ from tp_engine.errors import ConfigError, WeightError
 from tp_engine.model_config.checkpoint_files import weight_files
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_CHUNK_BYTES = 1 << 22
 
 
 def check_files(folder: Path) -> CheckFinding:
@@ -37,11 +36,8 @@ def check_files(folder: Path) -> CheckFinding:
 
 
 def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _known_checksum(folder: Path, path: Path) -> str | None:

@@ -90,7 +90,7 @@ class Errors:
             return 0.0
         if self.twin is None:
             return self.largest / self.floor
-        pairs = [(_quantile(self.own, share), _quantile(self.twin, share)) for share in _SHARES]
+        pairs = [(float(np.quantile(self.own, one)), float(np.quantile(self.twin, one))) for one in _SHARES]
         pairs.append((self.largest, SCATTER * self.furthest))
         return max(0.0 if other == np.inf > one else one / (FACTOR * other + self.floor) for one, other in pairs)
 
@@ -105,10 +105,6 @@ def joined(parts: Sequence[Errors]) -> Errors:
         parts[0].floor,
         max(one.furthest for one in parts),
     )
-
-
-def _quantile(values: Floats, share: float) -> float:
-    return float(np.quantile(values, share))
 
 
 def judged(
@@ -166,7 +162,8 @@ class Judge:
         if name != ALONE:  # few positions: the twin's error on them, or on all prompts, is the measure
             of_all = replace(errors, twin=self._known.twin, furthest=self._known.furthest)
             errors = min(errors, of_all, key=lambda one: one.excess)
-        lapse, lapsed = max((self._lapse(answer), index) for index, answer in enumerate(answers))
+        lapses = [float(self._lapses(answer).max(initial=0.0)) / (2 * self.allowed) for answer in answers]
+        lapse, lapsed = max((one, index) for index, one in enumerate(lapses))
         ratio = max(errors.excess, lapse)
         what = "prompts and answers" if name == ALONE else "answers"
         detail = (
@@ -179,9 +176,14 @@ class Judge:
         worst = max(range(len(parts)), key=lambda index: parts[index].largest)
         is_lapse = lapse > errors.excess
         answer = answers[lapsed if is_lapse else worst]
-        position = self._lapsed_at(answer) if is_lapse else parts[worst].first
+        position = parts[worst].first
+        if is_lapse:
+            position = len(answer.prompt.token_ids) - 1 + int(self._lapses(answer).argmax())
         where = "answer" if position >= len(answer.prompt.token_ids) - 1 else "prompt"
-        meaning, remedy = self._advice(name)
+        meaning, remedy = _EVERY_ANSWER, _FIRST_REMEDIES  # where requests alone are wrong too, the set-up is no cause
+        if self._known.excess <= 1:
+            meaning = f"a request that runs this way ({name}) gets another answer than one that runs alone would get"
+            remedy = _REMEDIES.get(name, "")
         return CheckFinding.wrong(
             name,
             detail,
@@ -190,13 +192,6 @@ class Judge:
             remedy=remedy,
             numbers=numbers,
         )
-
-    def _advice(self, name: str) -> tuple[str, str]:
-        """What it means that a set-up is wrong, and what to try; where requests alone are wrong too, it is no cause."""
-        if self._known.excess > 1:
-            return _EVERY_ANSWER, _FIRST_REMEDIES
-        meaning = f"a request that runs this way ({name}) gets another answer than one that runs alone would get"
-        return meaning, _REMEDIES.get(name, "")
 
     def _errors(self, answer: Answer) -> Errors:
         asked, twin = self.asked[answer.sequence], None
@@ -211,14 +206,6 @@ class Judge:
         scores, first = self.exact.scores[answer.sequence], len(answer.prompt.token_ids) - 1
         chosen = scores.next_logprobs[first:]
         return np.asarray(scores.top_logprobs[first : first + len(chosen), 0] - chosen)
-
-    def _lapsed_at(self, answer: Answer) -> int:
-        return len(answer.prompt.token_ids) - 1 + int(self._lapses(answer).argmax())
-
-    def _lapse(self, answer: Answer) -> float:
-        """The largest lapse, relative to what the errors of two log-probabilities allow."""
-        lapses = self._lapses(answer)
-        return float(lapses.max(initial=0.0)) / (2 * self.allowed)
 
     @cached_property
     def _known(self) -> Errors:
@@ -237,7 +224,8 @@ class Judge:
         ratio, checked = 0.0, 0
         for layer in range(len(self.exact.layers)):
             for rank, arrays in enumerate(self._watched.arrays):
-                errors = self._layer_errors(layer, arrays[f"streams.{layer}"])
+                twin = None if self.twin is None else self.twin.layers[layer]
+                errors = self._of_rows(arrays[f"streams.{layer}"], self.exact.layers[layer], twin)
                 checked += 1
                 ratio = max(ratio, errors.excess)
                 if errors.excess > 1:
@@ -258,10 +246,6 @@ class Judge:
         known = () if self.twin is None else self.twin.layers
         pairs = zip(known, self.exact.layers, strict=bool(known))
         return max((float(_relative(one, exact).max(initial=0.0)) for one, exact in pairs), default=0.0)
-
-    def _layer_errors(self, layer: int, given: Floats) -> Errors:
-        twin = None if self.twin is None else self.twin.layers[layer]
-        return self._of_rows(given, self.exact.layers[layer], twin)
 
     def _of_rows(self, given: Floats, exact: Floats, twin: Floats | None) -> Errors:
         """Errors (n,) of rows (n, hidden), relative to their size."""

@@ -50,7 +50,7 @@ def check_machine(
         device = torch.device("cpu") if config.device == "cpu" else torch.device("cuda", index)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        wait = torch.cuda.synchronize if device.type == "cuda" else _nothing
+        wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         yield from _check_ways(
             config, groups, ReduceDevice(torch_device=device, largest_bytes=_LARGEST_BYTES, wait=wait), begin
         )
@@ -78,7 +78,14 @@ def _check_ways(
             communicator = library if row.make is None else row.make(asked, groups, device)
         except RankError as error:  # the ranks have agreed: all raise it, and go on
             groups.check()
-            yield _failed(name, error)
+            yield CheckFinding.wrong(
+                f"collectives, {name}",
+                str(error),
+                place=f"rank {error.rank}",
+                meaning="the driver says that this way works, and it does not; auto would go another way, "
+                "and be slower",
+                remedy="other values of --all-reduce-backend; the settings of IOMMU and ACS, and the driver",
+            )
             continue
         way = Way(
             name=name, communicator=communicator, host=groups.host, device=device.torch_device, wait=device.wait,
@@ -88,23 +95,12 @@ def _check_ways(
         yield check_speed(way, _SPEED_BYTES[config.device])
 
 
-def _failed(name: str, error: RankError) -> CheckFinding:
-    return CheckFinding.wrong(
-        f"collectives, {name}",
-        str(error),
-        place=f"rank {error.rank}",
-        meaning="the driver says that this way works, and it does not; auto would go another way, and be slower",
-        remedy="other values of --all-reduce-backend; the settings of IOMMU and ACS, and the driver",
-    )
-
-
 def _check_copies_of_first(config: EngineConfig, groups: RankGroups, begin: Callable[[str], None]) -> CheckFinding:
     """Rank 0 copies between all GPUs, and tells the others what it found."""
     begin("copies between GPUs, by rank 0")
     indices = sorted(set(parse_devices(config.device_ids, groups.info.world_size).indices))
     if config.device == "cpu" or len(indices) == 1:
-        detail = "needs two GPUs"
-        return CheckFinding.skipped("peer copies", detail)
+        return CheckFinding.skipped("peer copies", "needs two GPUs")
     found = None
     if groups.info.is_first:
         found = check_copies([torch.device("cuda", index) for index in indices], torch.cuda.synchronize)
@@ -149,10 +145,6 @@ def check_copies(
         numbers=speeds,
         seconds=time.monotonic() - started_s,
     )
-
-
-def _nothing() -> None:
-    """Wait for a CPU, whose work has ended when a call returns."""
 
 
 def _wait_for(wait: Callable[[torch.device], None], *devices: torch.device) -> None:

@@ -72,15 +72,16 @@ class Watched:
 class Observed:
     """All that a check needs of the engines, which are closed by then.
 
-    ``set_ups``: name -> its answers, or why there are none.  ``facts`` are what the engine says of itself.
-    ``bound`` is the largest error of a log-probability that is right, once the oracle has run.
+    ``set_ups``: name -> its answers, or why there are none.  ``configuration`` is the engine's effective one, on
+    ``device``.  ``bound`` is the largest error of a log-probability that is right, once the oracle has run.
     """
 
     prompts: Sequence[CheckPrompt]
     set_ups: dict[str, list[Answer] | str] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     watched: Watched | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
+    configuration: dict[str, Any] = field(default_factory=dict)
+    device: str = ""
     bound: float = 0.0
 
     @property
@@ -124,11 +125,8 @@ def _tight(options: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
 
 
 def _preempted(options: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    return {**_tight(options, sizes), "enable_prefix_caching": False, **_no_tier(options)}
-
-
-def _no_tier(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {"kv_offloading_size": 0.0, "kv_disk_path": None, "kv_disk_size": 0.0, "kv_offloading_codec": "none"}
+    no_tier = {"kv_offloading_size": 0.0, "kv_disk_path": None, "kv_disk_size": 0.0, "kv_offloading_codec": "none"}
+    return {**_tight(options, sizes), "enable_prefix_caching": False, **no_tier}
 
 
 def _chunks(options: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
@@ -152,25 +150,24 @@ def _one_rank(options: Mapping[str, Any], sizes: Sizes) -> dict[str, Any] | None
     return {"tensor_parallel_size": 1, "device_ids": None} if options.get("tensor_parallel_size", 1) > 1 else None
 
 
-def _graphs(options: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    return {"enforce_eager": not options.get("enforce_eager", False)}
-
-
-def _was_preempted(llm: LLM, _answers: Sequence[Answer]) -> bool:
-    return llm.engine.stats().num_preemptions > 0
-
-
 def _was_cached(_llm: LLM, answers: Sequence[Answer]) -> bool:
     return sum(one.num_cached_tokens for one in answers) > 0
 
 
 OTHERS: Mapping[str, Other] = {
     "in chunks": Other(_chunks, remedy="--max-num-batched-tokens above the longest prompt"),
-    "preempted": Other(_preempted, _was_preempted, remedy="more KV blocks, so that nothing is preempted", copies=2),
+    "preempted": Other(
+        _preempted,
+        lambda llm, _answers: llm.engine.stats().num_preemptions > 0,
+        remedy="more KV blocks, so that nothing is preempted",
+        copies=2,
+    ),
     "after a tier": Other(_tier, _was_cached, remedy="leave out --kv-offloading-size", repeats=True),
     "speculation on or off": Other(_speculation, remedy="leave out --speculative-config"),
     "one rank": Other(_one_rank, remedy="--all-reduce-backend nccl (GPUs) or gloo (CPUs)"),
-    "graphs on or off": Other(_graphs, remedy="--enforce-eager"),
+    "graphs on or off": Other(
+        lambda options, _sizes: {"enforce_eager": not options.get("enforce_eager", False)}, remedy="--enforce-eager"
+    ),
 }
 
 
@@ -192,11 +189,14 @@ def observe(
     observed = Observed(prompts)
     note("the engine as it is served")
     with LLM(**options) as llm:
-        _note_facts(llm, observed)
-        observed.set_ups[ALONE] = _ask_alone(llm, prompts, max_tokens)
+        observed.configuration, observed.device = llm.engine.operator.configuration(), llm.engine.model_info.device
+        params = _params(max_tokens, prompt_logprobs=ALTERNATIVES)
+        observed.set_ups[ALONE] = [
+            _answer(one, llm.generate([list(one.token_ids)], params, use_tqdm=False)[0]) for one in prompts
+        ]
         note(BATCH)
         observed.set_ups[BATCH] = _ask(llm, prompts, max_tokens)
-        if llm.engine.operator.configuration()["enable_prefix_caching"]:
+        if observed.configuration["enable_prefix_caching"]:
             note(CACHED)
             again = _ask(llm, prompts, max_tokens)
             observed.set_ups[CACHED] = again if _was_cached(llm, again) else "nothing was found in the prefix cache"
@@ -235,27 +235,10 @@ def _run_other(
         return answers if other.happened(llm, answers) else None
 
 
-def _note_facts(llm: LLM, observed: Observed) -> None:
-    info = llm.engine.model_info
-    observed.facts = {
-        "eos_token_ids": tuple(info.eos_token_ids),
-        "dtype": info.dtype,
-        "device": info.device,
-        "max_model_len": info.max_model_len,
-        "vocab_size": info.vocab_size,
-        "configuration": llm.engine.operator.configuration(),
-    }
-
-
 def _params(max_tokens: int, **more: Any) -> SamplingParams:
     return SamplingParams(
         temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=ALTERNATIVES, detokenize=False, **more
     )
-
-
-def _ask_alone(llm: LLM, prompts: Sequence[CheckPrompt], max_tokens: int) -> list[Answer]:
-    params = _params(max_tokens, prompt_logprobs=ALTERNATIVES)
-    return [_answer(one, llm.generate([list(one.token_ids)], params, use_tqdm=False)[0]) for one in prompts]
 
 
 def _ask(llm: LLM, prompts: Sequence[CheckPrompt], max_tokens: int) -> list[Answer]:
@@ -269,16 +252,22 @@ def _answer(prompt: CheckPrompt, output: RequestOutput) -> Answer:
     of_prompt: list[dict[int, Logprob] | None] = list((output.prompt_logprobs or [None] * len(prompt.token_ids))[1:])
     of_answer: list[dict[int, Logprob] | None] = list(sample.logprobs or [])
     rows = [*of_prompt, *of_answer]
+    known = [{token: one.logprob for token, one in (row or {}).items()} for row in rows]
+    return answer_of(prompt, tokens, known, output.num_cached_tokens)
+
+
+def answer_of(
+    prompt: CheckPrompt, tokens: Sequence[int], rows: Sequence[Mapping[int, float]], num_cached_tokens: int
+) -> Answer:
+    """Return the answer with the log-probabilities by token ids that ``rows`` has for each position but the last."""
     following = (*prompt.token_ids, *tokens)[1:]
     alternatives = np.full((len(following) + 1, ALTERNATIVES + 1), -1, np.int64)
     logprobs = np.zeros(alternatives.shape, np.float32)
-    for position, (found, token) in enumerate(zip(rows, following, strict=True)):
-        if found is None:
-            continue
-        others = [other for other in found if other != token][:ALTERNATIVES]
-        for column, other in enumerate((token, *others)):
-            alternatives[position, column], logprobs[position, column] = other, found[other].logprob
-    return Answer(prompt, tokens, alternatives, logprobs, output.num_cached_tokens)
+    for position, (row, token) in enumerate(zip(rows, following, strict=True)):
+        others = [other for other in row if other != token][:ALTERNATIVES]
+        for column, other in enumerate((token, *others) if token in row else ()):
+            alternatives[position, column], logprobs[position, column] = other, row[other]
+    return Answer(prompt, tuple(tokens), alternatives, logprobs, num_cached_tokens)
 
 
 def _watch(llm: LLM, prompt: CheckPrompt) -> Watched:

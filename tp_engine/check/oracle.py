@@ -27,6 +27,7 @@ import torch
 
 from tp_engine.check.rounding import Round, Rounding, keep
 from tp_engine.check.stored import StoredWeights
+from tp_engine.closing import Closing
 from tp_engine.errors import ConfigError, WeightError
 from tp_engine.hf_overrides import overridden
 
@@ -86,12 +87,13 @@ def check_oracle_device(name: str) -> None:
         ) from error
 
 
-class Oracle:
+class Oracle(Closing):
     """transformers' model of the checkpoint in ``folder``, on ``device``, in float32 or with the ``rounding`` of an
     engine.
 
     ``overrides`` are keys of config.json that differ.  ``ConfigError`` if transformers does not have the model.
-    A context manager.
+    ``layers`` are transformers' decoder layers, without weights while they do not run; ``stored`` has the checkpoint's
+    weights.
     """
 
     def __init__(
@@ -105,26 +107,16 @@ class Oracle:
         self._rounding, self._dtype, self._device = rounding, rounding.dtype, torch.device(device)
         config = overridden(_read_config(Path(folder)), overrides or {})
         self.quantization = config.pop("quantization_config", None)
-        self._stored = StoredWeights(Path(folder), self.quantization)
+        self.stored = StoredWeights(Path(folder), self.quantization)
         self._model = _empty_model(config, rounding)
-        self._layers_name, self._layers = _decoder_layers(self._model)
-        self._places = _Places(self._model, self._stored)
+        self._layers_name, self.layers = _decoder_layers(self._model)
+        self._places = _Places(self._model, self.stored)
         self._has_second = False
         self._install_loading()
 
-    def __enter__(self) -> Oracle:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def close(self) -> None:
-        """Close the files, and forget the model."""
-        self._stored.__exit__()
-
-    @property
-    def num_layers(self) -> int:
-        return len(self._layers)
+        """Close the files."""
+        self.stored.close()
 
     @property
     def activation(self) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -135,16 +127,6 @@ class Oracle:
         names = (getattr(config, key, None) for key in ("mlp_hidden_act", "hidden_activation", "hidden_act"))
         found: Callable[[torch.Tensor], torch.Tensor] = ACT2FN[next(filter(None, names), "silu")]
         return found
-
-    @property
-    def layers(self) -> torch.nn.ModuleList:
-        """transformers' decoder layers, without weights while they do not run."""
-        return self._layers
-
-    @property
-    def stored(self) -> StoredWeights:
-        """The checkpoint's weights, in float32."""
-        return self._stored
 
     def score(self, token_ids: Sequence[int], *, top: int = 5, keep_all: bool = False) -> Scores:
         """Return the log-probabilities of one sequence; ``score_all`` takes many at the same price in reading."""
@@ -164,7 +146,7 @@ class Oracle:
         states, given = self._embed([query.token_ids for query in queries])
         carried: list[Any] = [None] * len(queries)
         self._see(see_layer, -1, states)
-        for index in range(len(self._layers)):
+        for index in range(len(self.layers)):
             with self._loaded(index) as layer:
                 for number, arguments in enumerate(given):
                     positional, named = arguments[index]
@@ -187,9 +169,9 @@ class Oracle:
     @contextlib.contextmanager
     def _loaded(self, index: int) -> Iterator[torch.nn.Module]:
         """The layer with its weights, and without its stand-in."""
-        layer = self._layers[index]
+        layer = self.layers[index]
         forward = layer.__dict__.pop("forward")
-        self._load(f"{self._layers_name}.{index}")
+        self._places.load(f"{self._layers_name}.{index}", self._dtype, self._device)
         hooks = self._round(layer)
         try:
             yield layer
@@ -227,8 +209,8 @@ class Oracle:
 
             # A number instead of positions would cut what the last layers of Gemma 4 E2B get.
             self._run(token_ids, torch.tensor([len(token_ids) - 1], device=self._device), record)
-            states.append(found[-len(self._layers)])
-            given.append(calls[-len(self._layers) :])
+            states.append(found[-len(self.layers)])
+            given.append(calls[-len(self.layers) :])
         return states, given
 
     def _scores(self, query: Query, state: torch.Tensor, top: int, keep_all: bool) -> Scores:
@@ -241,11 +223,8 @@ class Oracle:
         parts = []
         for first in range(0, len(token_ids), _POSITIONS_AT_ONCE):
             here = torch.arange(first, min(first + _POSITIONS_AT_ONCE, len(token_ids)), device=self._device)
-            found = (
-                self._run(query.token_ids, here, last)[0]
-                .to(torch.promote_types(self._dtype, torch.float32))
-                .log_softmax(-1)
-            )
+            logits = self._run(query.token_ids, here, last)[0]
+            found = logits.to(torch.promote_types(self._dtype, torch.float32)).log_softmax(-1)
             best = found.topk(min(top, found.shape[-1]))
             following = token_ids[here[here < len(token_ids) - 1] + 1]
             parts.append(
@@ -267,8 +246,8 @@ class Oracle:
 
         Some models take a second value from each layer, and give it to the next one.
         """
-        for one in self._layers:
-            one.forward = _with_second(layer) if self._has_second else layer
+        for one in self.layers:
+            one.forward = (lambda *given, **named: (layer(*given, **named), _CARRIED)) if self._has_second else layer
         ids = torch.tensor([list(token_ids)], device=self._device)
         try:
             logits: torch.Tensor = self._model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits
@@ -281,25 +260,17 @@ class Oracle:
 
     def _install_loading(self) -> None:
         """Load a module outside of the layers when it runs first: what never runs, such as eyes, is never read."""
-        inside = set(self._layers.modules())
+        inside = set(self.layers.modules())
         for name, module in self._model.named_modules():
             if module not in inside and any(True for _ in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(lambda one, _inputs, name=name: self._load_once(name, one))
 
     def _load_once(self, name: str, module: torch.nn.Module) -> None:
         if any(value.is_meta for value in module.parameters(recurse=False)):
-            self._load(name)
+            self._places.load(name, self._dtype, self._device)
             if name.endswith("lm_head") and self._rounding.head is not keep:
                 weight = self._rounding.head(module.get_parameter("weight"))
                 module.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
-
-    def _load(self, name: str) -> None:
-        self._places.load(name, self._dtype, self._device)
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """Return ``dtype``, or float32 for a type of 16 bits."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -331,11 +302,13 @@ class _Places:
 
         module = self._model.get_submodule(module_name)
         tied = self._tied(module_name, module)
-        values = {name: self._stored.read(name) for name, target in self._target.items() if _is_in(target, module_name)}
+        inside = [name for name, target in self._target.items() if target.startswith(module_name + ".")]
+        values = {name: self._stored.read(name) for name in inside}
         values |= {name: self._stored.read(name) for name in tied.values()}
         with _quiet():
+            plan = self._model._get_dtype_plan(dtype)
             options = LoadStateDictConfig(
-                dtype=dtype, device_map={"": device}, weight_mapping=self._rules, dtype_plan=self._plan(dtype)
+                dtype=dtype, device_map={"": device}, weight_mapping=self._rules, dtype_plan=plan
             )
             convert_and_load_state_dict_in_model(self._model, values, options)
         for parameter, source in tied.items():
@@ -348,10 +321,6 @@ class _Places:
                 f"the checkpoint has no weights for {module_name}: {', '.join(missing[:_MAX_NAMED])}, as transformers "
                 "names them"
             )
-
-    def _plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        plan: dict[str, torch.dtype] = self._model._get_dtype_plan(dtype)
-        return plan
 
     def _tied(self, module_name: str, module: torch.nn.Module) -> dict[str, str]:
         """Parameters of the module that are tied to others, and the stored weight of these."""
@@ -375,14 +344,6 @@ def _stacking(model: Any) -> list[Any]:
         WeightConverter([gate, up], "experts.gate_up_proj", operations=of_gate_and_up),
         WeightConverter([down], "experts.down_proj", operations=[MergeModulelist(dim=0)]),
     ]
-
-
-def _is_in(target: str, module_name: str) -> bool:
-    return target.startswith(module_name + ".")
-
-
-def _with_second(layer: _StandIn) -> Callable[..., tuple[torch.Tensor, object]]:
-    return lambda *positional, **named: (layer(*positional, **named), _CARRIED)
 
 
 def _drop(module: torch.nn.Module) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tp_engine.check.observed import Answer, Floats, Ids, Observed, Watched
-from tp_engine.check.oracle import Oracle, Query, Scores, at_least_float32
+from tp_engine.check.oracle import Oracle, Query, Scores
 
 _MLPS = ("mlp", "feed_forward", "block_sparse_moe", "moe")
 
@@ -30,7 +30,6 @@ class Passed:
     ::
 
         scores      sequence -> its log-probabilities
-        columns     sequence -> the columns of ``wanted`` that belong to each set-up's answer
         layers      of the watched prompt: the outputs (layers + 1, n, hidden) of embeddings and layers
         inner       of the watched prompt: layer -> what its MLP reads (n, hidden)
         head        of the watched prompt: log-probabilities after the engine's last states
@@ -64,7 +63,7 @@ def logprobs_of(scores: Scores, asked: Ids, answer: Answer) -> Floats:
 
 
 def _array(values: torch.Tensor) -> Floats:
-    return np.array(values.to(at_least_float32(values.dtype)).cpu().numpy())
+    return np.array(values.to(torch.promote_types(values.dtype, torch.float32)).cpu().numpy())
 
 
 def run_pass(
@@ -82,10 +81,11 @@ def run_pass(
     num_free = len(queries)
     if watched is not None:
         queries.append(Query(watched[0].prompt.token_ids, watched[1]))
-    running = {"call": 0}
+    num_called = 0  # sequences of which the present layer's MLP has begun
 
     def see(index: int, states: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
-        running["call"] = 0
+        nonlocal num_called
+        num_called = 0
         if watched is None:
             return None
         passed.layers.append(_array(states[-1]))
@@ -97,9 +97,9 @@ def run_pass(
         if mlp is not None:
 
             def keep(_module: object, inputs: tuple[torch.Tensor, ...], index: int = index) -> None:
-                is_watched = running["call"] >= num_free
-                running["call"] += 1
-                if is_watched and inputs:
+                nonlocal num_called
+                num_called += 1
+                if num_called > num_free and inputs:
                     passed.inner[index] = _array(inputs[0]).reshape(-1, inputs[0].shape[-1])
 
             hooks.append(mlp.register_forward_pre_hook(keep))

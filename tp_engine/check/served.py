@@ -18,10 +18,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from tp_engine.api.server_client import ServerClient, ServerError
-from tp_engine.check.observed import ALTERNATIVES, Answer
+from tp_engine.check.observed import ALTERNATIVES, Answer, answer_of
 from tp_engine.check.prompts import CheckPrompt
 
 _AS_ID = "token_id:"
@@ -155,18 +153,9 @@ class ServedModel:
             tokens = [int(one) for one in told[: len(entries)]]
         if not tokens and of_prompt is None:
             raise NotShownError("the server does not show the log-probability of each token, or not which token it is")
-        following = (*prompt.token_ids, *tokens)[1:]
         rows = [*(of_prompt or [{}] * (len(prompt.token_ids) - 1)), *(row for _, row in entries)]
-        alternatives = np.full((len(following) + 1, ALTERNATIVES + 1), -1, np.int64)
-        logprobs = np.zeros(alternatives.shape, np.float32)
-        for position, (row, token) in enumerate(zip(rows, following, strict=True)):
-            if token not in row:
-                continue
-            others = [other for other in row if other != token][:ALTERNATIVES]
-            for column, other in enumerate((token, *others)):
-                alternatives[position, column], logprobs[position, column] = other, row[other]
         details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-        return Answer(prompt, tuple(tokens), alternatives, logprobs, int(details.get("cached_tokens") or 0))
+        return answer_of(prompt, tokens, rows, int(details.get("cached_tokens") or 0))
 
     def _entries(self, choice: Mapping[str, Any]) -> Iterator[tuple[int, Row]]:
         """Each generated token, with the log-probabilities of it and of its alternatives, up to the first token whose
@@ -210,13 +199,11 @@ def _is_complete(choice: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
     """Whether each generated token has an entry: llama.cpp leaves out those that end within a character.  The token
     that ends an answer may have none."""
     found = choice.get("logprobs") or {}
-    shown, count = len(found.get("content") or found.get("tokens") or ()), _completion_tokens(answer)
-    return count is None or shown == count or (choice.get("finish_reason") == "stop" and shown == count - 1)
-
-
-def _completion_tokens(answer: Mapping[str, Any]) -> int | None:
+    shown = len(found.get("content") or found.get("tokens") or ())
     count = (answer.get("usage") or {}).get("completion_tokens")
-    return count if isinstance(count, int) else None
+    return (
+        not isinstance(count, int) or shown == count or (choice.get("finish_reason") == "stop" and shown == count - 1)
+    )
 
 
 def _number(value: Any) -> float:

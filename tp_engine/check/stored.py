@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from tp_engine.closing import Closing
 from tp_engine.errors import WeightError
 from tp_engine.model_config.checkpoint_files import weight_files
 
@@ -41,8 +42,8 @@ _BESIDE = (
 )  # fmt: skip
 
 
-class StoredWeights:
-    """The weights of a checkpoint's folder by name, whatever their format; read one at a time.  A context manager.
+class StoredWeights(Closing):
+    """The weights of a checkpoint's folder by name, whatever their format; read one at a time.
 
     ``quantization`` is config.json's ``quantization_config``.  ``WeightError`` if a file can not be read.
     """
@@ -57,12 +58,14 @@ class StoredWeights:
                 self._stack.close()
                 raise WeightError(f"{path} can not be read as safetensors: {error}") from error
             self._files.update(dict.fromkeys(file.keys(), file))
-        self._stored = {_weight_of(name): name for name in self._files if not self._is_beside(name)}
+        self._stored = {
+            _weight_of(name): name
+            for name in self._files
+            if not name.endswith(_BESIDE) or (name.endswith("_scales") and name[:-7] + "_blocks" not in self._files)
+        }
 
-    def __enter__(self) -> StoredWeights:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Close the files."""
         self._stack.close()
 
     @property
@@ -89,9 +92,6 @@ class StoredWeights:
             return self._plain(module)
         tensor = self._tensor(stored)
         return tensor.float() if tensor.is_floating_point() else tensor
-
-    def _is_beside(self, name: str) -> bool:
-        return name.endswith(_BESIDE) and (not name.endswith("_scales") or name[:-7] + "_blocks" in self._files)
 
     def _type(self, name: str) -> str:
         return str(self._files[name].get_slice(name).get_dtype())

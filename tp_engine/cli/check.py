@@ -116,7 +116,7 @@ def _check(options: Options, config: CheckConfig, engine: EngineConfig, server: 
             Path(config.record).write_text(text, encoding="utf-8")
         report = dataclasses.replace(report, findings=tuple(findings))
         if seen is not None and config.bisect:
-            found = bisect(check, report, seen.facts["configuration"], note)
+            found = bisect(check, report, seen.configuration, note)
             report = dataclasses.replace(report, findings=(*report.findings, *found))
     return report
 

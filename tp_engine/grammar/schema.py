@@ -33,6 +33,8 @@ _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions",
 _DEFINITIONS = frozenset({"$defs", "definitions"})
 _COUNTS = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
 _LIMITS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+# Keywords that assert nothing.
+NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"})
 _MAX_LIMIT = 2**53
 _RANGES = tuple(itertools.product(("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))) + tuple(
     (f"min{what}", f"max{what}") for what in ("Items", "Length", "Properties")
@@ -179,25 +181,26 @@ def _asserts_nothing(name: str, node: Schema) -> bool:
         case "if":
             return "then" not in node and "else" not in node
         case "then" | "else":
-            return "if" not in node or _is_any(value)
+            return "if" not in node or is_any(value)
         case "contains":
             return node.get("minContains") == 0 and "maxContains" not in node
         case "minContains" | "maxContains":
             return "contains" not in node
         case "propertyNames":
-            return _is_any(value) or (isinstance(value, Mapping) and _without_notes(value) == {"type": "string"})
+            return is_any(value) or (isinstance(value, Mapping) and without_notes(value) == {"type": "string"})
         case "dependentRequired" | "dependentSchemas" | "dependencies":
-            return isinstance(value, Mapping) and all(one == [] or _is_any(one) for one in value.values())
-    return name.startswith("unevaluated") and _is_any(value)
+            return isinstance(value, Mapping) and all(one == [] or is_any(one) for one in value.values())
+    return name.startswith("unevaluated") and is_any(value)
 
 
-def _is_any(schema: Any) -> bool:
-    return schema is True or (isinstance(schema, Mapping) and not _without_notes(schema))
+def is_any(schema: Any) -> bool:
+    """Return whether ``schema`` allows every value."""
+    return schema is True or (isinstance(schema, Mapping) and not without_notes(schema))
 
 
-def _without_notes(schema: Schema) -> dict[str, Any]:
-    notes = ("title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id")
-    return {name: value for name, value in schema.items() if name not in notes}
+def without_notes(schema: Schema) -> dict[str, Any]:
+    """Return the keywords of ``schema`` that assert something."""
+    return {name: value for name, value in schema.items() if name not in NOTES}
 
 
 def _with_named_properties(node: dict[str, Any]) -> dict[str, Any]:
@@ -209,7 +212,7 @@ def _with_named_properties(node: dict[str, Any]) -> dict[str, Any]:
         not isinstance(listed, list)
         or not isinstance(properties, Mapping)
         or "patternProperties" in node
-        or not _without_notes(names or {}).keys() <= {"enum", "type"}
+        or not without_notes(names or {}).keys() <= {"enum", "type"}
     ):
         return node
     known = {name: properties.get(name, others) for name in listed if isinstance(name, str)}

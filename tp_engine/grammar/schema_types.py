@@ -44,9 +44,10 @@ def given_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
     """Return the types that ``type`` names."""
     given = schema.get("type")
     names = [given] if isinstance(given, str) else given
-    if not isinstance(names, list) or not all(isinstance(name, str) and name in TYPES for name in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return None
-    return _numbers_alike(names)
+    known = {OTHER_TYPE_NAMES.get(str(name).lower(), str(name)) for name in names}
+    return _numbers_alike(known) if known <= TYPES else None
 
 
 def _numbers_alike(names: Iterable[str]) -> frozenset[str]:

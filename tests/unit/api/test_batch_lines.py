@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tp_engine.api.batch_job.config import BatchConfig
+from tp_engine.api.batch_job.config import BatchConfig, takes_line
 from tp_engine.api.batch_job.endpoints import ENDPOINTS, GrammarTrials, check_request
 from tp_engine.api.batch_job.lines import LineError, bad_line, line_id, line_number, read_line
 from tp_engine.api.batch_job.source import BatchInput
@@ -233,4 +233,4 @@ def test_shards_are_a_partition() -> None:
             BatchConfig(input_file="-", output_file="-", shard=f"{i}/{count}").input_shard for i in range(1, count + 1)
         ]
         for number, shard in itertools.product(range(1, 50), shards):
-            assert shard.takes(number) == ((number - 1) % count + 1 == shard.index)
+            assert takes_line(shard, number) == ((number - 1) % count + 1 == shard[0])

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from tp_engine.api.batch_job.lines import BatchRequest, LineError, ResultLine, bad_line
-from tp_engine.api.batch_job.outcomes import Progress, ResultOrder
+from tp_engine.api.batch_job.outcomes import Progress, ResultOrder, Work
 from tp_engine.api.batch_job.results import CustomIds, Results
-from tp_engine.api.batch_job.second_pass import ReadAhead, Work, open_lines
+from tp_engine.api.batch_job.second_pass import ReadAhead, open_lines
 from tp_engine.api.batch_job.survey import LineState
 from tp_engine.errors import ConfigError, RequestError
 from tp_engine.images.image_input import ImageInput

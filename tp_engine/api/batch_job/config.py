@@ -18,21 +18,6 @@ OUTPUT_ORDERS = ("finished", "input")
 _SHARD = re.compile(r"(\d{1,9})/(\d{1,9})")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputShard:
-    """Every ``count``-th line of the input from line ``index`` on; both count from 1, and ``1/1`` is all lines."""
-
-    index: int = 1
-    count: int = 1
-
-    def takes(self, number: int) -> bool:
-        """Return whether line ``number``, counted from 1, belongs to this shard."""
-        return number % self.count == self.index % self.count
-
-    def __str__(self) -> str:
-        return f"{self.index}/{self.count}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(ChatOptions, SamplingDefaultOptions):
     """Which requests to run, where their results go, and what counts as success."""
@@ -76,13 +61,13 @@ class BatchConfig(ChatOptions, SamplingDefaultOptions):
         self._check_outputs()
 
     @property
-    def input_shard(self) -> InputShard:
-        """``shard``, parsed; raises ``ConfigError``."""
+    def input_shard(self) -> tuple[int, int]:
+        """``shard`` as two numbers, I and N; raises ``ConfigError``."""
         match = _SHARD.fullmatch(self.shard)
-        shard = InputShard(index=int(match[1]), count=int(match[2])) if match else InputShard(index=0, count=0)
-        if not 1 <= shard.index <= shard.count:
+        index, count = (int(match[1]), int(match[2])) if match else (0, 0)
+        if not 1 <= index <= count:
             raise ConfigError(f"shard is {self.shard!r}; it must be I/N with I from 1 to N, such as 1/4 to 4/4")
-        return shard
+        return index, count
 
     @property
     def result_paths(self) -> tuple[Path | None, Path | None]:
@@ -122,6 +107,11 @@ class BatchConfig(ChatOptions, SamplingDefaultOptions):
             if path.suffix == ".gz":
                 raise ConfigError(f"{name} is {value!r}; results are plain lines, compress them afterwards")
             taken.append((name, value))
+
+
+def takes_line(shard: tuple[int, int], number: int) -> bool:
+    """Return whether line ``number``, counted from 1, belongs to the ``shard`` I/N."""
+    return number % shard[1] == shard[0] % shard[1]
 
 
 def _is_same_file(one: Path, other: Path) -> bool:

@@ -11,9 +11,10 @@ from typing import Generic, TypeVar
 
 from tqdm import tqdm
 
-from tp_engine.api.batch_job.lines import ResultLine
+from tp_engine.api.batch_job.lines import BatchRequest, ResultLine
 from tp_engine.api.batch_job.results import Results
 from tp_engine.api.batch_job.summary import Tally
+from tp_engine.api.openai.requests import PreparedBody
 from tp_engine.log import get_logger
 from tp_engine.outputs import RequestOutput
 
@@ -25,11 +26,19 @@ _RATE_PERIOD_S = 2.0
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
-class LineOutcome:
-    """The result of one line and the outputs that it was made of; an error has no ``outputs``."""
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """One open line, the ``ordinal``-th of the job: a ``request``, prepared, or already its ``result``.
 
-    line: ResultLine
+    ``num_bytes`` is the length of the line, and what the pixels of its images take.  ``outputs`` are what an answer was
+    made of.
+    """
+
+    ordinal: int
+    num_bytes: int
+    request: BatchRequest | None = None
+    prepared: PreparedBody | None = None
+    result: ResultLine | None = None
     outputs: Sequence[RequestOutput] = ()
 
 
@@ -62,7 +71,7 @@ class ResultOrder(Generic[Result]):
             self._next += 1
 
 
-class Outcomes(ResultOrder[LineOutcome]):
+class Outcomes(ResultOrder[Work]):
     """Orders, writes and counts outcomes.  ``tally`` counts written lines; lines that are held back are not done."""
 
     def __init__(self, results: Results, progress: Progress, *, keeps_order: bool, window: int) -> None:
@@ -76,12 +85,13 @@ class Outcomes(ResultOrder[LineOutcome]):
         self._progress.tokens(num_tokens)
         self._results.sync_if_due()
 
-    def _count_and_write(self, outcome: LineOutcome) -> None:
-        self._results.write(outcome.line)
-        if outcome.line.error is None:
-            self.tally.succeeded(outcome.outputs)
+    def _count_and_write(self, work: Work) -> None:
+        assert work.result is not None
+        self._results.write(work.result)
+        if work.result.error is None:
+            self.tally.succeeded(work.outputs)
         else:
-            self.tally.failed(outcome.line.error["code"] or "invalid_request")
+            self.tally.failed(work.result.error["code"] or "invalid_request")
         self._progress.line()
 
 

@@ -18,7 +18,7 @@ from tp_engine import env
 from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.api.batch_job.endpoints import GrammarTrials, LineContext, check_request, prepare_request
 from tp_engine.api.batch_job.lines import BatchRequest
-from tp_engine.api.batch_job.outcomes import LineOutcome, Outcomes, Progress
+from tp_engine.api.batch_job.outcomes import Outcomes, Progress
 from tp_engine.api.batch_job.results import EarlierResults, Results
 from tp_engine.api.batch_job.second_pass import LineRunner, ReadAhead, open_lines
 from tp_engine.api.batch_job.source import BatchInput
@@ -142,18 +142,20 @@ class BatchRun:
             with Results(output, errors, resume=self._batch.resume) as results:
                 if not self._check(source, results.earlier, self._check_request):
                     return BatchStatus.STOPPED
-                self._note_earlier()
+                survey = self._survey
+                if survey.num_left < survey.num_requests:
+                    num_done = survey.num_requests - survey.num_left
+                    logger.info("%d of %d lines have a result", num_done, survey.num_requests)
+                if survey.num_foreign:
+                    logger.warning("%d results belong to no line of the input; was it changed?", survey.num_foreign)
                 is_needed = self._survey.count(LineState.RUN) > 0
                 tell_ranks(is_needed)
                 return self._run_lines(source, results) if is_needed else self._write_errors(source, results)
 
     def finish(self, status: BatchStatus, error: BaseException | None = None) -> BatchSummary:
         """Write the summary to the log and to ``summary_file``, if there is one."""
-        summary = dataclasses.replace(
-            BatchSummary.of(self._batch, status, self._survey, self._tally, error),
-            elapsed_s=round(time.monotonic() - self._started_s, 3),
-            running_s=round(self._running_s, 3),
-        )
+        times_s = {"elapsed_s": time.monotonic() - self._started_s, "running_s": self._running_s}
+        summary = BatchSummary.of(self._batch, status, self._survey, self._tally, error, **times_s)
         if not isinstance(error, ConfigError):
             logger.info("%s: %s", self._batch.output_file or self._batch.input_file, summary.as_text())
         if self._batch.summary_file is not None:
@@ -188,19 +190,11 @@ class BatchRun:
             raise ConfigError(f"{num_bad} lines of {self._batch.input_file!r} are bad; with --strict nothing is run")
         return survey is not None
 
-    def _note_earlier(self) -> None:
-        survey = self._survey
-        if survey.num_left < survey.num_requests:
-            logger.info("%d of %d lines have a result", survey.num_requests - survey.num_left, survey.num_requests)
-        if survey.num_foreign:
-            logger.warning("%d results belong to no line of the input; was it changed?", survey.num_foreign)
-
     def _write_errors(self, source: BatchInput, results: Results) -> BatchStatus:
         """Write the results of the lines that are left, none of which can run."""
         with self._outcomes(results) as outcomes:
             for work in open_lines(source, self._survey, self._refuse):
-                assert work.result is not None
-                outcomes.put(work.ordinal, LineOutcome(work.result))
+                outcomes.put(work.ordinal, work)
         return BatchStatus.COMPLETED
 
     def _refuse(self, request: BatchRequest) -> PreparedBody:

@@ -15,18 +15,16 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tp_engine.api.batch_job.endpoints import ENDPOINTS, BatchPrompt, PlainPrompt, SearchedPrompt
-from tp_engine.api.batch_job.lines import BatchRequest, LineError, ResultLine, bad_line, read_line, repeated_line
-from tp_engine.api.batch_job.outcomes import LineOutcome, Outcomes
+from tp_engine.api.batch_job.lines import BatchRequest, LineError, bad_line, read_line, repeated_line
+from tp_engine.api.batch_job.outcomes import Outcomes, Work
 from tp_engine.api.batch_job.source import BatchInput
 from tp_engine.api.batch_job.survey import LineState, Survey
 from tp_engine.api.llm import LLM
 from tp_engine.api.openai.errors import sequence_error
 from tp_engine.api.openai.requests import PreparedBody
-from tp_engine.api.output_streams import Processed
 from tp_engine.closing import Closing
 from tp_engine.errors import RequestError
 from tp_engine.log import get_logger
-from tp_engine.outputs import RequestOutput
 
 logger = get_logger(__name__)
 
@@ -41,11 +39,10 @@ PrepareRequest: TypeAlias = Callable[[BatchRequest], PreparedBody]
 class _Running:
     """A line with requests in the engine; ``failure`` is the error that ended one of them, if any."""
 
-    ordinal: int
+    work: Work
     request: BatchRequest
     prepared: PreparedBody
     prompts: list[BatchPrompt]
-    num_bytes: int
     num_requests: int = 0
     failure: Exception | None = None
 
@@ -78,24 +75,22 @@ class LineRunner:
         while len(self._requests) < self._max_in_flight:
             work = self._next or self._lines.get(timeout_s=0.0 if self._requests else _IDLE_S)
             self._next = work
-            if work is None or not (self._has_room(work) and self._outcomes.has_room(work.ordinal)):
+            has_room = work is None or not self._requests or self._num_bytes + work.num_bytes <= self._max_bytes
+            if work is None or not (has_room and self._outcomes.has_room(work.ordinal)):
                 return
             self._next = None
             self._start(work)
 
-    def _has_room(self, work: Work) -> bool:
-        return not self._requests or self._num_bytes + work.num_bytes <= self._max_bytes
-
     def _start(self, work: Work) -> None:
         if work.result is not None:
-            self._outcomes.put(work.ordinal, LineOutcome(work.result))
+            self._outcomes.put(work.ordinal, work)
             return
         assert work.request is not None and work.prepared is not None
         decoder, prepared = self._llm.outputs.decoder, work.prepared
         prompts: list[BatchPrompt] = [PlainPrompt(request) for request in prepared.requests]
         prompts += [SearchedPrompt(search, decoder) for search in prepared.searches]
-        running = _Running(work.ordinal, work.request, prepared, prompts, work.num_bytes)
-        self._num_bytes += running.num_bytes
+        running = _Running(work, work.request, prepared, prompts)
+        self._num_bytes += work.num_bytes
         for prompt in prompts:
             self._submit(running, prompt)
         if running.failure is not None:
@@ -103,11 +98,21 @@ class LineRunner:
             self._llm.outputs.process(self._llm.engine.abort(started))
             for request_id in started:
                 del self._requests[request_id]
-            self._end(running, LineOutcome(work.request.failure(running.failure)))
+            self._end(running)
 
-    def _end(self, running: _Running, outcome: LineOutcome) -> None:
-        self._num_bytes -= running.num_bytes
-        self._outcomes.put(running.ordinal, outcome)
+    def _end(self, running: _Running) -> None:
+        work = running.work
+        if running.failure is not None:
+            work.result = running.request.failure(running.failure)
+        else:
+            work.outputs = [prompt.output for prompt in running.prompts if prompt.output is not None]
+            try:
+                work.result = running.request.result(200, running.prepared.answer(work.outputs))
+            except Exception as error:
+                logger.exception("the answer to %s can not be written: %s", running.request.line_id, error)
+                work.result = running.request.failure(error)
+        self._num_bytes -= work.num_bytes
+        self._outcomes.put(work.ordinal, work)
 
     def _submit(self, running: _Running, prompt: BatchPrompt) -> None:
         """Add the next requests of ``prompt`` to the engine, unless a request of this line has failed."""
@@ -125,48 +130,17 @@ class LineRunner:
         """Make one step of the engine and write the lines that it completes."""
         processed = self._llm.step()
         self._outcomes.step(processed.num_tokens)
-        self._note_errors(processed)
-        for output in processed.finished:
-            self._finish_prompt(output)
-
-    def _note_errors(self, processed: Processed) -> None:
         for update in processed.updates:
             if update.error is not None:
                 running, error = self._requests[update.request_id][0], sequence_error(update.error, update.error_code)
                 running.failure = running.prepared.named(error) if isinstance(error, RequestError) else error
-
-    def _finish_prompt(self, output: RequestOutput) -> None:
-        running, prompt = self._requests.pop(output.request_id)
-        running.num_requests -= 1
-        if running.failure is None and prompt.take(output):
-            self._submit(running, prompt)
-        if running.num_requests == 0:
-            self._end(running, self._result(running))
-
-    def _result(self, running: _Running) -> LineOutcome:
-        if running.failure is not None:
-            return LineOutcome(running.request.failure(running.failure))
-        outputs = [prompt.output for prompt in running.prompts if prompt.output is not None]
-        try:
-            body = running.prepared.answer(outputs)
-        except Exception as error:
-            logger.exception("the answer to %s can not be written: %s", running.request.line_id, error)
-            return LineOutcome(running.request.failure(error))
-        return LineOutcome(running.request.result(200, body), outputs)
-
-
-@dataclass(slots=True, kw_only=True)
-class Work:
-    """One open line, the ``ordinal``-th of the job: a ``request``, prepared, or already its ``result``.
-
-    ``num_bytes`` is the length of the line, and what the pixels of its images take.
-    """
-
-    ordinal: int
-    num_bytes: int
-    request: BatchRequest | None = None
-    prepared: PreparedBody | None = None
-    result: ResultLine | None = None
+        for output in processed.finished:
+            running, prompt = self._requests.pop(output.request_id)
+            running.num_requests -= 1
+            if running.failure is None and prompt.take(output):
+                self._submit(running, prompt)
+            if running.num_requests == 0:
+                self._end(running)
 
 
 def open_lines(source: BatchInput, survey: Survey, prepare: PrepareRequest) -> Iterator[Work]:
@@ -189,7 +163,7 @@ def open_lines(source: BatchInput, survey: Survey, prepare: PrepareRequest) -> I
 def _fill(work: Work, number: int, text: bytes | None, survey: Survey, prepare: PrepareRequest) -> None:
     try:
         if survey.states[number - 1] == LineState.REPEATED:
-            raise repeated_line(number, survey.first_line(number))
+            raise repeated_line(number, survey.first_lines[number])
         work.request = read_line(number, text, ENDPOINTS)
     except LineError as error:
         work.result = bad_line(number, text, error)

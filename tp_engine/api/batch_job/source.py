@@ -42,7 +42,7 @@ class BatchInput(Closing):
         if input_file != STANDARD_STREAM and Path(input_file).is_file():
             self._file: IO[bytes] = open_regular(Path(input_file))
         else:
-            self._file = _nameless(spool_folder)
+            self._file = tempfile.TemporaryFile(dir=spool_folder)  # noqa: SIM115 (closed by ``close``)
             if input_file == STANDARD_STREAM:
                 self.is_whole = _copy(sys.stdin.fileno(), self._file, stop_requested)
             else:
@@ -97,10 +97,6 @@ class BatchInput(Closing):
                 f"input_file is {self._name!r}, a gzipped file that is damaged after line {number} ({error}); create "
                 "it again"
             ) from None
-
-
-def _nameless(folder: Path | None) -> IO[bytes]:
-    return tempfile.TemporaryFile(dir=folder)
 
 
 def _copy(descriptor: int, target: IO[bytes], stop_requested: Callable[[], bool]) -> bool:

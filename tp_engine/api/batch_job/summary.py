@@ -120,9 +120,15 @@ class BatchSummary:
 
     @classmethod
     def of(
-        cls, batch: BatchConfig, status: BatchStatus, survey: Survey, tally: Tally, error: BaseException | None
+        cls,
+        batch: BatchConfig,
+        status: BatchStatus,
+        survey: Survey,
+        tally: Tally,
+        error: BaseException | None,
+        **times_s: float,
     ) -> BatchSummary:
-        """Return the sum of ``tally`` and of earlier runs; times are still 0."""
+        """Return the sum of ``tally`` and of earlier runs."""
         num_done, num_done_failed = survey.count(LineState.DONE), survey.count(LineState.DONE_FAILED)
         num_bad = survey.count(LineState.BAD, LineState.REPEATED)
         validated = status is BatchStatus.VALIDATED
@@ -143,6 +149,7 @@ class BatchSummary:
             completion_tokens=tally.completion_tokens,
             finish_reasons=dict(tally.finish_reasons),
             errors=dict(survey.problems if validated else tally.errors),
+            **{name: round(seconds, 3) for name, seconds in times_s.items()},
         )
 
     def write(self, path: Path) -> None:

@@ -23,9 +23,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from tp_engine.api.batch_job.config import InputShard
+from tp_engine.api.batch_job.config import takes_line
 from tp_engine.api.batch_job.endpoints import ENDPOINTS
 from tp_engine.api.batch_job.lines import BatchRequest, LineError, problem_code, read_line, repeated_line
 from tp_engine.api.batch_job.results import CustomIds, EarlierResults
@@ -38,7 +37,6 @@ MAX_REPORTED = 100
 _STOP_CHECK_LINES = 256
 
 CheckRequest: TypeAlias = Callable[[BatchRequest], object]
-LineNumbers: TypeAlias = npt.NDArray[np.int64]
 
 
 class LineState(enum.IntEnum):
@@ -57,14 +55,14 @@ class LineState(enum.IntEnum):
 class Survey:
     """``states[0]`` is the first line's; ``problems`` counts by code those of this shard's lines.
 
-    ``num_foreign`` results of earlier runs belong to no line.
+    ``num_foreign`` results of earlier runs belong to no line.  ``first_lines``: the number of a line that repeats a
+    ``custom_id`` -> that of the first line that has it.
     """
 
     states: bytearray = field(default_factory=bytearray)
     problems: Counter[str] = field(default_factory=Counter)
     num_foreign: int = 0
-    _repeated: LineNumbers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    _first: LineNumbers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    first_lines: dict[int, int] = field(default_factory=dict)
 
     def count(self, *states: LineState) -> int:
         """Number of lines in any of ``states``."""
@@ -80,36 +78,34 @@ class Survey:
         """Lines without a result."""
         return self.count(LineState.RUN, LineState.BAD, LineState.REPEATED)
 
-    def first_line(self, number: int) -> int:
-        """Return the first line with the ``custom_id`` of line ``number``, which is REPEATED."""
-        return int(self._first[np.searchsorted(self._repeated, number)])
-
-    def note_repeated(self, repeated: LineNumbers, first: LineNumbers) -> None:
-        """Remember the numbers of repeated lines, and for each the line that it repeats."""
-        order = np.argsort(repeated)
-        self._repeated, self._first = repeated[order], first[order]
+    def note_problem(self, number: int, error: Exception) -> None:
+        """Count the problem of line ``number``; the log has the first ones."""
+        if self.problems.total() < MAX_REPORTED:
+            logger.warning("line %d: %s", number, str(error).removeprefix(f"line {number} "))
+        self.problems[problem_code(error)] += 1
 
 
 def survey_lines(
     source: BatchInput,
     earlier: EarlierResults,
-    shard: InputShard,
+    shard: tuple[int, int],
     check: CheckRequest,
     *,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Survey | None:
     """Read the whole input once; ``check`` raises ``RequestError`` for a request that can not be served.
 
-    Logs the numbers of lines that are bad or repeat another.  None if a stop was requested before the end.
+    ``shard`` is ``BatchConfig.input_shard``.  Logs the numbers of lines that are bad or repeat another.  None if a stop
+    was requested before the end.
     """
     started_s = time.monotonic()
-    survey, ids, numbers, report = Survey(), CustomIds(), array("q"), _ProblemLog()
-    refused = np.unique(np.frombuffer(earlier.refused_lines, dtype=np.int64))
+    survey, ids, numbers = Survey(), CustomIds(), array("q")
+    refused = frozenset(earlier.refused_lines)
     for number, text in source.lines():
         survey.states.extend(bytes(number - 1 - len(survey.states)))  # ``lines`` skips blank ones
         if number % _STOP_CHECK_LINES == 0 and stop_requested():
             return None
-        state = LineState.RUN if shard.takes(number) else LineState.ELSEWHERE
+        state = LineState.RUN if takes_line(shard, number) else LineState.ELSEWHERE
         try:
             request = read_line(number, text, ENDPOINTS)
             ids.add(request.custom_id)
@@ -118,33 +114,25 @@ def survey_lines(
                 check(request)
         except Exception as error:
             if state is LineState.RUN:
-                is_done = isinstance(error, LineError) and _is_among(number, refused)
+                is_done = isinstance(error, LineError) and number in refused
                 state = LineState.DONE_FAILED if is_done else LineState.BAD
-                report.add(number, error)
+                survey.note_problem(number, error)
         survey.states.append(state)
-    _mark_repeated(survey, ids, numbers, refused, report)
+    _mark_repeated(survey, ids, numbers, refused)
     _mark_done(survey, ids, numbers, earlier)
-    survey.problems = report.counts
-    report.close()
+    if (num_more := survey.problems.total() - MAX_REPORTED) > 0:
+        logger.warning("%d more lines are bad", num_more)
     logger.info("checked %s lines in %.1f s", f"{len(survey.states):,}", time.monotonic() - started_s)
     return survey
 
 
-def _is_among(number: int, ordered: LineNumbers) -> bool:
-    place = np.searchsorted(ordered, number)
-    return bool(place < len(ordered) and ordered[place] == number)
-
-
-def _mark_repeated(
-    survey: Survey, ids: CustomIds, numbers: array[int], refused: LineNumbers, report: _ProblemLog
-) -> None:
-    positions, firsts = ids.repeated()
-    lines = np.frombuffer(numbers, dtype=np.int64)
-    survey.note_repeated(lines[positions], lines[firsts])
-    for number in map(int, np.sort(lines[positions])):
+def _mark_repeated(survey: Survey, ids: CustomIds, numbers: array[int], refused: frozenset[int]) -> None:
+    for position, first in sorted(zip(*(found.tolist() for found in ids.repeated()), strict=True)):
+        number = numbers[position]
+        survey.first_lines[number] = numbers[first]
         if survey.states[number - 1] != LineState.ELSEWHERE:
-            survey.states[number - 1] = LineState.DONE_FAILED if _is_among(number, refused) else LineState.REPEATED
-            report.add(number, repeated_line(number, survey.first_line(number)))
+            survey.states[number - 1] = LineState.DONE_FAILED if number in refused else LineState.REPEATED
+            survey.note_problem(number, repeated_line(number, numbers[first]))
 
 
 def _mark_done(survey: Survey, ids: CustomIds, numbers: array[int], earlier: EarlierResults) -> None:
@@ -157,19 +145,3 @@ def _mark_done(survey: Survey, ids: CustomIds, numbers: array[int], earlier: Ear
     survey.num_foreign = len(earlier.answered) - len(np.unique(positions))
     is_open = np.isin(states[places], (LineState.RUN, LineState.BAD))
     states[places[is_open]] = np.where(failed[positions[is_open]], LineState.DONE_FAILED, LineState.DONE)
-
-
-class _ProblemLog:
-    """Logs the first problems and counts all by code."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-
-    def add(self, number: int, error: Exception) -> None:
-        if self.counts.total() < MAX_REPORTED:
-            logger.warning("line %d: %s", number, str(error).removeprefix(f"line {number} "))
-        self.counts[problem_code(error)] += 1
-
-    def close(self) -> None:
-        if (num_more := self.counts.total() - MAX_REPORTED) > 0:
-            logger.warning("%d more lines are bad", num_more)

@@ -5,11 +5,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tp_engine.grammar.schema_types import OTHER_TYPE_NAMES, referenced, types_of
+from tp_engine.grammar.schema_types import allowed_types, types_of
 
 Types = frozenset[str]
 _STRING: Types = frozenset({"string"})
-_MAX_LOOKS = 64
 _MAX_PYTHON = 10_000
 
 
@@ -23,32 +22,12 @@ class ArgumentTypes:
         """Return the JSON types that argument ``key`` may have; None if the schema does not say."""
         properties = self._parameters.get("properties")
         schema = properties.get(key) if isinstance(properties, Mapping) else None
-        return self._types(schema, set())
+        return allowed_types(schema, self._parameters) or None
 
     def lacks(self, key: str) -> bool:
         """Return whether the schema names arguments, and ``key`` is none of them."""
         properties = self._parameters.get("properties")
         return isinstance(properties, Mapping) and bool(properties) and key not in properties
-
-    def _types(self, schema: object, seen: set[int]) -> Types | None:
-        if not isinstance(schema, Mapping) or id(schema) in seen or len(seen) > _MAX_LOOKS:
-            return None
-        seen.add(id(schema))
-        given = schema.get("type")
-        if isinstance(given, (str, list)):
-            names = [given] if isinstance(given, str) else [name for name in given if isinstance(name, str)]
-            return frozenset(OTHER_TYPE_NAMES.get(name.lower(), name.lower()) for name in names) or None
-        if isinstance(schema.get("$ref"), str):
-            return self._types(referenced(self._parameters, schema["$ref"]), seen)
-        if "const" in schema or isinstance(schema.get("enum"), list):
-            values = [schema["const"]] if "const" in schema else schema["enum"]
-            return frozenset(name for value in values for name in types_of(value)) or None
-        for keyword in ("anyOf", "oneOf", "allOf"):
-            if isinstance(schema.get(keyword), list):
-                found = [self._types(one, seen) for one in schema[keyword]]
-                known = frozenset(name for types in found for name in types or ())
-                return known or None if keyword == "allOf" or None not in found else None
-        return None
 
 
 def is_text(types: Types | None) -> bool:

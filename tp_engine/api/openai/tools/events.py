@@ -9,7 +9,8 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from tp_engine.api.openai.tools.forced_arguments import JSON, ArgumentForm
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from tp_engine.api.openai.tools.request import ToolRequest  # pydantic, which options are read without
     from tp_engine.structured_outputs import StructuredOutputsParams
 
-_CONTENT, _REASONING = -1, -2
 # Names of functions that every format's reader takes.
 _NAME = re.compile(r"[^\W\d][\w.\-]*")
 
@@ -196,21 +196,18 @@ class EventSink:
     def __init__(self, new_call_id: NewCallId = openai_call_id) -> None:
         self._new_call_id = new_call_id
         self._events: list[ChatEvent] = []
-        self._pieces: list[str] = []
-        self._kind = _CONTENT  # of the pieces: one of the two below 0, or the call whose arguments they are
         self.num_calls = 0
 
     def content(self, text: str) -> None:
         """Add text of the answer."""
-        self._add(text, _CONTENT)
+        self._events.append(ContentText(text))
 
     def reasoning(self, text: str) -> None:
         """Add text of the reasoning."""
-        self._add(text, _REASONING)
+        self._events.append(ReasoningText(text))
 
     def start_call(self, name: str) -> int:
         """Begin the next call; returns its index."""
-        self._settle()
         index = self.num_calls
         self.num_calls += 1
         self._events.append(CallStarted(index, self._new_call_id(name), name))
@@ -218,29 +215,18 @@ class EventSink:
 
     def arguments(self, index: int, text: str) -> None:
         """Add to the arguments of call ``index``."""
-        self._add(text, index)
+        self._events.append(CallArguments(index, text))
 
     def take(self) -> list[ChatEvent]:
         """Return the events since the last time."""
-        self._settle()
-        events, self._events = self._events, []
-        return events
-
-    def _add(self, text: str, kind: int) -> None:
-        if not text:
-            return
-        if kind != self._kind:
-            self._settle()
-            self._kind = kind
-        self._pieces.append(text)
-
-    def _settle(self) -> None:
-        if not self._pieces:
-            return
-        text, self._pieces = "".join(self._pieces), []
-        if self._kind == _CONTENT:
-            self._events.append(ContentText(text))
-        elif self._kind == _REASONING:
-            self._events.append(ReasoningText(text))
-        else:
-            self._events.append(CallArguments(self._kind, text))
+        given, self._events = self._events, []
+        if len(given) == 1 and not isinstance(given[0], CallStarted):  # as most are
+            return given if given[0].text else []
+        found: list[ChatEvent] = []
+        for _, alike in groupby(given, key=lambda one: (type(one), getattr(one, "index", None))):
+            first, *others = alike
+            if isinstance(first, CallStarted):
+                found.append(first)
+            elif text := first.text + "".join([one.text for one in others if not isinstance(one, CallStarted)]):
+                found.append(replace(first, text=text))
+        return found

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tp_engine.grammar.library import inner_schema
+from tp_engine.grammar.schema import NOTES, is_any, without_notes
 from tp_engine.grammar.schema_types import referenced
 
 if TYPE_CHECKING:
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
     from tp_engine.structured_outputs import StructuredOutputsParams
 
 _Schema = Mapping[str, Any]
-# Keywords that assert nothing, and those that these forms keep in an object.
-_NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"})
-_OF_OBJECTS = _NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
-_OF_TEXTS = _NOTES | {"type", "enum", "const", "minLength", "maxLength"}
+# Keywords that these forms keep in an object.
+_OF_OBJECTS = NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+_OF_TEXTS = NOTES | {"type", "enum", "const", "minLength", "maxLength"}
 _DEFINITIONS = ("$defs", "definitions")
 _REFERENCE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
 _KEY = re.compile(r"[^\W\d][\w.\-]*")
+_ANY: tuple[_Schema, ...] = tuple({"type": kind} for kind in ("string", "number", "boolean", "null"))
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _NOTHING = '""'
 # Words in the text of a form, and the terminals that they stand for.
@@ -64,11 +65,12 @@ class FormWriting:
         """Return ``text``, in which NAME is ``name``, and each of ``WORDS`` a terminal."""
         pieces = "|".join(map(re.escape, (*sorted(self.marks, key=len, reverse=True), *WORDS)))
         parts = filter(None, re.split(f"({pieces})", text))
-        return " ".join(self._part(part, name) for part in parts) or _NOTHING
+        written = (part if part in WORDS else self.tokens.mark(part.replace("NAME", name)) for part in parts)
+        return " ".join(written) or _NOTHING
 
     def json(self, schema: Any, root: _Schema) -> str:
         """Return the name of a rule: JSON that follows ``schema``, a part of ``root``."""
-        found = {"enum": []} if schema is False else {} if schema is True else _asserting(schema)
+        found = {"enum": []} if schema is False else {} if schema is True else without_notes(schema)
         if '"$ref"' in json.dumps(found):
             found = {**{name: root[name] for name in _DEFINITIONS if name in root}, **found}
         return self.shared(
@@ -88,9 +90,6 @@ class FormWriting:
             name = self._names[key] = f"value_{len(self._names)}"
             self.rules.extend(made(name))
         return self._names[key]
-
-    def _part(self, part: str, name: str) -> str:
-        return part if part in WORDS else self.tokens.mark(part.replace("NAME", name))
 
     def _until(self, name: str, text: str, end: str, stops: Sequence[str]) -> list[str]:
         if any(self.tokens.is_special(mark) for mark in self.marks if mark in end):  # which no text can have
@@ -220,7 +219,7 @@ class LiteralArguments(ArgumentForm):
                 found = _properties(schema)
                 return found is not None and all(self._fits(one.schema, root, seen, depth + 1) for one in found)
             case "array":
-                is_plain = schema.keys() <= _NOTES | {"type", "items", "minItems"}
+                is_plain = schema.keys() <= NOTES | {"type", "items", "minItems"}
                 is_any = not isinstance(schema.get("minItems", 0), int) or schema.get("minItems", 0) > 1
                 return is_plain and not is_any and self._fits(schema.get("items", True), root, seen, depth + 1)
         return True
@@ -260,13 +259,13 @@ class _LiteralRules:
 
     def _value(self, schema: Any) -> str:
         """Return the name of the rule of a value; values that are alike share it, unless they refer to other parts."""
-        key = json.dumps(schema) if not isinstance(schema, Mapping) else json.dumps(_asserting(schema))
+        key = json.dumps(schema) if not isinstance(schema, Mapping) else json.dumps(without_notes(schema))
         return self._writing.shared(
             ("value", key, str(id(self._root)) if '"$ref"' in key else ""), lambda name: self._of_value(name, schema)
         )
 
     def _of_value(self, rule: str, schema: Any) -> list[str]:
-        is_one = not self._form.quote and _is_any(schema)
+        is_one = not self._form.quote and is_any(schema)
         branches = [schema] if is_one else _branches(schema, self._root) or [schema]
         before, self._made = self._made, []
         ways = [self._branch(f"{rule}_v{number}", one) for number, one in enumerate(branches)]
@@ -320,7 +319,7 @@ def _properties(schema: _Schema) -> list[_Property] | None:
 
 def _kind(schema: Any, root: _Schema) -> _ValueForm | None:
     """How a value of ``schema`` is written between marks; None if the format's reader could take it for another."""
-    if _is_any(schema):
+    if is_any(schema):
         return _FREE
     if _REFERENCE.search(json.dumps(schema)):
         return None
@@ -342,11 +341,11 @@ def _branches(schema: Any, root: _Schema) -> list[_Schema] | None:
     open_ones = [(schema, 0)]
     while open_ones:
         one, depth = open_ones.pop()
-        if _is_any(one):
+        if is_any(one):
             return None if depth else list(_ANY)
         if not isinstance(one, Mapping) or depth > _MAX_DEPTH or len(found) > _MAX_CHOICES:
             return None
-        kinds, inner = one.get("type"), one.keys() - _NOTES
+        kinds, inner = one.get("type"), one.keys() - NOTES
         values = one.get("enum") if "const" not in one else [one["const"]]
         if inner == {"$ref"}:
             open_ones.append((referenced(root, str(one["$ref"])), depth + 1))
@@ -364,22 +363,6 @@ def _branches(schema: Any, root: _Schema) -> list[_Schema] | None:
         else:
             return None
     return found
-
-
-def _any_branches() -> Iterator[_Schema]:
-    for kind in ("string", "number", "boolean", "null"):
-        yield {"type": kind}
-
-
-_ANY = tuple(_any_branches())
-
-
-def _is_any(schema: Any) -> bool:
-    return schema is True or (isinstance(schema, Mapping) and not schema.keys() - _NOTES)
-
-
-def _asserting(schema: _Schema) -> dict[str, Any]:
-    return {name: value for name, value in schema.items() if name not in _NOTES}
 
 
 def _text(schema: _Schema) -> str | None:

@@ -49,12 +49,13 @@ class ToolRequest:
                 f"tool_choice names the function {name[:_MAX_NAME]!r}, which is not among the tools",
                 param="tool_choice",
             )
+        earlier = (message.get("tool_calls") for message in body.messages)
         return cls(
             tools=tools,
             choice=choice,
             name=name,
             several=body.parallel_tool_calls is not False,
-            num_earlier_calls=sum(map(_num_calls, body.messages)),
+            num_earlier_calls=sum(len(calls) for calls in earlier if isinstance(calls, list)),
         )
 
     @property
@@ -96,11 +97,6 @@ class ToolRequest:
             **({} if self.several else {"maxItems": 1}),
             "items": calls,
         }
-
-
-def _num_calls(message: Mapping[str, Any]) -> int:
-    calls = message.get("tool_calls")
-    return len(calls) if isinstance(calls, list) else 0
 
 
 def _tool(where: str, tool: object) -> Mapping[str, Any]:
