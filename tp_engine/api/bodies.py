@@ -13,7 +13,7 @@ from tp_engine.api.openai.protocol import ChatBody, CompletionBody
 from tp_engine.api.openai.requests import PreparedBody, prepare
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.api.openai.responses_api.requests import prepare_response
-from tp_engine.api.openai.sampling import completion_prompts
+from tp_engine.api.openai.sampling import listed_prompts
 from tp_engine.images.sources import WITH_PARTS, has_image_part
 
 Body: TypeAlias = ChatBody | CompletionBody | ResponsesBody | MessagesBody | AnyPooledBody
@@ -24,7 +24,7 @@ def num_prompts(body: Body) -> tuple[int, str]:
     them."""
     match body:
         case CompletionBody():
-            return len(completion_prompts(body)), "prompt"
+            return len(listed_prompts("prompt", body.prompt)), "prompt"
         case InputBody(input=given):
             is_one = not isinstance(given, list) or (len(given) > 0 and isinstance(given[0], int))
             return 1 if is_one else len(given or ()), "input"

@@ -11,7 +11,7 @@ import pytest
 from tp_engine.api.openai.answer_shape import AnswerShape
 from tp_engine.api.openai.errors import HttpError, describe_error
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody, parse_body
-from tp_engine.api.openai.sampling import chat_params, completion_params, completion_prompts
+from tp_engine.api.openai.sampling import chat_params, completion_params, listed_prompts
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from tp_engine.sampling_params import SamplingParams
@@ -95,7 +95,7 @@ def test_max_completion_tokens_is_the_newer_name() -> None:
 )
 def test_prompt_forms(prompt: Any, prompts: list[Any]) -> None:
     """Oracle: the four forms of the OpenAI reference."""
-    assert completion_prompts(completion(prompt=prompt)) == prompts
+    assert listed_prompts("prompt", completion(prompt=prompt).prompt) == prompts
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_completion_refusals(fields: dict[str, Any], param: str, words: list[str
     """Oracle: the parameter's name and the words of the message."""
     with pytest.raises(RequestError) as caught:
         body = completion(**fields)
-        completion_prompts(body)
+        listed_prompts("prompt", body.prompt)
         completion_params(body)
     assert caught.value.param == param
     for word in words:

@@ -16,7 +16,7 @@ from tp_engine.api.openai.protocol import ChatBody, CompletionBody, parse_body
 from tp_engine.api.openai.requests import PreparedBody
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.api.openai.responses_api.requests import NAMES, chat_body
-from tp_engine.api.openai.sampling import beam_search_params, chat_params, completion_params, completion_prompts
+from tp_engine.api.openai.sampling import beam_search_params, chat_params, completion_params, listed_prompts
 from tp_engine.api.openai.structured import named_refusal
 from tp_engine.closing import Closing
 from tp_engine.engine.tokenizer import TokenDecoder
@@ -122,7 +122,7 @@ def _parse(request: BatchRequest, model_names: Sequence[str]) -> Body:
 
 def _check_generation(body: ChatBody | CompletionBody, grammars: GrammarTrials) -> None:
     if isinstance(body, CompletionBody):
-        completion_prompts(body)
+        listed_prompts("prompt", body.prompt)
     if body.use_beam_search:
         beam_search_params(body, context_tokens=1)
         return

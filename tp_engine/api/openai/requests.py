@@ -17,8 +17,8 @@ from tp_engine.api.openai.sampling import (
     beam_search_params,
     chat_params,
     completion_params,
-    completion_prompts,
     fields_of,
+    listed_prompts,
     max_output_tokens,
     num_top_logprobs,
 )
@@ -190,7 +190,7 @@ def _inputs(
     """The shape of the answer, the prompts, and the texts to repeat before the answers."""
     shape = AnswerShape.of(body, model)
     if not isinstance(body, ChatBody):
-        prompts = list(completion_prompts(body))
+        prompts = listed_prompts("prompt", body.prompt)
         return shape, prompts, _echoes(body, prompts, processor)
     prompt = chat_prompt(body, processor)
     if prompt.images and body.use_beam_search:

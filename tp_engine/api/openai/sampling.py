@@ -34,6 +34,7 @@ _NOT_IN_BEAM_SEARCH = (
 
 # Fields of vLLM whose silent absence would change answers: what stands for none, and what to do instead.
 _NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "suffix": ((None, ""), "put the text into the prompt"),
     "logprob_token_ids": (
         (None, []),
         "ask for logprobs -1 of a server with --max-logprobs -1, and read those of the tokens",
@@ -48,7 +49,6 @@ _NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 def completion_params(body: CompletionBody, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
     """Sampling of a completion; ``defaults`` (the model's own) are for fields that the request does not set."""
-    _refuse_suffix(body)
     _refuse_what_is_not_here(body)
     echoes_logprobs = body.echo and body.logprobs is not None
     if body.max_tokens == 0 and not body.echo:
@@ -108,7 +108,6 @@ def beam_search_params(body: CompletionBody | ChatBody, context_tokens: int) -> 
             raise RequestError("tool_choice is not supported with use_beam_search; leave it out", param="tool_choice")
         limit = max_output_tokens(body)
     else:
-        _refuse_suffix(body)
         if body.echo and body.logprobs is not None:
             raise RequestError("echo with logprobs is not supported with use_beam_search", param="echo")
         width = n if body.best_of is None else body.best_of
@@ -133,11 +132,6 @@ def num_top_logprobs(body: CompletionBody | ChatBody) -> int | None:
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
-
-
-def completion_prompts(body: CompletionBody) -> list[str | list[int]]:
-    """Return the prompts of a completion, each text or token ids."""
-    return listed_prompts("prompt", body.prompt)
 
 
 def listed_prompts(param: str, given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
@@ -190,10 +184,5 @@ def _refuse_in_beam_search(body: GenerationBody) -> None:
 
 def _refuse_what_is_not_here(body: GenerationBody) -> None:
     for name, (neutral, remedy) in _NOT_HERE.items():
-        if getattr(body, name) not in neutral:
+        if name in type(body).model_fields and getattr(body, name) not in neutral:
             raise RequestError(f"{name} is not supported; {remedy}", param=name)
-
-
-def _refuse_suffix(body: CompletionBody) -> None:
-    if body.suffix:
-        raise RequestError("suffix is not supported; put the text into the prompt", param="suffix")

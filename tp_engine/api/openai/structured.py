@@ -37,10 +37,13 @@ _GUIDED = {
 
 def structured_outputs_of(body: GenerationBody) -> StructuredOutputsParams | None:
     """Return the constraint that a body asks for; None for free text.  Raises ``RequestError`` if it asks for two."""
+    guided = {name: value for name in _GUIDED if (value := getattr(body, name)) is not None}
     found = {
         "response_format": _of_response_format(body.response_format),
         "structured_outputs": _of_structured_outputs(body.structured_outputs),
-        "guided_*": _of_guided(body),
+        "guided_*": _named(next(iter(guided)), **{_GUIDED[one]: value for one, value in guided.items()})
+        if guided
+        else None,
     }
     given = {name: value for name, value in found.items() if value is not None}
     if len(given) > 1:
@@ -104,13 +107,6 @@ def _of_structured_outputs(wanted: Mapping[str, Any] | None) -> StructuredOutput
             param="structured_outputs",
         )
     return _named("structured_outputs", **given) if given else None
-
-
-def _of_guided(body: GenerationBody) -> StructuredOutputsParams | None:
-    given = {name: value for name in _GUIDED if (value := getattr(body, name)) is not None}
-    if not given:
-        return None
-    return _named(next(iter(given)), **{_GUIDED[name]: value for name, value in given.items()})
 
 
 def _named(field: str, **given: Any) -> StructuredOutputsParams:

@@ -149,7 +149,8 @@ class _Probes:
         takes_text, takes_parts = False, []
         for place, tools in itertools.product(self._places(role), (None, [_TOOL])):
             text, one = (self._shown(role, content, place, tools) for content in (_FIRST, [_part(_FIRST)]))
-            shows_text, shows_part = _FIRST in text, _FIRST in one and not _prints_parts(one)
+            are_printed = any(_PRINTED_PART.search(one[: found.start()]) for found in re.finditer(_FIRST, one))
+            shows_text, shows_part = _FIRST in text, _FIRST in one and not are_printed
             if not shows_text and not shows_part:
                 continue
             takes_text |= shows_text
@@ -216,10 +217,6 @@ class _Probes:
             return self._template.render(variables, deadline_s=self._deadline_s)
         except (TemplateRefusal, RecursionError):
             return ""
-
-
-def _prints_parts(prompt: str) -> bool:
-    return any(_PRINTED_PART.search(prompt[: found.start()]) for found in re.finditer(_FIRST, prompt))
 
 
 def _call(arguments: Any) -> dict[str, Any]:

@@ -95,17 +95,14 @@ def images_behind_tools(messages: Sequence[Mapping[str, Any]]) -> list[dict[str,
             texts = [part["text"] for part in content if part["type"] == "text"]
             message["content"] = "\n".join(texts) or "[image]"
         elif message.get("role") == "user" and images:  # templates want no two of the user in a row
-            message["content"] = [*images, *(content if isinstance(content, list) else [_text_part(content)])]
+            texts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            message["content"] = [*images, *texts]
             images = []
         elif message.get("role") != "tool" and images:
             moved.append({"role": "user", "content": images})
             images = []
         moved.append(message)
     return moved[:-1] if had_images else None
-
-
-def _text_part(text: Any) -> dict[str, Any]:
-    return {"type": "text", "text": text}
 
 
 def _write_calls(messages: Sequence[dict[str, Any]], takes: TemplateCapabilities, calls_format: ToolFormat) -> None:
@@ -199,7 +196,9 @@ def _normal_message(where: str, message: object, *, takes_images: bool) -> dict[
     takes_images = takes_images and role != "assistant"
     normal["content"] = _content(where, role, normal.get("content"), takes_images)
     if calls := normal.pop("tool_calls", None):
-        normal["tool_calls"] = _tool_calls(f"{where}.tool_calls", calls)
+        if not isinstance(calls, (list, tuple)):
+            raise RequestError(f"{where}.tool_calls must be a list of calls", param="messages")
+        normal["tool_calls"] = [_tool_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls)]
     reasoning = normal.get("reasoning_content", normal.get("reasoning", _thinking(message.get("content"))))
     if reasoning is not None:
         normal["reasoning_content"] = reasoning
@@ -253,12 +252,6 @@ def omitted(kind: str) -> str:
         logger, "parts of the type %s in tools' answers are left out: the model reads text", shown(kind, _MAX_SHOWN)
     )
     return f"[{kind[:_MAX_SHOWN].removeprefix('input_').removesuffix('_url')} omitted]"
-
-
-def _tool_calls(where: str, calls: object) -> list[dict[str, Any]]:
-    if not isinstance(calls, (list, tuple)):
-        raise RequestError(f"{where} must be a list of calls", param="messages")
-    return [_tool_call(f"{where}[{index}]", call) for index, call in enumerate(calls)]
 
 
 def _tool_call(where: str, call: object) -> dict[str, Any]:

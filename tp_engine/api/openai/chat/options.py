@@ -35,13 +35,6 @@ class TemplateOptions:
         choices=CONTENT_FORMATS,
     )
 
-    def check_template(self) -> None:
-        """Raise ``ConfigError`` for a template that can not be used."""
-        if self.template_text is not None:
-            from tp_engine.api.openai.chat.template import ChatTemplate  # Jinja, which most starts do not need
-
-            ChatTemplate(self.template_text)
-
     @property
     def template_text(self) -> str | None:
         """``chat_template``, or the text of the file that it names; None: the model's.  Raises ``ConfigError``."""
@@ -97,7 +90,10 @@ class ChatOptions(TemplateOptions):
     def check_chat_options(self) -> None:
         """Raise ``ConfigError`` for values that can not be served; checks all fields of the configuration."""
         check_fields(self)
-        self.check_template()
+        if self.template_text is not None:
+            from tp_engine.api.openai.chat.template import ChatTemplate  # Jinja, which most starts do not need
+
+            ChatTemplate(self.template_text)
 
 
 _Formats: TypeAlias = Mapping[str, ToolFormat] | Mapping[str, ReasoningFormat]

@@ -161,7 +161,9 @@ class ChatFormat:
     def _source(self, *, with_tools: bool) -> str | None:
         """The text of the template of chats that bring none."""
         own = getattr(self._tokenizer, "chat_template", None)
-        return self._served_text or _default_template(own, with_tools=with_tools)
+        if isinstance(own, Mapping):  # the one named for tools, or the default
+            own = (own.get("tool_use") if with_tools else None) or own.get("default")
+        return self._served_text or own
 
     def _probe(self, text: str) -> tuple[ChatTemplate, TemplateCapabilities]:
         try:
@@ -185,13 +187,6 @@ def _begins_or_continues(given: dict[str, Any]) -> tuple[bool, bool]:
             param="continue_final_message",
         )
     return not continues if begins is None else bool(begins), continues
-
-
-def _default_template(own: str | Mapping[str, str] | None, *, with_tools: bool) -> str | None:
-    """The tokenizer's template; of several, the one named for tools, or the default."""
-    if isinstance(own, Mapping):
-        return (own.get("tool_use") if with_tools else None) or own.get("default")
-    return own
 
 
 def _render(template: ChatTemplate, variables: Mapping[str, Any]) -> str:

@@ -80,6 +80,9 @@ class ResponseShape:
 
     def _response(self, status: str, items: list[JsonObject], usage: JsonObject | None) -> JsonObject:
         body = self.body
+        text: JsonObject = {"format": (body.text and body.text.format) or {"type": "text"}}
+        if body.text is not None and body.text.verbosity is not None:
+            text["verbosity"] = body.text.verbosity
         return {
             "id": self.response_id,
             "object": "response",
@@ -99,7 +102,7 @@ class ResponseShape:
             "previous_response_id": None,
             "background": False,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
-            "text": _text_options(body),
+            "text": text,
             "tools": body.tools or [],
             "tool_choice": body.tool_choice or "auto",
             "temperature": self.temperature,
@@ -125,13 +128,6 @@ def response_usage(usage: Mapping[str, Any]) -> JsonObject:
         "output_tokens_details": {"reasoning_tokens": completion_details.get("reasoning_tokens", 0)},
         "total_tokens": usage["total_tokens"],
     }
-
-
-def _text_options(body: ResponsesBody) -> JsonObject:
-    options: JsonObject = {"format": (body.text and body.text.format) or {"type": "text"}}
-    if body.text is not None and body.text.verbosity is not None:
-        options["verbosity"] = body.text.verbosity
-    return options
 
 
 def whole_response(shape: ResponseShape, chat: Mapping[str, Any]) -> JsonObject:

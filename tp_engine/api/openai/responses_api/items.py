@@ -91,8 +91,10 @@ def _add_item(messages: Messages, where: str, item: Item, *, takes_images: bool)
     elif kind in _OUTPUTS:
         output = item.get("output")
         output, place = _OUTPUTS[kind] if output is None else output, f"{where}.output"
-        answer = _parts(place, output, _output_part) if takes_images and _has_image(output) else None
-        content = _output_text(place, output) if answer is None else answer
+        answer: Any = _parts(place, output, _output_part) if takes_images and _has_image(output) else None
+        if answer is None and isinstance(output, list):  # a note stands for a picture or a file
+            answer = "".join(_output_part(f"{place}[{number}]", part) for number, part in enumerate(output))
+        content = _text(place, output) if answer is None else answer
         messages.append({"role": "tool", "tool_call_id": _call_id(where, item), "content": content})
     elif kind == "reasoning":
         text = _text(f"{where}.content", item.get("content") or item.get("summary") or "")
@@ -116,23 +118,18 @@ def _function_call(where: str, item: Item) -> tuple[str, Any]:
     return name if namespace is None else flat_name(namespace, name), item.get("arguments")
 
 
-def _custom_tool_call(where: str, item: Item) -> tuple[str, Any]:
-    return _string(where, item, "name"), custom_arguments(_string(where, item, "input"))
-
-
 def _built_in(name: str, field: str) -> Callable[[str, Item], tuple[str, Any]]:
     """The call of a tool that OpenAI defines and the client runs: the tool's name, and ``field`` as its arguments."""
-
-    def read(where: str, item: Item) -> tuple[str, Any]:
-        return name, json.dumps(item.get(field) or {}, ensure_ascii=False)
-
-    return read
+    return lambda where, item: (name, json.dumps(item.get(field) or {}, ensure_ascii=False))
 
 
 # The kind of a call -> the name of the function in the chat, and its arguments as the client sent them.
 _CALLS: Mapping[str, Callable[[str, Item], tuple[str, Any]]] = {
     "function_call": _function_call,
-    "custom_tool_call": _custom_tool_call,
+    "custom_tool_call": lambda where, item: (
+        _string(where, item, "name"),
+        custom_arguments(_string(where, item, "input")),
+    ),
     "local_shell_call": _built_in("local_shell", "action"),
     "shell_call": _built_in("shell", "action"),
     "apply_patch_call": _built_in("apply_patch", "operation"),
@@ -190,14 +187,8 @@ def _text(where: str, content: object) -> str:
     return "".join(_part_text(f"{where}[{number}]", part) for number, part in enumerate(content))
 
 
-def _output_text(where: str, output: object) -> str:
-    """What a tool answered.  A note stands for a picture or a file, which would else end the conversation for good."""
-    if not isinstance(output, list):
-        return _text(where, output)
-    return "".join(_output_part(f"{where}[{number}]", part) for number, part in enumerate(output))
-
-
 def _output_part(where: str, part: object) -> str:
+    """A part of what a tool answered.  A note stands for a picture, which would else end the conversation for good."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if isinstance(part, Mapping) and kind is None:  # of a shell: {"stdout": ..., "stderr": ..., "outcome": ...}
         return json.dumps(part, ensure_ascii=False)

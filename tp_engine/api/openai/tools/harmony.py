@@ -119,22 +119,14 @@ class HarmonyParser(TextParser, MessageParser):
             return False
         header, self._pending = self._pending[:place], self._pending[place + len(MESSAGE) :]
         channel, recipient = _last(_CHANNEL_NAME, header), _last(_RECIPIENT, header)
-        name = self._wanted_call(recipient)
-        if name:
-            self._call = self._sink.start_call(name)
+        is_function = recipient.startswith(_FUNCTIONS)
+        if self._names is not None and (is_function or recipient in self._names):
+            self._call = self._sink.start_call(recipient.removeprefix(_FUNCTIONS) if is_function else recipient)
             self._begin(_MessageKind.CALL)
         else:
             to_user = channel == "final" or not (recipient or channel == "analysis")
             self._begin(_MessageKind.CONTENT if to_user else _MessageKind.REASONING)
         return True
-
-    def _wanted_call(self, recipient: str) -> str:
-        """The function that a message calls; empty for another message, and for a call that is not wanted."""
-        if self._names is None:
-            return ""
-        if recipient.startswith(_FUNCTIONS):
-            return recipient.removeprefix(_FUNCTIONS)
-        return recipient if recipient in self._names else ""
 
     def _begin(self, kind: _MessageKind) -> None:
         self._state, self._kind, self._is_empty = self._read_text, kind, True

@@ -114,17 +114,13 @@ class LiteralReader:
         """
         self._next()
         key = self._key()
-        value = self._typed(types, name if key is None else key)
+        if self._language.bare_texts and self._next() not in OPENING and self._quote() is None:
+            value = json_value(self._bare(), types.of(name if key is None else key))  # a word, by the tool's schema
+        else:
+            value = json.dumps(self._value(), ensure_ascii=False, allow_nan=False)
         if self._next():
             raise ValueError("more than one value")
         return key, value
-
-    def _typed(self, types: ArgumentTypes, key: str) -> str:
-        """The JSON text of an argument; a bare word is read by the tool's schema."""
-        char = self._next()
-        if self._language.bare_texts and char not in OPENING and self._quote() is None:
-            return json_value(self._bare(), types.of(key))
-        return json.dumps(self._value(), ensure_ascii=False, allow_nan=False)
 
     def _next(self) -> str:
         """The next character that is no white space; empty at the end."""

@@ -29,7 +29,6 @@ _WRAPPERS = ("arguments", "input")
 _QUOTES = "\"'"
 # A key in quotes, and an attribute that tells whether its value is text.
 _QUOTED_KEY = re.compile(r"""\s*(["'])([^"']*)\1\s+string=["']?(\w*)""")
-_SPACE = re.compile(r"\s*")
 _MAX_NAME = 256
 
 
@@ -288,8 +287,9 @@ class MarkedCallsParser(TextParser):
             place, mark = found
             if mark == marks.value_end or mark in marks.value_breaks:
                 return place, len(mark) if mark == marks.value_end else 0
-            if mark == marks.key:
-                is_end: bool | None = self._begins_key(place)
+            if mark == marks.key:  # the next argument begins here if the closing mark of this one is missing
+                is_first = place == 0 and not self._has_begun
+                is_end: bool | None = not self._on_own_lines or is_first or text[:place].endswith("\n")
             else:
                 is_end = self._ends_call(place + len(mark), marks.behind(mark))
             if is_end:
@@ -309,16 +309,9 @@ class MarkedCallsParser(TextParser):
                 end = len(text) - len(mark)
         return end
 
-    def _begins_key(self, place: int) -> bool:
-        """Whether the next argument begins at ``place``, so that the closing mark of this one is missing."""
-        is_first = place == 0 and not self._has_begun
-        return not self._on_own_lines or is_first or self._pending[:place].endswith("\n")
-
     def _ends_call(self, place: int, marks: tuple[str, ...]) -> bool | None:
         """Whether one of ``marks`` follows at ``place``; None if that is not known yet."""
-        found = _SPACE.match(self._pending, place)
-        start = place if found is None else found.end()
-        rest = self._pending[start : start + max(map(len, marks))]
+        rest = self._pending[place:].lstrip()
         return True if rest.startswith(marks) else None if any(mark.startswith(rest) for mark in marks) else False
 
     def _end_value(self, text: str, *, is_closed: bool) -> None:
