@@ -73,7 +73,8 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
     kv_dtype = dtype if question.kv_cache_dtype == "auto" else question.kv_cache_dtype
     utilization = question.gpu_memory_utilization or hardware.utilization
     block_size = question.block_size or choose_block_size(workload.lengths)
-    num_batched_tokens = max(workload.step_tokens, num_sequences + _whole_image(model))
+    whole_image = 0 if model.vision is None or not model.vision.is_bidirectional else model.vision.most_rows
+    num_batched_tokens = max(workload.step_tokens, num_sequences + whole_image)  # such an image is computed in one step
     weights, active = (
         local_weight_bytes(model, world_size, dtype=dtype, quantization=question.quantization, active_only=active_only)
         for active_only in (False, True)
@@ -138,11 +139,6 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
         reasons=_reasons(question, capacity, concurrency, block_bytes),
         problems=problems,
     )
-
-
-def _whole_image(model: ModelSpec) -> int:
-    """Tokens of an image that must be computed in one step."""
-    return 0 if model.vision is None or not model.vision.is_bidirectional else model.vision.most_rows
 
 
 def _concurrency(workload: Workload, capacity: KvCapacity, num_blocks: int, blocks_of_state: float) -> float:

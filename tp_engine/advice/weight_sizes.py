@@ -207,10 +207,6 @@ def _products_of_delta(hidden: int, delta: GatedDeltaNetSpec, world_size: int) -
     ]
 
 
-def _others_of_delta(own: StateKind) -> int:
-    return own.taps * own.num_channels + 2 * own.num_value_heads + own.value_dim
-
-
 def _products_of_short_conv(hidden: int, conv: ShortConvSpec, world_size: int) -> list[_Product]:
     own = conv.num_channels // world_size
     return [
@@ -229,10 +225,6 @@ def _products_of_mamba2(hidden: int, mamba: Mamba2Spec, world_size: int) -> list
     ]
 
 
-def _others_of_mamba2(own: StateKind) -> int:
-    return (own.taps + 1) * own.num_channels + (3 + own.value_dim) * own.num_value_heads
-
-
 @dataclass(frozen=True, slots=True)
 class _RecurrentSizes:
     """What ``_products`` and ``_others`` count of a layer with a recurrent state; the latter from a rank's part."""
@@ -242,9 +234,14 @@ class _RecurrentSizes:
 
 
 _SIZES: dict[type[RecurrentSpec], _RecurrentSizes] = {
-    GatedDeltaNetSpec: _RecurrentSizes(_products_of_delta, _others_of_delta),
+    GatedDeltaNetSpec: _RecurrentSizes(
+        _products_of_delta, lambda own: own.taps * own.num_channels + 2 * own.num_value_heads + own.value_dim
+    ),
     ShortConvSpec: _RecurrentSizes(_products_of_short_conv, lambda own: own.taps * own.num_channels),
-    Mamba2Spec: _RecurrentSizes(_products_of_mamba2, _others_of_mamba2),
+    Mamba2Spec: _RecurrentSizes(
+        _products_of_mamba2,
+        lambda own: (own.taps + 1) * own.num_channels + (3 + own.value_dim) * own.num_value_heads,
+    ),
 }
 
 

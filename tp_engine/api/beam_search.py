@@ -148,7 +148,8 @@ class BeamSearch:
             for beam, position in zip(self._live, positions, strict=True)
             for token_id, entry in position.items()
         ]
-        self._keep_complete(candidates)
+        ended = [one.beam(FinishReason.STOP) for one in candidates if one.token_id in self._eos_token_ids]
+        self._complete = sorted(self._complete + ended, key=self._score, reverse=True)[: self.params.beam_width]
         others = (one for one in candidates if one.token_id not in self._eos_token_ids)
         chosen = heapq.nlargest(self.params.beam_width, others, key=lambda one: one.cum_logprob)
         self._live = [one.beam() for one in chosen]
@@ -158,12 +159,6 @@ class BeamSearch:
         """Return the ``beam_width`` best, complete or not, best first, each with a finish reason."""
         cut = [dataclasses.replace(beam, finish_reason=self._end) for beam in self._live]
         return sorted(self._complete + cut, key=self._score, reverse=True)[: self.params.beam_width]
-
-    def _keep_complete(self, candidates: Sequence[_Candidate]) -> None:
-        ended = [one.beam(FinishReason.STOP) for one in candidates if one.token_id in self._eos_token_ids]
-        if ended:
-            best_first = sorted(self._complete + ended, key=self._score, reverse=True)
-            self._complete = best_first[: self.params.beam_width]
 
     def _is_decided(self) -> bool:
         """Whether no live beam can overtake the complete ones.

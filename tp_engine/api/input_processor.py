@@ -114,7 +114,10 @@ class InputProcessor:
             params = dataclasses.replace(params, structured_outputs=self._constraint(params.structured_outputs))
         self._check_purpose(pooling)
         self._check_params(params)
-        params = self._with_all_logprobs(params)
+        names = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1]
+        if names:  # all, as in vLLM
+            every: dict[str, Any] = dict.fromkeys(names, self.model.vocab_size)
+            params = dataclasses.replace(params, **every)
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
             raise RequestError(f"priority is {shown(priority)}; it must be a whole number of 32 bits", param="priority")
         if truncate_prompt_tokens is None:
@@ -122,7 +125,11 @@ class InputProcessor:
         must_fit = truncate_prompt_tokens is None
         images: tuple[ImageInput, ...] = ()
         if isinstance(prompt, Mapping) and not {"images", "multi_modal_data"}.isdisjoint(prompt):
-            self._check_images(pooling, must_fit)
+            if pooling is not None:
+                raise RequestError("vectors and scores are made of text alone; leave images out", param="input")
+            if not must_fit:
+                param = "truncate_prompt_tokens"
+                raise RequestError(f"{param} would cut images; leave it out", param=param)
             prompt, images = self._read_images(prompt, add_special_tokens, prompt_field)
         token_ids = self._token_ids(prompt, add_special_tokens, prompt_field, must_fit)
         if truncate_prompt_tokens is not None:
@@ -271,12 +278,6 @@ class InputProcessor:
             prompt = self.images.of_prompt(prompt, add_special_tokens=add_special_tokens, param=param)
         return {"prompt_token_ids": prompt["prompt_token_ids"]}, tuple(prompt["images"])
 
-    def _check_images(self, pooling: Pooling | None, must_fit: bool) -> None:
-        if pooling is not None:
-            raise RequestError("vectors and scores are made of text alone; leave images out", param="input")
-        if not must_fit:
-            raise RequestError("truncate_prompt_tokens would cut images; leave it out", param="truncate_prompt_tokens")
-
     def _token_ids(self, prompt: Prompt, add_special_tokens: bool, param: str, must_fit: bool) -> list[int]:
         if isinstance(prompt, Mapping):
             prompt = _only_entry(prompt)
@@ -309,12 +310,6 @@ class InputProcessor:
         while num_last < num_kept and token_ids[-1 - num_last] in self.special_ids:
             num_last += 1
         return token_ids[: num_kept - num_last] + token_ids[len(token_ids) - num_last :]
-
-    def _with_all_logprobs(self, params: SamplingParams) -> SamplingParams:
-        """``params`` with the size of the vocabulary for -1, as in vLLM."""
-        names = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1]
-        every: dict[str, Any] = dict.fromkeys(names, self.model.vocab_size)
-        return dataclasses.replace(params, **every) if every else params
 
     def _truncation(self, asked: int, params: SamplingParams, pooling: Pooling | None) -> int:
         """How many of the prompt's last tokens are kept, at least one."""

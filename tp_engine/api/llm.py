@@ -160,10 +160,9 @@ class LLM(Closing):
         **template_options: Unpack[ChatTemplateOptions],
     ) -> list[RequestOutput]:
         """Complete one conversation, or a list of them, through the model's chat template."""
-        prompts = [
-            self.input_processor.chat_prompt(conversation, **template_options)
-            for conversation in _as_conversations(messages)
-        ]
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if is_one else messages
+        prompts = [self.input_processor.chat_prompt(one, **template_options) for one in conversations]
         return self.generate(prompts, sampling_params, use_tqdm, lora_request, priority)
 
     @_one_at_a_time
@@ -480,12 +479,6 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         raise RequestError(f"prompts is of type {kind}; it must be a prompt, or a list of prompts", param="prompts")
     batch: list[Any] = list(prompts)
     return [batch] if batch and isinstance(batch[0], int) else batch  # a flat list of ids is one prompt
-
-
-def _as_conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
-    """One conversation or many; a flat list of messages is one."""
-    is_one = bool(messages) and isinstance(messages[0], Mapping)
-    return [messages] if is_one else messages  # type: ignore[list-item, return-value]  # told apart by the first item
 
 
 def _for_each(name: str, given: Any, num_prompts: int) -> list[Any]:

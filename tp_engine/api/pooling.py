@@ -170,7 +170,11 @@ class Pooler:
         )
         if pooling.per_token:
             self._check_size(len(made.prompt_token_ids), prompt_field)
-        return made if pads is None else replace(made, prompt_token_ids=_without_pads(made.prompt_token_ids, pads))
+        if pads is None:
+            return made
+        ids = made.prompt_token_ids  # transformers pools the last that is no padding; the first one if all are padding
+        length = next((n for n in range(len(ids), 0, -1) if ids[n - 1] != pads), 1)
+        return replace(made, prompt_token_ids=ids[:length])
 
     def values(self, output: RequestOutput) -> FloatArray:
         """Return the vector (n,), the scores (labels,), or those of each token (tokens, labels), of a finished request.
@@ -245,12 +249,6 @@ def _read(output: RequestOutput) -> dict[str, Any]:
     """What was read for a result."""
     names = ("request_id", "prompt_token_ids", "num_cached_tokens")
     return {name: getattr(output, name) for name in names}
-
-
-def _without_pads(token_ids: list[int], pad_token_id: int) -> list[int]:
-    """``token_ids`` up to the last that is no padding, which transformers pools; the first one if all are padding."""
-    length = next((n for n in range(len(token_ids), 0, -1) if token_ids[n - 1] != pad_token_id), 1)
-    return token_ids[:length]
 
 
 def _softmax(scores: Any) -> Any:

@@ -156,7 +156,7 @@ def check_host(*, on_cpu: bool, num_ranks: int) -> Iterator[Finding]:
     yield process_handles()
     yield writable("cache folder", env.cache_dir(), "set TP_ENGINE_CACHE_DIR to a folder that can be written to")
     yield writable("temporary folder", Path(tempfile.gettempdir()), "set TMPDIR to a folder that can be written to")
-    yield allocator(_loaded_libraries(), on_cpu=on_cpu)
+    yield allocator(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace"), on_cpu=on_cpu)
     if on_cpu:
         yield huge_pages(_HUGE_PAGES)
 
@@ -253,10 +253,3 @@ def huge_pages(setting: Path) -> Finding:
         return Finding("huge pages", Status.OK, chosen)
     detail = f"{chosen}: weights and KV cache are read more slowly"
     return Finding("huge pages", Status.NOTE, detail, remedy=f"echo madvise > {setting}")
-
-
-def _loaded_libraries() -> str:
-    try:
-        return Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -85,7 +85,9 @@ class GrammarMatcher:
             self.is_over = True
             self._is_sound()
             return False
-        self.is_over = self._matcher.is_stopped() or self._only_end_is_left()
+        self.is_over = self._matcher.is_stopped()
+        if not self.is_over and self._ignore_eos and self._matcher.is_accepting():  # the end may be all that is left
+            self.is_over = not (MaskFiller()([self])[0] & ~self._vocabulary.end_mask).any()
         self._is_sound()
         return True
 
@@ -107,13 +109,6 @@ class GrammarMatcher:
         other = GrammarMatcher(matcher, self._vocabulary, self._pace, ignore_eos=self._ignore_eos)
         other.is_over, other.error = self.is_over, self.error
         return other
-
-    def _only_end_is_left(self) -> bool:
-        """Whether an output with ``ignore_eos`` has come to the grammar's end."""
-        if not (self._ignore_eos and self._matcher.is_accepting()):
-            return False
-        mask = MaskFiller()([self])[0]
-        return not (mask & ~self._vocabulary.end_mask).any()
 
     def write_mask(self, mask: IntArray) -> None:
         """Let the library write its mask (own words,) int32, unless there is an ``error``; for any thread."""

@@ -33,14 +33,11 @@ def with_exclusive_branches(node: dict[str, Any], root: Any) -> dict[str, Any]:
         if not extra or not known[one].types == known[other].types == OBJECT:
             return node  # the library may know better
         forbidden[one].add(extra[0])
-    narrowed = [_forbidding(one, names) for one, names in zip(branches, forbidden, strict=True)]
+    narrowed = [
+        {**one, "properties": {**one.get("properties", {}), **dict.fromkeys(sorted(names), False)}} if names else one
+        for one, names in zip(branches, forbidden, strict=True)
+    ]
     return {name: value for name, value in node.items() if name != "oneOf"} | {"anyOf": narrowed}
-
-
-def _forbidding(branch: Any, names: set[str]) -> Any:
-    if not names:
-        return branch
-    return {**branch, "properties": {**branch.get("properties", {}), **dict.fromkeys(sorted(names), False)}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,11 @@ class KeyGuard:
         await self._app(scope, receive, send)
 
     def _caller(self, scope: Scope) -> Caller | None:
-        given = [_digest(key.strip().encode("latin-1")) for key in _given_keys(Headers(scope=scope))]
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        # as OpenAI's clients send theirs, and Anthropic's
+        keys_sent = [key] * (scheme.lower() == "bearer") + headers.getlist("x-api-key")[:1]
+        given = [_digest(one.strip().encode("latin-1")) for one in keys_sent]
         is_key, is_admin = (
             [one for one in given if sum(hmac.compare_digest(one, expected) for expected in keys)]
             for keys in (self._keys, self._admin_keys)
@@ -109,12 +113,6 @@ class KeyGuard:
         if not self._keys:
             return self._without_key
         return self._nobody if scope["path"] in self._open_paths else None
-
-
-def _given_keys(headers: Headers) -> list[str]:
-    """The keys of a request: as OpenAI's clients send theirs, and Anthropic's."""
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    return [key] * (scheme.lower() == "bearer") + headers.getlist("x-api-key")[:1]
 
 
 def _digest(key: bytes) -> bytes:

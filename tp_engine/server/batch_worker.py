@@ -27,9 +27,9 @@ from tp_engine.api.batches.lines import answered, check_lines, count_results, op
 from tp_engine.api.batches.objects import Batch, BatchErrors
 from tp_engine.api.batches.store import BatchStore
 from tp_engine.api.openai.errors import HttpError
-from tp_engine.api.openai.requests import PreparedBody
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.log import get_logger
+from tp_engine.request import EngineRequest
 from tp_engine.server.generation import whole_outputs
 from tp_engine.server.state import ServerState
 
@@ -183,7 +183,11 @@ class BatchWorker:
             prepared = await state.preparing.run(
                 len(request.raw_body), prepare_request, request, context, has_images=has_images
             )
-            prepared = _later(prepared, state.config.batch_priority)
+            for search in prepared.searches:
+                search.request = _later(search.request, state.config.batch_priority)
+            prepared = replace(
+                prepared, requests=[_later(one, state.config.batch_priority) for one in prepared.requests]
+            )
             return request.result(200, prepared.answer(await whole_outputs(state, prepared)))
         except EngineDeadError:
             raise
@@ -233,16 +237,9 @@ class BatchWorker:
             await asyncio.sleep(_SWEEP_PERIOD_S)
 
 
-def _later(prepared: PreparedBody, priority: int) -> PreparedBody:
-    """``prepared`` with requests that wait for others; a line's own priority is added."""
-    requests = [replace(one, priority=_sum(one.priority, priority)) for one in prepared.requests]
-    for search in prepared.searches:
-        search.request = replace(search.request, priority=_sum(search.request.priority, priority))
-    return replace(prepared, requests=requests)
-
-
-def _sum(own: int, added: int) -> int:
-    return max(-(2**31), min(2**31 - 1, own + added))
+def _later(request: EngineRequest, priority: int) -> EngineRequest:
+    """A request that waits for others; a line's own priority is added."""
+    return replace(request, priority=max(-(2**31), min(2**31 - 1, request.priority + priority)))
 
 
 async def _in_threads(requests: Iterator[BatchRequest]) -> AsyncGenerator[BatchRequest, None]:

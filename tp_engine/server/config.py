@@ -112,7 +112,8 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
         self.check_chat_options()
         self._check_ranges()
         self._check_listening()
-        self._check_keys()
+        if set(self.api_keys) & set(self.admin_api_keys):
+            raise ConfigError("a key of admin_api_key is a key of api_key too; give operators a key of their own")
         if self.otlp_traces_endpoint is not None and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
             raise ConfigError(
                 f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it must be a URL, such as http://localhost:4317"
@@ -163,10 +164,6 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
                 raise ConfigError(f"{name} is {value!r}; there is no such file")
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError("allow_credentials needs allowed_origins by name; browsers take no cookies from *")
-
-    def _check_keys(self) -> None:
-        if set(self.api_keys) & set(self.admin_api_keys):
-            raise ConfigError("a key of admin_api_key is a key of api_key too; give operators a key of their own")
 
     @property
     def api_keys(self) -> tuple[str, ...]:

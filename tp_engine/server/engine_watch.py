@@ -92,7 +92,9 @@ class EngineWatch:
                 continue
             try:
                 await self.report()
-                self._advise_once()
+                if not self._has_advised and self._figures.lengths.num_requests >= ADVISE_AFTER:
+                    self.log_block_size(self._engine().model_info.block_size)
+                    self._has_advised = True
             except _UNREACHABLE:
                 continue
             self._log()
@@ -103,11 +105,6 @@ class EngineWatch:
         lengths = self._figures.lengths
         if self._logs and lengths.num_requests >= ADVISE_AFTER:
             logger.info("%s", advise_measured(lengths.lengths(block_size)))
-
-    def _advise_once(self) -> None:
-        if not self._has_advised and self._figures.lengths.num_requests >= ADVISE_AFTER:
-            self.log_block_size(self._engine().model_info.block_size)
-            self._has_advised = True
 
     def _is_idle(self) -> bool:
         if not self.history or self._tokens() != self._seen_tokens:

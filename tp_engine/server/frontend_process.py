@@ -13,7 +13,6 @@ import msgspec
 
 from tp_engine.child_process import start_child
 from tp_engine.engine.incident import describe_exit
-from tp_engine.server.config import ServerConfig
 
 _FLUSH_S = 3.0
 
@@ -40,10 +39,6 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
     pulse: EnginePulse | None = None
     log_format: str = "text"
     tokenizer: str | None = None
-
-    def server_config(self) -> ServerConfig:
-        """Return the configuration that ``start`` was given."""
-        return ServerConfig(**self.server)
 
 
 class FrontendProcess:

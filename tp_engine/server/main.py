@@ -102,7 +102,7 @@ class Frontend:
         await asyncio.wait({serving, attending, stopping}, return_when=asyncio.FIRST_COMPLETED)
         engine_ended = attending.done()
         _tell_systemd("STOPPING=1")
-        self._state.limit.start_draining()
+        self._state.limit.is_draining = True
         await self._state.limit.wait_idle(_CLOSE_S if engine_ended else self._config.shutdown_timeout_s)
         server.should_exit = True
         await serving
@@ -215,11 +215,6 @@ def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     )
 
 
-async def _serve(settings: FrontendSettings) -> int:
-    with socket.socket(fileno=settings.listener_fd) as listener:
-        return await Frontend(settings, settings.server_config(), listener).run()
-
-
 def main() -> int:
     """Read the settings and serve; this process ends with the one that started it."""
     _do_without_torch()
@@ -229,8 +224,13 @@ def main() -> int:
     settings = msgspec.json.decode(text, type=FrontendSettings)
     die_with_parent(settings.parent_pid, grace_s=_LAST_ANSWERS_S)
     configure_logging("http", settings.log_format, others=("uvicorn", "asyncio", "opentelemetry"))
+
+    async def serve() -> int:
+        with socket.socket(fileno=settings.listener_fd) as listener:
+            return await Frontend(settings, ServerConfig(**settings.server), listener).run()
+
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(settings))
+        return runner.run(serve())
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

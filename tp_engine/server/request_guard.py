@@ -78,7 +78,7 @@ class RequestGuard:
     def _is_own(self, host: str) -> bool:
         if self._hosts is None:
             return True
-        name = _without_port(host).lower()
+        name = (host[1:].partition("]") if host.startswith("[") else host.partition(":"))[0].lower()  # without its port
         if name == "localhost" or name in self._hosts:
             return True
         try:
@@ -104,10 +104,3 @@ def _check_type(given: str | None, *, takes_form: bool) -> None:
     if kind != _JSON and not (takes_form and kind == _FORM):
         found = "has no content type" if given is None else f"is of type {shown(kind)}"
         raise RequestError(f"the body {found}; send Content-Type: {_JSON}")
-
-
-def _without_port(host: str) -> str:
-    """``[::1]:8000`` is ``::1``."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]

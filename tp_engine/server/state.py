@@ -152,7 +152,7 @@ class PromptLimit:
     def __init__(self) -> None:
         self.max_num_prompts = 0
         self._num_prompts = 0
-        self._draining = False
+        self.is_draining = False  # new requests are refused; those held may finish
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -163,12 +163,8 @@ class PromptLimit:
 
     def check_open(self) -> None:
         """``HttpError`` 503 once new requests are refused for good."""
-        if self._draining:
+        if self.is_draining:
             raise HttpError(503, "the server is shutting down", code="shutting_down", retry_after_s=_RETRY_AFTER_S)
-
-    def start_draining(self) -> None:
-        """Refuse new requests from now on; those held may finish."""
-        self._draining = True
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no prompt is held; False if one still is after ``timeout_s``."""

@@ -1,10 +1,12 @@
 """From the updates of sequences to server-sent events: chunks of chats and completions, typed events of other APIs."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -18,6 +20,7 @@ from tp_engine.outputs import CompletionOutput
 from tp_engine.server.replies import DONE_EVENT, event
 
 Item = TypeVar("Item")
+TextEvent: TypeAlias = ContentText | ReasoningText | CallArguments
 Batches = AsyncGenerator[tuple[int, list[SequenceUpdate]], None]
 
 _MAX_WAITING = 64
@@ -47,8 +50,7 @@ class ChunkWriter:
         self._is_plain = not (
             body.continuous_usage or body.return_token_ids or self._shape.num_top_logprobs is not None
         )
-        self._templates: dict[tuple[int, int], ChunkTemplate] = {}
-        self._found_templates: dict[tuple[int, int, type[ChatEvent], int], ChunkTemplate] = {}
+        self._templates: dict[tuple[object, ...], ChunkTemplate] = {}
 
     async def events(self, batches: Batches) -> AsyncGenerator[bytes, None]:
         """Yield all events of the stream, those of one batch together; closes ``batches`` of (prompt number,
@@ -97,10 +99,7 @@ class ChunkWriter:
         if parser is not None:
             found = self._parse(parser, update)
             return b"".join([self._found_event(number, update.index, one) for one in found])
-        template = self._templates.get(place)
-        if template is None:
-            template = self._templates[place] = ChunkTemplate(self._shape, number, update.index)
-        return template.event(update.text) if update.text else b""
+        return self._template(number, update.index, None).event(update.text) if update.text else b""
 
     def choices(self, number: int, update: SequenceUpdate) -> Iterator[JsonObject]:
         """Yield the chunks of one update: none while its text is held back, two for the first of a sequence."""
@@ -146,11 +145,14 @@ class ChunkWriter:
         if isinstance(found, CallStarted):
             choices = self._shape.event_choices(number, emptied(index), [found])
             return event(self._shape.envelope(choices, None, chunk=True))
+        return self._template(number, index, found).event(found.text)
+
+    def _template(self, number: int, index: int, found: TextEvent | None) -> ChunkTemplate:
         key = (number, index, type(found), found.index if isinstance(found, CallArguments) else 0)
-        template = self._found_templates.get(key)
+        template = self._templates.get(key)
         if template is None:
-            template = self._found_templates[key] = ChunkTemplate(self._shape, number, index, found)
-        return template.event(found.text)
+            template = self._templates[key] = ChunkTemplate(self._shape, number, index, found)
+        return template
 
     def _opening(self, number: int, index: int) -> JsonObject | None:
         echo = self._echo(number)
@@ -179,13 +181,7 @@ class ChunkTemplate:
 
     __slots__ = ("_parts",)
 
-    def __init__(
-        self,
-        shape: AnswerShape,
-        number: int,
-        index: int,
-        found: ContentText | ReasoningText | CallArguments | None = None,
-    ) -> None:
+    def __init__(self, shape: AnswerShape, number: int, index: int, found: TextEvent | None = None) -> None:
         part = CompletionOutput(index=index, text=_MARK, token_ids=[])
         if found is None:
             choice = shape.chunk_choice(number, part)

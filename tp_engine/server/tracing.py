@@ -87,9 +87,7 @@ class RequestTracer:
             kind=SpanKind.SERVER,
             start_time=end_ns - int((time.monotonic() - request.arrival_s) * _NS),
             attributes={
-                **_request_attributes(request, self._model_name),
-                **_usage_attributes(request, num_output_tokens, num_cached_tokens),
-                **({} if times is None else _latency_attributes(times)),
+                **_attributes(request, self._model_name, num_output_tokens, num_cached_tokens, times),
                 "gen_ai.response.finish_reasons": list(reasons),
             },
         )
@@ -121,39 +119,41 @@ def _exporter(endpoint: str) -> SpanExporter:
     return HttpExporter(endpoint=endpoint)
 
 
-def _request_attributes(request: EngineRequest, model_name: str) -> dict[str, Any]:
-    params = request.params
+def _attributes(
+    request: EngineRequest,
+    model_name: str,
+    num_output_tokens: Sequence[int],
+    num_cached: int,
+    times: RequestMetrics | None,
+) -> dict[str, Any]:
+    """What was asked for, what it used, and how long that took."""
+    params, images = request.params, request.images
+    num_prompt, num_output = len(request.prompt_token_ids), sum(num_output_tokens)
     asked = {"max_tokens": params.max_tokens, "temperature": params.temperature, "top_p": params.top_p}
-    return {
+    found: dict[str, Any] = {
         "gen_ai.operation.name": "text_completion" if request.request_id.startswith("cmpl-") else "chat",
         "gen_ai.request.model": model_name,
         "gen_ai.response.model": model_name,
         "gen_ai.request.id": request.request_id,
         "gen_ai.request.n": params.n,
         **{f"gen_ai.request.{name}": value for name, value in asked.items() if value is not None},
-    }
-
-
-def _usage_attributes(request: EngineRequest, num_output_tokens: Sequence[int], num_cached: int) -> dict[str, Any]:
-    num_prompt, num_output, images = len(request.prompt_token_ids), sum(num_output_tokens), request.images
-    num_image_tokens = sum(image.num_tokens for image in images)
-    return {
         "gen_ai.usage.prompt_tokens": num_prompt,
         "gen_ai.usage.completion_tokens": num_output,
         "gen_ai.usage.input_tokens": num_prompt,
         "gen_ai.usage.output_tokens": num_output,
         "gen_ai.usage.cache_read.input_tokens": num_cached,
         "gen_ai.usage.num_sequences": len(num_output_tokens),
-        **({"tp_engine.images": len(images), "tp_engine.image_tokens": num_image_tokens} if images else {}),
     }
-
-
-def _latency_attributes(times: RequestMetrics) -> dict[str, float]:
-    return {
-        "gen_ai.latency.time_in_queue": times.queue_s,
-        "gen_ai.latency.time_to_first_token": times.ttft_s,
-        "gen_ai.latency.e2e": times.e2e_s,
-        "gen_ai.latency.time_in_model_prefill": times.ttft_s - times.queue_s,
-        "gen_ai.latency.time_in_model_decode": times.e2e_s - times.ttft_s,
-        "gen_ai.latency.time_in_model_inference": times.e2e_s - times.queue_s,
-    }
+    if images:
+        num_image_tokens = sum(image.num_tokens for image in images)
+        found |= {"tp_engine.images": len(images), "tp_engine.image_tokens": num_image_tokens}
+    if times is not None:
+        found |= {
+            "gen_ai.latency.time_in_queue": times.queue_s,
+            "gen_ai.latency.time_to_first_token": times.ttft_s,
+            "gen_ai.latency.e2e": times.e2e_s,
+            "gen_ai.latency.time_in_model_prefill": times.ttft_s - times.queue_s,
+            "gen_ai.latency.time_in_model_decode": times.e2e_s - times.ttft_s,
+            "gen_ai.latency.time_in_model_inference": times.e2e_s - times.queue_s,
+        }
+    return found

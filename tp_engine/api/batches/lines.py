@@ -94,15 +94,11 @@ def count_results(output: Path, errors: Path) -> tuple[int, int, str | None, dic
                 num_out += body.usage.completion_tokens + body.usage.output_tokens
     with errors.open("rb") as stream:
         num_errors = sum(1 for _ in stream)
-    return (
-        num_answers,
-        num_errors,
-        model,
-        {
-            "input_tokens": num_in,
-            "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": num_out,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": num_in + num_out,
-        },
-    )
+    usage = {
+        "input_tokens": num_in,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": num_out,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": num_in + num_out,
+    }
+    return num_answers, num_errors, model, usage

@@ -19,12 +19,14 @@ from tp_engine.engine.report import (
     RankReport,
 )
 from tp_engine.sched.spec_decode.speculation import SpeculationCounters
-from tp_engine.sched.view import SchedulerStats
 from tp_engine.server.metrics import families as f
 from tp_engine.server.metrics.families import histograms, number, prefixed, samples
 from tp_engine.server.metrics.figures import BatchFigures, HttpFigures, RequestFigures
 from tp_engine.version import __version__
 
+_CACHE_SETTINGS = (
+    "block_size", "num_blocks", "max_model_len", "max_num_seqs", "dtype", "device", "tensor_parallel_size",
+)  # fmt: skip
 _STATS = {
     f.RUNNING: "num_running",
     f.WAITING: "num_waiting",
@@ -89,7 +91,8 @@ class ServerMetrics:
         yield from self.batches.metrics(self._model_name)
         yield samples(f.BUILD, self._model_name, [((__version__,), 1)])
         if self._info is not None:
-            yield _cache_config(self._info, self._model_name)
+            labels = tuple(str(getattr(self._info, name)) for name in _CACHE_SETTINGS)
+            yield samples(f.CACHE_CONFIG, self._model_name, [(labels, 1)])
         if report is not None:
             yield from _engine_metrics(report, peak_usage, self._model_name)
 
@@ -104,7 +107,10 @@ def _engine_metrics(report: EngineReport, peak_usage: float, model_name: str) ->
     yield number(f.PEAK_USAGE, model_name, peak_usage)
     yield number(f.HOST_USAGE, model_name, stats.num_used_host_slots / max(1, stats.num_host_slots))
     yield number(f.DISK_USAGE, model_name, stats.num_used_disk_slots / max(1, stats.num_disk_slots))
-    yield samples(f.PROMPT_SOURCES, model_name, _prompt_sources(stats))
+    on_host, on_disk, hits = stats.num_host_hit_tokens, stats.num_disk_hit_tokens, stats.num_prefix_hit_tokens
+    computed, on_device = stats.num_prefix_query_tokens - hits, hits - on_host - on_disk
+    sources = {"device": on_device, "host": on_host, "disk": on_disk, "computed": computed}
+    yield samples(f.PROMPT_SOURCES, model_name, [((source,), count) for source, count in sources.items()])
     yield from _speculation_metrics(stats.speculation, model_name)
     if (adapters := stats.adapters) is not None:
         labels = (str(adapters.max_loras), ",".join(adapters.running), ",".join(adapters.waiting))
@@ -141,13 +147,6 @@ def _engine_metrics(report: EngineReport, peak_usage: float, model_name: str) ->
     yield from _rank_metrics(report.ranks, model_name)
 
 
-def _prompt_sources(stats: SchedulerStats) -> list[tuple[tuple[str, ...], float]]:
-    """Prompt tokens at their first admission by where their K/V came from."""
-    on_host, on_disk, hits = stats.num_host_hit_tokens, stats.num_disk_hit_tokens, stats.num_prefix_hit_tokens
-    computed, on_device = stats.num_prefix_query_tokens - hits, hits - on_host - on_disk
-    return [(("device",), on_device), (("host",), on_host), (("disk",), on_disk), (("computed",), computed)]
-
-
 def _speculation_metrics(found: SpeculationCounters | None, model_name: str) -> Iterator[Metric]:
     if found is None:
         return
@@ -172,15 +171,6 @@ def _rank_metrics(ranks: list[RankReport], model_name: str) -> Iterator[Metric]:
     yield samples(f.RANK_MEMORY, model_name, lines)
     phases = [((str(rank.rank), phase), taken_s) for rank in ranks for phase, taken_s in rank.startup_s.items()]
     yield samples(f.STARTUP, model_name, phases)
-
-
-def _cache_config(info: ModelInfo, model_name: str) -> Metric:
-    """The KV cache's settings as labels of a 1."""
-    values = (
-        info.block_size, info.num_blocks, info.max_model_len, info.max_num_seqs, info.dtype, info.device,
-        info.tensor_parallel_size,
-    )  # fmt: skip
-    return samples(f.CACHE_CONFIG, model_name, [(tuple(map(str, values)), 1)])
 
 
 class _Metrics(Collector):

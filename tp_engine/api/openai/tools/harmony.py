@@ -119,9 +119,9 @@ class HarmonyParser(TextParser, MessageParser):
             return False
         header, self._pending = self._pending[:place], self._pending[place + len(MESSAGE) :]
         channel, recipient = _last(_CHANNEL_NAME, header), _last(_RECIPIENT, header)
-        is_function = recipient.startswith(_FUNCTIONS)
-        if self._names is not None and (is_function or recipient in self._names):
-            self._call = self._sink.start_call(recipient.removeprefix(_FUNCTIONS) if is_function else recipient)
+        name = recipient.removeprefix(_FUNCTIONS)
+        if self._names is not None and name and (name != recipient or name in self._names):
+            self._call = self._sink.start_call(name)
             self._begin(_MessageKind.CALL)
         else:
             to_user = channel == "final" or not (recipient or channel == "analysis")
