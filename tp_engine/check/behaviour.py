@@ -50,14 +50,10 @@ def check_behaviour(llm: LLM, tokenizer: Any | None, folder: Path) -> list[Check
     if tokenizer is None:
         return [CheckFinding.skipped("tokens", "the model has no tokenizer"), *found]
     found = [_check_tokens(llm, tokenizer), *found, _check_json(llm)]
-    if _template_of(llm) is None:
+    own = getattr(llm.get_tokenizer(), "chat_template", None)
+    if (llm.input_processor.chat.options.template_text or own) is None:
         return [*found, CheckFinding.skipped("chat template", "the model has no chat template")]
     return [*found, _check_template(llm, tokenizer), *_check_tools(llm, tokenizer)]
-
-
-def _template_of(llm: LLM) -> Any | None:
-    own = getattr(llm.get_tokenizer(), "chat_template", None)
-    return llm.input_processor.chat.options.template_text or own
 
 
 def _given_template(llm: LLM) -> dict[str, Any]:

@@ -90,7 +90,11 @@ class Linears:
         errors, bound = (y - exact).norm(dim=1) / size, self._floor
         module = ", ".join(dict.fromkeys(_short(part["name"]) for part, _ in parts))
         if not self._rounding.is_exact and not self._wide & {part["name"].rpartition(".")[2] for part, _ in parts}:
-            rounded = self._rounded(x, parts, weights, layout, rank)
+            own, in_dtype = self._rounding, self._rounding.in_dtype
+            is_router = any(part["name"].endswith(ROUTERS) for part, _ in parts)
+            rows, of_weights = (keep, keep) if is_router else (own.rows, own.weights)
+            rounded_weights = [in_dtype(of_weights(one)) for one in weights]
+            rounded = self._product(rows(in_dtype(x)), parts, rounded_weights, layout, rank, in_dtype)
             bound = max(self._floor, 1.5 * float(((rounded - exact).norm(dim=1) / size).max()))
         worst = int(errors.argmax())
         error = float("inf") if bool(errors.isnan().any()) else float(errors[worst])
@@ -100,16 +104,6 @@ class Linears:
         if len(parts) > 1 and not layout["is_activated"]:
             module = self._worst_part(y - exact, parts)
         return LinearFault(_layer_of(name), module, rank, worst, error, bound, is_quantised)
-
-    def _rounded(
-        self, x: torch.Tensor, parts: _Parts, weights: Sequence[torch.Tensor], layout: Mapping[str, Any], rank: int
-    ) -> torch.Tensor:
-        """The product with the engine's rounding."""
-        own, in_dtype = self._rounding, self._rounding.in_dtype
-        is_router = any(part["name"].endswith(ROUTERS) for part, _ in parts)
-        rows, of_weights = (keep, keep) if is_router else (own.rows, own.weights)
-        rounded = [in_dtype(of_weights(one)) for one in weights]
-        return self._product(rows(in_dtype(x)), parts, rounded, layout, rank, in_dtype)
 
     def _product(
         self,

@@ -97,8 +97,8 @@ class UrlCheck:
         return CheckReport(subject=subject, findings=tuple(findings), environment=describe_environment())
 
     def _check(self, served: ServedModel, folder: Path, tokenizer: Any | None) -> Iterator[CheckFinding]:
-        yield from _timed(_check_tokens, served, tokenizer)
-        yield from _timed(_check_template, served, tokenizer)
+        yield from _timed("tokens", _check_tokens, served, tokenizer)
+        yield from _timed("chat template", _check_template, served, tokenizer)
         self.note("answers of the server")
         observed = self._observe(served, folder, tokenizer)
         if not served.shows_prompts and isinstance(observed.set_ups.get(ALONE), list):
@@ -107,9 +107,9 @@ class UrlCheck:
             )
         yield from self._judge(folder, observed)
         self.note("ends, JSON and tools")
-        yield from _timed(_check_ends, served, folder)
-        yield from _timed(_check_json, served)
-        yield from _timed(_check_call, served, tokenizer)
+        yield from _timed("end of sequence", _check_ends, served, folder)
+        yield from _timed("JSON by schema", _check_json, served)
+        yield from _timed("tool call", _check_call, served, tokenizer)
 
     def _observe(self, served: ServedModel, folder: Path, tokenizer: Any | None) -> Observed:
         spec, _ = load_model_config(str(folder))
@@ -200,41 +200,38 @@ def _at_once(answer: Callable[[CheckPrompt], Answer], prompts: Sequence[CheckPro
     return shown or next(part for part in parts if isinstance(part, str))
 
 
-def _timed(check: Callable[..., Iterator[CheckFinding]], *arguments: Any) -> Iterator[CheckFinding]:
+def _timed(name: str, check: Callable[..., Iterator[CheckFinding]], *arguments: Any) -> Iterator[CheckFinding]:
     """The findings of one check; one that the server refuses is skipped, and the others go on."""
     begun_s = time.monotonic()
     try:
-        for one in check(*arguments):
+        for one in check(name, *arguments):
             yield replace(one, seconds=time.monotonic() - begun_s)
     except NotShownError as error:
-        yield CheckFinding.skipped(_NAMES[check], str(error))
+        yield CheckFinding.skipped(name, str(error))
     except ServerError as error:
         if error.status is None:
             raise
-        yield CheckFinding.skipped(_NAMES[check], f"the server refuses the request (status {error.status}): {error}")
+        yield CheckFinding.skipped(name, f"the server refuses the request (status {error.status}): {error}")
 
 
-def _check_tokens(served: ServedModel, tokenizer: Any | None) -> Iterator[CheckFinding]:
+def _check_tokens(name: str, served: ServedModel, tokenizer: Any | None) -> Iterator[CheckFinding]:
     if tokenizer is None:
-        yield CheckFinding.skipped("tokens", "the model has no tokenizer")
+        yield CheckFinding.skipped(name, "the model has no tokenizer")
         return
     try:
-        for name, text in TEXTS.items():
+        for key, text in TEXTS.items():
             expected, found = tokenizer(text)["input_ids"], served.token_ids(text)
             if found != expected:
-                yield differing_prompt("tokens", f"text {name!r}", found, expected, tokenizer, _PROMPT_REMEDY)
+                yield differing_prompt(name, f"text {key!r}", found, expected, tokenizer, _PROMPT_REMEDY)
                 return
-        yield CheckFinding.right(
-            "tokens", f"{len(TEXTS)} texts have the tokens of transformers' tokenizer, by /tokenize"
-        )
+        yield CheckFinding.right(name, f"{len(TEXTS)} texts have the tokens of transformers' tokenizer, by /tokenize")
     except NotShownError as reason:
-        counts = {name: served.num_prompt_tokens("/v1/completions", {"prompt": text}) for name, text in TEXTS.items()}
-        expected_counts = {name: len(tokenizer(text)["input_ids"]) for name, text in TEXTS.items()}
-        yield _counted("tokens", f"{reason}", counts, expected_counts)
+        counts = {key: served.num_prompt_tokens("/v1/completions", {"prompt": text}) for key, text in TEXTS.items()}
+        expected_counts = {key: len(tokenizer(text)["input_ids"]) for key, text in TEXTS.items()}
+        yield _counted(name, f"{reason}", counts, expected_counts)
 
 
-def _check_template(served: ServedModel, tokenizer: Any | None) -> Iterator[CheckFinding]:
-    name = "chat template"
+def _check_template(name: str, served: ServedModel, tokenizer: Any | None) -> Iterator[CheckFinding]:
     if not getattr(tokenizer, "chat_template", None):
         yield CheckFinding.skipped(name, "the model has no chat template")
         return
@@ -271,8 +268,8 @@ def _counted(name: str, reason: str, found: Mapping[str, int | None], expected: 
     )
 
 
-def _check_ends(served: ServedModel, folder: Path) -> Iterator[CheckFinding]:
-    name, known = "end of sequence", sorted(eos_ids(folder))
+def _check_ends(name: str, served: ServedModel, folder: Path) -> Iterator[CheckFinding]:
+    known = sorted(eos_ids(folder))
     if not known:
         yield CheckFinding.skipped(name, "the model names no token that ends a sequence")
         return
@@ -292,8 +289,7 @@ def _check_ends(served: ServedModel, folder: Path) -> Iterator[CheckFinding]:
     yield CheckFinding.right(name, f"an answer ends at each of the tokens {known}")
 
 
-def _check_json(served: ServedModel) -> Iterator[CheckFinding]:
-    name = "JSON by schema"
+def _check_json(name: str, served: ServedModel) -> Iterator[CheckFinding]:
     response_format = {
         "type": "json_schema",
         "json_schema": {"name": "weather", "schema": WEATHER_SCHEMA, "strict": True},
@@ -320,8 +316,8 @@ def _check_json(served: ServedModel) -> Iterator[CheckFinding]:
     )
 
 
-def _check_call(served: ServedModel, tokenizer: Any | None) -> Iterator[CheckFinding]:
-    name, tool = "tool call", WEATHER_TOOL["function"]["name"]
+def _check_call(name: str, served: ServedModel, tokenizer: Any | None) -> Iterator[CheckFinding]:
+    tool = WEATHER_TOOL["function"]["name"]
     body = {
         "messages": WEATHER_QUESTION,
         "max_tokens": _SHAPED_TOKENS,
@@ -353,12 +349,3 @@ def _check_call(served: ServedModel, tokenizer: Any | None) -> Iterator[CheckFin
         meaning="agents get text, or arguments that do not follow the tool's schema",
         remedy="--tool-call-parser with the format of the model, and --enable-auto-tool-choice where the server has it",
     )
-
-
-_NAMES: Mapping[Callable[..., Iterator[CheckFinding]], str] = {
-    _check_tokens: "tokens",
-    _check_template: "chat template",
-    _check_ends: "end of sequence",
-    _check_json: "JSON by schema",
-    _check_call: "tool call",
-}

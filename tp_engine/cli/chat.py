@@ -43,7 +43,15 @@ class ChatConfig(ClientConfig):
 
     def image_parts(self) -> list[dict[str, Any]]:
         """Return the images as parts of a message; ``ConfigError`` for a file that can not be read."""
-        return [{"type": "image_url", "image_url": {"url": _data_url(name)}} for name in self.image]
+        parts = []
+        for name in self.image:
+            try:
+                data = base64.b64encode(read_bytes(Path(name).expanduser(), _MAX_IMAGE_BYTES)).decode()
+            except OSError as error:
+                raise ConfigError(f"image is {name!r}, which can not be read: {error.strerror}") from error
+            url = f"data:application/octet-stream;base64,{data}"
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+        return parts
 
 
 class Conversation:
@@ -71,36 +79,24 @@ class Conversation:
         content: Any = [*self._images, {"type": "text", "text": text}] if self._images else text
         self.messages.append({"role": "user", "content": content})
         answer: list[str] = []
+
+        def show_delta(choice: dict[str, Any]) -> None:
+            delta = choice["delta"]
+            if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
+                self._show(reasoning)
+            if content := delta.get("content"):
+                answer.append(content)
+                self._show(content)
+
         body = self._body | {"messages": self.messages}
         try:
-            ending = _stream(
-                self._client,
-                "/v1/chat/completions",
-                body,
-                lambda choice: self._show_delta(choice["delta"], answer),
-                self._show,
-            )
+            ending = _stream(self._client, "/v1/chat/completions", body, show_delta, self._show)
         except ServerError:
             self.messages.pop()
             raise
         self._images = []
         self.messages.append({"role": "assistant", "content": "".join(answer)})
         return ending
-
-    def _show_delta(self, delta: dict[str, str | None], answer: list[str]) -> None:
-        if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
-            self._show(reasoning)
-        if content := delta.get("content"):
-            answer.append(content)
-            self._show(content)
-
-
-def _data_url(name: str) -> str:
-    try:
-        data = read_bytes(Path(name).expanduser(), _MAX_IMAGE_BYTES)
-    except OSError as error:
-        raise ConfigError(f"image is {name!r}, which can not be read: {error.strerror}") from error
-    return f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
 
 
 def chat_command(argv: Sequence[str]) -> int:
@@ -156,7 +152,8 @@ def complete_command(argv: Sequence[str]) -> int:
             complete(client, model, config, config.quick, show)
             return 0
         note(f"{model} at {client.url}; Ctrl-D leaves")
-        complete_lines(client, model, config, ask_person)
+        for line in filter(None, _lines(ask_person, TEXT_PROMPT, note)):
+            _answer(partial(complete, client, model, config, line, show), note)
     return 0
 
 
@@ -200,9 +197,3 @@ def _lines(ask: Ask, prompt: str, tell: Callable[[str], None]) -> Iterator[str]:
         except EOFError:
             return
         yield line
-
-
-def complete_lines(client: ServerClient, model: str, config: ClientConfig, ask: Ask) -> None:
-    """Take one line after the other, until the end of the input."""
-    for line in filter(None, _lines(ask, TEXT_PROMPT, note)):
-        _answer(partial(complete, client, model, config, line, show), note)

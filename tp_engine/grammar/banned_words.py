@@ -17,7 +17,6 @@ import unicodedata
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from functools import cached_property, lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -25,15 +24,13 @@ from tp_engine.grammar.vocabulary import GrammarVocabulary
 from tp_engine.plan import MASK_TOKENS, BoolArray, IntArray
 from tp_engine.request import EngineRequest
 
-_SORTED_BYTES = 16
 _MAX_REMEMBERED = 16
 
 
 class TokenSpellings:
     """What each token writes; ``special_ids`` are tokens that texts may leave out.
 
-    ``bytes`` are those of all tokens, one token after the other, and a *place* is a number of bytes before it.  A word
-    is looked up among the places, which are sorted by what follows them in their tokens.
+    ``bytes`` are those of all tokens, one token after the other, and a *place* is a number of bytes before it.
     """
 
     def __init__(self, tokens: Sequence[bytes], special_ids: Collection[int] = ()) -> None:
@@ -49,10 +46,9 @@ class TokenSpellings:
 
     def beginning_with(self, start: bytes) -> IntArray:
         """Return the tokens whose spelling begins with ``start``."""
-        places = self._places(start)
-        owners = self._owners[places]
-        found: IntArray = owners[places == self._ends[owners] - self._lengths[owners]]
-        return found
+        first = bisect_left(self._sorted, start, key=self.tokens.__getitem__)
+        end = bisect_right(self._sorted, start, lo=first, key=lambda token: self.tokens[token][: len(start)])
+        return np.sort(np.array(self._sorted[first:end], dtype=np.int32))
 
     def writing(self, word: str) -> IntArray:
         """Return the tokens that have ``word`` in them, but not as a part of a longer word."""
@@ -68,30 +64,16 @@ class TokenSpellings:
 
     def _places(self, data: bytes) -> IntArray:
         """Where tokens have ``data``."""
-        brief = data[:_SORTED_BYTES]
-        first = bisect_left(self._sorted, brief, key=self._following)
-        end = bisect_right(self._sorted, brief, lo=first, key=lambda place: self._following(place)[: len(brief)])
-        found = self._sorted[first:end]
-        if len(data) > len(brief):
-            found = found[[self.bytes.startswith(data, place, self._limits[place]) for place in found.tolist()]]
-        return found
-
-    def _following(self, place: int) -> bytes:
-        return self.bytes[place : min(place + _SORTED_BYTES, self._limits[place])]
+        text = np.frombuffer(self.bytes, dtype=np.uint8)
+        found = np.flatnonzero(text[: max(0, len(text) - len(data) + 1)] == data[0])
+        for number, byte in enumerate(data[1:], start=1):
+            found = found[text[found + number] == byte]
+        return found[found + len(data) <= self._limits[found]].astype(np.int32)
 
     @cached_property
-    def _sorted(self) -> IntArray:
-        """All places in the order of the bytes that follow them, by doubling their number."""
-        own = np.arange(len(self.bytes))
-        rank: Any = np.frombuffer(self.bytes, dtype=np.uint8).astype(np.int64) + 1  # 0: behind the token
-        width = 1
-        while width < _SORTED_BYTES:
-            inside = own + width < self._limits
-            following = np.zeros_like(rank)
-            following[inside] = rank[own[inside] + width]
-            rank = np.unique(rank * (rank.max() + 1) + following, return_inverse=True)[1] + 1
-            width *= 2
-        return np.argsort(rank, kind="stable").astype(np.int32)
+    def _sorted(self) -> list[int]:
+        """The tokens in the order of their spellings."""
+        return sorted(range(len(self.tokens)), key=self.tokens.__getitem__)
 
     @cached_property
     def _lengths(self) -> IntArray:

@@ -78,9 +78,6 @@ def chat_body(body: CountTokensBody, *, takes_images: bool = False) -> ChatBody:
         "response_format": _response_format(body),
         "continue_final_message": True if last["role"] == "assistant" else None,
     }
-    fields |= {
-        name: getattr(body, name) for name in ("model", "stream", "user", "request_id", "priority", "cache_salt")
-    }
     shared = {*PromptBody.model_fields}
     if isinstance(body, MessagesBody):
         shared |= {"temperature", "top_p", "top_k"}
