@@ -18,7 +18,7 @@ from tests.ranks.warm_children import warm_start
 from tp_engine.config import DEMO_MODEL
 from tp_engine.request import EngineRequest
 from tp_engine.server.config import ServerConfig
-from tp_engine.server.frontend_process import EnginePulse, FrontendProcess, FrontendSettings
+from tp_engine.server.frontend_process import FrontendProcess, FrontendSettings
 from tp_engine.server.listener import listener_url, open_listener
 
 DEADLINE_S = 30.0
@@ -71,7 +71,8 @@ def wait_until(condition: object, what: str, timeout_s: float = DEADLINE_S) -> N
 def running_server(
     engine: FakeEngine | None = None,
     config: ServerConfig | None = None,
-    pulse: EnginePulse | None = None,
+    pulse_address: str | None = None,
+    hard_limit_s: float = 0.0,
     verify: ssl.SSLContext | None = None,
 ) -> Iterator[RunningServer]:
     """Start a server on a free port, wait until it is ready, and end it; ``verify`` is for HTTPS over a Unix socket."""
@@ -88,7 +89,8 @@ def running_server(
             listener_fd=listener.fileno(),
             parent_pid=os.getpid(),
             startup_timeout_s=DEADLINE_S,
-            pulse=pulse,
+            pulse_address=pulse_address,
+            hard_limit_s=hard_limit_s,
         )
         with warm_start():
             process = FrontendProcess.start(listener, settings)

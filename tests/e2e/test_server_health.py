@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.e2e.frontend import RunningServer, new_engine, running_server, wait_until
 from tp_engine.ipc.pulse import Pulse
-from tp_engine.server.frontend_process import EnginePulse
 
 SLOW = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True}
 HARD_LIMIT_S = 7.0
@@ -24,8 +24,8 @@ def pulse() -> Iterator[Pulse]:
     pulse.stop_sharing()
 
 
-def serving(pulse: Pulse) -> EnginePulse:
-    return EnginePulse(address=pulse.address, hard_limit_s=HARD_LIMIT_S)
+def serving(pulse: Pulse) -> dict[str, Any]:
+    return {"pulse_address": pulse.address, "hard_limit_s": HARD_LIMIT_S}
 
 
 def status(server: RunningServer, path: str) -> tuple[int, str | None, float]:
@@ -38,7 +38,7 @@ def status(server: RunningServer, path: str) -> tuple[int, str | None, float]:
 
 def test_a_hanging_engine_turns_health_red_and_back(pulse: Pulse) -> None:
     """Oracle: rank 0's watchdog sets the flag at the soft limit; new requests are refused while it is set."""
-    with running_server(pulse=serving(pulse)) as server:
+    with running_server(**serving(pulse)) as server:
         assert status(server, "/health")[0] == status(server, "/ready")[0] == 200  # no beat yet
         pulse.beat(hangs=False)
         assert status(server, "/health")[0] == 200
@@ -55,7 +55,7 @@ def test_a_hanging_engine_turns_health_red_and_back(pulse: Pulse) -> None:
 
 def test_a_stopped_rank_0_is_given_up(pulse: Pulse) -> None:
     """Oracle: without a beat, health is red after 5 s; at the hard limit the request fails and the exit code is 1."""
-    with running_server(new_engine(step_delay_s=0.05), pulse=serving(pulse)) as server:
+    with running_server(new_engine(step_delay_s=0.05), **serving(pulse)) as server:
         pulse.beat(hangs=False)
         began_s = time.monotonic()
         answers: list[httpx.Response] = []
@@ -73,7 +73,7 @@ def test_a_stopped_rank_0_is_given_up(pulse: Pulse) -> None:
 def test_a_dead_engine_is_never_answered_200(pulse: Pulse) -> None:
     """Oracle: the engine raises during a request; the request fails, and every later answer is red."""
     engine = new_engine(step_delay_s=0.02)
-    with running_server(engine, pulse=serving(pulse)) as server:
+    with running_server(engine, **serving(pulse)) as server:
         answers: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", SLOW)))
         asking.start()

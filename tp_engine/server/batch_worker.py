@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 
-from tp_engine.api.batch_job.endpoints import LineContext, prepare_request
+from tp_engine.api.batch_job.endpoints import prepare_request
 from tp_engine.api.batch_job.lines import BatchRequest, ResultLine
 from tp_engine.api.batch_job.results import Results
 from tp_engine.api.batch_job.source import BatchInput
@@ -173,15 +173,16 @@ class BatchWorker:
     async def _result(self, request: BatchRequest) -> ResultLine:
         state = self._state
         try:
-            context = LineContext(
-                processor=state.llm.input_processor,
-                defaults=state.sampling_defaults,
-                model_names=(*state.model_names, *state.adapters),
-                max_num_prompts=state.limit.max_num_prompts,
-            )
             has_images = state.takes_images and any(kind in request.raw_body for kind in _IMAGE_PARTS)
             prepared = await state.preparing.run(
-                len(request.raw_body), prepare_request, request, context, has_images=has_images
+                len(request.raw_body),
+                prepare_request,
+                request,
+                state.llm.input_processor,
+                (*state.model_names, *state.adapters),
+                state.sampling_defaults,
+                state.limit.max_num_prompts,
+                has_images=has_images,
             )
             for search in prepared.searches:
                 search.request = _later(search.request, state.config.batch_priority)

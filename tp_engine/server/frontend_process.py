@@ -17,17 +17,12 @@ from tp_engine.engine.incident import describe_exit
 _FLUSH_S = 3.0
 
 
-class EnginePulse(msgspec.Struct, frozen=True, kw_only=True):
-    """The address of rank 0's pulse, and how long it may be silent before the frontend gives up its requests."""
-
-    address: str
-    hard_limit_s: float
-
-
 class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The frontend's settings, as JSON on its standard input.
 
-    ``tokenizer`` is a folder whose tokenizer the frontend loads while the engine starts; else the engine names it.
+    ``pulse_address`` is that of rank 0's pulse, which may be silent for ``hard_limit_s`` before the frontend gives up
+    its requests.  ``tokenizer`` is a folder whose tokenizer the frontend loads while the engine starts; else the engine
+    names it.
     """
 
     server: dict[str, Any]
@@ -36,7 +31,8 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
     listener_fd: int
     parent_pid: int
     startup_timeout_s: float
-    pulse: EnginePulse | None = None
+    pulse_address: str | None = None
+    hard_limit_s: float = 0.0
     log_format: str = "text"
     tokenizer: str | None = None
 

@@ -36,7 +36,7 @@ from tp_engine.lora import adapter_names
 from tp_engine.progress import hearing_progress
 from tp_engine.server.access import warn_of_exposure
 from tp_engine.server.config import ServerConfig
-from tp_engine.server.frontend_process import EnginePulse, FrontendProcess, FrontendSettings
+from tp_engine.server.frontend_process import FrontendProcess, FrontendSettings
 from tp_engine.server.listener import close_listener, is_listened_on, open_listener, write_port_file
 from tp_engine.server.signals import StopRequested, StopSignals, end_process_after
 from tp_engine.server.tracing import check_tracing
@@ -170,7 +170,8 @@ def _start(
             listener_fd=listener.fileno(),
             parent_pid=os.getpid(),
             startup_timeout_s=config.startup_timeout_s,
-            pulse=EnginePulse(address=pulse.address, hard_limit_s=config.watchdog_timeout_s),
+            pulse_address=pulse.address,
+            hard_limit_s=config.watchdog_timeout_s,
             log_format=config.log_format,
             tokenizer=config.tokenizer_source,
         )

@@ -83,8 +83,8 @@ class Frontend:
         self._app = create_app(self._state)
         self._batches: BatchWorker | None = None
         self._stop_asked = asyncio.Event()
-        if settings.pulse is not None:
-            self._state.pulse = Pulse.open(settings.pulse.address)
+        if settings.pulse_address is not None:
+            self._state.pulse = Pulse.open(settings.pulse_address)
 
     async def run(self) -> int:
         """Serve until told to stop (0), or until the engine has ended without being told (1)."""
@@ -135,9 +135,9 @@ class Frontend:
 
     async def _await_end(self, llm: AsyncLLM) -> None:
         """Return when the engine has ended, or was silent for so long that it counts as ended."""
-        pulse, settings = self._state.pulse, self._settings.pulse
+        pulse = self._state.pulse
         while not await llm.engine.wait_ended(timeout_s=_PULSE_S):
-            if pulse is not None and settings is not None and pulse.silence_s() > settings.hard_limit_s:
+            if pulse is not None and pulse.silence_s() > self._settings.hard_limit_s:
                 reason = f"rank 0 has shown no sign of life for {pulse.silence_s():.0f} s"
                 logger.error("%s; its requests are given up", reason)
                 llm.engine.give_up(reason)

@@ -273,10 +273,10 @@ def test_lines_that_the_engine_fails_or_refuses(llm: FakeLLM, tmp_path: Path, mo
             broken.add(request.request_id)
         add(request)
 
-    def prepare_request(request: Any, context: Any) -> Any:
+    def prepare_request(request: Any, *arguments: Any) -> Any:
         if request.custom_id == "bug":
             raise KeyError("bug")
-        return prepare(request, context)
+        return prepare(request, *arguments)
 
     monkeypatch.setattr(FakeEngine, "step", step)
     monkeypatch.setattr(batch_run, "prepare_request", prepare_request)

@@ -30,19 +30,6 @@ from tp_engine.structured_outputs import PARAM, StructuredOutputsParams
 _MAX_REMEMBERED = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LineContext:
-    """What preparing a line needs; ``defaults`` are the model's own sampling parameters.
-
-    ``max_num_prompts``: a line with more is refused; None for any number.
-    """
-
-    processor: InputProcessor
-    defaults: Mapping[str, Any]
-    model_names: tuple[str, ...]
-    max_num_prompts: int | None = None
-
-
 class GrammarTrials(Closing):
     """Tries out the grammars of lines, each of the last ones once; ``timeout_s`` is the processor time of one."""
 
@@ -97,13 +84,22 @@ def check_request(request: BatchRequest, model_names: Sequence[str], grammars: G
         check_pooled(body)
 
 
-def prepare_request(request: BatchRequest, context: LineContext) -> PreparedBody:
-    """Make a request ready for the engine; raises ``RequestError``."""
-    body = _parse(request, context.model_names)
-    (count, param), most = num_prompts(body), context.max_num_prompts
-    if most is not None and count > most:
-        raise RequestError(f"the line has {count} prompts; at most {most} are taken in one", param=param)
-    return prepare_body(body, context.processor, body.model or context.model_names[0], context.defaults)
+def prepare_request(
+    request: BatchRequest,
+    processor: InputProcessor,
+    model_names: Sequence[str],
+    defaults: Mapping[str, Any],
+    max_num_prompts: int | None = None,
+) -> PreparedBody:
+    """Make a request ready for the engine; raises ``RequestError``, also for more than ``max_num_prompts``.
+
+    ``defaults`` are the model's own sampling parameters.
+    """
+    body = _parse(request, model_names)
+    count, param = num_prompts(body)
+    if max_num_prompts is not None and count > max_num_prompts:
+        raise RequestError(f"the line has {count} prompts; at most {max_num_prompts} are taken in one", param=param)
+    return prepare_body(body, processor, body.model or model_names[0], defaults)
 
 
 def _parse(request: BatchRequest, model_names: Sequence[str]) -> Body:

@@ -16,11 +16,11 @@ from typing import Unpack
 
 from tp_engine import env
 from tp_engine.api.batch_job.config import BatchConfig
-from tp_engine.api.batch_job.endpoints import GrammarTrials, LineContext, check_request, prepare_request
+from tp_engine.api.batch_job.endpoints import GrammarTrials, check_request, prepare_request
 from tp_engine.api.batch_job.lines import BatchRequest
 from tp_engine.api.batch_job.outcomes import Outcomes, Progress
 from tp_engine.api.batch_job.results import EarlierResults, Results
-from tp_engine.api.batch_job.second_pass import LineRunner, ReadAhead, open_lines
+from tp_engine.api.batch_job.second_pass import LineRunner, PrepareRequest, ReadAhead, open_lines
 from tp_engine.api.batch_job.source import BatchInput
 from tp_engine.api.batch_job.summary import BatchStatus, BatchSummary, Tally
 from tp_engine.api.batch_job.survey import CheckRequest, LineState, Survey, survey_lines
@@ -168,11 +168,11 @@ class BatchRun:
         info = model_info(effective, num_blocks=effective.max_model_len)
         tokenizer = load_tokenizer(config.tokenizer_source, config.revision)
         processor = InputProcessor(info, tokenizer, reads_pixels=False)
-        context = self._context(processor)
+        prepare = self._prepare_with(processor)
 
         def check(request: BatchRequest) -> None:
             self._check_request(request)
-            prepare_request(request, context)
+            prepare(request)
 
         is_whole = self._check(source, EarlierResults(), check)
         return BatchStatus.VALIDATED if is_whole else BatchStatus.STOPPED
@@ -205,16 +205,15 @@ class BatchRun:
         self._grammars.close()
         options = dataclasses.asdict(self._config) | {"generation_config": "vllm"}  # the lines have their defaults
         with LLM(**options) as llm, self._outcomes(results) as outcomes:
-            context = self._context(llm.input_processor)
-            lines = open_lines(source, self._survey, lambda request: prepare_request(request, context))
+            lines = open_lines(source, self._survey, self._prepare_with(llm.input_processor))
             with ReadAhead(lines, max_items=self._max_in_flight, max_bytes=_MAX_AHEAD_BYTES) as ahead:
                 most, most_bytes = self._max_in_flight, self._config.mm_transport_bytes
                 runner = LineRunner(llm, ahead, outcomes, max_in_flight=most, max_bytes=most_bytes)
                 return BatchStatus.COMPLETED if runner.run(self._stop_requested) else BatchStatus.STOPPED
 
-    def _context(self, processor: InputProcessor) -> LineContext:
+    def _prepare_with(self, processor: InputProcessor) -> PrepareRequest:
         processor.chat = ChatFormat(processor.tokenizer, self._batch)
-        return LineContext(processor=processor, defaults=self._defaults, model_names=self._model_names)
+        return lambda request: prepare_request(request, processor, self._model_names, self._defaults)
 
     @contextlib.contextmanager
     def _outcomes(self, results: Results) -> Iterator[Outcomes]:

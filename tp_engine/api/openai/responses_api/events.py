@@ -201,7 +201,7 @@ class ResponseWriter:
         if not isinstance(self._open, CallItem) or index != self._call_index:
             call_id = call.get("id") or f"call_{uuid.uuid4().hex}"
             tool = self._shape.tools.called(function.get("name") or "")
-            events = self._switch((CustomCallItem if tool.is_custom else FunctionCallItem)(call_id, tool))
+            events = self._switch(CallItem(call_id, tool))
             self._call_index = index
         assert self._open is not None
         return events + self._placed(self._open.add(function.get("arguments") or ""))
@@ -251,8 +251,9 @@ class OutputItem(ABC):
         self._pieces.append(text)
         return [self._delta(text)] if text else []
 
+    @abstractmethod
     def _delta(self, text: str) -> JsonObject:
-        raise NotImplementedError  # items that have an ``add`` of their own need none
+        """Return the event of more text."""
 
     @abstractmethod
     def closed(self) -> list[JsonObject]:
@@ -332,47 +333,37 @@ class MessageItem(TextItem):
 
 
 class CallItem(OutputItem):
-    """A call of one of the client's tools, whose arguments grow."""
+    """A call of one of the client's tools, whose arguments grow.
+
+    The text of a custom tool comes whole at the end: before, it is a piece of JSON.
+    """
 
     def __init__(self, call_id: str, tool: CallableTool) -> None:
+        self.id_prefix = "ctc" if tool.is_custom else "fc"
         super().__init__()
         self._call_id = call_id
         self._tool = tool
 
-    def _item(self, kind: str) -> JsonObject:
-        item = {"id": self.item_id, "type": kind, "call_id": self._call_id, "name": self._tool.name}
-        return item if self._tool.namespace is None else item | {"namespace": self._tool.namespace}
-
-
-class FunctionCallItem(CallItem):
-    """A call of a function."""
-
-    id_prefix = "fc"
+    def add(self, text: str, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[JsonObject]:
+        events = super().add(text)
+        return [] if self._tool.is_custom else events
 
     def _delta(self, text: str) -> JsonObject:
-        return {"type": "response.function_call_arguments.delta", "item_id": self.item_id, "delta": text}
+        kind = "custom_tool_call_input" if self._tool.is_custom else "function_call_arguments"
+        return {"type": f"response.{kind}.delta", "item_id": self.item_id, "delta": text}
 
     def closed(self) -> list[JsonObject]:
+        if self._tool.is_custom:
+            text, kind = custom_input(self._text), "response.custom_tool_call_input.done"
+            deltas = [self._delta(text)] if text else []
+            return [*deltas, {"type": kind, "item_id": self.item_id, "input": text}]
         done = {"type": "response.function_call_arguments.done", "item_id": self.item_id, "name": self._tool.name}
         return [done | {"arguments": self._text}]
 
     def json(self, status: str) -> JsonObject:
-        return self._item("function_call") | {"arguments": self._text, "status": status}
-
-
-class CustomCallItem(CallItem):
-    """A call of a custom tool.  Its text comes whole at the end: before, it is a piece of JSON."""
-
-    id_prefix = "ctc"
-
-    def add(self, text: str, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[JsonObject]:
-        self._pieces.append(text)
-        return []
-
-    def closed(self) -> list[JsonObject]:
-        text, kind = custom_input(self._text), "response.custom_tool_call_input"
-        deltas = [{"type": f"{kind}.delta", "item_id": self.item_id, "delta": text}] if text else []
-        return [*deltas, {"type": f"{kind}.done", "item_id": self.item_id, "input": text}]
-
-    def json(self, status: str) -> JsonObject:
-        return self._item("custom_tool_call") | {"input": custom_input(self._text), "status": status}
+        kind = "custom_tool_call" if self._tool.is_custom else "function_call"
+        item = {"id": self.item_id, "type": kind, "call_id": self._call_id, "name": self._tool.name}
+        if self._tool.namespace is not None:
+            item |= {"namespace": self._tool.namespace}
+        given = {"input": custom_input(self._text)} if self._tool.is_custom else {"arguments": self._text}
+        return item | given | {"status": status}
