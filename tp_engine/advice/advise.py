@@ -184,8 +184,13 @@ def _reasons(question: Question, capacity: KvCapacity, concurrency: float, block
         length = "as asked"
     sequences = f"max_num_seqs {_num_sequences(concurrency)}: {concurrency:.1f} mean requests fit"
     limit = "more than that gain little speed" if concurrency > MAX_NUM_SEQS else "more would only preempt each other"
+    own, quantization, weights = model.quantization, question.quantization, list[str]()
+    if own is not None:
+        weights = [f"weights: {own.method}, as the checkpoint has them; embedding, output head and norms stay in dtype"]
+    elif quantization is not None:
+        weights = [f"quantization {quantization}: linear weights, quantised while they are loaded"]
     return (
-        *_weight_reasons(question),
+        *weights,
         f"block_size {describe_waste(workload.lengths, capacity.block_size)}",
         f"max_model_len {max_model_len:,}: {length}; the model could {model.max_position:,}",
         f"{sequences}; {limit}",
@@ -206,13 +211,6 @@ def _state_reasons(capacity: KvCapacity, max_num_seqs: int, block_bytes: int) ->
         f"recurrent states: {size / MIB:.1f} MiB each{share}; {max_num_seqs:,} for running requests, "
         f"{default_snapshots(max_num_seqs):,} for prefixes (num_state_snapshots)",
     )
-
-
-def _weight_reasons(question: Question) -> tuple[str, ...]:
-    own, name = question.model.quantization, question.quantization
-    if own is not None:
-        return (f"weights: {own.method}, as the checkpoint has them; embedding, output head and norms stay in dtype",)
-    return () if name is None else (f"quantization {name}: linear weights, quantised while they are loaded",)
 
 
 def _with_remedies(question: Question, found: Recommendation) -> Recommendation:

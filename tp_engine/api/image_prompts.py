@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tp_engine.api.openai.chat.prompt import ChatPrompt
 from tp_engine.errors import RequestError, shown
 from tp_engine.images.image_input import ImageInput
 from tp_engine.images.sources import ImageSource
@@ -49,12 +48,8 @@ class ImagePrompts:
         """What the chat template writes for an image."""
         return self._marks.marker
 
-    def of_chat(self, chat: ChatPrompt, *, add_special_tokens: bool, must_fit: bool, stages: bool) -> dict[str, Any]:
-        """Return ``{"prompt_token_ids", "images"}``, the latter only if it ``stages`` them."""
-        return self._read(chat.images, chat.pieces, add_special_tokens, "messages", must_fit=must_fit, stages=stages)
-
     def of_prompt(self, prompt: Mapping[str, Any], *, add_special_tokens: bool, param: str) -> dict[str, Any]:
-        """Do the same for a prompt of ``LLM``, whose text or tokens have a mark for each image."""
+        """Do as ``read``, for a prompt of ``LLM``, whose text or tokens have a mark for each image."""
         given = {name for name, value in prompt.items() if value is not None}
         if wrong := given - _KEYS:
             raise RequestError(
@@ -72,7 +67,7 @@ class ImagePrompts:
                     "one each",
                     param=param,
                 )
-            return self._read(sources, pieces, add_special_tokens, param)
+            return self.read(sources, pieces, add_special_tokens, param)
         if not isinstance(token_ids, (list, tuple)) or text is not None:
             raise RequestError("give either 'prompt' or 'prompt_token_ids' beside multi_modal_data", param=param)
         self._text.check_token_ids(token_ids, param)
@@ -81,7 +76,7 @@ class ImagePrompts:
         self._text.check_length(len(ids), SamplingParams(), None, param)
         return {"prompt_token_ids": ids, "images": self._stage(opened, starts)}
 
-    def _read(
+    def read(
         self,
         sources: Sequence[ImageSource],
         pieces: tuple[str, ...],
@@ -91,6 +86,8 @@ class ImagePrompts:
         must_fit: bool = True,
         stages: bool = True,
     ) -> dict[str, Any]:
+        """Return ``{"prompt_token_ids", "images"}`` of a text in ``pieces``, with an image between each two; the
+        images only if it ``stages`` them."""
         opened = self.reader.open(sources)
         grids = self.reader.grids(opened)
         ids = self._text.text_token_ids(

@@ -201,7 +201,9 @@ class InputProcessor:
         for a request."""
         if chat.images:
             assert self.images is not None, "only then a chat has images"
-            return self.images.of_chat(chat, add_special_tokens=add_special_tokens, must_fit=must_fit, stages=stages)
+            return self.images.read(
+                chat.images, chat.pieces, add_special_tokens, "messages", must_fit=must_fit, stages=stages
+            )
         token_ids = self.text_token_ids(
             chat.text, add_special_tokens=add_special_tokens, must_fit=must_fit, param="messages"
         )

@@ -62,7 +62,15 @@ def check_job(options: Options) -> int:
             if rank == 0:
                 print(f"{finding.status.value}: {finding.name}", file=sys.stderr, flush=True)
     except RankError as error:
-        findings.append(_ended(error, doing[0]))
+        findings.append(
+            CheckFinding.wrong(
+                "ranks",
+                f"{error}; the others were at: {doing[0]}",
+                place=f"rank {error.rank}",
+                meaning="a job on these ranks ends there, or waits for ever",
+                remedy="the log above has the stacks of all ranks; --limit-s gives slow ones more time",
+            )
+        )
         writer = 1 if error.rank == 0 else 0
     report = CheckReport(
         subject=f"{world_size} ranks of this machine", findings=tuple(findings), environment=describe_environment()
@@ -104,16 +112,6 @@ def _end_after(seconds: float) -> None:
     timer = threading.Timer(seconds, os._exit, (1,))
     timer.daemon = True
     timer.start()
-
-
-def _ended(error: RankError, doing: str) -> CheckFinding:
-    return CheckFinding.wrong(
-        "ranks",
-        f"{error}; the others were at: {doing}",
-        place=f"rank {error.rank}",
-        meaning="a job on these ranks ends there, or waits for ever",
-        remedy="the log above has the stacks of all ranks; --limit-s gives slow ones more time",
-    )
 
 
 if __name__ == "__main__":

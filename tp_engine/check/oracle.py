@@ -112,7 +112,11 @@ class Oracle(Closing):
         self._layers_name, self.layers = _decoder_layers(self._model)
         self._places = _Places(self._model, self.stored)
         self._has_second = False
-        self._install_loading()
+        # A module outside of the layers is loaded when it runs first: what never runs, such as eyes, is never read.
+        inside = set(self.layers.modules())
+        for name, module in self._model.named_modules():
+            if module not in inside and any(True for _ in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(lambda one, _inputs, name=name: self._load_once(name, one))
 
     def close(self) -> None:
         """Close the files."""
@@ -257,13 +261,6 @@ class Oracle(Closing):
             self._has_second = True
             return self._run(token_ids, kept, layer)
         return logits
-
-    def _install_loading(self) -> None:
-        """Load a module outside of the layers when it runs first: what never runs, such as eyes, is never read."""
-        inside = set(self.layers.modules())
-        for name, module in self._model.named_modules():
-            if module not in inside and any(True for _ in module.parameters(recurse=False)):
-                module.register_forward_pre_hook(lambda one, _inputs, name=name: self._load_once(name, one))
 
     def _load_once(self, name: str, module: torch.nn.Module) -> None:
         if any(value.is_meta for value in module.parameters(recurse=False)):

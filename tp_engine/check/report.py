@@ -95,14 +95,14 @@ class CheckReport:
     def summary(self) -> str:
         counts = {status: sum(one.status is status for one in self.findings) for status in CheckStatus}
         listed = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
-        word = {EXIT_RIGHT: "right", EXIT_WRONG: "WRONG", EXIT_NOT_CHECKED: "could not be checked"}[self.exit_code]
+        word = ("right", "WRONG", "could not be checked")[self.exit_code]
         return f"{word}: {listed or 'nothing was checked'}"
 
     def as_json(self) -> str:
         content = {
             "version": __version__,
             "subject": self.subject,
-            "result": {EXIT_RIGHT: "right", EXIT_WRONG: "wrong", EXIT_NOT_CHECKED: "not checked"}[self.exit_code],
+            "result": ("right", "wrong", "not checked")[self.exit_code],
             "exit_code": self.exit_code,
             "environment": dict(self.environment),
             "findings": [dataclasses.asdict(one) for one in self.findings],

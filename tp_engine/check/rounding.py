@@ -105,10 +105,11 @@ def rounding_of(configuration: Mapping[str, Any], quantization: Mapping[str, Any
     ``quantization_config``."""
     chosen = configuration.get("quantization") if quantization is None else None
     rows = keep
-    on_gpu = device.startswith("cuda")
+    on_gpu, found = device.startswith("cuda"), quantization or {}
+    is_fp8 = found.get("quant_method") == "fp8" or found.get("quant_algo") == "FP8" or _rounds_rows_to(found, "float")
     if chosen == "int8" or _rounds_rows_to(quantization, "int"):
         rows = int8_rows
-    elif on_gpu and (chosen == "fp8" or _is_fp8(quantization)):
+    elif on_gpu and (chosen == "fp8" or is_fp8):
         rows = e4m3_rows
     cache = configuration.get("kv_cache_dtype", "auto")
     return Rounding(
@@ -124,8 +125,3 @@ def _rounds_rows_to(quantization: Mapping[str, Any] | None, kind: str) -> bool:
     groups = (quantization or {}).get("config_groups") or {}
     inputs = [one.get("input_activations") or {} for one in groups.values()]
     return any(one.get("type") == kind and one.get("num_bits") == 8 for one in inputs)
-
-
-def _is_fp8(quantization: Mapping[str, Any] | None) -> bool:
-    found = quantization or {}
-    return found.get("quant_method") == "fp8" or found.get("quant_algo") == "FP8" or _rounds_rows_to(found, "float")

@@ -83,7 +83,9 @@ class StoredWeights(Closing):
         stored = self._stored[name]
         module = name.removesuffix(".weight")
         if stored.endswith("_blocks"):
-            return self._gpt_oss(name)
+            codes, scale = self._tensor(f"{name}_blocks"), self._need(f"{name}_scales")
+            values = _e2m1(codes) * _power_of_two(scale).unsqueeze(-1)  # (experts, out, in / 32, 32)
+            return values.flatten(-2).transpose(1, 2).contiguous()  # (experts, in, out), as transformers has them
         if stored.endswith(".qweight"):
             return self._awq_or_gptq(module)
         if stored.endswith(".weight_packed"):
@@ -180,12 +182,6 @@ class StoredWeights(Closing):
             stored = self._find(f"{module}.g_idx")
             groups = torch.arange(len(codes)) // -(-len(codes) // len(scales)) if stored is None else stored.long()
         return ((codes.float() - middle.float()[groups]) * scales[groups]).T.contiguous()
-
-    def _gpt_oss(self, name: str) -> torch.Tensor:
-        """(experts, in, out), as transformers has them; the blocks are (experts, out, in / 32, 16)."""
-        codes, scale = self._tensor(f"{name}_blocks"), self._need(f"{name}_scales")
-        values = _e2m1(codes) * _power_of_two(scale).unsqueeze(-1)
-        return values.flatten(-2).transpose(1, 2).contiguous()
 
 
 def _weight_of(stored: str) -> str:

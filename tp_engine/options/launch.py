@@ -53,7 +53,13 @@ def run_launched(
         for note in options.notes if rank == 0 else ():
             logger.info("%s", note)
         adopt_world_size(options.given["engine"], launched.world_size if launched else None)
-        return _print_config(options, rank) if options.print_config else job(options)
+        if not options.print_config:
+            return job(options)
+        for table, kind in options.tables.items():
+            options.build(table, kind)
+        if rank == 0:
+            print(options.effective_toml(), end="", flush=True)
+        return EXIT_DONE
     except (ConfigError, RequestError) as error:
         _report_once(f"{prog}: error: {error}", rank)
         return EXIT_CONFIG
@@ -81,11 +87,3 @@ def _silent_unless(prints: bool) -> Any:
     """``--help`` is printed once per job, not once per rank."""
     with contextlib.nullcontext() if prints else contextlib.redirect_stdout(io.StringIO()):
         yield
-
-
-def _print_config(options: Options, rank: int) -> int:
-    for table, kind in options.tables.items():
-        options.build(table, kind)
-    if rank == 0:
-        print(options.effective_toml(), end="", flush=True)
-    return EXIT_DONE

@@ -182,11 +182,10 @@ def _document(where: str, block: Block) -> str | None:
         body = _string(f"{where}.source", source, "data")
     else:
         body = _result(f"{where}.source", dict(source))
-    return "\n".join(part for part in (block.get("title"), block.get("context"), body) if isinstance(part, str))
+    return _joined(block.get("title"), block.get("context"), body)
 
 
-def _search_result(where: str, block: Block) -> str:
-    parts = (block.get("title"), block.get("source"), _result(where, block))
+def _joined(*parts: object) -> str:
     return "\n".join(part for part in parts if isinstance(part, str))
 
 
@@ -194,7 +193,7 @@ def _search_result(where: str, block: Block) -> str:
 _TEXTS: Mapping[str, Callable[[str, Block], str | None]] = {
     "text": lambda where, block: _string(where, block, "text"),
     "document": _document,
-    "search_result": _search_result,
+    "search_result": lambda where, block: _joined(block.get("title"), block.get("source"), _result(where, block)),
     "tool_reference": lambda where, block: _string(where, block, "tool_name"),
 }
 

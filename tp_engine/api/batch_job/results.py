@@ -90,16 +90,14 @@ class ResultFile:
         with self._path.open("rb") as stream:
             for number, text in enumerate(stream, start=1):
                 if not text.endswith(b"\n"):
-                    self._check_torn(number, text)
+                    # a torn result: its beginning, or zeros after a power failure
+                    if text[: len(_LINE_START)] != _LINE_START[: len(text)] and text.strip(b"\0"):
+                        name = str(self._path)
+                        raise ConfigError(f"{name!r} has a line {number} that is not a batch result; give another file")
                     break
                 earlier.add(self._path, number, text)
                 whole_bytes += len(text)
         os.ftruncate(self._descriptor, whole_bytes)
-
-    def _check_torn(self, number: int, text: bytes) -> None:
-        """Raise ``ConfigError`` unless this is a torn result: its beginning, or zeros after a power failure."""
-        if text[: len(_LINE_START)] != _LINE_START[: len(text)] and text.strip(b"\0"):
-            raise ConfigError(f"{str(self._path)!r} has a line {number} that is not a batch result; give another file")
 
 
 class StandardOutput:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from tp_engine.api.batch_job.endpoints import ENDPOINTS
 from tp_engine.api.openai.protocol import RequestBody
-from tp_engine.api.openai.responses_api.protocol import check_metadata
+from tp_engine.api.openai.responses_api.protocol import Metadata
 from tp_engine.errors import RequestError, shown
 
 MAX_LINES = 50_000
@@ -111,7 +111,7 @@ class BatchBody(RequestBody):
     input_file_id: str
     endpoint: str
     completion_window: str = "24h"
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
 
@@ -121,7 +121,6 @@ def check_batch_body(body: BatchBody) -> int:
         raise RequestError(
             f"endpoint is {shown(body.endpoint)}; it must be one of {', '.join(ENDPOINTS)}", param="endpoint"
         )
-    check_metadata(body.metadata or {})
     found = _WINDOW.fullmatch(body.completion_window)
     window_s = int(found[1]) * _SECONDS[found[2]] if found else 0
     if not 0 < window_s <= _LONGEST_WINDOW_S:

@@ -9,16 +9,6 @@ from tp_engine.api.openai.chat.body import chat_prompt
 from tp_engine.api.openai.protocol import ChatBody, RequestBody
 from tp_engine.errors import RequestError
 
-# The fields of a chat that decide its prompt.
-_CHAT_FIELDS = (
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "add_special_tokens",
-    "chat_template_kwargs",
-)
-
 
 class TokenizeBody(RequestBody):
     """``POST /tokenize``: either a ``prompt`` or the ``messages`` of a chat."""
@@ -49,7 +39,8 @@ def tokenize(body: TokenizeBody, processor: InputProcessor) -> dict[str, Any]:
         adds_special = body.add_special_tokens is not False
         token_ids = processor.text_token_ids(body.prompt, add_special_tokens=adds_special, may_be_empty=True)
     else:
-        given = {name: value for name in _CHAT_FIELDS if (value := getattr(body, name)) is not None}
+        names = TokenizeBody.model_fields.keys() & ChatBody.model_fields.keys()
+        given = {name: value for name in names if (value := getattr(body, name)) is not None}
         chat, adds_special = chat_prompt(ChatBody.model_validate(given), processor), bool(body.add_special_tokens)
         token_ids = processor.chat_tokens(chat, add_special_tokens=adds_special, stages=False)["prompt_token_ids"]
     texts = processor.tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None  # type: ignore[union-attr]

@@ -4,16 +4,16 @@ The server stores nothing between requests, so it refuses by name fields that re
 ``store``, because clients send ``true`` by default, and answers with ``false``.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
 from tp_engine.api.openai.protocol import GenerationBody, RequestBody
 from tp_engine.errors import RequestError
 
-MAX_METADATA_PAIRS = 16
-MAX_METADATA_KEY = 64
-MAX_METADATA_VALUE = 512
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 
 _NOT_STORED = "this server stores no conversations; send all items as input"
@@ -62,7 +62,7 @@ class ResponsesBody(GenerationBody):
     include: list[str] | None = None
     top_logprobs: int | None = Field(None, ge=0)
     truncation: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
@@ -90,19 +90,3 @@ def check_responses_body(body: ResponsesBody) -> None:
             f"truncation is {body.truncation[:40]!r}; only 'disabled' is supported: shorten the input",
             param="truncation",
         )
-    check_metadata(body.metadata or {})
-
-
-def check_metadata(metadata: dict[str, str]) -> None:
-    """Raise ``RequestError`` for more than 16 pairs, or long ones."""
-    if len(metadata) > MAX_METADATA_PAIRS:
-        raise RequestError(
-            f"metadata has {len(metadata)} pairs; at most {MAX_METADATA_PAIRS} are allowed", param="metadata"
-        )
-    for key, value in metadata.items():
-        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
-            raise RequestError(
-                f"metadata has the pair {key[:MAX_METADATA_KEY]!r}; a key may have {MAX_METADATA_KEY} characters and "
-                f"a value {MAX_METADATA_VALUE}",
-                param="metadata",
-            )

@@ -218,7 +218,10 @@ class LiteralReader:
         items: list[Any] = []
         pairs: dict[str, Any] = {}
         while self._next() and self._next() not in CLOSING:
-            key = self._object_key()
+            if self._next() in OPENING or self._quote() is not None:
+                key = self._value()
+            else:
+                key = self._word() if self._language.bare_texts else self._plain(self._word())
             if self._take(":"):
                 pairs[key if isinstance(key, str) else json.dumps(key)] = self._value()
             else:
@@ -229,12 +232,6 @@ class LiteralReader:
         if items and pairs:
             raise ValueError("neither an object nor a set")
         return items or pairs
-
-    def _object_key(self) -> Any:
-        if self._next() in OPENING or self._quote() is not None:
-            return self._value()
-        word = self._word()
-        return word if self._language.bare_texts else self._plain(word)
 
 
 def string_end(text: str, start: int, quote: str, language: Language) -> int | None:
