@@ -9,11 +9,10 @@ import platform
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
 from xml.etree import ElementTree
 
-from tp_engine.version import __version__
+from tp_engine.version import __version__, installed_version
 
 EXIT_RIGHT, EXIT_WRONG, EXIT_NOT_CHECKED = 0, 1, 2
 _COLUMNS = 120
@@ -140,18 +139,10 @@ class CheckReport:
 def describe_environment() -> dict[str, str]:
     """Return versions and hardware of this machine."""
     found = {"tp_engine": __version__, "python": platform.python_version(), "system": platform.platform()}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found | _hardware()
-
-
-def _hardware() -> dict[str, str]:
+    found |= {package: version for package in _PACKAGES if (version := installed_version(package)) is not None}
     import torch
 
-    found = {"cpu": _cpu_name()}
+    found["cpu"] = _cpu_name()
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         found |= {"gpus": ", ".join(names), "cuda": str(torch.version.cuda)}

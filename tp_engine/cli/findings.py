@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
+from tp_engine.version import installed_version
+
 MIN_PYTHON = (3, 11)
 PROJECT = "tp-engine"
 # Package -> what it brings.
@@ -64,7 +66,7 @@ def check_packages() -> Iterator[Finding]:
         remedy=None if good else f"use Python {'.'.join(map(str, MIN_PYTHON))} or newer",
     )
     yield _needed(needed_packages())
-    found = {name: present for name in OPTIONAL if (present := installed(name)) is not None}
+    found = {name: present for name in OPTIONAL if (present := installed_version(name)) is not None}
     absent = [f"{name} ({use})" for name, use in OPTIONAL.items() if name not in found]
     yield Finding("optional packages", Status.OK, _listed(found) or "none")
     if absent:
@@ -81,16 +83,8 @@ def needed_packages() -> dict[str, str]:
     return {match[1]: match[2] or "0" for match in found}
 
 
-def installed(name: str) -> str | None:
-    """Return the version of a package; None where it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _needed(packages: Mapping[str, str]) -> Finding:
-    versions = {name: installed(name) for name in packages}
+    versions = {name: installed_version(name) for name in packages}
     wrong = [
         name for name, version in versions.items() if version is None or _numbers(version) < _numbers(packages[name])
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from importlib import metadata
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -20,7 +19,7 @@ from tp_engine.server.openapi import ANSWERS, takes
 from tp_engine.server.replies import json_reply
 from tp_engine.server.state import ServerState
 from tp_engine.server.web_page import tiers
-from tp_engine.version import __version__
+from tp_engine.version import __version__, installed_version
 
 _QUICK_S = 10.0
 _PARTS = ("torch", "transformers", "tokenizers", "safetensors", "triton", "fastapi", "uvicorn", "pydantic")
@@ -173,7 +172,7 @@ def _add_description(app: FastAPI, state: ServerState) -> None:
             "versions": {
                 "tp_engine": __version__,
                 "python": platform.python_version(),
-                **{part: _version(part) for part in _PARTS},
+                **{part: installed_version(part) for part in _PARTS},
             },
         }
         if not current_caller().sees_all:
@@ -224,10 +223,3 @@ def public_fields(config: Any) -> dict[str, Any]:
         value = getattr(config, spec.name)
         fields[spec.name] = ("hidden" if value else None) if spec.metadata.get("secret") else value
     return fields
-
-
-def _version(part: str) -> str | None:
-    try:
-        return metadata.version(part)
-    except metadata.PackageNotFoundError:
-        return None
