@@ -132,9 +132,9 @@ class Oracle(Closing):
         found: Callable[[torch.Tensor], torch.Tensor] = ACT2FN[next(filter(None, names), "silu")]
         return found
 
-    def score(self, token_ids: Sequence[int], *, top: int = 5, keep_all: bool = False) -> Scores:
+    def score(self, token_ids: Sequence[int], *, keep_all: bool = False) -> Scores:
         """Return the log-probabilities of one sequence; ``score_all`` takes many at the same price in reading."""
-        return self.score_all([Query(token_ids)], top=top, keep_all=keep_all)[0]
+        return self.score_all([Query(token_ids)], keep_all=keep_all)[0]
 
     @torch.inference_mode()
     def score_all(

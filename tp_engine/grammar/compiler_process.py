@@ -134,7 +134,8 @@ def main() -> int:
     parent = os.pidfd_open(settings["parent_pid"])
     if os.getppid() != settings["parent_pid"]:
         return 1
-    trial = _Trial(settings["special_tokens"])
+    special = settings["special_tokens"]
+    tokens = byte_tokens() if special is None else byte_tokens(SpecialTokens(**special))
     prctl = ctypes.CDLL(None).prctl
     with Connection(settings["descriptor"]) as link:
         while parent not in wait([link, parent]):
@@ -147,7 +148,7 @@ def main() -> int:
             if pid == 0:
                 link.close()
                 prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-                trial.run(job, writer)
+                _try_out(job, writer, tokens, knows_special=special is not None)
             os.close(writer)
             if parent in wait([reader, parent]):
                 break
@@ -160,44 +161,34 @@ def main() -> int:
     return 0
 
 
-class _Trial:
-    """Compiles a grammar in a fork, for tokens that have been made before."""
-
-    def __init__(self, special_tokens: dict[str, Any] | None) -> None:
-        self._knows_special = special_tokens is not None
-        self._tokens = byte_tokens() if special_tokens is None else byte_tokens(SpecialTokens(**special_tokens))
-
-    def run(self, job: dict[str, Any], writer: int) -> NoReturn:
-        """Write why the grammar can not be used, or nothing, and end this process."""
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        os.nice(job["niceness"])
-        _limit(resource.RLIMIT_CORE, 0)
-        _limit(resource.RLIMIT_STACK, _STACK_BYTES)
-        _limit(resource.RLIMIT_AS, _own_bytes(_MAPPED) + _MEMORY_BYTES)
-        signal.setitimer(signal.ITIMER_PROF, job["cpu_s"])
-        signal.setitimer(signal.ITIMER_REAL, job["wall_s"])
-        words = ""
-        try:
-            self._compile(StructuredOutputsParams(**job["params"]))
-        except RequestError as error:
-            words = str(error)
-        except MemoryError:
-            os.abort()
-        except BaseException as error:  # of the library too: it must not go on in two processes
-            words = f"the grammar library failed: {type(error).__name__}: {error}"
-        os.write(writer, words.encode()[:_MOST_WORDS])
-        os._exit(0)
-
-    def _compile(self, params: StructuredOutputsParams) -> None:
-        if not self._knows_special:
-            is_error, found = llguidance().LLMatcher.validate_grammar_with_warnings(
+def _try_out(job: dict[str, Any], writer: int, tokens: Any, *, knows_special: bool) -> NoReturn:
+    """Compile a grammar in a fork, write why it can not be used, or nothing, and end this process."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.nice(job["niceness"])
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_STACK, _STACK_BYTES)
+    _limit(resource.RLIMIT_AS, _own_bytes(_MAPPED) + _MEMORY_BYTES)
+    signal.setitimer(signal.ITIMER_PROF, job["cpu_s"])
+    signal.setitimer(signal.ITIMER_REAL, job["wall_s"])
+    words = ""
+    try:
+        params, warnings = StructuredOutputsParams(**job["params"]), []
+        if not knows_special:
+            is_error, warnings = llguidance().LLMatcher.validate_grammar_with_warnings(
                 grammar_text(params), None, limits=parser_limits()
             )
             if is_error:
-                raise refusal(params, found[0])
-            if any("no tokenizer" in warning for warning in found):
-                return
-        new_matcher(params, self._tokens)
+                raise refusal(params, warnings[0])
+        if not any("no tokenizer" in warning for warning in warnings):
+            new_matcher(params, tokens)
+    except RequestError as error:
+        words = str(error)
+    except MemoryError:
+        os.abort()
+    except BaseException as error:  # of the library too: it must not go on in two processes
+        words = f"the grammar library failed: {type(error).__name__}: {error}"
+    os.write(writer, words.encode()[:_MOST_WORDS])
+    os._exit(0)
 
 
 def _limit(kind: int, value: int) -> None:

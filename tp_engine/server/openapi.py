@@ -50,11 +50,11 @@ def _answers(error: str) -> dict[int | str, dict[str, Any]]:
 ANSWERS = _answers("Error")
 
 
-def takes(body: type[BaseModel], *, required: bool = True, error: str = "Error") -> dict[str, Any]:
+def takes(body: type[BaseModel], *, error: str = "Error") -> dict[str, Any]:
     """Keywords for a route whose handler parses ``body`` itself; ``error`` names the schema of its errors."""
     schema = body.model_json_schema(ref_template=_REF + "{model}")
     content = {"application/json": {"schema": schema}}
-    return {"responses": _answers(error), "openapi_extra": {"requestBody": {"required": required, "content": content}}}
+    return {"responses": _answers(error), "openapi_extra": {"requestBody": {"required": True, "content": content}}}
 
 
 def install_openapi(app: FastAPI) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 from tp_engine.api.anthropic.protocol import MessagesBody
 from tp_engine.api.batch_job.lines import BatchRequest
@@ -130,27 +130,11 @@ def _check_generation(body: ChatBody | CompletionBody, grammars: GrammarTrials) 
 
 
 @dataclass(slots=True)
-class PlainPrompt:
-    """A prompt of one engine request, whose output is the prompt's."""
+class BatchPrompt:
+    """A prompt: one engine request, whose output is the prompt's, or a search, which has several in each of its rounds
+    and whose output has the ``n`` best sequences."""
 
-    request: EngineRequest
-    output: RequestOutput | None = None
-
-    def next_requests(self) -> list[EngineRequest]:
-        """Return the requests to run now."""
-        return [self.request]
-
-    def take(self, output: RequestOutput) -> bool:
-        """Take the output of one of them; True if the next ones can run."""
-        self.output = output
-        return False
-
-
-@dataclass(slots=True)
-class SearchedPrompt:
-    """A prompt of many engine requests, one round after the other; its output has the ``n`` best sequences."""
-
-    search: BeamSearch
+    prompt: EngineRequest | BeamSearch
     decoder: TokenDecoder | None
     output: RequestOutput | None = None
     _asked: list[str] = field(default_factory=list)
@@ -158,7 +142,7 @@ class SearchedPrompt:
 
     def next_requests(self) -> list[EngineRequest]:
         """Return the requests to run now."""
-        requests = self.search.next_requests()
+        requests = self.prompt.next_requests() if isinstance(self.prompt, BeamSearch) else [self.prompt]
         self._asked = [request.request_id for request in requests]
         self._given = {}
         return requests
@@ -166,12 +150,12 @@ class SearchedPrompt:
     def take(self, output: RequestOutput) -> bool:
         """Take the output of one of them; True if the next ones can run."""
         self._given[output.request_id] = output
+        if not isinstance(self.prompt, BeamSearch):
+            self.output = output
+            return False
         if len(self._given) < len(self._asked):
             return False
-        self.search.advance([self._given[request_id] for request_id in self._asked])
-        if self.search.done:
-            self.output = request_output(self.search, self.decoder)
-        return not self.search.done
-
-
-BatchPrompt: TypeAlias = PlainPrompt | SearchedPrompt
+        self.prompt.advance([self._given[request_id] for request_id in self._asked])
+        if self.prompt.done:
+            self.output = request_output(self.prompt, self.decoder)
+        return not self.prompt.done

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from tp_engine.api.batch_job.endpoints import ENDPOINTS, BatchPrompt, PlainPrompt, SearchedPrompt
+from tp_engine.api.batch_job.endpoints import ENDPOINTS, BatchPrompt
 from tp_engine.api.batch_job.lines import BatchRequest, LineError, bad_line, read_line, repeated_line
 from tp_engine.api.batch_job.outcomes import Outcomes, Work
 from tp_engine.api.batch_job.source import BatchInput
@@ -87,8 +87,8 @@ class LineRunner:
             return
         assert work.request is not None and work.prepared is not None
         decoder, prepared = self._llm.outputs.decoder, work.prepared
-        prompts: list[BatchPrompt] = [PlainPrompt(request) for request in prepared.requests]
-        prompts += [SearchedPrompt(search, decoder) for search in prepared.searches]
+        prompts = [BatchPrompt(request, decoder) for request in prepared.requests]
+        prompts += [BatchPrompt(search, decoder) for search in prepared.searches]
         running = _Running(work, work.request, prepared, prompts)
         self._num_bytes += work.num_bytes
         for prompt in prompts:
