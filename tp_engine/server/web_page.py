@@ -60,13 +60,15 @@ def add_web_page(app: FastAPI, state: ServerState) -> None:
     @app.get("/engine", responses=ANSWERS, openapi_extra={"parameters": [_SAMPLES]})
     async def engine(request: Request) -> Response:
         """The KV pool, running requests with their block tables, every rank, and the last ``samples`` seconds."""
-        num_samples = _num_samples(request.query_params.get("samples"))
+        text = request.query_params.get("samples", str(_DEFAULT_SAMPLES))
+        if not (text.isdecimal() and len(text) < 6 and int(text) <= MAX_SAMPLES):
+            raise RequestError(f"samples is {text[:50]!r}; it must be from 0 to {MAX_SAMPLES}", param="samples")
         info = state.llm.model_info
         try:
             report = await state.watch.view()
         except TimeoutError as error:
             raise HttpError(503, f"the engine does not answer: {error}", code="engine_hangs") from error
-        page = _engine_json(info, state.model_names[0], report, state.watch, num_samples)
+        page = _engine_json(info, state.model_names[0], report, state.watch, int(text))
         if not current_caller().sees_all:
             page["requests"] |= {"omitted": report.stats.num_running, "shown": []}
         return json_reply(page)
@@ -94,14 +96,6 @@ def _page_reply(name: str, root_path: str = "") -> Response:
 @cache
 def _text(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
-
-
-def _num_samples(text: str | None) -> int:
-    if text is None:
-        return _DEFAULT_SAMPLES
-    if text.isdecimal() and len(text) < 6 and int(text) <= MAX_SAMPLES:
-        return int(text)
-    raise RequestError(f"samples is {text[:50]!r}; it must be from 0 to {MAX_SAMPLES}", param="samples")
 
 
 def _engine_json(info: ModelInfo, name: str, report: EngineReport, watch: EngineWatch, num_samples: int) -> JsonObject:

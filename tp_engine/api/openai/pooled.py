@@ -10,7 +10,6 @@ import base64
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
@@ -152,7 +151,7 @@ def prepare_pooled(body: AnyPooledBody, processor: InputProcessor, model: str) -
     check_pooled(body)
     if isinstance(body, InputBody):
         return _prepare_inputs(body, processor, model)
-    envelope = _Envelope.of(body, "score" if isinstance(body, ScoreBody) else "rerank", model)
+    envelope = _Envelope(body, "score" if isinstance(body, ScoreBody) else "rerank", model)
     queries, documents, names = _texts(body)
     pairs = ScorePairs.of(
         processor,
@@ -181,21 +180,14 @@ def prepare_pooled(body: AnyPooledBody, processor: InputProcessor, model: str) -
     return PreparedBody(requests=list(pairs.requests), answer=answer)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Envelope:
     """What surrounds the data of an answer; ``engine_id`` is unique, where a client may repeat its request ids."""
 
-    answer_id: str
-    engine_id: str
-    created: int
-    model: str
-
-    @staticmethod
-    def of(body: AnyPooledBody, kind: str, model: str) -> _Envelope:
+    def __init__(self, body: AnyPooledBody, kind: str, model: str) -> None:
         unique = uuid.uuid4().hex
-        answer_id = f"{kind}-{body.request_id or unique}"
-        engine_id = f"{answer_id}-{unique[:12]}"
-        return _Envelope(answer_id=answer_id, engine_id=engine_id, created=int(time.time()), model=model)
+        self.answer_id = f"{kind}-{body.request_id or unique}"
+        self.engine_id = f"{self.answer_id}-{unique[:12]}"
+        self.created, self.model = int(time.time()), model
 
     def listed(self, data: list[JsonObject], outputs: Sequence[RequestOutput]) -> JsonObject:
         return {
@@ -215,7 +207,7 @@ def _prepare_inputs(body: InputBody, processor: InputProcessor, model: str) -> P
     )
     task = body.task if isinstance(body, PoolingBody) else body.pooling_task
     pooler = Pooler.of(processor, params, task)
-    envelope = _Envelope.of(body, body.id_prefix, model)
+    envelope = _Envelope(body, body.id_prefix, model)
     is_list = isinstance(body.input, list) and not isinstance(next(iter(body.input), None), int)
     prompts = listed_prompts("input", body.input) if body.input is not None else [_chat_token_ids(body, processor)]
     whole = "messages" if body.input is None else "input"

@@ -190,8 +190,13 @@ def _inputs(
     """The shape of the answer, the prompts, and the texts to repeat before the answers."""
     shape = AnswerShape.of(body, model)
     if not isinstance(body, ChatBody):
-        prompts = listed_prompts("prompt", body.prompt)
-        return shape, prompts, _echoes(body, prompts, processor)
+        prompts: list[Any] = listed_prompts("prompt", body.prompt)
+        if not body.echo:
+            return shape, prompts, None
+        if processor.tokenizer is None:
+            raise RequestError("echo needs a tokenizer, which this model does not have", param="echo")
+        decode = processor.tokenizer.decode
+        return shape, prompts, [one if isinstance(one, str) else decode(one) for one in prompts]
     prompt = chat_prompt(body, processor)
     if prompt.images and body.use_beam_search:
         raise RequestError("beam search of a prompt with images is not served; leave images out", param="messages")
@@ -203,11 +208,3 @@ def _inputs(
         prompt, add_special_tokens=bool(body.add_special_tokens), must_fit=body.truncate_prompt_tokens is None
     )
     return shape, [tokens], [prompt.last_text] if body.echo else None
-
-
-def _echoes(body: CompletionBody, prompts: Sequence[Any], processor: InputProcessor) -> list[str] | None:
-    if not body.echo:
-        return None
-    if processor.tokenizer is None:
-        raise RequestError("echo needs a tokenizer, which this model does not have", param="echo")
-    return [prompt if isinstance(prompt, str) else processor.tokenizer.decode(prompt) for prompt in prompts]
