@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from tp_engine.api.batch_job.endpoints import prepare_request
@@ -151,9 +151,10 @@ class BatchWorker:
     async def _run_all(self, batch: Batch, requests: Iterator[BatchRequest], results: Results) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                async for request in _in_threads(requests):
-                    await self._room.acquire()
-                    group.create_task(self._run_line(batch, request, results))
+                while several := await asyncio.to_thread(lambda: list(itertools.islice(requests, _LINES_AT_ONCE))):
+                    for request in several:
+                        await self._room.acquire()
+                        group.create_task(self._run_line(batch, request, results))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
@@ -241,10 +242,3 @@ class BatchWorker:
 def _later(request: EngineRequest, priority: int) -> EngineRequest:
     """A request that waits for others; a line's own priority is added."""
     return replace(request, priority=max(-(2**31), min(2**31 - 1, request.priority + priority)))
-
-
-async def _in_threads(requests: Iterator[BatchRequest]) -> AsyncGenerator[BatchRequest, None]:
-    """The requests of a file, read in a thread, some at a time."""
-    while several := await asyncio.to_thread(lambda: list(itertools.islice(requests, _LINES_AT_ONCE))):
-        for request in several:
-            yield request

@@ -13,10 +13,19 @@ from starlette.responses import Response
 from tp_engine.api.bodies import Body
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.errors import HttpError
-from tp_engine.api.openai.pooled import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody
+from tp_engine.api.openai.pooled import (
+    ClassifyBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+    TokenizeBody,
+    detokenize,
+    tokenize,
+)
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
-from tp_engine.api.openai.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from tp_engine.errors import RequestError
 from tp_engine.server.bodies import in_thread, parsed, read_body, read_data
 from tp_engine.server.generation import answer, answer_body

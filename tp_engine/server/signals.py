@@ -90,7 +90,9 @@ class StopSignals:
         if not self._raising:
             return
         self._raising = False
-        if not _is_importing(frame):
+        while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+            frame = frame.f_back
+        if frame is None:
             raise StopRequested
         end_process_after(0.0, 0, self._last)  # torch's modules in C++ abort where Python raises in an import of theirs
 
@@ -111,12 +113,6 @@ class StopSignals:
             callback = self._callbacks[self._num_received - 1] if self._num_received <= len(self._callbacks) else None
         if callback is not None:
             callback()
-
-
-def _is_importing(frame: FrameType | None) -> bool:
-    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
-        frame = frame.f_back
-    return frame is not None
 
 
 def end_process_after(delay_s: float, code: int, last: Callable[[], None] = lambda: None) -> None:

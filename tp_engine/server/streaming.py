@@ -241,8 +241,18 @@ async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator
                 yield 0, item
         return
     queue: asyncio.Queue[tuple[int, Item] | None] = asyncio.Queue(_MAX_WAITING)
-    tasks = [asyncio.create_task(_feed(queue, number, stream)) for number, stream in enumerate(streams)]
-    watcher = asyncio.create_task(_end_when_done(queue, tasks))
+
+    async def feed(number: int, stream: AsyncGenerator[Item, None]) -> None:
+        async with contextlib.aclosing(stream) as items:
+            async for item in items:
+                await queue.put((number, item))
+
+    async def end_when_done() -> None:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        await queue.put(None)
+
+    tasks = [asyncio.create_task(feed(number, stream)) for number, stream in enumerate(streams)]
+    watcher = asyncio.create_task(end_when_done())
     try:
         while (pair := await queue.get()) is not None:
             yield pair
@@ -251,14 +261,3 @@ async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator
         for task in (*tasks, watcher):
             task.cancel()
         await asyncio.gather(*tasks, watcher, return_exceptions=True)
-
-
-async def _feed(queue: asyncio.Queue[tuple[int, Item] | None], number: int, stream: AsyncGenerator[Item, None]) -> None:
-    async with contextlib.aclosing(stream) as items:
-        async for item in items:
-            await queue.put((number, item))
-
-
-async def _end_when_done(queue: asyncio.Queue[tuple[int, Item] | None], tasks: Sequence[asyncio.Task[None]]) -> None:
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    await queue.put(None)

@@ -15,9 +15,9 @@ from tp_engine.api.bodies import has_image, prepare_body
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.openai.chat.prompt import ChatFormat
+from tp_engine.api.openai.pooled import TokenizeBody, tokenize
 from tp_engine.api.openai.protocol import ChatBody
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
-from tp_engine.api.openai.tokens import TokenizeBody, tokenize
 from tp_engine.errors import RequestError
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
