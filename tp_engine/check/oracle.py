@@ -227,8 +227,8 @@ class Oracle(Closing):
         parts = []
         for first in range(0, len(token_ids), _POSITIONS_AT_ONCE):
             here = torch.arange(first, min(first + _POSITIONS_AT_ONCE, len(token_ids)), device=self._device)
-            logits = self._run(query.token_ids, here, last)[0]
-            found = logits.to(torch.promote_types(self._dtype, torch.float32)).log_softmax(-1)
+            found = self._run(query.token_ids, here, last)[0]
+            found = found.to(torch.promote_types(self._dtype, torch.float32)).log_softmax(-1)
             best = found.topk(min(top, found.shape[-1]))
             following = token_ids[here[here < len(token_ids) - 1] + 1]
             parts.append(
