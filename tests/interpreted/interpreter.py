@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from inspect import getmembers, ismodule
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -122,8 +123,70 @@ def skip_what_is_not_used() -> None:
     interpreter._get_np_dtype = type_in_numpy
 
 
+def size_blocks_once() -> None:
+    """Mend this process's interpreter: each value has a type, which checks its shape and writes its own name, and wraps
+    each number of the shape.  All that is the same for each shape and name of an element's type."""
+    make = tl.block_type.__init__
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(size.value if isinstance(size, tl.constexpr) else size for size in shape))
+        if key not in known:
+            make(self, element_ty, shape)
+            known[key] = self.__dict__ | {"sizes": sizes_of(self.shape)}
+        self.__dict__.update(known[key])
+        self.element_ty = element_ty
+
+    def sizes_of(shape: Any) -> tuple[Any, Any]:
+        return tl.constexpr(prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
+
+    of_scalar = sizes_of(())
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = type.sizes if type.is_block() else of_scalar
+
+    tl.block_type.__init__, tl.tensor.__init__ = make_block_type, make_tensor
+
+
+def leave_operands_alike_as_they_are() -> None:
+    """Mend this process's interpreter: operands of one type need no common one, and those of one shape no common shape.
+
+    A builtin is called without a check that the interpreter has given it what it always gives.
+    """
+    semantic, same = interpreter.interpreter_semantic, tl.dtype.__eq__
+    with_one_type, with_one_shape = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+
+    def to_one_type(left: Any, right: Any, *flags: bool) -> Any:  # the fourth: a division, which may change the type
+        are_values = len(flags) < 4 and isinstance(left, tl.tensor) and isinstance(right, tl.tensor)
+        if are_values and left.dtype is right.dtype and not left.dtype.is_ptr():
+            return to_one_shape(left, right)
+        return with_one_type(left, right, *flags)
+
+    def to_one_shape(left: Any, right: Any) -> Any:
+        one, other = left.type, right.type
+        if one.is_block() == other.is_block() and (not one.is_block() or one.shape.values == other.shape.values):
+            return left, right
+        return with_one_shape(left, right)
+
+    def patch_attribute(package: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
+        builtin = getattr(member, "__wrapped__", member)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return builtin(*args, **kwargs)
+
+        scope.set_attr(package, name, call)
+
+    semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = to_one_type, to_one_shape
+    tl.dtype.__eq__ = lambda self, other: self is other or same(self, other)
+    interpreter._patch_attr = patch_attribute
+
+
 def mend_interpreter() -> None:
     """Do all of the above, once in a process."""
+    size_blocks_once()
+    leave_operands_alike_as_they_are()
     patch_the_language_once()
     search_for_builtins_once()
     skip_what_is_not_used()
