@@ -33,7 +33,7 @@ LICENCES = {"LICENSE", "THIRD_PARTY.md"}
 # What is in no commit, beside a folder that a build would have left.
 IGNORED = (".*", "__pycache__", "*.egg-info", "build", "dist", "dist-packages", "gpu_check_results", "*.log")
 SMALL = ("--device", "cpu", "--num-gpu-blocks-override", "256", "--max-num-seqs", "4")
-TORCHRUN = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 SUMS = {"one": ("12+34=", "46"), "two": ("7+8=", "15")}
 
 
@@ -53,16 +53,15 @@ class Release(NamedTuple):
         """Install ``archive`` into a new environment in ``folder``, without the index."""
         venv = folder / "venv"
         quietly: dict[str, Any] = {"check": True, "timeout": 100, "stdout": subprocess.DEVNULL, "env": outside()}
-        subprocess.run([sys.executable, "-m", "venv", str(venv)], **quietly)
-        pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
-        # Python 3.11's venv brings a setuptools that is too old for a build without isolation.
-        subprocess.run([*pip, "uninstall", "--yes", "setuptools"], stderr=subprocess.DEVNULL, **quietly)
+        # The pip of the tests' environment installs: an own one would take longer than the installation.
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], **quietly)
+        pip = [sys.executable, "-m", "pip", "--python", str(venv / "bin" / "python"), "--disable-pip-version-check"]
         (packages,) = venv.glob("lib/python*/site-packages")
         libraries = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
         (packages / "libraries.pth").write_text("\n".join(libraries) + "\n", encoding="utf-8")
         # An editable installation of the checkout lies behind in the libraries: it must not count as installed.
         alone = ("--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
-        subprocess.run([*pip, "install", *alone, str(archive)], cwd=folder, **quietly)
+        subprocess.run([*pip, "install", "--quiet", *alone, str(archive)], cwd=folder, **quietly)
         return Installation(folder, venv)
 
 
@@ -232,11 +231,11 @@ def test_the_command_of_the_wheel(installed: Installation) -> None:
 @pytest.mark.timeout(300)
 def test_torchrun_without_the_checkout(installed: Installation) -> None:
     """Oracle: arithmetic, through HTTP and in a batch job; torchrun itself ends with 1 after a signal."""
-    with installed.serving(*TORCHRUN, "-m", "tp_engine.serve", exit_code=1) as client:
+    with installed.serving(*TORCHRUN, "2", "-m", "tp_engine.serve", exit_code=1) as client:
         assert ask(client, "12+34=") == "46"
     source, target = installed.folder / "two.jsonl", installed.folder / "two_out.jsonl"
-    write_batch(source)
-    installed.run(*TORCHRUN, "-m", "tp_engine.batch", "-i", str(source), "-o", str(target), *SMALL)
+    write_batch(source)  # one rank: ``test_batch_job`` has two
+    installed.run(*TORCHRUN, "1", "-m", "tp_engine.batch", "-i", str(source), "-o", str(target), *SMALL)
     check_batch(target)
 
 
