@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 from tests.ranks.launch import ROOT
 from tp_engine import LLM, ConfigError, RequestError, SamplingParams
+from tp_engine.engine.engine import Engine
 
 VOCAB = 203
 PROMPTS = [[5, 9, 13, 7], list(range(20, 50)), [100, 3, 50], [7] * 17]
@@ -352,3 +354,27 @@ def test_an_engine_excludes_its_objects_from_garbage_collection(folder: Path) ->
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90, cwd=ROOT)
     beside, after = map(int, done.stdout.split())
     assert beside > 10_000 and after < 1000
+
+
+def test_a_steady_step_is_a_few_calls(llm: LLM) -> None:
+    """Oracle: counted calls of the package's functions in the shortest step: 77, and 2 for each further request."""
+    package, counts = str(ROOT / "tp_engine"), [0]
+
+    def count(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            if frame.f_code is Engine.step.__code__:
+                counts.append(0)
+            counts[-1] += 1
+
+    def shortest(num_requests: int) -> int:
+        counts[:] = [0]
+        sys.setprofile(count)
+        try:
+            tokens(llm, [[5, 9]] * num_requests, temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+        finally:
+            sys.setprofile(None)
+        return min(counts[1:-1])
+
+    alone = shortest(1)
+    assert alone <= 85
+    assert shortest(9) - alone <= 2 * 8
