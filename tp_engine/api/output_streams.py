@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 SMALL_STEP = 32  # updates; they take about a third of a millisecond
 SLICE = 32
 MAX_WAITING = 64
+_MAX_LEFT = 4096
 MAX_FOLDED_TOKENS = 256
 
 
@@ -72,6 +73,7 @@ class Outputs:
         self._waiting: deque[StepOutput | EngineDeadError] = deque()
         self._handing_out: asyncio.Task[None] | None = None
         self._holds = False
+        self._left: dict[str, None] = {}  # the last requests that ended here first, oldest first
         self._held: dict[str, asyncio.Event] = {}  # requests that are not sent until theirs is set
 
     def __len__(self) -> int:
@@ -188,6 +190,10 @@ class Outputs:
         """Do as ``stream``, with all updates together that came since the last time; a quick reader gets one at a
         time."""
         request_id = request.request_id
+        if request_id in self._left:  # what the engine still says of its namesake comes before this answer
+            del self._left[request_id]
+            await self._client.act("weight_info")
+            await self.wait_delivered()
         if request_id in self._mailboxes:
             raise RequestError(f"request_id {request_id!r} is in use; give each request its own", param="request_id")
         is_aborted = self._holds and await self._wait_to_begin(request_id)
@@ -205,7 +211,7 @@ class Outputs:
         finally:
             del self._mailboxes[request_id]
             if self.forget(request_id):
-                self._client.abort([request_id])
+                self._abort([request_id])
 
     def on_output(self, output: StepOutput) -> None:
         """Hand each request its updates; abort in the engine the requests that stop strings ended here."""
@@ -262,6 +268,9 @@ class Outputs:
     def _abort(self, request_ids: list[str]) -> None:
         if request_ids:
             self._client.abort(request_ids)
+            self._left |= dict.fromkeys(request_ids)
+            while len(self._left) > _MAX_LEFT:
+                del self._left[next(iter(self._left))]
 
     def _deliver(self, updates: Sequence[SequenceUpdate]) -> None:
         mailboxes = self._mailboxes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -167,6 +167,24 @@ def test_a_stop_string_aborts_in_the_engine() -> None:
         await until(lambda: len(engine.aborted) == 1)
 
     run(scenario, engine)
+
+
+@pytest.mark.parametrize("stop", [(), ("fox",)], ids=["left early", "ended by a stop string"])
+def test_a_request_id_may_come_again_at_once(stop: tuple[str, ...]) -> None:
+    """Oracle: the answer of a new id: nothing of the earlier request, which still runs, reaches the later one."""
+    said = byte_level_tokenizer().encode("the fox. ") * 200
+    params = SamplingParams(max_tokens=8)
+
+    async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
+        for _ in range(5):
+            async with aclosing(llm.stream("x", SamplingParams(max_tokens=900, stop=stop), "mine")) as updates:
+                async for update in updates:
+                    if update.num_output_tokens > 2 and not stop:
+                        break
+            last = [output async for output in llm.generate("x", params, "mine")][-1].outputs[0]
+            assert (last.finish_reason, last.token_ids) == ("length", said[:8])
+
+    run(scenario, FakeEngine(says(said), step_delay_s=0.001))
 
 
 def test_errors_reach_their_own_stream_only() -> None:
