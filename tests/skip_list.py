@@ -39,7 +39,7 @@ def read_expectations(path: Path) -> list[Expectation]:
     return found
 
 
-@dataclass
+@dataclass(eq=False)  # pytest has its plugins in a set
 class SkipReport:
     """Collects the skips of a run; with xdist it runs in the controller, which gets the reports of all workers."""
 
