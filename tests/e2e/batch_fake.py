@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from functools import cache
 from types import TracebackType
 from typing import Any
@@ -34,6 +35,7 @@ class FakeLLM:
         self.engine = new_engine(step_delay_s)
         self.input_processor = InputProcessor(INFO, _tokenizer())
         self.outputs = Outputs(_tokenizer())
+        self._lock = threading.RLock()  # of LLM.step
 
     def step(self) -> Processed:
         return LLM.step(self)  # type: ignore[arg-type]
