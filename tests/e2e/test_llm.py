@@ -314,6 +314,15 @@ def test_calls_of_several_threads_wait_for_each_other(llm: LLM) -> None:
     assert [call.result() for call in calls] == alone
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises, also where a shell has started the tests in its background, with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_within_a_step_ends_the_call_and_not_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while rank 0 runs its model, as in a notebook."""
     before, execute = tokens(llm, PROMPTS, temperature=0, max_tokens=8), llm.engine._worker.execute
