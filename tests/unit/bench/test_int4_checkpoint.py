@@ -1,15 +1,13 @@
-"""The benchmark of quantised weights: checkpoints in 4 bits, and accuracy."""
+"""Checkpoints in 4 bits, which benchmarks write for peers."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import bench_quantization
 import pytest
 import torch
 from benchmarks.int4_checkpoint import pack_layer, quantization_config, round_to_codes, write_int4_checkpoint
-from benchmarks.shapes import DEMO_MODEL
 from safetensors.torch import load_file, save_file
 
 from tests.quantised.numbers import Numbers
@@ -46,23 +44,3 @@ def test_a_checkpoint_in_four_bits(tmp_path: Path, packing: str) -> None:
     assert spec is not None
     up, down = spec.scheme_of(f"{MLP}.up_proj"), spec.scheme_of(f"{MLP}.down_proj")
     assert down is None and up is not None and (up.packing, up.group) == (packing, 16)
-
-
-def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the errors for senseless values state the rule."""
-    for arguments, told in {
-        ("--demo", "--quantization", "int3"): "int3; choose among",
-        ("--text", "file", "--checkpoint", "folder"): "--checkpoint goes with --demo",
-    }.items():
-        with pytest.raises(SystemExit):
-            bench_quantization.parse_arguments(list(arguments))
-        assert told in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the demo model sorts; the same folder as a checkpoint has the same scores."""
-    folder = str(DEMO_MODEL)
-    assert bench_quantization.main(["--demo", "--samples", "1", "--quantization", "", "--checkpoint", folder]) == 0
-    kinds = json.loads(capsys.readouterr().out.splitlines()[-1])["kinds"]
-    assert list(kinds) == ["none", folder] and kinds["none"] == kinds[folder] and kinds["none"]["sort"] == 1.0
