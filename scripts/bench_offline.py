@@ -12,18 +12,24 @@
         --peer vllm --peer-python vllm=~/vllm/bin/python --nano-vllm-path ~/nano-vllm          on a GPU
     python scripts/bench_offline.py --shape qwen3-8b --tensor-parallel-size 1,2 --device-ids 0,0 --no-peer
 
-On CPUs the engines alternate.  On a GPU they run one after the other, each alone in the device's memory; --together
-loads all at once, with equal shares of the memory, and they alternate there too.  For each workload it prints the
-median of the rounds, the ratios between the engines, and the roofline of the machine's rates, which are measured in the
-same run.  The last line is one JSON object; --plot draws all engines beside each other.
+    python scripts/bench_offline.py --shape qwen3-0.6b --steps 32x128 --prefill-graphs "none;auto"
 
-The Qwen3 shapes have random ("dummy") weights.  vllm, nano-vllm, ctranslate2 and llama.cpp run in separate processes,
-on the same checkpoint.  For a Qwen3 shape vllm draws random weights of its own and nano-vllm gets a checkpoint; the
-answers of neither are compared.  A peer that is not found is left out, with the reason.
+Each engine runs in a process of its own.  On CPUs the engines alternate.  On a GPU they run one after the other, each
+alone in the device's memory; --together loads all at once, with equal shares of the memory, and they alternate there
+too.  For each workload it prints the median of the rounds, the ratios between the engines, and the roofline of the
+machine's rates, which are measured in the same run.  The last line is one JSON object; --plot draws all engines beside
+each other.
+
+The Qwen3 shapes have random ("dummy") weights; transformers and nano-vllm get a checkpoint of them, vllm draws its own.
+The answers of nano-vllm and of vllm with its own weights are not compared.  A peer that is not found is left out, with
+the reason.
 
 Quantised weights are named after each engine, and ratios are those of the first kind of --quantization.  llama.cpp
 quantises the checkpoint with its own defaults.  For awq and gptq the checkpoint is written in this packing, rounded to
 the nearest code; vLLM and tp_engine read the same files.  The roofline always counts weights in the dtype of the cell.
+
+--steps measures single steps of tp_engine instead: the time to the first token of a prompt that is alone, decode steps,
+decode steps that compute a prompt too, what a decode step's time consists of, and what CUDA graphs of prompts cost.
 """
 
 from __future__ import annotations
@@ -39,18 +45,20 @@ from typing import Any
 import torch
 from benchmarks.int4_checkpoint import PACKINGS
 from benchmarks.machine import copy_bandwidth, cpu_matmul_rate, matmul_rate, processor_name, read_bandwidth
-from benchmarks.offline.contenders import engine_makers, memory_share, packed_checkpoints, peer_makers, run_all
-from benchmarks.offline.engines import free_device
+from benchmarks.offline.contenders import contenders, engine_options, memory_share, run_all
 from benchmarks.offline.options import parse_arguments
 from benchmarks.offline.summary import print_table, summarise
 from benchmarks.plot import plot_workloads
 from benchmarks.roofline import Ceilings, ModelCost, decode_step_s, model_cost
 from benchmarks.shapes import make_folder
+from benchmarks.steps import measure_steps, print_steps
 from benchmarks.workloads import WORKLOADS
 
 from tp_engine.advice.sizes import ITEMSIZES
 from tp_engine.advice.weight_sizes import local_weight_bytes
 from tp_engine.model_config import read_model
+
+_OPTIONS_OF_STEPS = ("dtype", "tensor_parallel_size", "load_format", "device_ids")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,9 +69,10 @@ def main(arguments: list[str] | None = None) -> int:
     for shape, dtype in args.cells:
         cell = argparse.Namespace(**vars(args) | {"shape": shape, "dtype": dtype})
         with tempfile.TemporaryDirectory() as folder:
-            reports.append(compare(cell, args.model or str(make_folder(Path(folder), shape, dtype))))
-        print_table(reports[-1])
-    if args.plot is not None:
+            model = args.model or str(make_folder(Path(folder), shape, dtype))
+            reports.append(profile_steps(cell, model) if args.steps else compare(cell, model))
+        (print_steps if args.steps else print_table)(reports[-1])
+    if args.plot is not None and not args.steps:
         results = [
             one | {"workload": one["workload"] if len(reports) == 1 else f"{one['workload']}\n{cell}"}
             for report, cell in zip(reports, (f"{shape} {dtype}" for shape, dtype in args.cells), strict=True)
@@ -71,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         ]
         plot_workloads(results, f"{reports[0]['shape']} on {reports[0]['machine']}", args.plot)
     print(json.dumps(reports[0] if len(reports) == 1 else {"benchmark": "offline", "cells": reports}))
-    return 1 if any(report["failures"] for report in reports) else 0
+    return 1 if any(report.get("failures") for report in reports) else 0
 
 
 def compare(args: argparse.Namespace, model: str) -> dict[str, Any]:
@@ -79,9 +88,7 @@ def compare(args: argparse.Namespace, model: str) -> dict[str, Any]:
     config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     cost, ceilings, vocab_size = model_cost(config, args.dtype), measure_ceilings(args), config["vocab_size"]
     with tempfile.TemporaryDirectory() as folder:
-        packed = packed_checkpoints(args, model, Path(folder))
-        peers, skipped = peer_makers(args, model, packed)
-        makers = engine_makers(args, model, packed) | peers
+        makers, skipped = contenders(args, model, Path(folder))
         share = memory_share(args, len(makers))
         runs, failures = run_all(makers, args.workloads.split(","), vocab_size, args.rounds, share)
     results = [
@@ -91,6 +98,18 @@ def compare(args: argparse.Namespace, model: str) -> dict[str, Any]:
     ]
     found = {"memory_share": share, "failures": failures, "skipped": skipped, "workloads": results}
     return describe(args, cost, ceilings) | {"weight_bytes": weight_bytes(config, args)} | found
+
+
+def profile_steps(args: argparse.Namespace, model: str) -> dict[str, Any]:
+    """Measure single steps of one engine for each value of --prefill-graphs."""
+    config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    cost, ceilings = model_cost(config, args.dtype), measure_ceilings(args)
+    common = engine_options(args, int(args.tensor_parallel_size))
+    options = {name: common[name] for name in _OPTIONS_OF_STEPS if name in common} | args.engine_options
+    sizes = args.prefill_graphs.split(";")
+    results = measure_steps(model, options, sizes, (*args.steps, args.num_steps), cost, ceilings)
+    facts = {"benchmark": "steps", "batch_size": args.steps[0], "prompt_len": args.steps[1], "results": results}
+    return facts | describe(args, cost, ceilings)
 
 
 def weight_bytes(config: Mapping[str, Any], args: argparse.Namespace) -> dict[str, int]:
@@ -114,7 +133,7 @@ def measure_ceilings(args: argparse.Namespace) -> Ceilings:
     if args.device_ids:
         num_devices = len(set(args.device_ids.split(",")))
     bandwidth, rate = copy_bandwidth(), matmul_rate(getattr(torch, args.dtype))
-    free_device()  # engines in other processes need the memory
+    torch.cuda.empty_cache()  # engines need the memory
     return Ceilings(bytes_per_s=bandwidth * num_devices, flops_per_s=rate * num_devices)
 
 

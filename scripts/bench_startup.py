@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.machine import processor_name
 from benchmarks.offline.options import parse_arguments as check_cells
-from benchmarks.offline.peers import find_peer, parse_pythons
+from benchmarks.offline.process import find_peer, parse_pythons
 from benchmarks.shapes import add_tokenizer, make_checkpoint
 from benchmarks.startup.starts import Start, api_start, server_start
 

@@ -36,7 +36,7 @@ class Figure:
 
 def figures_of(report: Mapping[str, Any]) -> list[Figure]:
     """The figures of a script's JSON line; none for an unknown report."""
-    kinds = {"kernels": _kernels, "steps": _steps, "serve": _serve, "prompts": _prompts, "start": _start}
+    kinds = {"kernels": _kernels, "steps": _steps, "serve": _serve, "start": _start}
     if "decode_roofline_ms" in report and "workloads" in report:
         return list(_offline(report))
     make = kinds.get(str(report.get("benchmark")))
@@ -96,25 +96,25 @@ def _is_large_decode(row: Mapping[str, Any]) -> bool:
 
 
 def _steps(report: Mapping[str, Any]) -> Iterator[Figure]:
-    label = f"{report['shape']} decode, {report['batch_size']} rows of {report['context_len']}"
-    yield Figure(label, report["step_ms"], "ms/step")
-    yield Figure(label, report["share_of_roofline"], "of the roofline")
-    for key, goal in (("gap_us_median", _GAP_US), ("device_idle_us_per_step", None), ("device_busy_us_per_step", None)):
-        if key in report:
-            yield Figure(f"{label}, {key.split('_us')[0].replace('_', ' ')}", report[key], "us", goal, lower=True)
-
-
-def _prompts(report: Mapping[str, Any]) -> Iterator[Figure]:
-    """What recordings of steps with prompts gain over the first engine's way, and what they cost."""
-    first = report["results"][0]
+    """Decodes, prompts, and what recordings of steps with prompts gain over the first engine's way and cost."""
+    first, rows = report["results"][0], report["batch_size"]
     for found in report["results"]:
-        label = f"{report['shape']} prompts of {report['prompt_len']}, sizes {found['sizes']}"
-        goal = None if found is first else _FIRST_TOKEN_MS.get(report["shape"])
+        label, is_first = f"{report['shape']}, {rows} rows, prompts of {report['prompt_len']}", found is first
+        label += "" if is_first else f", prompt graphs {found['sizes']}"
+        yield Figure(label, found["step_ms"], "ms/step")
+        yield Figure(label, found["share_of_roofline"], "of the roofline")
+        for key, goal in (
+            ("gap_us_median", _GAP_US),
+            ("device_idle_us_per_step", None),
+            ("device_busy_us_per_step", None),
+        ):
+            if key in found:
+                yield Figure(f"{label}, {key.split('_us')[0].replace('_', ' ')}", found[key], "us", goal, lower=True)
+        goal = None if is_first else _FIRST_TOKEN_MS.get(report["shape"])
         yield Figure(label, found["ms_to_first_token"], "ms to the first token", goal, lower=True)
-        yield Figure(label, found["mixed_step_ms"], f"ms/step with {report['batch_size']} rows")
-        yield Figure(label, found["decode_step_ms"], f"ms/step of {report['batch_size']} rows")
-        if found is not first:
-            yield Figure(label, first["mixed_step_ms"] / found["mixed_step_ms"], "times, mixed steps")
+        yield Figure(label, found["mixed_step_ms"], "ms/step with a prompt")
+        if not is_first:
+            yield Figure(label, first["mixed_step_ms"] / found["mixed_step_ms"], "times, steps with a prompt")
             yield Figure(label, found["equal_tokens"], "of the tokens equal")
             yield Figure(label, found["start_s"] - first["start_s"], "s more to start")
             yield Figure(label, found["graph_mib"] - first["graph_mib"], "MiB more of graphs")

@@ -95,8 +95,8 @@ def _serve(server_args: str = "") -> str:
 
 
 _QUANTISED = "--rounds 1 --no-peer --quantization none,fp8,int4 --workloads"
-_STEPS = "scripts/bench_steps.py --shape qwen3-{} --batch-size 256 --context-len 512"
-_PROMPTS = "scripts/bench_steps.py --shape qwen3-{} --prompts 'none;auto' --batch-size 32 --context-len 128 --steps 50"
+_STEPS = "scripts/bench_offline.py --shape qwen3-{} --steps 256x512"
+_PROMPTS = "scripts/bench_offline.py --shape qwen3-{} --steps 32x128 --prefill-graphs 'none;auto' --num-steps 50"
 _KERNELS = "scripts/bench_kernels.py"
 _RECORDED = " --cudagraph-prefill-capture-sizes auto --served-model-name prompts-recorded"
 _LAB = "scripts/gpu/lab.py {} {{lab}}"

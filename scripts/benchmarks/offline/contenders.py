@@ -1,4 +1,4 @@
-"""The engines of the offline benchmark, their options, and the loop that runs a group of them."""
+"""The contenders of the offline benchmark: which engines run with which options, and the loop in which they run."""
 
 from __future__ import annotations
 
@@ -6,27 +6,38 @@ import argparse
 import itertools
 import json
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from benchmarks.int4_checkpoint import PACKINGS, write_int4_checkpoint
-from benchmarks.offline.engines import Engine, Measurement, TpEngine, TransformersGenerate, save_dummy_checkpoint
-from benchmarks.offline.peers import GPU_PEERS, PACKAGES, Found, PeerProcess, find_peer
-from benchmarks.workloads import WORKLOADS
+from benchmarks.offline.process import GPU_PEERS, EngineProcess, Found, Measurement, find_peer
+from benchmarks.workloads import WORKLOADS, Workload
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.config import QUANTIZATIONS
 from tp_engine.distributed.collectives import SingleRank
 from tp_engine.model_config import read_model
 from tp_engine.models.causal_lm import build_model
-from tp_engine.weights.source import sources_of
+from tp_engine.weights.dummy import DummyWeights
+from tp_engine.weights.source import Source, sources_of, whole
 
-Makers = dict[str, Callable[[Mapping[str, Any]], Engine]]
-"""Functions that make the engines, from the options of engines that share a GPU."""
+
+class Engine(Protocol):
+    """One engine with a model loaded."""
+
+    def run(self, workload: Workload) -> Measurement:
+        """Generate exactly the tokens that the workload asks for."""
+
+    def close(self) -> None:
+        """Free the model."""
+
+
+Makers = Mapping[str, Callable[[Mapping[str, Any]], Engine]]
+"""Functions that start the engines, from the options of engines that share a GPU."""
 Runs = dict[str, dict[str, list[Measurement]]]
 """Workload -> engine -> rounds."""
 
@@ -34,68 +45,42 @@ _WARM_UP_SEED = 1_000_000
 _SHARED_MEMORY = 0.85  # of a GPU; the rest is for what engines do not count, such as a CUDA context for each process
 
 
-def engine_makers(args: argparse.Namespace, model: str, packed: Mapping[str, str]) -> Makers:
-    """Functions that make tp_engine at every size and quantization, then the peer in this process.  ``packed`` has the
-    folder of the same model by packing ("awq")."""
-    makers: Makers = {}
-    sizes, kinds = args.tensor_parallel_size.split(","), args.quantization.split(",")
-    ways = itertools.product(args.tp_invariant.split(","), args.mtp.split(","))
-    for size, kind, (way, drafts) in itertools.product(sizes, kinds, list(ways)):
-        name = f"tp_engine TP {size}" + ("" if kind == "none" else f" {kind}") + " invariant" * (way == "on")
-        name += "" if drafts == "0" else f" mtp {drafts}"
-        options = engine_options(args, int(size)) | ({"quantization": kind} if kind in QUANTIZATIONS else {})
-        options |= {"tp_invariant": True} if way == "on" else {}
-        if drafts != "0":
-            options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": int(drafts)}
-        makers[name] = partial(_make_ours, args, packed.get(kind, model), options, alone=len(sizes) == 1)
-    if "transformers" in args.peer:
-        compiled = " (static cache, compiled)" if torch.cuda.is_available() else ""
-        makers["transformers generate" + compiled] = lambda _: TransformersGenerate(
-            model, args.dtype, dummy=args.is_dummy
-        )
-    return makers
-
-
-def _make_ours(
-    args: argparse.Namespace, model: str, options: dict[str, Any], shared: Mapping[str, Any], *, alone: bool
-) -> Engine:
-    """tp_engine in this process; on CPUs in a separate process, as each number of ranks needs its own threads."""
-    if alone or torch.cuda.is_available():
-        return TpEngine(model, {**shared, **options})
-    settings = {"dtype": options["dtype"], "max_model_len": options["max_model_len"], "options": options}
-    return PeerProcess(
-        "tp_engine", sys.executable, model, threads=args.threads, timeout_s=args.peer_timeout_s, **settings
-    )
-
-
-def packed_checkpoints(args: argparse.Namespace, model: str, parent: Path) -> dict[str, str]:
-    """Write the model in each packing that a contender reads; returns the folders in ``parent`` by packing."""
+def contenders(args: argparse.Namespace, model: str, scratch: Path) -> tuple[Makers, dict[str, str]]:
+    """Functions that start tp_engine at every size and quantization and each peer, and the reason for each peer that is
+    left out.  The model in each packing that a contender reads ("awq") is written to ``scratch``."""
     kinds = {*args.quantization.split(","), *(peer.partition(":")[2] for peer in args.peer)}
-    wanted = [packing for packing in PACKINGS if packing in kinds]
-    return {packing: str(write_int4_checkpoint(Path(model), parent / packing, packing)) for packing in wanted}
-
-
-def peer_makers(args: argparse.Namespace, model: str, packed: Mapping[str, str]) -> tuple[Makers, dict[str, str]]:
-    """Functions that make the peers in separate processes, and the reason for each peer that is left out."""
-    makers: Makers = {}
+    packed = {kind: str(write_int4_checkpoint(Path(model), scratch / kind, kind)) for kind in PACKINGS if kind in kinds}
+    sizes = args.tensor_parallel_size.split(",")
+    makers: dict[str, Callable[[Mapping[str, Any]], Engine]] = {}
     skipped: dict[str, str] = {}
+    ways = (sizes, args.quantization.split(","), args.tp_invariant.split(","), args.mtp.split(","))
+    for size, kind, invariant, drafts in itertools.product(*ways):
+        options = engine_options(args, int(size)) | ({"quantization": kind} if kind in QUANTIZATIONS else {})
+        parts = [f"tp_engine TP {size}", "" if kind == "none" else kind]
+        if invariant == "on":
+            parts, options = [*parts, "invariant"], options | {"tp_invariant": True}
+        if drafts != "0":
+            config = {"method": "mtp", "num_speculative_tokens": int(drafts)}
+            parts, options = [*parts, f"mtp {drafts}"], options | {"speculative_config": config}
+        makers[" ".join(filter(None, parts))] = partial(
+            _start, args, "tp_engine", Found(), packed.get(kind, model), options
+        )
     for peer in args.peer:
         name, _, kind = peer.partition(":")
-        if name not in PACKAGES:
-            continue
         found = find_peer(name, args.peer_python[name], args.peer_folders.get(name))
         if isinstance(found, str):
             skipped[peer] = found
             continue
-        folder = packed.get(kind, model)
-        further = {"quantization": kind} if kind and kind not in packed else {}
-        for ranks, options in _peer_sizes(args, name).items():
-            make = partial(_make_peer, args, name, found, folder, options, **further)
-            makers[" ".join(filter(None, [name, found.version, ranks, kind]))] = make
+        given: dict[str, Any] = args.peer_options.get(name, {})
+        for size in sizes if name == "vllm" and sizes != ["1"] else [""]:  # vLLM runs with our numbers of ranks
+            options = given | ({"tensor_parallel_size": int(size)} if size else {})
+            label = " ".join(filter(None, [name, found.version, f"TP {size}" if size else "", kind]))
+            further = {"quantization": kind} if kind and kind not in packed else {}
+            makers[label] = partial(_start, args, name, found, packed.get(kind, model), options, **further)
     return makers, skipped
 
 
-def _make_peer(
+def _start(
     args: argparse.Namespace,
     name: str,
     found: Found,
@@ -104,23 +89,15 @@ def _make_peer(
     shared: Mapping[str, Any],
     **further: str,
 ) -> Engine:
-    """A peer in a process of its own, with our options where it has the same, and with a checkpoint if it needs one."""
+    """Start an engine; a peer gets our options where it has the same, and a checkpoint if it needs one."""
     ours, known = {**shared, **engine_options(args, 1)}, GPU_PEERS.get(name, ())
-    if args.is_dummy and "load_format" not in known:
+    if name == "tp_engine":
+        known = tuple(ours)
+    elif args.is_dummy and "load_format" not in known:
         add_checkpoint(Path(model), args.dtype)
-    load = {"dtype": args.dtype, "max_model_len": ours["max_model_len"]} | further
+    load = {"model": model, "dtype": args.dtype, "max_model_len": ours["max_model_len"], **further}
     load["options"] = {option: ours[option] for option in known if option in ours} | options
-    process = {"threads": args.threads, "timeout_s": args.peer_timeout_s, "folder": found.folder}
-    return PeerProcess(name, found.python, model, **process, **load)
-
-
-def _peer_sizes(args: argparse.Namespace, name: str) -> dict[str, dict[str, Any]]:
-    """A peer's options by a part of its name: vLLM runs with the same numbers of ranks as tp_engine."""
-    options = args.peer_options.get(name, {})
-    sizes = args.tensor_parallel_size.split(",")
-    if name != "vllm" or sizes == ["1"]:
-        return {"": options}
-    return {f"TP {size}": options | {"tensor_parallel_size": int(size)} for size in sizes}
+    return EngineProcess(name, found, threads=args.threads, timeout_s=args.peer_timeout_s, **load)
 
 
 def engine_options(args: argparse.Namespace, size: int) -> dict[str, Any]:
@@ -142,16 +119,13 @@ def engine_options(args: argparse.Namespace, size: int) -> dict[str, Any]:
 
 
 def add_checkpoint(model: Path, dtype: str) -> None:
-    """Write dummy weights beside the config.json, unless there are weights already."""
-    if not list(model.glob("*.safetensors")):
-        shapes = stored_shapes(json.loads((model / "config.json").read_text(encoding="utf-8")))
-        save_dummy_checkpoint(model, shapes, getattr(torch, dtype))
+    """Write the weights of ``load_format="dummy"`` beside the config.json, unless there are weights already."""
+    from safetensors.torch import save_file
 
-
-def stored_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every tensor in a checkpoint with this config.json."""
-    spec = read_model(config)
-    model = build_model(
+    if list(model.glob("*.safetensors")):
+        return
+    spec = read_model(json.loads((model / "config.json").read_text(encoding="utf-8")))
+    built = build_model(
         spec,
         communicator=SingleRank(),
         dtype=torch.float32,
@@ -159,7 +133,13 @@ def stored_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         backends=[TorchBackend()] * len(spec.kv_layout.groups),
         max_model_len=1,
     )
-    return {source.name: source.shape for parameter in model.parameters() for source in sources_of(parameter)}
+    shapes = {source.name: source.shape for parameter in built.parameters() for source in sources_of(parameter)}
+    sources = [
+        Source(name=name, shape=shape, taken=whole(shape), target=whole(shape), init=1.0 if "norm." in name else None)
+        for name, shape in shapes.items()
+    ]
+    weights = DummyWeights(sources, 0, dtype=getattr(torch, dtype), device=torch.device("cpu"))
+    save_file({source.name: weights.read(source.name, source) for source in sources}, model / "model.safetensors")
 
 
 def memory_share(args: argparse.Namespace, num_engines: int) -> float | None:
@@ -179,21 +159,18 @@ def run_all(
     alternate = share is not None or not torch.cuda.is_available()
     shared = {} if share is None else {"gpu_memory_utilization": share}
     for group in [makers] if alternate else [{name: make} for name, make in makers.items()]:
-        _run_group(group, shared, runs, failures, vocab_size, rounds)
+        engines: dict[str, Engine] = {}
+        try:
+            for name, make in group.items():
+                with _noted(name, failures):
+                    engines[name] = make(shared)
+            for workload, measured in runs.items():
+                _take_turns(workload, engines, measured, failures, vocab_size, rounds)
+        finally:
+            for name, engine in engines.items():
+                with _noted(name, failures):
+                    engine.close()
     return runs, failures
-
-
-def _run_group(makers: Makers, shared: Mapping[str, Any], runs: Runs, failures: dict[str, str], *work: int) -> None:
-    """Load these engines together, take turns, and close them."""
-    engines: dict[str, Engine] = {}
-    try:
-        for name, make in makers.items():
-            _attempt(name, failures, lambda name=name, make=make: engines.update({name: make(shared)}))  # type: ignore[misc]
-        for workload, per_engine in runs.items():
-            _take_turns(workload, engines, per_engine, failures, *work)
-    finally:
-        for name, engine in engines.items():
-            _attempt(name, failures, engine.close)
 
 
 def _take_turns(
@@ -206,29 +183,24 @@ def _take_turns(
 ) -> None:
     """Run a warm-up round, then the rounds that count, each with fresh prompts.  Each time is told on standard error at
     once, so that a run that is cut short leaves its figures.  On a machine that other programs share, the CPU time of
-    an engine in this process says more than the time that passed."""
-    make = WORKLOADS[workload]
+    an engine's process says more than the time that passed."""
     for seed in (_WARM_UP_SEED, *range(rounds)):
-        for name, engine in engines.items():
+        for name in [name for name in engines if name not in failures]:
+            with _noted(name, failures):
+                found = engines[name].run(WORKLOADS[workload](vocab_size, seed))
+                first = "" if found.first_token_s is None else f", first token {found.first_token_s:.3f} s"
+                told = f"{found.total_s:.3f} s{first}; {found.cpu_s:.3f} s of CPU time in its process"
+                print(f"{workload}, seed {seed}, {name}: {told}", file=sys.stderr, flush=True)
+                if seed != _WARM_UP_SEED:
+                    rounds_of.setdefault(name, []).append(found)
             if name in failures:
-                continue
-            used_s = time.process_time()
-            measured = _attempt(name, failures, lambda engine=engine, seed=seed: engine.run(make(vocab_size, seed)))  # type: ignore[misc]
-            used_s = time.process_time() - used_s
-            if measured is None:
                 rounds_of.pop(name, None)
-                continue
-            first = f", first token {measured.first_token_s:.3f} s" if measured.first_token_s is not None else ""
-            told = f"{measured.total_s:.3f} s{first}; {used_s:.3f} s of CPU time in this process"
-            print(f"{workload}, seed {seed}, {name}: {told}", file=sys.stderr, flush=True)
-            if seed != _WARM_UP_SEED:
-                rounds_of.setdefault(name, []).append(measured)
 
 
-def _attempt(name: str, failures: dict[str, str], act: Callable[[], Any]) -> Any:
-    """What ``act`` returns; on an error, note it and return None, so that the other engines still run."""
+@contextmanager
+def _noted(name: str, failures: dict[str, str]) -> Iterator[None]:
+    """Note an error of the block, so that the other engines still run."""
     try:
-        return act()
+        yield
     except Exception as error:
         failures.setdefault(name, f"{type(error).__name__}: {error}")
-        return None

@@ -1,150 +1,257 @@
-"""The engines that the offline benchmark compares, behind one interface.
+"""The engines of the offline benchmark, each in a process of its own; only that of tp_engine must have tp_engine.
 
-An engine answers a workload with the time to the first token (of a single request), the total time, and the tokens.
+``python -m benchmarks.offline.engines NAME``.  Commands are JSON lines on standard input, answers are lines on
+standard output that begin with ``ANSWER``::
+
+    {"load": {"model": FOLDER, "dtype": "float32", "max_model_len": 1024, "options": {}}}  ->  {"comparable": true}
+    {"run": {"prompts": [[1, 2]], "max_tokens": [3]}}  ->  {"total_s": .., "first_token_s": .. or null, "cpu_s": ..,
+                                                            "token_ids": ..}
+
+``comparable`` tells whether the answers should equal those of tp_engine; ``cpu_s`` is the CPU time of this process in
+``total_s``.  The answer to a command that fails is
+{"error": "..."}.
 """
 
 from __future__ import annotations
 
-import gc
+import importlib
+import json
+import os
+import sys
+import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
-import torch
-
-from benchmarks.workloads import Workload
-from tp_engine.weights.dummy import DummyWeights
-from tp_engine.weights.source import Source, whole
+ANSWER = "ANSWER "
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Seconds of one run of a workload; ``first_token_s`` is set only if the workload is one request."""
+class Engine:
+    """An engine with a model loaded; ``generate`` returns as many tokens for each prompt as it asks for."""
 
-    total_s: float
-    first_token_s: float | None
-    token_ids: list[list[int]]
+    comparable = True
 
-
-class Engine(Protocol):
-    """One engine with a model loaded."""
-
-    def run(self, workload: Workload) -> Measurement:
-        """Generate exactly the tokens that the workload asks for."""
-
-    def close(self) -> None:
-        """Free the model."""
+    def forget(self) -> None:
+        """Clear the prefix cache, if the engine has one that can be cleared."""
 
 
-class TpEngine:
-    """tp_engine, in this process."""
+class Vllm(Engine):
+    """vLLM, greedy; its prefix cache is cleared between the run to the first token and the whole run.  Its dummy
+    weights are not those of tp_engine, so answers are then not compared."""
 
-    def __init__(self, model: str, options: Mapping[str, Any]) -> None:
-        from tp_engine import LLM
+    MODULE = "vllm"
+    OTHER_DUMMY_WEIGHTS = True
+    SETTINGS: ClassVar[dict[str, Any]] = {"skip_tokenizer_init": True, "disable_log_stats": True}
+    WANTED: ClassVar[dict[str, Any]] = {"detokenize": False}
 
-        self.llm = LLM(model, **options)
+    def __init__(self, model: str, dtype: str, max_model_len: int, options: dict[str, Any]) -> None:
+        self.comparable = not (self.OTHER_DUMMY_WEIGHTS and options.get("load_format") == "dummy")
+        self._api = importlib.import_module(self.MODULE)
+        self._llm = self._api.LLM(
+            model=model, **({"dtype": dtype, "max_model_len": max_model_len} | self.SETTINGS | options)
+        )
 
-    def run(self, workload: Workload) -> Measurement:
-        from tp_engine import SamplingParams
+    def generate(self, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
+        make, wanted = self._api.SamplingParams, {"temperature": 0, "ignore_eos": True} | self.WANTED
+        params = [make(max_tokens=count, **wanted) for count in counts]
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [list(one.outputs[0].token_ids) for one in self._llm.generate(asked, params, use_tqdm=False)]
 
-        params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=count) for count in workload.max_tokens]
-        started = time.perf_counter()
-        outputs = self.llm.generate(workload.prompts, params, use_tqdm=False)
-        total_s = time.perf_counter() - started
-        metrics = outputs[0].metrics
-        assert metrics is not None
-        first = metrics.ttft_s if len(outputs) == 1 else None
-        return Measurement(total_s, first, [output.outputs[0].token_ids for output in outputs])
-
-    def close(self) -> None:
-        self.llm.close()
-        del self.llm
-        free_device()
+    def forget(self) -> None:
+        self._llm.reset_prefix_cache()
 
 
-class TransformersGenerate:
-    """transformers' ``generate`` on one left-padded batch, run to the longest answer; only requested tokens count.  On
-    CUDA it uses a static cache, so that transformers compiles the decode step.  ``dummy`` fills the model with the
-    random weights that tp_engine draws for ``load_format="dummy"``."""
+class TpEngine(Vllm):
+    """tp_engine; its classes have vLLM's names."""
 
-    def __init__(self, model: str, dtype: str, *, dummy: bool) -> None:
+    MODULE = "tp_engine"
+    OTHER_DUMMY_WEIGHTS = False
+    SETTINGS: ClassVar[dict[str, Any]] = {}
+    WANTED: ClassVar[dict[str, Any]] = {}
+
+
+class Transformers(Engine):
+    """transformers' ``generate`` on one left-padded batch, run to the longest answer.  On CUDA it uses a static cache,
+    so that transformers compiles the decode step."""
+
+    def __init__(self, model: str, dtype: str, max_model_len: int, options: dict[str, Any]) -> None:
+        import torch
         from transformers import AutoModelForCausalLM
 
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if dummy:
-            loaded = dummy_model(model, getattr(torch, dtype), self._device)
-        else:
-            loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(self._device)
-        self._model = loaded.eval()
-        self._options = {"cache_implementation": "static"} if self._device.type == "cuda" else {}
+        self._torch = torch
+        self._device, cache = ("cuda", {"cache_implementation": "static"}) if torch.cuda.is_available() else ("cpu", {})
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(self._device).eval()
+        self._options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **cache, **options}
 
-    def run(self, workload: Workload) -> Measurement:
-        first = self._generate(workload.prompts, 1)[0] if len(workload.prompts) == 1 else None
-        total_s, rows = self._generate(workload.prompts, max(workload.max_tokens))
-        tokens = [row[:count] for row, count in zip(rows, workload.max_tokens, strict=True)]
-        return Measurement(total_s, first, tokens)
+    def generate(self, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
+        longest, num_tokens = max(map(len, prompts)), max(counts)
+        padding = [longest - len(prompt) for prompt in prompts]
+        ids = [[0] * count + prompt for count, prompt in zip(padding, prompts, strict=True)]
+        mask = [[0] * count + [1] * (longest - count) for count in padding]
+        asked = {
+            name: self._torch.tensor(rows, device=self._device)
+            for name, rows in (("input_ids", ids), ("attention_mask", mask))
+        }
+        with self._torch.inference_mode():
+            out = self._model.generate(**asked, min_new_tokens=num_tokens, max_new_tokens=num_tokens, **self._options)
+        return [row[longest : longest + count] for row, count in zip(out.tolist(), counts, strict=True)]
 
-    def _generate(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[list[int]]]:
-        longest = max(len(prompt) for prompt in prompts)
-        input_ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+
+class NanoVllm(Engine):
+    """nano-vllm.  It has no greedy decoding, so it samples at temperature 0.6 and its answers are not compared.
+
+    It needs a tokenizer to start.  It also turns answers into text, which no other engine here does; that is switched
+    off.  Its prefix cache stays between the run to the first token and the whole run, but holds only blocks of 256
+    tokens, so nothing of a shorter prompt.
+    """
+
+    comparable = False
+
+    def __init__(self, model: str, dtype: str, max_model_len: int, options: dict[str, Any]) -> None:
+        self._api = importlib.import_module("nanovllm")
+        self._folder = tempfile.TemporaryDirectory()
+        linked = Path(self._folder.name) / "model"
+        link_with_tokenizer(Path(model), linked)
+        if "gpu_memory_utilization" in options:
+            options = options | {"gpu_memory_utilization": beside_others(options["gpu_memory_utilization"])}
+        self._llm = self._api.LLM(str(linked), **({"max_model_len": max_model_len} | options))
+        self._llm.tokenizer = SimpleNamespace(decode=lambda token_ids: "")
+
+    def generate(self, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
+        params = [self._api.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count) for count in counts]
+        return [list(one["token_ids"]) for one in self._llm.generate(prompts, params, use_tqdm=False)]
+
+
+def beside_others(share: float) -> float:
+    """nano-vllm's ``gpu_memory_utilization`` for this share: it must include what other programs use of the GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return share
+    free, total = torch.cuda.mem_get_info()
+    return share + (total - free) / total
+
+
+class Ctranslate2(Engine):
+    """CTranslate2, greedy, from a conversion made here; the interpreter needs transformers too.  One batch runs to its
+    longest answer, because ``generate_batch`` has one length for all."""
+
+    def __init__(self, model: str, dtype: str, max_model_len: int, options: dict[str, Any]) -> None:
+        import ctranslate2
+
+        self._folder = tempfile.TemporaryDirectory()
+        source, converted = Path(self._folder.name) / "source", str(Path(self._folder.name) / "model")
+        link_with_tokenizer(Path(model), source)
+        quantization = {"float32": "float32", "bfloat16": "bfloat16"}[dtype]
+        ctranslate2.converters.TransformersConverter(str(source)).convert(converted, quantization=quantization)
+        vocabulary = Path(converted) / "vocabulary.json"
+        self._tokens: list[str] = json.loads(vocabulary.read_text(encoding="utf-8"))
+        self._generator = ctranslate2.Generator(converted, device="cpu", compute_type=quantization, **options)
+
+    def generate(self, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
+        longest = max(counts)
+        results = self._generator.generate_batch(
+            [[self._tokens[token] for token in prompt] for prompt in prompts],
+            min_length=longest,
+            max_length=longest,
+            sampling_topk=1,
+            include_prompt_in_result=False,
+        )
+        return [one.sequences_ids[0][:count] for one, count in zip(results, counts, strict=True)]
+
+
+class LlamaCpp(Engine):
+    """llama.cpp through llama-cpp-python, greedy, from a GGUF file written here; ``quantization`` is its file type.
+    Requests run one after the other, because its ``Llama`` has one sequence.  ``Llama`` keeps the K and V of a prefix
+    that two successive prompts share."""
+
+    def __init__(
+        self, model: str, dtype: str, max_model_len: int, options: dict[str, Any], quantization: str | None = None
+    ) -> None:
+        from llama_cpp import Llama
+
+        from benchmarks.offline.gguf_checkpoint import quantise_gguf, write_gguf
+
+        self._folder = tempfile.TemporaryDirectory()
+        target = Path(self._folder.name) / "model.gguf"
+        write_gguf(Path(model), target, dtype)
+        if quantization is not None:
+            target = quantise_gguf(target, quantization)
+        threads = int(os.environ["OMP_NUM_THREADS"])
+        settings = {"n_ctx": max_model_len, "n_threads": threads, "n_threads_batch": threads, "verbose": False}
+        self._llm = Llama(str(target), **(settings | options))
+
+    def generate(self, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
+        return [
+            list(islice(self._llm.generate(prompt, top_k=1, temp=0.0), count))
+            for prompt, count in zip(prompts, counts, strict=True)
+        ]
+
+    def forget(self) -> None:
+        self._llm.reset()
+
+
+def link_with_tokenizer(model: Path, folder: Path) -> None:
+    """Fill ``folder`` with the checkpoint's files; without a tokenizer it gets one with words ``<0>``, ``<1>``, ..."""
+    folder.mkdir()
+    for path in model.iterdir():
+        (folder / path.name).symlink_to(path.resolve())
+    if (folder / "tokenizer.json").exists():
+        return
+    size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    words = {"type": "WordLevel", "vocab": {f"<{token}>": token for token in range(size)}, "unk_token": "<0>"}
+    parts = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    tokenizer: dict[str, Any] = {"version": "1.0", "added_tokens": [], **dict.fromkeys(parts), "model": words}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<0>", "bos_token": "<1>", "eos_token": "<2>"}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+ENGINES = {
+    "tp_engine": TpEngine,
+    "transformers": Transformers,
+    "vllm": Vllm,
+    "nano-vllm": NanoVllm,
+    "ctranslate2": Ctranslate2,
+    "llama.cpp": LlamaCpp,
+}
+
+
+def run(engine: Any, prompts: list[list[int]], max_tokens: list[int]) -> dict[str, Any]:
+    """Run a workload and time it; a single request also gets the time to the first token."""
+    first = None
+    if len(prompts) == 1:
         started = time.perf_counter()
-        with torch.inference_mode():
-            out = self._model.generate(
-                input_ids=input_ids.to(self._device),
-                attention_mask=mask.to(self._device),
-                do_sample=False,
-                min_new_tokens=num_tokens,
-                max_new_tokens=num_tokens,
-                eos_token_id=None,
-                pad_token_id=0,
-                **self._options,
-            )
-            tokens = out[:, longest:].tolist()
-        return time.perf_counter() - started, tokens
-
-    def close(self) -> None:
-        del self._model
-        torch._dynamo.reset()
-        free_device()
+        engine.generate(prompts, [1])
+        first = time.perf_counter() - started
+        engine.forget()
+    started, used_s = time.perf_counter(), time.process_time()
+    tokens = engine.generate(prompts, max_tokens)
+    total_s, cpu_s = time.perf_counter() - started, time.process_time() - used_s
+    return {"total_s": total_s, "first_token_s": first, "cpu_s": cpu_s, "token_ids": tokens}
 
 
-def dummy_model(model: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """transformers' model of a folder without weights; it gets the weights of ``load_format="dummy"``, seed 0."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device(device):
-        loaded = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=dtype)
-    with torch.no_grad():
-        parameters = dict(loaded.named_parameters())
-        weights = dummy_weights({name: tuple(value.shape) for name, value in parameters.items()}, dtype, device)
-        for name, value in weights:
-            parameters[name].copy_(value)
-    return loaded
-
-
-def save_dummy_checkpoint(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-    """Write the dummy weights as one safetensors file, for engines without ``load_format="dummy"``."""
-    from safetensors.torch import save_file
-
-    save_file(dict(dummy_weights(shapes, dtype, torch.device("cpu"))), folder / "model.safetensors")
-
-
-def dummy_weights(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Any:
-    """The (name, tensor) pairs of all shapes."""
-    sources = [
-        Source(name=name, shape=shape, taken=whole(shape), target=whole(shape), init=1.0 if "norm." in name else None)
-        for name, shape in shapes.items()
-    ]
-    weights = DummyWeights(sources, 0, dtype=dtype, device=device)
-    for source in sources:
-        yield source.name, weights.read(source.name, source)
+def main(name: str) -> None:
+    """Answer commands until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # the engine's output goes to the log, line by line, so that a crash loses none of it
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    engine: Any = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            if "load" in command:
+                engine = ENGINES[name](**command["load"])
+                answer: dict[str, Any] = {"comparable": engine.comparable}
+            else:
+                answer = run(engine, **command["run"])
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(ANSWER + json.dumps(answer) + "\n")
+        answers.flush()
 
 
-def free_device() -> None:
-    """Free the GPU memory of a closed engine."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+if __name__ == "__main__":
+    main(sys.argv[1])

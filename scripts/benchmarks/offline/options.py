@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from benchmarks.int4_checkpoint import PACKINGS
-from benchmarks.offline.peers import DUMMY_PEERS, PACKAGES, PEERS, parse_pythons
+from benchmarks.offline.process import DUMMY_PEERS, PACKAGES, PEERS, parse_pythons
 from benchmarks.plot import plot_file
 from benchmarks.shapes import DUMMY_SHAPES, SHAPES
 from benchmarks.workloads import LARGE_WORKLOADS, SMALL_WORKLOADS, WORKLOADS
@@ -35,6 +35,11 @@ def parse_arguments(arguments: list[str] | None = None, description: str | None 
     parser.add_argument("--rounds", type=int, default=3, help="rounds per engine; the median counts")
     parser.add_argument("--threads", type=int, default=0, help="torch threads per rank (default: torch's choice)")
     parser.add_argument("--engine-options", type=json.loads, default={}, help='more for LLM: {"enforce_eager": true}')
+    steps = parser.add_argument_group("steps of tp_engine, instead of workloads")
+    steps.add_argument("--steps", type=_sizes, metavar="ROWSxTOKENS", help="requests that decode, tokens of a prompt")
+    steps.add_argument("--num-steps", type=int, default=64, help="steps that are timed, and steps that are profiled")
+    sizes = 'values of --cudagraph-prefill-capture-sizes side by side, such as "none;auto"'
+    steps.add_argument("--prefill-graphs", default="none", metavar="SIZES", help=sizes)
     _add_peer_options(parser)
     args = parser.parse_args(arguments)
     args.is_dummy = args.model is None and args.shape in DUMMY_SHAPES
@@ -92,6 +97,13 @@ def _cells(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[tu
             parser.error(f"--cells names {cell}; write SHAPE:DTYPE, of {', '.join(SHAPES)} and {', '.join(DTYPES)}")
         cells.append((shape, dtype))
     return cells
+
+
+def _sizes(text: str) -> tuple[int, int]:
+    rows, _, tokens = text.partition("x")
+    if not (rows.isdigit() and tokens.isdigit() and int(rows) and int(tokens)):
+        raise argparse.ArgumentTypeError(f"{text} is not ROWSxTOKENS, such as 256x512")
+    return int(rows), int(tokens)
 
 
 def _check_peers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from benchmarks.int4_checkpoint import PACKINGS
-from benchmarks.offline.engines import Measurement
+from benchmarks.offline.process import Measurement
 from benchmarks.roofline import Ceilings, ModelCost, decode_step_s, workload_s
 from benchmarks.workloads import Workload
 

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import httpx
 
-from benchmarks.offline.peers import peer_environment
+from benchmarks.offline.process import peer_environment
 from benchmarks.serving.launch import own_environment, started_server
 from benchmarks.startup.one_start import ANSWER, PROMPT
 

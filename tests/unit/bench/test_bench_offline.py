@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import bench_offline
 import numpy as np
 import pytest
-from benchmarks.offline import contenders, peers
-from benchmarks.offline.engines import Measurement, TpEngine, TransformersGenerate
+from benchmarks.offline import contenders, process
 from benchmarks.offline.gguf_checkpoint import gguf_name, interleave, read_checkpoint
 from benchmarks.offline.options import parse_arguments
+from benchmarks.offline.process import EngineProcess, Found, Measurement
 from benchmarks.offline.summary import print_table, summarise
 from benchmarks.roofline import Ceilings, ModelCost, decode_step_s, model_cost, prompts_s, workload_s
 from benchmarks.shapes import DUMMY_SHAPES, qwen3_config
@@ -111,23 +110,20 @@ def test_summary(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_every_engine_gets_the_same_weights(model: Path) -> None:
-    """Oracle: tp_engine with ``load_format="dummy"``: transformers and a process of its own give the same tokens."""
+    """Oracle: tp_engine with ``load_format="dummy"``; transformers gives the same tokens with a checkpoint."""
     work = Workload("two", [list(range(5, 25)), [7, 9, 11]], [12, 8])
     options = {"dtype": "float32", "load_format": "dummy", "max_model_len": 64, "num_gpu_blocks_override": 32}
-    load = {"dtype": "float32", "max_model_len": 64, "options": options}
-    engines = (
-        lambda: TpEngine(str(model), options),
-        lambda: TransformersGenerate(str(model), "float32", dummy=True),
-        lambda: peers.PeerProcess("tp_engine", sys.executable, str(model), threads=1, timeout_s=120, **load),  # type: ignore[arg-type]
-    )
     found = []
-    for make in engines:
-        engine = make()
+    for name in ("tp_engine", "transformers"):
+        if name == "transformers":
+            contenders.add_checkpoint(model, "float32")
+        load = {"dtype": "float32", "max_model_len": 64, "options": options if name == "tp_engine" else {}}
+        engine = EngineProcess(name, Found(), threads=1, timeout_s=120, model=str(model), **load)
         try:
             found.append(engine.run(work).token_ids)
         finally:
             engine.close()
-    assert found[0] == found[1] == found[2] and [len(tokens) for tokens in found[0]] == [12, 8]
+    assert found[0] == found[1] and [len(tokens) for tokens in found[0]] == [12, 8]
 
 
 def test_a_checkpoint_for_peers_that_need_one(model: Path) -> None:
@@ -143,11 +139,11 @@ def test_a_checkpoint_for_peers_that_need_one(model: Path) -> None:
 
 def test_peers_that_are_absent_are_told(tmp_path: Path) -> None:
     """Oracle: a reason that names the interpreter and the option; gpu_check knows the same peers of a GPU."""
-    missing = peers.find_peer("vllm", str(tmp_path / "python"))
+    missing = process.find_peer("vllm", str(tmp_path / "python"))
     assert isinstance(missing, str) and "is no interpreter; give one with --peer-python vllm=PATH" in missing
-    broken = peers.find_peer("vllm", "/bin/false")
+    broken = process.find_peer("vllm", "/bin/false")
     assert isinstance(broken, str) and "it fails with exit code 1" in broken
-    assert tuple(peers.GPU_PEERS) == sections.GPU_PEERS
+    assert tuple(process.GPU_PEERS) == sections.GPU_PEERS
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,3 +184,18 @@ def test_a_run_on_the_cpu(model: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert list(result["engines"]) == ["tp_engine TP 1"]
         assert result["engines"]["tp_engine TP 1"]["share_of_roofline"] > 0
     assert [figure.unit for figure in figures_of(report)].count("of the roofline") == 2, "gpu_check shows both"
+
+
+@pytest.mark.slow
+def test_steps_on_the_cpu(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the requests and steps asked for; a CPU records no prompts, so both engines give the same tokens."""
+    arguments = ["--model", str(model), "--steps", "2x20", "--num-steps", "3", "--prefill-graphs", "none;auto"]
+    options = {"load_format": "dummy", "num_gpu_blocks_override": 64}
+    assert bench_offline.main([*arguments, "--engine-options", json.dumps(options)]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["batch_size"] == 2 and figures_of(report)
+    assert [found["sizes"] for found in report["results"]] == ["none", "auto"]
+    for found in report["results"]:
+        assert found["tokens_per_s"] == pytest.approx(2 / found["step_ms"] * 1e3, rel=0.01)
+        assert list(found["kernels_us"])[-1] == "other" and found["mixed_step_ms"] > 0
+        assert found["equal_tokens"] == 1.0 and found["graph_mib"] == 0.0

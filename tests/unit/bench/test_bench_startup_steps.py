@@ -1,15 +1,13 @@
-"""The benchmarks of the start and of single steps: arithmetic by hand, and runs on the CPU."""
+"""The benchmark of the start, and the figures of single steps: arithmetic by hand."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import bench_steps
 import pytest
 from bench_startup import parse_arguments, run_rounds, summarise
 from benchmarks.startup.starts import Start
-from gpu.figures import figures_of
+from benchmarks.steps import device_figures
 
 
 def start(first_token_s: float, **within: float) -> Start:
@@ -42,40 +40,20 @@ def event(begin: float, duration: float, **others: object) -> dict[str, Any]:
 
 
 def test_figures_of_a_trace() -> None:
-    """Oracle: by hand: three steps of 100 us, 30 us between steps, 2 us between kernels; the host's do not count."""
+    """Oracle: by hand: three steps of 100 us, 30 us between steps, 2 us between kernels; the host's do not count.  Of
+    the kernels' times, those below a hundredth of the period are together."""
     events = [event(0, 1000, cat="cpu_op"), {"ph": "M"}]
     for step in range(3):
-        events += [event(130 * step, 49), event(130 * step + 51, 49, cat="gpu_memcpy")]
-    assert bench_steps.device_figures(events, 3) == {
+        events += [event(130 * step, 49, name="product"), event(130 * step + 51, 49, cat="gpu_memcpy", name="copy")]
+    assert device_figures(events, 3, 100.0) == {
         "device_busy_us_per_step": 98.0,
         "device_idle_us_per_step": round((2 * 30 + 3 * 2) / 3, 1),
         "gap_us_median": 30.0,
         "gap_us_max": 30.0,
         "device_events_per_step": 2.0,
+        "kernels_us": {"product": 49.0, "copy": 49.0, "other": 0.0},
     }
     names = (("attention", 0, 30), ("product", 30, 10), ("attention", 50, 30), ("small", 90, 1))
     events = [event(begin, length, name=name) for name, begin, length in names]
-    assert bench_steps.device_kernels(events, 2, 100.0) == {"attention": 30.0, "product": 5.0, "other": 0.5}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("prompts", [(), ("--prompts", "none;auto")])
-def test_a_run_on_the_cpu(
-    prompts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Oracle: the requests and steps asked for; a CPU records no prompts, so both engines give the same tokens."""
-    arguments = ["--shape", "C", "--dtype", "float32", "--steps", "3", "--batch-size", "2", "--context-len", "20"]
-    arguments += ["--engine-options", '{"num_gpu_blocks_override": 64}', *prompts]
-    monkeypatch.setattr("sys.argv", ["bench_steps.py", *arguments])
-    monkeypatch.setattr(bench_steps, "read_bandwidth", lambda: 1e10)
-    monkeypatch.setattr(bench_steps, "cpu_matmul_rate", lambda dtype: 1e11)
-    assert bench_steps.main() == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report["batch_size"] == 2 and figures_of(report)
-    if not prompts:
-        assert report["tokens_per_s"] == pytest.approx(2 / report["step_ms"] * 1e3, rel=0.01)
-        assert list(report["kernels_us"])[-1] == "other"
-        return
-    assert [found["sizes"] for found in report["results"]] == ["none", "auto"]
-    for found in report["results"]:
-        assert found["equal_tokens"] == 1.0 and found["graph_mib"] == 0.0 and found["mixed_step_ms"] > 0
+    found = device_figures(events, 2, 100.0)["kernels_us"]
+    assert found == {"attention": 30.0, "product": 5.0, "other": 0.5}

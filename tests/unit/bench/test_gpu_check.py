@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from bench_kernels import parse as parse_kernels
-from bench_steps import parse_arguments as parse_steps
 from benchmarks.offline.options import parse_arguments as parse_offline
 from benchmarks.serving.options import parse_arguments as parse_serve
 from gpu import check, lab
@@ -58,7 +57,7 @@ def test_dry_run_shows_every_command(capsys: pytest.CaptureFixture[str]) -> None
 def test_benchmarks_are_called_as_they_want_it() -> None:
     """Oracle: the scripts' own parsers."""
     parsers: dict[str, Callable[[list[str]], object]]
-    parsers = {"bench_offline.py": parse_offline, "bench_steps.py": parse_steps, "bench_kernels.py": parse_kernels}
+    parsers = {"bench_offline.py": parse_offline, "bench_kernels.py": parse_kernels}
     seen = set()
     for one in sections():
         script, arguments = Path(one.command[0]).name, list(one.command[1:])
@@ -243,9 +242,10 @@ def test_figures_and_goals() -> None:
     rows.append({"kernel": "x", "size": "1", "error": "y"})
     kernels = figures_of({"benchmark": "kernels", "copy_gb_per_s": 1.0, "results": rows})
     assert [figure.verdict for figure in kernels] == ["", "", "missed", ""] and kernels[-1].value == 0.5
-    steps = {"benchmark": "steps", "shape": "C", "batch_size": 256, "context_len": 8, "step_ms": 1.0}
-    steps |= {"share_of_roofline": 0.5, "gap_us_median": 40.0}
+    decodes: dict[str, object] = {"step_ms": 1.0, "share_of_roofline": 0.5, "gap_us_median": 40.0}
+    decodes |= {"ms_to_first_token": 9.0, "mixed_step_ms": 2.0}
+    steps = {"benchmark": "steps", "shape": "C", "batch_size": 256, "prompt_len": 8, "results": [decodes]}
     found = figures_of(steps)
-    assert found[-1] == Figure("C decode, 256 rows of 8, gap", 40.0, "us", 50.0, lower=True)
-    assert found[-1].verdict == "met" and figures_of({"benchmark": "unknown"}) == []
+    assert found[2] == Figure("C, 256 rows, prompts of 8, gap", 40.0, "us", 50.0, lower=True)
+    assert found[2].verdict == "met" and figures_of({"benchmark": "unknown"}) == []
     assert "      50  met" in check.table([Outcome(name="steps", status="passed", report=steps)])

@@ -1,10 +1,10 @@
-"""Peers: find each engine's interpreter, or say why the engine is left out, and run the engine in a process."""
+"""The processes of engines: find a peer's interpreter, or say why the peer is left out; ask it to load and to run."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import queue
 import subprocess
 import sys
 import tempfile
@@ -13,24 +13,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from benchmarks.int4_checkpoint import PACKINGS
-from benchmarks.offline.engines import Measurement
-from benchmarks.offline.peer_side import ANSWER
+from benchmarks.offline.engines import ANSWER
 from benchmarks.workloads import Workload
 
 SCRIPTS = Path(__file__).resolve().parents[2]
-MODULE = "benchmarks.offline.peer_side"
 PACKAGES = {
     "vllm": ("vllm",),
     "nano-vllm": ("nanovllm", "flash_attn"),
     "ctranslate2": ("ctranslate2", "transformers"),
     "llama.cpp": ("llama_cpp", "gguf"),
+    "transformers": ("transformers",),
 }
-"""Peers that run in a separate process, and the modules that their interpreter must have."""
+"""Peers, and the modules that their interpreter must have."""
 _SAME_OPTIONS = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
 GPU_PEERS = {"vllm": (*_SAME_OPTIONS, "load_format", "enable_prefix_caching"), "nano-vllm": _SAME_OPTIONS}
 """Peers that run on a GPU, and the options of tp_engine that they have under the same name and get as well."""
@@ -38,7 +37,7 @@ WEIGHT_KINDS = {"llama.cpp": ("Q4_0", "Q4_K_M", "Q8_0"), "vllm": PACKINGS}
 """The quantised weights that a peer can run with: file types of llama.cpp, checkpoints that the benchmark writes."""
 DUMMY_PEERS = ("transformers", *GPU_PEERS)
 """Peers of shapes without weights: they draw random ones, or get a checkpoint of random ones."""
-PEERS = ("transformers", *PACKAGES, *(f"{name}:{kind}" for name, kinds in WEIGHT_KINDS.items() for kind in kinds))
+PEERS = (*PACKAGES, *(f"{name}:{kind}" for name, kinds in WEIGHT_KINDS.items() for kind in kinds))
 
 _PROBE_S, _CLOSE_S = 60.0, 20.0
 _SHOWN_LINES = 60
@@ -55,12 +54,23 @@ print(metadata.version(names[0]) if names else "")
 """
 
 
+@dataclass(frozen=True)
+class Measurement:
+    """One run of a workload; ``first_token_s`` is set only if the workload is one request, and ``token_ids`` only if
+    they can be compared with those of other engines."""
+
+    total_s: float
+    first_token_s: float | None
+    token_ids: list[list[int]]
+    cpu_s: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """An interpreter that has the peer, and the folder with the peer's package if it is not installed."""
+    """An interpreter that has the engine, and the folder with the engine's package if it is not installed."""
 
-    python: str
-    version: str
+    python: str = sys.executable
+    version: str = ""
     folder: Path | None = None
 
 
@@ -68,12 +78,9 @@ def find_peer(name: str, python: str, folder: Path | None = None) -> Found | str
     """The peer's interpreter, or the reason why the peer is left out."""
     if not os.access(python, os.X_OK) or Path(python).is_dir():
         return f"{python} is no interpreter; give one with --peer-python {name}=PATH"
-    probe = [python, "-c", _PROBE, *PACKAGES[name]]
+    probe, environment = [python, "-c", _PROBE, *PACKAGES[name]], os.environ | {"PYTHONPATH": _python_path(folder)}
     try:
-        done = subprocess.run(
-            probe, env=os.environ | {"PYTHONPATH": _python_path(folder)},
-            capture_output=True, text=True, timeout=_PROBE_S, check=False,
-        )  # fmt: skip
+        done = subprocess.run(probe, env=environment, capture_output=True, text=True, timeout=_PROBE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{python} does not answer: {error}"
     if done.returncode:
@@ -82,50 +89,39 @@ def find_peer(name: str, python: str, folder: Path | None = None) -> Found | str
     return Found(python=python, version=done.stdout.strip(), folder=folder)
 
 
-class PeerProcess:
-    """A peer with a model loaded; ``folder`` holds its package if it is not installed.  Raises ``RuntimeError`` if it
-    fails or does not answer in time, and shows the end of its output."""
+class EngineProcess:
+    """An engine with a model loaded.  Raises ``RuntimeError`` if it fails or does not answer in time; the end of its
+    output, which may have the cause, goes to standard error."""
 
-    def __init__(
-        self,
-        name: str,
-        python: str,
-        model: str,
-        *,
-        threads: int,
-        timeout_s: float,
-        folder: Path | None = None,
-        **load: Any,
-    ) -> None:
+    def __init__(self, name: str, found: Found, *, threads: int, timeout_s: float, **load: Any) -> None:
         self._name, self._timeout_s = name, timeout_s
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # closed by close
+        num_ranks = load.get("options", {}).get("tensor_parallel_size", 1)
         self._process = subprocess.Popen(
-            [python, "-m", MODULE, name],
+            [found.python, "-m", "benchmarks.offline.engines", name],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            env=peer_environment(name, python, threads, load.get("options", {}).get("tensor_parallel_size", 1), folder),
+            env=peer_environment(name, found.python, threads, num_ranks, found.folder),
         )  # fmt: skip
-        self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=_follow, args=(self._process.stdout, self._answers), daemon=True).start()
         try:
-            self._comparable = self._ask(load={"model": model, **load})["comparable"]
+            self._comparable = self._ask(load=load)["comparable"]
         except BaseException:
             self.close()
             raise
 
     def run(self, workload: Workload) -> Measurement:
-        """Generate exactly the tokens that the workload asks for; answers that can not be compared are left out."""
+        """Generate exactly the tokens that the workload asks for."""
         found = self._ask(run={"prompts": workload.prompts, "max_tokens": workload.max_tokens})
         time.sleep(_SETTLE_S)
         lengths = [len(tokens) for tokens in found["token_ids"]]
         if lengths != workload.max_tokens:
             raise RuntimeError(f"{self._name} generated {lengths} tokens; {workload.max_tokens} were asked for")
-        token_ids = found["token_ids"] if self._comparable else []
-        return Measurement(found["total_s"], found["first_token_s"], token_ids)
+        return Measurement(**found | ({} if self._comparable else {"token_ids": []}))
 
     def close(self) -> None:
         """End the process."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
@@ -134,47 +130,44 @@ class PeerProcess:
         self._log.close()
 
     def _ask(self, **command: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
+        late = threading.Timer(self._timeout_s, self._process.kill)
+        began_s, line = time.monotonic(), ""
+        late.start()
         try:
-            self._process.stdin.write(json.dumps(command) + "\n")
-            self._process.stdin.flush()
-            line = self._answers.get(timeout=self._timeout_s)
-        except queue.Empty:
-            self._process.kill()
-            raise RuntimeError(
-                f"{self._name} did not answer within {self._timeout_s:g} s{self._last_words()}"
-            ) from None
-        except BrokenPipeError:
-            line = None
-        if line is None:
-            code = self._process.wait(_CLOSE_S)
-            raise RuntimeError(f"{self._name}'s process ended with exit code {code}{self._last_words()}")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            self._last_words()
-            raise RuntimeError(f"{self._name}: {answer['error']}")
-        return answer
-
-    def _last_words(self) -> str:
-        """The last line of the peer's output; the lines before it, which may have the cause, go to standard error."""
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write(json.dumps(command) + "\n")
+                self._process.stdin.flush()
+                line = next((one for one in self._process.stdout if one.startswith(ANSWER)), "")
+        finally:
+            late.cancel()
+        answer: dict[str, Any] = json.loads(line.removeprefix(ANSWER)) if line else {}
+        if line and "error" not in answer:
+            return answer
         self._log.seek(0)
         lines = self._log.read().strip().splitlines()
         print(*lines[-_SHOWN_LINES:], sep="\n", file=sys.stderr, flush=True)
-        return f"; it said last: {lines[-1]}" if lines else ""
+        if line:
+            raise RuntimeError(f"{self._name}: {answer['error']}")
+        if time.monotonic() - began_s >= self._timeout_s:
+            told = f"did not answer within {self._timeout_s:g} s"
+        else:
+            told = f"ended with exit code {self._process.wait(_CLOSE_S)}"
+        raise RuntimeError(f"{self._name}'s process {told}; it said last: {lines[-1] if lines else 'nothing'}")
 
 
 def peer_environment(
     name: str, python: str, threads: int, num_ranks: int = 1, folder: Path | None = None
 ) -> dict[str, str]:
     """The environment that the peer's documentation recommends on CPUs: a core per thread, faster libraries if found.
-    tp_engine gets only the number of threads, if one was chosen.  On a GPU vLLM runs as by default."""
+    tp_engine and transformers get only the number of threads, if one was chosen.  On a GPU vLLM runs as by default."""
     cores = sorted(os.sched_getaffinity(0))[: threads or None]
     found = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": _python_path(SCRIPTS, folder)}
     if name == "vllm":
         found |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
         if not torch.cuda.is_available():
             found |= _vllm_on_cpus(Path(python), cores, num_ranks)
-    elif name in ("tp_engine", "nano-vllm"):
+    elif name in ("tp_engine", "transformers", "nano-vllm"):
         found |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
     else:
         found |= {"CT2_USE_MKL": "0", "OMP_NUM_THREADS": str(len(cores))}
@@ -211,11 +204,3 @@ def parse_pythons(pairs: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"{pair!r} is not NAME=PATH with NAME one of {', '.join(PACKAGES)}")
         pythons[name] = os.path.expanduser(path)
     return pythons
-
-
-def _follow(output: IO[str] | None, answers: queue.SimpleQueue[str | None]) -> None:
-    assert output is not None
-    for line in output:
-        if line.startswith(ANSWER):
-            answers.put(line.removeprefix(ANSWER))
-    answers.put(None)
