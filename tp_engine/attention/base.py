@@ -74,7 +74,7 @@ class AttentionShape:
     (kernels/attention/plain_attention.py has the formulas).  With ``value_dim`` the cache has one part: values are the
     first elements of its keys.  ``latent`` is for ``attention/mla.py``, which stands before another backend, and so is
     ``chooser``: what chooses the keys that queries attend to.  With
-    ``sees_whole_images`` outputs of images' tokens are computed anew behind the backend (``whole_images.py``).
+    ``sees_whole_images`` outputs of images' tokens are computed anew behind the backend (``tiles.py``).
     """
 
     num_heads: int

@@ -16,7 +16,7 @@ them short chunks; else such requests are PyTorch's.  The step's other requests 
 """
 
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +24,10 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
-from tp_engine.attention.calls import TILE, StaircaseMasks, TokenSelection, attend_last
-from tp_engine.attention.gathering import QueryGroup, RowReader, visible_keys
-from tp_engine.attention.selection import Chooser, attend_chosen
+from tp_engine.attention.selection import attend_chosen
+from tp_engine.attention.tiles import attend_last, slots_of
 from tp_engine.kernels.attention.index_keys import ChosenKeys
-from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, states_at
 from tp_engine.kernels.ops import op
 
 MIN_EXPANDED_QUERIES = 128
@@ -36,6 +35,9 @@ MIN_EXPANDED_QUERIES = 128
 _MAX_PARTIAL_ELEMENTS, _SPLIT = {"cpu": 1 << 22, "cuda": 1 << 28}, 256
 # Bounds the keys and values of one call, which has as many heads as fit.
 _MAX_EXPANDED_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
+
+TokenSelection: TypeAlias = slice | torch.Tensor
+"""Which of the step's tokens: a range, or their indices (tokens,) int64."""
 
 
 @runtime_checkable
@@ -76,9 +78,7 @@ class MLABackend:
         self.can_capture_decodes = inner.can_capture_decodes and (index_topk is None or self._of_chosen is not None)
         self.can_capture_prompts = False  # the host chooses the form of each chunk
         self._inner = inner
-        self._masks, self._reader = StaircaseMasks(TILE), RowReader()
         self._index_topk = index_topk
-        self._places: dict[tuple[int, int, int], torch.Tensor] = {}
         # Of this step: what the inner backend does, unless it is all; requests that are expanded, and those whose
         # queries attend to chosen keys alone.
         self._rest: tuple[AttentionMetadata, TokenSelection] | None = None
@@ -87,7 +87,7 @@ class MLABackend:
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Choose the form of each request, by its own lengths; see ``AttentionBackend``."""
-        self._rest, self._places = None, {}
+        self._rest = None
         first, lengths, seq_lens = metadata.num_decodes, metadata.host_query_lens, metadata.host_seq_lens
         is_expanded, is_long = lengths >= MIN_EXPANDED_QUERIES, np.zeros(len(lengths), dtype=np.bool_)
         is_expanded[:first] = False
@@ -135,12 +135,13 @@ class MLABackend:
         starts = lengths.cumsum() - lengths
         for index in self._long:
             start, length = int(starts[index]), int(lengths[index])
-            own, place = slice(start, start + length), self._place(index, metadata, kv)
+            own = slice(start, start + length)
             if self._of_chosen is not None:
                 self._attend_prompt(out[own], query[own], start, index, kv, metadata, shape)
                 continue
-            chosen = chooser.chosen(start, length, partial(self._index_keys, index, chooser, metadata))
-            read = partial(self._rows_at, kv, query.dtype, place)
+            assert chooser.index_kv is not None, "a step with a cache"
+            chosen = chooser.chosen(start, length, partial(_rows_of, chooser.index_kv, torch.float32, index, metadata))
+            read = partial(_rows_of, kv, query.dtype, index, metadata)
             own_query = maps.absorb(query[own])
             out[own] = maps.values(attend_chosen(own_query, chosen, read, rank=_rank_of(shape), scale=shape.scale))
 
@@ -169,19 +170,6 @@ class MLABackend:
             chosen = ChosenKeys(places[own], counts[own])
             rows = backend.attend_to_chosen(maps.absorb(query[own]), kv, chosen, table[own], shape)
             out[own] = maps.values(rows)
-
-    def _index_keys(self, index: int, chooser: Chooser, metadata: AttentionMetadata) -> torch.Tensor:
-        """All index keys of request ``index``."""
-        kv = chooser.index_kv
-        assert kv is not None, "a step with a cache"
-        return self._rows_at(kv, torch.float32, self._place(index, metadata, kv))
-
-    def _rows_at(
-        self, kv: LayerKv, dtype: torch.dtype, place: torch.Tensor, positions: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Cached rows (n, width) of the ``positions`` of a request, whose rows lie at ``place``; None: all."""
-        found = self._reader.read(kv, 0, place if positions is None else place[positions])
-        return found.squeeze(1).to(dtype)
 
     def _attend_rows(
         self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
@@ -213,7 +201,7 @@ class MLABackend:
             if new_rows is not None and metadata.host_seq_lens[index] == length and kv.cache.dtype == query.dtype:
                 rows = new_rows[own]
             else:
-                rows = self._reader.read(kv, 0, self._place(index, metadata, kv)).to(query.dtype)
+                rows = _rows_of(kv, query.dtype, index, metadata).unsqueeze(1)
             out[own] = self._attend_expanded(query[own], rows, shape)
 
     def _attend_expanded(self, query: torch.Tensor, rows: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
@@ -221,24 +209,22 @@ class MLABackend:
         maps, backend = shape.latent, self._of_expanded
         assert maps is not None
         if backend is None or maps.value_dim > maps.query_dim or maps.query_dim % 2:
-            return attend_expanded(query, rows, shape, self._masks)
+            return attend_expanded(query, rows, shape)
         return backend.attend_expanded(query, rows, shape)
 
-    def _place(self, index: int, metadata: AttentionMetadata, kv: LayerKv) -> torch.Tensor:
-        """Where the rows of request ``index`` lie in the cache; the same in all layers of a kind."""
-        block_size = kv.cache.shape[2]
-        kind = block_size, kv.rows_per_block if kv.scales is None else block_size
-        key = (index, *kind)
-        found = self._places.get(key)
-        if found is None:
-            group = QueryGroup(
-                rows=np.array([index], dtype=np.int32),
-                starts=np.zeros(1, dtype=np.int32),
-                seq_lens=metadata.host_seq_lens[index : index + 1],
-                query_len=int(metadata.host_query_lens[index]),
-            )
-            found = self._places[key] = visible_keys(group, None, metadata, *kind).rows
-        return found
+
+def _rows_of(
+    kv: LayerKv,
+    dtype: torch.dtype,
+    request: int,
+    metadata: AttentionMetadata,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The cached rows (n, width) at ``positions`` (n,) int64 of a request of the step; None: all."""
+    table = metadata.block_table[request]
+    if positions is None:
+        positions = torch.arange(int(metadata.host_seq_lens[request]), device=table.device)
+    return states_at(kv, 0, slots_of(table, positions, kv.cache.shape[2])).squeeze(1).to(dtype)
 
 
 def attend_fresh_chosen(query: torch.Tensor, rows: torch.Tensor, start: int, shape: AttentionShape) -> torch.Tensor:
@@ -259,9 +245,7 @@ def _rank_of(shape: AttentionShape) -> int:
     return shape.value_dim
 
 
-def attend_expanded(
-    query: torch.Tensor, rows: torch.Tensor, shape: AttentionShape, masks: StaircaseMasks
-) -> torch.Tensor:
+def attend_expanded(query: torch.Tensor, rows: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
     """Queries (t, heads, query_dim), the last positions of ``rows`` (n, 1, row_dim) -> (t, heads, value_dim)."""
     maps = shape.latent
     assert maps is not None
@@ -275,7 +259,7 @@ def attend_expanded(
         keys, values = maps.expand(rows, heads)
         if values.shape[-1] < keys.shape[-1]:  # PyTorch's fast functions want both of one size
             values = F.pad(values, (0, keys.shape[-1] - values.shape[-1]))
-        attended = attend_last(query[:, heads], KeyValue(keys, values), own, masks)
+        attended = attend_last(query[:, heads], KeyValue(keys, values), own)
         out[:, heads] = attended[..., : maps.value_dim]
     return out
 

@@ -12,13 +12,11 @@ from contextvars import ContextVar
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
-from tp_engine.attention.calls import TILE, StaircaseMasks, attend_last
 from tp_engine.attention.mla import attend_expanded, attend_fresh_chosen
 from tp_engine.attention.registry import simd_width
-from tp_engine.attention.whole_images import attend_to_images
+from tp_engine.attention.tiles import attend_last, attend_to_images
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.layers.context import Layer
 from tp_engine.layers.image_rows import images_of_step
@@ -143,29 +141,15 @@ def attend_fresh(
 ) -> torch.Tensor:
     """Causal attention of each request over this step's keys alone, request by request."""
     size = query.shape[2] if shape.latent is None else shape.latent.value_dim
-    output, start, masks = query.new_zeros(*query.shape[:2], size), 0, StaircaseMasks(TILE)
+    output, start = query.new_zeros(*query.shape[:2], size), 0
     for length in metadata.host_query_lens.tolist():
         rows = slice(start, start + length)
         own, states = query[rows], KeyValue(new.key[rows], new.value[rows])
         if shape.chooser is not None and length > shape.chooser.top_k:
             output[rows] = attend_fresh_chosen(own, states.key, start, shape)
         elif shape.latent is not None:
-            output[rows] = attend_expanded(own, states.key, shape, masks)
-        elif _is_plain(shape, length):
-            output[rows] = _attend_causally(own, states, shape.scale)
+            output[rows] = attend_expanded(own, states.key, shape)
         else:
-            output[rows] = attend_last(own, states, shape, masks)
+            output[rows] = attend_last(own, states, shape)
         start += length
     return output
-
-
-def _is_plain(shape: AttentionShape, length: int) -> bool:
-    """Whether each of ``length`` queries sees all keys before it, by the usual softmax."""
-    return shape.softcap is None and shape.sinks is None and length <= (shape.sliding_window or length)
-
-
-def _attend_causally(query: torch.Tensor, new: KeyValue, scale: float) -> torch.Tensor:
-    """One request: queries (n, heads, head_dim) over as many keys, each over those before it, by PyTorch's function."""
-    q, k, v = (states.transpose(0, 1).unsqueeze(0) for states in (query, *new))
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    return attended.squeeze(0).transpose(0, 1)

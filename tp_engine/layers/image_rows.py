@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tp_engine.attention.gathering import QueryGroup
+from tp_engine.attention.tiles import ImageSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,13 +16,13 @@ class StepImages:
     behind each of the first D layers (DeepStack).
 
     ``turns`` (3, N) int64 are time, row and column of all tokens of the step; None: they turn by one position.
-    ``spans`` are the images whose tokens see all of it, each as the queries of one request.
+    ``spans`` are the images whose tokens see all of it.
     """
 
     places: torch.Tensor
     rows: torch.Tensor
     turns: torch.Tensor | None = None
-    spans: tuple[QueryGroup, ...] = ()
+    spans: tuple[ImageSpan, ...] = ()
 
     def put_into(self, embeddings: torch.Tensor) -> None:
         """Replace the images' rows of ``embeddings`` (N, hidden), unscaled."""

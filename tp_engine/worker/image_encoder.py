@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tp_engine.attention.gathering import QueryGroup
+from tp_engine.attention.tiles import ImageSpan
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.image_rows import StepImages, seeing
@@ -101,7 +101,7 @@ class ImageEncoder(RunnerFeature):
         chunks = plan.prefill_tokens.astype(np.int64)
         firsts = self._batch.num_computed[plan.prefill_rows].astype(np.int64)
         begins = len(plan.decode_rows) + chunks.cumsum() - chunks  # where each chunk begins among the step's tokens
-        spans: list[QueryGroup] = []
+        spans: list[ImageSpan] = []
         chunk_of = {row: index for index, row in enumerate(plan.prefill_rows.tolist())}
         places: list[_Positions] = [np.empty(0, dtype=np.int64)]
         sources: list[_Positions] = [np.empty(0, dtype=np.int64)]
@@ -113,14 +113,8 @@ class ImageEncoder(RunnerFeature):
             places.append(tokens - first + begins[chunk])
             sources.append(embeddings + cached)
             if self._tower.spec.is_bidirectional and len(tokens):
-                spans.append(
-                    QueryGroup(
-                        rows=np.array([len(plan.decode_rows) + chunk], dtype=np.int32),
-                        starts=(tokens[:1] - first + begins[chunk]).astype(np.int32),
-                        seq_lens=(tokens[-1:] + 1).astype(np.int32),
-                        query_len=len(tokens),
-                    )
-                )
+                begin, request = int(tokens[0] - first + begins[chunk]), len(plan.decode_rows) + chunk
+                spans.append(ImageSpan(request, begin, len(tokens), int(tokens[-1]) + 1))
         turns = self._turns(plan, firsts, chunks) if self._tower.spec.turns_by_place else None
         arrays = [np.concatenate(places), np.concatenate(sources), *(() if turns is None else (turns,))]
         on_device = upload_all(arrays, self.cache.device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,8 +11,7 @@ from hypothesis import strategies as st
 
 from tests.paged_batches import make_batch
 from tp_engine.attention.base import AttentionBackend, AttentionShape
-from tp_engine.attention.calls import TILE
-from tp_engine.attention.gathering import MAX_BATCHED_QUERY, group_requests
+from tp_engine.attention.tiles import TILE
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.cpu.attention import NativeBackend
 from tp_engine.cpu.kernels.library import native_library
@@ -171,30 +169,3 @@ def test_any_batch(name: str, data: st.DataObject) -> None:
     block_size = data.draw(st.sampled_from([4, 8, 16]))
     batch = make_batch(decodes + prefills, shape, block_size=block_size, seed=data.draw(st.integers(0, 99)))
     torch.testing.assert_close(batch.attend(BACKENDS[name]()), batch.expected(), rtol=1e-5, atol=1e-5)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from([0, 1, 1, 1, 5, 40]), st.integers(0, 30000)), min_size=1, max_size=80))
-def test_groups_cover_the_batch(requests: list[tuple[int, int]]) -> None:
-    """Oracle: every request with a query and a context is in exactly one group, of its query length, within limits."""
-    query_lens = np.array([query_len for query_len, _ in requests], dtype=np.int32)
-    seq_lens = np.array([query_len + extra if extra else 0 for query_len, extra in requests], dtype=np.int32)
-    groups = group_requests(query_lens, seq_lens, 2048)
-    covered = sorted(row for group in groups for row in group.rows.tolist())
-    assert covered == np.flatnonzero((query_lens > 0) & (seq_lens > 0)).tolist()
-    starts = np.cumsum(query_lens) - query_lens
-    for group in groups:
-        assert (query_lens[group.rows] == group.query_len).all()
-        assert (seq_lens[group.rows] == group.seq_lens).all()
-        assert (starts[group.rows] == group.starts).all()
-        assert len(group.rows) == 1 or group.query_len <= MAX_BATCHED_QUERY
-        assert len(group.rows) == 1 or len(group.rows) * int(group.seq_lens.max()) <= 2048
-
-
-def test_similar_lengths_share_a_call_and_others_do_not() -> None:
-    """Oracle: one long request does not make the others gather as many keys."""
-    ones = np.ones(33, dtype=np.int32)
-    similar = group_requests(ones, np.arange(200, 233, dtype=np.int32), 16384)
-    mixed = group_requests(ones, np.array([4000] + [100] * 32, dtype=np.int32), 16384)
-    assert [len(group.rows) for group in similar] == [33]
-    assert sorted(len(group.rows) for group in mixed) == [1, 32]

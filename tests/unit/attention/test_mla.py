@@ -17,8 +17,7 @@ from tests.unit.models.test_quantization_config import BLOCK_FP8
 from tp_engine.advice.weight_sizes import local_parameters
 from tp_engine.attention import mla
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionNeeds, AttentionShape
-from tp_engine.attention.calls import TokenSelection
-from tp_engine.attention.mla import MLABackend, part_of_step
+from tp_engine.attention.mla import MLABackend, TokenSelection, part_of_step
 from tp_engine.attention.registry import check_backend, select_backend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.config import EngineConfig
