@@ -104,8 +104,8 @@ def cached_states(kv: LayerKv, slots: torch.Tensor, shape: AttentionShape, dtype
 
 
 class ImageSpan(NamedTuple):
-    """An image whose tokens see all of it: ``length`` of the step's tokens from ``start`` on, the last of ``end`` tokens
-    of request ``request`` of the step's batch."""
+    """An image whose tokens see all of it: ``length`` of the step's tokens from ``start`` on, the last of ``end``
+    tokens of request ``request`` of the step's batch."""
 
     request: int
     start: int
