@@ -4,10 +4,9 @@ Two packages have the name: ``flash_attn`` is version 2, ``flash_attn_interface`
 takes blocks of any size, and is preferred where it is installed.
 """
 
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -20,112 +19,44 @@ MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
 MIN_CAPABILITY = (8, 0)
 _HOPPER = 9
-
-Rule: TypeAlias = dict[str, Any]
-"""The arguments that follow from a layer's shape, by the package's names; both calls take them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decodes:
-    """The first D requests of the batch, one query each."""
-
-    seq_lens: torch.Tensor  # (D,) int32, all their computed tokens
-    block_table: torch.Tensor  # (D, M) int32
-
-
-@dataclass(frozen=True, slots=True)
-class Prefills:
-    """The part of the batch after the decodes: P requests, T tokens."""
-
-    cu_seqlens_q: torch.Tensor  # (P + 1,) int32, where each request's queries start, from 0
-    seq_lens: torch.Tensor  # (P,) int32, all its computed tokens
-    cu_seqlens_k: torch.Tensor  # (P + 1,) int32, their sums
-    max_seqlen_q: int
-    max_seqlen_k: int
-    block_table: torch.Tensor  # (P, M) int32
-    num_tokens: int
-
-
-class FlashAttn2:
-    """The calls of version 2; ``package`` is the module.
-
-    ``decode``: ``query`` (D, 1, heads, head_dim), the output likewise.  ``prefill``: ``query`` (T, heads, head_dim);
-    causal from the lower right: a request's last query sees its last key.  ``rule`` holds the arguments that both take.
-    """
-
-    module, table = "flash_attn", "block_table"  # the latter is the argument's name
-
-    def __init__(self, package: Any = None) -> None:
-        self._package = package or import_module(self.module)
-
-    def decode(self, query: torch.Tensor, kv_cache: torch.Tensor, decodes: Decodes, rule: Rule) -> torch.Tensor:
-        """Attend with the one query of each request."""
-        lengths = {"cache_seqlens": decodes.seq_lens, self.table: decodes.block_table}
-        out: torch.Tensor = self._package.flash_attn_with_kvcache(query, *kv_cache, **lengths, **rule)
-        return out
-
-    def prefill(self, query: torch.Tensor, kv_cache: torch.Tensor, prefills: Prefills, rule: Rule) -> torch.Tensor:
-        """Attend with the queries of all requests, packed."""
-        out: torch.Tensor = self._package.flash_attn_varlen_func(
-            query,
-            *kv_cache,
-            cu_seqlens_q=prefills.cu_seqlens_q,
-            cu_seqlens_k=prefills.cu_seqlens_k,
-            max_seqlen_q=prefills.max_seqlen_q,
-            max_seqlen_k=prefills.max_seqlen_k,
-            block_table=prefills.block_table,
-            **rule,
-        )
-        return out
-
-
-class FlashAttn3(FlashAttn2):
-    """The same calls of version 3, whose ``flash_attn_with_kvcache`` also takes packed queries."""
-
-    module, table = "flash_attn_interface", "page_table"
-
-    def prefill(self, query: torch.Tensor, kv_cache: torch.Tensor, prefills: Prefills, rule: Rule) -> torch.Tensor:
-        out: torch.Tensor = self._package.flash_attn_with_kvcache(
-            query,
-            *kv_cache,
-            cache_seqlens=prefills.seq_lens,
-            page_table=prefills.block_table,
-            cu_seqlens_q=prefills.cu_seqlens_q,
-            max_seqlen_q=prefills.max_seqlen_q,
-            **rule,
-        )
-        return out
+_MODULES = {2: "flash_attn", 3: "flash_attn_interface"}
 
 
 class FlashAttnBackend:
-    """Decodes and prefills by one call each; both read the paged cache, chunks and cached prefixes included."""
+    """Decodes and prefills by one call each; both read the paged cache, chunks and cached prefixes included.
+
+    A prefill's mask is causal from the lower right: a request's last query sees its last key.  ``package`` is the
+    module of ``version``, by default the installed one.
+    """
 
     name = "flash_attn"
     can_capture_decodes = True
     can_capture_prompts = False
 
-    def __init__(self, calls: FlashAttn2) -> None:
-        self._calls = calls
-        self._prefills: Prefills | None = None
+    def __init__(self, version: int, package: Any = None) -> None:
+        self._package = package or import_module(_MODULES[version])
+        self._version, self._table = version, "page_table" if version == 3 else "block_table"  # the argument's name
+        self._prefills: dict[str, Any] = {}  # arguments; none if there are only decodes
+        self._num_prefill_tokens = 0
 
     def prepare(self, metadata: AttentionMetadata) -> None:
-        """Compute the cumulative lengths of the prefills; see ``AttentionBackend``."""
-        self._prefills = None
-        first = metadata.num_decodes
-        if first == metadata.num_requests:
+        """Compute the arguments of the prefills; see ``AttentionBackend``."""
+        first, self._prefills = metadata.num_decodes, {}
+        lengths, seq_lens = metadata.host_query_lens[first:], metadata.seq_lens[first:]
+        self._num_prefill_tokens = int(lengths.sum())
+        if not len(lengths):
             return
-        seq_lens = metadata.seq_lens[first:]
-        cu_seqlens_k = torch.zeros(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
-        torch.cumsum(seq_lens, 0, dtype=torch.int32, out=cu_seqlens_k[1:])
-        self._prefills = Prefills(
-            cu_seqlens_q=metadata.query_start[first:] - metadata.query_start[first],
-            seq_lens=seq_lens,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=int(metadata.host_query_lens[first:].max()),
-            max_seqlen_k=int(metadata.host_seq_lens[first:].max()),
-            block_table=metadata.block_table[first:],
-            num_tokens=int(metadata.host_query_lens[first:].sum()),
-        )
+        self._prefills = {
+            "cu_seqlens_q": metadata.query_start[first:] - metadata.query_start[first],
+            "max_seqlen_q": int(lengths.max()),
+            self._table: metadata.block_table[first:],
+        }
+        if self._version == 3:
+            self._prefills["cache_seqlens"] = seq_lens
+        else:
+            ends = torch.zeros(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
+            torch.cumsum(seq_lens, 0, dtype=torch.int32, out=ends[1:])
+            self._prefills |= {"cu_seqlens_k": ends, "max_seqlen_k": int(metadata.host_seq_lens[first:].max())}
 
     def forward(
         self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
@@ -134,21 +65,24 @@ class FlashAttnBackend:
         assert kv.scales is None and shape.sinks is None, "why_not refuses a quantised cache, and sinks"
         if new is not None:
             op("store_kv", query.device.type)(new, kv, metadata.slot_mapping)
-        parts, start, rule = [], metadata.num_decodes, _rule_of(shape)
-        if start:
-            decodes = Decodes(metadata.seq_lens[:start], metadata.block_table[:start])
-            parts.append(self._calls.decode(query[:start].unsqueeze(1), kv.cache, decodes, rule).squeeze(1))
-        if self._prefills is not None:
-            end = start + self._prefills.num_tokens
-            parts.append(self._calls.prefill(query[start:end], kv.cache, self._prefills, rule))
-            start = end
-        if start < len(query):
-            parts.append(torch.zeros_like(query[start:]))
+        parts, end, rule = [], metadata.num_decodes, _rule_of(shape)
+        if end:
+            lengths = {"cache_seqlens": metadata.seq_lens[:end], self._table: metadata.block_table[:end]}
+            decoded = self._package.flash_attn_with_kvcache(query[:end].unsqueeze(1), *kv.cache, **lengths, **rule)
+            parts.append(decoded.squeeze(1))
+        if self._prefills:
+            # That of version 3 takes packed queries too.
+            name = "flash_attn_with_kvcache" if self._version == 3 else "flash_attn_varlen_func"
+            start, end = end, end + self._num_prefill_tokens
+            parts.append(getattr(self._package, name)(query[start:end], *kv.cache, **self._prefills, **rule))
+        if end < len(query):
+            parts.append(torch.zeros_like(query[end:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _rule_of(shape: AttentionShape) -> Rule:
-    """The window counts keys to the left and right of the query's own key, -1: no limit; a softcap of 0 is none."""
+def _rule_of(shape: AttentionShape) -> dict[str, Any]:
+    """The arguments of both calls that follow from a layer's shape: the window counts keys to the left and right of the
+    query's own key, -1: no limit; a softcap of 0 is none."""
     window = (-1, -1) if shape.sliding_window is None else (shape.sliding_window - 1, 0)
     return {"softmax_scale": shape.scale, "causal": True, "window_size": window, "softcap": shape.softcap or 0.0}
 
@@ -159,11 +93,6 @@ def best_version(needs: AttentionNeeds) -> int | None:
     if is_hopper and find_spec("flash_attn_interface") is not None:
         return 3
     return 2 if find_spec("flash_attn") is not None else None
-
-
-def make_backend(needs: AttentionNeeds) -> FlashAttnBackend:
-    """Return a backend with the best version of the package."""
-    return FlashAttnBackend(FlashAttn3() if best_version(needs) == 3 else FlashAttn2())
 
 
 def why_not(needs: AttentionNeeds) -> str | None:

@@ -46,7 +46,9 @@ _KINDS: dict[str, _Backend] = {
         lambda needs: TritonMLABackend() if needs.has_latents else TritonBackend(is_invariant=needs.is_invariant),
         takes_latents=True,
     ),
-    "flash_attn": _Backend(flash_attn.why_not, flash_attn.make_backend),
+    "flash_attn": _Backend(
+        flash_attn.why_not, lambda needs: flash_attn.FlashAttnBackend(flash_attn.best_version(needs) or 2)
+    ),
     "native": _Backend(cpu_attention.why_not, lambda needs: cpu_attention.NativeBackend(), takes_latents=True),
     "torch": _Backend(lambda needs: None, lambda needs: TorchBackend(), takes_latents=True),
 }

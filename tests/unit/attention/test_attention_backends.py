@@ -13,7 +13,7 @@ import torch
 from tests import fake_attention_packages as fakes
 from tests.paged_batches import PagedBatch, make_batch
 from tp_engine.attention.base import AttentionBackend, AttentionShape
-from tp_engine.attention.flash_attn import FlashAttn2, FlashAttn3, FlashAttnBackend
+from tp_engine.attention.flash_attn import FlashAttnBackend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 
@@ -23,8 +23,8 @@ STEPS = [DECODES, PREFILLS[:3], DECODES + PREFILLS, [*DECODES, (1, 0), (1, 0)]]
 
 
 MAKERS: dict[str, Callable[[], AttentionBackend]] = {
-    "flash_attn 2": lambda: FlashAttnBackend(FlashAttn2(fakes)),
-    "flash_attn 3": lambda: FlashAttnBackend(FlashAttn3(fakes.version_3)),
+    "flash_attn 2": lambda: FlashAttnBackend(2, fakes),
+    "flash_attn 3": lambda: FlashAttnBackend(3, fakes.version_3),
 }
 
 
