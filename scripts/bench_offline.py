@@ -55,8 +55,8 @@ from benchmarks.steps import measure_steps, print_steps
 from benchmarks.workloads import WORKLOADS
 
 from tp_engine.advice.sizes import ITEMSIZES
-from tp_engine.advice.weight_sizes import local_weight_bytes
 from tp_engine.model_config import read_model
+from tp_engine.models.weight_sizes import local_weight_bytes
 
 _OPTIONS_OF_STEPS = ("dtype", "tensor_parallel_size", "load_format", "device_ids")
 

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.workloads import Workload
-from tp_engine.advice.weight_sizes import local_parameters
 from tp_engine.kv_layout import STATE_BYTES
 from tp_engine.model_config import read_model
 from tp_engine.model_config.recurrent import RecurrentSpec
+from tp_engine.models.weight_sizes import local_parameters
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ from tp_engine.advice import sizes
 from tp_engine.advice.block_size import choose_block_size, describe_waste
 from tp_engine.advice.question import Question, Workload
 from tp_engine.advice.recommendation import Recommendation
-from tp_engine.advice.weight_sizes import local_weight_bytes
 from tp_engine.errors import ConfigError
 from tp_engine.kv_layout import KvCapacity, default_snapshots
 from tp_engine.model_config import MAX_WORLD_SIZE, check_quantization_options, check_tensor_parallel, resolve_dtype
@@ -75,10 +74,8 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
     block_size = question.block_size or choose_block_size(workload.lengths)
     whole_image = 0 if model.vision is None or not model.vision.is_bidirectional else model.vision.most_rows
     num_batched_tokens = max(workload.step_tokens, num_sequences + whole_image)  # such an image is computed in one step
-    weights, active = (
-        local_weight_bytes(model, world_size, dtype=dtype, quantization=question.quantization, active_only=active_only)
-        for active_only in (False, True)
-    )
+    how = {"dtype": dtype, "quantization": question.quantization}
+    weights, active = (question.weight_bytes(model, world_size, **how, active_only=one) for one in (False, True))
     activations = sizes.activation_bytes(
         model, world_size, dtype=dtype, num_tokens=num_batched_tokens, num_sequences=num_sequences
     )

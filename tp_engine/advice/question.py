@@ -1,5 +1,6 @@
 """The question that a recommendation answers: a model, a device, and a workload with its lengths."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tp_engine.advice.block_size import Lengths
@@ -107,10 +108,14 @@ def find_workload(name: str) -> Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """The question.  Fields that are None are chosen; ``tensor_parallel_size`` becomes the smallest one that fits."""
+    """The question.  Fields that are None are chosen; ``tensor_parallel_size`` becomes the smallest one that fits.
+
+    ``weight_bytes`` is ``local_weight_bytes`` (``models/weight_sizes.py``), which needs torch.
+    """
 
     name: str
     model: ModelSpec
+    weight_bytes: Callable[..., int]
     hardware: Hardware
     workload: Workload
     tensor_parallel_size: int | None = None

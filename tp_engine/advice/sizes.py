@@ -18,13 +18,9 @@ def local_heads(attention: AttentionSpec, world_size: int) -> tuple[int, int]:
 
 
 def local_vocab_size(model: ModelSpec, world_size: int) -> int:
-    """Rows of the vocabulary on one rank."""
-    return local_rows(model.vocab_size, world_size)
-
-
-def local_rows(vocab_size: int, world_size: int) -> int:
-    """Rows of a vocabulary on one rank.  A single rank holds the vocabulary without padding."""
-    return vocab_size if world_size == 1 else padded_vocab_size(vocab_size, world_size) // world_size
+    """Logits of one rank.  Those of a single rank have no padding."""
+    size = model.vocab_size
+    return size if world_size == 1 else padded_vocab_size(size, world_size) // world_size
 
 
 def block_bytes(model: ModelSpec, world_size: int, block_size: int, kv_dtype: str) -> int:

@@ -69,9 +69,12 @@ def recommend(
         hardware = Hardware(name=f"a GPU with {device_memory}", memory=parse_bytes(device_memory))
     else:
         hardware = find_gpu(gpu) if gpu is not None else this_machine()
+    from tp_engine.models.weight_sizes import local_weight_bytes  # torch, which a server's frontend does without
+
     return advise(
         Question(
             name=name,
+            weight_bytes=local_weight_bytes,
             model=with_own_head(config, speculation, name=name, folder=folder),
             hardware=hardware,
             workload=find_workload(workload) if isinstance(workload, str) else workload,
@@ -88,21 +91,13 @@ def recommend(
 
 
 def _with_images(model: ModelSpec, folder: Path) -> ModelSpec:
-    """``model`` with the size of its tower and of its largest image; without the tower, if it is served as text."""
+    """``model`` with the size of its largest image; without the tower, if it is served as text."""
     vision = model.vision
     if vision is None or not any((folder / name).is_file() for name in PROCESSOR_FILES):
         return dataclasses.replace(model, vision=None)
     settings = image_settings(EngineConfig(), vision, folder)
     assert settings is not None, "images have no limit here"
-    vision = dataclasses.replace(vision, largest=settings.rules().largest)
-    if not vision.num_parameters:  # there are no tensors
-        import torch
-
-        from tp_engine.models.vision_tower import build_tower
-
-        tower = build_tower(vision, dtype=torch.bfloat16, device=torch.device("meta"))
-        vision = dataclasses.replace(vision, num_parameters=sum(one.numel() for one in tower.parameters()))
-    return dataclasses.replace(model, vision=vision)
+    return dataclasses.replace(model, vision=dataclasses.replace(vision, largest=settings.rules().largest))
 
 
 def this_machine() -> Hardware:

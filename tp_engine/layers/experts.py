@@ -72,7 +72,7 @@ class Experts(Layer):
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int, *, context: LayerContext) -> None:
         super().__init__()
-        self._format, self._dtype = context.format_of(_expert_names(spec, context)), context.dtype
+        self.format, self._dtype = context.format_of(_expert_names(spec, context)), context.dtype
         self.shape = share_experts(
             spec,
             hidden_size,
@@ -80,10 +80,10 @@ class Experts(Layer):
             rank=context.rank,
             world_size=context.world_size,
             splits=context.splits_experts,
-            block=self._format.experts_block,
+            block=self.format.experts_block,
             num_shards=context.num_shards,
         )
-        for name, parameter in self._format.create_experts(context, self.shape).items():
+        for name, parameter in self.format.create_experts(context, self.shape).items():
             self.register_parameter(name, parameter)
         rows = spec.correction_rows
         shape = (spec.num_experts,) if rows is None else (rows, spec.num_experts)
@@ -105,7 +105,7 @@ class Experts(Layer):
             for name, weight in self.named_parameters(recurse=False)
             if name not in ("correction", "expert_scale")
         }
-        self._product = self._format.finish_experts(weights, self.shape, self._dtype)
+        self._product = self.format.finish_experts(weights, self.shape, self._dtype)
         if self.adapters is not None:
             assert isinstance(self._product, SeparateExperts), "check_expert_adapters refuses other formats"
         self.is_recordable = self._product.is_recordable and self._can_route

@@ -37,8 +37,8 @@ class LocalLinear(Layer):
         super().__init__()
         self.adapters = None if context.adapters is None else LinearAdapters(shape, context)
         self.shape, self._dtype, self._gate = shape, context.dtype, context.op("gate")
-        self._format = context.format_of([part.name for part in shape.parts]) if format is None else format
-        for name, parameter in self._format.create(context, shape).items():
+        self.format = context.format_of([part.name for part in shape.parts]) if format is None else format
+        for name, parameter in self.format.create(context, shape).items():
             self.register_parameter(name, parameter)
         self.bias = context.parameter((shape.num_rows,), shape.vector_sources(".bias")) if bias else None
         self._product: Product | None = None
@@ -53,7 +53,7 @@ class LocalLinear(Layer):
         """Make the product of the loaded weights, then drop the parameters."""
         assert self._product is None, "finish_loading was called twice"
         weights = {name: weight for name, weight in self.named_parameters(recurse=False) if name != "bias"}
-        self._product = self._format.finish(weights, self.shape, self._dtype)
+        self._product = self.format.finish(weights, self.shape, self._dtype)
         assert self.shape.activation is None or isinstance(self._product, GatedProduct), "see LinearFormat"
         self.is_recordable = self._product.is_recordable
         for name in weights:

@@ -10,8 +10,8 @@ from tp_engine.kv_layout import StateKind
 class RecurrentSpec(ABC):
     """What a row keeps of a layer is of one size, however long its sequence; sizes are the model's.
 
-    ``name`` is the module's in the checkpoint.  A kind of layer is a subclass, a mixer in ``MIXERS``
-    (``models/decoder.py``) and its sizes in ``_SIZES`` (``advice/weight_sizes.py``).
+    ``name`` is the module's in the checkpoint.  A kind of layer is a subclass, and a mixer in ``MIXERS``
+    (``models/decoder.py``).
     """
 
     name: str

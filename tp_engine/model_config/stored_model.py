@@ -1,7 +1,6 @@
 """What a checkpoint's tensors say of a model, where config.json says nothing or something else.  No torch."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ def fitted(spec: ModelSpec, headers: CheckpointHeaders, *, says_dtype: bool = Tr
     The first holds whatever config.json says, as in transformers.  Without ``headers``, ``spec`` is the best estimate.
     """
     check_head(spec, headers)
-    spec = with_vision_size(with_mtp(with_head(spec, headers), headers), headers)
+    spec = with_mtp(with_head(spec, headers), headers)
     changes = dict[str, Any]()
     notes = [_OWN_HEAD] if headers.names and spec.has_own_head else []
     if headers.names and spec.quantization is not None:
@@ -42,16 +41,6 @@ def with_head(spec: ModelSpec, headers: CheckpointHeaders) -> ModelSpec:
     if not headers.names:
         return spec
     return dataclasses.replace(spec, has_own_head=spec.tie_word_embeddings and has_own_head(spec.names, headers))
-
-
-def with_vision_size(spec: ModelSpec, headers: CheckpointHeaders) -> ModelSpec:
-    """``spec`` with the number of its tower's parameters: what a text engine skips, but for other senses."""
-    if spec.vision is None:
-        return spec
-    names = [name for name in headers.names if name.startswith(spec.names.skipped) and "audio" not in name]
-    found = (headers.find(name) for name in names)
-    count = sum(math.prod(tensor.shape) for tensor in found if tensor is not None)
-    return dataclasses.replace(spec, vision=dataclasses.replace(spec.vision, num_parameters=count))
 
 
 def with_mtp(spec: ModelSpec, headers: CheckpointHeaders) -> ModelSpec:

@@ -36,9 +36,8 @@ class VisionSpec:
     the larger of its rows and columns.  ``deep_layers``: how many further rows of an image are added behind the first
     layers of the text part (DeepStack).  ``is_bidirectional``: tokens of an image see all of it, so that no chunk may
     cut it.  ``largest``: height and width of the image with the most rows.  The start takes it, ``mean`` and ``std``
-    from the processor's settings (``images/rules.py``).  ``num_parameters`` are those of the tower in the checkpoint, 0
-    where they are not known.  ``config`` is the object ``vision_config`` of config.json, ``whole`` all of the file, for
-    what a family keeps elsewhere; both with transformers' names.
+    from the processor's settings (``images/rules.py``).  ``config`` is the object ``vision_config`` of config.json,
+    ``whole`` all of the file, for what a family keeps elsewhere; both with transformers' names.
     """
 
     family: str
@@ -55,7 +54,6 @@ class VisionSpec:
     deep_layers: int = 0
     is_bidirectional: bool = False
     largest: tuple[int, int] = (0, 0)
-    num_parameters: int = field(default=0, compare=False)
     config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     whole: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), hash=False, compare=False)
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tp_engine.advice.weight_sizes import local_weight_bytes
 from tp_engine.attention.base import Backends
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.layers.context import LayerContext
@@ -15,6 +14,7 @@ from tp_engine.models.assistant_head import AssistantHead
 from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.models.eagle3_head import Eagle3Head
+from tp_engine.models.weight_sizes import local_weight_bytes
 from tp_engine.topology import RankInfo
 from tp_engine.units import format_gib
 from tp_engine.weights.loader import LoadReport, load_weights
@@ -116,8 +116,8 @@ def weight_bytes(effective: EffectiveConfig, *, active_only: bool = False, as_re
 
 def log_weights(effective: EffectiveConfig, info: RankInfo) -> None:
     """Log what part of the weights of a model with experts a token needs, and which part of a checkpoint is unused."""
-    total, active = weight_bytes(effective), weight_bytes(effective, active_only=True)
-    if active < total:
+    if any(layer.experts is not None for layer in effective.model.layers):
+        total, active = weight_bytes(effective), weight_bytes(effective, active_only=True)
         logger.info("experts: of %s of weights a token needs %s", format_gib(total), format_gib(active))
     quantization = effective.model.quantization
     if quantization is not None and quantization.has_kv_scales and info.is_first:

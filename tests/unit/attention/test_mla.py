@@ -14,7 +14,6 @@ import torch
 from tests.paged_batches import make_batch
 from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough
 from tests.unit.models.test_quantization_config import BLOCK_FP8
-from tp_engine.advice.weight_sizes import local_parameters
 from tp_engine.attention import mla
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionNeeds, AttentionShape
 from tp_engine.attention.mla import MLABackend, TokenSelection, part_of_step
@@ -34,6 +33,7 @@ from tp_engine.kernels.ops import has_triton, implementation
 from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.model_config import check_tensor_parallel, read_model, resolve_max_model_len
 from tp_engine.model_config.mla import MLASpec
+from tp_engine.models.weight_sizes import local_parameters
 from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 

@@ -64,7 +64,7 @@ def weights(model: CausalLM) -> Iterator[tuple[str, torch.Tensor, bool]]:
         own = dict(module.named_parameters(recurse=False)) if isinstance(module, LocalLinear | Experts) else {}
         own.pop("bias", None)
         if isinstance(module, LocalLinear) and own:
-            kept = module._format
+            kept = module.format
             if isinstance(kept, Quantised):
                 yield name, dequantise(kept.weight(own, module.shape)), True
             else:
@@ -74,7 +74,7 @@ def weights(model: CausalLM) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def experts(name: str, module: Experts, own: dict[str, nn.Parameter]) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    kept = module._format
+    kept = module.format
     if isinstance(kept, Quantised):
         found = kept.experts(own, module.shape)
         yield f"{name}.gate_up", dequantise(found.gate_up), True
@@ -210,9 +210,9 @@ def test_integer_products_equal_an_emulation(checkpoint: Callable[..., Path], tm
     folder = checkpoint("qwen3", **SHAPE)
     compress(folder, tmp_path / "target", tmp_path / "twin", "w8a8-int8")
     layer = load(tmp_path / "target", 0, 1).get_submodule("layers.0.self_attn.o_proj")
-    assert isinstance(layer, LocalLinear) and isinstance(layer._format, Quantised)
+    assert isinstance(layer, LocalLinear) and isinstance(layer.format, Quantised)
     own = dict(layer.named_parameters(recurse=False))
-    values = dequantise(layer._format.weight(own, layer.shape)).double()
+    values = dequantise(layer.format.weight(own, layer.shape)).double()
     x = torch.randn(5, values.shape[1])
     scale = x.abs().amax(1, keepdim=True) / 127
     expected = (x / scale).round().double() * scale @ values.T
@@ -276,8 +276,8 @@ def test_memory_is_what_lies_on_disk(
     for rank in range(world_size):
         kept = 0
         for module in load(tmp_path / "target", rank, world_size).modules():
-            if isinstance(module, LocalLinear) and isinstance(module._format, Quantised):
-                weight = module._format.weight(dict(module.named_parameters(recurse=False)), module.shape)
+            if isinstance(module, LocalLinear) and isinstance(module.format, Quantised):
+                weight = module.format.weight(dict(module.named_parameters(recurse=False)), module.shape)
                 kept += QuantisedPanels(library, weight, torch.bfloat16, module.shape.activation).num_bytes
         assert abs(kept / (on_disk / world_size) - 1) < 0.03, kept
 

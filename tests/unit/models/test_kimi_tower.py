@@ -64,11 +64,10 @@ def test_both_forms_are_read(folders: tuple[Path, Path], tmp_path: Path) -> None
 
 
 def test_the_hubs_keys_are_those_of_transformers(folders: tuple[Path, Path]) -> None:
-    """Oracle: the specification of the model with transformers' keys, and its number of parameters."""
+    """Oracle: the specification of the model with transformers' keys."""
     first, second = (load_model_config(str(folder))[0].vision for folder in folders)
     assert first is not None and second is not None
     assert dataclasses.replace(second, config=first.config) == first
-    assert first.num_parameters == second.num_parameters > 0
     common = {name: value for name, value in first.config.items() if name in second.config and name != "model_type"}
     assert common.items() <= second.config.items() and len(common) >= 8
     assert second.whole["projection_hidden_size"] == 32

@@ -8,12 +8,12 @@ import pytest
 
 from tests.unit.models.test_shard import sources
 from tests.unit.models.test_weight_sizes import parameters
-from tp_engine.advice.weight_sizes import local_parameters, local_weight_bytes
 from tp_engine.errors import ConfigError
 from tp_engine.model_config import check_tensor_parallel, read_model
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 from tp_engine.model_config.recurrent import ShortConvSpec
 from tp_engine.model_config.spec import AttentionSpec
+from tp_engine.models.weight_sizes import local_parameters, local_weight_bytes
 
 _C, _A = "conv", "full_attention"
 # Of LFM2.5-1.2B, as releases have it.
@@ -183,7 +183,7 @@ def test_bytes_and_names_of_weights(config: dict[str, Any], world_size: int) -> 
     spec = read_model({**config, **tiny})
     found = parameters(spec, world_size)
     assert local_parameters(spec, world_size) == sum(one.numel() for one in found.values())
-    expected = sum(one.numel() * 2 for one in found.values())
+    expected = sum(one.nbytes for one in found.values())
     assert local_weight_bytes(spec, world_size, dtype="bfloat16") == expected
     names = {part.name for parts in sources(spec, 0, world_size).values() for part in parts}
     stored = {spec.names.spelled(name, spec.names.spellings[0]).removesuffix(".weight") for name in names}

@@ -13,12 +13,12 @@ from tests.unit.models.test_shard import sources
 from tests.unit.models.test_weight_sizes import parameters
 from tests.unit.options.test_recommend import SEVEN_B
 from tp_engine import recommend
-from tp_engine.advice.weight_sizes import local_parameters, local_weight_bytes
 from tp_engine.errors import ConfigError
 from tp_engine.model_config import check_tensor_parallel, read_model
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 from tp_engine.model_config.recurrent import Mamba2Spec
 from tp_engine.model_config.spec import AttentionSpec
+from tp_engine.models.weight_sizes import local_parameters, local_weight_bytes
 from tp_engine.units import MIB
 from tp_engine.weights.source import Span
 
@@ -207,12 +207,11 @@ def test_refusals(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
 def test_bytes_of_weights(world_size: int) -> None:
-    """Oracle: the parameters that the layers make, one group on several ranks too; float32 constants count as bfloat16
-    does."""
+    """Oracle: the parameters that the layers make, one group on several ranks too."""
     for spec in (read_model(SMALL), read_model({**SMALL, "n_groups": 1})):
         found = parameters(spec, world_size)
         assert local_parameters(spec, world_size) == sum(one.numel() for one in found.values())
-        expected = sum(one.numel() * 2 for one in found.values())
+        expected = sum(one.nbytes for one in found.values())
         assert local_weight_bytes(spec, world_size, dtype="bfloat16") == expected
 
 

@@ -16,10 +16,10 @@ from tests.tiny_models import make_checkpoint
 from tests.unit.models.test_families import PUBLISHED
 from tests.unit.models.test_model_config import llama
 from tests.unit.models.test_unread_keys import config_of
-from tp_engine.advice.weight_sizes import local_weight_bytes
 from tp_engine.errors import ConfigError, WeightError
 from tp_engine.model_config import load_model_config, read_model
 from tp_engine.model_config.checkpoint_files import CheckpointHeaders, weight_files
+from tp_engine.models.weight_sizes import local_weight_bytes
 from tp_engine.weights.checkpoint import Checkpoint
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

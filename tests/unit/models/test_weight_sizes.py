@@ -14,7 +14,6 @@ from tests.unit.models.test_quantization_config import AWQ, BLOCK_FP8, PUBLISHED
 from tests.unit.models.test_shard import Somewhere
 from tests.unit.options.test_recommend import QWEN3_30B
 from tp_engine import recommend
-from tp_engine.advice.weight_sizes import local_parameters, local_weight_bytes
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
@@ -22,6 +21,7 @@ from tp_engine.layers.quantization.online import quantise_e4m3, quantise_int4, q
 from tp_engine.model_config import check_quantization_options, check_tensor_parallel, read_model
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.models.causal_lm import build_model
+from tp_engine.models.weight_sizes import local_parameters, local_weight_bytes
 from tp_engine.worker.effective_config import resolve
 
 DENSE = llama(num_hidden_layers=2, hidden_size=3584, intermediate_size=18944, num_attention_heads=28, head_dim=128)

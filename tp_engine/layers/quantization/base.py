@@ -90,6 +90,9 @@ class LinearFormat(Protocol):
         If ``shape`` has an activation, it is a ``GatedProduct``.  Raises ``ConfigError`` if it can not be made.
         """
 
+    def kept_bytes(self, name: str, weight: torch.Tensor) -> int:
+        """Return the bytes of what the product keeps of the parameter ``name``."""
+
     def create_experts(self, context: ParameterFactory, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
         """Return the parameters of a layer's experts, by name."""
 

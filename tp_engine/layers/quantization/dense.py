@@ -67,6 +67,9 @@ class Dense:
         weight = parameters["weight"]
         return invariant_product(weight, shape) if self._is_invariant else choose_product(weight, shape.activation)
 
+    def kept_bytes(self, name: str, weight: torch.Tensor) -> int:
+        return weight.nbytes
+
     def create_experts(self, context: ParameterFactory, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
         num_experts, hidden, room = shape.experts.size, shape.hidden_size, shape.room
         num_parts = shape.spec.activation.num_parts

@@ -44,6 +44,11 @@ class Int8(Dense):
         product = make_int8_linear(*quantise_weight(parameters["weight"]))
         return product if shape.activation is None else ThenGate(product, shape.activation, "cpu")
 
+    def kept_bytes(self, name: str, weight: torch.Tensor) -> int:
+        if name != "weight":
+            return super().kept_bytes(name, weight)
+        return len(weight) * sum(one.nbytes for one in quantise_weight(weight.detach()[:1]))
+
 
 class Int8Linear:
     """A weight (out, in) as int8 in oneDNN's blocked order; the original is no longer needed.

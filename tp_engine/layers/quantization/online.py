@@ -10,6 +10,7 @@ With int4 the output head has 8 bits: errors there reach the tokens directly.  `
 """
 
 from collections.abc import Callable, Mapping
+from functools import cache
 
 import torch
 
@@ -47,12 +48,24 @@ class Online(Dense):
             quantises_activations=self._quantises_activations,
         )
 
+    def kept_bytes(self, name: str, weight: torch.Tensor) -> int:
+        if name not in ("weight", "gate_up", "down"):
+            return weight.nbytes
+        columns = weight.shape[-1]
+        return _bytes_of_row(self._quantise, columns, weight.dtype) * (weight.numel() // columns)
+
     def finish_experts(
         self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype
     ) -> ExpertsProduct:
         gate_up, down = (self._quantise(parameters[name].detach()) for name in ("gate_up", "down"))
         weights = ExpertWeights(gate_up=gate_up, down=down, **shape.rest_of(parameters))
         return choose_experts(weights, shape.spec.rule.top_k, dtype, quantises_activations=self._quantises_activations)
+
+
+@cache
+def _bytes_of_row(quantise: Callable[[torch.Tensor], QuantisedWeight], columns: int, dtype: torch.dtype) -> int:
+    """Bytes of a quantised row; rows are quantised each by itself."""
+    return quantise(torch.empty(1, columns, dtype=dtype, device="meta")).num_bytes
 
 
 def quantise_e4m3(weight: torch.Tensor) -> QuantisedWeight:

@@ -65,6 +65,9 @@ class Quantised:
             found["input_scale"] = context.parameter((shape.num_rows, 1), *alternatives, dtype=torch.float32)
         return found
 
+    def kept_bytes(self, name: str, weight: torch.Tensor) -> int:
+        return weight.nbytes
+
     def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:
         weight, activation = self.weight(parameters, shape), shape.activation
         if self._is_of_integers(weight):
