@@ -10,7 +10,6 @@ import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from tp_engine.api.openai.tools.forced_arguments import JSON, ArgumentForm
@@ -200,33 +199,29 @@ class EventSink:
 
     def content(self, text: str) -> None:
         """Add text of the answer."""
-        self._events.append(ContentText(text))
+        self._add(ContentText(text))
 
     def reasoning(self, text: str) -> None:
         """Add text of the reasoning."""
-        self._events.append(ReasoningText(text))
+        self._add(ReasoningText(text))
 
-    def start_call(self, name: str) -> int:
-        """Begin the next call; returns its index."""
-        index = self.num_calls
+    def start_call(self, name: str) -> None:
+        """Begin the next call."""
+        self._events.append(CallStarted(self.num_calls, self._new_call_id(name), name))
         self.num_calls += 1
-        self._events.append(CallStarted(index, self._new_call_id(name), name))
-        return index
 
-    def arguments(self, index: int, text: str) -> None:
-        """Add to the arguments of call ``index``."""
-        self._events.append(CallArguments(index, text))
+    def arguments(self, text: str) -> None:
+        """Add to the arguments of the last call."""
+        self._add(CallArguments(self.num_calls - 1, text))
+
+    def _add(self, event: ReasoningText | ContentText | CallArguments) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, type(event)):
+            self._events[-1] = replace(last, text=last.text + event.text)
+        elif event.text:
+            self._events.append(event)
 
     def take(self) -> list[ChatEvent]:
         """Return the events since the last time."""
         given, self._events = self._events, []
-        if len(given) == 1 and not isinstance(given[0], CallStarted):  # as most are
-            return given if given[0].text else []
-        found: list[ChatEvent] = []
-        for _, alike in groupby(given, key=lambda one: (type(one), getattr(one, "index", None))):
-            first, *others = alike
-            if isinstance(first, CallStarted):
-                found.append(first)
-            elif text := first.text + "".join([one.text for one in others if not isinstance(one, CallStarted)]):
-                found.append(replace(first, text=text))
-        return found
+        return given

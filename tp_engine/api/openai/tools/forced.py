@@ -5,17 +5,20 @@ They are in the model's own form (``ForcedForm``), or JSON without marks where t
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from tp_engine.api.openai.tools.events import ForcedForm, NewCallId, openai_call_id
 from tp_engine.api.openai.tools.forced_arguments import WORDS, FormWriting
 from tp_engine.api.openai.tools.json_calls import SEPARATORS, ObjectsParser
-from tp_engine.api.openai.tools.text_parser import TextParser
+from tp_engine.api.openai.tools.text_parser import EndOfTextError, NoCallError, Reading, TextParser
 
 if TYPE_CHECKING:
     from tp_engine.api.openai.structured import TokenWriting
     from tp_engine.api.openai.tools.request import ToolRequest
     from tp_engine.structured_outputs import StructuredOutputsParams
+
+_SEPARATORS = re.compile(f"[{re.escape(SEPARATORS)}]*")
 
 
 def forced_calls(
@@ -57,33 +60,24 @@ class CallListParser(ObjectsParser):
 
     def __init__(self, new_call_id: NewCallId = openai_call_id) -> None:
         super().__init__((), new_call_id=new_call_id)
-        self._state = self._read_list
 
-    def _read_list(self) -> bool:
-        char = self._pending[0]
-        if char not in SEPARATORS and char != "{":
-            self._leave_call()
-            return True
-        self._raw, self._pending = self._raw + char, self._pending[1:]
-        if char == "{":
-            self._begin_call()
-        return True
-
-    def _read_content(self) -> bool:
-        self._sink.content(self._pending)
-        self._pending = ""
-        return False
-
-    def _end_call(self) -> None:
-        self._state = self._read_list
-
-    def _leave_call(self) -> None:
-        self._end()
-        self._state, self._raw = self._read_content, ""
-
-    def _end(self) -> None:
-        if not self._sink.num_calls:
-            self._sink.content(self._raw)
+    def _read(self) -> Reading[None]:
+        self._is_unsure = True
+        try:
+            while (yield from self._next(_SEPARATORS)) == "{":
+                self._at += 1
+                yield from self._read_call()
+        except EndOfTextError:
+            if not self._sink.num_calls:
+                self._sink.content(self._pending)
+            raise
+        except NoCallError:
+            pass
+        if self._sink.num_calls:
+            self._take(self._at)
+        while True:
+            self._sink.content(self._take(len(self._pending)))
+            yield
 
 
 class NamedCallParser(TextParser):
@@ -92,16 +86,11 @@ class NamedCallParser(TextParser):
     def __init__(self, name: str, new_call_id: NewCallId = openai_call_id) -> None:
         super().__init__((), new_call_id=new_call_id)
         self._name = name
-        self._state = self._read_beginning
 
-    def _read_beginning(self) -> bool:
-        self._pending = self._pending.lstrip()
-        if self._pending:
-            self._sink.start_call(self._name)
-            self._state = self._read_arguments
-        return bool(self._pending)
-
-    def _read_arguments(self) -> bool:
-        self._sink.arguments(0, self._pending)
-        self._pending = ""
-        return False
+    def _read(self) -> Reading[None]:
+        yield from self._next()
+        self._take(self._at)
+        self._sink.start_call(self._name)
+        while True:
+            self._sink.arguments(self._take(len(self._pending)))
+            yield

@@ -2,10 +2,6 @@
 
 ::
 
-    OUTSIDE --<|start|>, <|channel|>, <|message|>, to=--> HEADER --<|message|>--> BODY
-     ^   +------- anything else: content, without a header ------------------------^ |
-     +---- <|end|>, <|call|>, <|return|>, or the next message's <|start|>, <|channel|> --+
-
     <|channel|>analysis<|message|>A tool.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>It is 4.<|return|>
@@ -24,7 +20,7 @@ import re
 from typing import TYPE_CHECKING
 
 from tp_engine.api.openai.tools.events import MessageFormat, MessageParser, TemplateMarks, ToolFormat
-from tp_engine.api.openai.tools.text_parser import TextParser, partial_suffix
+from tp_engine.api.openai.tools.text_parser import EndOfTextError, Reading, TextParser
 from tp_engine.grammar.library import inner_schema
 
 if TYPE_CHECKING:
@@ -62,9 +58,7 @@ class HarmonyParser(TextParser, MessageParser):
     def __init__(self, tools: ToolRequest | None, prompt: str = "") -> None:
         super().__init__(_BREAKS)
         self._names = None if tools is None else tools.names
-        self._state = self._read_outside
         self._kind = _MessageKind.CONTENT
-        self._call = 0
         self._first: _MessageKind | None = None
         self._first_ended = False
         self._is_empty = True  # the message has no text yet
@@ -83,61 +77,56 @@ class HarmonyParser(TextParser, MessageParser):
     def num_reasoning_characters(self) -> int | None:
         return None
 
-    def _end(self) -> None:
-        if self._state == self._read_text:
-            self._give(self._pending)
+    def _read(self) -> Reading[None]:
+        while True:
+            try:
+                yield from self._read_header()
+            except EndOfTextError:
+                if self._first is None and not self._pending.startswith("<|"):
+                    self._give(self._pending)
+                raise
+            try:
+                mark = yield from self._read_text()
+            except EndOfTextError:
+                self._end_message()
+                raise
+            self._take(len(mark) if mark in _ENDS else 0)
             self._end_message()
-        elif self._first is None and not self._pending.startswith("<|"):
-            self._give(self._pending)
 
-    def _open(self, mark: str) -> None:
-        self._pending = self._pending if mark in _ENDS else mark + self._pending
-        self._end_message()
-
-    def _read_outside(self) -> bool:
-        rest = self._pending.lstrip()
-        end = next((mark for mark in _ENDS if rest.startswith(mark)), None)
-        if end is not None:
-            self._pending = rest[len(end) :]
-        elif rest.startswith(_HEADERS):
-            self._state, self._pending = self._read_header, rest
-        elif any(mark.startswith(rest) for mark in (*_ENDS, *_HEADERS)):
-            return False
-        else:
+    def _read_header(self) -> Reading[None]:
+        """Read what is between two bodies, and begin a message of the kind that it names."""
+        self._is_unsure = True
+        while (mark := (yield from self._mark(*_ENDS, *_HEADERS))) in _ENDS:
+            self._take(self._at)
+        if not mark:
             self._begin(_MessageKind.CONTENT)
-        return True
-
-    def _read_header(self) -> bool:
-        place = self._pending.find(MESSAGE)
-        length = place if place >= 0 else len(self._pending) - partial_suffix(self._pending, MESSAGE)
-        if length > _MAX_HEADER:  # no header: content from its first characters on
+            return
+        self._take(self._at - len(mark))
+        found = yield from self._up_to((MESSAGE,), _MAX_HEADER)
+        if found is None:  # no header: content from its first characters on
             self._begin(_MessageKind.CONTENT)
-            self._give(self._pending[:2])
-            self._pending = self._pending[2:]
-            return True
-        if place < 0:
-            return False
-        header, self._pending = self._pending[:place], self._pending[place + len(MESSAGE) :]
-        channel, recipient = _last(_CHANNEL_NAME, header), _last(_RECIPIENT, header)
+            self._give(self._take(2))
+            return
+        self._take(self._at)
+        channel, recipient = _last(_CHANNEL_NAME, found[0]), _last(_RECIPIENT, found[0])
         name = recipient.removeprefix(_FUNCTIONS)
         if self._names is not None and name and (name != recipient or name in self._names):
-            self._call = self._sink.start_call(name)
+            self._sink.start_call(name)
             self._begin(_MessageKind.CALL)
         else:
             to_user = channel == "final" or not (recipient or channel == "analysis")
             self._begin(_MessageKind.CONTENT if to_user else _MessageKind.REASONING)
-        return True
 
     def _begin(self, kind: _MessageKind) -> None:
-        self._state, self._kind, self._is_empty = self._read_text, kind, True
+        self._kind, self._is_empty, self._is_unsure, self._at = kind, True, False, 0
         self._first = self._first or kind
 
     def _end_message(self) -> None:
         if self._kind is _MessageKind.CALL and self._is_empty:
-            self._sink.arguments(self._call, "{}")
+            self._sink.arguments("{}")
         elif not self._is_empty:
             self._shown.add(self._kind)
-        self._state, self._first_ended = self._read_outside, True
+        self._first_ended = True
 
     def _give(self, text: str) -> None:
         """Pass on text of the body."""
@@ -147,7 +136,7 @@ class HarmonyParser(TextParser, MessageParser):
         self._is_empty = False
         match self._kind:
             case _MessageKind.CALL:
-                self._sink.arguments(self._call, text)
+                self._sink.arguments(text)
             case _MessageKind.REASONING:
                 self._sink.reasoning(gap + text)
             case _MessageKind.CONTENT:

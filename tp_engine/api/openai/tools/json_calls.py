@@ -1,32 +1,45 @@
 """Tool calls that are JSON objects behind a mark: ``<tool_call>{"name": "f", "arguments": {...}}</tool_call>``.
 
-::
-
-    TEXT --open--> BLOCK --{--> CALL --}--> BLOCK --close--> TEXT
-                     |            |
-                     |            +-- broken once announced --> JUNK --close--> TEXT
-                     +-- a name, where the format has it in front --> HEAD --{--> CALL
-                     +-- anything else: not a call, shown as it is --> TEXT
+Once the name is known, arguments are passed on as they come, in the model's own spelling.  They are not checked to be
+JSON; only strings and brackets are followed, to find their end.  Raw control characters inside of strings, which models
+write and JSON forbids, become escapes.  Arguments in a string are the text of an object, or else stay a string.
 
 ``CallBlock`` names the marks of one format.
 """
 
 import json
 import re
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tp_engine.api.openai.tools.call_reader import CallReader
+from tp_engine.api.openai.tools.argument_types import parsed_json
 from tp_engine.api.openai.tools.events import CallIds, NewCallId, ToolFormat, openai_call_id
-from tp_engine.api.openai.tools.text_parser import TextParser, first_mark, partial_suffix
+from tp_engine.api.openai.tools.text_parser import (
+    NO_SPACE,
+    EndOfTextError,
+    NoCallError,
+    Reading,
+    TextParser,
+    valid_unicode,
+)
 
 # Between the objects of one block; some models write a list.
 SEPARATORS = " \t\r\n,[]"
 _BEFORE_OBJECTS = " \t\r\n[{"
 _MAX_HEAD = 512
 PYTHON_TAG = "<|python_tag|>"
-_BETWEEN_CALLS = " \t\r\n;,"
+_BETWEEN_CALLS = re.compile(r"[ \t\r\n;,]*")
+
+_ARGUMENT_KEYS = ("arguments", "parameters")
+_NAME_KEYS = ("name", "tool_name")  # Command models write the second
+_STRICT_KEYS = ("name", "type", *_ARGUMENT_KEYS)
+_MAX_STRICT_CHARS = 1024
+_SPACE = re.compile(r"[ \t\r\n]*")
+_BETWEEN_PAIRS = re.compile(r"[ \t\r\n,]*")
+_IN_STRING = re.compile(r'(?:[^"\\]|\\.)*+', re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_BETWEEN_STRINGS = re.compile(r'[^"{}\[\]<,]*')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,147 +75,216 @@ class CallBlock:
         )
 
 
-class ObjectsParser(TextParser, ABC):
+class ObjectsParser(TextParser):
     """Base of the parsers of calls that are JSON objects."""
 
-    _reader: CallReader
+    _names: frozenset[str] | None = None
+    _checks_arguments = False
+    _limit: int | None = None  # how many characters may be read before a call is sure
+    _name = ""
+    _waiting = ""  # arguments that came before the name
+    _has_arguments = False
 
-    def _begin_call(self, names: frozenset[str] | None = None, *, checks_arguments: bool = False) -> None:
-        """An object begins, whose brace has been read; the arguments are those of ``CallReader``."""
-        self._reader = CallReader(self._sink, names, checks_arguments=checks_arguments)
-        self._state = self._read_call
+    def _more(self) -> Reading[None]:
+        self._check_limit()
+        return super()._more()
 
-    @abstractmethod
-    def _end_call(self) -> None:
-        """Name the next state: the call's last brace has been read."""
+    def _check_limit(self) -> None:
+        if self._limit is not None and self._at > self._limit:
+            raise NoCallError
 
-    @abstractmethod
-    def _leave_call(self) -> None:
-        """Name the next state: this is no call, or not one any more.  ``_raw`` is its text unless it has started."""
+    def _read_call(self, names: frozenset[str] | None = None, *, checks_arguments: bool = False) -> Reading[None]:
+        """Read the object of a call, from behind its brace to its end.  ``NoCallError`` if it is none.
 
-    def _read_call(self) -> bool:
-        reader, position = self._reader, 0
-        while position < len(self._pending) and not (reader.broken or reader.done):
-            position += self._push(position)
-        if not reader.started:
-            self._raw += self._pending[:position]
-        self._pending = self._pending[position:]
-        if reader.broken:
-            self._leave_call()
-        elif reader.done:
-            self._raw = ""
-            self._end_call()
-        return reader.broken or reader.done
+        ``names`` are for text that may only look like a call: its first keys must be those of a call, and the name must
+        come first and be one of these.  ``checks_arguments``: the call is known with the first key of its arguments, up
+        to which this may turn out to be no call; otherwise it is known with its name.  ``_is_unsure`` ends then.
+        """
+        self._names, self._checks_arguments, self._is_unsure = names, checks_arguments, True
+        self._limit = None if names is None else self._at + _MAX_STRICT_CHARS
+        self._name, self._waiting, self._has_arguments = "", "", False
+        has_key = False
+        while (yield from self._next(_BETWEEN_PAIRS)) != "}":
+            key = yield from self._read_string()
+            is_arguments = key in _ARGUMENT_KEYS
+            if self._is_unsure and names is not None and (key not in _STRICT_KEYS or (is_arguments and not self._name)):
+                raise NoCallError
+            if (yield from self._next(_SPACE)) != ":":
+                raise NoCallError
+            self._at += 1
+            yield from self._next(_SPACE)
+            if key in _NAME_KEYS:
+                yield from self._read_name()
+            elif is_arguments and not has_key:
+                has_key = True
+                yield from self._read_arguments()
+            else:
+                yield from self._read_value(lambda text: None)
+        if not self._name or (names is not None and not has_key):
+            raise NoCallError
+        self._start_call()
+        if not self._has_arguments:
+            self._sink.arguments("{}")
+        self._at += 1
 
-    def _push(self, position: int) -> int:
-        """Let the reader read at ``position`` of the pending text; returns the number of characters."""
-        return self._reader.push(self._pending, position)
+    def _read_name(self) -> Reading[None]:
+        name = yield from self._read_string()
+        if not name or (self._names is not None and name not in self._names):
+            raise NoCallError
+        self._name = self._name or name
+        if not self._checks_arguments:
+            self._start_call()
+
+    def _start_call(self) -> None:
+        if self._is_unsure:
+            self._check_limit()
+            self._limit, self._is_unsure = None, False
+            self._sink.start_call(self._name)
+            self._sink.arguments(self._waiting)
+
+    def _give_arguments(self, text: str) -> None:
+        self._has_arguments = True
+        if self._name:
+            self._start_call()
+            self._sink.arguments(text)
+        else:
+            self._waiting += text
+
+    def _read_arguments(self) -> Reading[None]:
+        """Read the value of arguments and pass it on; null stands for none."""
+        char, start = self._pending[self._at], self._at
+        if char == '"':
+            text = yield from self._read_string()
+            if text.strip():
+                written, value = parsed_json(text) or ("", None)
+                self._give_arguments(written if isinstance(value, dict) else json.dumps(text, ensure_ascii=False))
+            return
+        if self._checks_arguments and self._is_unsure:
+            if char == "{":
+                self._at += 1
+                if (yield from self._next(_SPACE)) not in '"}':
+                    raise NoCallError
+                self._check_limit()
+                self._at = start
+            elif char != "n":
+                raise NoCallError
+        yield from self._read_value(self._give_arguments if char != "n" else lambda text: None)
+
+    def _read_string(self) -> Reading[str]:
+        """Read a string, and return what it means."""
+        parts: list[str] = []
+        if self._pending[self._at] != '"':
+            raise NoCallError
+        self._at += 1
+        yield from self._pass_string(parts.append)
+        try:
+            return valid_unicode(str(json.loads(f'"{"".join(parts)}')))
+        except ValueError:
+            self._at -= 1
+            raise NoCallError from None
+
+    def _pass_string(self, give: Callable[[str], None]) -> Reading[None]:
+        """Pass on the rest of a string, with its closing quote."""
+        while True:
+            found = _IN_STRING.match(self._pending, self._at)
+            assert found is not None
+            self._at = found.end()
+            give(_CONTROL.sub(lambda control: json.dumps(control[0])[1:-1], found.group()))
+            if self._pending.startswith('"', self._at):
+                self._at += 1
+                give('"')
+                return
+            yield from self._more()
+
+    def _read_value(self, give: Callable[[str], None]) -> Reading[None]:
+        """Read a value up to its end, which its brackets tell, and pass it on."""
+        depth, is_empty = 0, True
+        while True:
+            found = _BETWEEN_STRINGS.match(self._pending, self._at)
+            assert found is not None
+            text, self._at = found.group(), found.end()
+            if text := text if depth else "".join(text.split()):
+                give(text)
+                is_empty = False
+            char = self._pending[self._at : self._at + 1]
+            if not char:
+                yield from self._more()
+                continue
+            if char == "<" or (is_empty and char in ",}]"):  # closing markup after a missing bracket, or no value
+                raise NoCallError
+            if depth == 0 and char in ",}]":  # a number or word ends with the object, or with a comma
+                return
+            self._at, is_empty = self._at + 1, False
+            depth += (char in "{[") - (char in "]}")
+            give(char)
+            if char == '"':
+                yield from self._pass_string(give)
+            if depth == 0:
+                return
 
 
 class JsonCallsParser(ObjectsParser):
     """The parser of a ``CallBlock``.  A block without a call is content, with its marks, so that no text is lost."""
 
     def __init__(self, block: CallBlock, new_call_id: NewCallId = openai_call_id) -> None:
-        super().__init__(block.opens, close=block.close, drops=block.drops, new_call_id=new_call_id)
+        super().__init__(block.opens, drops=block.drops, new_call_id=new_call_id)
         self._block = block
-        self._takes_head = False  # a name may come here, in front of its arguments
-        self._has_head = False  # the reader's call has a name in front: its text is the arguments
 
-    def _end(self) -> None:
-        is_half = self._takes_head and self._raw.startswith(self._opens) and bool(self._pending.strip())
-        is_unsure = self._state == self._read_call and not self._reader.started
-        if is_half or is_unsure or self._state == self._read_text:
-            self._give(self._raw + self._pending)
+    def _read_block(self, mark: str) -> Reading[None]:
+        block = self._block
+        self._at, self._is_unsure = len(mark), True
+        is_new, takes_head, in_object = True, block.head is not None, False  # in front of the block's first call
+        try:
+            while True:
+                start = self._at
+                mark = yield from self._mark(*self._opens, block.close, *block.between, space=NO_SPACE)
+                if mark in (block.close, *self._opens):  # the closing mark may be missing before the next block
+                    self._take(self._at - (len(mark) if mark in self._opens else 0))
+                    break
+                char = self._pending[self._at : self._at + 1]
+                if mark:
+                    takes_head = block.head is not None
+                    continue
+                if (not takes_head or char in _BEFORE_OBJECTS) and char in SEPARATORS:
+                    takes_head &= char.isspace()
+                    self._at += 1
+                    continue
+                if takes_head and char not in _BEFORE_OBJECTS:
+                    yield from self._read_named_call()
+                elif char == "{":
+                    self._at, takes_head, in_object = self._at + 1, False, True
+                    yield from self._read_call()
+                else:
+                    raise NoCallError
+                self._take(self._at)
+                self._is_unsure, is_new, takes_head, in_object = True, False, False, False
+        except NoCallError:
+            if not self._is_unsure or (block.is_closed and not is_new):
+                yield from self._skip(block.close, *(() if block.is_closed else self._opens))
+            else:  # a block without a call, or other text that ends it
+                text = self._take(self._at)
+                self._give(text if is_new else text[len(text.rstrip()) :])
+        except EndOfTextError:
+            is_half = takes_head and is_new and bool(self._pending[start:].strip())
+            if self._is_unsure and (in_object or is_half):
+                self._give(self._pending)
+            raise
+        self._is_unsure = False
 
-    def _open(self, mark: str) -> None:
-        self._state, self._raw, self._takes_head = self._read_block, mark, self._block.head is not None
-
-    def _read_block(self) -> bool:
-        """Between a block's calls."""
-        rest, block = self._pending, self._block
-        opens = next((mark for mark in self._opens if rest.startswith(mark)), None)
-        between = next((mark for mark in block.between if rest.startswith(mark)), None)
-        if opens is not None:  # the closing mark may be missing before the next block
-            self._pending = rest[len(opens) :]
-            self._open(opens)
-        elif rest.startswith(self._close):
-            self._state, self._pending, self._raw = self._read_text, rest[len(self._close) :], ""
-        elif between is not None:
-            self._pass(between)
-            self._takes_head = block.head is not None
-        elif any(mark.startswith(rest) for mark in (self._close, *self._opens, *block.between)):
-            return False
-        elif self._takes_head and rest[0] not in _BEFORE_OBJECTS:
-            self._state = self._read_head
-        elif rest[0] in SEPARATORS:
-            self._takes_head &= rest[0].isspace()
-            self._pass(rest[0])
-        elif rest[0] == "{":
-            self._pass("{")
-            self._takes_head = self._has_head = False
-            self._begin_call()
-        else:
-            self._not_a_call()
-        return True
-
-    def _read_head(self) -> bool:
-        """From a name up to the brace of its arguments."""
-        block, ends = self._block, tuple(filter(None, (self._block.arguments, "{")))
-        found = first_mark(self._pending, ends)
-        length = len(self._pending) - partial_suffix(self._pending, *ends) if found is None else found[0]
-        if found is None and length <= _MAX_HEAD:
-            return False
+    def _read_named_call(self) -> Reading[None]:
+        """Read a call whose name stands in front of its arguments."""
+        block, start = self._block, self._at
+        found = yield from self._up_to(tuple(filter(None, (block.arguments, "{"))), _MAX_HEAD)
         assert block.head is not None
-        named = None if found is None or length > _MAX_HEAD else block.head.fullmatch(self._pending[:length])
-        if found is None or named is None:
-            self._not_a_call()
-            return True
-        arguments = self._pending[length + (len(found[1]) if found[1] == block.arguments else 0) :].lstrip()
-        if not arguments:
-            return False
-        if not arguments.startswith("{"):
-            self._not_a_call()
-            return True
-        self._pending, self._takes_head, self._has_head = arguments, False, True
-        self._begin_call()
-        for char in f'"name": {json.dumps(named[1])}, "arguments": ':
-            self._reader.push(char, 0)
-        return True
-
-    def _push(self, position: int) -> int:
-        size = super()._push(position)
-        if self._has_head and self._reader.has_whole_arguments:
-            self._reader.push("}", 0)
-        return size
-
-    def _end_call(self) -> None:
-        self._state = self._read_block
-
-    def _leave_call(self) -> None:
-        if self._reader.started:
-            self._state, self._raw = self._read_junk, ""
-        else:
-            self._not_a_call()
-
-    @property
-    def _junk_ends(self) -> tuple[str, ...]:
-        return (self._close,) if self._block.is_closed else (self._close, *self._opens)
-
-    def _not_a_call(self) -> None:
-        """Show a block without a call; drop other text behind a call in its block."""
-        if self._raw.startswith(self._opens):
-            self._give(self._raw)
-            self._state = self._read_text
-        elif not self._block.is_closed:
-            self._give(self._raw[len(self._raw.rstrip()) :])
-            self._state = self._read_text
-        else:
-            self._state = self._read_junk
-        self._raw, self._takes_head = "", False
-
-    def _pass(self, mark: str) -> None:
-        self._raw += mark
-        self._pending = self._pending[len(mark) :]
+        named = None if found is None else block.head.fullmatch(found[0])
+        if found is not None and found[1] == "{":
+            self._at -= 1
+        if named is None or (yield from self._next()) != "{":
+            self._at = start
+            raise NoCallError
+        self._is_unsure = False
+        self._sink.start_call(named[1])
+        yield from self._read_value(self._sink.arguments)
 
 
 class Llama3JsonToolParser(ObjectsParser):
@@ -214,44 +296,38 @@ class Llama3JsonToolParser(ObjectsParser):
 
     def __init__(self, names: frozenset[str]) -> None:
         super().__init__((PYTHON_TAG, "{"))
-        self._names = names
+        self._tool_names = names
         self._is_tagged = False  # a call must follow
-
-    def _end(self) -> None:
-        is_over = self._state == self._read_between and not self._pending.strip(_BETWEEN_CALLS)
-        if not is_over and not (self._state == self._read_call and self._reader.started):
-            self._give(self._raw + self._pending)
 
     def _give(self, text: str) -> None:
         super()._give(text)
         self._is_tagged &= not text.strip()
 
-    def _open(self, mark: str) -> None:
+    def _read_block(self, mark: str) -> Reading[None]:
         if mark == PYTHON_TAG:
+            self._take(len(mark))
             self._is_tagged = True
             return
-        self._begin_call(None if self._is_tagged else self._names, checks_arguments=True)
-        self._raw, self._is_tagged = "{", False
-
-    def _read_between(self) -> bool:
-        """Behind a call: drop separators if another call follows."""
-        rest = self._pending.lstrip(_BETWEEN_CALLS)
-        if not rest or (PYTHON_TAG.startswith(rest) and rest != PYTHON_TAG):
-            return False
-        if rest.startswith(self._opens):
-            self._pending = rest
-        self._state = self._read_text
-        return True
-
-    def _end_call(self) -> None:
-        self._state = self._read_between
-
-    def _leave_call(self) -> None:
-        """An object that is not a call is content; a call may begin behind its first brace."""
-        if self._reader.started:
-            self._state = self._read_between
-        else:
-            self._state = self._read_text
-            self._give("{")
-            self._pending = self._raw[1:] + self._pending
-        self._raw = ""
+        names, self._is_tagged, self._at = None if self._is_tagged else self._tool_names, False, 1
+        try:
+            yield from self._read_call(names, checks_arguments=True)
+        except NoCallError:
+            self._limit = None
+            if self._is_unsure:  # content; a call may begin behind its first brace
+                self._is_unsure = False
+                self._give(self._take(1))
+                return
+        except EndOfTextError:
+            if self._is_unsure:
+                self._give(self._pending)
+            raise
+        self._take(self._at)
+        self._is_unsure = True
+        try:  # separators are dropped if another call follows
+            if mark := (yield from self._mark(*self._opens, space=_BETWEEN_CALLS)):
+                self._take(self._at - len(mark))
+        except EndOfTextError:
+            if _BETWEEN_CALLS.fullmatch(self._pending) is None:
+                self._give(self._pending)
+            raise
+        self._is_unsure, self._at = False, 0

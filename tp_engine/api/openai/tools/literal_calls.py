@@ -1,13 +1,5 @@
 """Tool calls that look like those of a program: ``[f(city='Paris'), g()]``, or ``call:f{city:<|"|>Paris<|"|>}``.
 
-::
-
-    START --[NAME(--> BLOCK --NAME(--> ARGUMENT --,--> ARGUMENT --)--> BLOCK
-      |                 |                |  |  ^
-      +--> TEXT --open--+                |  |  +-- , --+
-             ^--- close, or other text --+  +-- '--> STRING --'-- , or ) -->
-             ^--- ECHO <-- close --------+
-
 ``LiteralMarks`` names the marks of one format, ``literals.py`` reads the arguments.  Each is passed on when it has
 ended, and a string as it comes.  A mark in front tells that this is a call; without one, the first argument tells,
 which must be a literal, or no call was meant.  In a call what is no literal is a string.  Models forget to escape
@@ -18,18 +10,29 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tp_engine.api.openai.tools.argument_types import ArgumentTypes
 from tp_engine.api.openai.tools.events import ToolFormat
 from tp_engine.api.openai.tools.literals import CLOSING, OPENING, PYTHON, Language, LiteralReader, string_end
-from tp_engine.api.openai.tools.text_parser import TextParser, first_mark, partial_suffix
+from tp_engine.api.openai.tools.text_parser import (
+    NO_SPACE,
+    WHITE_SPACE,
+    EndOfTextError,
+    NoCallError,
+    Reading,
+    TextParser,
+    partial_suffix,
+)
 
 if TYPE_CHECKING:
     from tp_engine.api.openai.tools.request import ToolRequest
 
-_BETWEEN = " \t\r\n,;[]"
+_LAYOUT = " \t\r\n,;[]"
+_BETWEEN = re.compile(f"[{re.escape(_LAYOUT)}]*")
 _HALF_HEAD = re.compile(r"[\w.\-:]*\s*")
 _MAX_HEAD = 256
 # What may stand behind the string of an argument with a key, operators too; and what may become that.
@@ -70,269 +73,242 @@ class LiteralCallsParser(TextParser):
     """The parser of ``LiteralMarks``.  A block without a call is content, with its marks, so that no text is lost."""
 
     def __init__(self, marks: LiteralMarks, tools: ToolRequest) -> None:
-        super().__init__(marks.opens, close=marks.close, drops=marks.drops)
+        super().__init__(marks.opens, drops=marks.drops)
         self._marks = marks
         self._schemas = tools.parameters()
-        self._state = self._read_start if marks.bare else self._read_text
-        self._is_marked = False  # a mark has opened the block
-        self._has_call = False
-        self._name = ""
         self._called: set[str] = set()  # names of all calls
-        self._is_last = False  # no text follows what is pending
-        self._index: int | None = None  # of the call, None before it is sure
-        self._names: list[str] = []  # of arguments that are written without a key
+        self._name = ""
+        self._names: list[str] = []  # of the call's arguments, in the order in which they may come without a key
         self._keys: set[str] = set()  # of the call's arguments so far
         self._types = ArgumentTypes({})
         self._num_arguments = 0
-        self._place = 0  # in the pending text: what is before it has been looked at
-        self._depth = 0
-        self._quote = ""
 
-    def _end(self) -> None:
-        self._is_last = True
-        while self._pending and self._state():
-            pass
-        if self._index is not None and self._state in (self._read_argument, self._read_string, self._read_behind):
-            if self._state == self._read_argument:
-                self._give_rest(self._pending)
+    def _read(self) -> Reading[None]:
+        if self._marks.bare and (yield from self._read_list(self._schemas)):
+            yield from self._read_calls(is_marked=False)
+        yield from super()._read()
+
+    def _read_block(self, mark: str) -> Reading[None]:
+        self._at, self._is_unsure = len(mark), True
+        yield from self._read_calls(is_marked=True)
+
+    def _read_list(self, names: Collection[str]) -> Reading[bool]:
+        """Whether a list of calls of ``names`` begins here; then its bracket has been read."""
+        self._is_unsure = True
+        try:
+            if (yield from self._next()) == "[":
+                self._at += 1
+                head = yield from self._read_head(WHITE_SPACE)
+                if head is not None and head[1] in names:
+                    return True
+        except EndOfTextError:
+            self._give(self._pending)
+            raise
+        self._is_unsure, self._at = False, 0
+        return False
+
+    def _read_head(self, space: re.Pattern[str]) -> Reading[re.Match[str] | None]:
+        """Pass over white space; returns what is behind it if it is the head of a call."""
+        while True:
+            found = space.match(self._pending, self._at)
+            assert found is not None
+            head = self._marks.head.match(self._pending, found.end())
+            rest = self._pending[found.end() : found.end() + _MAX_HEAD]
+            if head is not None or len(rest) == _MAX_HEAD or not _HALF_HEAD.fullmatch(rest):
+                self._at = found.end()
+                return head
+            yield from self._more()
+
+    def _read_calls(self, *, is_marked: bool) -> Reading[None]:
+        """Read the calls of a block, whose beginning is pending; ``is_marked`` if a mark has opened it."""
+        marks, has_call, in_call = self._marks, False, False
+        try:
+            while not (mark := (yield from self._mark(marks.close, *self._opens, space=_BETWEEN))):
+                head = yield from self._read_head(NO_SPACE)
+                if head is None or not (is_marked or head[1] in self._schemas):
+                    raise NoCallError
+                self._at, self._name, in_call = head.end(), head[1], True
+                if is_marked:
+                    self._start_call()
+                yield from self._read_call()
+                self._take(self._at)
+                self._is_unsure, has_call, in_call = True, True, False
+        except EndOfTextError:
+            if self._is_unsure and (in_call or not has_call):
+                self._give(self._pending)
+            raise
+        except NoCallError:
+            if has_call and is_marked:
+                yield from self._skip(marks.close, *self._opens)
+            elif has_call:
+                self._pending = self._pending[self._at :].lstrip(_LAYOUT)
+                self._at = 0
             else:
-                self._give_string(self._pending, len(self._pending))
-                self._add('"')
-            self._end_call()
-        elif self._state != self._read_junk and not (self._state == self._read_block and self._has_call):
-            self._give(self._raw + self._pending)
+                self._give(self._take(self._at))
+            self._is_unsure = False
+            return
+        self._is_unsure = False
+        self._take(self._at if mark == marks.close else self._at - len(mark))
+        if mark == marks.close and marks.echoes and has_call and (yield from self._read_list(self._called)):
+            yield from self._read_echo()
 
-    def _open(self, mark: str) -> None:
-        self._state, self._raw, self._is_marked, self._has_call = self._read_block, mark, True, False
+    def _read_echo(self) -> Reading[None]:
+        """Drop a list that comes again without its opening mark, if the closing mark is behind it."""
+        try:
+            found = yield from self._up_to((self._marks.close, *self._opens))
+        except EndOfTextError:
+            self._give(self._pending)
+            raise
+        self._is_unsure = False
+        self._take(self._at if found is not None and found[1] == self._marks.close else 0)
 
-    def _read_start(self) -> bool:
-        """At the beginning of an answer that may be a list of calls."""
-        rest = self._pending.lstrip()
-        if not rest:
-            return False
-        inner = rest[1:].lstrip()
-        head = self._marks.head.match(inner)
-        if rest[0] == "[" and head is None and len(inner) < _MAX_HEAD and _HALF_HEAD.fullmatch(inner):
-            return False
-        is_list = rest[0] == "[" and head is not None and head[1] in self._schemas
-        self._state = self._read_block if is_list else self._read_text
-        if self._state == self._read_text:
-            return True
-        self._raw, self._pending = self._pending[: -len(inner)], inner
-        return True
+    def _start_call(self) -> None:
+        self._is_unsure = False
+        self._sink.start_call(self._name)
+        self._called.add(self._name)
 
-    def _read_block(self) -> bool:
-        """Between a block's calls."""
-        rest = self._pending.lstrip(_BETWEEN)
-        space = self._pending[: len(self._pending) - len(rest)]
-        opens = next((mark for mark in self._opens if rest.startswith(mark)), None)
-        head = self._marks.head.match(rest)
-        if rest.startswith(self._close):
-            self._state = self._read_echo if self._marks.echoes and self._has_call else self._read_text
-            self._pending, self._raw = rest[len(self._close) :], ""
-        elif opens is not None:
-            self._pending = rest[len(opens) :]
-            self._open(opens)
-        elif head is not None and (self._is_marked or head[1] in self._schemas):
-            self._name, self._raw = head[1], self._raw + space + head.group()
-            self._pending = rest[head.end() :]
-            self._begin_call()
-        elif (
-            not rest
-            or any(mark.startswith(rest) for mark in (self._close, *self._opens))
-            or (len(rest) < _MAX_HEAD and _HALF_HEAD.fullmatch(rest))
-        ):
-            return False
-        else:
-            self._not_a_call()
-        return True
-
-    def _read_echo(self) -> bool:
-        """Behind a block, which may come again without its opening mark."""
-        rest = self._pending.lstrip()
-        inner = rest[1:].lstrip()
-        head = self._marks.head.match(inner)
-        found = first_mark(rest, (self._close, *self._opens))
-        if head is None and rest[:1] in ("", "[") and len(inner) < _MAX_HEAD and _HALF_HEAD.fullmatch(inner):
-            return False
-        is_list = rest.startswith("[") and head is not None and head[1] in self._called
-        if is_list and found is None:
-            return False
-        if is_list and found is not None and found[1] == self._close:
-            self._pending = rest[found[0] + len(self._close) :]
-        self._state = self._read_text
-        return True
-
-    def _not_a_call(self) -> None:
-        """Show a block without a call; drop other text behind a call in its block."""
-        if self._has_call and self._is_marked:
-            self._state = self._read_junk
-        elif self._has_call:
-            self._state, self._pending = self._read_text, self._pending.lstrip(_BETWEEN)
-        else:
-            self._state = self._read_text
-            self._give(self._raw)
-        self._raw = ""
-
-    @property
-    def _junk_ends(self) -> tuple[str, ...]:
-        return (self._close, *self._opens)
-
-    def _begin_call(self) -> None:
+    def _read_call(self) -> Reading[None]:
+        """Read the arguments of a call, and its closing bracket.  ``NoCallError`` if it is none."""
         schema = self._schemas.get(self._name, {})
         properties = schema.get("properties")
         self._names = list(properties) if isinstance(properties, dict) else []
         self._types = ArgumentTypes(schema)
-        self._index, self._num_arguments, self._keys = None, 0, set()
-        if self._is_marked:
+        self._num_arguments, self._keys, mark = 0, set(), ","
+        while mark == ",":
+            mark = yield from self._read_argument()
+        if self._is_unsure:
             self._start_call()
-        self._begin_argument()
+        self._sink.arguments("}" if self._num_arguments else "{}")
 
-    def _start_call(self) -> None:
-        self._index, self._has_call, self._raw = self._sink.start_call(self._name), True, ""
-        self._called.add(self._name)
+    def _read_argument(self) -> Reading[str]:
+        """Read an argument, and return the comma or bracket that ends it; a string is passed on as it comes."""
+        if not self._is_unsure:
+            self._take(self._at)
+            with suppress(EndOfTextError):
+                while (found := self._marks.language.begun_string(self._pending)) is None:
+                    yield from self._more()
+                key, start, quote = found
+                if quote:
+                    self._take(start)
+                    self._begin_value(key)
+                    return (yield from self._read_string(quote))
+        text, mark = yield from self._up_to_end()
+        self._give_argument(text)
+        return mark
 
-    def _end_call(self) -> None:
-        if self._index is None:
-            self._start_call()
-        self._add("}" if self._num_arguments else "{}")
-        self._index, self._state = None, self._read_block
-
-    def _begin_argument(self) -> None:
-        self._state, self._place, self._depth, self._quote = self._read_argument, 0, 0, ""
-
-    def _read_argument(self) -> bool:
-        """From the beginning of an argument: to its end, or into a string that is passed on as it comes."""
-        if self._place == 0 and self._index is not None:
-            found = self._marks.language.begun_string(self._pending)
-            if found is None:
-                return False
-            key, start, quote = found
-            if quote:
-                self._begin_value(key)
-                self._add('"')
-                self._state, self._pending, self._quote = self._read_string, self._pending[start:], quote
-                return True
-        end = self._find_end()
-        if end is None:
-            return False
-        if self._give_rest(self._pending[: end - 1]):
-            self._leave_argument(end)
-        else:
-            self._raw, self._pending = self._raw + self._pending[:end], self._pending[end:]
-            self._not_a_call()
-        return True
-
-    def _leave_argument(self, end: int) -> None:
-        """The argument ends with the character before ``end``: a comma, or the call's bracket."""
-        mark, self._pending = self._pending[end - 1], self._pending[end:]
-        if mark == ",":
-            self._begin_argument()
-        else:
-            self._end_call()
-
-    def _give_rest(self, text: str) -> bool:
-        """Pass on an argument as a whole, if there is one; False if it tells that this is no call."""
+    def _give_argument(self, text: str) -> None:
+        """Pass on an argument as a whole, if there is one.  ``NoCallError`` if it tells that this is no call."""
         if not text.strip():
-            return True
+            return
         free = next((one for one in self._names if one not in self._keys), None)
         name = str(self._num_arguments + 1) if free is None else free
         try:
             key, value = LiteralReader(self._marks.language, text).argument(name, self._types)
         except (ValueError, OverflowError):
-            if self._index is None:
-                return False
+            if self._is_unsure:
+                raise NoCallError from None
             key, value = self._marks.language.divided(text)
             value = json.dumps(value.strip(), ensure_ascii=False)
-        if self._index is None and key is None and free is None:
-            return False
-        if self._index is None:
+        if self._is_unsure:
+            if key is None and free is None:
+                raise NoCallError
             self._start_call()
         self._begin_value(name if key is None else key)
-        self._add(value)
-        return True
+        self._sink.arguments(value)
 
     def _begin_value(self, key: str) -> None:
-        self._add(f"{', ' if self._num_arguments else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+        self._sink.arguments(f"{', ' if self._num_arguments else '{'}{json.dumps(key, ensure_ascii=False)}: ")
         self._num_arguments += 1
         self._keys.add(key)
 
-    def _read_string(self) -> bool:
-        language, text = self._marks.language, self._pending
-        sure = 0  # up to a quote that is part of the string
-        is_end: bool | None = False
-        while (end := string_end(text, sure, self._quote, language)) is not None:
-            is_end = not language.escapes or self._is_behind_string(end)
-            if is_end is not False:
-                break
-            sure = end
-        if end is None:
-            sure = max(sure - len(self._quote), 0)
-            self._give_string(text, sure + language.settled(text[sure:], self._quote))
-            return False
-        self._give_string(text, end - len(self._quote))
-        if is_end is None:
-            return False
-        self._pending = text[end:]
-        self._state, self._place, self._depth, self._quote = self._read_behind, 0, 0, ""
-        return True
+    def _read_string(self, quote: str) -> Reading[str]:
+        """Read a string, others behind it that belong to it, and the end of the argument, which it returns.
+
+        Other text behind a string is a part of it.
+        """
+        language, mark = self._marks.language, ")"
+        self._sink.arguments('"')
+        try:
+            while quote:
+                yield from self._pass_string(quote)
+                while not (rest := self._pending.lstrip()) or language.quote_of(rest) is None:
+                    yield from self._more()
+                quote = language.quote_of(rest) or ""
+                self._pending = rest[len(quote) :] if quote else self._pending
+            text, mark = yield from self._up_to_end()
+            self._sink.arguments(json.dumps(text.rstrip(), ensure_ascii=False)[1:-1])
+        except EndOfTextError:
+            self._give_string(len(self._pending))
+        self._sink.arguments('"')
+        return mark
+
+    def _pass_string(self, quote: str) -> Reading[None]:
+        """Pass on a string up to its closing quote, and drop that."""
+        language, is_end = self._marks.language, False
+        while not is_end:
+            text, sure = self._pending, 0  # up to a quote that is part of the string
+            while (end := string_end(text, sure, quote, language)) is not None:
+                behind = not language.escapes or self._is_behind_string(end)
+                is_end = behind is True
+                if behind is not False:
+                    break
+                sure = end
+            if end is None:
+                sure = max(sure - len(quote), 0)
+                self._give_string(sure + language.settled(text[sure:], quote))
+            else:
+                self._give_string(end - len(quote))
+            if not is_end:
+                yield from self._more()
+        self._take(len(quote))
 
     def _is_behind_string(self, place: int) -> bool | None:
         """Whether what is pending at ``place`` may be behind a string's quote; None if that is not known yet."""
         rest = self._pending[place : place + _MAX_HEAD]
-        solid = rest.lstrip()
+        solid, close = rest.lstrip(), self._marks.close
         quote = self._marks.language.quote_of(solid)
         behind_call = solid[1:].lstrip() if solid.startswith(")") else ""
-        if _BEHIND_STRING.match(rest) is not None or quote or behind_call.startswith(self._close):
+        if _BEHIND_STRING.match(rest) is not None or quote or behind_call.startswith(close):
             return True
-        is_half = _HALF_BEHIND.fullmatch(rest) or (behind_call and self._close.startswith(behind_call))
-        is_open = len(rest) < _MAX_HEAD and not self._is_last
+        is_half = _HALF_BEHIND.fullmatch(rest) or (behind_call and close.startswith(behind_call))
+        is_open = len(rest) < _MAX_HEAD and not self._has_ended
         return (None if is_open else True) if is_half or quote is None else False
 
-    def _give_string(self, text: str, length: int) -> None:
-        """Pass on the first characters of ``text``, which is pending."""
-        plain = self._marks.language.unescaped(text[:length])
-        self._add(json.dumps(plain, ensure_ascii=False)[1:-1])
-        self._pending = text[length:]
+    def _give_string(self, size: int) -> None:
+        """Pass on the first ``size`` characters, of a string."""
+        plain = self._marks.language.unescaped(self._take(size))
+        self._sink.arguments(json.dumps(plain, ensure_ascii=False)[1:-1])
 
-    def _read_behind(self) -> bool:
-        """Behind a string: another one that belongs to it, or the argument's end; other text is part of the string."""
-        rest = self._pending.lstrip()
-        quote = self._marks.language.quote_of(rest) if rest and self._place == 0 else ""
-        if not rest or quote is None:
-            return False
-        if quote:
-            self._state, self._pending, self._quote = self._read_string, rest[len(quote) :], quote
-            return True
-        end = self._find_end()
-        if end is None:
-            return False
-        if text := self._pending[: end - 1].rstrip():
-            self._add(json.dumps(text, ensure_ascii=False)[1:-1])
-        self._add('"')
-        self._leave_argument(end)
-        return True
+    def _up_to_end(self) -> Reading[tuple[str, str]]:
+        """Read up to the comma or bracket that ends an argument; returns the text and that.
 
-    def _add(self, text: str) -> None:
-        assert self._index is not None
-        self._sink.arguments(self._index, text)
-
-    def _find_end(self) -> int | None:
-        """The place behind the comma or the bracket that ends the argument; None if it has not come."""
-        text, language = self._pending, self._marks.language
-        while True:
-            found = language.pattern(self._quote).search(text, self._place)
-            held = len(text) - partial_suffix(text, *([self._quote] if self._quote else language.quotes))
-            if found is None or found.start() >= held or (found.group() == "\\" and found.end() == len(text)):
-                self._place = max(self._place, min(held, len(text) if found is None else found.start()))
-                return None
-            mark = found.group()
-            self._place = found.end() + (mark == "\\")
-            if self._quote:
-                self._quote = "" if mark == self._quote else self._quote
-            elif mark in language.quotes:
-                self._quote = mark
-            elif self._depth == 0 and (mark == "," or mark in CLOSING):
-                return self._place
-            elif mark != ",":
-                self._depth += 1 if mark in OPENING else -1
+        The end of the text ends it too, if this surely is a call.
+        """
+        language, depth, quote = self._marks.language, 0, ""
+        if not self._is_unsure:
+            self._take(self._at)
+        place = self._at  # what is before it has been looked at
+        try:
+            while True:
+                text = self._pending
+                found = language.pattern(quote).search(text, place)
+                held = len(text) - partial_suffix(text, *([quote] if quote else language.quotes))
+                if found is None or found.start() >= held or (found.group() == "\\" and found.end() == len(text)):
+                    place = max(place, min(held, len(text) if found is None else found.start()))
+                    yield from self._more()
+                    continue
+                mark, place = found.group(), found.end() + (found.group() == "\\")
+                if quote:
+                    quote = "" if mark == quote else quote
+                elif mark in language.quotes:
+                    quote = mark
+                elif depth == 0 and (mark == "," or mark in CLOSING):
+                    text, self._at = text[self._at : place - 1], place
+                    return text, mark
+                elif mark != ",":
+                    depth += 1 if mark in OPENING else -1
+        except EndOfTextError:
+            if self._is_unsure:
+                raise
+            text, self._at = self._pending[self._at :], len(self._pending)
+            return text, ")"

@@ -7,8 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from tp_engine.api.openai.tools.argument_types import ArgumentTypes, json_value
-from tp_engine.api.openai.tools.call_reader import valid_unicode
-from tp_engine.api.openai.tools.text_parser import partial_suffix
+from tp_engine.api.openai.tools.text_parser import partial_suffix, valid_unicode
 
 OPENING, CLOSING = "([{", ")]}"
 _MAX_DEPTH = 64

@@ -1,11 +1,5 @@
 """Tool calls whose arguments stand between marks: ``<function=f><parameter=key>value</parameter></function>``.
 
-::
-
-    PROSE --open--> BLOCK --call--> NAME --> CALL --key--> KEY --> VALUE --value_end--> CALL
-      ^               |                      |
-      +---- close ----+------ call_end ------+
-
 ``CallMarks`` names the marks of one format; where ``call`` is empty, the block is one call.  Values become JSON by the
 schema of the tool (``argument_types.py``).  A string is passed on as it comes, any other value once it has ended.
 """
@@ -17,9 +11,16 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tp_engine.api.openai.tools.argument_types import ArgumentTypes, Types, is_text, json_value, parsed_json
+from tp_engine.api.openai.tools.argument_types import ArgumentTypes, is_text, json_value, parsed_json
 from tp_engine.api.openai.tools.events import ToolFormat
-from tp_engine.api.openai.tools.text_parser import TextParser, first_mark, partial_suffix
+from tp_engine.api.openai.tools.text_parser import (
+    NO_SPACE,
+    EndOfTextError,
+    Reading,
+    TextParser,
+    first_mark,
+    num_settled,
+)
 
 if TYPE_CHECKING:
     from tp_engine.api.openai.tools.request import ToolRequest
@@ -99,247 +100,168 @@ class MarkedCallsParser(TextParser):
     """The parser of ``CallMarks``.  A block without a call is content, with its marks, so that no text is lost."""
 
     def __init__(self, marks: CallMarks, tools: ToolRequest) -> None:
-        super().__init__(marks.opens, close=marks.close, drops=marks.drops)
+        super().__init__(marks.opens, drops=marks.drops)
         self._marks = marks
         self._types = {name: ArgumentTypes(parameters) for name, parameters in tools.parameters().items()}
-        self._is_bare = False
-        self._index = 0
         self._of_tool = ArgumentTypes({})
         self._num_arguments = 0
         self._has_object = False  # the arguments have come as one object
-        self._in_wrapper = False  # in an argument that may hold all others
-        self._held = self._wrapped = ""  # such an argument, until it is known whether it is the only one; its value
-        self._value_types: Types | None = None
-        self._at_beginning = False  # of a value
-        self._on_own_lines = False
-        self._has_begun = False  # of a value, some of which has been passed on
-        self._settled = 0  # characters of the pending text that are the value's
+        self._held = ("", "")  # an argument that may be a wrapper of all, until that is known; and its value
 
-    def _end(self) -> None:
-        if self._state == self._read_value:
-            end = self._last_end()
-            self._end_value(self._pending[:end], is_closed=end == len(self._pending))
-            self._end_call()
-        elif self._state in (self._read_call, self._read_key, self._read_before_value, self._read_object):
-            if self._state == self._read_object:
-                self._give_object(self._pending)
-            self._end_call()
-        elif self._state in (self._read_text, self._read_name) or (self._state == self._read_block and self._raw):
-            self._give(self._raw + self._pending)
-
-    def _open(self, mark: str) -> None:
-        self._raw = mark
-        self._is_bare = mark != self._marks.open
-        self._state = self._read_name if self._is_bare else self._read_block
-
-    def _read_block(self) -> bool:
-        """Before the first call of a block, and behind a call."""
-        marks, rest = self._marks, self._pending.lstrip()
-        if rest.startswith(marks.close):
-            self._state, self._pending, self._raw = self._read_text, rest[len(marks.close) :], ""
-        elif rest.startswith(marks.open):
-            self._state, self._pending, self._raw = self._read_text, rest, ""
-        elif rest and not marks.call and not any(mark.startswith(rest) for mark in (marks.open, marks.close)):
-            self._state, self._raw, self._pending = self._read_name, self._raw + self._pending[: -len(rest)], rest
-        elif marks.call and rest.startswith(marks.call):
-            self._raw += self._pending[: len(self._pending) - len(rest)] + marks.call
-            self._state, self._pending = self._read_name, rest[len(marks.call) :]
-        elif any(mark.startswith(rest) for mark in (marks.close, marks.open, marks.call)):
-            return False
+    def _read_block(self, mark: str) -> Reading[None]:
+        marks, is_bare = self._marks, mark != self._marks.open
+        others = tuple(filter(None, (marks.close, marks.open, marks.call)))
+        self._at, self._is_unsure = len(mark), True
+        is_shown = True  # what has been read, if no call follows
+        try:
+            before = mark if is_bare else (yield from self._mark(*others))
+            while before == marks.call:
+                is_shown = True
+                name = yield from self._read_name()
+                if not name or (is_bare and name not in self._types):
+                    break
+                self._is_unsure = False
+                yield from self._read_call(name)
+                self._take(self._at)
+                self._is_unsure, is_shown = True, False
+                before = yield from self._mark(*others)
+        except EndOfTextError:
+            if self._is_unsure and is_shown:
+                self._give(self._pending)
+            raise
+        self._is_unsure = False
+        if before and before in (marks.close, marks.open):
+            self._take(self._at - (len(before) if before == marks.open else 0))
+        elif is_shown or is_bare:
+            self._give(self._take(self._at))
         else:
-            self._not_a_call()
-        return True
+            yield from self._skip(marks.close)
 
-    def _read_name(self) -> bool:
+    def _read_name(self) -> Reading[str]:
+        """Read the name of a call; empty, and nothing read, if there is none."""
+        start = self._at
+        found = yield from self._up_to(self._marks.name_ends, _MAX_NAME)
+        name = found[0].strip().strip(_QUOTES) if found is not None else ""
+        if found is None or not _NAME.fullmatch(name):
+            self._at = start
+            return ""
+        if found[1] in (self._marks.key, self._marks.close):
+            self._at -= len(found[1])
+        return name
+
+    def _read_call(self, name: str) -> Reading[None]:
+        """Read the arguments of a call and its end; text without marks between them is dropped."""
         marks = self._marks
-        found = first_mark(self._pending, marks.name_ends)
-        length = len(self._pending) - partial_suffix(self._pending, *marks.name_ends) if found is None else found[0]
-        if found is None and length <= _MAX_NAME:
-            return False
-        name = self._pending[:length].strip().strip(_QUOTES)
-        if (
-            found is None
-            or length > _MAX_NAME
-            or not _NAME.fullmatch(name)
-            or (self._is_bare and name not in self._types)
-        ):
-            self._not_a_call()
-            return True
-        is_mark = found[1] in (marks.key, marks.close)
-        self._pending = self._pending[length + (0 if is_mark else len(found[1])) :]
-        self._index, self._num_arguments, self._has_object = self._sink.start_call(name), 0, False
+        ends = tuple(filter(None, (marks.call_end, marks.close, marks.open, marks.call)))
+        self._sink.start_call(name)
         self._of_tool = self._types.get(name, ArgumentTypes({}))
-        self._state, self._raw = self._read_call, ""
-        return True
+        self._num_arguments, self._has_object, self._held = 0, False, ("", "")
+        try:
+            while (found := (yield from self._mark(*ends, marks.key))) not in ends:
+                if found and not self._has_object:
+                    yield from self._read_argument()
+                elif not found and self._pending[self._at] == "{" and not (self._num_arguments or self._has_object):
+                    yield from self._read_object()
+                elif not found:
+                    place = self._pending.find("<", self._at + 1)
+                    self._at = place if place > 0 else len(self._pending)
+            if found != marks.call_end:
+                self._at -= len(found)
+        except EndOfTextError:
+            self._at = len(self._pending)
+        self._give_object(self._held[1])
+        if not self._has_object:
+            self._release()
+            self._sink.arguments("}" if self._num_arguments else "{}")
 
-    def _not_a_call(self) -> None:
-        """Show a block without a call; drop other text behind a call in its block."""
-        if self._raw:
-            self._give(self._raw)
-        self._state = self._read_text if self._raw or self._is_bare else self._read_junk
-        self._raw = ""
+    def _release(self) -> None:
+        """Pass on the argument that is held: it is not the only one, or no object."""
+        self._sink.arguments(self._held[0])
+        self._held = ("", "")
 
-    def _read_call(self) -> bool:
-        """Between arguments; text without marks there is dropped."""
-        marks, rest = self._marks, self._pending.lstrip()
-        ends = tuple(mark for mark in (marks.call_end, marks.close, marks.open, marks.call) if mark)
-        if rest.startswith(marks.key) and not self._has_object:
-            self._state, self._pending = self._read_key, rest[len(marks.key) :]
-        elif rest.startswith(ends):
-            self._end_call()
-            ended = marks.call_end and rest.startswith(marks.call_end)
-            self._state, self._pending = self._read_block, rest[len(marks.call_end) :] if ended else rest
-        elif any(mark.startswith(rest) for mark in (marks.key, *ends)):
-            return False
-        elif rest[0] == "{" and not self._num_arguments and not self._has_object:
-            self._state, self._pending, self._settled = self._read_object, rest, 0
-        else:
-            place = rest.find("<", 1)
-            self._pending = rest[place:] if place > 0 else ""
-        return True
-
-    def _read_object(self) -> bool:
-        """In the arguments of a call that are one JSON object; other text is dropped, as between arguments."""
-        ends = tuple(filter(None, (self._marks.key, self._marks.call_end, self._marks.close)))
-        found = first_mark(self._pending, ends, self._settled)
-        if found is None:
-            self._settled = len(self._pending) - partial_suffix(self._pending, *ends)
-            return False
-        self._give_object(self._pending[: found[0]])
-        self._state, self._pending = self._read_call, self._pending[found[0] :]
-        return True
+    def _read_object(self) -> Reading[None]:
+        """Read the arguments of a call that are one JSON object; other text is dropped."""
+        marks = self._marks
+        try:
+            found = yield from self._up_to(tuple(filter(None, (marks.key, marks.call_end, marks.close))))
+            assert found is not None, "there is no limit"
+            text, self._at = found[0], self._at - len(found[1])
+        except EndOfTextError:
+            text, self._at = self._pending[self._at :], len(self._pending)
+        self._give_object(text)
 
     def _give_object(self, text: str) -> None:
         written, value = parsed_json(text.strip()) or ("", None)
         if isinstance(value, dict):
             self._has_object = True
-            self._give_arguments(written)
+            self._sink.arguments(written)
 
-    def _read_key(self) -> bool:
-        end = self._marks.key_end
-        place = self._pending.find(end)
-        length = place if place >= 0 else len(self._pending) - partial_suffix(self._pending, end)
-        if length > _MAX_NAME:
-            self._state = self._read_call
-            return True
-        if place < 0:
-            return False
-        written = _QUOTED_KEY.match(self._pending[:place])
-        self._key = self._pending[:place].strip().strip(_QUOTES) if written is None else written[2]
-        self._pending = self._pending[place + len(end) :]
-        self._value_types = self._of_tool.of(self._key)
-        self._in_wrapper = not self._num_arguments and self._key in _WRAPPERS and self._of_tool.lacks(self._key)
-        if written is not None and written[3] == "true" and self._value_types is None:
-            self._value_types = frozenset({"string"})
-        if self._marks.value:
-            self._state = self._read_before_value
-        else:
-            self._begin_value()
-        return True
-
-    def _read_before_value(self) -> bool:
-        mark, rest = self._marks.value, self._pending.lstrip()
-        if rest.startswith(mark):
-            self._pending = rest[len(mark) :]
-            self._begin_value()
-        elif mark.startswith(rest):
-            return False
-        else:  # a key without a value
-            self._state = self._read_call
-        return True
-
-    def _begin_value(self) -> None:
-        self._state, self._at_beginning, self._on_own_lines = self._read_value, True, False
-        self._has_begun, self._settled = False, 0
-        self._release()
-        before = ", " if self._num_arguments else "{"
-        quote = '"' if is_text(self._value_types) else ""
-        self._give_argument(f"{before}{json.dumps(self._key, ensure_ascii=False)}: {quote}")
-        self._num_arguments += 1
-
-    def _read_value(self) -> bool:
+    def _read_argument(self) -> Reading[None]:
+        """Read a key and its value; a key that is too long, or has no value, is dropped."""
         marks = self._marks
-        if self._at_beginning:
-            self._at_beginning = False
-            if marks.own_lines and self._pending.startswith("\n"):
-                self._on_own_lines, self._pending = True, self._pending[1:]
-        end = self._find_end()
-        if end is not None:
-            place, length = end
-            self._end_value(self._pending[:place], is_closed=length > 0)
-            self._pending = self._pending[place + length :]
-            self._state = self._read_call
-        elif is_text(self._value_types) and not self._in_wrapper:
-            settled = self._settled - self._pending[: self._settled].endswith("\n")
-            self._give_arguments(json.dumps(self._pending[:settled], ensure_ascii=False)[1:-1])
-            self._pending = self._pending[settled:]
-            self._has_begun |= settled > 0
-            self._settled -= settled
-        return end is not None
+        found = yield from self._up_to((marks.key_end,), _MAX_NAME)
+        if found is None or (marks.value and not (yield from self._mark(marks.value))):
+            return
+        written = _QUOTED_KEY.match(found[0])
+        key = found[0].strip().strip(_QUOTES) if written is None else written[2]
+        types = self._of_tool.of(key)
+        if written is not None and written[3] == "true" and types is None:
+            types = frozenset({"string"})
+        is_wrapper = not self._num_arguments and key in _WRAPPERS and self._of_tool.lacks(key)
+        before = f"{', ' if self._num_arguments else '{'}{json.dumps(key, ensure_ascii=False)}: "
+        self._release()
+        self._num_arguments += 1
+        is_string, held = is_text(types), list[str]()
+        give = held.append if is_wrapper else self._sink.arguments
+        give(f'{before}"' if is_string else before)
+        text = yield from self._read_value(streams=is_string and not is_wrapper)
+        give(json.dumps(text, ensure_ascii=False)[1:] if is_string else json_value(text, types))
+        if is_wrapper:
+            self._held = "".join(held), text
 
-    def _find_end(self) -> tuple[int, int] | None:
-        """The place where the value ends, and the length of its closing mark; None if that is not known yet.
+    def _read_value(self, *, streams: bool) -> Reading[str]:
+        """Read a value and its closing mark; if it ``streams``, return only what has not been passed on."""
+        marks, has_begun, on_own_lines, settled = self._marks, False, False, 0  # characters that are surely the value's
+        try:
+            if marks.own_lines:
+                on_own_lines = (yield from self._next(NO_SPACE)) == "\n"
+            self._take(self._at + on_own_lines)
+            while True:
+                found, is_end = first_mark(self._pending, marks.value_marks, settled), None
+                if found is None:
+                    settled = num_settled(self._pending, marks.value_marks)
+                else:
+                    place, mark = found
+                    is_end = self._ends_value(place, mark, has_line_before=not on_own_lines or not (has_begun or place))
+                    settled = place if is_end is None else place + len(mark)
+                if is_end:
+                    is_closed = mark == marks.value_end
+                    text, self._at = self._pending[:place], place + (len(mark) if is_closed else 0)
+                    break
+                if is_end is None:
+                    if streams:
+                        size = settled - self._pending[:settled].endswith("\n")
+                        has_begun |= size > 0
+                        self._sink.arguments(json.dumps(self._take(size), ensure_ascii=False)[1:-1])
+                        settled -= size
+                    yield from self._more()
+        except EndOfTextError:
+            text, self._at = self._pending[self._at :], len(self._pending)
+            is_closed = True
+            for mark in (marks.close, marks.call_end):  # those that only close its call
+                if mark and text.rstrip().endswith(mark):
+                    text, is_closed = text.rstrip().removesuffix(mark), False
+        return text.removesuffix("\n") if on_own_lines or not is_closed else text
 
-        Then ``_settled`` characters are surely the value's.
+    def _ends_value(self, place: int, mark: str, *, has_line_before: bool) -> bool | None:
+        """Whether ``mark`` at ``place`` ends the value; None if that is not known yet.
+
+        ``has_line_before``: the next key may stand here, as the value is not on lines of its own, or begins here.
         """
-        marks, text = self._marks, self._pending
-        while (found := first_mark(text, marks.value_marks, self._settled)) is not None:
-            place, mark = found
-            if mark == marks.value_end or mark in marks.value_breaks:
-                return place, len(mark) if mark == marks.value_end else 0
-            if mark == marks.key:  # the next argument begins here if the closing mark of this one is missing
-                is_first = place == 0 and not self._has_begun
-                is_end: bool | None = not self._on_own_lines or is_first or text[:place].endswith("\n")
-            else:
-                is_end = self._ends_call(place + len(mark), marks.behind(mark))
-            if is_end:
-                return place, 0
-            self._settled = place if is_end is None else place + len(mark)
-            if is_end is None:
-                return None
-        self._settled = len(text) - partial_suffix(text, *marks.value_marks)
-        return None
-
-    def _last_end(self) -> int:
-        """Where the value ends at the text's end: in front of marks that only close its call."""
-        end = len(self._pending)
-        for mark in (self._marks.close, self._marks.call_end):
-            text = self._pending[:end].rstrip()
-            if mark and text.endswith(mark):
-                end = len(text) - len(mark)
-        return end
-
-    def _ends_call(self, place: int, marks: tuple[str, ...]) -> bool | None:
-        """Whether one of ``marks`` follows at ``place``; None if that is not known yet."""
-        rest = self._pending[place:].lstrip()
-        return True if rest.startswith(marks) else None if any(mark.startswith(rest) for mark in marks) else False
-
-    def _end_value(self, text: str, *, is_closed: bool) -> None:
-        """``text`` is the rest of a string, or another value as a whole; ``is_closed`` if its closing mark is there."""
-        text = text.removesuffix("\n") if self._on_own_lines or not is_closed else text
-        is_string = is_text(self._value_types)
-        value = json.dumps(text, ensure_ascii=False)[1:] if is_string else json_value(text, self._value_types)
-        self._give_argument(value)
-        self._wrapped, self._in_wrapper = text if self._in_wrapper else "", False
-
-    def _give_argument(self, text: str) -> None:
-        if self._in_wrapper:
-            self._held += text
-        else:
-            self._give_arguments(text)
-
-    def _release(self) -> None:
-        """Pass on the argument that is held: it is not the only one, or no object."""
-        self._give_arguments(self._held)
-        self._held = self._wrapped = ""
-
-    def _end_call(self) -> None:
-        self._give_object(self._wrapped)
-        if self._has_object:
-            self._held = self._wrapped = ""
-        else:
-            self._release()
-            self._give_arguments("}" if self._num_arguments else "{}")
-
-    def _give_arguments(self, text: str) -> None:
-        self._sink.arguments(self._index, text)
+        marks = self._marks
+        if mark == marks.value_end or mark in marks.value_breaks:
+            return True
+        if mark == marks.key:  # the next argument begins here if the closing mark of this one is missing
+            return has_line_before or self._pending[:place].endswith("\n")
+        rest, behind = self._pending[place + len(mark) :].lstrip(), marks.behind(mark)
+        return True if rest.startswith(behind) else None if any(one.startswith(rest) for one in behind) else False

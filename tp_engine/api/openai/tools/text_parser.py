@@ -1,74 +1,105 @@
 """Base of the parsers of generated text, which comes in pieces and becomes events as soon as they are certain.
 
-A parser is in one state at a time, and a state is a method that reads: it takes what it understands off the pending
-text, may name the next state, and returns False if it needs more text.  ``_read_text`` is the state outside of calls::
+A parser is a generator that reads the pending text in the order in which it is written, and yields where it needs more.
+So its states are the places of ordinary code, with loops and local variables::
 
-    feed(piece) -> _pending grows -> _state() reads, again and again, until it needs more text -> events
-    _read_text --one of the opening marks--> _open(mark): the next state is that of a call, or of a block of them
+    feed(piece) -> _pending grows -> _reading goes on, up to the next yield (_more) -> events
+    _read:  text up to an opening mark (_read_text) -> a block of calls (_read_block) -> text -> ...
 
-``json_calls.py`` reads calls that are JSON objects, ``marked_calls.py`` calls whose arguments stand between marks.
-Most formats only name their marks for one of the two; a format of another kind writes its states on this base.
+What may turn out to be no call stays pending, and ``_at`` is the place up to which it has been read.  ``json_calls.py``
+reads calls that are JSON objects, ``marked_calls.py`` calls whose arguments stand between marks, and
+``literal_calls.py`` calls as in a program.  Most formats only name their marks for one of them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import suppress
+from typing import TypeAlias, TypeVar
 
 from tp_engine.api.openai.tools.events import ChatEvent, EventSink, NewCallId, openai_call_id
+
+_Found = TypeVar("_Found")
+# What reads pending text: it yields where it needs more.
+Reading: TypeAlias = Generator[None, None, _Found]
+WHITE_SPACE, NO_SPACE = re.compile(r"\s*"), re.compile("")
+
+
+class EndOfTextError(Exception):
+    """The text has ended by itself where more was needed."""
+
+
+class NoCallError(Exception):
+    """What looked like a call is none, or not one any more."""
 
 
 class TextParser:
     """A ``ToolParser``.  White space beside a call is layout, and dropped unless text is on both sides.
 
-    ``opens`` are the marks that end text; ``close`` ends a block of calls, empty for none.  Texts never show ``drops``.
+    ``opens`` are the marks that end text.  Texts never show ``drops``.
     """
 
     def __init__(
-        self,
-        opens: Sequence[str],
-        *,
-        close: str = "",
-        drops: Sequence[str] = (),
-        new_call_id: NewCallId = openai_call_id,
+        self, opens: Sequence[str], *, drops: Sequence[str] = (), new_call_id: NewCallId = openai_call_id
     ) -> None:
         self._opens = tuple(opens)
-        self._close = close
-        self._drops = tuple(drops)
-        self._ends = (*self._opens, *self._drops)
+        self._ends = (*self._opens, *drops)
         self._first_characters = frozenset(mark[0] for mark in self._ends)
         self._sink = EventSink(new_call_id)
-        self._state: Callable[[], bool] = self._read_text
-        self._pending = ""  # not yet understood
-        self._raw = ""  # text that is shown if it turns out to be no call
+        self._pending = ""
+        self._at = 0
+        self._is_unsure = False  # what has been read is shown if it turns out to be no call
+        self._in_text = False
+        self._has_ended = False
         self._space = ""  # white space at the end of the text so far
         self._has_text = False
+        self._reading = self._read()
 
     def feed(self, text: str) -> list[ChatEvent]:
         """Take the next piece of text; returns the events that are certain now."""
-        if not self._pending and self._first_characters.isdisjoint(text) and self._state == self._read_text:
+        if self._in_text and not self._pending and self._first_characters.isdisjoint(text):
             self._give(text)
-            return self._sink.take()
-        self._pending += text
-        while self._pending and self._state():
-            pass
+        elif text:
+            self._pending += text
+            next(self._reading)
         return self._sink.take()
 
     def finish(self, *, cut_off: bool) -> list[ChatEvent]:
         """End the text.  ``cut_off``: a limit ended it; drop half a mark at its end, instead of showing it."""
         if not cut_off:
-            self._end()
-        self._pending = self._raw = ""
+            self._has_ended = True
+            with suppress(EndOfTextError):
+                next(self._reading)
         if not self._sink.num_calls:
             self._sink.content(self._space)
-        self._space = ""
         return self._sink.take()
 
-    def _end(self) -> None:
-        """Give out what is pending, or finish an open call; the text has ended by itself."""
-        if self._state == self._read_text:
-            self._give(self._raw + self._pending)
+    def _read(self) -> Reading[None]:
+        """Read the whole text."""
+        while True:
+            mark = yield from self._read_text()
+            yield from self._read_block(mark)
 
-    def _open(self, mark: str) -> None:
-        """Name the next state: ``mark``, one of the opening marks, has been read."""
-        raise NotImplementedError  # a parser with opening marks has it, forced calls have none
+    def _read_block(self, mark: str) -> Reading[None]:
+        """Read calls from ``mark`` on, one of the opening marks, with which the pending text begins."""
+        raise NotImplementedError  # a parser with opening marks has it
+
+    def _read_text(self) -> Reading[str]:
+        """Pass on text up to an opening mark, and return that mark, which is still pending."""
+        while True:
+            found = first_mark(self._pending, self._ends)
+            self._give(self._take(num_settled(self._pending, self._ends) if found is None else found[0]))
+            if found is None:
+                self._in_text = True
+                try:
+                    yield from self._more()
+                except EndOfTextError:
+                    self._give(self._pending)
+                    raise
+                self._in_text = False
+            elif found[1] in self._opens:
+                return found[1]
+            else:
+                self._take(len(found[1]))
 
     def _give(self, text: str) -> None:
         """Pass on text outside of calls; white space at its end waits for what follows."""
@@ -81,31 +112,65 @@ class TextParser:
         self._space = text[len(solid) :]
         self._has_text = True
 
-    def _read_text(self) -> bool:
-        found = first_mark(self._pending, self._ends)
-        place = len(self._pending) - partial_suffix(self._pending, *self._ends) if found is None else found[0]
-        text, self._pending = self._pending[:place], self._pending[place:]
-        self._give(text)
-        if found is None:
-            return False
-        self._pending = self._pending[len(found[1]) :]
-        if found[1] not in self._drops:
-            self._open(found[1])
-        return True
+    def _take(self, size: int) -> str:
+        """Take the first ``size`` characters off the pending text."""
+        text, self._pending, self._at = self._pending[:size], self._pending[size:], 0
+        return text
 
-    def _read_junk(self) -> bool:
-        """Drop text behind a broken call, up to the end of its block."""
-        found = first_mark(self._pending, self._junk_ends)
-        if found is None:
-            self._pending = self._pending[len(self._pending) - partial_suffix(self._pending, *self._junk_ends) :]
-            return False
-        place, mark = found
-        self._state, self._pending = self._read_text, self._pending[place + (len(mark) if mark == self._close else 0) :]
-        return True
+    def _more(self) -> Reading[None]:
+        """Wait for more text.  Raises ``EndOfTextError``."""
+        if self._has_ended:
+            raise EndOfTextError
+        if not self._is_unsure:
+            self._take(self._at)
+        yield
 
-    @property
-    def _junk_ends(self) -> tuple[str, ...]:
-        return (self._close,)
+    def _next(self, space: re.Pattern[str] = WHITE_SPACE) -> Reading[str]:
+        """Pass over white space, and return the character behind it."""
+        while True:
+            found = space.match(self._pending, self._at)
+            assert found is not None
+            self._at = found.end()
+            if self._at < len(self._pending):
+                return self._pending[self._at]
+            yield from self._more()
+
+    def _mark(self, *marks: str, space: re.Pattern[str] = WHITE_SPACE) -> Reading[str]:
+        """Pass over white space and one of ``marks``, and return that; empty if other text follows."""
+        while True:
+            yield from self._next(space)
+            found = next((mark for mark in marks if self._pending.startswith(mark, self._at)), "")
+            if found or not self._may_begin(marks, self._at):
+                self._at += len(found)
+                return found
+            yield from self._more()
+
+    def _may_begin(self, marks: Iterable[str], place: int) -> bool:
+        """Whether the pending text ends in one of ``marks`` that begins at ``place``."""
+        return any(len(mark) > len(self._pending) - place and mark.startswith(self._pending[place:]) for mark in marks)
+
+    def _up_to(self, marks: Sequence[str], limit: int | None = None) -> Reading[tuple[str, str] | None]:
+        """Pass over text and the first of ``marks``, and return both; None, and pass nothing, behind ``limit``."""
+        seen = self._at
+        while True:
+            found = first_mark(self._pending, marks, seen)
+            seen = max(seen, num_settled(self._pending, marks)) if found is None else found[0]
+            if limit is not None and seen - self._at > limit:
+                return None
+            if found is not None:
+                text, self._at = self._pending[self._at : seen], seen + len(found[1])
+                return text, found[1]
+            waits_at = self._at
+            yield from self._more()
+            seen -= waits_at - self._at
+
+    def _skip(self, close: str, *others: str) -> Reading[None]:
+        """Drop text behind a broken call up to a mark, and the mark if it is ``close``."""
+        self._is_unsure = False
+        while (found := first_mark(self._pending, (close, *others), self._at)) is None:
+            self._at = max(self._at, num_settled(self._pending, (close, *others)))
+            yield from self._more()
+        self._take(found[0] + (len(close) if found[1] == close else 0))
 
 
 def first_mark(text: str, marks: Iterable[str], start: int = 0) -> tuple[int, str] | None:
@@ -121,3 +186,13 @@ def partial_suffix(text: str, *marks: str) -> int:
         if any(len(mark) > length and mark.startswith(text[-length:]) for mark in marks):
             return length
     return 0
+
+
+def num_settled(text: str, marks: Sequence[str]) -> int:
+    """Return how many characters of ``text``, which has none of ``marks``, surely belong to none."""
+    return len(text) - partial_suffix(text, *marks)
+
+
+def valid_unicode(text: str) -> str:
+    """``text`` with U+FFFD for half a surrogate pair, which no encoding can write."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
